@@ -1,0 +1,54 @@
+"""layertap's library: features of images, under any backbone, on disk.
+
+from extract import Taps, load_backbone, extract_features, FeatureReader
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from extract.backbones import Backbone, load_backbone
+    from extract.errors import InputError, LayertapError, LockedError, UnknownNameError
+    from extract.extraction import extract_features
+    from extract.hooks import Record, Site, Taps
+    from extract.status import Status
+    from extract.store.reader import FeatureReader
+
+# Imported when first used: `from extract import FeatureReader` does not wait for torch.
+_HOMES = {
+    "Backbone": "extract.backbones",
+    "load_backbone": "extract.backbones",
+    "InputError": "extract.errors",
+    "LayertapError": "extract.errors",
+    "LockedError": "extract.errors",
+    "UnknownNameError": "extract.errors",
+    "extract_features": "extract.extraction",
+    "Record": "extract.hooks",
+    "Site": "extract.hooks",
+    "Taps": "extract.hooks",
+    "Status": "extract.status",
+    "FeatureReader": "extract.store.reader",
+}
+
+__all__ = [
+    "Backbone",
+    "FeatureReader",
+    "InputError",
+    "LayertapError",
+    "LockedError",
+    "Record",
+    "Site",
+    "Status",
+    "Taps",
+    "UnknownNameError",
+    "extract_features",
+    "load_backbone",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'extract' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,14 @@
+"""Defaults of an extraction, for the library, the config file and the command line; each stands here alone."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+BACKBONE = "bundled/efficientnet_lite0"  # real ImageNet weights, there without a download
+LAYERS = ("embedding",)  # the backbone's own final vector
+BATCH_SIZE = 64
+WORKERS = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+DEVICE = "auto"
+DTYPE: Literal["float32", "float16"] = "float32"
+SEED = 0

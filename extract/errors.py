@@ -1,0 +1,44 @@
+"""The errors layertap raises on purpose, and the words for the most frequent one, an unknown name.
+
+The command line prints these as one line without a traceback; any other exception is a bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["InputError", "LayertapError", "LockedError", "UnknownNameError", "unknown_name"]
+
+
+class LayertapError(Exception):
+    """Something layertap refuses to do or cannot finish; the message says what failed and what to do."""
+
+
+class InputError(LayertapError, ValueError):
+    """What the caller gave cannot be used: a folder without images, a pooling that does not fit, a wrong file."""
+
+
+class UnknownNameError(LayertapError, LookupError):
+    """A backbone, layer, pooling or feature of this name does not exist; the message lists the nearest ones."""
+
+
+class LockedError(LayertapError):
+    """Another run is writing to the same data set."""
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str], where: str = "", hint: str = "") -> UnknownNameError:
+    """An error for a name that does not exist, with up to three of the nearest that do.
+
+    >>> str(unknown_name("layer", "blocks.12", ["blocks.11", "blocks.1", "head"], "timm/vit_tiny"))
+    "layer 'blocks.12' not found in timm/vit_tiny; nearest: 'blocks.11', 'blocks.1'"
+    """
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    message = f"{kind} {name!r} not found" + (f" in {where}" if where else "")
+    if near:
+        message += "; nearest: " + ", ".join(map(repr, near))
+    elif known:
+        shown = known[:8]
+        message += "; there are: " + ", ".join(map(repr, shown)) + (", ..." if len(known) > len(shown) else "")
+    return UnknownNameError(message + (f". {hint}" if hint else ""))

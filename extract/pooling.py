@@ -1,0 +1,172 @@
+"""Pooling: from what a layer gives for an image to the feature that is stored.
+
+Whether an axis holds channels or positions is recognised from the shape and the size of the input; where that is not
+certain, pooling is refused. Nothing is averaged over an axis that might be channels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from extract.errors import InputError, unknown_name
+
+__all__ = ["POOLINGS", "Layout", "pool", "recognise", "resolve_pooling"]
+
+_PATCH_SIZES_PX = (4, 8, 14, 16, 32, 64)  # of vision transformers, and of the later stages of hierarchical ones
+POOLINGS = ("auto", "none", "flatten", "mean_map", "max_map", "cls_token", "mean_tokens")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the axes of an activation mean.
+
+    Attributes:
+        kind: "vector" (B, C) or (B,), "map" with two axes of positions, "tokens" (B, T, C), or "unknown".
+        axes: one letter for each axis after the batch: "C", "CHW", "HWC", "TC"; empty when unknown.
+        prefix_tokens: how many of the tokens come before those of the patches (class token, registers).
+        reason: why the layout is unknown.
+    """
+
+    kind: Literal["vector", "map", "tokens", "unknown"]
+    axes: str = ""
+    prefix_tokens: int = 0
+    reason: str = ""
+
+
+def recognise(
+    shape: Sequence[int], input_px: tuple[int, int], prefix_tokens: int = 0, patches: int | None = None
+) -> Layout:
+    """Tell positions from channels in the activation of one image.
+
+    The two axes of a map shrink with the input in the same proportion: (7, 7) of a (224, 224) input, or (7, 14) of
+    (224, 448). Where both (C, H, W) and (H, W, C) would fit, as in (56, 56, 56), the layout is unknown. Tokens are
+    recognised by their number: a grid of patches, with or without the backbone's prefix tokens.
+
+    Args:
+        shape: of the activation of one image, without the batch.
+        input_px: (height, width) of the backbone's input.
+        prefix_tokens: how many tokens the backbone puts before those of the patches.
+        patches: how many patches the backbone cuts the input into, where that is known.
+    """
+    shape = tuple(shape)
+    if len(shape) <= 1:
+        return Layout("vector", "C"[: len(shape)])
+    if len(shape) == 2:
+        return _recognise_tokens(shape, input_px, prefix_tokens, patches)
+    if len(shape) == 3:
+        first, last = _is_grid(shape[1:], input_px), _is_grid(shape[:2], input_px)
+        if first and last:
+            return Layout("unknown", reason="channels could be the first axis or the last")
+        if first:
+            return Layout("map", "CHW")
+        if last:
+            return Layout("map", "HWC")
+        return Layout("unknown", reason=f"no two neighbouring axes are a map of the {_px(input_px)} input")
+    return Layout("unknown", reason=f"{len(shape)} axes are neither a vector, a map nor tokens")
+
+
+def _recognise_tokens(
+    shape: tuple[int, ...], input_px: tuple[int, int], prefix_tokens: int, patches: int | None
+) -> Layout:
+    height, width = input_px
+    grids = {(height // size) * (width // size) for size in _PATCH_SIZES_PX} - {0, 1}
+    for counts in ({patches} if patches else set(), grids):  # what the backbone says of itself comes first
+        fits = [any(axis == count + prefix for count in counts for prefix in (0, prefix_tokens)) for axis in shape]
+        if fits == [True, False]:
+            return Layout("tokens", "TC", prefix_tokens if shape[0] - prefix_tokens in counts else 0)
+        if any(fits):
+            return Layout("unknown", reason="tokens could be the last axis")
+    return Layout("unknown", reason=f"{shape[0]} is no number of patches of the {_px(input_px)} input")
+
+
+def _px(size: tuple[int, int]) -> str:
+    return "x".join(map(str, size))
+
+
+def _is_grid(size: Sequence[int], input_px: tuple[int, int]) -> bool:
+    """Whether (h, w) is the input shrunk by one factor, up to the rounding of each side."""
+    h, w = size
+    height, width = input_px
+    if h > height or w > width:
+        return False
+    # h = height / r and w = width / r for one r, where layers may have rounded h and w up or down by less than 1.
+    return abs(h * width - w * height) < max(height, width) if height != width else h == w
+
+
+def resolve_pooling(pooling: str, layout: Layout, shape: Sequence[int], class_token: bool = False) -> str:
+    """What `auto` means for an activation; any other pooling is checked against it and returned.
+
+    `auto` is `none` for vectors, `mean_map` for maps, and for tokens `cls_token` where the backbone itself reads its
+    class token, else `mean_tokens`.
+
+    Args:
+        pooling: one of `POOLINGS`.
+        layout: of the activation.
+        shape: of the activation of one image.
+        class_token: whether the backbone's own embedding is its class token.
+
+    Raises:
+        UnknownNameError: no such pooling.
+        InputError: the pooling does not fit the activation.
+    """
+    if pooling not in POOLINGS:
+        raise unknown_name("pooling", pooling, POOLINGS)
+    if pooling in ("none", "flatten"):
+        return pooling
+    if layout.kind == "unknown":
+        raise InputError(f"{pooling} does not fit {_describe(layout, shape)}; take none or flatten")
+    if pooling == "auto":
+        if layout.kind == "tokens" and not (class_token and layout.prefix_tokens):
+            return "mean_tokens"
+        return {"vector": "none", "map": "mean_map", "tokens": "cls_token"}[layout.kind]
+    fits = {"mean_map": "map", "max_map": "map", "cls_token": "tokens", "mean_tokens": "tokens"}[pooling]
+    if layout.kind != fits or (pooling == "cls_token" and not layout.prefix_tokens):
+        instead = {"vector": "none", "map": "mean_map or max_map", "tokens": "mean_tokens"}[layout.kind]
+        raise InputError(f"{pooling} does not fit {_describe(layout, shape)}; take {instead}")
+    return pooling
+
+
+def _describe(layout: Layout, shape: Sequence[int]) -> str:
+    size = "(" + ", ".join(map(str, shape)) + ")"
+    if layout.kind == "unknown":
+        return f"an activation of shape {size} an image: {layout.reason}"
+    if layout.kind == "tokens" and not layout.prefix_tokens:
+        return f"tokens of shape {size} an image, which have no class token"
+    return f"a {layout.kind} of shape {size} an image".replace("a tokens", "tokens")
+
+
+def pool(activation: Tensor, pooling: str, layout: Layout) -> Tensor:
+    """Pool a batch: (B, ...) -> (B, ...); means of 16-bit values are taken in float32.
+
+    `mean_tokens` leaves prefix tokens out, as timm's average pooling does (`timm.layers.global_pool_nlc`).
+
+    Args:
+        activation: (B, *shape).
+        pooling: as `resolve_pooling` returned it.
+        layout: as `recognise` returned it.
+    """
+    return _FUNCTIONS[pooling](activation, layout)
+
+
+def _positions(layout: Layout) -> list[int]:
+    return [1 + axis for axis, letter in enumerate(layout.axes) if letter in "HWT"]
+
+
+def _mean(x: Tensor, axes: list[int]) -> Tensor:
+    return x.mean(axes, dtype=torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else None)
+
+
+_FUNCTIONS: dict[str, Callable[[Tensor, Layout], Tensor]] = {
+    "none": lambda x, layout: x,
+    "flatten": lambda x, layout: x.reshape(len(x), math.prod(x.shape[1:])),
+    "mean_map": lambda x, layout: _mean(x, _positions(layout)),
+    "max_map": lambda x, layout: x.amax(_positions(layout)),
+    "cls_token": lambda x, layout: x[:, 0],
+    "mean_tokens": lambda x, layout: _mean(x[:, layout.prefix_tokens :], [1]),
+}

@@ -1,0 +1,139 @@
+"""From a decoded picture to what the backbone takes: resize, crop, scale, normalise.
+
+The numbers come from the library that publishes the weights and travel as data, so that they can be stored beside the
+features. Resize and crop are done on uint8 by Pillow, in the workers; scaling and normalisation on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms import functional as F
+
+__all__ = ["Preprocessing", "from_timm", "from_torchvision"]
+
+Transform = Callable[[Image.Image], Tensor]
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """How a picture becomes input; equal values give equal input.
+
+    Attributes:
+        resize_px: the shorter side after resizing, or (height, width) regardless of aspect.
+        crop_px: (height, width) of the centre crop; also the size of the input.
+        interpolation: "nearest", "bilinear", "bicubic", ... as torchvision's `InterpolationMode` names them.
+        mean, std: per channel, of pixels scaled to 0..1.
+        library_transform: the library's own transform, used instead of all of the above where these numbers do not
+            describe it; it takes an RGB picture and returns (3, H, W) float32.
+    """
+
+    resize_px: int | tuple[int, int]
+    crop_px: tuple[int, int]
+    interpolation: str
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    library_transform: Transform | None = None
+
+    def prepare(self, picture: Image.Image) -> Tensor:
+        """What a worker sends for one RGB picture: (H, W, 3) uint8, or (3, H, W) float32 from a library's transform."""
+        if self.library_transform is not None:
+            return self.library_transform(picture)
+        size = [self.resize_px] if isinstance(self.resize_px, int) else list(self.resize_px)
+        picture = F.resize(picture, size, InterpolationMode(self.interpolation))
+        picture = F.center_crop(picture, list(self.crop_px))
+        return torch.from_numpy(np.array(picture))
+
+    def to_input(self, images: Tensor) -> Tensor:
+        """The backbone's input, (B, 3, H, W) float32, from a batch of what `prepare` returns, on its device."""
+        if images.dtype != torch.uint8:
+            return images
+        scaled = images.permute(0, 3, 1, 2).to(torch.float32).div_(255)  # (B, 3, H, W), channels last in memory
+        mean, std = (torch.tensor(values, device=images.device).view(3, 1, 1) for values in (self.mean, self.std))
+        return scaled.sub_(mean).div_(std)
+
+    def describe(self) -> dict[str, Any]:
+        """As plain data for the fingerprint."""
+        if self.library_transform is not None:
+            return {"library_transform": " ".join(str(self.library_transform).split())}
+        resize = self.resize_px if isinstance(self.resize_px, int) else list(self.resize_px)
+        return {
+            "resize_px": resize,
+            "crop_px": list(self.crop_px),
+            "interpolation": self.interpolation,
+            "mean": list(self.mean),
+            "std": list(self.std),
+            "resized_by": "pillow",
+        }
+
+    def __str__(self) -> str:
+        if self.library_transform is not None:
+            return "the library's own transform"
+        resize = self.resize_px if isinstance(self.resize_px, int) else "x".join(map(str, self.resize_px))
+        crop = "x".join(map(str, self.crop_px))
+        return f"resize {resize} {self.interpolation}, crop {crop}, mean {self.mean}, std {self.std}"
+
+
+def from_timm(model: torch.nn.Module) -> Preprocessing:
+    """The preprocessing that timm gives for a model's weights (`timm.data.resolve_model_data_config`)."""
+    from timm.data.config import resolve_model_data_config
+    from timm.data.transforms_factory import create_transform
+
+    config: dict[str, Any] = resolve_model_data_config(model)  # type: ignore[no-untyped-call]
+    transform: Transform = create_transform(**config, is_training=False)
+    _, height, width = config["input_size"]
+    # timm resizes the shorter side to the input size over crop_pct, rounded down (timm.data.transforms_factory).
+    resize = int(height / config["crop_pct"])
+    described = Preprocessing(
+        resize_px=resize,
+        crop_px=(height, width),
+        interpolation=config["interpolation"],
+        mean=tuple(config["mean"]),
+        std=tuple(config["std"]),
+    )
+    return _checked(described, transform)
+
+
+def from_torchvision(transform: Any) -> Preprocessing:
+    """The preprocessing of a torchvision weights entry (`weights.transforms()`)."""
+    described = Preprocessing(
+        resize_px=transform.resize_size[0],
+        crop_px=(transform.crop_size[0], transform.crop_size[0]),
+        interpolation=transform.interpolation.value,
+        mean=tuple(transform.mean),
+        std=tuple(transform.std),
+    )
+    return _checked(described, transform)
+
+
+def _checked(described: Preprocessing, transform: Transform) -> Preprocessing:
+    """What was described, if it gives the numbers of the library's own transform; else that transform itself."""
+    for size in ((361, 247), (57, 83)):  # one picture is made smaller, one larger; neither is square
+        picture = _test_picture(size)
+        try:
+            ours = described.to_input(described.prepare(picture).unsqueeze(0))[0]
+        except (ValueError, TypeError, RuntimeError):
+            break
+        theirs = transform(picture)
+        # Both scale and normalise in float32: one rounding apart at most.
+        if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=0, atol=1e-5):
+            break
+    else:
+        return described
+    return Preprocessing(
+        described.resize_px, described.crop_px, described.interpolation, described.mean, described.std, transform
+    )
+
+
+def _test_picture(size: tuple[int, int]) -> Image.Image:
+    """Noise over a slope: no two ways of resizing it agree by chance."""
+    noise = np.random.default_rng(0).integers(0, 128, (size[1], size[0], 3))
+    slope = np.linspace(0, 127, size[0])[None, :, None]
+    return Image.fromarray((noise + slope).astype(np.uint8))

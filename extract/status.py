@@ -1,0 +1,22 @@
+"""What became of a row."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+__all__ = ["Status"]
+
+
+class Status(IntEnum):
+    """The code kept for each row of a data set; the numbers are part of the file format."""
+
+    PENDING = 0  # not computed yet
+    OK = 1
+    DECODE_ERROR = 2  # the file could not be read or decoded; features are NaN
+    NOT_FINITE = 3  # computed, but with NaN or infinity; kept as computed
+    MISSING = 4  # no such file any more; features are NaN
+
+    @property
+    def text(self) -> str:
+        """For people: "decode error"."""
+        return self.name.lower().replace("_", " ")

@@ -1,0 +1,213 @@
+"""The folder of a data set: what it holds, which shards are done, and who is writing to it.
+
+`dataset.json` is written once, before the first shard, and not changed afterwards:
+
+    format, format_version
+    fingerprint      sha256 of `depends_on`
+    depends_on       what the numbers depend on: weights, architecture, layers, preprocessing, precision, decoder
+    features         name, shape, dtype, attributes of each
+    images           root, count, sha256 of the sorted paths
+    shard_rows       rows in every shard but the last
+
+`runs.jsonl` has a line for each run that wrote to the data set: when, with which versions, on which machine, how long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from extract.errors import InputError, LayertapError, LockedError
+from extract.store.layout import FORMAT, FORMAT_VERSION, StoredFeature, row_bytes
+from extract.store.writer import write_json
+
+__all__ = ["DataSet", "fingerprint_of", "shard_rows_for"]
+
+# A shard is what a crash can damage, what is copied and what one machine works on at a time.
+_SHARD_BYTES = 1_000_000_000
+
+
+def fingerprint_of(depends_on: dict[str, Any]) -> str:
+    """sha256 over the JSON text with sorted keys."""
+    return hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()
+
+
+def shard_rows_for(features: Sequence[StoredFeature]) -> int:
+    """Rows that make a shard of at most 1 GB, at least 1."""
+    return max(1, _SHARD_BYTES // max(1, row_bytes(features)))
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """What `dataset.json` says of the folder `out`."""
+
+    out: Path
+    depends_on: dict[str, Any]
+    features: list[StoredFeature]
+    images: dict[str, Any]
+    shard_rows: int
+
+    @property
+    def fingerprint(self) -> str:
+        """What shards of this data set carry; rows of different fingerprints never mix."""
+        return fingerprint_of(self.depends_on)
+
+    @property
+    def n_rows(self) -> int:
+        """Rows in all shards."""
+        return int(self.images["count"])
+
+    @property
+    def n_shards(self) -> int:
+        """Shards when complete."""
+        return -(-self.n_rows // self.shard_rows)
+
+    def shard_path(self, shard: int) -> Path:
+        """The final name of a shard; its `.part` file has the same name with `.part` behind it."""
+        return self.out / "shards" / f"{shard:06d}.h5"
+
+    def part_path(self, shard: int) -> Path:
+        """Where a shard lies while it is being written."""
+        final = self.shard_path(shard)
+        return final.with_name(final.name + ".part")
+
+    def shard_range(self, shard: int) -> range:
+        """The rows of a shard."""
+        return range(shard * self.shard_rows, min((shard + 1) * self.shard_rows, self.n_rows))
+
+    @classmethod
+    def open(cls, out: Path) -> DataSet:
+        """Read `dataset.json`.
+
+        Raises:
+            InputError: no data set there, or of a later format.
+        """
+        path = out / "dataset.json"
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content["format"] != FORMAT or content["format_version"] != FORMAT_VERSION:
+                version = f"{content['format']} format version {content['format_version']}"
+                raise InputError(f"{path}: {version}; this layertap reads {FORMAT} format version {FORMAT_VERSION}")
+            features = [StoredFeature(**{**f, "shape": tuple(f["shape"])}) for f in content["features"]]
+            return cls(out, content["depends_on"], features, content["images"], int(content["shard_rows"]))
+        except (FileNotFoundError, NotADirectoryError) as error:
+            missing = "is no layertap data set: it has no dataset.json" if out.exists() else "does not exist"
+            raise InputError(f"{out} {missing}") from error
+        except OSError as error:
+            raise LayertapError(f"cannot read {path}: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+    def open_or_create(self) -> bool:
+        """Make the folder hold this data set; returns whether it did before.
+
+        Raises:
+            InputError: the folder holds another data set (what differs is said), or other files.
+            LayertapError: the folder cannot be written to.
+        """
+        if (self.out / "dataset.json").exists():
+            existing = DataSet.open(self.out)
+            if differences := existing._differences(self):
+                raise InputError(
+                    f"{self.out} holds other features; rows that differ in these do not mix:\n  "
+                    + "\n  ".join(differences)
+                    + "\nChoose another output folder, or delete this one."
+                )
+            return True
+        try:
+            if self.out.exists() and any(entry.name != ".lock" for entry in self.out.iterdir()):
+                raise InputError(f"{self.out} is not empty and no layertap data set; choose another output folder")
+            (self.out / "shards").mkdir(parents=True, exist_ok=True)
+            write_json(self.out / "dataset.json", self._content())
+        except OSError as error:
+            raise LayertapError(f"cannot write to {self.out}: {error.strerror}") from error
+        return False
+
+    def _content(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "fingerprint": self.fingerprint,
+            "depends_on": self.depends_on,
+            "features": [asdict(feature) for feature in self.features],
+            "images": self.images,
+            "shard_rows": self.shard_rows,
+        }
+
+    def _differences(self, other: DataSet) -> list[str]:
+        there, here = ({**one.depends_on, "images": one.images} for one in (self, other))
+        found = [
+            f"{key}: {there_value} there, {here_value} now"
+            for key, there_value, here_value in _changed(there, here)
+        ]  # fmt: skip
+        if self.shard_rows != other.shard_rows:
+            found.append(f"shard_rows: {self.shard_rows} there, {other.shard_rows} now")
+        return found
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the data set for writing.
+
+        A POSIX lock: it ends with this process, however that ends, and is not passed on to worker processes.
+
+        Raises:
+            LockedError: another process holds it; its pid, host and start are named.
+        """
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            file = (self.out / ".lock").open("a+", encoding="utf-8")
+        except OSError as error:
+            raise LayertapError(f"cannot write to {self.out}: {error.strerror}") from error
+        with file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                file.seek(0)
+                raise LockedError(f"{self.out} is locked by {file.read().strip() or 'another process'}") from error
+            file.truncate(0)
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            file.write(f"pid {os.getpid()} on {socket.gethostname()} since {now}\n")
+            file.flush()
+            try:
+                yield
+            finally:
+                file.truncate(0)
+
+    def clean(self) -> None:
+        """Remove what an interrupted run left half made; call it under the lock."""
+        for folder in (self.out, self.out / "shards"):
+            for stray in folder.glob("*.new"):
+                stray.unlink()
+        for shard in range(self.n_shards):
+            # Killed between the link and the unlink: the shard is published, and this is its second name.
+            if self.shard_path(shard).exists():
+                self.part_path(shard).unlink(missing_ok=True)
+
+    def add_run(self, run: dict[str, Any]) -> None:
+        """Add a line to `runs.jsonl`."""
+        with (self.out / "runs.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(run) + "\n")
+
+
+def _changed(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The leaves in which two nested dicts differ, as (dotted key, old, new)."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in dict.fromkeys([*old, *new]):
+            yield from _changed(old.get(name, "nothing"), new.get(name, "nothing"), f"{key}.{name}" if key else name)
+    elif old != new:
+        yield key, _short(old), _short(new)
+
+
+def _short(value: Any) -> Any:
+    return value[:12] + "..." if isinstance(value, str) and len(value) in (32, 64) else value  # a hash

@@ -1,0 +1,1 @@
+"""layertap's jobs and command line: one job a file."""

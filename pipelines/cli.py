@@ -1,0 +1,128 @@
+"""The command line: `layertap COMMAND`.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage or input, 3 done but rows failed and `--strict`, 4 another run holds the
+lock, 130 and 143 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from extract.errors import InputError, LayertapError, LockedError, UnknownNameError
+from pipelines.config import EmbedConfig, load_config
+
+__all__ = ["main"]
+
+# torch, timm and h5py are imported inside the commands: `layertap --help` does not wait for them.
+
+
+class _Commands(click.Group):
+    """Turns the errors layertap raises on purpose into one line and an exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except LayertapError as error:
+            click.secho(f"error: {error}", fg="red", err=True)
+            ctx.exit(
+                4 if isinstance(error, LockedError) else 2 if isinstance(error, InputError | UnknownNameError) else 1
+            )
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            ctx.exit(130)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="layertap")
+def main() -> None:
+    """Features of images, under any backbone, on disk: right, in order, crash-proof."""
+
+
+def _option(*names: str, **settings: Any) -> Callable[[Any], Any]:
+    """An option whose help and default are those of the configuration key of the same name."""
+    key = names[-1].lstrip("-").replace("-", "_")
+    field = EmbedConfig.model_fields[{"layer": "layers"}.get(key, key)]
+    text = field.description or ""
+    if field.default is not None and not settings.get("is_flag"):
+        default = " ".join(field.default) if isinstance(field.default, list) else field.default
+        text += f" [default: {default}]"
+    return click.option(*names, help=text, default=None, **settings)
+
+
+@main.command()
+@click.argument("images", required=False, type=click.Path(path_type=Path))
+@_option("-b", "--backbone")
+@_option("-l", "--layer", "layers", multiple=True, metavar="LAYER[:POOLING]")
+@_option("-o", "--out", type=click.Path(path_type=Path))
+@_option("--weights")
+@_option("--batch-size", type=int)
+@_option("--workers", type=int)
+@_option("--device")
+@_option("--dtype", type=click.Choice(["float32", "float16"]))
+@_option("--limit", type=int)
+@_option("--seed", type=int)
+@_option("--shard-rows", type=int)
+@_option("--strict", is_flag=True)
+@click.option(
+    "--config", type=click.Path(path_type=Path), help="YAML file with these words as keys; flags win over it."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+@click.pass_context
+def embed(ctx: click.Context, /, config: Path | None, as_json: bool, **flags: Any) -> None:
+    """Compute features of every image below the folder IMAGES, and store them in HDF5.
+
+    Run again, it goes on where it was, or says that all is done. A file that cannot be decoded is a row with a status.
+
+    \b
+    layertap embed photos                                     # embedding of the bundled backbone
+    layertap embed photos -b torchvision/resnet50 -l layer3 -l layer4:max_map -o outputs/photos-r50
+    """
+    from pipelines.embed import embed, print_summary, summary_as_json
+
+    given = {name: value for name, value in flags.items() if value not in (None, ())}
+    resolved = load_config(config, given)
+    planned, summary, received = embed(resolved)
+    if as_json:
+        click.echo(json.dumps(summary_as_json(planned, summary), indent=1))
+    else:
+        print_summary(planned, summary, click.echo)
+    if received:
+        ctx.exit(128 + received)
+    if resolved.strict and summary.failures:
+        ctx.exit(3)
+
+
+@main.command()
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+def show(out: Path, as_json: bool) -> None:
+    """Tell what is inside the data set OUT."""
+    from pipelines.show import describe, print_description
+
+    content = describe(out)
+    if as_json:
+        click.echo(json.dumps(content, indent=1))
+    else:
+        print_description(content, click.echo)
+
+
+@main.command()
+@click.option("-o", "--out", type=click.Path(path_type=Path), default=Path("outputs/demo"), show_default=True)
+@click.pass_context
+def demo(ctx: click.Context, out: Path) -> None:
+    """Run `embed` on 1,797 scans of handwritten digits, offline, with real weights. About a minute on 2 cores."""
+    from pipelines.demo import READING, demo_config, write_digits
+    from pipelines.embed import embed, print_summary
+
+    config = demo_config(out)
+    click.echo(f"{write_digits(config.images):,} digits in {config.images}", err=True)
+    planned, summary, received = embed(config)
+    print_summary(planned, summary, click.echo)
+    if received:
+        ctx.exit(128 + received)
+    click.echo("To read it:\n\n" + READING.format(out=config.folder))

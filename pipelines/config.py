@@ -1,0 +1,85 @@
+"""Configuration of the jobs: one frozen model each, the same keys in YAML as on the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from extract import defaults
+from extract.errors import InputError, unknown_name
+
+__all__ = ["EmbedConfig", "load_config"]
+
+
+class EmbedConfig(BaseModel):
+    """What `layertap embed` is told."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    images: Path = Field(description="Folder of images; the names of its folders become classes.")
+    out: Path | None = Field(None, description="Folder of the data set. [default: outputs/<name of IMAGES>]")
+    backbone: str = Field(defaults.BACKBONE, description="SOURCE/NAME; sources: bundled, torchvision, timm.")
+    layers: list[str] = Field(
+        list(defaults.LAYERS),
+        min_length=1,
+        description="Repeats, takes globs. Poolings: auto none flatten mean_map max_map cls_token mean_tokens.",
+    )
+    weights: str | None = Field(None, description="Name, file, or 'random'. [default: the source's own]")
+    batch_size: int = Field(defaults.BATCH_SIZE, ge=1, description="Images a forward.")
+    workers: int = Field(defaults.WORKERS, ge=0, description="Processes that decode; 0: none besides the main one.")
+    device: str = Field(defaults.DEVICE, description="auto, cpu, cuda, cuda:N or mps.")
+    dtype: Literal["float32", "float16"] = Field(defaults.DTYPE, description="Of the stored features.")
+    limit: int | None = Field(None, ge=1, description="Only the first so many images.")
+    seed: int = Field(defaults.SEED, description="Of random weights.")
+    shard_rows: int | None = Field(None, ge=1, description="Images in a file. [default: files of at most 1 GB]")
+    strict: bool = Field(False, description="Exit with 3 if a row failed.")
+
+    @field_validator("layers", mode="before")
+    @classmethod
+    def _one_layer(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @property
+    def folder(self) -> Path:
+        """Where the data set goes."""
+        return self.out or Path("outputs") / (self.images.resolve().name or "images")
+
+
+def load_config(path: Path | None, flags: dict[str, Any]) -> EmbedConfig:
+    """The configuration of a file, with flags over it.
+
+    Args:
+        path: a YAML file, or None.
+        flags: those that were given.
+
+    Raises:
+        InputError: the file is no YAML mapping, or a value is wrong; every wrong key is named.
+        UnknownNameError: a key that does not exist.
+    """
+    values = _read_yaml(path) if path else {}
+    for key in values:
+        if key not in EmbedConfig.model_fields:
+            raise unknown_name("key", str(key), EmbedConfig.model_fields, str(path))
+    try:
+        return EmbedConfig(**{**values, **flags})
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']} (given: {e['input']!r})" for e in error.errors()
+                 if e["type"] != "missing"]  # fmt: skip
+        if len(lines) < error.error_count():
+            lines.append("images: no folder given, neither as IMAGES nor as a key of --config")
+        raise InputError((f"{path}: " if path and not flags else "") + "\n".join(lines)) from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"config file {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"config file {path} is no YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise InputError(f"config file {path} holds no keys; expected lines such as `images: photos`")
+    return content

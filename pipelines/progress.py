@@ -1,0 +1,54 @@
+"""Progress on stderr: a bar on a terminal, a plain line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any, Self
+
+import click
+from tqdm import tqdm
+
+__all__ = ["Progress"]
+
+_LINE_EVERY_S = 10.0
+
+
+class Progress:
+    """Counts images; a context manager.
+
+    Args:
+        total: images in all.
+    """
+
+    def __init__(self, total: int):
+        self._total = total
+        self._found = 0
+        self._done = 0
+        self._start = self._last_line = time.perf_counter()
+        self._bar: Any = None
+        if sys.stderr.isatty():
+            self._bar = tqdm(total=total, unit=" images", dynamic_ncols=True, file=sys.stderr)
+
+    def advance(self, rows: int, found: bool) -> None:
+        """Count rows: found done from an earlier run, or computed now."""
+        self._done += rows
+        self._found += rows if found else 0
+        if self._bar is not None:
+            self._bar.initial += rows if found else 0  # the rate is of this run
+            self._bar.update(rows)
+        elif time.perf_counter() - self._last_line > _LINE_EVERY_S and not found:
+            self._last_line = time.perf_counter()
+            rate = (self._done - self._found) / (self._last_line - self._start)
+            left = tqdm.format_interval((self._total - self._done) / rate)
+            click.echo(f"{self._done:,} of {self._total:,} images, {rate:.1f} images/s, {left} left", err=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()

@@ -1,0 +1,101 @@
+"""What is inside a data set: `layertap show OUT`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from extract.status import Status
+from extract.store.dataset import DataSet
+from extract.store.reader import FeatureReader
+from pipelines.embed import printable
+
+__all__ = ["describe", "print_description"]
+
+_SHOWN = 10
+
+
+def describe(out: Path) -> dict[str, Any]:
+    """Everything `show` tells, as plain data; a data set that is not complete is described as far as it is."""
+    dataset = DataSet.open(out)
+    finished = [shard for shard in range(dataset.n_shards) if dataset.shard_path(shard).exists()]
+    files = [file for file in (out / "shards").iterdir() if file.suffix in (".h5", ".part")]
+    content: dict[str, Any] = {
+        "out": str(out),
+        "complete": len(finished) == dataset.n_shards,
+        "rows": dataset.n_rows,
+        "shards": dataset.n_shards,
+        "shards_finished": len(finished),
+        "bytes": sum(file.stat().st_size for file in files),
+        "features": {
+            feature.name: {
+                "shape": [dataset.n_rows, *feature.shape],
+                "dtype": feature.dtype,
+                "bytes": feature.row_bytes * dataset.n_rows,
+                **feature.attributes,
+            }
+            for feature in dataset.features
+        },
+        "images": dataset.images,
+        "fingerprint": dataset.fingerprint,
+        "depends_on": dataset.depends_on,
+    }
+    if not finished:
+        return content
+    with FeatureReader(out if content["complete"] else dataset.shard_path(finished[0])) as reader:
+        content["provenance"] = {k: v for k, v in reader.provenance.items() if k != "depends_on"}
+        if content["complete"]:
+            status = Counter(Status(code).text for code in reader.status.tolist())
+            labels = Counter(reader.labels.tolist())
+            content["status"] = dict(status)
+            content["classes"] = {name: labels[i] for i, name in enumerate(reader.classes)}
+            content["unlabelled"] = labels[-1]
+            content["splits"] = dict(Counter(split for split in reader.splits if split))
+            content["failures"] = [
+                {"row": row, "path": path, "status": text, "reason": reason}
+                for row, path, text, reason in reader.failures
+            ]
+    return content
+
+
+def print_description(content: dict[str, Any], echo: Callable[[str], None]) -> None:
+    """The description, for people."""
+    state = "complete" if content["complete"] else f"unfinished: {content['shards_finished']} shards done"
+    shards = f"{content['shards']} shard" + ("s" if content["shards"] > 1 else "")
+    echo(f"{content['out']}: {content['rows']:,} rows in {shards}, {content['bytes'] / 1e6:,.1f} MB, {state}")
+    echo("features")
+    for name, feature in content["features"].items():
+        shape = ", ".join(map(str, feature["shape"]))
+        source = f"{feature['layer']} {feature['pooling']}"
+        echo(f"  {name}  ({shape}) {feature['dtype']}, {feature['bytes'] / 1e6:,.1f} MB, from {source}")
+    depends_on, provenance = content["depends_on"], content.get("provenance", {})
+    echo("images")
+    echo(f"  from {printable(content['images']['root'])}")
+    if "classes" in content:
+        _print_counts("classes", content["classes"], echo)
+        _print_counts("splits", content["splits"], echo)
+        if content["unlabelled"]:
+            echo(f"  {content['unlabelled']:,} without a class")
+        echo("  " + ", ".join(f"{count:,} {status}" for status, count in content["status"].items()))
+        for failure in content["failures"][:_SHOWN]:
+            path = printable(failure["path"])
+            echo(f"    row {failure['row']} {path}: {failure['status']}: {failure['reason']}")
+        if len(content["failures"]) > _SHOWN:
+            echo(f"    ... and {len(content['failures']) - _SHOWN:,} more: --json lists them all")
+    echo("backbone")
+    echo(f"  {provenance.get('backbone', depends_on['architecture'])}, weights {provenance.get('weights', '')}")
+    echo(f"  weights sha256 {depends_on['weights_sha256']}")
+    echo("  preprocessing " + ", ".join(f"{key} {value}" for key, value in depends_on["preprocessing"].items()))
+    echo(f"  {depends_on['precision']}, stored as {depends_on['stored_as']}, decoded by {depends_on['decoder']}")
+    if provenance:
+        versions = ", ".join(f"{name} {number}" for name, number in provenance["versions"].items())
+        echo(f"made {provenance['started']} on {provenance['device']} with {versions}")
+    echo(f"fingerprint {content['fingerprint']}")
+
+
+def _print_counts(title: str, counts: dict[str, int], echo: Callable[[str], None]) -> None:
+    if counts:
+        shown = ", ".join(f"{printable(name)} {count:,}" for name, count in list(counts.items())[:_SHOWN])
+        echo(f"  {len(counts)} {title}: {shown}" + (", ..." if len(counts) > _SHOWN else ""))
