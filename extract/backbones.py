@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from extract.errors import InputError, LayertapError, unknown_name
+from extract.errors import InputError, LayertapError, first_line, unknown_name
 from extract.layers import named_layers
 from extract.preprocessing import Preprocessing, from_timm, from_torchvision
 
@@ -101,8 +101,7 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise LayertapError(f"device {name!r} cannot be used: {reason}") from error
+        raise LayertapError(f"device {name!r} cannot be used: {first_line(error)}") from error
     return device
 
 
@@ -261,11 +260,11 @@ def _read_state(path: Path) -> dict[str, Tensor]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise InputError(
-            f"weights file {path} holds more than tensors, and loading it could run code; "
+            f"weights file {path} is damaged, or holds more than tensors, and loading that could run code; "
             "save model.state_dict() alone, best as .safetensors"
         ) from error
     except Exception as error:  # each format has errors of its own
-        raise InputError(f"weights file {path} cannot be read: {str(error).splitlines()[0]}") from error
+        raise InputError(f"weights file {path} cannot be read: {first_line(error)}") from error
     if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
         found = ", ".join(map(str, list(content)[:5])) if isinstance(content, Mapping) else type(content).__name__
         raise InputError(f"weights file {path} is no plain state dict (name -> tensor); it holds: {found}")
@@ -298,9 +297,9 @@ def _downloading(spec: str, load: Callable[[], Any]) -> Any:
     try:
         return load()
     except Exception as error:  # no hub has one class of error for a failed download
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise LayertapError(
-            f"weights of {spec} could not be downloaded: {reason}. Offline, give a file: --weights FILE.safetensors"
+            f"weights of {spec} could not be downloaded: {first_line(error)}. "
+            "Offline, give a file: --weights FILE.safetensors"
         ) from error
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["InputError", "LayertapError", "LockedError", "UnknownNameError", "unknown_name"]
+__all__ = ["InputError", "LayertapError", "LockedError", "UnknownNameError", "first_line", "unknown_name"]
 
 
 class LayertapError(Exception):
@@ -25,6 +25,11 @@ class UnknownNameError(LayertapError, LookupError):
 
 class LockedError(LayertapError):
     """Another run is writing to the same data set."""
+
+
+def first_line(error: BaseException) -> str:
+    """What another library's error says, in one line; its class where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str], where: str = "", hint: str = "") -> UnknownNameError:

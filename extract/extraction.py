@@ -139,7 +139,6 @@ class Summary:
         n_rows: rows of the data set.
         found: rows that were done before.
         computed: rows of this run, failed ones included.
-        failures: (path, status, reason) of rows of this run without good features.
         status: status -> number of rows of this run.
         seconds: from the first image to the last receipt.
         stages: seconds spent waiting for images, in the forward (with pooling and the copy to the CPU), and writing.
@@ -149,7 +148,6 @@ class Summary:
     n_rows: int
     found: int = 0
     computed: int = 0
-    failures: list[tuple[str, str, str]] = field(default_factory=list)
     status: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
     stages: dict[str, float] = field(default_factory=lambda: {"images": 0.0, "forward": 0.0, "write": 0.0})
@@ -337,11 +335,6 @@ def extract_shard(
                 writer.write(batch.rows, features, status, source, reasons)
             summary.computed += len(batch.rows)
             summary.status.update(Status(code).text for code in status.tolist())
-            summary.failures += [
-                (plan.images.paths[row], Status(code).text, reasons[row])
-                for row, code in zip(batch.rows.tolist(), status.tolist(), strict=True)
-                if code != Status.OK
-            ]
             on_rows(len(batch.rows), False)
             if stop():
                 summary.stopped = True

@@ -1,7 +1,7 @@
 """Which features a run stores: what `LAYER[:POOLING]` means for a backbone, found out by a trial forward.
 
-The trial runs three made-up pictures, then the last and the first of them again. That shows which layers run, what they
-give, and that row i of it belongs to picture i; a layer for which that does not hold is refused.
+The trial runs three made-up pictures together, then the first and the last of them alone. That shows which layers run,
+what they give, and that row i of it belongs to picture i; a layer for which that does not hold is refused.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def choose_features(backbone: Backbone, layers: Sequence[str]) -> Choice:
         InputError: a layer never runs, its rows are not the images, or the pooling does not fit.
     """
     requests = [request for text in layers for request in _parse(backbone, text)]
-    record, rerun = _trial(backbone, requests)
+    record, alone = _trial(backbone, requests)
     names = {site: name for name, site in record.sites.items()}
     features: dict[tuple[Site, str], Feature] = {}
     never_run: dict[str, None] = {}
@@ -97,7 +97,7 @@ def choose_features(backbone: Backbone, layers: Sequence[str]) -> Choice:
             never_run[request.layer] = None
         for site in sites:
             name = EMBEDDING if request.what == "input" else names[site]
-            feature = _feature(backbone, name, request.pooling, site, record[site], rerun[site])
+            feature = _feature(backbone, name, request.pooling, site, record[site], alone)
             features.setdefault((site, feature.pooling), feature)
     if not features:
         raise InputError(f"none of these layers of {backbone.spec} ever runs: {', '.join(never_run) or 'none given'}")
@@ -125,8 +125,11 @@ def _parse(backbone: Backbone, text: str) -> list[_Request]:
     return [_Request(name, part, pooling, by_glob=is_glob(pattern) and name != pattern) for name in matches]
 
 
-def _trial(backbone: Backbone, requests: Sequence[_Request]) -> tuple[Record, Record]:
-    """The records of pictures (0, 1, 2) and of (2, 0)."""
+def _trial(backbone: Backbone, requests: Sequence[_Request]) -> tuple[Record, dict[int, Record]]:
+    """The record of a few pictures together, and those of the first and the last alone.
+
+    A picture alone cannot be mistaken for another, whatever a layer does to the order of a batch.
+    """
     height, width = backbone.preprocessing.crop_px
     generator = torch.Generator().manual_seed(0)
     pictures = torch.randint(0, 256, (_TRIAL_IMAGES, height, width, 3), dtype=torch.uint8, generator=generator)
@@ -136,9 +139,11 @@ def _trial(backbone: Backbone, requests: Sequence[_Request]) -> tuple[Record, Re
         taps.keep(layer, what)
     with torch.inference_mode(), taps:
         taps(images)
-        record = taps.record
-        taps(images[[_TRIAL_IMAGES - 1, 0]])
-        return record, taps.record
+        together, alone = taps.record, {}
+        for picture in (0, _TRIAL_IMAGES - 1):
+            taps(images[picture : picture + 1])
+            alone[picture] = taps.record
+        return together, alone
 
 
 def _sites_of(record: Record, request: _Request) -> list[Site]:
@@ -157,19 +162,23 @@ def _absent(backbone: Backbone, record: Record, request: _Request) -> LayertapEr
     )
 
 
-def _feature(backbone: Backbone, name: str, pooling: str, site: Site, values: Tensor, rerun: Tensor) -> Feature:
+def _feature(
+    backbone: Backbone, name: str, pooling: str, site: Site, values: Tensor, alone: dict[int, Record]
+) -> Feature:
     where = f"layer {site.text()!r} of {backbone.spec}"
     shape = tuple(values.shape)
-    if values.ndim == 0 or shape[0] != _TRIAL_IMAGES or tuple(rerun.shape) != (_TRIAL_IMAGES - 1, *shape[1:]):
-        raise InputError(
-            f"{where} gives {shape} for {_TRIAL_IMAGES} images and {tuple(rerun.shape)} for {_TRIAL_IMAGES - 1}: "
-            "its rows are not the images, and cannot be stored as theirs"
-        )
     if not values.is_floating_point():
         raise InputError(f"{where} gives {values.dtype}; features are floating point")
-    again = values[[_TRIAL_IMAGES - 1, 0]].double()
-    if (again - rerun.double()).abs().max() > _TRIAL_TOLERANCE * again.abs().max().clamp(min=1e-6):
-        raise InputError(f"{where} gives an image other values in another batch: its rows are not the images alone")
+    scale = float(values.abs().max()) if values.numel() else 0.0
+    for picture, record in alone.items():
+        single = tuple(record[site].shape)
+        if shape[:1] != (_TRIAL_IMAGES,) or single != (1, *shape[1:]):
+            raise InputError(
+                f"{where} gives {shape} for {_TRIAL_IMAGES} images and {single} for 1: "
+                "its rows are not the images, and cannot be stored as theirs"
+            )
+        if float((values[picture] - record[site][0]).abs().max()) > _TRIAL_TOLERANCE * scale:
+            raise InputError(f"{where} gives an image other values in a batch than alone: its rows are not the images")
     layout = recognise(shape[1:], backbone.preprocessing.crop_px, backbone.prefix_tokens, backbone.patches)
     try:
         resolved = resolve_pooling(pooling, layout, shape[1:], backbone.class_token)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -273,13 +275,19 @@ def load_batches(
         num_workers=workers,
         collate_fn=_collate,
         pin_memory=pin_memory,
-        worker_init_fn=_ignore_interrupts,
+        worker_init_fn=_leave_signals_to_the_main_process,
     )
     return iter(loader)
 
 
-def _ignore_interrupts(worker: int) -> None:
-    """Ctrl-C reaches the whole process group; the main process alone decides how to end."""
-    import signal
+def _leave_signals_to_the_main_process(worker: int) -> None:
+    """Ctrl-C, and a service manager's SIGTERM, reach every process; the main one alone decides how to end.
+
+    The first SIGTERM is let by; a second, which the DataLoader sends to a worker that hangs, ends the worker.
+    """
+
+    def let_by(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, let_by)

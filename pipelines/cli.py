@@ -86,14 +86,14 @@ def embed(ctx: click.Context, /, config: Path | None, as_json: bool, **flags: An
 
     given = {name: value for name, value in flags.items() if value not in (None, ())}
     resolved = load_config(config, given)
-    planned, summary, received = embed(resolved)
+    outcome = embed(resolved)
     if as_json:
-        click.echo(json.dumps(summary_as_json(planned, summary), indent=1))
+        click.echo(json.dumps(summary_as_json(outcome), indent=1))
     else:
-        print_summary(planned, summary, click.echo)
-    if received:
-        ctx.exit(128 + received)
-    if resolved.strict and summary.failures:
+        print_summary(outcome, click.echo)
+    if outcome.signal:
+        ctx.exit(128 + outcome.signal)
+    if resolved.strict and outcome.failures:
         ctx.exit(3)
 
 
@@ -121,8 +121,8 @@ def demo(ctx: click.Context, out: Path) -> None:
 
     config = demo_config(out)
     click.echo(f"{write_digits(config.images):,} digits in {config.images}", err=True)
-    planned, summary, received = embed(config)
-    print_summary(planned, summary, click.echo)
-    if received:
-        ctx.exit(128 + received)
+    outcome = embed(config)
+    print_summary(outcome, click.echo)
+    if outcome.signal:
+        ctx.exit(128 + outcome.signal)
     click.echo("To read it:\n\n" + READING.format(out=config.folder))

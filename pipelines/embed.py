@@ -6,7 +6,9 @@ import contextlib
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,20 +17,34 @@ import click
 
 from extract.backbones import load_backbone
 from extract.extraction import Plan, Summary, extract, plan
+from extract.store.reader import FeatureReader
 from pipelines.config import EmbedConfig
 from pipelines.progress import Progress
 
-__all__ = ["embed", "print_summary", "summary_as_json"]
+__all__ = ["Outcome", "embed", "print_failures", "print_summary", "printable", "summary_as_json"]
 
 _SHOWN = 10  # failures named on the terminal; all of them are in the file
 
 
-def embed(config: EmbedConfig) -> tuple[Plan, Summary, int]:
-    """Run the job; what is going on is told on stderr.
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
 
-    Returns:
-        What was planned, what was done, and the number of the signal that ended it early (0: none).
+    Attributes:
+        plan: what it had resolved.
+        summary: what it did.
+        failures: (row, path, status, reason) of all rows of the data set without good features; none if it was stopped.
+        signal: that stopped it; 0: none.
     """
+
+    plan: Plan
+    summary: Summary
+    failures: list[tuple[int, str, str, str]]
+    signal: int
+
+
+def embed(config: EmbedConfig) -> Outcome:
+    """Run the job; what is going on is told on stderr."""
     backbone = load_backbone(config.backbone, weights=config.weights, device=config.device, seed=config.seed)
     if backbone.weights.random:
         text = f"WARNING: {backbone.weights.source} weights: these features mean nothing; use them for tests only"
@@ -53,7 +69,10 @@ def embed(config: EmbedConfig) -> tuple[Plan, Summary, int]:
             progress.advance(rows, found)
 
         summary = extract(planned, on_rows=on_rows, stop=lambda: bool(received))
-    return planned, summary, received[0] if summary.stopped else 0
+    if summary.stopped:
+        return Outcome(planned, summary, [], received[0])
+    with FeatureReader(config.folder) as reader:
+        return Outcome(planned, summary, reader.failures, 0)
 
 
 def _tell(planned: Plan) -> None:
@@ -99,53 +118,67 @@ def _signals_held() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def print_summary(planned: Plan, summary: Summary, echo: Callable[[str], None]) -> None:
+def print_summary(outcome: Outcome, echo: Callable[[str], None]) -> None:
     """The end of a run, for people."""
-    out = planned.dataset.out
+    dataset, summary = outcome.plan.dataset, outcome.summary
     if summary.stopped:
         done = summary.found + summary.computed
-        echo(f"stopped: {done:,} of {summary.n_rows:,} rows are stored in {out}. To go on:\n  {_command()}")
+        echo(f"stopped: {done:,} of {summary.n_rows:,} rows are stored in {dataset.out}. To go on:\n  {_command()}")
         return
-    if not summary.computed:
-        echo(f"{out} is complete: all {summary.n_rows:,} rows were done before; nothing to do")
-        return
-    echo(f"{out}: {summary.n_rows:,} rows" + (f", {summary.found:,} of them found done" if summary.found else ""))
-    for feature in planned.dataset.features:
-        shape = ", ".join(map(str, (summary.n_rows, *feature.shape)))
-        echo(f"  {feature.name}  ({shape}) {feature.dtype}")
-    total = sum(summary.stages.values()) or 1
-    shares = ", ".join(f"{stage} {seconds / total:.0%}" for stage, seconds in summary.stages.items())
-    echo(f"{summary.seconds:.1f} s, {summary.images_per_s:.1f} images/s; time went to {shares}")
-    if summary.failures:
-        counts = ", ".join(f"{count:,} {status}" for status, count in summary.status.items() if status != "ok")
-        echo(f"{len(summary.failures):,} rows without features ({counts}):")
-        for path, status, reason in summary.failures[:_SHOWN]:
-            echo(f"  {printable(path)}: {status}: {reason}")
-        if len(summary.failures) > _SHOWN:
-            echo(f"  ... and {len(summary.failures) - _SHOWN:,} more: layertap show {shlex.quote(str(out))} --json")
+    if summary.computed:
+        found = f", {summary.found:,} of them found done" if summary.found else ""
+        echo(f"{dataset.out}: {summary.n_rows:,} rows{found}")
+        for feature in dataset.features:
+            shape = ", ".join(map(str, (summary.n_rows, *feature.shape)))
+            echo(f"  {feature.name}  ({shape}) {feature.dtype}")
+        total = sum(summary.stages.values()) or 1
+        shares = ", ".join(f"{stage} {seconds / total:.0%}" for stage, seconds in summary.stages.items())
+        echo(f"{summary.seconds:.1f} s, {summary.images_per_s:.1f} images/s; time went to {shares}")
+    else:
+        echo(f"{dataset.out} is complete: all {summary.n_rows:,} rows were done before; nothing to do")
+    print_failures([failure[1:] for failure in outcome.failures], dataset.out, echo)
 
 
-def summary_as_json(planned: Plan, summary: Summary) -> dict[str, Any]:
+def print_failures(failures: Sequence[tuple[str, str, str]], out: Path, echo: Callable[[str], None]) -> None:
+    """The first of the (path, status, reason) given, and how many there are."""
+    if not failures:
+        return
+    counts = Counter(status for _, status, _ in failures)
+    kinds = ", ".join(f"{count:,} {status}" for status, count in counts.items())
+    echo(f"{len(failures):,} rows without features ({kinds}):")
+    for path, status, reason in failures[:_SHOWN]:
+        echo(f"  {printable(path)}: {status}: {reason}")
+    if len(failures) > _SHOWN:
+        echo(f"  ... and {len(failures) - _SHOWN:,} more: layertap show {shlex.quote(str(out))} --json")
+
+
+def summary_as_json(outcome: Outcome) -> dict[str, Any]:
     """The end of a run, for machines."""
+    dataset, summary, backbone = outcome.plan.dataset, outcome.summary, outcome.plan.backbone
     return {
-        "out": str(planned.dataset.out),
-        "fingerprint": planned.dataset.fingerprint,
+        "out": str(dataset.out),
+        "fingerprint": dataset.fingerprint,
         "rows": summary.n_rows,
         "found_done": summary.found,
         "computed": summary.computed,
         "stopped": summary.stopped,
         "status": dict(summary.status),
-        "failures": [{"path": path, "status": status, "reason": why} for path, status, why in summary.failures],
-        "features": {f.name: {"shape": [summary.n_rows, *f.shape], "dtype": f.dtype} | f.attributes
-                     for f in planned.dataset.features},
-        "backbone": planned.backbone.spec,
-        "weights": planned.backbone.weights.source,
-        "weights_sha256": planned.backbone.weights.sha256,
-        "device": str(planned.backbone.device),
+        "failures": [
+            {"row": row, "path": path, "status": status, "reason": reason}
+            for row, path, status, reason in outcome.failures
+        ],
+        "features": {
+            feature.name: {"shape": [summary.n_rows, *feature.shape], "dtype": feature.dtype, **feature.attributes}
+            for feature in dataset.features
+        },
+        "backbone": backbone.spec,
+        "weights": backbone.weights.source,
+        "weights_sha256": backbone.weights.sha256,
+        "device": str(backbone.device),
         "seconds": round(summary.seconds, 3),
         "images_per_s": round(summary.images_per_s, 2),
         "stages": {stage: round(seconds, 3) for stage, seconds in summary.stages.items()},
-    }  # fmt: skip
+    }
 
 
 def printable(path: str) -> str:

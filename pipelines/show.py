@@ -10,7 +10,7 @@ from typing import Any
 from extract.status import Status
 from extract.store.dataset import DataSet
 from extract.store.reader import FeatureReader
-from pipelines.embed import printable
+from pipelines.embed import print_failures, printable
 
 __all__ = ["describe", "print_description"]
 
@@ -79,11 +79,8 @@ def print_description(content: dict[str, Any], echo: Callable[[str], None]) -> N
         if content["unlabelled"]:
             echo(f"  {content['unlabelled']:,} without a class")
         echo("  " + ", ".join(f"{count:,} {status}" for status, count in content["status"].items()))
-        for failure in content["failures"][:_SHOWN]:
-            path = printable(failure["path"])
-            echo(f"    row {failure['row']} {path}: {failure['status']}: {failure['reason']}")
-        if len(content["failures"]) > _SHOWN:
-            echo(f"    ... and {len(content['failures']) - _SHOWN:,} more: --json lists them all")
+        failures = [(f["path"], f["status"], f["reason"]) for f in content["failures"]]
+        print_failures(failures, Path(content["out"]), lambda line: echo(f"  {line}"))
     echo("backbone")
     echo(f"  {provenance.get('backbone', depends_on['architecture'])}, weights {provenance.get('weights', '')}")
     echo(f"  weights sha256 {depends_on['weights_sha256']}")

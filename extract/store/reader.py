@@ -188,7 +188,7 @@ class FeatureArray:
             if index.shape != (len(self),):
                 raise IndexError(f"a mask of shape {index.shape} for {len(self)} rows")
             return self._read(np.flatnonzero(index))
-        if index.ndim > 1 or (index.size and index.dtype.kind not in "iu"):
+        if isinstance(rows, tuple) or index.ndim > 1 or (index.size and index.dtype.kind not in "iu"):
             raise IndexError(f"rows are an int, a slice, a list of ints or a mask, not {rows!r}")
         index = index.astype(np.int64)
         if ((index < -len(self)) | (index >= len(self))).any():

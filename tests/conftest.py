@@ -1,0 +1,37 @@
+"""Pictures and models that several tests use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def photos() -> Path:
+    """200 ImageNet photos, one of every fifth class, beside the checkout; the test is skipped where they are absent."""
+    folder = SHARED / "imagenet-200"
+    if not folder.is_dir():
+        pytest.skip(f"no photos in {folder}")
+    return folder
+
+
+def make_picture(seed: int, width: int = 64, height: int = 48) -> Image.Image:
+    """A smooth random picture, different for every seed."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (5, 5, 3)).astype(np.uint8)
+    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Twelve pictures in three classes, of several sizes and formats."""
+    root = tmp_path / "pictures"
+    for i in range(12):
+        path = root / ["ant", "bee", "cat"][i % 3] / f"{i:02d}.{['png', 'jpg'][i % 2]}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        make_picture(i, 40 + 5 * i, 70 - 3 * i).save(path)
+    return root

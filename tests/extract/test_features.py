@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from extract import load_backbone
+from extract.backbones import Backbone
+from extract.errors import InputError, UnknownNameError
+from extract.features import choose_features
+
+
+@pytest.fixture(scope="module")
+def resnet() -> Backbone:
+    return load_backbone("torchvision/resnet18", weights="random", device="cpu")
+
+
+def chosen(backbone: Backbone, *layers: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {f.name: (f.pooling, f.shape) for f in choose_features(backbone, layers).features}
+
+
+def test_the_embedding_is_the_input_of_the_classifier(resnet: Backbone) -> None:
+    feature = choose_features(resnet, ["embedding"]).features[0]
+    assert (feature.name, str(feature.site), feature.shape) == ("embedding", "fc:0@input", (512,))
+
+
+def test_names_globs_and_poolings(resnet: Backbone) -> None:
+    assert chosen(resnet, "layer?", "layer4:max_map", "fc", "conv1:none", "embedding", "avgpool:flatten") == {
+        "layer1": ("mean_map", (64,)),
+        "layer2": ("mean_map", (128,)),
+        "layer3": ("mean_map", (256,)),
+        "layer4:mean_map": ("mean_map", (512,)),
+        "layer4:max_map": ("max_map", (512,)),
+        "fc": ("none", (1000,)),
+        "conv1": ("none", (64, 112, 112)),
+        "embedding": ("none", (512,)),
+        "avgpool": ("flatten", (512,)),
+    }
+
+
+def test_a_layer_that_runs_twice_gives_two_features_or_the_one_named(resnet: Backbone) -> None:
+    assert list(chosen(resnet, "layer1.0.relu")) == ["layer1.0.relu#0", "layer1.0.relu#1"]
+    assert list(chosen(resnet, "layer1.0.relu#1:max_map")) == ["layer1.0.relu#1"]
+
+
+def test_the_same_feature_asked_for_twice_is_one(resnet: Backbone) -> None:
+    assert list(chosen(resnet, "layer4", "layer4:mean_map", "layer?", "fc", "embedding", "embedding")) == [
+        "layer4", "layer1", "layer2", "layer3", "fc", "embedding",
+    ]  # fmt: skip
+
+
+def test_tokens_are_pooled_as_the_model_pools_them() -> None:
+    vit = load_backbone("timm/vit_tiny_patch16_224", weights="random", device="cpu")
+    assert chosen(vit, "blocks.0", "patch_embed", "embedding") == {
+        "blocks.0": ("cls_token", (192,)), "patch_embed": ("mean_tokens", (192,)), "embedding": ("none", (192,)),
+    }  # fmt: skip
+    with pytest.raises(InputError, match="'patch_embed' of .*cls_token does not fit tokens.*no class token"):
+        choose_features(vit, ["patch_embed:cls_token"])
+
+
+@pytest.mark.parametrize(("spec", "layer", "axes"), [
+    ("torchvision/swin_t", "features.1", "HWC"), ("timm/swin_tiny_patch4_window7_224", "layers.2", "HWC"),
+    ("timm/convnext_tiny", "stages.1", "CHW"), ("timm/convnext_tiny", "stages.1.blocks.0.mlp", "HWC"),
+    ("torchvision/convnext_tiny", "features.1.0.block.3", "HWC"),
+])  # fmt: skip
+def test_channels_last_maps_are_recognised(spec: str, layer: str, axes: str) -> None:
+    backbone = load_backbone(spec, weights="random", device="cpu")
+    feature = choose_features(backbone, [layer]).features[0]
+    assert (feature.layout.axes, feature.pooling) == (axes, "mean_map")
+
+
+class Net(nn.Module):
+    """Layers whose rows are not the images, in several ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.windows, self.time_first, self.mixes, self.shuffles, self.swaps, self.scalar, self.whole, self.never = (
+            nn.Identity() for _ in range(8)
+        )
+        self.plain, self.lstm = nn.Conv2d(3, 4, 3, stride=8), nn.LSTM(4, 5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.plain(x)  # (B, 4, 28, 28)
+        self.windows(h.reshape(-1, 4, 14, 14))  # 4 rows an image
+        self.time_first(h.flatten(2).permute(2, 0, 1))  # (T, B, C)
+        self.mixes(h - h.mean(0, keepdim=True))
+        self.shuffles(h.flip(0))
+        self.swaps(torch.cat([h[1:2], h[:1], h[2:]]))
+        self.scalar(h.mean())
+        self.whole(h.argmax(1))
+        self.lstm(h.flatten(2).transpose(1, 2))
+        return h.mean((2, 3))
+
+
+@pytest.fixture(scope="module")
+def net(resnet: Backbone) -> Backbone:
+    torch.manual_seed(0)
+    return replace(resnet, spec="net", model=Net().eval(), classifier=None)
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        ("windows", r"'windows' of net gives \(12, 4, 14, 14\) for 3 images and \(4, .* rows are not the images"),
+        ("time_first", r"gives \(784, 3, 4\) for 3 images"),
+        ("mixes", "gives an image other values in a batch than alone"),
+        ("shuffles", "gives an image other values in a batch than alone"),
+        ("swaps", "gives an image other values in a batch than alone"),
+        ("scalar", r"gives \(\) for 3 images"),
+        ("whole", "torch.int64; features are floating point"),
+        ("never", "'never' of net never runs"),
+        ("lstm:1.0", r"'lstm:1.0' of net gives \(1, 3, 5\)"),
+        ("embedding", "no single classifier"),
+        ("windows:cls_token", "rows are not the images"),
+    ],
+)
+def test_layers_whose_rows_are_not_the_images_are_refused(net: Backbone, layer: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        choose_features(net, [layer])
+
+
+def test_a_part_of_a_tuple_can_be_named(net: Backbone) -> None:
+    assert chosen(net, "lstm:0:mean_tokens") == {"lstm:0": ("mean_tokens", (5,))}
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        ("lstn", "layer 'lstn' not found in net; nearest: 'lstm'"),
+        ("plain:mean_mpa", r"':mean_mpa' behind layer 'plain' is neither a pooling \(auto, .* nor .* \(plain\)"),
+        ("lstm:2", r"nor one of its tensors \(lstm:0, lstm:1.0, lstm:1.1\)"),
+        ("plain#1", "'#1' behind layer 'plain'"),
+    ],
+)
+def test_names_that_do_not_exist(net: Backbone, layer: str, message: str) -> None:
+    with pytest.raises(UnknownNameError, match=message):
+        choose_features(net, [layer])
+
+
+def test_layers_of_a_glob_that_never_run_are_left_out_and_told(net: Backbone) -> None:
+    choice = choose_features(net, ["[np]*"])
+    assert [feature.name for feature in choice.features] == ["plain"]
+    assert choice.never_run == ["never"]
+
+
+def test_no_layers_is_an_error(net: Backbone) -> None:
+    with pytest.raises(InputError):
+        choose_features(net, [])

@@ -1,0 +1,311 @@
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from extract import LayertapError, Site, Taps, UnknownNameError
+from extract.errors import InputError
+
+
+class InPlace(nn.Module):
+    """A block that rewrites what its layers gave, twice."""
+
+    def __init__(self, in_place: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.in_place = in_place
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.relu = nn.ReLU(inplace=in_place)
+        self.second = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.relu(self.norm(self.conv(x)))
+        y = self.second(h)
+        if self.in_place:
+            y += h
+        else:
+            y = y + h
+        return self.relu(y)
+
+
+def images(count: int = 2) -> Tensor:
+    return torch.randn(count, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def hook_count(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def test_inplace_layers_do_not_change_kept_outputs() -> None:
+    model, twin = InPlace().eval(), InPlace(in_place=False).eval()
+    naive: dict[str, Tensor] = {}
+    for name in ("norm", "second"):
+        getattr(model, name).register_forward_hook(
+            lambda m, a, out, name=name: naive.__setitem__(name, out.detach().cpu())
+        )
+    with torch.no_grad(), Taps(model, ["norm", "second"]) as taps:
+        taps(images())
+        h = twin.norm(twin.conv(images()))
+        y = twin.second(F.relu(h))
+    assert torch.equal(taps.record["norm"], h)
+    assert torch.equal(taps.record["second"], y)
+    assert h.min() < 0
+    assert naive["norm"].min() >= 0  # what a bare hook holds was rewritten
+    assert not torch.equal(naive["second"], y)
+
+
+def test_inputs_are_kept_as_they_were_before_an_inplace_layer_ran() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True))
+    with torch.no_grad(), Taps(model).keep("1", "input") as taps:
+        taps(images())
+        expected = model[0](images())
+    assert expected.min() < 0
+    assert torch.equal(taps.record["1:0@input"], expected)
+
+
+def test_every_call_of_a_shared_layer_is_kept() -> None:
+    model, twin = InPlace().eval(), InPlace(in_place=False).eval()
+    with torch.no_grad(), Taps(model, "relu") as taps:
+        output = taps(images())
+        first = F.relu(twin.norm(twin.conv(images())))
+    record = taps.record
+    assert list(record) == ["relu#0", "relu#1"]
+    assert torch.equal(record["relu#0"], first)
+    assert torch.equal(record["relu#1"], output)
+    assert torch.equal(record[Site("relu", 1)], output)
+    with pytest.raises(UnknownNameError, match="'relu#0', 'relu#1'"):
+        record["relu"]
+
+
+def test_one_call_can_be_asked_for() -> None:
+    with Taps(InPlace().eval()).keep("relu", call=1) as taps:
+        output = taps(images())
+    assert list(taps.record) == ["relu#1"]
+    assert torch.equal(taps.record["relu"], output)
+
+
+class Sometimes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Linear(4, 4)
+        self.sometimes = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.always(x)
+        return self.sometimes(y) if x.sum() > 0 else y
+
+
+def test_a_layer_that_did_not_run_raises_and_does_not_answer_with_old_values() -> None:
+    with Taps(Sometimes(), ["always", "sometimes"]) as taps:
+        taps(torch.ones(2, 4))
+        first = taps.record
+        assert first["sometimes"].shape == (2, 4)
+        taps(-torch.ones(3, 4))
+        assert taps.record["always"].shape == (3, 4)
+        with pytest.raises(LayertapError, match="'sometimes' did not run"):
+            taps.record["sometimes"]
+        assert first["always"].shape == (2, 4)  # a record stays what it was
+
+
+def test_a_forward_that_raises_leaves_no_record_and_no_hook() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    taps = Taps(model, ["0", "1"])
+    with taps, pytest.raises(RuntimeError):
+        taps(torch.ones(2, 5))
+    with pytest.raises(LayertapError, match="did not finish"):
+        _ = taps.record
+    assert hook_count(model) == 0
+
+
+def test_nothing_is_recorded_before_the_model_itself_is_called() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    with Taps(model, "0") as taps:
+        model[0](torch.ones(1, 4))
+        with pytest.raises(LayertapError, match="model itself must be called"):
+            _ = taps.record
+
+
+@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
+def test_only_own_hooks_are_removed(error: type[BaseException] | None) -> None:
+    model = InPlace().eval()
+    seen: list[int] = []
+    model.relu.register_forward_hook(lambda *_: seen.append(1))
+    expected = contextlib.nullcontext() if error is None else pytest.raises(error)
+    with expected, Taps(model, ["conv", "relu"]).keep("norm", "input"):
+        assert hook_count(model) == 1 + 5
+        if error:
+            raise error
+    assert hook_count(model) == 1
+    model(images())
+    assert seen == [1, 1]
+
+
+def test_registering_that_fails_half_way_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = InPlace()
+    monkeypatch.setattr(model.relu, "register_forward_hook", lambda *a, **k: 1 / 0)
+    with pytest.raises(ZeroDivisionError), Taps(model, ["conv", "norm", "relu"]):
+        pass
+    assert hook_count(model) == 0
+
+
+def test_a_wrong_second_name_registers_nothing_and_names_the_nearest() -> None:
+    model = InPlace()
+    with pytest.raises(UnknownNameError, match="'rellu' not found.*'relu'"):
+        Taps(model, ["conv", "rellu"])
+    assert hook_count(model) == 0
+
+
+def test_the_model_comes_out_as_it_went_in() -> None:
+    model = InPlace().train()
+    model.norm.eval()
+    model.conv.requires_grad_(False)
+    before = {name: value.clone() for name, value in model.eval().state_dict().items()}
+    model.train()
+    model.norm.eval()
+    flags = [m.training for m in model.modules()]
+    with Taps(model, "*", stop=True) as taps:
+        taps(images())
+        taps(images())
+    assert [m.training for m in model.modules()] == flags
+    assert [p.requires_grad for p in model.conv.parameters()] == [False, False]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_kept_tensors_can_be_trained_on_and_own_their_memory() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    with torch.inference_mode(), Taps(model, "0", reduce=lambda h: h[:, :1].t()) as taps:
+        taps(torch.ones(8, 4))
+    kept = taps.record["0"]
+    assert kept.shape == (1, 8)
+    assert kept.is_contiguous()
+    assert not kept.is_inference()
+    assert kept.untyped_storage().nbytes() == 8 * 4
+    weight = torch.zeros(8, requires_grad=True)
+    (kept @ weight).sum().backward()
+    assert torch.equal(weight.grad, kept[0])
+
+
+def test_kept_tensors_of_a_channels_last_model_are_contiguous() -> None:
+    model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    with torch.no_grad(), Taps(nn.Sequential(model), "0") as taps:
+        taps(images().to(memory_format=torch.channels_last))
+        assert taps.record["0"].is_contiguous()
+        assert torch.equal(taps.record["0"], model(images().to(memory_format=torch.channels_last)))
+
+
+def test_reduce_runs_before_the_copy_and_may_give_several() -> None:
+    model = InPlace().eval()
+    with torch.no_grad(), Taps(model, "norm", reduce=lambda h: {"mean": h.mean((2, 3)), "all": h}) as taps:
+        taps(images())
+        h = model.norm(model.conv(images()))
+    assert torch.equal(taps.record["norm"]["mean"], h.mean((2, 3)))
+    assert torch.equal(taps.record["norm"]["all"], h)  # the ReLU that follows in place did not reach it
+
+
+def test_an_error_in_reduce_names_the_layer() -> None:
+    with Taps(InPlace(), "norm", reduce=lambda h: h.reshape(7)) as taps, pytest.raises(RuntimeError) as raised:
+        taps(images())
+    assert "while reducing norm of shape (2, 4, 6, 6)" in raised.value.__notes__
+
+
+@dataclasses.dataclass
+class Pair:
+    a: Tensor
+    b: Tensor
+
+
+class Structured(nn.Module):
+    def forward(self, x: Tensor, *, scale: Tensor) -> dict[str, object]:
+        return {"pair": Pair(x, x * scale), "list": [x + 1, None], "count": 3}
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Structured()
+        self.lstm = nn.LSTM(4, 5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inner(x, scale=torch.tensor(2.0))
+        return self.lstm(x)[0]
+
+
+def test_tensors_inside_structures_are_named_by_their_way() -> None:
+    model, x = Outer(), torch.randn(2, 3, 4)
+    with torch.no_grad(), Taps(model, ["inner", "lstm"]).keep("inner", "input") as taps:
+        output = taps(x)
+        _, (h, c) = model.lstm(x)
+    record = taps.record
+    assert list(record) == [
+        "inner:0@input", "inner:scale@input", "inner:pair.a", "inner:pair.b", "inner:list.0", "lstm:0", "lstm:1.0",
+        "lstm:1.1",
+    ]  # fmt: skip
+    assert torch.equal(record["inner:pair.b"], x * 2)
+    assert torch.equal(record["inner:list"], x + 1)
+    assert torch.equal(record["inner:scale@input"], torch.tensor(2.0))
+    assert torch.equal(record["lstm:0"], output)
+    assert torch.equal(record["lstm:1.0"], h)
+    assert torch.equal(record["lstm:1.1"], c)
+
+
+def test_a_site_keeps_exactly_one_tensor() -> None:
+    x = torch.randn(2, 3, 4)
+    with Taps(Outer()).keep(Site("lstm", 0, (1, 0)), reduce=lambda h: h * 2) as taps:
+        taps(x)
+    assert list(taps.record) == ["lstm:1.0"]
+
+
+def test_keeping_the_same_value_twice_is_refused() -> None:
+    with pytest.raises(InputError, match="'norm' is kept already"):
+        Taps(InPlace(), "norm").keep("n*")
+
+
+class Counted(nn.Module):
+    """Counts its calls, and catches every Exception, as some models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared, self.last = nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)
+        self.ran = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            x = self.shared(self.first(x))
+            x = self.shared(x - 1)
+        except Exception:
+            return x
+        self.ran += 1
+        return self.last(x)
+
+
+def test_stop_ends_the_forward_after_the_last_call_asked_for() -> None:
+    model = Counted()
+    with torch.no_grad(), Taps(model, ["shared", "first"], stop=True) as taps:  # not in the order of computation
+        for i in range(3):
+            assert taps(torch.full((2, 4), float(i))) is None
+            expected = model.shared(model.first(torch.full((2, 4), float(i))))
+            assert torch.equal(taps.record["shared#0"], expected)
+            assert torch.equal(taps.record["shared#1"], F.relu(expected - 1))
+    assert model.ran == 1  # the first forward, which learns
+
+
+def test_stop_is_for_taps_calls_only() -> None:
+    model = Counted()
+    with Taps(model, "first", stop=True) as taps:
+        taps(torch.ones(1, 4))
+        taps(torch.ones(1, 4))
+        assert model(torch.ones(1, 4)).shape == (1, 4)
+    assert model.ran == 2
+
+
+def test_wrapped_models_are_named_without_the_wrapper() -> None:
+    model = nn.DataParallel(InPlace().eval())
+    with torch.no_grad(), Taps(model, "conv") as taps:
+        taps(images())
+        assert torch.equal(taps.record["conv"], model.module.conv(images()))

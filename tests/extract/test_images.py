@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from extract.errors import InputError
+from extract.images import decode, list_images, load_batches
+from extract.status import Status
+from tests.conftest import make_picture
+
+
+def touch(root: Path, *names: str) -> Path:
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x")
+    return root
+
+
+def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+# Listing
+
+
+def test_the_order_is_that_of_the_bytes_of_the_path(tmp_path: Path) -> None:
+    names = ["b/1.jpg", "a-b/2.jpg", "a/3.JPG", "Z/4.png", "ä/5.png", "a/10.jpg", "a/b/1.jpg", "0.webp"]
+    touch(tmp_path, *names)
+    assert list_images(tmp_path).paths == sorted(names, key=lambda name: name.encode())
+
+
+def test_hidden_files_and_litter_are_left_out_and_other_files_counted(tmp_path: Path) -> None:
+    touch(tmp_path, "a.jpg", ".b.jpg", ".git/c.jpg", "Thumbs.db", "notes.txt", "more.txt", "README")
+    found = list_images(tmp_path)
+    assert found.paths == ["a.jpg"]
+    assert found.left_out == {".txt": 2, "no suffix": 1}
+
+
+def test_classes_are_the_first_folders(tmp_path: Path) -> None:
+    found = list_images(touch(tmp_path, "bus/1.jpg", "bus/deep/2.jpg", "ant/3.jpg", "loose.jpg"))
+    assert found.classes == ["ant", "bus"]
+    assert dict(zip(found.paths, found.labels.tolist(), strict=True)) == {
+        "bus/1.jpg": 1, "bus/deep/2.jpg": 1, "ant/3.jpg": 0, "loose.jpg": -1,
+    }  # fmt: skip
+    assert set(found.splits) == {""}
+
+
+def test_splits_are_recognised_above_classes(tmp_path: Path) -> None:
+    found = list_images(touch(tmp_path, "train/a/1.jpg", "Validation/a/2.jpg", "test/b/3.jpg", "test/4.jpg", "5.jpg"))
+    rows = {path: (split, label) for path, split, label in zip(found.paths, found.splits, found.labels, strict=True)}
+    assert found.classes == ["a", "b"]
+    assert rows == {
+        "train/a/1.jpg": ("train", 0), "Validation/a/2.jpg": ("val", 0), "test/b/3.jpg": ("test", 1),
+        "test/4.jpg": ("test", -1), "5.jpg": ("", -1),
+    }  # fmt: skip
+
+
+def test_a_class_called_train_is_no_split(tmp_path: Path) -> None:
+    found = list_images(touch(tmp_path, "airplane/1.jpg", "train/2.jpg", "train/express/3.jpg"))
+    assert found.classes == ["airplane", "train"]
+    assert set(found.splits) == {""}
+
+
+def test_links_are_followed_without_going_round(tmp_path: Path) -> None:
+    root, other = tmp_path / "root", touch(tmp_path / "other", "1.jpg")
+    touch(root, "a/2.jpg")
+    (root / "a" / "loop").symlink_to(root)
+    (root / "twice").symlink_to(other)
+    (root / "gone.jpg").symlink_to(tmp_path / "nothing")
+    assert list_images(root).paths == ["a/2.jpg", "gone.jpg", "twice/1.jpg"]
+
+
+def test_names_of_any_bytes_come_through(tmp_path: Path) -> None:
+    names = [b"\xff\xfe.jpg", "😀.jpg".encode(), b"new\nline.jpg", b"x" * 251 + b".jpg"]
+    for name in names:
+        (Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))).write_bytes(encoded(make_picture(1), "JPEG"))
+    found = list_images(tmp_path)
+    assert [os.fsencode(path) for path in found.paths] == sorted(names)
+    batch = next(load_batches(found, [[0, 1, 2, 3]], as_tensor, workers=0))
+    assert batch.status.tolist() == [Status.OK] * 4
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ([], "no images; the folder is empty"),
+        (["a.txt", "b.txt", "c.csv"], r"none of its 3 files is an image \(.txt 2, .csv 1\)"),
+    ],
+)
+def test_a_folder_without_images_is_an_error(tmp_path: Path, files: list[str], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        list_images(touch(tmp_path, *files))
+
+
+def test_a_missing_folder_and_a_file_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such folder"):
+        list_images(tmp_path / "nothing")
+    with pytest.raises(InputError, match="not a folder"):
+        list_images(touch(tmp_path, "a.jpg") / "a.jpg")
+
+
+# Decoding
+
+
+def test_plain_pictures_are_decoded_as_pillow_does() -> None:
+    picture = make_picture(3)
+    for kind in ("PNG", "BMP", "PPM", "TIFF", "TGA"):
+        assert np.array_equal(decode(encoded(picture, kind)), picture), kind
+    data = encoded(picture, "JPEG", quality=80, progressive=True)
+    assert np.array_equal(decode(data), Image.open(io.BytesIO(data)).convert("RGB"))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation_is_applied(orientation: int) -> None:
+    upright = np.array(make_picture(3))
+    # What a camera stores, so that a viewer that obeys the tag shows the picture upright (EXIF 2.32, table 5).
+    stored = {
+        1: upright, 2: upright[:, ::-1], 3: upright[::-1, ::-1], 4: upright[::-1],
+        5: upright.transpose(1, 0, 2), 6: upright.transpose(1, 0, 2)[::-1],
+        7: upright.transpose(1, 0, 2)[::-1, ::-1], 8: upright.transpose(1, 0, 2)[:, ::-1],
+    }[orientation]  # fmt: skip
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(Image.fromarray(np.ascontiguousarray(stored)), "PNG", exif=exif)
+    assert np.array_equal(decode(data), upright)
+
+
+def test_transparent_pixels_are_laid_over_white() -> None:
+    rgba = np.zeros((2, 2, 4), np.uint8)
+    rgba[0, 0] = (200, 100, 0, 255)
+    rgba[0, 1] = (200, 100, 0, 0)
+    rgba[1, 0] = (0, 0, 0, 51)  # one fifth black over white
+    pixels = np.array(decode(encoded(Image.fromarray(rgba), "PNG")))
+    assert pixels[0, 0].tolist() == [200, 100, 0]
+    assert pixels[0, 1].tolist() == [255, 255, 255]
+    assert pixels[1, 0].tolist() == [204, 204, 204]
+
+
+def test_palette_grey_and_sixteen_bit_pictures_become_rgb() -> None:
+    grey = Image.fromarray(np.arange(256, dtype=np.uint8).reshape(16, 16))
+    assert np.array_equal(np.array(decode(encoded(grey, "PNG")))[..., 1], np.array(grey))
+    deep = Image.fromarray((np.arange(256, dtype=np.uint16).reshape(16, 16) << 8) + 7)
+    assert np.array_equal(np.array(decode(encoded(deep, "PNG")))[..., 2], np.array(grey))
+    palette = make_picture(1).quantize(8)
+    assert np.array_equal(decode(encoded(palette, "PNG")), palette.convert("RGB"))
+    palette.info["transparency"] = 0
+    transparent = np.array(palette) == 0
+    pixels = np.array(decode(encoded(palette, "PNG", transparency=0)))
+    assert (pixels[transparent] == 255).all()
+    assert np.array_equal(pixels[~transparent], np.array(palette.convert("RGB"))[~transparent])
+    cmyk = make_picture(2).convert("CMYK")
+    assert np.array_equal(decode(encoded(cmyk, "TIFF")), cmyk.convert("RGB"))
+    one_bit = make_picture(2).convert("1")
+    assert np.array_equal(decode(encoded(one_bit, "PNG")), one_bit.convert("RGB"))
+
+
+def test_the_first_frame_of_an_animation_counts() -> None:
+    frames = [make_picture(i).quantize(64) for i in range(3)]
+    data = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    assert np.array_equal(decode(data), frames[0].convert("RGB"))
+
+
+def test_float_pixels_are_refused() -> None:
+    image = Image.fromarray(np.ones((4, 4), np.float32))
+    with pytest.raises(ValueError, match="no known range"):
+        decode(encoded(image, "TIFF"))
+
+
+def test_a_decompression_bomb_is_refused() -> None:
+    data = encoded(Image.new("1", (20000, 10000)), "PNG")
+    assert len(data) < 100_000
+    with pytest.raises(ValueError, match="decompression bomb"):
+        decode(data)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "WEBP", "TIFF", "BMP"])
+def test_a_truncated_file_is_never_half_decoded(kind: str) -> None:
+    data = encoded(make_picture(5, 160, 120), kind)
+    whole = decode(data)
+    for length in range(0, len(data), max(1, len(data) // 23)):
+        try:
+            pixels = decode(data[:length])
+        except ValueError:
+            continue
+        assert np.array_equal(pixels, whole), f"{kind} cut to {length} of {len(data)} bytes"
+
+
+# Loading
+
+
+def as_tensor(picture: Image.Image) -> torch.Tensor:
+    return torch.from_numpy(np.array(picture.resize((8, 8))))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_come_in_order_with_status_and_reasons(folder: Path, workers: int) -> None:
+    (folder / "ant" / "06.png").write_bytes(b"")
+    (folder / "bee" / "04.png").write_text("no picture")
+    (folder / "cat" / "99.jpg").symlink_to(folder / "nothing")
+    found = list_images(folder)
+    batches = list(load_batches(found, [[0, 1, 2], [3, 4], [5, 6, 7, 8, 9, 10, 11, 12]], as_tensor, workers=workers))
+    assert [batch.rows.tolist() for batch in batches] == [[0, 1, 2], [3, 4], [5, 6, 7, 8, 9, 10, 11, 12]]
+    reasons = {found.paths[row]: reason for batch in batches for row, reason in batch.reasons.items()}
+    assert reasons == {
+        "ant/06.png": "empty file", "bee/04.png": "not an image in a known format", "cat/99.jpg": "no such file",
+    }  # fmt: skip
+    for batch in batches:
+        good = [row for row, status in zip(batch.rows, batch.status, strict=True) if status == Status.OK]
+        expected = [as_tensor(Image.open(folder / found.paths[row]).convert("RGB")) for row in good]
+        assert torch.equal(batch.images, torch.stack(expected))
+    status = np.concatenate([batch.status for batch in batches])
+    assert sorted(status.tolist()) == [Status.OK] * 10 + [Status.DECODE_ERROR] * 2 + [Status.MISSING]
+
+
+def test_a_batch_tells_size_time_and_hash_of_the_files(folder: Path) -> None:
+    import xxhash
+
+    found = list_images(folder)
+    batch = next(load_batches(found, [[2, 5]], as_tensor, workers=0))
+    for i, row in enumerate((2, 5)):
+        path = folder / found.paths[row]
+        assert batch.source_size[i] == path.stat().st_size
+        assert batch.source_mtime_ns[i] == path.stat().st_mtime_ns
+        assert batch.source_hash[i].tobytes().hex() == xxhash.xxh3_128(path.read_bytes()).hexdigest()
+
+
+def test_a_path_that_cannot_be_read_is_a_row_with_a_reason(folder: Path) -> None:
+    found = list_images(folder)
+    (folder / found.paths[0]).unlink()
+    (folder / found.paths[0]).mkdir()
+    batch = next(load_batches(found, [[0, 1]], as_tensor, workers=0))
+    assert batch.status.tolist() == [Status.DECODE_ERROR, Status.OK]
+    assert batch.reasons == {0: "Is a directory"}

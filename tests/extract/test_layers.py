@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from extract.errors import UnknownNameError
+from extract.layers import match_layers, named_layers
+
+NAMES = ["stem", "blocks", "blocks.0", "blocks.0.attn", "blocks.1", "blocks.10", "head", "norm[0]"]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        ("stem", ["stem"]),
+        ("blocks.*", ["blocks.0", "blocks.1", "blocks.10"]),
+        ("blocks.?", ["blocks.0", "blocks.1"]),
+        ("blocks.[1-9]*", ["blocks.1", "blocks.10"]),
+        ("blocks.*.attn", ["blocks.0.attn"]),
+        ("*", ["stem", "blocks", "head", "norm[0]"]),
+        ("norm[0]", ["norm[0]"]),
+        (["head", "blocks.?", "*"], ["head", "blocks.0", "blocks.1", "stem", "blocks", "norm[0]"]),
+    ],
+)
+def test_patterns(patterns: str | list[str], expected: list[str]) -> None:
+    assert match_layers(NAMES, patterns) == expected
+
+
+@pytest.mark.parametrize(("pattern", "nearest"), [("block.0", "'blocks.0'"), ("haed", "'head'"), ("blocks.2*", "'bl")])
+def test_a_miss_names_the_nearest(pattern: str, nearest: str) -> None:
+    with pytest.raises(UnknownNameError, match=re.escape(f"layer {pattern!r} not found in net; nearest: {nearest}")):
+        match_layers(NAMES, pattern, "net")
+
+
+@given(st.lists(st.from_regex(r"[ab01]{1,3}(\.[ab01]{1,3}){0,2}", fullmatch=True), unique=True, min_size=1), st.data())
+def test_a_star_stands_for_a_part_of_one_name_component(names: list[str], data: st.DataObject) -> None:
+    pattern = data.draw(st.from_regex(r"[ab01*]{1,3}(\.[ab01*]{1,3}){0,2}", fullmatch=True))
+    expected = [name for name in names if re.fullmatch(pattern.replace(".", r"\.").replace("*", "[^.]*"), name)]
+    if expected:
+        assert match_layers(names, pattern) == expected
+    else:
+        with pytest.raises(UnknownNameError):
+            match_layers(names, pattern)
+
+
+def test_shared_modules_have_all_their_names() -> None:
+    shared = nn.Sequential(nn.ReLU())
+    names = named_layers(nn.ModuleDict({"a": shared, "b": shared}))
+    assert list(names) == ["a", "a.0", "b", "b.0"]
+    assert names["a.0"] is names["b.0"]
