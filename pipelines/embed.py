@@ -145,7 +145,7 @@ def print_failures(failures: Sequence[tuple[str, str, str]], out: Path, echo: Ca
         return
     counts = Counter(status for _, status, _ in failures)
     kinds = ", ".join(f"{count:,} {status}" for status, count in counts.items())
-    echo(f"{len(failures):,} rows without features ({kinds}):")
+    echo(f"{len(failures):,} row{'s' if len(failures) > 1 else ''} without features ({kinds}):")
     for path, status, reason in failures[:_SHOWN]:
         echo(f"  {printable(path)}: {status}: {reason}")
     if len(failures) > _SHOWN:

@@ -291,7 +291,8 @@ def test_show_tells_what_is_inside(folder: Path, tmp_path: Path) -> None:
     text = layertap("show", tmp_path / "out").stdout
     content = json.loads(layertap("show", tmp_path / "out", "--json").stdout)
     for expected in ("12 rows in 3 shards", "complete", "layer4  (12, ", "3 classes: ant 4, bee 4, cat 4", "11 ok",
-                     "1 rows without features (1 decode error)", "cat/05.jpg: decode error: empty file", "timm/test_resnet, weights random (seed 0)",
+                     "1 row without features (1 decode error)",
+                     "cat/05.jpg: decode error: empty file", "timm/test_resnet, weights random (seed 0)",
                      "weights sha256 ", "preprocessing resize_px", "torch "):  # fmt: skip
         assert expected in text
     assert content["rows"] == 12

@@ -1,0 +1,60 @@
+"""Peak memory does not grow with the number of images."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import make_picture
+
+RUN = """
+import json, resource, sys
+from pipelines.cli import main
+main(sys.argv[1:], prog_name="layertap", standalone_mode=False)
+peaks = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+print(json.dumps(peaks), file=sys.stderr)
+"""
+
+
+def peaks_kb(images: Path, out: Path) -> list[int]:
+    """Peak resident memory of the main process, and of the largest worker."""
+    options = ["-b", "timm/test_resnet", "--weights", "random", "--device", "cpu", "--workers", "2"]
+    command = [
+        sys.executable,
+        "-c",
+        RUN,
+        "embed",
+        str(images),
+        "-o",
+        str(out),
+        *options,
+        "-l",
+        "embedding",
+        "-l",
+        "layer?",
+    ]
+    run = subprocess.run(command, check=True, capture_output=True, text=True)
+    peaks: list[int] = json.loads(run.stderr.splitlines()[-1])
+    return peaks
+
+
+@pytest.mark.slow
+def test_twenty_thousand_images_need_the_memory_of_two_thousand(tmp_path: Path) -> None:
+    for number in range(100):
+        make_picture(number, 200, 150).save(tmp_path / f"{number}.png")
+    folders = {}
+    for count in (2_000, 20_000):
+        folders[count] = tmp_path / str(count)
+        for number in range(count):
+            link = folders[count] / f"class {number % 10}" / f"{number:06d}.png"
+            link.parent.mkdir(parents=True, exist_ok=True)
+            os.link(tmp_path / f"{number % 100}.png", link)
+    few, many = (peaks_kb(folders[count], tmp_path / f"out{count}") for count in (2_000, 20_000))
+    print(f"peak memory, kB (main, worker): {few} for 2,000 images, {many} for 20,000")
+    assert many[0] <= 1.1 * few[0]
+    assert many[1] <= 1.1 * few[1]
