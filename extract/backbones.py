@@ -54,7 +54,9 @@ class Backbone:
         classifier: the layer whose input is the embedding; None if there is no single such layer.
         prefix_tokens: tokens before those of the patches (class token, registers).
         patches: patches the input is cut into, where known.
-        class_token: whether the embedding is the class token.
+        class_token: whether the first of them is a class token.
+        reads_class_token: whether the embedding is made of it.
+        notes: what the user must be told of how it was loaded.
         device: where it runs.
     """
 
@@ -67,6 +69,8 @@ class Backbone:
     prefix_tokens: int = 0
     patches: int | None = None
     class_token: bool = False
+    reads_class_token: bool = False
+    notes: tuple[str, ...] = ()
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
@@ -171,7 +175,8 @@ def _from_timm(spec: str, architecture: str, model: Any, weights: Weights) -> Ba
         classifier=next((layer for layer, module in named_layers(model).items() if module is head), None),
         prefix_tokens=int(getattr(model, "num_prefix_tokens", 0)),
         patches=patches if isinstance(patches, int) else None,
-        class_token=pooling == "token",
+        class_token=getattr(model, "cls_token", None) is not None,
+        reads_class_token=pooling == "token",
     )
 
 
@@ -183,12 +188,15 @@ def _torchvision(spec: str, name: str, weights: str | None, seed: int) -> Backbo
         raise unknown_name("backbone", spec, [f"torchvision/{other}" for other in known])
     published = list(models.get_model_weights(name))
     entry = models.get_model_weights(name).DEFAULT
-    # With published weights these two switch off their second and third classifiers, and change the scale of their
-    # input inside the model; with weights from a file they must do the same, or give other features.
-    options: dict[str, Any] = {"transform_input": True} if name in ("googlenet", "inception_v3") else {}
+    notes: tuple[str, ...] = ()
     if weights is not None and not _is_named(weights):
-        if options:
-            options |= {"aux_logits": False, "init_weights": True}
+        entry, notes = _entry_of_file(published, entry, weights)
+        options: dict[str, Any] = {}
+        if name in ("googlenet", "inception_v3"):
+            # As with published weights: no second classifiers, and the input is scaled anew inside the model.
+            options = {"transform_input": True, "aux_logits": False, "init_weights": True}
+        elif name.startswith("vit_"):
+            options = {"image_size": entry.transforms().crop_size[0]}  # its position embeddings are for one size
         model, loaded = _with_given_weights(
             lambda: models.get_model(name, **options), weights, seed, spec, ("aux1.", "aux2.", "AuxLogits.")
         )
@@ -213,6 +221,22 @@ def _torchvision(spec: str, name: str, weights: str | None, seed: int) -> Backbo
         prefix_tokens=1 if vit else 0,
         patches=(network.image_size // network.patch_size) ** 2 if vit else None,
         class_token=vit,
+        reads_class_token=vit,
+        notes=notes,
+    )
+
+
+def _entry_of_file(published: list[Any], default: Any, weights: str) -> tuple[Any, tuple[str, ...]]:
+    """The weights entry whose preprocessing goes with a file: by the name that torchvision publishes it under."""
+    for entry in published:
+        if Path(weights).name == entry.url.rpartition("/")[2]:
+            return entry, ()
+    if weights == "random" or len({str(entry.transforms()) for entry in published}) == 1:
+        return default, ()
+    names = ", ".join(entry.name for entry in published)
+    return default, (
+        f"{Path(weights).name} is no name torchvision publishes; the preprocessing of {default.name} is taken, "
+        f"which differs between {names}",
     )
 
 
@@ -296,7 +320,7 @@ def _load_state(model: nn.Module, state: Mapping[str, Tensor], spec: str, source
 def _downloading(spec: str, load: Callable[[], Any]) -> Any:
     try:
         return load()
-    except Exception as error:  # no hub has one class of error for a failed download
+    except (OSError, RuntimeError) as error:  # what the hubs' many classes of error have in common
         raise LayertapError(
             f"weights of {spec} could not be downloaded: {first_line(error)}. "
             "Offline, give a file: --weights FILE.safetensors"

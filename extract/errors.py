@@ -19,8 +19,10 @@ class InputError(LayertapError, ValueError):
     """What the caller gave cannot be used: a folder without images, a pooling that does not fit, a wrong file."""
 
 
-class UnknownNameError(LayertapError, LookupError):
+class UnknownNameError(LayertapError, KeyError):
     """A backbone, layer, pooling or feature of this name does not exist; the message lists the nearest ones."""
+
+    __str__ = Exception.__str__  # KeyError's would put the whole message in quotes
 
 
 class LockedError(LayertapError):

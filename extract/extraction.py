@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from extract import defaults
 from extract.backbones import Backbone, load_backbone
-from extract.errors import InputError, LayertapError, unknown_name
+from extract.errors import InputError, LayertapError, first_line, unknown_name
 from extract.features import Choice, Feature, choose_features
 from extract.hooks import Record, Taps
 from extract.images import Batch, ImageFolder, list_images, load_batches
@@ -41,12 +41,13 @@ from extract.pooling import pool
 from extract.status import Status
 from extract.store.dataset import DataSet, shard_rows_for
 from extract.store.layout import StoredFeature, create_shard, row_bytes
-from extract.store.reader import FeatureReader
+from extract.store.reader import FeatureReader, open_shard
 from extract.store.writer import ShardWriter
 
 __all__ = ["Plan", "Summary", "extract", "extract_features", "extract_shard", "plan"]
 
 DTYPES = ("float32", "float16")
+_SAMPLED = 16  # stored rows whose images are read again when their folder has another name than before
 Rows = range | NDArray[np.int64]  # ascending
 
 
@@ -191,7 +192,7 @@ def plan(
         if value is not None and value < least:
             raise InputError(f"{name} is {value}; it must be at least {least}")
     folder = list_images(images, limit)
-    with _evaluating(backbone.model):
+    with _evaluating(backbone.model), _full_float32():
         choice = choose_features(backbone, [layers] if isinstance(layers, str) else layers)
     stored = [
         StoredFeature(
@@ -201,7 +202,7 @@ def plan(
             {
                 "layer": str(feature.site),
                 "pooling": feature.pooling,
-                "axes": feature.layout.axes if feature.pooling == "none" else "C",
+                "axes": feature.layout.axes if feature.pooling in ("none", "flatten") else "C",
                 "source_dtype": feature.source_dtype,
             },
         )
@@ -222,19 +223,34 @@ def plan(
         depends_on=json.loads(json.dumps(depends_on)),  # as it will be read back
         features=stored,
         images={"root": str(folder.root.resolve()), "count": len(folder), "paths_xxh3": listed},
-        shard_rows=min(shard_rows or shard_rows_for(stored), len(folder)),
+        shard_rows=min(shard_rows or _existing_shard_rows(Path(out)) or shard_rows_for(stored), len(folder)),
     )
-    return Plan(folder, backbone, choice, dataset, batch_size, workers, _provenance(backbone, depends_on, batch_size))
+    configuration = {
+        "images": str(folder.root),
+        "layers": [layers] if isinstance(layers, str) else list(layers),
+        "batch_size": batch_size,
+        "workers": workers,
+        "dtype": dtype,
+        "limit": limit,
+        "shard_rows": shard_rows,
+    }
+    provenance = _provenance(backbone, depends_on, configuration)
+    return Plan(folder, backbone, choice, dataset, batch_size, workers, provenance)
 
 
-def _provenance(backbone: Backbone, depends_on: dict[str, Any], batch_size: int) -> dict[str, Any]:
+def _existing_shard_rows(out: Path) -> int | None:
+    """How the data set that is there already is cut, for a run that does not say."""
+    return DataSet.open(out).shard_rows if (out / "dataset.json").exists() else None
+
+
+def _provenance(backbone: Backbone, depends_on: dict[str, Any], configuration: dict[str, Any]) -> dict[str, Any]:
     packages = ("layertap", "torch", "torchvision", "timm", "pillow", "numpy", "h5py")
     on_gpu = backbone.device.type == "cuda"
     return {
         "backbone": backbone.spec,
         "weights": backbone.weights.source,
         "depends_on": depends_on,
-        "batch_size": batch_size,
+        "configuration": configuration,
         "device": torch.cuda.get_device_name(backbone.device) if on_gpu else str(backbone.device),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
         "machine": {"platform": platform.platform(), "host": platform.node()},
@@ -274,15 +290,17 @@ def extract(
     """
     dataset = plan.dataset
     summary = Summary(n_rows=dataset.n_rows)
+    dataset.check()
+    _check_disk_space(dataset)
     with dataset.locked():
-        dataset.open_or_create()
-        dataset.clean()
+        existing = dataset.open_or_create()
+        if existing is not None and existing.images["root"] != dataset.images["root"]:
+            _check_same_images(plan, existing)
         todo = {shard: rows for shard in range(dataset.n_shards) if len(rows := _rows_to_do(plan, shard))}
         summary.found = dataset.n_rows - sum(map(len, todo.values()))
         if summary.found:
             on_rows(summary.found, True)
         unpublished = [shard for shard in range(dataset.n_shards) if not dataset.shard_path(shard).exists()]
-        _check_disk_space(dataset, unpublished)
         start = time.perf_counter()
         # The worker processes start here, before any shard is open.
         batches = load_batches(
@@ -292,7 +310,13 @@ def extract(
             workers=plan.workers if todo else 0,
             pin_memory=plan.backbone.device.type == "cuda",
         )
-        with torch.inference_mode(), _evaluating(plan.backbone.model), _keeping_freed_memory(), _taps(plan) as taps:
+        with (
+            torch.inference_mode(),
+            _evaluating(plan.backbone.model),
+            _full_float32(),
+            _keeping_freed_memory(),
+            _taps(plan) as taps,
+        ):
             for shard in unpublished:
                 count = sum(1 for _ in _batches_of(todo.get(shard, range(0)), plan))
                 extract_shard(plan, shard, itertools.islice(batches, count), taps, summary, on_rows, stop)
@@ -322,7 +346,7 @@ def extract_shard(
     with ShardWriter(part) as writer:
         while True:
             with summary.timed("images"):
-                batch = next(batches, None)
+                batch = _next(batches)
             if batch is None:
                 break
             with summary.timed("forward"):
@@ -343,9 +367,9 @@ def extract_shard(
             writer.publish()
 
 
-# glibc's mallopt parameters (malloc.h) and the values it starts with (mallopt(3)).
+# glibc's mallopt parameters (malloc.h), and the largest values that its dynamic rule reaches by itself (mallopt(3)).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_TRIM_THRESHOLD_BYTES = _MMAP_THRESHOLD_BYTES = 128 * 1024
+_TRIM_THRESHOLD_BYTES, _MMAP_THRESHOLD_BYTES = 64 << 20, 32 << 20
 
 
 @contextlib.contextmanager
@@ -354,7 +378,8 @@ def _keeping_freed_memory() -> Iterator[None]:
 
     By default each large activation is mapped from the kernel and unmapped again, which zeroes its pages every time:
     more than half of the time of a forward on a CPU (efficientnet_lite0, batches of 64: 49 images/s, 220 with this).
-    Where the C library is another one, nothing is done.
+    Setting a threshold once ends glibc's own adjustment of it, so the process is left with the largest values that
+    adjustment would have reached. Where the C library is another one, nothing is done.
     """
     try:
         libc = ctypes.CDLL("libc.so.6") if sys.platform == "linux" else None
@@ -371,6 +396,32 @@ def _keeping_freed_memory() -> Iterator[None]:
         libc.mallopt(_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
         libc.mallopt(_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
         libc.malloc_trim(0)
+
+
+@contextlib.contextmanager
+def _full_float32() -> Iterator[None]:
+    """No TF32 on NVIDIA GPUs, which PyTorch allows in convolutions by default: it keeps 10 bits of 23."""
+    places: tuple[Any, ...] = (getattr(torch.backends.cudnn, "conv"), torch.backends.cuda.matmul)  # noqa: B009
+    before = [place.fp32_precision for place in places]
+    try:
+        for place in places:
+            place.fp32_precision = "ieee"
+        yield
+    finally:
+        for place, precision in zip(places, before, strict=True):
+            place.fp32_precision = precision
+
+
+def _next(batches: Iterator[Batch]) -> Batch | None:
+    try:
+        return next(batches, None)
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise LayertapError(
+            f"a process that decodes images died: {first_line(error)}. What was stored is safe; run again to go on. "
+            "Lower workers or batch_size if memory is short, or give /dev/shm more room"
+        ) from error
 
 
 def _taps(plan: Plan) -> Taps:
@@ -436,10 +487,43 @@ def _batches_of(rows: Rows, plan: Plan) -> Iterator[list[int]]:
         yield [int(row) for row in batch]
 
 
-def _check_disk_space(dataset: DataSet, shards: Sequence[int]) -> None:
-    new = [shard for shard in shards if not dataset.part_path(shard).exists()]
+def _check_same_images(plan: Plan, existing: DataSet) -> None:
+    """Whether a few images that have rows already are the same under the new folder, byte for byte.
+
+    Raises:
+        InputError: they are not; other pictures may lie under the same names.
+    """
+    for shard in range(existing.n_shards):
+        for path in (existing.shard_path(shard), existing.part_path(shard)):
+            if not path.exists():
+                continue
+            with open_shard(path) as file:
+                stored = np.flatnonzero(file["status"][:] == Status.OK)
+                for row in stored[:: max(1, len(stored) // _SAMPLED)].tolist():
+                    image = os.path.join(os.fsencode(plan.images.root), file["path"][row])  # noqa: PTH118
+                    try:
+                        with open(image, "rb") as picture:  # noqa: PTH123
+                            same = xxhash.xxh3_128_digest(picture.read()) == file["source_hash"][row].tobytes()
+                    except OSError:
+                        same = False
+                    if not same:
+                        raise InputError(
+                            f"{existing.out} holds features of the images in {existing.images['root']}; those in "
+                            f"{plan.images.root} are others: {os.fsdecode(file['path'][row])} differs. "
+                            "Choose another output folder"
+                        )
+            return
+
+
+def _check_disk_space(dataset: DataSet) -> None:
+    new = [
+        shard
+        for shard in range(dataset.n_shards)
+        if not dataset.shard_path(shard).exists() and not dataset.part_path(shard).exists()
+    ]
     needed = sum(len(dataset.shard_range(shard)) for shard in new) * row_bytes(dataset.features)
-    free = shutil.disk_usage(dataset.out).free
+    place = next(folder for folder in (dataset.out.absolute(), *dataset.out.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(place).free
     if needed > free:
         raise LayertapError(
             f"{dataset.out}: {needed / 1e6:,.0f} MB of features to come, {free / 1e6:,.0f} MB free on the disk; "

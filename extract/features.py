@@ -102,13 +102,13 @@ def choose_features(backbone: Backbone, layers: Sequence[str]) -> Choice:
     if not features:
         raise InputError(f"none of these layers of {backbone.spec} ever runs: {', '.join(never_run) or 'none given'}")
     poolings = Counter(site for site, _ in features)
-    return Choice(
-        [
-            replace(feature, name=f"{feature.name}:{feature.pooling}") if poolings[site] > 1 else feature
-            for (site, _), feature in features.items()
-        ],
-        list(never_run),
-    )
+    named = [
+        replace(feature, name=f"{feature.name}:{feature.pooling}") if poolings[site] > 1 else feature
+        for (site, _), feature in features.items()
+    ]
+    if len({feature.name for feature in named}) < len(named):
+        raise InputError(f"{backbone.spec} has a layer called {EMBEDDING!r}; ask for it in a run of its own")
+    return Choice(named, list(never_run))
 
 
 def _parse(backbone: Backbone, text: str) -> list[_Request]:
@@ -179,9 +179,11 @@ def _feature(
             )
         if float((values[picture] - record[site][0]).abs().max()) > _TRIAL_TOLERANCE * scale:
             raise InputError(f"{where} gives an image other values in a batch than alone: its rows are not the images")
-    layout = recognise(shape[1:], backbone.preprocessing.crop_px, backbone.prefix_tokens, backbone.patches)
+    layout = recognise(
+        shape[1:], backbone.preprocessing.crop_px, backbone.prefix_tokens, backbone.patches, backbone.class_token
+    )
     try:
-        resolved = resolve_pooling(pooling, layout, shape[1:], backbone.class_token)
+        resolved = resolve_pooling(pooling, layout, shape[1:], backbone.reads_class_token)
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
     return Feature(

@@ -6,9 +6,11 @@ never replaced by a made-up picture and never dropped from the count.
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import signal
+import stat
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -92,8 +94,8 @@ def list_images(root: str | os.PathLike[str], limit: int | None = None) -> Image
         seen = f"none of its {left_out.total():,} files is an image ({found})" if left_out else "the folder is empty"
         raise InputError(f"{root}: no images; {seen}. Images end in {' '.join(sorted(IMAGE_SUFFIXES))}")
     paths.sort(key=os.fsencode)
-    labels, classes, splits = _labels_from_folders(paths[:limit])
-    return ImageFolder(root, paths[:limit], labels, classes, splits, left_out)
+    labels, classes, splits = _labels_from_folders(paths)  # of all: a limit must not change what a folder means
+    return ImageFolder(root, paths[:limit], labels[:limit], classes, splits[:limit], left_out)
 
 
 def _files_below(root: str) -> Iterator[str]:
@@ -102,19 +104,30 @@ def _files_below(root: str) -> Iterator[str]:
     while waiting:
         folder, above = waiting.pop()
         full = os.path.join(root, folder)  # noqa: PTH118
-        here = os.stat(full)  # noqa: PTH116
-        identity = (here.st_dev, here.st_ino)
-        if identity in above:
-            continue
-        with os.scandir(full) as entries:
-            for entry in entries:
-                if entry.name.startswith(".") or entry.name.lower() in _LITTER:
-                    continue
-                relative = f"{folder}/{entry.name}" if folder else entry.name
-                if entry.is_dir():
-                    waiting.append((relative, above | {identity}))
-                else:
-                    yield relative
+        try:
+            here = os.stat(full)  # noqa: PTH116
+            identity = (here.st_dev, here.st_ino)
+            if identity in above:
+                continue
+            with os.scandir(full) as scan:
+                entries = list(scan)
+        except OSError as error:
+            raise InputError(f"{full}: the folder cannot be read: {error.strerror}") from error
+        for entry in entries:
+            if entry.name.startswith(".") or entry.name.lower() in _LITTER:
+                continue
+            relative = f"{folder}/{entry.name}" if folder else entry.name
+            if _is_folder(entry):
+                waiting.append((relative, above | {identity}))
+            else:
+                yield relative
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link that leads to itself
+        return False
 
 
 def _labels_from_folders(paths: Sequence[str]) -> tuple[NDArray[np.int64], list[str], list[str]]:
@@ -145,17 +158,34 @@ def decode(data: bytes) -> Image.Image:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of odd metadata, and of images below the limit that are merely large
-            image: Image.Image = Image.open(io.BytesIO(data))
+            image: Image.Image = Image.open(io.BytesIO(data), formats=_formats())
             image.load()  # the whole picture: a truncated file fails here
-            if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
-                image = ImageOps.exif_transpose(image)
-            return _to_rgb(image)
+            return _to_rgb(_upright(image))
     except MemoryError:
         raise
     except UnidentifiedImageError:
         raise ValueError("not an image in a known format") from None
     except Exception as error:  # Pillow's decoders raise nearly everything on damaged files: SyntaxError, struct.error
         raise ValueError(str(error) or type(error).__name__) from error
+
+
+@functools.cache
+def _formats() -> list[str]:
+    """Pillow's names of the formats in `IMAGE_SUFFIXES` that it was built with.
+
+    No others: a file that calls itself .jpg must not reach, say, the EPS plugin, which runs a PostScript interpreter.
+    """
+    known = Image.registered_extensions()
+    return sorted({known[suffix] for suffix in IMAGE_SUFFIXES if known.get(suffix) in Image.OPEN})
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """The picture as its EXIF orientation asks for it; metadata that cannot be read ask for nothing."""
+    try:
+        turned = image.getexif().get(ExifTags.Base.Orientation, 1) in range(2, 9)
+    except Exception:  # Pillow raises nearly everything on damaged metadata; the pixels are whole
+        return image
+    return ImageOps.exif_transpose(image) if turned else image
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
@@ -223,10 +253,13 @@ class _ImageFiles(Dataset[Item]):
     def __getitem__(self, row: int) -> Item:
         size, mtime_ns, content_hash = -1, -1, bytes(16)
         try:
-            with open(self._path(row), "rb") as file:  # noqa: PTH123
-                stat = os.fstat(file.fileno())
+            # A pipe must not be waited for.
+            with open(os.open(self._path(row), os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # noqa: PTH123
+                status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode):
+                    raise ValueError("not a file")
                 data = file.read()
-            size, mtime_ns = stat.st_size, stat.st_mtime_ns
+            size, mtime_ns = status.st_size, status.st_mtime_ns
             content_hash = xxhash.xxh3_128_digest(data)
             image = self._prepare(decode(data))
         except FileNotFoundError:
@@ -236,6 +269,8 @@ class _ImageFiles(Dataset[Item]):
             return Item(row, None, Status.DECODE_ERROR, reason, size, mtime_ns, content_hash)
         except ValueError as error:
             return Item(row, None, Status.DECODE_ERROR, str(error), size, mtime_ns, content_hash)
+        except MemoryError:
+            return Item(row, None, Status.DECODE_ERROR, "too large for the memory", size, mtime_ns, content_hash)
         return Item(row, image, Status.OK, "", size, mtime_ns, content_hash)
 
 

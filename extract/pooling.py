@@ -18,6 +18,7 @@ from extract.errors import InputError, unknown_name
 
 __all__ = ["POOLINGS", "Layout", "pool", "recognise", "resolve_pooling"]
 
+_STRIDES_PX = (1, 2, 4, 8, 14, 16, 32, 64)  # of maps; a square matrix of another size, such as T x T, is no map
 _PATCH_SIZES_PX = (4, 8, 14, 16, 32, 64)  # of vision transformers, and of the later stages of hierarchical ones
 POOLINGS = ("auto", "none", "flatten", "mean_map", "max_map", "cls_token", "mean_tokens")
 
@@ -30,35 +31,42 @@ class Layout:
         kind: "vector" (B, C) or (B,), "map" with two axes of positions, "tokens" (B, T, C), or "unknown".
         axes: one letter for each axis after the batch: "C", "CHW", "HWC", "TC"; empty when unknown.
         prefix_tokens: how many of the tokens come before those of the patches (class token, registers).
+        class_token: whether the first of them is a class token.
         reason: why the layout is unknown.
     """
 
     kind: Literal["vector", "map", "tokens", "unknown"]
     axes: str = ""
     prefix_tokens: int = 0
+    class_token: bool = False
     reason: str = ""
 
 
 def recognise(
-    shape: Sequence[int], input_px: tuple[int, int], prefix_tokens: int = 0, patches: int | None = None
+    shape: Sequence[int],
+    input_px: tuple[int, int],
+    prefix_tokens: int = 0,
+    patches: int | None = None,
+    class_token: bool = False,
 ) -> Layout:
     """Tell positions from channels in the activation of one image.
 
-    The two axes of a map shrink with the input in the same proportion: (7, 7) of a (224, 224) input, or (7, 14) of
-    (224, 448). Where both (C, H, W) and (H, W, C) would fit, as in (56, 56, 56), the layout is unknown. Tokens are
-    recognised by their number: a grid of patches, with or without the backbone's prefix tokens.
+    The two axes of a map are those of the input over one stride: (7, 7) of a (224, 224) input, (7, 14) of (224, 448).
+    Where both (C, H, W) and (H, W, C) would fit, as in (56, 56, 56), the layout is unknown. Tokens are recognised
+    by their number: a grid of patches, with or without the backbone's prefix tokens.
 
     Args:
         shape: of the activation of one image, without the batch.
         input_px: (height, width) of the backbone's input.
         prefix_tokens: how many tokens the backbone puts before those of the patches.
         patches: how many patches the backbone cuts the input into, where that is known.
+        class_token: whether the first of the prefix tokens is a class token.
     """
     shape = tuple(shape)
     if len(shape) <= 1:
         return Layout("vector", "C"[: len(shape)])
     if len(shape) == 2:
-        return _recognise_tokens(shape, input_px, prefix_tokens, patches)
+        return _recognise_tokens(shape, input_px, prefix_tokens, patches, class_token)
     if len(shape) == 3:
         first, last = _is_grid(shape[1:], input_px), _is_grid(shape[:2], input_px)
         if first and last:
@@ -72,14 +80,15 @@ def recognise(
 
 
 def _recognise_tokens(
-    shape: tuple[int, ...], input_px: tuple[int, int], prefix_tokens: int, patches: int | None
+    shape: tuple[int, ...], input_px: tuple[int, int], prefix_tokens: int, patches: int | None, class_token: bool
 ) -> Layout:
     height, width = input_px
     grids = {(height // size) * (width // size) for size in _PATCH_SIZES_PX} - {0, 1}
     for counts in ({patches} if patches else set(), grids):  # what the backbone says of itself comes first
         fits = [any(axis == count + prefix for count in counts for prefix in (0, prefix_tokens)) for axis in shape]
         if fits == [True, False]:
-            return Layout("tokens", "TC", prefix_tokens if shape[0] - prefix_tokens in counts else 0)
+            prefix = prefix_tokens if shape[0] - prefix_tokens in counts else 0
+            return Layout("tokens", "TC", prefix, class_token and prefix > 0)
         if any(fits):
             return Layout("unknown", reason="tokens could be the last axis")
     return Layout("unknown", reason=f"{shape[0]} is no number of patches of the {_px(input_px)} input")
@@ -90,16 +99,18 @@ def _px(size: tuple[int, int]) -> str:
 
 
 def _is_grid(size: Sequence[int], input_px: tuple[int, int]) -> bool:
-    """Whether (h, w) is the input shrunk by one factor, up to the rounding of each side."""
-    h, w = size
-    height, width = input_px
-    if h > height or w > width:
+    """Whether (h, w) is the input shrunk by one of the usual strides, up to what borders without padding cost."""
+    if size == (1, 1):
+        return True
+    if input_px[0] == input_px[1] and size[0] != size[1]:
         return False
-    # h = height / r and w = width / r for one r, where layers may have rounded h and w up or down by less than 1.
-    return abs(h * width - w * height) < max(height, width) if height != width else h == w
+    return any(
+        all(abs(side - whole / stride) <= 1 + 0.06 * side for side, whole in zip(size, input_px, strict=True))
+        for stride in _STRIDES_PX
+    )
 
 
-def resolve_pooling(pooling: str, layout: Layout, shape: Sequence[int], class_token: bool = False) -> str:
+def resolve_pooling(pooling: str, layout: Layout, shape: Sequence[int], reads_class_token: bool = False) -> str:
     """What `auto` means for an activation; any other pooling is checked against it and returned.
 
     `auto` is `none` for vectors, `mean_map` for maps, and for tokens `cls_token` where the backbone itself reads its
@@ -109,7 +120,7 @@ def resolve_pooling(pooling: str, layout: Layout, shape: Sequence[int], class_to
         pooling: one of `POOLINGS`.
         layout: of the activation.
         shape: of the activation of one image.
-        class_token: whether the backbone's own embedding is its class token.
+        reads_class_token: whether the backbone's own embedding is its class token.
 
     Raises:
         UnknownNameError: no such pooling.
@@ -122,11 +133,11 @@ def resolve_pooling(pooling: str, layout: Layout, shape: Sequence[int], class_to
     if layout.kind == "unknown":
         raise InputError(f"{pooling} does not fit {_describe(layout, shape)}; take none or flatten")
     if pooling == "auto":
-        if layout.kind == "tokens" and not (class_token and layout.prefix_tokens):
+        if layout.kind == "tokens" and not (reads_class_token and layout.class_token):
             return "mean_tokens"
         return {"vector": "none", "map": "mean_map", "tokens": "cls_token"}[layout.kind]
     fits = {"mean_map": "map", "max_map": "map", "cls_token": "tokens", "mean_tokens": "tokens"}[pooling]
-    if layout.kind != fits or (pooling == "cls_token" and not layout.prefix_tokens):
+    if layout.kind != fits or (pooling == "cls_token" and not layout.class_token):
         instead = {"vector": "none", "map": "mean_map or max_map", "tokens": "mean_tokens"}[layout.kind]
         raise InputError(f"{pooling} does not fit {_describe(layout, shape)}; take {instead}")
     return pooling
@@ -136,7 +147,7 @@ def _describe(layout: Layout, shape: Sequence[int]) -> str:
     size = "(" + ", ".join(map(str, shape)) + ")"
     if layout.kind == "unknown":
         return f"an activation of shape {size} an image: {layout.reason}"
-    if layout.kind == "tokens" and not layout.prefix_tokens:
+    if layout.kind == "tokens" and not layout.class_token:
         return f"tokens of shape {size} an image, which have no class token"
     return f"a {layout.kind} of shape {size} an image".replace("a tokens", "tokens")
 

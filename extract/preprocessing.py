@@ -19,6 +19,8 @@ from torchvision.transforms import functional as F
 
 __all__ = ["Preprocessing", "from_timm", "from_torchvision"]
 
+_MAX_RESIZED_PX = 179_000_000  # as many as Pillow decodes before it calls a file a bomb
+
 Transform = Callable[[Image.Image], Tensor]
 
 
@@ -43,10 +45,16 @@ class Preprocessing:
     library_transform: Transform | None = None
 
     def prepare(self, picture: Image.Image) -> Tensor:
-        """What a worker sends for one RGB picture: (H, W, 3) uint8, or (3, H, W) float32 from a library's transform."""
+        """What a worker sends for one RGB picture: (H, W, 3) uint8, or (3, H, W) float32 from a library's transform.
+
+        Raises:
+            ValueError: the picture is so thin that its resized form would not fit into memory.
+        """
         if self.library_transform is not None:
             return self.library_transform(picture)
         size = [self.resize_px] if isinstance(self.resize_px, int) else list(self.resize_px)
+        if len(size) == 1 and size[0] ** 2 * max(picture.size) / min(picture.size) > _MAX_RESIZED_PX:
+            raise ValueError(f"{picture.width}x{picture.height} pixels: too thin to make the shorter side {size[0]}")
         picture = F.resize(picture, size, InterpolationMode(self.interpolation))
         picture = F.center_crop(picture, list(self.crop_px))
         return torch.from_numpy(np.array(picture))

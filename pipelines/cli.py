@@ -45,10 +45,10 @@ def main() -> None:
 
 def _option(*names: str, **settings: Any) -> Callable[[Any], Any]:
     """An option whose help and default are those of the configuration key of the same name."""
-    key = names[-1].lstrip("-").replace("-", "_")
-    field = EmbedConfig.model_fields[{"layer": "layers"}.get(key, key)]
+    key = names[-1].partition("/")[0].lstrip("-").replace("-", "_")
+    field = EmbedConfig.model_fields[key]
     text = field.description or ""
-    if field.default is not None and not settings.get("is_flag"):
+    if field.default is not None and not isinstance(field.default, bool):
         default = " ".join(field.default) if isinstance(field.default, list) else field.default
         text += f" [default: {default}]"
     return click.option(*names, help=text, default=None, **settings)
@@ -57,7 +57,7 @@ def _option(*names: str, **settings: Any) -> Callable[[Any], Any]:
 @main.command()
 @click.argument("images", required=False, type=click.Path(path_type=Path))
 @_option("-b", "--backbone")
-@_option("-l", "--layer", "layers", multiple=True, metavar="LAYER[:POOLING]")
+@_option("-l", "--layers", multiple=True, metavar="LAYER[:POOLING]")
 @_option("-o", "--out", type=click.Path(path_type=Path))
 @_option("--weights")
 @_option("--batch-size", type=int)
@@ -67,7 +67,7 @@ def _option(*names: str, **settings: Any) -> Callable[[Any], Any]:
 @_option("--limit", type=int)
 @_option("--seed", type=int)
 @_option("--shard-rows", type=int)
-@_option("--strict", is_flag=True)
+@_option("--strict/--no-strict")
 @click.option(
     "--config", type=click.Path(path_type=Path), help="YAML file with these words as keys; flags win over it."
 )

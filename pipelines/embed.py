@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 import signal
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -19,11 +20,10 @@ from extract.backbones import load_backbone
 from extract.extraction import Plan, Summary, extract, plan
 from extract.store.reader import FeatureReader
 from pipelines.config import EmbedConfig
+from pipelines.printing import print_failures
 from pipelines.progress import Progress
 
-__all__ = ["Outcome", "embed", "print_failures", "print_summary", "printable", "summary_as_json"]
-
-_SHOWN = 10  # failures named on the terminal; all of them are in the file
+__all__ = ["Outcome", "embed", "print_summary", "summary_as_json"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ def embed(config: EmbedConfig) -> Outcome:
     if backbone.weights.random:
         text = f"WARNING: {backbone.weights.source} weights: these features mean nothing; use them for tests only"
         click.secho(text, fg="red", bold=True, err=True)
+    for note in backbone.notes:
+        click.secho(f"note: {note}", fg="yellow", err=True)
     planned = plan(
         config.images,
         out=config.folder,
@@ -105,10 +107,14 @@ def _signals_held() -> Iterator[list[int]]:
     """Ctrl-C and SIGTERM are noted in the list, so that the batch in flight is finished; a second one is not held."""
     received: list[int] = []
 
+    if threading.current_thread() is not threading.main_thread():
+        yield received  # signals go to the main thread, whose business they are then
+        return
+
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
         signal.signal(number, before[number])
-        click.echo("\nfinishing the batch in flight ...", err=True)
+        os.write(2, b"\nfinishing the batch in flight ...\n")  # what was interrupted may be printing, too
 
     before: dict[int, Any] = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -139,19 +145,6 @@ def print_summary(outcome: Outcome, echo: Callable[[str], None]) -> None:
     print_failures([failure[1:] for failure in outcome.failures], dataset.out, echo)
 
 
-def print_failures(failures: Sequence[tuple[str, str, str]], out: Path, echo: Callable[[str], None]) -> None:
-    """The first of the (path, status, reason) given, and how many there are."""
-    if not failures:
-        return
-    counts = Counter(status for _, status, _ in failures)
-    kinds = ", ".join(f"{count:,} {status}" for status, count in counts.items())
-    echo(f"{len(failures):,} row{'s' if len(failures) > 1 else ''} without features ({kinds}):")
-    for path, status, reason in failures[:_SHOWN]:
-        echo(f"  {printable(path)}: {status}: {reason}")
-    if len(failures) > _SHOWN:
-        echo(f"  ... and {len(failures) - _SHOWN:,} more: layertap show {shlex.quote(str(out))} --json")
-
-
 def summary_as_json(outcome: Outcome) -> dict[str, Any]:
     """The end of a run, for machines."""
     dataset, summary, backbone = outcome.plan.dataset, outcome.summary, outcome.plan.backbone
@@ -179,11 +172,6 @@ def summary_as_json(outcome: Outcome) -> dict[str, Any]:
         "images_per_s": round(summary.images_per_s, 2),
         "stages": {stage: round(seconds, 3) for stage, seconds in summary.stages.items()},
     }
-
-
-def printable(path: str) -> str:
-    """A path that cannot break the terminal or the line: control characters and undecodable bytes are escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in path)
 
 
 def _command() -> str:

@@ -10,11 +10,9 @@ from typing import Any
 from extract.status import Status
 from extract.store.dataset import DataSet
 from extract.store.reader import FeatureReader
-from pipelines.embed import print_failures, printable
+from pipelines.printing import SHOWN, print_failures, printable
 
 __all__ = ["describe", "print_description"]
-
-_SHOWN = 10
 
 
 def describe(out: Path) -> dict[str, Any]:
@@ -94,5 +92,5 @@ def print_description(content: dict[str, Any], echo: Callable[[str], None]) -> N
 
 def _print_counts(title: str, counts: dict[str, int], echo: Callable[[str], None]) -> None:
     if counts:
-        shown = ", ".join(f"{printable(name)} {count:,}" for name, count in list(counts.items())[:_SHOWN])
-        echo(f"  {len(counts)} {title}: {shown}" + (", ..." if len(counts) > _SHOWN else ""))
+        shown = ", ".join(f"{printable(name)} {count:,}" for name, count in list(counts.items())[:SHOWN])
+        echo(f"  {len(counts)} {title}: {shown}" + (", ..." if len(counts) > SHOWN else ""))

@@ -6,20 +6,23 @@
     fingerprint      sha256 of `depends_on`
     depends_on       what the numbers depend on: weights, architecture, layers, preprocessing, precision, decoder
     features         name, shape, dtype, attributes of each
-    images           root, count, sha256 of the sorted paths
+    images           root, count, xxh3-128 of the sorted paths
     shard_rows       rows in every shard but the last
 
-`runs.jsonl` has a line for each run that wrote to the data set: when, with which versions, on which machine, how long.
+Readers ignore keys they do not know. `runs.jsonl` has a line for each run that wrote to the data set: when, with which
+versions, on which machine, how long.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
 import os
 import socket
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -97,7 +100,9 @@ class DataSet:
             if content["format"] != FORMAT or content["format_version"] != FORMAT_VERSION:
                 version = f"{content['format']} format version {content['format_version']}"
                 raise InputError(f"{path}: {version}; this layertap reads {FORMAT} format version {FORMAT_VERSION}")
-            features = [StoredFeature(**{**f, "shape": tuple(f["shape"])}) for f in content["features"]]
+            features = [
+                StoredFeature(f["name"], tuple(f["shape"]), f["dtype"], f["attributes"]) for f in content["features"]
+            ]
             return cls(out, content["depends_on"], features, content["images"], int(content["shard_rows"]))
         except (FileNotFoundError, NotADirectoryError) as error:
             missing = "is no layertap data set: it has no dataset.json" if out.exists() else "does not exist"
@@ -109,30 +114,47 @@ class DataSet:
                 raise
             raise InputError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
-    def open_or_create(self) -> bool:
-        """Make the folder hold this data set; returns whether it did before.
+    def check(self) -> DataSet | None:
+        """What the folder holds already, if rows of this data set may go into it; nothing is written.
+
+        A data set without any row gives way: it is as if it were not there.
 
         Raises:
             InputError: the folder holds another data set (what differs is said), or other files.
-            LayertapError: the folder cannot be written to.
         """
         if (self.out / "dataset.json").exists():
             existing = DataSet.open(self.out)
-            if differences := existing._differences(self):
+            differences = existing._differences(self)
+            if differences and not any((self.out / "shards").glob("*.h5*")):
+                return None
+            if differences:
                 raise InputError(
                     f"{self.out} holds other features; rows that differ in these do not mix:\n  "
                     + "\n  ".join(differences)
                     + "\nChoose another output folder, or delete this one."
                 )
-            return True
+            return existing
+        if self.out.is_dir() and any(_is_foreign(entry) for entry in self.out.iterdir()):
+            raise InputError(f"{self.out} is not empty and no layertap data set; choose another output folder")
+        return None
+
+    def open_or_create(self) -> DataSet | None:
+        """Make the folder hold this data set, under the lock; returns what `check` does.
+
+        Raises:
+            InputError: as of `check`.
+            LayertapError: the folder cannot be written to.
+        """
+        existing = self.check()
         try:
-            if self.out.exists() and any(entry.name != ".lock" for entry in self.out.iterdir()):
-                raise InputError(f"{self.out} is not empty and no layertap data set; choose another output folder")
-            (self.out / "shards").mkdir(parents=True, exist_ok=True)
-            write_json(self.out / "dataset.json", self._content())
+            self.out.mkdir(parents=True, exist_ok=True)
+            if existing is None:
+                write_json(self.out / "dataset.json", self._content())
+            (self.out / "shards").mkdir(exist_ok=True)
+            self._clean()
         except OSError as error:
             raise LayertapError(f"cannot write to {self.out}: {error.strerror}") from error
-        return False
+        return existing
 
     def _content(self) -> dict[str, Any]:
         return {
@@ -146,14 +168,12 @@ class DataSet:
         }
 
     def _differences(self, other: DataSet) -> list[str]:
-        there, here = ({**one.depends_on, "images": one.images} for one in (self, other))
-        found = [
-            f"{key}: {there_value} there, {here_value} now"
-            for key, there_value, here_value in _changed(there, here)
-        ]  # fmt: skip
-        if self.shard_rows != other.shard_rows:
-            found.append(f"shard_rows: {self.shard_rows} there, {other.shard_rows} now")
-        return found
+        def compared(one: DataSet) -> dict[str, Any]:
+            # Where the images lie is no difference: that they are the same ones is checked on their bytes.
+            images = {name: value for name, value in one.images.items() if name != "root"}
+            return {**one.depends_on, "images": images, "shard_rows": one.shard_rows}
+
+        return [f"{key}: {old} there, {new} now" for key, old, new in _changed(compared(self), compared(other))]
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -162,10 +182,26 @@ class DataSet:
         A POSIX lock: it ends with this process, however that ends, and is not passed on to worker processes.
 
         Raises:
-            LockedError: another process holds it; its pid, host and start are named.
+            LockedError: another process, or another thread of this one, holds it; who and since when is said.
         """
         try:
             self.out.mkdir(parents=True, exist_ok=True)
+            name = (os.getpid(), self.out.resolve())
+            with _HELD_GUARD:  # a POSIX lock does not keep threads of one process apart
+                if name in _HELD:
+                    raise LockedError(f"{self.out} is locked by another thread of this process")
+                _HELD.add(name)
+        except OSError as error:
+            raise LayertapError(f"cannot write to {self.out}: {error.strerror}") from error
+        try:
+            with self._lock_file():
+                yield
+        finally:
+            _HELD.discard(name)
+
+    @contextlib.contextmanager
+    def _lock_file(self) -> Iterator[None]:
+        try:
             file = (self.out / ".lock").open("a+", encoding="utf-8")
         except OSError as error:
             raise LayertapError(f"cannot write to {self.out}: {error.strerror}") from error
@@ -173,6 +209,8 @@ class DataSet:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
+                if error.errno not in (errno.EACCES, errno.EAGAIN):
+                    raise LayertapError(f"{self.out} cannot be locked: {error.strerror}") from error
                 file.seek(0)
                 raise LockedError(f"{self.out} is locked by {file.read().strip() or 'another process'}") from error
             file.truncate(0)
@@ -184,20 +222,34 @@ class DataSet:
             finally:
                 file.truncate(0)
 
-    def clean(self) -> None:
-        """Remove what an interrupted run left half made; call it under the lock."""
+    def _clean(self) -> None:
+        """Remove what an interrupted run left half made."""
         for folder in (self.out, self.out / "shards"):
             for stray in folder.glob("*.new"):
                 stray.unlink()
         for shard in range(self.n_shards):
             # Killed between the link and the unlink: the shard is published, and this is its second name.
-            if self.shard_path(shard).exists():
-                self.part_path(shard).unlink(missing_ok=True)
+            if self.part_path(shard).exists() and self.shard_path(shard).exists():
+                self.part_path(shard).unlink()
 
     def add_run(self, run: dict[str, Any]) -> None:
         """Add a line to `runs.jsonl`."""
-        with (self.out / "runs.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(run) + "\n")
+        try:
+            with (self.out / "runs.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(run) + "\n")
+        except OSError as error:
+            raise LayertapError(f"cannot write to {self.out / 'runs.jsonl'}: {error.strerror}") from error
+
+
+_HELD: set[tuple[int, Path]] = set()  # data sets that a process holds; a forked one inherits this set, not the locks
+_HELD_GUARD = threading.Lock()
+
+
+def _is_foreign(entry: Path) -> bool:
+    """Whether a file in an output folder is there for other reasons than a run of ours that was killed early."""
+    if entry.name == "shards" and entry.is_dir():
+        return any(not inner.name.endswith(".new") for inner in entry.iterdir())
+    return entry.name != ".lock" and not entry.name.endswith(".new")
 
 
 def _changed(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -19,10 +19,11 @@ A shard is plain HDF5 with rows in path order:
     /row_hash             (N,) uint64: xxh3-64 over the bytes of the row's features, in sorted order of names
     /source_size          (N,) int64 bytes; -1 no file          /source_mtime_ns  (N,) int64; -1 no file
     /source_hash          (N, 16) uint8: xxh3-128 of the file, big-endian; 0 no file
-    /provenance           JSON text: fingerprint in words, backbone, weights, configuration, versions, machine
+    /provenance           JSON text: what the numbers depend on, backbone, weights, configuration, versions, machine
 
-Features of rows with status 2 and 4 are NaN. Everything is created at full size before the first image is read, without
-compression; from then on only raw data is written, so a killed run leaves a file that opens.
+Readers ignore attributes and data sets they do not know. Features of rows with status 2 and 4 are NaN. Everything is
+created at full size before the first image is read, without compression; from then on only raw data is written, so a
+killed run leaves a file that opens.
 """
 
 from __future__ import annotations
@@ -133,7 +134,8 @@ def create_shard(
             file["classes"] = np.array([os.fsencode(name) for name in classes], dtype=_TEXT)
             file["provenance"] = json.dumps(provenance, indent=1)
         with temporary.open("r+b") as raw:
-            os.posix_fallocate(raw.fileno(), 0, os.fstat(raw.fileno()).st_size)
+            if hasattr(os, "posix_fallocate"):  # not on macOS
+                os.posix_fallocate(raw.fileno(), 0, os.fstat(raw.fileno()).st_size)
             os.fsync(raw.fileno())
         temporary.rename(path)
         sync_folder(path.parent)

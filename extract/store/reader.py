@@ -19,7 +19,7 @@ from extract.store.dataset import DataSet
 from extract.store.layout import FORMAT, FORMAT_VERSION
 from extract.store.writer import runs
 
-__all__ = ["FeatureArray", "FeatureReader"]
+__all__ = ["FeatureArray", "FeatureReader", "open_shard"]
 
 
 class FeatureReader:
@@ -47,9 +47,9 @@ class FeatureReader:
                 self._open_folder(dataset)
                 self._layers = [feature.name for feature in dataset.features]
             else:
-                self._files.append(_open_shard(self._path))
+                self._files.append(open_shard(self._path))
                 self._layers = list(self._files[0]["features"])
-            counts = [int(file.attrs["n_rows"]) for file in self._files]
+            counts = [_attribute(file, "n_rows") for file in self._files]
             self._starts = np.concatenate([[0], np.cumsum(counts)])
         except BaseException:
             self.close()
@@ -61,10 +61,10 @@ class FeatureReader:
             if not path.exists():
                 state = "unfinished" if dataset.part_path(shard).exists() else "missing"
                 raise LayertapError(f"{path} is {state} (shard {shard} of {dataset.n_shards}); run embed again")
-            file = _open_shard(path)
+            file = open_shard(path)
             self._files.append(file)
             rows = dataset.shard_range(shard)
-            found = (file.attrs["fingerprint"], int(file.attrs["first_row"]), int(file.attrs["n_rows"]))
+            found = (file.attrs.get("fingerprint"), _attribute(file, "first_row"), _attribute(file, "n_rows"))
             if found != (dataset.fingerprint, rows.start, len(rows)):
                 raise LayertapError(f"{path} is no shard {shard} of this data set: its fingerprint or rows differ")
 
@@ -210,7 +210,18 @@ class FeatureArray:
         return found if np.array_equal(wanted, rows) else found[inverse]
 
 
-def _open_shard(path: Path) -> h5py.File:
+def _attribute(file: h5py.File, name: str) -> int:
+    if name not in file.attrs:
+        raise InputError(f"{file.filename} has no attribute {name!r}; it is no whole shard")
+    return int(file.attrs[name])
+
+
+def open_shard(path: Path) -> h5py.File:
+    """Open a shard, finished or not, for reading.
+
+    Raises:
+        InputError: it is not there, no HDF5, or of another format.
+    """
     try:
         file = h5py.File(path, "r")
     except FileNotFoundError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -61,9 +62,11 @@ class ShardWriter:
         try:
             self._file = h5py.File(part, "r+")
         except BlockingIOError as error:
-            raise LockedError(f"{part} is being written by another process") from error
+            raise LockedError(f"{part} is open in another process") from error
         except OSError as error:
-            raise LayertapError(f"{part} cannot be opened: {error}; delete it to compute its rows again") from error
+            damaged = "signature" in str(error) or "truncated" in str(error)
+            remedy = "; it is damaged: delete it, and its rows will be computed again" if damaged else ""
+            raise LayertapError(f"{part} cannot be opened: {error}{remedy}") from error
         self._features: dict[str, h5py.Dataset] = dict(self._file["features"].items())
         self.first_row = int(self._file.attrs["first_row"])
         self.status: NDArray[np.uint8] = self._file["status"][:]
@@ -155,20 +158,45 @@ class ShardWriter:
         }
         self._file.close()
         final = self._part.with_suffix("")
-        with self._part.open("r+b") as raw:
-            os.fsync(raw.fileno())
-            receipt |= {
-                "size": os.fstat(raw.fileno()).st_size,
-                "sha256": hashlib.file_digest(raw, "sha256").hexdigest(),
-            }
         try:
-            os.link(self._part, final)
+            with self._part.open("r+b") as raw:
+                os.fsync(raw.fileno())
+                digest = hashlib.file_digest(raw, "sha256").hexdigest()
+                receipt |= {"size": os.fstat(raw.fileno()).st_size, "sha256": digest}
+            if final.exists():
+                raise FileExistsError
+            # Before the name, which is the commit: a published shard always has its receipt.
+            write_json(final.with_suffix(".json"), receipt)
+            _claim(self._part, final)
+            sync_folder(final.parent)
         except FileExistsError as error:
             raise LayertapError(f"{final} exists already: another run published this shard first") from error
-        self._part.unlink()
-        sync_folder(final.parent)
-        write_json(final.with_suffix(".json"), receipt)
+        except OSError as error:
+            raise LayertapError(
+                f"cannot publish {final}: {error.strerror}; its rows are safe in {self._part.name}; run again to go on"
+            ) from error
         return final
+
+
+def _claim(part: Path, final: Path) -> None:
+    """Move a file to a name that must be free.
+
+    Raises:
+        FileExistsError: it is not.
+    """
+    try:
+        os.link(part, final)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+            raise
+        # A file system without hard links (exFAT, some network ones): the lock of the data set must do.
+        if final.exists():
+            raise FileExistsError from error
+        part.rename(final)
+    else:
+        part.unlink()
 
 
 def runs(rows: NDArray[np.integer[Any]], at_most: int | None = None) -> Iterator[tuple[int, int]]:

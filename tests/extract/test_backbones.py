@@ -165,6 +165,27 @@ def test_files_for_googlenet_and_inception_give_what_named_weights_would(tmp_pat
             assert torch.equal(backbone.model(x), model(x))
 
 
+def test_a_file_under_its_published_name_brings_that_entrys_preprocessing(tmp_path: Path) -> None:
+    state = models.resnet50().state_dict()
+    v1, v2 = models.ResNet50_Weights.IMAGENET1K_V1, models.ResNet50_Weights.IMAGENET1K_V2
+    for name, resize, told in ((v1.url, 256, 0), (v2.url, 232, 0), ("mine.pth", 232, 1)):
+        path = tmp_path / name.rpartition("/")[2]
+        torch.save(state, path)
+        backbone = load_backbone("torchvision/resnet50", weights=str(path), device="cpu")
+        assert backbone.preprocessing.resize_px == resize
+        assert len(backbone.notes) == told
+
+
+def test_vision_transformers_are_built_for_the_size_of_their_preprocessing() -> None:
+    from torchvision.models import get_model
+
+    size = load_backbone("torchvision/vit_b_16", weights="random", device="cpu").preprocessing.crop_px
+    assert size == (224, 224)
+    large = models.ViT_H_14_Weights.DEFAULT.transforms().crop_size[0]
+    assert large == 518
+    assert get_model("vit_b_16", image_size=large - large % 16).image_size == 512  # what is relied upon
+
+
 @pytest.mark.parametrize("name", ["resnet18", "vgg11", "vit_b_16", "swin_t", "convnext_tiny", "mobilenet_v3_small",
                                   "densenet121", "googlenet", "regnet_y_400mf", "shufflenet_v2_x0_5"])  # fmt: skip
 def test_the_classifier_of_torchvision_models_gives_their_output(name: str) -> None:

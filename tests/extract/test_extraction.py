@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import h5py
@@ -15,6 +21,8 @@ from torch import Tensor, nn
 from extract import FeatureReader, InputError, LayertapError, Status, extract_features, load_backbone
 from extract.backbones import Backbone
 from extract.extraction import extract, plan
+from extract.images import list_images
+from extract.store.writer import ShardWriter
 from tests.conftest import make_picture
 
 
@@ -71,6 +79,18 @@ def test_every_row_equals_a_direct_timm_call_on_the_same_file(
     assert reader.paths == files
     assert reader.labels.tolist() == list(range(200))
     assert close(reader["embedding"][:], truth["global_pool"])
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_rows_of_generated_pictures_equal_a_direct_call_too(
+    folder: Path, tmp_path: Path, lite0: Backbone, batch_size: int
+) -> None:
+    model = lite0.model
+    expected = direct(model, folder, {"blocks.3": model.blocks[3], "global_pool": model.global_pool})
+    options = {"layers": ["blocks.3:none", "embedding"], "batch_size": batch_size, "progress": False}
+    with extract_features(folder, out=tmp_path / "out", backbone=lite0, **options) as reader:
+        assert close(reader["blocks.3"][:], expected["blocks.3"])
+        assert close(reader["embedding"][:], expected["global_pool"])
 
 
 def test_many_layers_in_one_pass_equal_a_direct_call_with_a_cloning_hook(
@@ -287,6 +307,76 @@ def test_other_weights_do_not_go_into_the_same_folder(folder: Path, tmp_path: Pa
     other = load_backbone("timm/test_resnet", weights="random", seed=1, device="cpu")
     with pytest.raises(InputError, match="weights_sha256: "):
         count_images(folder, tmp_path / "out", other)
+
+
+def test_a_moved_folder_is_the_same_and_other_images_under_its_names_are_not(
+    folder: Path, tmp_path: Path, small: Backbone
+) -> None:
+    planned = plan(folder, out=tmp_path / "out", backbone=small, workers=0, batch_size=4)
+    extract(planned, stop=lambda: True)
+    moved = folder.rename(tmp_path / "elsewhere")
+    assert count_images(moved, tmp_path / "out", small, batch_size=4) == 8
+    for i, path in enumerate(list_images(moved).paths):
+        other = tmp_path / "others" / path
+        other.parent.mkdir(parents=True, exist_ok=True)
+        make_picture(100 + i).save(other)
+    with pytest.raises(InputError, match="features of the images in .*pictures; those in .*others are others: ant/00"):
+        count_images(tmp_path / "others", tmp_path / "out", small)
+
+
+def test_a_run_that_does_not_say_takes_the_shards_as_they_are(folder: Path, tmp_path: Path, small: Backbone) -> None:
+    assert count_images(folder, tmp_path / "out", small, shard_rows=5) == 12
+    assert count_images(folder, tmp_path / "out", small) == 0
+
+
+def test_a_refused_folder_is_not_written_into(folder: Path, tmp_path: Path, small: Backbone) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "thesis.tex").write_text("x")
+    with pytest.raises(InputError, match="not empty and no layertap data set"):
+        count_images(folder, tmp_path / "thesis", small)
+    assert [path.name for path in (tmp_path / "thesis").iterdir()] == ["thesis.tex"]
+
+
+def test_a_worker_that_dies_is_told_and_nothing_is_lost(folder: Path, tmp_path: Path, small: Backbone) -> None:
+    preprocessing = dataclasses.replace(small.preprocessing, library_transform=KilledByTheSeventh())
+    deadly = dataclasses.replace(small, preprocessing=preprocessing)
+    with pytest.raises(LayertapError, match="a process that decodes images died: .*run again to go on"):
+        extract(plan(folder, out=tmp_path / "out", backbone=deadly, workers=1, batch_size=2))
+    with ShardWriter(tmp_path / "out" / "shards" / "000000.h5.part") as writer:
+        assert 0 < (writer.status == Status.OK).sum() <= 6
+
+
+class KilledByTheSeventh:
+    """A transform whose process is killed, as by the kernel when memory is short."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def __call__(self, picture: Image.Image) -> Tensor:
+        self.seen += 1
+        if self.seen == 7:
+            time.sleep(1)  # for the batches before it to be stored
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.zeros(3, 160, 160)
+
+
+def test_memory_is_handled_as_before_once_a_run_is_over() -> None:
+    """Page faults of work in tensors of 4 MB: none while memory is kept, and not more afterwards than before."""
+    code = """
+import resource, torch
+from extract.extraction import _keeping_freed_memory
+def faults():
+    for _ in range(50): torch.ones(1 << 20).mul(2)
+    start = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(50): torch.ones(1 << 20).mul(2)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - start
+before = faults()
+with _keeping_freed_memory(): inside = faults()
+print(before, inside, faults())
+"""
+    before, inside, after = map(int, subprocess.check_output([sys.executable, "-c", code], text=True).split())
+    assert inside <= 100
+    assert after <= before + 100
 
 
 def test_too_little_space_is_told_before_any_image_is_read(

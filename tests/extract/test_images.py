@@ -79,6 +79,24 @@ def test_links_are_followed_without_going_round(tmp_path: Path) -> None:
     assert list_images(root).paths == ["a/2.jpg", "gone.jpg", "twice/1.jpg"]
 
 
+def test_a_link_to_itself_and_a_pipe_are_rows_that_failed(tmp_path: Path) -> None:
+    touch(tmp_path, "a.jpg")
+    (tmp_path / "loop.jpg").symlink_to(tmp_path / "loop.jpg")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    os.mkfifo(tmp_path / "pipe.jpg")
+    found = list_images(tmp_path)
+    assert found.paths == ["a.jpg", "loop.jpg", "pipe.jpg"]
+    batch = next(load_batches(found, [[0, 1, 2]], as_tensor, workers=0))
+    assert batch.reasons == {
+        0: "not an image in a known format", 1: "Too many levels of symbolic links", 2: "not a file",
+    }  # fmt: skip
+
+
+def test_a_limit_does_not_change_what_a_folder_means(tmp_path: Path) -> None:
+    found = list_images(touch(tmp_path, "test/1.jpg", "zebra/2.jpg"), limit=1)
+    assert (found.paths, found.classes, found.splits) == (["test/1.jpg"], ["test", "zebra"], [""])
+
+
 def test_names_of_any_bytes_come_through(tmp_path: Path) -> None:
     names = [b"\xff\xfe.jpg", "😀.jpg".encode(), b"new\nline.jpg", b"x" * 251 + b".jpg"]
     for name in names:
@@ -132,6 +150,18 @@ def test_exif_orientation_is_applied(orientation: int) -> None:
     exif[0x0112] = orientation
     data = encoded(Image.fromarray(np.ascontiguousarray(stored)), "PNG", exif=exif)
     assert np.array_equal(decode(data), upright)
+
+
+def test_an_orientation_that_cannot_be_read_asks_for_nothing() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for damaged in (b"Exif\0\0garbage", exif.tobytes().replace(b"\x00\x03", b"\x00\x02", 1), exif.tobytes()[:-6]):
+        assert np.array_equal(decode(encoded(make_picture(3), "PNG", exif=damaged)), make_picture(3)), damaged
+
+
+def test_formats_that_run_programs_are_not_opened() -> None:
+    with pytest.raises(ValueError, match="not an image in a known format"):
+        decode(encoded(make_picture(1), "EPS"))
 
 
 def test_transparent_pixels_are_laid_over_white() -> None:

@@ -25,6 +25,11 @@ SQUARE, WIDE = (224, 224), (224, 448)
         ((3, 4, 5), SQUARE, "unknown", ""),
         ((196, 384), SQUARE, "tokens", "TC"),
         ((197, 384), SQUARE, "tokens", "TC"),
+        ((12, 197, 197), SQUARE, "unknown", ""),  # attention, tokens x tokens
+        ((8, 48, 48), SQUARE, "unknown", ""),  # attention, channels x channels
+        ((12, 64, 64), SQUARE, "unknown", ""),
+        ((288, 35, 35), (299, 299), "map", "CHW"),  # Inception, whose borders are not padded
+        ((64, 147, 147), (299, 299), "map", "CHW"),
         ((384, 196), SQUARE, "unknown", ""),  # Mixer's token mixing: channels first
         ((198, 384), SQUARE, "unknown", ""),
         ((2, 3, 4, 5), SQUARE, "unknown", ""),
@@ -60,7 +65,7 @@ def test_what_the_backbone_says_of_its_patches_decides_between_two_fits() -> Non
 )
 def test_pooling_equals_numpy(pooling: str, shape: tuple[int, ...], expected) -> None:
     x = np.random.default_rng(0).normal(size=(3, *shape)).astype(np.float32)
-    layout = recognise(shape, (64, 64), prefix_tokens=1)
+    layout = recognise(shape, (64, 64), prefix_tokens=1, class_token=True)
     assert resolve_pooling(pooling, layout, shape) == pooling
     for memory_format in (torch.contiguous_format, *([torch.channels_last] if len(shape) == 3 else [])):
         given = torch.from_numpy(x).to(memory_format=memory_format)
@@ -80,7 +85,7 @@ def test_half_precision_maps_are_averaged_in_float32() -> None:
      ((197, 8), True, "cls_token"), ((197, 8), False, "mean_tokens"), ((196, 8), True, "mean_tokens")],
 )  # fmt: skip
 def test_auto(shape: tuple[int, ...], class_token: bool, chosen: str) -> None:
-    assert resolve_pooling("auto", recognise(shape, SQUARE, 1), shape, class_token) == chosen
+    assert resolve_pooling("auto", recognise(shape, SQUARE, 1, class_token=True), shape, class_token) == chosen
 
 
 @pytest.mark.parametrize(
@@ -101,7 +106,15 @@ def test_auto(shape: tuple[int, ...], class_token: bool, chosen: str) -> None:
 )
 def test_a_pooling_that_does_not_fit_is_refused(pooling: str, shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        resolve_pooling(pooling, recognise(shape, SQUARE, 1), shape)
+        resolve_pooling(pooling, recognise(shape, SQUARE, 1, class_token=True), shape)
+
+
+def test_registers_are_no_class_token() -> None:
+    layout = recognise((200, 8), SQUARE, prefix_tokens=4, class_token=False)
+    with pytest.raises(InputError, match="which have no class token"):
+        resolve_pooling("cls_token", layout, (200, 8))
+    x = torch.randn(2, 200, 8)
+    assert torch.allclose(pool(x, "mean_tokens", layout), x[:, 4:].mean(1))
 
 
 def test_an_unknown_pooling_names_the_nearest() -> None:

@@ -61,3 +61,10 @@ def test_input_is_normalised_per_channel() -> None:
     ).view(3, 1, 1)
     assert torch.allclose(preprocessing.to_input(images), expected)
     assert torch.equal(images, given)
+
+
+def test_a_picture_too_thin_to_resize_is_refused_before_the_memory_is_taken() -> None:
+    preprocessing = from_torchvision(models.ResNet18_Weights.DEFAULT.transforms())
+    with pytest.raises(ValueError, match="20000x1 pixels: too thin"):
+        preprocessing.prepare(make_picture(1, 20000, 1))
+    assert preprocessing.prepare(make_picture(1, 2000, 10)).shape == (224, 224, 3)

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import h5py
@@ -164,7 +165,38 @@ def test_a_second_writer_of_a_shard_is_refused(tmp_path: Path) -> None:
         )
         other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "LockedError" in other.stderr
-    assert "is being written by another process" in other.stderr
+    assert "is open in another process" in other.stderr
+
+
+def test_a_published_shard_always_has_its_receipt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = data_set(tmp_path / "out")
+    data.open_or_create()
+    with ShardWriter(create(data, 0)) as writer:
+        write(writer, list(range(10)))
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error"))
+            )
+            with pytest.raises(LayertapError, match="cannot publish .*Input/output error; its rows are safe"):
+                writer.publish()
+    assert data.part_path(0).exists()
+    assert not data.shard_path(0).exists()
+    with ShardWriter(data.part_path(0)) as writer:
+        assert data.shard_path(0).with_suffix(".json").exists() or writer.publish()
+    assert data.shard_path(0).with_suffix(".json").exists()
+
+
+def test_where_there_are_no_hard_links_a_shard_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    data = data_set(tmp_path / "out")
+    data.open_or_create()
+    with ShardWriter(create(data, 0)) as writer:
+        write(writer, list(range(10)))
+        assert writer.publish() == data.shard_path(0)
+    assert sorted(path.name for path in (data.out / "shards").iterdir()) == ["000000.h5", "000000.json"]
 
 
 def test_the_final_name_is_given_once(complete: Path) -> None:
@@ -227,13 +259,42 @@ def test_runs_cover_the_rows_in_order(rows: list[int], at_most: int) -> None:
 
 def test_a_data_set_is_the_same_when_read_back(tmp_path: Path) -> None:
     data = data_set(tmp_path / "out")
-    assert data.open_or_create() is False
+    assert data.open_or_create() is None
     assert DataSet.open(data.out) == data
-    assert data.open_or_create() is True
+    assert data.open_or_create() == data
+
+
+def test_a_data_set_without_rows_gives_way_to_another(tmp_path: Path) -> None:
+    data_set(tmp_path / "out").open_or_create()
+    other = data_set(tmp_path / "out", depends_on={"weights": "v"})
+    assert other.open_or_create() is None
+    assert DataSet.open(tmp_path / "out") == other
+
+
+@pytest.mark.parametrize(
+    "left", [[".lock"], ["shards/"], ["dataset.json.77.new"], [".lock", "shards/0.h5.part.77.new"]]
+)
+def test_a_folder_that_a_killed_run_had_just_begun_is_taken_over(tmp_path: Path, left: list[str]) -> None:
+    for name in left:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).write_text("")
+    data_set(tmp_path).open_or_create()
+    assert DataSet.open(tmp_path) == data_set(tmp_path)
+    assert not list(tmp_path.rglob("*.new"))
+
+
+def test_keys_of_a_later_writer_are_ignored(tmp_path: Path) -> None:
+    data = data_set(tmp_path / "out")
+    data.open_or_create()
+    content = json.loads((data.out / "dataset.json").read_text())
+    content["features"][0]["unit"] = content["mood"] = "new"
+    (data.out / "dataset.json").write_text(json.dumps(content))
+    assert DataSet.open(data.out) == data
 
 
 def test_another_fingerprint_is_refused_and_what_differs_is_said(tmp_path: Path) -> None:
     data_set(tmp_path / "out").open_or_create()
+    create(data_set(tmp_path / "out"), 0)
     images = {"root": "/photos", "count": 9, "paths_xxh3": ""}
     other = data_set(tmp_path / "out", depends_on={"weights": "v", "crop": 224}, images=images)
     with pytest.raises(InputError) as raised:
@@ -266,11 +327,28 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
         pass
 
 
+def test_one_thread_at_a_time(tmp_path: Path) -> None:
+    data, raised = data_set(tmp_path / "out"), []
+
+    def second() -> None:
+        with pytest.raises(LockedError, match="by another thread of this process"), data.locked():
+            pass
+        raised.append(True)
+
+    with data.locked():
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+    assert raised
+    with data.locked():
+        pass
+
+
 def test_what_a_killed_run_left_is_cleaned(complete: Path) -> None:
     data = DataSet.open(complete)
     os.link(data.shard_path(0), data.part_path(0))
     (complete / "shards" / "000009.h5.part.77.new").write_bytes(b"x")
-    data.clean()
+    data.open_or_create()
     assert sorted(path.name for path in (complete / "shards").iterdir()) == [
         f"00000{shard}.{kind}" for shard in range(3) for kind in ("h5", "json")
     ]

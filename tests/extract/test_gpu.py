@@ -1,0 +1,32 @@
+"""On a GPU: the same numbers as on the CPU, in the same rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from extract import extract_features, load_backbone
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+
+def test_features_equal_those_of_the_cpu_in_full_float32(folder: Path, tmp_path: Path) -> None:
+    before = torch.backends.cudnn.conv.fp32_precision
+    readers = [
+        extract_features(folder, out=tmp_path / device, layers=["blocks.*", "embedding"], batch_size=5, device=device)
+        for device in ("cpu", "cuda")
+    ]
+    for layer in readers[0].layers:
+        cpu, gpu = (reader[layer][:] for reader in readers)
+        assert np.abs(gpu - cpu).max() <= 1e-4 * np.abs(cpu).max()
+    assert torch.backends.cudnn.conv.fp32_precision == before
+
+
+def test_rows_keep_their_images_under_pinned_memory(folder: Path, tmp_path: Path) -> None:
+    backbone = load_backbone("timm/test_resnet", weights="random", device="cuda")
+    one = extract_features(folder, out=tmp_path / "a", backbone=backbone, batch_size=1, workers=2)
+    many = extract_features(folder, out=tmp_path / "b", backbone=backbone, batch_size=12, workers=2)
+    assert np.allclose(one["embedding"][:], many["embedding"][:], rtol=1e-4, atol=1e-5)
