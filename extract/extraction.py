@@ -434,7 +434,9 @@ def _taps(plan: Plan) -> Taps:
 
 
 def _reduction(features: Sequence[Feature], dtype: torch.dtype) -> Callable[[Tensor], dict[str, Tensor]]:
-    return lambda activation: {f.name: pool(activation, f.pooling, f.layout).to(dtype) for f in features}
+    return lambda activation: {
+        f.name: pool(f.rows.by_image(activation), f.pooling, f.layout).to(dtype) for f in features
+    }
 
 
 def _rows_of(batch: Batch, record: Record | None, plan: Plan) -> dict[str, NDArray[Any]]:

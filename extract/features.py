@@ -1,7 +1,7 @@
-"""Which features a run stores: what `LAYER[:POOLING]` means for a backbone, found out by a trial forward.
+"""Which features a run stores: what `LAYER[:POOLING]` means for a backbone, found out by trial forwards.
 
-The trial runs three made-up pictures together, then the first and the last of them alone. That shows which layers run,
-what they give, and that row i of it belongs to picture i; a layer for which that does not hold is refused.
+The trial (`extract/rows.py`) shows which layers run, what they give, and which rows of it belong to which image; a
+layer for which that cannot be shown is refused.
 """
 
 from __future__ import annotations
@@ -11,21 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from extract.backbones import Backbone
 from extract.errors import InputError, LayertapError, UnknownNameError
-from extract.hooks import Record, Site, Taps, What
+from extract.hooks import Record, Site, What, split_text
 from extract.layers import is_glob, match_layers, named_layers
 from extract.pooling import POOLINGS, Layout, pool, recognise, resolve_pooling
+from extract.rows import Rows, Trial
 
 __all__ = ["EMBEDDING", "Choice", "Feature", "choose_features"]
 
 EMBEDDING = "embedding"  # reserved in place of a layer's name: the input of the backbone's classifier
 
 _TRIAL_IMAGES = 3
-# Rows computed in batches of another size or order differ by rounding only.
-_TRIAL_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -35,6 +33,7 @@ class Feature:
     Attributes:
         name: in the store.
         site: the tensor it comes from.
+        rows: where the images are in it.
         pooling: never `auto`.
         layout: of the activation.
         activation_shape: of one image, before pooling.
@@ -45,6 +44,7 @@ class Feature:
 
     name: str
     site: Site
+    rows: Rows
     pooling: str
     layout: Layout
     activation_shape: tuple[int, ...]
@@ -85,7 +85,8 @@ def choose_features(backbone: Backbone, layers: Sequence[str]) -> Choice:
         InputError: a layer never runs, its rows are not the images, or the pooling does not fit.
     """
     requests = [request for text in layers for request in _parse(backbone, text)]
-    record, alone = _trial(backbone, requests)
+    trial = _trial(backbone, requests)
+    record = trial.record
     names = {site: name for name, site in record.sites.items()}
     features: dict[tuple[Site, str], Feature] = {}
     never_run: dict[str, None] = {}
@@ -97,7 +98,7 @@ def choose_features(backbone: Backbone, layers: Sequence[str]) -> Choice:
             never_run[request.layer] = None
         for site in sites:
             name = EMBEDDING if request.what == "input" else names[site]
-            feature = _feature(backbone, name, request.pooling, site, record[site], alone)
+            feature = _feature(backbone, name, request.pooling, site, trial)
             features.setdefault((site, feature.pooling), feature)
     if not features:
         raise InputError(f"none of these layers of {backbone.spec} ever runs: {', '.join(never_run) or 'none given'}")
@@ -119,31 +120,18 @@ def _parse(backbone: Backbone, text: str) -> list[_Request]:
         if backbone.classifier is None:
             raise InputError(f"{backbone.spec} has no single classifier whose input is the embedding; name layers")
         return [_Request(backbone.classifier, "", pooling, what="input")]
-    cut = len(text) if text in names else min(at for at in (text.find("#"), text.find(":"), len(text)) if at >= 0)
-    pattern, part = text[:cut], text[cut:]
+    pattern = split_text(text, names)[0]
     matches = match_layers(names, pattern, backbone.spec)
-    return [_Request(name, part, pooling, by_glob=is_glob(pattern) and name != pattern) for name in matches]
+    by_glob = is_glob(pattern) and pattern not in names
+    return [_Request(name, text[len(pattern) :], pooling, by_glob=by_glob) for name in matches]
 
 
-def _trial(backbone: Backbone, requests: Sequence[_Request]) -> tuple[Record, dict[int, Record]]:
-    """The record of a few pictures together, and those of the first and the last alone.
-
-    A picture alone cannot be mistaken for another, whatever a layer does to the order of a batch.
-    """
+def _trial(backbone: Backbone, requests: Sequence[_Request]) -> Trial:
     height, width = backbone.preprocessing.crop_px
     generator = torch.Generator().manual_seed(0)
     pictures = torch.randint(0, 256, (_TRIAL_IMAGES, height, width, 3), dtype=torch.uint8, generator=generator)
     images = backbone.preprocessing.to_input(pictures.to(backbone.device))
-    taps = Taps(backbone.model)
-    for layer, what in dict.fromkeys((request.layer, request.what) for request in requests):
-        taps.keep(layer, what)
-    with torch.inference_mode(), taps:
-        taps(images)
-        together, alone = taps.record, {}
-        for picture in (0, _TRIAL_IMAGES - 1):
-            taps(images[picture : picture + 1])
-            alone[picture] = taps.record
-        return together, alone
+    return Trial(backbone.model, images, [(request.layer, request.what) for request in requests])
 
 
 def _sites_of(record: Record, request: _Request) -> list[Site]:
@@ -162,36 +150,24 @@ def _absent(backbone: Backbone, record: Record, request: _Request) -> LayertapEr
     )
 
 
-def _feature(
-    backbone: Backbone, name: str, pooling: str, site: Site, values: Tensor, alone: dict[int, Record]
-) -> Feature:
-    where = f"layer {site.text()!r} of {backbone.spec}"
-    shape = tuple(values.shape)
-    if not values.is_floating_point():
-        raise InputError(f"{where} gives {values.dtype}; features are floating point")
-    scale = float(values.abs().max()) if values.numel() else 0.0
-    for picture, record in alone.items():
-        single = tuple(record[site].shape)
-        if shape[:1] != (_TRIAL_IMAGES,) or single != (1, *shape[1:]):
-            raise InputError(
-                f"{where} gives {shape} for {_TRIAL_IMAGES} images and {single} for 1: "
-                "its rows are not the images, and cannot be stored as theirs"
-            )
-        if float((values[picture] - record[site][0]).abs().max()) > _TRIAL_TOLERANCE * scale:
-            raise InputError(f"{where} gives an image other values in a batch than alone: its rows are not the images")
-    layout = recognise(
-        shape[1:], backbone.preprocessing.crop_px, backbone.prefix_tokens, backbone.patches, backbone.class_token
-    )
+def _feature(backbone: Backbone, name: str, pooling: str, site: Site, trial: Trial) -> Feature:
     try:
-        resolved = resolve_pooling(pooling, layout, shape[1:], backbone.reads_class_token)
+        rows = trial.rows(site)
+        values = rows.by_image(trial.record[site])
+        shape = tuple(values.shape[1:])
+        layout = recognise(
+            shape, backbone.preprocessing.crop_px, backbone.prefix_tokens, backbone.patches, backbone.class_token
+        )
+        resolved = resolve_pooling(pooling, layout, shape, backbone.reads_class_token)
     except InputError as error:
-        raise InputError(f"{where}: {error}") from None
+        raise InputError(f"layer {site.text()!r} of {backbone.spec}: {error}") from None
     return Feature(
         name=name,
         site=site,
+        rows=rows,
         pooling=resolved,
         layout=layout,
-        activation_shape=shape[1:],
+        activation_shape=shape,
         shape=tuple(pool(values, resolved, layout).shape[1:]),
         source_dtype=str(values.dtype).removeprefix("torch."),
         automatic=pooling == "auto",

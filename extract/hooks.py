@@ -1,9 +1,12 @@
-"""Taps: keep what layers compute while a model runs, without changing the model and without stale or aliased values.
+"""Taps: keep and edit what layers compute and the gradients they get, while a model runs.
 
     with Taps(model, ["layer?", "fc"]) as taps:
         for images in batches:
             taps(images)                    # or model(images)
             taps.record["layer4"]           # (B, C, H, W) on the CPU, a copy
+
+    with Taps(model).edit("layer2", lambda h: h * 0) as taps: ...
+    with Taps(model).keep("fc", "grad") as taps: ...
 
 What a bare `register_forward_hook` gets wrong and this does not:
 
@@ -11,16 +14,22 @@ What a bare `register_forward_hook` gets wrong and this does not:
   every tensor is copied inside the hook.
 * A module that runs twice in a forward (ResNet's shared `relu`) gives `relu#0` and `relu#1`, not only the last.
 * Each call of the model starts an empty record. A layer that did not run raises; it never answers with old values.
+* Gradients are taken at the tensors, not with backward hooks of modules, which fail beside in-place layers.
 * Hooks leave with the `with` block, whatever happened inside it, and only those registered here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +37,14 @@ from torch.utils.hooks import RemovableHandle
 
 from extract.errors import InputError, LayertapError, UnknownNameError, unknown_name
 from extract.layers import match_layers, named_layers, unwrap
+from extract.operations import Watch, attention_weights, operation_name
+from extract.structures import Path, map_tensors, tensors_in
 
-__all__ = ["Record", "Site", "Taps", "What"]
+__all__ = ["Record", "Site", "Taps", "What", "split_text"]
 
-What = Literal["output", "input"]
+What = Literal["output", "input", "grad", "grad_input", "attention"]
 Reduce = Callable[[Tensor], Any]
+Edit = Callable[[Tensor], Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +52,14 @@ class Site:
     """One tensor of a forward pass: which layer, which call of it, which part of the value, and which value.
 
     Text form: `layer1.0.relu#1` is the second call, `lstm:1.0` the first part of the second part of a tuple,
-    `fc:0@input` the first positional argument. `#0`, the path and `@output` may be left out where one tensor remains.
+    `fc:0@input` the first positional argument, `conv@grad` the gradient of the output. `#0`, the path and `@output` may
+    be left out where one tensor remains. An operation without a module is named behind the layer that calls it:
+    `layer1.0/add`.
     """
 
     layer: str
     call: int = 0
-    path: tuple[str | int, ...] = ()
+    path: Path = ()
     what: What = "output"
 
     def __str__(self) -> str:
@@ -57,15 +71,42 @@ class Site:
         path = ":" + ".".join(map(str, self.path)) if self.path else ""
         return f"{self.layer}{call}{path}" + ("" if self.what == "output" else f"@{self.what}")
 
+    def is_meant_by(self, text: str) -> bool:
+        """Whether the text is this site with its call number, path or kind left out."""
+        for call in ("", f"#{self.call}"):
+            for depth in range(len(self.path) + 1):
+                path = ":" + ".".join(map(str, self.path[:depth])) if depth else ""
+                if text in (f"{self.layer}{call}{path}", f"{self.layer}{call}{path}@{self.what}"):
+                    return True
+        return False
+
+
+_TEXT = re.compile(r"(?P<layer>[^#:@]*)(?:#(?P<call>\d+))?(?::(?P<path>[^@]*))?(?:@(?P<what>\w+))?")
+
+
+def split_text(text: str, names: Container[str]) -> tuple[str, int | None, tuple[str, ...], str | None]:
+    """The parts of a site's text form: layer (or pattern), call, path, what; None or empty where they are left out.
+
+    Args:
+        text: `LAYER[#CALL][:PATH][@WHAT]`; one that is a layer's name as it stands is that layer.
+        names: of all layers.
+    """
+    match = None if text in names else _TEXT.fullmatch(text)
+    if match is None:
+        return text, None, (), None
+    path = tuple(match["path"].split(".")) if match["path"] else ()
+    return match["layer"], int(match["call"]) if match["call"] else None, path, match["what"]
+
 
 class Record(Mapping[str, Any]):
     """What one forward pass of the model gave: text form of a site -> tensor on the CPU.
 
-    `record[key]` takes a `Site` or any text that names exactly one tensor. Iteration goes in the order of computation.
+    `record[key]` takes a `Site` or any text that names exactly one tensor. Iteration goes in the order of computation;
+    gradients come with the backward pass.
     """
 
-    def __init__(self, tapped: Sequence[str]):
-        self._tapped = tapped
+    def __init__(self, why_absent: Callable[[str], str | None]):
+        self._why_absent = why_absent
         self._values: dict[Site, Any] = {}
         self._sites: dict[str, Site] | None = None  # made when first needed: a loop that looks up by Site never does
 
@@ -81,7 +122,7 @@ class Record(Mapping[str, Any]):
         """The sites that a text can mean: its call, path or kind may be left out."""
         if text in self.sites:
             return [self.sites[text]]
-        return [site for site in self._values if _names_part_of(text, site)]
+        return [site for site in self._values if site.is_meant_by(text)]
 
     def _put(self, site: Site, value: Any) -> None:
         self._values[site] = value
@@ -94,7 +135,7 @@ class Record(Mapping[str, Any]):
         return len(self._values)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._values or key in self.sites
+        return key in self._values or (isinstance(key, str) and len(self.find(key)) == 1)
 
     def __getitem__(self, key: str | Site) -> Any:
         if isinstance(key, Site) and key in self._values:
@@ -106,8 +147,8 @@ class Record(Mapping[str, Any]):
         if found:
             names = ", ".join(repr(name) for name, site in self.sites.items() if site in found)
             raise UnknownNameError(f"{text!r} names more than one tensor: {names}")
-        if text.split("#")[0] in self._tapped:
-            raise LayertapError(f"layer {text!r} did not run in this forward")
+        if reason := self._why_absent(text):
+            raise UnknownNameError(reason)
         raise unknown_name("kept tensor", text, self, "this record")
 
     def __repr__(self) -> str:
@@ -115,30 +156,87 @@ class Record(Mapping[str, Any]):
         return "Record(\n" + "\n".join(rows) + "\n)"
 
 
-def _names_part_of(text: str, site: Site) -> bool:
-    """Whether the text is the site with its call number, path or kind left out."""
-    for call in ("", f"#{site.call}"):
-        for depth in range(len(site.path) + 1):
-            path = ":" + ".".join(map(str, site.path[:depth])) if depth else ""
-            if text in (f"{site.layer}{call}{path}", f"{site.layer}{call}{path}@{site.what}"):
-                return True
-    return False
-
-
 @dataclasses.dataclass(frozen=True)
-class _Keep:
-    """One layer asked for; None means every call, every path."""
+class _Wish:
+    """One thing to do at one layer: edit it, or keep it where `edit` is None. No call means every one.
+
+    The path is that of a tensor, or of what it is in. With an `operation`, it is about functions of such a name (a
+    pattern) called in the layer's own forward.
+    """
 
     layer: str
+    operation: str
     what: What
-    reduce: Reduce | None
     call: int | None = None
-    path: tuple[str | int, ...] | None = None
+    path: tuple[str, ...] = ()
+    reduce: Reduce | None = None
+    edit: Edit | None = None
 
-    def overlaps(self, other: _Keep) -> bool:
-        return (self.layer, self.what) == (other.layer, other.what) and all(
-            None in pair or pair[0] == pair[1] for pair in ((self.call, other.call), (self.path, other.path))
-        )
+    def overlaps(self, other: _Wish) -> bool:
+        same = (self.layer, self.operation, self.what) == (other.layer, other.operation, other.what)
+        depth = min(len(self.path), len(other.path))
+        calls = (self.call, other.call)
+        return same and self.path[:depth] == other.path[:depth] and (None in calls or calls[0] == calls[1])
+
+    def takes(self, path: Path) -> bool:
+        return tuple(map(str, path[: len(self.path)])) == self.path
+
+
+@dataclasses.dataclass
+class _Point:
+    """A place where values pass: a module, or a function called in one; with what is wished there, by layer name."""
+
+    wishes: list[tuple[str, _Wish]]
+    # Inputs that were handed on as clones, and the version the clone had: see `_watched`.
+    clones: list[tuple[Tensor, Tensor, int]] = dataclasses.field(default_factory=list)
+
+    def about(self, *kinds: What) -> bool:
+        return any(wish.what in kinds for _, wish in self.wishes)
+
+
+class _Forward:
+    """One call of the model: its record, and where it is."""
+
+    def __init__(self, record: Record):
+        self.record = record
+        self.running = True
+        self.handed_on = False  # to on_record
+        self.begun: Counter[int] = Counter()  # id of a module -> its calls
+        self.ended: Counter[int] = Counter()
+        self.operations: Counter[str] = Counter()
+        self.attentions: Counter[str] = Counter()
+        self.kept: Counter[tuple[str, What]] = Counter()  # times something was kept of each layer
+        self.left = 0  # layers of which not all that is to come was kept
+        self.stack: list[list[str]] = [[""]]  # names of the modules that are running, the innermost last
+
+
+class _Block:
+    """One `with` block: what must be undone, and whether it is still open, for tensors that outlive it."""
+
+    def __init__(self) -> None:
+        self.open = True
+        self.thread = threading.get_ident()
+        self.undo = contextlib.ExitStack()
+
+
+class _Hook:
+    """A hook that a copy of the model does not take along: copied or pickled, it does nothing."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (_nothing,)
+
+    def __deepcopy__(self, memo: Any) -> _Hook:
+        return _Hook(_nothing)
+
+
+def _nothing(*args: Any) -> None:
+    return None
 
 
 class _Stop(BaseException):
@@ -146,18 +244,26 @@ class _Stop(BaseException):
 
 
 class Taps:
-    """Keep what chosen layers compute, for as long as the `with` block lasts.
+    """Keep and edit what chosen layers compute, for as long as the `with` block lasts.
 
     Args:
-        model: any module; wrappers (`nn.DataParallel`, `torch.compile`) are looked through for names.
+        model: any module. Names are looked up inside `torch.compile` and single-device `nn.DataParallel` wrappers;
+            compiled code runs uncompiled inside the block, because it ignores hooks.
         layers: names or globs whose outputs are kept; more is asked for with `keep`.
         reduce: applied to each kept tensor on its device before the copy to the CPU; see `keep`.
         stop: end each forward as soon as everything asked for has been computed. The first forward runs whole, to learn
             how often each layer is called; later ones stop when each has been called as often. Needs `taps(...)`
             instead of `model(...)`, which then returns None. For a model whose layers run a different number of times
             on different batches, leave it off.
+        on_record: called with each record when it is complete, with its gradients: when the next forward of the model
+            begins, and when the block ends without an error.
 
-    The record is of the model's own call. Layers run past it (`model.features(x)`) are not kept.
+    The record is of the model's own call, in the thread that opened the block. Layers run past it
+    (`model.features(x)`), in other threads, or again by activation checkpointing, are not recorded.
+
+    Raises:
+        InputError: the model is scripted, exported, or replicated over several devices, and would ignore hooks.
+        UnknownNameError: a pattern matches no layer.
     """
 
     def __init__(
@@ -167,18 +273,20 @@ class Taps:
         *,
         reduce: Reduce | None = None,
         stop: bool = False,
+        on_record: Callable[[Record], None] | None = None,
     ):
+        _check_hookable(model)
         self._model = model
         self._layers = named_layers(model)
-        self._keeps: list[_Keep] = []
+        self._wishes: list[_Wish] = []
         self._stop = stop
-        self._handles: list[RemovableHandle] = []
-        self._record: Record | None = None
-        self._running = False  # a root forward has begun and not ended
-        self._stoppable = False  # it was begun by __call__, which catches _Stop
-        self._calls: dict[tuple[str, What], int] = {}  # times each layer was seen in this forward
-        self._learned: int | None = None  # hooks that fire in a whole forward
-        self._fired = 0
+        self._on_record = on_record
+        self._block: _Block | None = None  # while the `with` block is open
+        self._forward: _Forward | None = None  # the current one, or the last
+        self._busy = False  # with work of our own, which no watch must see
+        self._stoppable = False  # the forward was begun by __call__, which catches _Stop
+        self._to_keep: Counter[tuple[str, What]] = Counter()  # as `kept`, of a whole forward
+        self._calls: Counter[int] = Counter()  # id of a module -> its calls in a whole forward
         if layers:
             self.keep(layers, reduce=reduce)
 
@@ -190,11 +298,17 @@ class Taps:
         reduce: Reduce | None = None,
         call: int | None = None,
     ) -> Self:
-        """Ask for more, before the `with` block begins.
+        """Ask for more to be kept, before the `with` block begins.
 
         Args:
-            layers: names or globs; or a `Site`, which says itself which tensor of which call it is.
-            what: `"output"`, or `"input"`: every tensor among the arguments, positional by index, keywords by name.
+            layers: names or globs, or text forms of a `Site`: `relu#1`, `lstm:1.0`, `fc:0@input`; or a `Site`.
+                `LAYER/FUNCTION` means functions called in the layer's own `forward`: `layer1.0/add`, `*/softmax`,
+                `/flatten` (of the model itself).
+            what: `"output"`; `"input"`: every tensor among the arguments, positional by index, keywords by name;
+                `"grad"`: the gradient of the loss with respect to the output; `"grad_input"`: with respect to the
+                inputs, as far as it flows through this layer; `"attention"`: the weights (B, heads, T, S) of every
+                attention computed in the layer. Gradients are of the last backward pass inside the block, and scaled
+                where a GradScaler scales the loss.
             reduce: a function of one tensor, on its device, without gradients; it must not change the tensor. It
                 returns a tensor or a dict of tensors: what is copied to the CPU and recorded.
             call: only this call of the layer in each forward (0 is the first); None keeps them all.
@@ -203,20 +317,62 @@ class Taps:
             UnknownNameError: a pattern matches no layer.
             InputError: the same value of a layer is already kept.
         """
-        if self._handles:
-            raise LayertapError("keep() comes before the `with` block")
-        if isinstance(layers, Site):
-            match_layers(self._layers, layers.layer)
-            wanted = [_Keep(layers.layer, layers.what, reduce, layers.call, layers.path)]
-        elif what not in ("output", "input"):
-            raise unknown_name("what", what, ["output", "input"])
-        else:
-            wanted = [_Keep(layer, what, reduce, call) for layer in match_layers(self._layers, layers)]
-        for keep in wanted:
-            if any(keep.overlaps(other) for other in self._keeps):
-                raise InputError(f"the {keep.what} of layer {keep.layer!r} is kept already")
-            self._keeps.append(keep)
+        for wish in self._wishes_for(layers, what, call):
+            if any(wish.overlaps(other) for other in self._wishes if other.edit is None):
+                raise InputError(f"the {wish.what} of layer {wish.layer!r} is kept already")
+            self._wishes.append(dataclasses.replace(wish, reduce=reduce))
         return self
+
+    def edit(
+        self,
+        layers: str | Site | Sequence[str],
+        fn: Edit,
+        what: Literal["output", "input", "grad"] = "output",
+        *,
+        call: int | None = None,
+    ) -> Self:
+        """Ask for a change, before the `with` block begins: later layers, and the record, see what `fn` returns.
+
+        The edit takes part in autograd. Several edits of one value run in the order they were asked for.
+
+        Args:
+            layers: as for `keep`.
+            fn: a function of one tensor that returns one of the same shape, dtype and device; `extract.edits` has ready
+                ones. It is given a copy: what it does to it reaches nobody else. Where a layer takes or gives several
+                tensors it is applied to each floating-point one; a `Site` names one.
+            what: `"output"`, `"input"`, or `"grad"`: the gradient with respect to the output.
+            call: only this call of the layer in each forward; None edits them all.
+
+        Raises:
+            UnknownNameError: a pattern matches no layer.
+        """
+        if what not in ("output", "input", "grad"):
+            raise unknown_name("what to edit", what, ["output", "input", "grad"])
+        self._wishes += [dataclasses.replace(wish, edit=fn) for wish in self._wishes_for(layers, what, call)]
+        return self
+
+    def _wishes_for(self, layers: str | Site | Sequence[str], what: What, call: int | None) -> list[_Wish]:
+        if self._block is not None:
+            raise LayertapError("ask before the `with` block begins")
+        if what not in get_args(What):
+            raise unknown_name("what", what, get_args(What))
+        if isinstance(layers, Site):
+            asked: list[tuple[str, int | None, tuple[str, ...], str | None]]
+            asked = [(layers.layer, layers.call, tuple(map(str, layers.path)), layers.what)]
+        else:
+            asked = [split_text(text, self._layers) for text in ([layers] if isinstance(layers, str) else layers)]
+        wishes = []
+        for pattern, own_call, path, own_what in asked:
+            if own_what is not None and own_what not in get_args(What):
+                raise unknown_name("what", own_what, get_args(What))
+            kind = what if own_what is None else cast(What, own_what)
+            layer, slash, operation = pattern.partition("/")
+            if kind in ("input", "grad_input", "attention") and slash:
+                raise InputError(f"{pattern!r}: of a function without a module, outputs and gradients can be had")
+            inside = [""] if slash and not layer else match_layers(self._layers, layer)
+            own_call = call if own_call is None else own_call
+            wishes += [_Wish(name, operation, kind, own_call, path) for name in inside]
+        return wishes
 
     @property
     def record(self) -> Record:
@@ -225,50 +381,76 @@ class Taps:
         Raises:
             LayertapError: the model has not been called inside the `with` block, or its last call did not finish.
         """
-        if self._record is None:
+        if self._forward is None:
             raise LayertapError(
-                "nothing recorded yet: the model itself must be called inside the `with` block "
+                "nothing recorded yet: the model itself must be called inside the `with` block, in its thread "
                 "(model.forward_features(...) or a single layer does not count)"
             )
-        if self._running:
+        if self._forward.running:
             raise LayertapError("the last forward of the model did not finish; it left no record")
-        return self._record
+        return self._forward.record
 
     def __enter__(self) -> Self:
-        if self._handles:
+        if self._block is not None:
             raise LayertapError("these Taps are in use already")
-        root = unwrap(self._model)
-        wanted: dict[tuple[str, What], list[_Keep]] = {}
-        for keep in self._keeps:
-            wanted.setdefault((keep.layer, keep.what), []).append(keep)
-        try:
-            self._handles.append(root.register_forward_pre_hook(self._begin, prepend=True))
-            for (layer, what), keeps in wanted.items():
-                module = self._layers[layer]
-                if what == "input":
-                    pre_hook = partial(self._on_input, keeps)
-                    self._handles.append(module.register_forward_pre_hook(pre_hook, with_kwargs=True))
-                else:
-                    self._handles.append(module.register_forward_hook(partial(self._on_output, keeps)))
-            self._handles.append(root.register_forward_hook(self._end))
-        except BaseException:
-            self._remove()
-            raise
+        if self._stop and any(wish.what in ("grad", "grad_input") for wish in self._wishes):
+            raise InputError("gradients need whole forwards; leave stop=True off")
+        block = _Block()
+        with contextlib.ExitStack() as undo:
+            self._enter(undo)
+            block.undo = undo.pop_all()
+        self._block, self._forward = block, None
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._remove()
+        block, self._block = self._block, None
+        if block is not None:
+            block.open = False
+            block.undo.close()
+        if kind is None:
+            self._hand_on()
 
-    def _remove(self) -> None:
-        while self._handles:
-            self._handles[-1].remove()
-            self._handles.pop()
+    def _enter(self, undo: contextlib.ExitStack) -> None:
+        """Register everything; `undo` takes it back."""
+
+        def hook(register: Callable[..., RemovableHandle], function: Callable[..., Any], **options: Any) -> None:
+            undo.callback(register(_Hook(function), **options).remove)
+
+        root = unwrap(self._model)
+        modules = list(root.modules())
+        if any(isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer) for module in modules):
+            # Their fused code calls no submodule and no function that could be seen.
+            undo.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+            torch.backends.mha.set_fastpath_enabled(False)
+        if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in [self._model, *modules]):
+            undo.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code ignores hooks added later
+
+        hook(root.register_forward_pre_hook, self._begin, prepend=True)
+        if any(wish.operation or wish.what == "attention" for wish in self._wishes):
+            names: dict[int, list[str]] = {}
+            for name, module in self._layers.items():
+                names.setdefault(id(module), []).append(name)
+            for module in {id(module): module for module in self._layers.values()}.values():
+                hook(module.register_forward_pre_hook, partial(self._push, names[id(module)]))
+                hook(module.register_forward_hook, self._pop)
+            undo.enter_context(Watch(self._on_operation))
+        points: dict[int, tuple[nn.Module, _Point]] = {}
+        for wish in self._wishes:
+            if not wish.operation and wish.what != "attention":
+                module = self._layers[wish.layer]
+                points.setdefault(id(module), (module, _Point([])))[1].wishes.append((wish.layer, wish))
+        for module, point in points.values():
+            if point.about("input", "grad_input"):
+                hook(module.register_forward_pre_hook, partial(self._before, point), with_kwargs=True)
+            if point.about("output", "grad", "grad_input"):
+                hook(module.register_forward_hook, partial(self._after, point))
+        hook(root.register_forward_hook, self._end)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; returns its output, or None with `stop=True`."""
-        if not self._handles:
+        if self._block is None:
             raise LayertapError("call Taps inside its `with` block")
         if not self._stop:
             return self._model(*args, **kwargs)
@@ -276,60 +458,239 @@ class Taps:
         try:
             self._model(*args, **kwargs)
         except _Stop:
-            self._running = False
+            assert self._forward is not None
+            self._forward.running = False
         finally:
             self._stoppable = False
         return None
 
-    # The hooks
+    def _why_absent(self, text: str) -> str | None:
+        """Why a record has nothing of this name although it was asked for; None if it was not."""
+        layer = split_text(text, self._layers)[0]
+        name, slash, operation = layer.partition("/")
+        asked = [w for w in self._wishes if w.edit is None and w.layer == name and bool(w.operation) == bool(slash)]
+        if not asked:
+            return None
+        if slash:
+            return f"no function {operation!r} was called in the forward of layer {name!r}"
+        if named_layers(self._model).get(name) is not self._layers[name]:
+            return f"layer {name!r} was replaced by another module after these Taps were made"
+        if all(wish.what in ("grad", "grad_input") for wish in asked) or "@grad" in text:
+            return (
+                f"no gradient reached layer {name!r}: call backward() inside the `with` block, on a loss that depends "
+                "on it (with reentrant checkpointing, layers that run more than once get none; use_reentrant=False)"
+            )
+        if all(wish.what == "attention" for wish in asked):
+            return f"layer {name!r} computed no attention that is known here"
+        parent = self._layers.get(name.rpartition(".")[0])
+        if isinstance(parent, nn.MultiheadAttention):
+            return f"layer {name!r} never runs: nn.MultiheadAttention uses its weights without calling it"
+        return f"layer {name!r} did not run in this forward"
+
+    # The hooks. Between the pre-hook and the hook of the model itself a forward is running; what happens in other
+    # threads is not ours. When activation checkpointing computes a part again, in the backward pass, edits must be made
+    # again and gradients can be had, but nothing is kept.
 
     def _begin(self, module: nn.Module, args: Any) -> None:
-        self._record = Record([keep.layer for keep in self._keeps])
-        self._calls = {}
-        self._fired = 0
-        self._running = True
+        if self._block is not None and self._block.thread == threading.get_ident():
+            self._hand_on()
+            self._forward = _Forward(Record(self._why_absent))
+            self._forward.left = len(self._to_keep)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._running = False
-        self._learned = max(self._fired, self._learned or 0)
+        if forward := self._running():
+            forward.running = False
+            self._to_keep |= forward.kept
+            self._calls = forward.ended
 
-    def _on_input(self, keeps: list[_Keep], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._put(keeps, {**dict(enumerate(args)), **kwargs})
+    def _hand_on(self) -> None:
+        """Give the last record to `on_record`: it is complete."""
+        forward = self._forward
+        if forward is not None and not forward.running and not forward.handed_on and self._on_record is not None:
+            forward.handed_on = True
+            self._on_record(forward.record)
 
-    def _on_output(self, keeps: list[_Keep], module: nn.Module, args: Any, output: Any) -> None:
-        self._put(keeps, output)
+    def _running(self) -> _Forward | None:
+        """The forward that is running in this thread."""
+        block, forward = self._block, self._forward
+        if block is None or forward is None or not forward.running or block.thread != threading.get_ident():
+            return None
+        return forward
 
-    def _put(self, keeps: list[_Keep], value: Any) -> None:
-        if not self._running or self._record is None:
-            return
-        layer, what = keeps[0].layer, keeps[0].what
-        call = self._calls.get((layer, what), 0)
-        self._calls[layer, what] = call + 1
-        for keep in keeps:
-            if keep.call in (None, call):
-                for path, tensor in _tensors_in(value):
-                    if keep.path in (None, path):
-                        site = Site(layer, call, path, what)
-                        self._record._put(site, _take(tensor, keep.reduce, site))
-        self._fired += 1
-        if self._stoppable and self._fired == self._learned:
+    def _push(self, names: list[str], module: nn.Module, args: Any) -> None:
+        if forward := self._running():
+            forward.stack.append(names)
+
+    def _pop(self, module: nn.Module, args: Any, output: Any) -> None:
+        if forward := self._running():
+            forward.stack.pop()
+
+    def _before(self, point: _Point, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = self._call_number(module, "begun")
+        if call is None:
+            return None
+        value: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        passed = self._pass(point, call, value, "input")
+        if passed is value:
+            return None
+        return tuple(passed[i] for i in range(len(args))), {name: passed[name] for name in kwargs}
+
+    def _after(self, point: _Point, module: nn.Module, args: Any, output: Any) -> Any:
+        for given, clone, version in point.clones:
+            if clone._version != version:  # the layer wrote into its input, and others may count on that
+                given.copy_(clone)
+        point.clones.clear()
+        call = self._call_number(module, "ended")
+        if call is None:
+            return None
+        passed = self._pass(point, call, output, "output")
+        return None if passed is output else passed
+
+    def _call_number(self, module: nn.Module, event: Literal["begun", "ended"]) -> int | None:
+        """Which call of the module this is in its forward; _UNKNOWN while it is computed again; None: not ours."""
+        if forward := self._running():
+            counter = forward.begun if event == "begun" else forward.ended
+            counter[id(module)] += 1
+            return counter[id(module)] - 1
+        if self._block is None or torch._C._current_graph_task_id() == -1:
+            return None
+        return 0 if self._calls[id(module)] == 1 else _UNKNOWN
+
+    def _on_operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        forward = self._running()
+        name = operation_name(function)
+        if forward is None or self._busy or name is None:
+            return result
+        attended = [
+            wish for wish in self._wishes if wish.what == "attention" and any(wish.layer in n for n in forward.stack)
+        ]
+        if attended:
+            weights = self._unwatched(lambda: attention_weights(function, args, kwargs, result))
+            for wish in attended if weights is not None else ():
+                call = forward.attentions[wish.layer]
+                forward.attentions[wish.layer] += 1
+                self._pass(_Point([(wish.layer, wish)]), call, weights, "attention")
+        for layer in forward.stack[-1]:
+            wishes = [
+                (f"{layer}/{name}", wish)
+                for wish in self._wishes
+                if wish.operation and wish.layer == layer and fnmatchcase(name, wish.operation)
+            ]
+            if wishes and any(True for _ in tensors_in(result)):
+                call = forward.operations[f"{layer}/{name}"]
+                forward.operations[f"{layer}/{name}"] += 1
+                result = self._pass(_Point(wishes), call, result, "output")
+        return result
+
+    def _unwatched(self, work: Callable[[], Any]) -> Any:
+        busy, self._busy = self._busy, True
+        try:
+            return work()
+        finally:
+            self._busy = busy
+
+    def _pass(self, point: _Point, call: int, value: Any, side: What) -> Any:
+        """What goes on from a point in place of a value: edited, with its gradients watched; then it is kept."""
+        value = self._unwatched(lambda: map_tensors(value, partial(self._changed, point, call, side)))
+        forward = self._running()
+        if forward is None:
+            return value
+        for layer, wish in point.wishes:
+            if wish.what != side or wish.edit is not None or wish.call not in (None, call):
+                continue
+            for path, tensor in tensors_in(value):
+                if wish.takes(path):
+                    site = Site(layer, call, path, side)
+                    forward.record._put(site, self._unwatched(partial(_take, tensor, wish.reduce, site)))
+            forward.kept[layer, side] += 1
+            forward.left -= forward.kept[layer, side] == self._to_keep[layer, side]
+        if self._stoppable and self._to_keep and not forward.left:
             raise _Stop
+        return value
+
+    def _changed(self, point: _Point, call: int, side: What, path: Path, tensor: Tensor) -> Tensor:
+        """The tensor that takes the place of one that passes."""
+        gradient: What = "grad" if side == "output" else "grad_input"
+        watched: list[tuple[Site, _Wish]] = []
+        for layer, wish in point.wishes:
+            if not wish.takes(path) or wish.what not in (side, gradient):
+                continue
+            if call == _UNKNOWN and wish.call is not None and wish.edit is not None:
+                raise LayertapError(f"layer {layer!r} runs more than once under checkpointing: edit all calls or none")
+            if wish.call not in (None, call):
+                continue
+            site = Site(layer, call, path, wish.what)
+            if wish.what == gradient and (call != _UNKNOWN or wish.edit is not None):
+                watched.append((site, wish))
+            elif wish.what == side and wish.edit is not None and tensor.is_floating_point():
+                tensor = _edited(tensor, wish.edit, site)
+        return self._watched(point, side, tensor, watched) if watched and tensor.requires_grad else tensor
+
+    def _watched(self, point: _Point, side: What, tensor: Tensor, wishes: list[tuple[Site, _Wish]]) -> Tensor:
+        """A tensor whose gradient will be edited and kept; the tensor itself where that is safe."""
+        assert self._block is not None
+        assert self._forward is not None
+        block, record = self._block, self._forward.record
+        if side == "input":
+            # The gradient through this layer alone is that of a copy which nobody else reads.
+            clone = tensor.clone()
+            point.clones.append((tensor, clone, clone._version))
+            tensor = clone
+        elif tensor.is_leaf or tensor._is_view():
+            # A hook on a leaf would outlive this forward; one on a view is lost when it is written to in place.
+            tensor = tensor.clone()
+        edits = [(site, wish.edit) for site, wish in wishes if wish.edit is not None]
+
+        def on_gradient(gradient: Tensor) -> Tensor | None:
+            if not block.open:
+                return None
+            for site, edit in edits:
+                gradient = _edited(gradient, edit, site)
+            for site, wish in wishes:
+                if wish.edit is None:
+                    record._put(site, self._unwatched(partial(_take, gradient, wish.reduce, site)))
+            return gradient if edits else None
+
+        tensor.register_hook(on_gradient)  # type: ignore[no-untyped-call]
+        return tensor
 
 
-def _tensors_in(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Tensor]]:
-    """Every tensor inside nested tuples, lists, mappings and dataclasses, with the way to it."""
-    if isinstance(value, Tensor):
-        yield path, value
-        return
-    items: Any = ()
-    if isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, tuple | list):
-        items = enumerate(value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
-    for key, part in items:
-        yield from _tensors_in(part, (*path, key))
+_UNKNOWN = -1
+
+
+def _check_hookable(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{type(model).__name__} is no nn.Module; hooks need one")
+    for name, module in {"": model, **dict(model.named_modules())}.items():
+        where = f"layer {name!r}" if name else "the model"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InputError(f"{where} is scripted: its code ignores hooks; use the Python module it was made from")
+        if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
+            raise InputError(
+                f"{where} is replicated over {len(module.device_ids)} devices, and each copy sees a part of the batch; "
+                "tap the module inside, on one device"
+            )
+    if isinstance(model, torch.fx.GraphModule) and "_guards_fn" in dict(model.named_children()) | model.__dict__:
+        raise InputError("the model is exported: its graph calls no layers; use the module it was exported from")
+
+
+def _edited(tensor: Tensor, edit: Edit, site: Site) -> Tensor:
+    """What an edit makes of a tensor; it is given a copy, and a copy is taken of what it returns."""
+    try:
+        result = edit(tensor.clone())
+    except Exception as error:
+        error.add_note(f"while editing {site} of shape {tuple(tensor.shape)}")
+        raise
+    expected = (tensor.shape, tensor.dtype, tensor.device)
+    if not isinstance(result, Tensor):
+        raise InputError(f"the edit of {site} returned {type(result).__name__}; it must return a tensor")
+    if (result.shape, result.dtype, result.device) != expected:
+        found = f"{tuple(result.shape)} {result.dtype} on {result.device}"
+        raise InputError(
+            f"the edit of {site} returned {found}; it was given, and must return, "
+            f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+        )
+    return result.clone()
 
 
 def _take(tensor: Tensor, reduce: Reduce | None, site: Site) -> Any:
@@ -338,19 +699,23 @@ def _take(tensor: Tensor, reduce: Reduce | None, site: Site) -> Any:
     with torch.inference_mode(False), torch.no_grad():
         value = tensor.detach()
         if reduce is None:
-            return _copy_to_cpu(value)
+            return _copy_to_cpu(value, site)
         try:
             value = reduce(value)
         except Exception as error:
             error.add_note(f"while reducing {site} of shape {tuple(tensor.shape)}")
             raise
         if isinstance(value, dict):
-            return {name: _copy_to_cpu(part) for name, part in value.items()}
-        return _copy_to_cpu(value)
+            return {name: _copy_to_cpu(part, site) for name, part in value.items()}
+        return _copy_to_cpu(value, site)
 
 
-def _copy_to_cpu(tensor: Tensor) -> Tensor:
+def _copy_to_cpu(tensor: Tensor, site: Site) -> Tensor:
     """A dense, contiguous copy on the CPU that owns its memory, whatever the tensor is a view of."""
-    if tensor.layout != torch.strided:
+    if tensor.is_nested:
+        raise InputError(f"{site} is a nested tensor, whose rows differ in shape; reduce it to a plain one")
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    elif tensor.layout != torch.strided:
         tensor = tensor.to_dense()
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)

@@ -27,12 +27,20 @@ def unwrap(model: nn.Module) -> nn.Module:
         model = inner
 
 
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+
+
 def named_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Every name a layer can be reached by, in the order of definition; wrapper prefixes are left out.
 
     A module that is used in two places has two names. The model itself, whose name is empty, is not listed.
     """
-    return {name: module for name, module in unwrap(model).named_modules(remove_duplicate=False) if name}
+    found: dict[str, nn.Module] = {}
+    for name, module in unwrap(model).named_modules(remove_duplicate=False):
+        plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+        if plain:
+            found[plain] = module  # of a wrapper and what is inside it, the inner
+    return found
 
 
 def is_glob(pattern: str) -> bool:

@@ -10,6 +10,7 @@ from extract import load_backbone
 from extract.backbones import Backbone
 from extract.errors import InputError, UnknownNameError
 from extract.features import choose_features
+from extract.rows import Rows, learn_rows
 
 
 @pytest.fixture(scope="module")
@@ -76,14 +77,17 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.windows, self.time_first, self.mixes, self.shuffles, self.swaps, self.scalar, self.whole, self.never = (
-            nn.Identity() for _ in range(8)
-        )
+        for name in ("windows", "strided", "time_first", "mixes", "shuffles", "swaps", "scalar", "whole", "never",
+                     "infinite", "ragged"):  # fmt: skip
+            self.add_module(name, nn.Identity())
         self.plain, self.lstm = nn.Conv2d(3, 4, 3, stride=8), nn.LSTM(4, 5, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.plain(x)  # (B, 4, 28, 28)
-        self.windows(h.reshape(-1, 4, 14, 14))  # 4 rows an image
+        self.windows(h.reshape(-1, 4, 14, 14))  # 4 rows an image, one image after the other
+        self.strided(h.reshape(-1, 4, 4, 14, 14).transpose(0, 1).flatten(0, 1))  # every first row, then every second
+        self.infinite(torch.cat([h.flip(0).mean((2, 3)), torch.full_like(h[:, :1, 0, 0], -torch.inf)], 1))
+        self.ragged(torch.zeros(len(x) + 4, 4))
         self.time_first(h.flatten(2).permute(2, 0, 1))  # (T, B, C)
         self.mixes(h - h.mean(0, keepdim=True))
         self.shuffles(h.flip(0))
@@ -103,22 +107,65 @@ def net(resnet: Backbone) -> Backbone:
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        ("windows", r"'windows' of net gives \(12, 4, 14, 14\) for 3 images and \(4, .* rows are not the images"),
-        ("time_first", r"gives \(784, 3, 4\) for 3 images"),
-        ("mixes", "gives an image other values in a batch than alone"),
-        ("shuffles", "gives an image other values in a batch than alone"),
-        ("swaps", "gives an image other values in a batch than alone"),
+        ("strided", "'strided' of net: it gives a picture other values in a batch than alone"),
+        ("mixes", "gives a picture other values in a batch than alone"),
+        ("shuffles", "gives a picture other values in a batch than alone"),
+        ("swaps", "gives a picture other values in a batch than alone"),
         ("scalar", r"gives \(\) for 3 images"),
         ("whole", "torch.int64; features are floating point"),
         ("never", "'never' of net never runs"),
-        ("lstm:1.0", r"'lstm:1.0' of net gives \(1, 3, 5\)"),
+        ("lstm:1.0", "auto does not fit an activation of shape .1, 5. an image"),
+        ("infinite", "gives a picture other values in a batch than alone"),
+        ("ragged", r"gives \(7, 4\) for 3 images and \(5, 4\) for 1: its rows are not the images"),
         ("embedding", "no single classifier"),
-        ("windows:cls_token", "rows are not the images"),
+        ("windows:cls_token", "cls_token does not fit an activation of shape .4, 4, 14, 14. an image"),
     ],
 )
 def test_layers_whose_rows_are_not_the_images_are_refused(net: Backbone, layer: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         choose_features(net, [layer])
+
+
+def test_windows_and_sequence_first_tensors_are_put_in_order(net: Backbone) -> None:
+    windows, tokens, state = choose_features(net, ["windows:none", "time_first", "lstm:1.0:flatten"]).features
+    assert (windows.rows, windows.shape) == (Rows(0, 4), (4, 4, 14, 14))
+    assert (tokens.rows, tokens.pooling, tokens.shape) == (Rows(1, 1), "mean_tokens", (4,))
+    assert (state.rows, state.shape) == (Rows(1, 1), (5,))
+    images = torch.randn(5, 3, 224, 224)
+    with torch.no_grad():
+        h = net.model.plain(images)
+    assert torch.equal(windows.rows.by_image(h.reshape(-1, 4, 14, 14)), h.reshape(5, 4, 4, 14, 14))
+    assert torch.equal(tokens.rows.by_image(h.flatten(2).permute(2, 0, 1)), h.flatten(2).permute(0, 2, 1))
+
+
+def test_learn_rows_tells_the_axis_and_the_rows_of_an_image(net: Backbone) -> None:
+    images = torch.randn(4, 3, 224, 224)
+    assert learn_rows(net.model, images, ["plain", "windows", "time_first", "lstm"]) == {
+        "plain": Rows(0, 1), "windows": Rows(0, 4), "time_first": Rows(1, 1),
+        "lstm:0": Rows(0, 1), "lstm:1.0": Rows(1, 1), "lstm:1.1": Rows(1, 1),
+    }  # fmt: skip
+    with pytest.raises(InputError, match="its rows are not the images"):
+        learn_rows(net.model, images, ["shuffles"])
+    with pytest.raises(InputError, match="at least 2"):
+        learn_rows(net.model, images[:1], ["plain"])
+
+
+def test_rows_of_swin_windows_and_sequence_first_attention() -> None:
+    swin = load_backbone("timm/swin_tiny_patch4_window7_224", weights="random", device="cpu").model
+    assert learn_rows(swin, torch.randn(2, 3, 224, 224), ["layers.0.blocks.0.attn"]) == {
+        "layers.0.blocks.0.attn": Rows(0, 64)
+    }
+    attention = nn.Sequential(nn.Flatten(2), nn.TransformerEncoderLayer(64, 2, 8, batch_first=False)).eval()
+
+    class SequenceFirst(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = attention[1]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.encoder(x.flatten(2).permute(1, 0, 2))
+
+    assert learn_rows(SequenceFirst(), torch.randn(3, 3, 8, 8), ["encoder"]) == {"encoder": Rows(1, 1)}
 
 
 def test_a_part_of_a_tuple_can_be_named(net: Backbone) -> None:

@@ -1,0 +1,125 @@
+"""Edits for `Taps.edit`: functions of one tensor that return a new one.
+
+    Taps(model).edit("layer2", scale(2))              # activations
+    Taps(model).edit("fc", clip(1.0), what="grad")    # gradients
+
+Each of these returns such a function; any function of the same kind will do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from extract.errors import InputError
+from extract.layers import match_layers, named_layers
+
+__all__ = ["Edit", "ablate", "clamp", "clip", "freeze", "mix", "noise", "prune", "replace", "scale", "smooth"]
+
+Edit = Callable[[Tensor], Tensor]
+
+
+def scale(factor: float) -> Edit:
+    """`factor * h`."""
+    return lambda h: h * factor
+
+
+def clamp(low: float | None = None, high: float | None = None) -> Edit:
+    """Every value at least `low` and at most `high`."""
+    return lambda h: h.clamp(low, high)
+
+
+def replace(value: Tensor | float) -> Edit:
+    """`value`, spread over the shape of the activation; gradients end here."""
+    return lambda h: torch.as_tensor(value, dtype=h.dtype, device=h.device).expand_as(h).clone()
+
+
+def ablate(by: Literal["zero", "mean"] = "zero", channels: Sequence[int] | None = None, axis: int = 1) -> Edit:
+    """Take a layer, or some channels of it, out of play.
+
+    Args:
+        by: "zero", or "mean": each value becomes the mean of its place over the batch.
+        channels: positions on `axis`; None is all.
+        axis: of the channels: 1 for maps (B, C, H, W), -1 for tokens (B, T, C).
+    """
+    if by not in ("zero", "mean"):
+        raise InputError(f"ablate by {by!r}; there are 'zero' and 'mean'")
+
+    def edit(h: Tensor) -> Tensor:
+        instead = torch.zeros_like(h) if by == "zero" else h.mean(0, keepdim=True).expand_as(h)
+        if channels is None:
+            return instead
+        places = torch.zeros(h.shape[axis], dtype=torch.bool, device=h.device)
+        places[list(channels)] = True
+        return torch.where(places.view([-1 if a == axis % h.ndim else 1 for a in range(h.ndim)]), instead, h)
+
+    return edit
+
+
+def noise(std: float) -> Edit:
+    """`h + std * N(0, 1)`, drawn from PyTorch's default generator."""
+    return lambda h: h + std * torch.randn_like(h)
+
+
+def mix(permutation: Tensor, lam: float) -> Edit:
+    """`lam * h + (1 - lam) * h[permutation]`: manifold mixup (Verma et al. 2019, arXiv:1806.05236, equation 1).
+
+    Args:
+        permutation: (B,) int64, the partner of each image.
+        lam: from 0 to 1.
+    """
+    return lambda h: lam * h + (1 - lam) * h[permutation.to(h.device)]
+
+
+def prune(fraction: float) -> Edit:
+    """Zero the values of smallest magnitude: so large a fraction of each image's, rounded down."""
+    if not 0 <= fraction <= 1:
+        raise InputError(f"prune {fraction}; a fraction is from 0 to 1")
+
+    def edit(h: Tensor) -> Tensor:
+        flat = h.flatten(1)
+        smallest = flat.abs().argsort(1)[:, : int(fraction * flat.shape[1])]
+        return torch.ones_like(flat).scatter(1, smallest, 0).mul(flat).view_as(h)
+
+    return edit
+
+
+def clip(limit: float, by: Literal["value", "norm"] = "value") -> Edit:
+    """Keep each value within -limit and limit; or, by norm, shrink the whole tensor to that L2 norm if it is larger."""
+    if by not in ("value", "norm"):
+        raise InputError(f"clip by {by!r}; there are 'value' and 'norm'")
+    if by == "value":
+        return lambda g: g.clamp(-limit, limit)
+    return lambda g: g * (limit / g.norm().clamp(min=limit))
+
+
+def smooth(beta: float) -> Edit:
+    """Exponential moving average over calls: `m = beta * m + (1 - beta) * g`, beginning with the first `g`."""
+    mean: Tensor | None = None
+
+    def edit(g: Tensor) -> Tensor:
+        nonlocal mean
+        new = g.detach()
+        mean = new if mean is None or mean.shape != new.shape else beta * mean + (1 - beta) * new
+        return mean
+
+    return edit
+
+
+@contextlib.contextmanager
+def freeze(model: nn.Module, layers: str | Sequence[str]) -> Iterator[None]:
+    """No gradients for the parameters of these layers inside the block; each has its own setting back afterwards."""
+    named = named_layers(model)
+    matches = match_layers(named, layers)
+    changed = [p for layer in matches for p in named[layer].parameters() if p.requires_grad]
+    try:
+        for parameter in changed:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in changed:
+            parameter.requires_grad_(True)

@@ -1,0 +1,163 @@
+"""What layers a model has: types, shapes, sizes, and where a hook's word cannot be taken."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from extract.errors import InputError
+from extract.hooks import Site
+from extract.layers import match_layers, named_layers, unwrap
+from extract.operations import Watch, operation_name
+from extract.rows import Trial
+from extract.structures import tensors_in
+
+__all__ = ["LayerRow", "layer_table"]
+
+
+@dataclass
+class LayerRow:
+    """One layer, or one function called in a layer's forward.
+
+    Attributes:
+        name: as `Taps` takes it.
+        type: class of the module, or "function".
+        shapes: of each tensor it gives for one image, by part of the output; the first call's.
+        bytes: of all of them, for one image, over all calls.
+        calls: in a forward.
+        parameters: in the layer and everything below it.
+        notes: what to know before its values are used.
+    """
+
+    name: str
+    type: str
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    bytes: int = 0
+    calls: int = 0
+    parameters: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+def layer_table(
+    model: nn.Module, pictures: Tensor, layers: str | Sequence[str] | None = None, *, operations: bool = False
+) -> list[LayerRow]:
+    """Run a few pictures, and tell what each layer does.
+
+    Args:
+        model: in eval mode.
+        pictures: (B, 3, H, W), different ones, at least 2.
+        layers: names or globs; None is every layer.
+        operations: list functions called in the layers' own forwards too, as `LAYER/FUNCTION`.
+
+    Raises:
+        UnknownNameError: a pattern matches no layer.
+    """
+    named = named_layers(model)
+    names = list(named) if layers is None else match_layers(named, layers)
+    trial = Trial(model, pictures, [(name, "output") for name in names])
+    rewritten = _rewritten(model, pictures[:1])
+    sites: dict[str, list[Site]] = {}
+    for site in trial.record.sites.values():
+        sites.setdefault(site.layer, []).append(site)
+    rows = []
+    for name in names:
+        module = named[name]
+        row = LayerRow(name, type(module).__name__, parameters=sum(p.numel() for p in module.parameters()))
+        row.calls = len({site.call for site in sites.get(name, [])})
+        for site in sites.get(name, []):
+            _describe(row, trial, site)
+        if not row.calls:
+            row.notes.append(_why_silent(named, name))
+        elif row.calls > 1:
+            row.notes.append(f"runs {row.calls} times: {name}#0 to {name}#{row.calls - 1}")
+        if id(module) in rewritten:
+            row.notes.append("its output is written to afterwards; a bare hook sees the later values")
+        rows.append(row)
+    return rows + (_operations(model, pictures[:1], set(names)) if operations else [])
+
+
+def _describe(row: LayerRow, trial: Trial, site: Site) -> None:
+    value = trial.record[site]
+    part = ".".join(map(str, site.path))
+    try:
+        where = trial.rows(site)
+    except InputError as error:
+        note = str(error).split(": ", 1)[-1]
+        shape = tuple(value.shape)
+    else:
+        by_image = where.by_image(value)
+        shape, row.bytes = tuple(by_image.shape[1:]), row.bytes + by_image[0].numel() * by_image.element_size()
+        note = f"the batch is on axis {where.axis}" if where.axis else ""
+        note = f"{where.per_image} rows an image" if where.per_image > 1 else note
+    if site.call == 0:
+        row.shapes[part] = shape
+    note = f"{part}: {note}" if note and part else note
+    if note and note not in row.notes:
+        row.notes.append(note)
+
+
+def _why_silent(named: dict[str, nn.Module], name: str) -> str:
+    if isinstance(named.get(name.rpartition(".")[0]), nn.MultiheadAttention):
+        return "never called: nn.MultiheadAttention uses its weights directly"
+    return "never called, or gives no tensor"
+
+
+def _rewritten(model: nn.Module, picture: Tensor) -> set[int]:
+    """Ids of the modules whose output was written to in place between its hook and the end of the forward."""
+    seen: list[tuple[int, Tensor, int]] = []
+    handles = [
+        module.register_forward_hook(
+            lambda m, args, out: seen.extend((id(m), tensor, tensor._version) for _, tensor in tensors_in(out))
+        )
+        for module in unwrap(model).modules()
+    ]
+    try:
+        with torch.no_grad():
+            model(picture)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {module for module, tensor, version in seen if tensor._version != version}
+
+
+def _operations(model: nn.Module, picture: Tensor, names: set[str]) -> list[LayerRow]:
+    """Functions that give tensors, called in forwards written outside PyTorch itself."""
+    stack: list[str] = [""]
+    rows: dict[str, LayerRow] = {}
+    calls: Counter[str] = Counter()
+
+    def on_call(function: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        name = operation_name(function)
+        tensors = [tensor for _, tensor in tensors_in(result)]
+        if name is not None and tensors and (stack[-1] == "" or stack[-1] in own):
+            key = f"{stack[-1]}/{name}"
+            row = rows.setdefault(key, LayerRow(key, "function"))
+            if not row.calls:
+                row.shapes = {"": tuple(tensors[0].shape[1:])}
+            row.calls += 1
+            row.bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return result
+
+    named = named_layers(model)
+    # The functions inside nn.Conv2d and the like say nothing that the layer itself does not.
+    own = {name for name in names if not type(named[name]).__module__.startswith("torch.nn.")}
+    handles = []
+    try:
+        for name, module in named.items():
+            handles.append(module.register_forward_pre_hook(lambda m, a, name=name: stack.append(name)))
+            handles.append(module.register_forward_hook(lambda m, a, out: stack.pop() and None))
+        with torch.no_grad(), Watch(on_call):
+            model(picture)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for key, row in rows.items():
+        if row.calls > 1:
+            row.notes.append(f"called {row.calls} times: {key}#0 to {key}#{row.calls - 1}")
+    del calls
+    return list(rows.values())

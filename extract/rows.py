@@ -1,0 +1,125 @@
+"""Which rows of what a layer gives belong to which image: learned from trial forwards, never assumed.
+
+Most layers have the batch on axis 0, one row an image. Sequence-first attention has it on axis 1; Swin's windows give
+several rows an image. Pictures are run together, then the first and the last alone: the one axis that follows the
+number of pictures is the batch's, and the rows of a picture are those that equal what it gives alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from extract.errors import InputError
+from extract.hooks import Record, Site, Taps, What
+
+__all__ = ["Rows", "Trial", "learn_rows"]
+
+# A picture computed in another batch differs by rounding: far less than it differs from another picture, or than a
+# hundred roundings of the largest value, where pictures do not differ.
+_OF_ANOTHER_PICTURE = 0.05
+_ROUNDINGS = 100
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the images of a batch are in an activation.
+
+    Attributes:
+        axis: of the batch.
+        per_image: neighbouring rows on that axis for each image.
+    """
+
+    axis: int = 0
+    per_image: int = 1
+
+    def by_image(self, activation: Tensor) -> Tensor:
+        """The activation with the images on axis 0: (B, ...), or (B, per_image, ...) where there are several rows."""
+        moved = activation.movedim(self.axis, 0)
+        return moved if self.per_image == 1 else moved.reshape(-1, self.per_image, *moved.shape[1:])
+
+
+class Trial:
+    """Records of a few pictures, together and alone.
+
+    Args:
+        model: in eval mode.
+        pictures: (B, 3, H, W), different ones, at least 2.
+        layers: (name, what) pairs to keep.
+    """
+
+    def __init__(self, model: nn.Module, pictures: Tensor, layers: Sequence[tuple[str, What]]):
+        self._count = len(pictures)
+        if self._count < 2:
+            raise InputError(f"{self._count} picture given; telling the images of a batch apart takes at least 2")
+        taps = Taps(model)
+        for layer, what in dict.fromkeys(layers):
+            taps.keep(layer, what)
+        with torch.no_grad(), taps:
+            taps(pictures)
+            self.record: Record = taps.record
+            self._alone: dict[int, Record] = {}
+            for picture in (0, self._count - 1):
+                # A picture alone cannot be mistaken for another, whatever a layer does to the order of a batch.
+                taps(pictures[picture : picture + 1])
+                self._alone[picture] = taps.record
+
+    def rows(self, site: Site) -> Rows:
+        """Where the images are in one tensor.
+
+        Raises:
+            InputError: its rows are not the images.
+        """
+        together = self.record[site]
+        lone = [record[site] for record in self._alone.values() if site in record.sites.values()]
+        if len(lone) < len(self._alone):
+            raise InputError("it does not run for every picture")
+        if not together.is_floating_point():
+            raise InputError(f"it gives {together.dtype}; features are floating point")
+        rows = self._axis(site, together, lone[0])
+        between = _distance(lone[0], lone[1]) * _OF_ANOTHER_PICTURE
+        rounding = _ROUNDINGS * torch.finfo(together.dtype).eps * _distance(together, torch.zeros_like(together))
+        for picture, alone in zip(self._alone, lone, strict=True):
+            found, expected = rows.by_image(together)[picture], rows.by_image(alone)[0]
+            same_gaps = torch.equal(found.isfinite(), expected.isfinite())
+            if not same_gaps or _distance(found, expected) > max(between, rounding):
+                raise InputError("it gives a picture other values in a batch than alone: its rows are not the images")
+        return rows
+
+    def _axis(self, site: Site, together: Tensor, alone: Tensor) -> Rows:
+        many, one = tuple(together.shape), tuple(alone.shape)
+        axes = [axis for axis in range(len(many)) if len(one) == len(many) and many[axis] != one[axis]]
+        if len(axes) != 1 or many[axes[0]] != self._count * one[axes[0]]:
+            raise InputError(
+                f"it gives {many} for {self._count} images and {one} for 1: "
+                "its rows are not the images, and cannot be stored as theirs"
+            )
+        return Rows(axes[0], one[axes[0]])
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """The largest difference, where both are finite."""
+    difference = (one.double() - other.double()).abs()
+    return float(difference[difference.isfinite()].max()) if difference.isfinite().any() else 0.0
+
+
+def learn_rows(model: nn.Module, pictures: Tensor, layers: Sequence[str]) -> Mapping[str, Rows]:
+    """Where the images of a batch are in what each of these layers gives.
+
+    Args:
+        model: in eval mode.
+        pictures: (B, 3, H, W), different ones, at least 2, on the model's device.
+        layers: names or globs.
+
+    Returns:
+        Text form of each tensor -> where the images are in it.
+
+    Raises:
+        UnknownNameError: a pattern matches no layer.
+        InputError: the rows of a tensor are not the images; the message names it and says why.
+    """
+    trial = Trial(model, pictures, [(layer, "output") for layer in layers])
+    return {name: trial.rows(site) for name, site in trial.record.sites.items()}

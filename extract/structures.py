@@ -1,0 +1,64 @@
+"""Nested values, as layers take and give them: find the tensors inside, or replace them.
+
+A path is the way to a tensor: an index in a tuple or list, a key in a mapping, a field of a dataclass, from the outside
+in. The output of an LSTM has `(0,)`, `(1, 0)` and `(1, 1)`; a tensor by itself has `()`.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["Path", "map_tensors", "tensors_in"]
+
+Path = tuple[str | int, ...]
+
+
+def tensors_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """Every tensor inside nested tuples, lists, mappings and dataclasses, with its path."""
+    if isinstance(value, Tensor):
+        yield path, value
+    else:
+        for key, part in _parts(value):
+            yield from tensors_in(part, (*path, key))
+
+
+def map_tensors(value: Any, function: Callable[[Path, Tensor], Tensor], path: Path = ()) -> Any:
+    """The value with every tensor replaced by what the function gives; the same object if nothing changed."""
+    if isinstance(value, Tensor):
+        return function(path, value)
+    parts = list(_parts(value))
+    mapped = {key: map_tensors(part, function, (*path, key)) for key, part in parts}
+    if all(mapped[key] is part for key, part in parts):
+        return value
+    return _rebuilt(value, mapped)
+
+
+def _parts(value: Any) -> list[tuple[str | int, Any]]:
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, tuple | list):
+        return list(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return []
+
+
+def _rebuilt(value: Any, parts: dict[str | int, Any]) -> Any:
+    if isinstance(value, Mapping):
+        rebuilt: Any = copy.copy(value)
+        for key, part in parts.items():
+            rebuilt[key] = part
+        return rebuilt
+    if isinstance(value, tuple | list):
+        items = list(parts.values())
+        make = getattr(type(value), "_make", type(value))  # a named tuple takes its fields one by one
+        return make(items)
+    rebuilt = copy.copy(value)
+    for name, part in parts.items():
+        object.__setattr__(rebuilt, str(name), part)  # also where the dataclass is frozen
+    return rebuilt

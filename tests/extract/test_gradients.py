@@ -1,0 +1,287 @@
+"""Gradients of outputs and inputs, against twins whose in-place modules were made out-of-place."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torchvision import models
+
+from extract import InputError, LayertapError, Taps
+from extract.layers import named_layers
+
+
+def out_of_place(model: nn.Module) -> nn.Module:
+    twin = copy.deepcopy(model)
+    for module in twin.modules():
+        if hasattr(module, "inplace"):
+            module.inplace = False
+    return twin
+
+
+class OutOfPlaceBlock(models.resnet.BasicBlock):
+    """`out += identity`, which rewrites the output of bn2, as a sum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        return self.relu(out + (x if self.downsample is None else self.downsample(x)))
+
+
+class Through(torch.autograd.Function):
+    """The identity, which writes the gradient that passes into a list."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, seen: list[Tensor]) -> Tensor:
+        ctx.seen = seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        ctx.seen.append(gradient.clone())
+        return gradient, None
+
+
+def expected_gradients(twin: nn.Module, x: Tensor, loss) -> dict[str, list[Tensor]]:
+    """Gradients of every output and first input of every module, by an identity put before and behind each."""
+    found: dict[str, list[Tensor]] = {}
+    for name, module in named_layers(twin).items():
+
+        def wrapped(*args, name=name, original=module.forward, **kwargs):
+            into: list[Tensor] = []
+            out: list[Tensor] = []
+            found.setdefault(f"{name}@grad_input", []).append(into)
+            found.setdefault(f"{name}@grad", []).append(out)
+            if isinstance(args[0], Tensor) and args[0].requires_grad:
+                args = (Through.apply(args[0], into), *args[1:])
+            result = original(*args, **kwargs)
+            return Through.apply(result, out) if isinstance(result, Tensor) else result
+
+        module.forward = wrapped
+    loss(twin(x)).backward()
+    return found
+
+
+@pytest.mark.parametrize("name", ["resnet18", "vit"])
+def test_gradients_of_every_layer_equal_the_out_of_place_twins(name: str) -> None:
+    torch.manual_seed(0)
+    if name == "vit":
+        model = timm.create_model("vit_tiny_patch16_224", img_size=64).eval()
+        twin = out_of_place(model)
+    else:
+        model = models.resnet18(zero_init_residual=False).eval()
+        twin = out_of_place(model)
+        for module in twin.modules():
+            if isinstance(module, models.resnet.BasicBlock):
+                module.__class__ = OutOfPlaceBlock
+    x = torch.randn(2, 3, 64, 64)
+    x.requires_grad_()
+    expected = expected_gradients(twin, x.detach().clone().requires_grad_(), lambda y: y.square().sum())
+    layers = list(named_layers(model))
+    with Taps(model).keep(layers, "grad").keep(layers, "grad_input") as taps:
+        taps(x).square().sum().backward()
+    checked = 0
+    for key, calls in expected.items():
+        layer, what = key.split("@")
+        for call, gradients in enumerate(calls):
+            if not gradients:
+                continue
+            sites = [s for s in taps.record.sites.values() if (s.layer, s.call, s.what) == (layer, call, what)]
+            first = [s for s in sites if s.path in ((), (0,))]
+            assert first, (key, call)
+            found = taps.record[first[0]]
+            assert torch.allclose(found, gradients[0], rtol=1e-5, atol=1e-5 * float(gradients[0].abs().max())), key
+            checked += 1
+    assert checked > 100
+
+
+def test_bare_module_hooks_fail_where_taps_do_not() -> None:
+    def net() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 2, 1))
+
+    x = torch.randn(2, 3, 8, 8)
+    naive = net()
+    naive[0].register_full_backward_hook(lambda m, i, o: None)
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        naive(x)
+    model = net()
+    with Taps(model).keep("0", "grad").keep("1", "grad_input") as taps:
+        taps(x).sum().backward()
+    h = model[0](x).detach().requires_grad_()
+    model[2](F.relu(h)).sum().backward()
+    assert torch.allclose(taps.record["0@grad"], h.grad)
+    assert torch.allclose(taps.record["1:0@grad_input"], h.grad)
+
+
+def test_the_gradient_of_an_input_is_what_flows_through_that_layer_alone() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), shared := nn.Linear(3, 3))
+    x = torch.randn(2, 3)
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = model[0], shared
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.tanh(x)
+            return self.a(h) + 5 * self.b(h)
+
+    with Taps(Both()).keep(["a", "b"], "grad_input") as taps:
+        taps(x.requires_grad_()).sum().backward()
+    assert torch.allclose(taps.record["a@grad_input"], model[0].weight.sum(0).expand(2, 3))
+    assert torch.allclose(taps.record["b@grad_input"], 5 * shared.weight.sum(0).expand(2, 3))
+
+
+def test_a_layer_used_for_what_it_does_to_its_input_still_does_it() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.relu = nn.ReLU(inplace=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = x * 2
+            self.relu(h)
+            return h * 3
+
+    x = torch.tensor([-1.0, 2.0], requires_grad=True)
+    with Taps(Net()).keep("relu", "grad_input") as taps:
+        y = taps(x)
+        y.sum().backward()
+    assert y.tolist() == [0, 12]
+    assert taps.record["relu@grad_input"].tolist() == [0, 3]
+    assert x.grad.tolist() == [0, 6]
+
+
+def test_gradients_of_outputs_that_are_views_and_then_rewritten() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (2, 2)), nn.ReLU(inplace=True))
+    x = torch.randn(3, 4)
+    with Taps(model).keep(["1"], "grad") as taps:
+        (taps(x) * 3).sum().backward()
+    expected = torch.where(model[0](x) > 0, 3.0, 0.0).view(3, 2, 2)
+    assert torch.equal(taps.record["1@grad"], expected)
+
+
+def test_gradients_of_dict_outputs_and_keyword_inputs() -> None:
+    class Inner(nn.Module):
+        def forward(self, *, x: Tensor) -> dict[str, Tensor]:
+            return {"double": x * 2, "triple": x * 3}
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.inner(x=x)
+            return out["double"].sum() + 10 * out["triple"].sum()
+
+    with Taps(Net()).keep("inner", "grad").keep("inner", "grad_input") as taps:
+        taps(torch.ones(2, requires_grad=True)).backward()
+    record = {name: value.tolist() for name, value in taps.record.items()}
+    assert record == {
+        "inner:double@grad": [1, 1], "inner:triple@grad": [10, 10], "inner:x@grad_input": [32, 32],
+    }  # fmt: skip
+
+
+def test_clipping_at_one_layer_changes_what_flows_on() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    x = torch.randn(3, 2)
+    with Taps(model).edit("0", lambda g: g.clamp(-0.01, 0.01), what="grad").keep("0", "grad") as taps:
+        (100 * taps(x)).sum().backward()
+    raw = (100 * model[1].weight.sum(0)).expand(3, 2)
+    clipped = raw.clamp(-0.01, 0.01)
+    assert torch.allclose(taps.record["0@grad"], clipped)
+    assert torch.allclose(model[0].weight.grad, clipped.T @ x)
+
+
+def test_a_gradient_that_never_came_is_an_error() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with Taps(model, "1").keep("0", "grad") as taps:
+        y = taps(torch.ones(1, 2))
+        with pytest.raises(LayertapError, match=r"no gradient reached layer '0': call backward\(\) inside"):
+            taps.record["0@grad"]
+    y.sum().backward()  # after the block nothing is kept any more
+    with pytest.raises(LayertapError, match="no gradient reached"):
+        taps.record["0@grad"]
+
+
+def test_records_are_handed_on_when_complete() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    seen: list[dict[str, float]] = []
+    taps = Taps(model, "1", on_record=lambda r: seen.append({n: float(v.sum()) for n, v in r.items()}))
+    with taps.keep("1", "grad"):
+        for step in range(3):
+            assert len(seen) == max(0, step - 1)
+            (taps(torch.ones(1, 2)) * step).sum().backward()
+    assert [record["1@grad"] for record in seen] == [0, 1, 2]
+    with pytest.raises(ZeroDivisionError), taps:
+        taps(torch.ones(1, 2))
+        raise ZeroDivisionError
+    assert len(seen) == 3
+
+
+def test_a_leaf_that_a_layer_returns_is_not_hooked_for_good() -> None:
+    class Parameter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.value = nn.Parameter(torch.ones(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.value
+
+    model = nn.Sequential(Parameter())
+    with Taps(model).keep("0", "grad") as taps:
+        for _ in range(3):
+            (taps(torch.ones(2)) * 5).sum().backward()
+    assert taps.record["0@grad"].tolist() == [5, 5]
+    assert not model[0].value._backward_hooks
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.reentrant = reentrant
+        self.first, self.inner, self.last = nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Tanh()), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        h = self.inner(h) if self.reentrant is None else checkpoint(self.inner, h, use_reentrant=self.reentrant)
+        return self.last(h)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers_are_kept_once_and_edited_both_times(reentrant: bool) -> None:
+    x = torch.randn(4, 3)
+    records, grads = [], []
+    for kind in (None, reentrant):
+        model = Checkpointed(kind)
+        taps = Taps(model, ["inner.0"]).edit("inner.0", lambda h: h * 3).keep("inner.0", "grad").keep("inner.1")
+        with taps:
+            taps(x).square().sum().backward()
+        records.append(taps.record)
+        grads.append([p.grad for p in model.parameters()])
+    assert list(records[1]).count("inner.0") == 1
+    for name in ("inner.0", "inner.1", "inner.0@grad"):
+        assert torch.allclose(records[0][name], records[1][name]), name
+    assert all(torch.allclose(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_a_naive_hook_counts_a_checkpointed_layer_twice() -> None:
+    model, calls = Checkpointed(False), []
+    model.inner[0].register_forward_hook(lambda *_: calls.append(1))
+    model(torch.randn(4, 3)).sum().backward()
+    assert len(calls) == 2
+
+
+def test_gradients_and_early_stop_exclude_each_other() -> None:
+    with (
+        pytest.raises(InputError, match="gradients need whole forwards"),
+        Taps(nn.Sequential(nn.Linear(1, 1)), stop=True).keep("0", "grad"),
+    ):
+        pass
