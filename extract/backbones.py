@@ -103,8 +103,8 @@ def _device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+        torch.empty(0, device=device).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise LayertapError(f"device {name!r} cannot be used: {first_line(error)}") from error
     return device
 
@@ -253,7 +253,7 @@ _WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".bin")
 
 
 def _is_named(weights: str) -> bool:
-    return weights != "random" and not weights.endswith(_WEIGHT_FILES) and os.sep not in weights
+    return not (weights == "random" or weights.endswith(_WEIGHT_FILES) or os.sep in weights or Path(weights).is_file())
 
 
 def _with_given_weights(
@@ -289,7 +289,9 @@ def _read_state(path: Path) -> dict[str, Tensor]:
         ) from error
     except Exception as error:  # each format has errors of its own
         raise InputError(f"weights file {path} cannot be read: {first_line(error)}") from error
-    if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
+    if not isinstance(content, Mapping) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
+    ):
         found = ", ".join(map(str, list(content)[:5])) if isinstance(content, Mapping) else type(content).__name__
         raise InputError(f"weights file {path} is no plain state dict (name -> tensor); it holds: {found}")
     return dict(content)
@@ -306,6 +308,11 @@ def _load_state(model: nn.Module, state: Mapping[str, Tensor], spec: str, source
             for name in own
             if name in state and state[name].shape != own[name].shape
         ],
+        "of another kind": [
+            f"{name} {state[name].dtype} for {own[name].dtype}"
+            for name in own
+            if name in state and not _same_kind(state[name], own[name])
+        ],
     }
     lines = [
         f"  {len(names)} {what}: " + ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
@@ -315,6 +322,12 @@ def _load_state(model: nn.Module, state: Mapping[str, Tensor], spec: str, source
     if lines:
         raise InputError(f"weights {source} do not fit {spec} ({len(own)} tensors):\n" + "\n".join(lines))
     model.load_state_dict(dict(state))
+
+
+def _same_kind(value: Tensor, own: Tensor) -> bool:
+    """Whether a tensor can take another's place without losing more than precision."""
+    kinds = [(t.is_floating_point(), t.is_complex(), t.layout, t.device.type == "meta") for t in (value, own)]
+    return kinds[0] == kinds[1]
 
 
 def _downloading(spec: str, load: Callable[[], Any]) -> Any:

@@ -301,6 +301,9 @@ def extract(
         if summary.found:
             on_rows(summary.found, True)
         unpublished = [shard for shard in range(dataset.n_shards) if not dataset.shard_path(shard).exists()]
+        if todo:
+            run = {name: value for name, value in plan.provenance.items() if name != "depends_on"}
+            dataset.add_run({"event": "started", "found_done": summary.found, **run})
         start = time.perf_counter()
         # The worker processes start here, before any shard is open.
         batches = load_batches(
@@ -324,8 +327,8 @@ def extract(
                     break
         summary.seconds = time.perf_counter() - start
         if summary.computed:
-            run = {name: value for name, value in plan.provenance.items() if name != "depends_on"}
-            dataset.add_run(run | {"rows": summary.computed, "seconds": summary.seconds, "stages": summary.stages})
+            ended = {"rows": summary.computed, "seconds": summary.seconds, "stages": summary.stages}
+            dataset.add_run({"event": "ended", "started": plan.provenance["started"], **ended})
     return summary
 
 
@@ -340,15 +343,16 @@ def extract_shard(
 ) -> None:
     """Fill one shard with these batches of its rows and publish it."""
     device, preprocessing = plan.backbone.device, plan.backbone.preprocessing
-    part = plan.dataset.part_path(shard)
-    if not part.exists():
+    if not plan.dataset.part_path(shard).exists():
         _create_part(plan, shard)
-    with ShardWriter(part) as writer:
+    with ShardWriter(plan.dataset, shard) as writer:
         while True:
             with summary.timed("images"):
                 batch = _next(batches)
             if batch is None:
                 break
+            if (batch.status == Status.MISSING).any():
+                _check_still_there(plan.images.root)
             with summary.timed("forward"):
                 if len(batch.images):
                     taps(preprocessing.to_input(batch.images.to(device, non_blocking=True)))
@@ -416,12 +420,25 @@ def _next(batches: Iterator[Batch]) -> Batch | None:
     try:
         return next(batches, None)
     except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
+        if "DataLoader" not in str(error):
             raise
         raise LayertapError(
-            f"a process that decodes images died: {first_line(error)}. What was stored is safe; run again to go on. "
-            "Lower workers or batch_size if memory is short, or give /dev/shm more room"
+            f"a process that decodes images died or hangs: {first_line(error)}. What was stored is safe; run again to "
+            "go on. Lower workers or batch_size if memory is short, or give /dev/shm more room"
         ) from error
+
+
+def _check_still_there(root: Path) -> None:
+    """Whether the image folder is there: files that are missing with it are no failed rows."""
+    try:
+        there = any(True for _ in os.scandir(root))  # where a disk was unmounted, an empty folder stays
+    except OSError:
+        there = False
+    if not there:
+        raise LayertapError(
+            f"{root} has vanished, or is empty now (an unmounted disk?). What was stored is safe; "
+            "run again when it is back"
+        )
 
 
 def _taps(plan: Plan) -> Taps:
@@ -474,7 +491,7 @@ def _rows_to_do(plan: Plan, shard: int) -> Rows:
     rows = dataset.shard_range(shard)
     if not dataset.part_path(shard).exists():
         return rows
-    with ShardWriter(dataset.part_path(shard)) as writer:
+    with ShardWriter(dataset, shard) as writer:
         writer.check()
         return rows.start + np.flatnonzero(writer.status != Status.OK)
 
@@ -543,6 +560,7 @@ def _create_part(plan: Plan, shard: int) -> None:
         shard=shard,
         first_row=rows.start,
         fingerprint=dataset.fingerprint,
+        images=dataset.images["paths_xxh3"],
         paths=images.paths[here],
         labels=images.labels[here],
         splits=images.splits[here],

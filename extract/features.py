@@ -118,7 +118,9 @@ def _parse(backbone: Backbone, text: str) -> list[_Request]:
     text, pooling = (layer, last) if layer and last in POOLINGS else (text, "auto")
     if text == EMBEDDING:
         if backbone.classifier is None:
-            raise InputError(f"{backbone.spec} has no single classifier whose input is the embedding; name layers")
+            raise InputError(
+                f"{backbone.spec} has no single classifier whose input is the embedding; name layers, such as -l '*'"
+            )
         return [_Request(backbone.classifier, "", pooling, what="input")]
     pattern = split_text(text, names)[0]
     matches = match_layers(names, pattern, backbone.spec)

@@ -38,6 +38,7 @@ IMAGE_SUFFIXES = frozenset({
 })  # fmt: skip
 _LITTER = frozenset({"thumbs.db", "desktop.ini"})  # what operating systems leave in folders, besides hidden files
 _SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
+_GIVE_UP_S = 600  # without any batch: a worker that cannot send one, or a file system that hangs
 _BACKGROUND = (255, 255, 255)  # what transparent pixels are laid over
 
 
@@ -311,6 +312,7 @@ def load_batches(
         collate_fn=_collate,
         pin_memory=pin_memory,
         worker_init_fn=_leave_signals_to_the_main_process,
+        timeout=_GIVE_UP_S if workers else 0,
     )
     return iter(loader)
 

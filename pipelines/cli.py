@@ -55,10 +55,10 @@ def _option(*names: str, **settings: Any) -> Callable[[Any], Any]:
 
 
 @main.command()
-@click.argument("images", required=False, type=click.Path(path_type=Path))
+@click.argument("images", required=False)
 @_option("-b", "--backbone")
 @_option("-l", "--layers", multiple=True, metavar="LAYER[:POOLING]")
-@_option("-o", "--out", type=click.Path(path_type=Path))
+@_option("-o", "--out")
 @_option("--weights")
 @_option("--batch-size", type=int)
 @_option("--workers", type=int)

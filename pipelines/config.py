@@ -27,15 +27,22 @@ class EmbedConfig(BaseModel):
         min_length=1,
         description="Repeats, takes globs. Poolings: auto none flatten mean_map max_map cls_token mean_tokens.",
     )
-    weights: str | None = Field(None, description="Name, file, or 'random'. [default: the source's own]")
-    batch_size: int = Field(defaults.BATCH_SIZE, ge=1, description="Images a forward.")
-    workers: int = Field(defaults.WORKERS, ge=0, description="Processes that decode; 0: none besides the main one.")
+    weights: str | None = Field(None, min_length=1, description="Name, file, or 'random'. [default: the source's own]")
+    batch_size: int = Field(defaults.BATCH_SIZE, strict=True, ge=1, description="Images a forward.")
+    workers: int = Field(defaults.WORKERS, strict=True, ge=0, description="Processes that decode; 0: the main one.")
     device: str = Field(defaults.DEVICE, description="auto, cpu, cuda, cuda:N or mps.")
     dtype: Literal["float32", "float16"] = Field(defaults.DTYPE, description="Of the stored features.")
-    limit: int | None = Field(None, ge=1, description="Only the first so many images.")
-    seed: int = Field(defaults.SEED, description="Of random weights.")
-    shard_rows: int | None = Field(None, ge=1, description="Images in a file. [default: files of at most 1 GB]")
+    limit: int | None = Field(None, strict=True, ge=1, description="Only the first so many images.")
+    seed: int = Field(defaults.SEED, strict=True, ge=0, lt=1 << 63, description="Of random weights.")
+    shard_rows: int | None = Field(None, strict=True, ge=1, description="Images in a file. [default: at most 1 GB]")
     strict: bool = Field(False, description="Exit with 3 if a row failed.")
+
+    @field_validator("images", "out", mode="before")
+    @classmethod
+    def _a_path(cls, value: Any) -> Any:
+        if isinstance(value, str) and (not value or "\0" in value):
+            raise ValueError("a path is neither empty nor has it null characters")
+        return value
 
     @field_validator("layers", mode="before")
     @classmethod

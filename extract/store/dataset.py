@@ -9,8 +9,8 @@
     images           root, count, xxh3-128 of the sorted paths
     shard_rows       rows in every shard but the last
 
-Readers ignore keys they do not know. `runs.jsonl` has a line for each run that wrote to the data set: when, with which
-versions, on which machine, how long.
+Readers ignore keys they do not know. `runs.jsonl` has a line "started" for each run that wrote to the data set, with
+versions and machine, and a line "ended" for each that ended in order.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import h5py
+
 from extract.errors import InputError, LayertapError, LockedError
-from extract.store.layout import FORMAT, FORMAT_VERSION, StoredFeature, row_bytes
-from extract.store.writer import write_json
+from extract.store.layout import FORMAT, FORMAT_VERSION, ROW_DATA, StoredFeature, row_bytes, write_json
 
 __all__ = ["DataSet", "fingerprint_of", "shard_rows_for"]
 
@@ -87,6 +88,27 @@ class DataSet:
         """The rows of a shard."""
         return range(shard * self.shard_rows, min((shard + 1) * self.shard_rows, self.n_rows))
 
+    def fault_of(self, file: h5py.File, shard: int) -> str | None:
+        """Why an open file is not this shard of this data set; None if it is."""
+        rows = self.shard_range(shard)
+        expected = {
+            "fingerprint": self.fingerprint,
+            "images": self.images["paths_xxh3"],
+            "shard": shard,
+            "first_row": rows.start,
+            "n_rows": len(rows),
+        }
+        for name, value in expected.items():
+            if file.attrs.get(name) != value:
+                return f"is no shard {shard} of this data set: its {name} is {_short(file.attrs.get(name))}"
+        shapes = {f"features/{feature.name}": (len(rows), *feature.shape) for feature in self.features}
+        shapes |= {name: (len(rows), *width) for name, width, _ in ROW_DATA}
+        shapes |= {"path": (len(rows),), "label": (len(rows),), "split": (len(rows),)}
+        for name, shape in shapes.items():
+            if not isinstance(file.get(name), h5py.Dataset) or file[name].shape != shape:
+                return f"is damaged: it has no data set {name!r} of shape {shape}"
+        return None
+
     @classmethod
     def open(cls, out: Path) -> DataSet:
         """Read `dataset.json`.
@@ -103,15 +125,22 @@ class DataSet:
             features = [
                 StoredFeature(f["name"], tuple(f["shape"]), f["dtype"], f["attributes"]) for f in content["features"]
             ]
-            return cls(out, content["depends_on"], features, content["images"], int(content["shard_rows"]))
+            images, depends_on, shard_rows = content["images"], content["depends_on"], content["shard_rows"]
+            whole = isinstance(images["root"], str) and isinstance(images["paths_xxh3"], str) and features
+            if not whole or int(images["count"]) < 1 or int(shard_rows) < 1 or not isinstance(depends_on, dict):
+                raise ValueError("a value is missing or out of range")
+            found = cls(out, depends_on, features, images, int(shard_rows))
+            if content["fingerprint"] != found.fingerprint:
+                raise ValueError("its fingerprint is not that of its content")
+            return found
         except (FileNotFoundError, NotADirectoryError) as error:
             missing = "is no layertap data set: it has no dataset.json" if out.exists() else "does not exist"
             raise InputError(f"{out} {missing}") from error
         except OSError as error:
             raise LayertapError(f"cannot read {path}: {error.strerror}") from error
+        except InputError:
+            raise
         except (ValueError, KeyError, TypeError) as error:
-            if isinstance(error, InputError):
-                raise
             raise InputError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
     def check(self) -> DataSet | None:

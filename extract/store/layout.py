@@ -9,7 +9,8 @@ A data set is a folder:
 
 A shard is plain HDF5 with rows in path order:
 
-    /                     attributes: format="layertap", format_version=1, shard, first_row, n_rows, fingerprint
+    /                     attributes: format="layertap", format_version=1, shard, first_row, n_rows, fingerprint,
+                          images (xxh3-128 of all paths of the data set)
     /features/NAME        (N, *shape) float32 or float16; attributes: layer, pooling, axes, source_dtype
     /path                 (N,) variable-length UTF-8, relative to the image folder; the bytes of the file name
     /label                (N,) int64, index into /classes; -1 unknown
@@ -42,7 +43,17 @@ from numpy.typing import NDArray
 
 from extract.errors import LayertapError
 
-__all__ = ["FORMAT", "FORMAT_VERSION", "StoredFeature", "chunk_rows", "create_shard", "row_bytes"]
+__all__ = [
+    "FORMAT",
+    "FORMAT_VERSION",
+    "ROW_DATA",
+    "StoredFeature",
+    "chunk_rows",
+    "create_shard",
+    "row_bytes",
+    "sync_folder",
+    "write_json",
+]
 
 FORMAT = "layertap"
 FORMAT_VERSION = 1
@@ -94,6 +105,7 @@ def create_shard(
     shard: int,
     first_row: int,
     fingerprint: str,
+    images: str,
     paths: Sequence[str],
     labels: NDArray[np.int64],
     splits: Sequence[str],
@@ -111,6 +123,7 @@ def create_shard(
     n_rows = len(paths)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
+        _try_space(temporary, features, paths)
         with h5py.File(temporary, "w") as file:
             file.attrs.update(
                 format=FORMAT,
@@ -119,6 +132,7 @@ def create_shard(
                 first_row=first_row,
                 n_rows=n_rows,
                 fingerprint=fingerprint,
+                images=images,
             )
             group = file.create_group("features")
             for feature in features:
@@ -126,7 +140,7 @@ def create_shard(
                 chunks = (chunk_rows(feature, n_rows), *feature.shape)
                 data = group.create_dataset(feature.name, shape, feature.dtype, dcpl=_preallocated(chunks))
                 data.attrs.update(feature.attributes)
-            for name, width, dtype in _ROW_DATA:
+            for name, width, dtype in ROW_DATA:
                 file.create_dataset(name, (n_rows, *width), dtype, dcpl=_preallocated(None), fillvalue=0)
             file["path"] = np.array([os.fsencode(path) for path in paths], dtype=_TEXT)
             file["split"] = np.array(splits, dtype=_TEXT)
@@ -147,7 +161,29 @@ def create_shard(
         temporary.unlink(missing_ok=True)
 
 
-_ROW_DATA: tuple[tuple[str, tuple[int, ...], str], ...] = (
+def _try_space(path: Path, features: Sequence[StoredFeature], paths: Sequence[str]) -> None:
+    """Take as much disk space as a shard can need, and give it back.
+
+    HDF5 ends the process when the disk is full at the moment it closes a file; so it must not come to that.
+    """
+    if not hasattr(os, "posix_fallocate"):  # macOS
+        return
+    n_rows = len(paths)
+    size = 256 * 1024  # groups, attributes, provenance
+    for feature in features:
+        rows = chunk_rows(feature, n_rows)
+        chunks = -(-n_rows // rows)
+        size += chunks * (rows * feature.row_bytes + 256)  # 256: of the index of chunks
+    size += n_rows * (sum(np.dtype(dtype).itemsize * math.prod(width) for _, width, dtype in ROW_DATA) + 8)
+    size += sum(2 * len(os.fsencode(name)) + 96 for name in paths)  # variable-length text: heap and references
+    with path.open("wb") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        finally:
+            path.unlink()
+
+
+ROW_DATA: tuple[tuple[str, tuple[int, ...], str], ...] = (
     ("status", (), "uint8"),
     ("row_hash", (), "uint64"),
     ("source_size", (), "int64"),
@@ -173,3 +209,18 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a small JSON file whole or not at all."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)

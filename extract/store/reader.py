@@ -49,6 +49,9 @@ class FeatureReader:
             else:
                 self._files.append(open_shard(self._path))
                 self._layers = list(self._files[0]["features"])
+            for file in self._files:
+                if (pending := int((file["status"][:] == Status.PENDING).sum())) > 0:
+                    raise LayertapError(f"{file.filename} is unfinished: {pending} rows are pending; run embed again")
             counts = [_attribute(file, "n_rows") for file in self._files]
             self._starts = np.concatenate([[0], np.cumsum(counts)])
         except BaseException:
@@ -63,10 +66,8 @@ class FeatureReader:
                 raise LayertapError(f"{path} is {state} (shard {shard} of {dataset.n_shards}); run embed again")
             file = open_shard(path)
             self._files.append(file)
-            rows = dataset.shard_range(shard)
-            found = (file.attrs.get("fingerprint"), _attribute(file, "first_row"), _attribute(file, "n_rows"))
-            if found != (dataset.fingerprint, rows.start, len(rows)):
-                raise LayertapError(f"{path} is no shard {shard} of this data set: its fingerprint or rows differ")
+            if fault := dataset.fault_of(file, shard):
+                raise LayertapError(f"{path} {fault}; delete it and run embed again")
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -227,7 +228,9 @@ def open_shard(path: Path) -> h5py.File:
     except FileNotFoundError as error:
         raise InputError(f"{path} does not exist") from error
     except OSError as error:
-        raise InputError(f"{path} cannot be opened as HDF5: {error}") from error
+        raise InputError(
+            f"{path} cannot be opened as HDF5: {error}; if it is damaged, delete it and run again"
+        ) from error
     version = (file.attrs.get("format"), file.attrs.get("format_version"))
     if version != (FORMAT, FORMAT_VERSION):
         file.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -19,7 +18,8 @@ from numpy.typing import NDArray
 
 from extract.errors import LayertapError, LockedError
 from extract.status import Status
-from extract.store.layout import sync_folder
+from extract.store.dataset import DataSet
+from extract.store.layout import sync_folder, write_json
 
 __all__ = ["ShardWriter", "hash_rows"]
 
@@ -50,15 +50,16 @@ class ShardWriter:
     `write` had not returned are pending.
 
     Args:
-        part: the `.part` file, made by `create_shard`.
+        dataset: what the shard belongs to.
+        shard: its number; its `.part` file was made by `create_shard`.
 
     Raises:
         LockedError: another process has the file open.
-        LayertapError: the file cannot be opened.
+        LayertapError: the file cannot be opened, or belongs to another data set.
     """
 
-    def __init__(self, part: Path):
-        self._part = part
+    def __init__(self, dataset: DataSet, shard: int):
+        self._part = part = dataset.part_path(shard)
         try:
             self._file = h5py.File(part, "r+")
         except BlockingIOError as error:
@@ -67,6 +68,9 @@ class ShardWriter:
             damaged = "signature" in str(error) or "truncated" in str(error)
             remedy = "; it is damaged: delete it, and its rows will be computed again" if damaged else ""
             raise LayertapError(f"{part} cannot be opened: {error}{remedy}") from error
+        if fault := dataset.fault_of(self._file, shard):
+            self._file.close()
+            raise LayertapError(f"{part} {fault}; delete it, and its rows will be computed again")
         self._features: dict[str, h5py.Dataset] = dict(self._file["features"].items())
         self.first_row = int(self._file.attrs["first_row"])
         self.status: NDArray[np.uint8] = self._file["status"][:]
@@ -209,18 +213,3 @@ def runs(rows: NDArray[np.integer[Any]], at_most: int | None = None) -> Iterator
         for first in range(0, len(part), step):
             piece = part[first : first + step]
             yield int(piece[0]), int(piece[-1]) + 1
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write a small JSON file whole or not at all."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)

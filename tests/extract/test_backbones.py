@@ -81,6 +81,25 @@ def test_keys_that_do_not_fit_are_listed(tmp_path: Path) -> None:
     ]
 
 
+def test_values_of_another_kind_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = timm.create_model("test_resnet").state_dict()
+    for name, changed in {
+        "int8": {key: value.to(torch.int8) for key, value in state.items()},
+        "complex": {**state, "fc.weight": state["fc.weight"].to(torch.complex64)},
+        "sparse": {**state, "fc.weight": state["fc.weight"].to_sparse()},
+    }.items():
+        torch.save(changed, tmp_path / f"{name}.pth")
+        with pytest.raises(InputError, match="of another kind: .*(fc.weight|torch.int8 for torch.float32)"):
+            load_backbone("timm/test_resnet", weights=str(tmp_path / f"{name}.pth"), device="cpu")
+    torch.save({0: torch.zeros(1)}, tmp_path / "n.pth")
+    with pytest.raises(InputError, match="no plain state dict"):
+        load_backbone("timm/test_resnet", weights=str(tmp_path / "n.pth"), device="cpu")
+    monkeypatch.chdir(tmp_path)
+    halves = {key: value.half() if value.is_floating_point() else value for key, value in state.items()}
+    torch.save(halves, tmp_path / "model_best.pth.tar")
+    assert load_backbone("timm/test_resnet", weights="model_best.pth.tar", device="cpu").weights.source
+
+
 class Malicious:
     def __reduce__(self):
         return (open, ("pwned", "w"))
@@ -139,8 +158,9 @@ def test_weights_that_cannot_be_used(spec: str, weights: str, message: str) -> N
 def test_a_missing_device_is_an_error() -> None:
     with pytest.raises(LayertapError, match="device 'cuda:99' cannot be used"):
         load_backbone("bundled/efficientnet_lite0", device="cuda:99")
-    with pytest.raises(LayertapError, match="device 'gpu' cannot be used"):
-        load_backbone("bundled/efficientnet_lite0", device="gpu")
+    for device in ("gpu", "meta"):
+        with pytest.raises(LayertapError, match=f"device '{device}' cannot be used"):
+            load_backbone("bundled/efficientnet_lite0", device=device)
 
 
 def test_a_download_that_fails_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from extract import FeatureReader, InputError, LayertapError, Status, extract_fe
 from extract.backbones import Backbone
 from extract.extraction import extract, plan
 from extract.images import list_images
+from extract.store.dataset import DataSet
 from extract.store.writer import ShardWriter
 from tests.conftest import make_picture
 
@@ -340,9 +342,9 @@ def test_a_refused_folder_is_not_written_into(folder: Path, tmp_path: Path, smal
 def test_a_worker_that_dies_is_told_and_nothing_is_lost(folder: Path, tmp_path: Path, small: Backbone) -> None:
     preprocessing = dataclasses.replace(small.preprocessing, library_transform=KilledByTheSeventh())
     deadly = dataclasses.replace(small, preprocessing=preprocessing)
-    with pytest.raises(LayertapError, match="a process that decodes images died: .*run again to go on"):
+    with pytest.raises(LayertapError, match="a process that decodes images died or hangs: .*run again to go on"):
         extract(plan(folder, out=tmp_path / "out", backbone=deadly, workers=1, batch_size=2))
-    with ShardWriter(tmp_path / "out" / "shards" / "000000.h5.part") as writer:
+    with ShardWriter(DataSet.open(tmp_path / "out"), 0) as writer:
         assert 0 < (writer.status == Status.OK).sum() <= 6
 
 
@@ -377,6 +379,29 @@ print(before, inside, faults())
     before, inside, after = map(int, subprocess.check_output([sys.executable, "-c", code], text=True).split())
     assert inside <= 100
     assert after <= before + 100
+
+
+def test_an_image_folder_that_vanishes_stops_the_run_and_fails_no_row(
+    folder: Path, tmp_path: Path, small: Backbone
+) -> None:
+    planned = plan(folder, out=tmp_path / "out", backbone=small, workers=0, batch_size=3)
+    with pytest.raises(LayertapError, match="pictures has vanished"):
+        extract(planned, stop=lambda: bool(folder.exists() and folder.rename(tmp_path / "away") and False))
+    (tmp_path / "away").rename(folder)
+    assert count_images(folder, tmp_path / "out", small, batch_size=3) == 9
+    with FeatureReader(tmp_path / "out") as reader:
+        assert reader.failures == []
+
+
+def test_every_run_is_told_of_when_it_starts_and_ends(folder: Path, tmp_path: Path, small: Backbone) -> None:
+    planned = plan(folder, out=tmp_path / "out", backbone=small, workers=0, batch_size=4)
+    extract(planned, stop=lambda: True)
+    count_images(folder, tmp_path / "out", small, batch_size=4)
+    count_images(folder, tmp_path / "out", small, batch_size=4)
+    lines = [json.loads(line) for line in (tmp_path / "out" / "runs.jsonl").read_text().splitlines()]
+    assert [(line["event"], line.get("rows", line.get("found_done"))) for line in lines] == [
+        ("started", 0), ("ended", 4), ("started", 4), ("ended", 8),
+    ]  # fmt: skip
 
 
 def test_too_little_space_is_told_before_any_image_is_read(

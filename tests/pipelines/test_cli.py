@@ -140,6 +140,8 @@ def test_a_second_run_says_that_all_is_done(folder: Path, tmp_path: Path) -> Non
         ([*SMALL, "-l", "layer4:mean"], "neither a pooling (auto, none, flatten"),
         ([*SMALL, "-l", "layer4:cls_token"], "cls_token does not fit a map of shape"),
         ([*SMALL, "--device", "cuda:77"], "device 'cuda:77' cannot be used"),
+        ([*SMALL, "--seed", "99999999999999999999"], "seed: Input should be less than 9223372036854775808"),
+        ([*SMALL[:2], "--weights", ""], "weights: String should have at least 1 character"),
         ([*SMALL, "--batch-size", "0"], "batch_size: Input should be greater than or equal to 1 (given: 0)"),
     ],
 )
@@ -201,6 +203,9 @@ def test_weights_with_wrong_keys(folder: Path, tmp_path: Path) -> None:
         ("a: [", "is no YAML"),
         ("images: x\nbatch_size: many\ndtype: float8", "batch_size: Input should be a valid integer"),
         ("backbone: timm/test_resnet", "images: no folder given"),
+        ('images: ""', "a path is neither empty"),
+        ('images: "a\\0b"', "a path is neither empty"),
+        ("images: x\nlimit: true", "limit: Input should be a valid integer"),
     ],
 )
 def test_wrong_config_files(tmp_path: Path, content: str, message: str) -> None:

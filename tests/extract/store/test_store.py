@@ -40,10 +40,16 @@ def create(data: DataSet, shard: int) -> Path:
     rows = data.shard_range(shard)
     create_shard(
         data.part_path(shard), FEATURES, shard=shard, first_row=rows.start, fingerprint=data.fingerprint,
+        images=data.images["paths_xxh3"],
         paths=[PATHS[i] for i in rows], labels=np.array([i % 3 for i in rows]), splits=["train"] * len(rows),
         classes=["class 0", "class 1", "class 2"], provenance={"weights": "w"},
     )  # fmt: skip
     return data.part_path(shard)
+
+
+def created(data: DataSet, shard: int) -> tuple[DataSet, int]:
+    create(data, shard)
+    return data, shard
 
 
 def write(writer: ShardWriter, rows: list[int], status: Status = Status.OK) -> None:
@@ -60,7 +66,7 @@ def complete(tmp_path: Path) -> Path:
     data = data_set(tmp_path / "out")
     data.open_or_create()
     for shard in range(data.n_shards):
-        with ShardWriter(create(data, shard)) as writer:
+        with ShardWriter(*created(data, shard)) as writer:
             rows = list(data.shard_range(shard))
             write(writer, rows[:4])
             write(writer, rows[4:])
@@ -75,7 +81,7 @@ def test_plain_h5py_reads_a_shard(complete: Path) -> None:
     with h5py.File(complete / "shards" / "000001.h5") as file:
         assert dict(file.attrs) == {
             "format": "layertap", "format_version": 1, "shard": 1, "first_row": 10, "n_rows": 10,
-            "fingerprint": fingerprint_of({"weights": "w"}),
+            "fingerprint": fingerprint_of({"weights": "w"}), "images": "0" * 32,
         }  # fmt: skip
         assert np.array_equal(file["features/vector"][:], VALUES["vector"][10:20])
         assert np.array_equal(file["features/map:none"][:], VALUES["map:none"][10:20])
@@ -122,15 +128,15 @@ def test_chunks_are_half_a_megabyte_to_one(shape: tuple[int, ...], dtype: str, n
 def test_a_killed_write_leaves_its_rows_pending_and_the_others_stored(tmp_path: Path) -> None:
     data = data_set(tmp_path / "out")
     data.open_or_create()
-    part = create(data, 0)
+    create(data, 0)
     child = os.fork()
     if not child:  # dies as by SIGKILL, with the file open
-        writer = ShardWriter(part)
+        writer = ShardWriter(data, 0)
         write(writer, [0, 1, 2])
         writer._file["features/vector"][3:5] = 7
         os._exit(9)
     os.waitpid(child, 0)
-    with ShardWriter(part) as writer:
+    with ShardWriter(data, 0) as writer:
         assert writer.status.tolist() == [1, 1, 1, 0, 0, 0, 0, 0, 0, 0]
         assert writer.check() == 0
         write(writer, list(range(3, 10)))
@@ -143,12 +149,12 @@ def test_rows_that_do_not_agree_with_their_hash_become_pending(tmp_path: Path) -
     data = data_set(tmp_path / "out")
     data.open_or_create()
     part = create(data, 0)
-    with ShardWriter(part) as writer:
+    with ShardWriter(data, 0) as writer:
         write(writer, list(range(10)))
     with h5py.File(part, "r+") as file:
         file["features/vector"][4, 2] += 1
         file["features/map:none"][7, 0, 0, 0] += 1
-    with ShardWriter(part) as writer:
+    with ShardWriter(data, 0) as writer:
         assert writer.check() == 2
         assert np.flatnonzero(writer.status == Status.PENDING).tolist() == [4, 7]
         with pytest.raises(LayertapError, match="2 rows are still pending"):
@@ -158,10 +164,11 @@ def test_rows_that_do_not_agree_with_their_hash_become_pending(tmp_path: Path) -
 def test_a_second_writer_of_a_shard_is_refused(tmp_path: Path) -> None:
     data = data_set(tmp_path / "out")
     data.open_or_create()
-    part = create(data, 0)
-    with ShardWriter(part):
+    create(data, 0)
+    with ShardWriter(data, 0):
         code = (
-            f"from pathlib import Path; from extract.store.writer import ShardWriter; ShardWriter(Path({str(part)!r}))"
+            "from pathlib import Path; from extract.store.dataset import DataSet\n"
+            f"from extract.store.writer import ShardWriter; ShardWriter(DataSet.open(Path({str(data.out)!r})), 0)"
         )
         other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "LockedError" in other.stderr
@@ -171,7 +178,7 @@ def test_a_second_writer_of_a_shard_is_refused(tmp_path: Path) -> None:
 def test_a_published_shard_always_has_its_receipt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = data_set(tmp_path / "out")
     data.open_or_create()
-    with ShardWriter(create(data, 0)) as writer:
+    with ShardWriter(*created(data, 0)) as writer:
         write(writer, list(range(10)))
         with monkeypatch.context() as patch:
             patch.setattr(
@@ -181,7 +188,7 @@ def test_a_published_shard_always_has_its_receipt(tmp_path: Path, monkeypatch: p
                 writer.publish()
     assert data.part_path(0).exists()
     assert not data.shard_path(0).exists()
-    with ShardWriter(data.part_path(0)) as writer:
+    with ShardWriter(data, 0) as writer:
         assert data.shard_path(0).with_suffix(".json").exists() or writer.publish()
     assert data.shard_path(0).with_suffix(".json").exists()
 
@@ -193,7 +200,7 @@ def test_where_there_are_no_hard_links_a_shard_is_renamed(tmp_path: Path, monkey
     monkeypatch.setattr(os, "link", refuse)
     data = data_set(tmp_path / "out")
     data.open_or_create()
-    with ShardWriter(create(data, 0)) as writer:
+    with ShardWriter(*created(data, 0)) as writer:
         write(writer, list(range(10)))
         assert writer.publish() == data.shard_path(0)
     assert sorted(path.name for path in (data.out / "shards").iterdir()) == ["000000.h5", "000000.json"]
@@ -202,7 +209,7 @@ def test_where_there_are_no_hard_links_a_shard_is_renamed(tmp_path: Path, monkey
 def test_the_final_name_is_given_once(complete: Path) -> None:
     data = DataSet.open(complete)
     before = data.shard_path(0).read_bytes()
-    with ShardWriter(create(data, 0)) as writer:
+    with ShardWriter(*created(data, 0)) as writer:
         write(writer, list(range(10)), Status.NOT_FINITE)
         with pytest.raises(LayertapError, match="exists already"):
             writer.publish()
@@ -228,7 +235,7 @@ def test_a_receipt_tells_size_hash_and_counts(complete: Path) -> None:
 def test_wrong_features_are_refused(tmp_path: Path, features: dict[str, np.ndarray], message: str) -> None:
     data = data_set(tmp_path / "out")
     data.open_or_create()
-    with ShardWriter(create(data, 0)) as writer:
+    with ShardWriter(*created(data, 0)) as writer:
         with pytest.raises(ValueError, match=message):
             writer.write(np.array([0, 1]), features, np.ones(2, "uint8"), {})
         assert not writer.status.any()
@@ -396,7 +403,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> FeatureReader:
     data = data_set(tmp_path_factory.mktemp("read") / "out")
     data.open_or_create()
     for shard in range(data.n_shards):
-        with ShardWriter(create(data, shard)) as writer:
+        with ShardWriter(*created(data, shard)) as writer:
             write(writer, list(data.shard_range(shard)))
             writer.publish()
     return FeatureReader(data.out)
@@ -433,12 +440,79 @@ def test_a_missing_or_unfinished_shard_is_named(complete: Path) -> None:
         FeatureReader(complete)
 
 
+@pytest.mark.parametrize(
+    ("attribute", "value"), [("fingerprint", "f" * 64), ("images", "1" * 32), ("n_rows", 9), ("first_row", 3)]
+)
+def test_a_shard_of_another_data_set_is_neither_read_nor_written(complete: Path, attribute: str, value: object) -> None:
+    data = DataSet.open(complete)
+    with h5py.File(data.shard_path(0), "r+") as file:
+        file.attrs[attribute] = value
+    with pytest.raises(LayertapError, match=f"000000.h5 is no shard 0 of this data set: its {attribute} is"):
+        FeatureReader(complete)
+    data.shard_path(0).rename(data.part_path(0))
+    with pytest.raises(LayertapError, match=f"its {attribute} is .*; delete it, and its rows will be computed again"):
+        ShardWriter(data, 0)
+
+
+@pytest.mark.parametrize("name", ["features/vector", "status", "path", "row_hash", "features"])
+def test_a_shard_without_all_its_data_sets_is_damaged(complete: Path, name: str) -> None:
+    with h5py.File(complete / "shards" / "000001.h5", "r+") as file:
+        del file[name]
+    with pytest.raises(LayertapError, match="000001.h5 is damaged: it has no data set"):
+        FeatureReader(complete)
+
+
+def test_pending_rows_are_not_read(complete: Path) -> None:
+    shard = complete / "shards" / "000002.h5"
+    with h5py.File(shard, "r+") as file:
+        file["status"][1] = Status.PENDING
+    for path in (complete, shard):
+        with pytest.raises(LayertapError, match="000002.h5 is unfinished: 1 rows are pending"):
+            FeatureReader(path)
+
+
+@pytest.mark.parametrize("change", [
+    {"images": None}, {"images": {}}, {"images": {"count": 4}}, {"shard_rows": 0}, {"shard_rows": None},
+    {"depends_on": None}, {"depends_on": []}, {"features": []}, {"features": {}}, {"fingerprint": "0" * 64},
+])  # fmt: skip
+def test_a_description_with_wrong_values_is_damaged(complete: Path, change: dict[str, object]) -> None:
+    path = complete / "dataset.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(InputError, match="dataset.json is damaged"):
+        FeatureReader(complete)
+
+
+def test_a_disk_that_is_nearly_full_is_an_error_and_no_crash(tmp_path: Path) -> None:
+    """With a limit on the size of files, which HDF5 would meet in the middle of its work."""
+    data = data_set(tmp_path / "out")
+    data.open_or_create()
+    code = f"""
+import resource
+from pathlib import Path
+from extract.store.dataset import DataSet
+from tests.extract.store.test_store import create
+data = DataSet.open(Path({str(data.out)!r}))
+for limit in range(1000, 30000, 3000):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        create(data, 0)
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+    root = Path(__file__).parents[3]
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
+    assert run.returncode == 0, run.stderr
+    assert {line.split()[0] for line in run.stdout.splitlines()} == {"LayertapError"}
+    assert "File too large" in run.stdout
+    assert list((data.out / "shards").iterdir()) == []
+
+
 def test_shards_in_each_others_place_are_found_out(complete: Path) -> None:
     a, b = complete / "shards" / "000000.h5", complete / "shards" / "000001.h5"
     a.rename(complete / "x")
     b.rename(a)
     (complete / "x").rename(b)
-    with pytest.raises(LayertapError, match="000000.h5 is no shard 0 of this data set"):
+    with pytest.raises(LayertapError, match="000000.h5 is no shard 0 of this data set: its shard is 1"):
         FeatureReader(complete)
 
 

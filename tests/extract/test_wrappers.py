@@ -1,0 +1,366 @@
+"""Wrapped, fused, compiled, quantised, shared and threaded models: where a naive hook is wrong, and Taps are not.
+
+A naive hook is `register_forward_hook(lambda m, a, out: found.__setitem__(name, out.detach().cpu()))`.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from extract import InputError, LayertapError, Taps, UnknownNameError
+from extract.edits import scale
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 2)).eval()
+
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+
+
+def naive(model: nn.Module, names: list[str]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    modules = dict(model.named_modules())
+    for name in names:
+        modules[name].register_forward_hook(lambda m, a, out, name=name: found.__setitem__(name, out.detach().cpu()))
+    return found
+
+
+def hooks_in(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+@pytest.fixture(autouse=True)
+def no_trace_of_taps() -> Iterator[None]:
+    before = torch.backends.mha.get_fastpath_enabled()
+    yield
+    assert torch.backends.mha.get_fastpath_enabled() == before
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+# Fused code
+
+
+def test_attention_projections_never_run_and_that_is_said() -> None:
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0).eval()
+    wrapped = nn.Sequential(model)
+    found = naive(wrapped, ["0.linear1", "0.self_attn.out_proj"])
+    x = torch.randn(2, 5, 8)
+    with torch.no_grad():
+        plain = wrapped(x)
+        assert "0.self_attn.out_proj" not in found  # and nobody says so
+        with Taps(wrapped, ["0.linear1", "0.self_attn", "0.self_attn.out_proj"]) as taps:
+            output = taps(x)
+        assert torch.allclose(output, plain, atol=1e-5)
+        attended = model.self_attn(x, x, x, need_weights=False)[0]
+        expected = model.linear1(model.norm1(x + attended))
+    assert torch.allclose(taps.record["0.self_attn:0"], attended, atol=1e-5)
+    assert torch.allclose(taps.record["0.linear1"], expected, atol=1e-5)
+    with pytest.raises(UnknownNameError, match=r"never runs: nn\.MultiheadAttention uses its weights without calling"):
+        taps.record["0.self_attn.out_proj"]
+
+
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("how", ["wrapper", "in place", "a layer"])
+def test_compiled_models_are_seen_through(called: bool, how: str) -> None:
+    expected = net()[0](X)
+    torch.compiler.reset()
+    model: nn.Module = net()
+    if how == "wrapper":
+        model = torch.compile(model, backend="eager")
+    elif how == "in place":
+        model.compile(backend="eager")
+    else:
+        model[0] = torch.compile(model[0], backend="eager")
+    if called:
+        model(X)
+        inner = getattr(model, "_orig_mod", model)
+        found: dict[str, Tensor] = {}
+        handle = getattr(inner[0], "_orig_mod", inner[0]).register_forward_hook(
+            lambda m, a, out: found.__setitem__("0", out.detach().cpu())
+        )
+        model(X)
+        handle.remove()
+        assert "0" not in found or not torch.equal(found["0"], expected)  # ignored, or rewritten by the ReLU
+    with torch.no_grad(), Taps(model, ["0", "2"]) as taps:
+        output = taps(X)
+    assert torch.allclose(taps.record["0"], expected)
+    assert torch.equal(taps.record["2"], output)
+    assert model(X).shape == (3, 2)
+
+
+def test_scripted_and_exported_models_are_refused() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.script(net())
+    with pytest.raises(InputError, match="the model is scripted"):
+        Taps(scripted, "0")
+    with pytest.raises(InputError, match="layer '0' is scripted"):
+        Taps(nn.Sequential(scripted), "0")
+    exported = torch.export.export(net(), (X,))
+    with pytest.raises(InputError, match="no nn.Module"):
+        Taps(exported, "0")
+    with pytest.raises(InputError, match="the model is exported"):
+        Taps(exported.module(), "0")
+
+
+def test_replicated_models_are_refused() -> None:
+    model = nn.DataParallel(net())
+    with Taps(model, "0") as taps:
+        taps(X)
+    model.device_ids = [0, 1]
+    with pytest.raises(InputError, match="replicated over 2 devices"):
+        Taps(model, "0")
+    with pytest.raises(InputError, match="layer '0' is replicated"):
+        Taps(nn.Sequential(model), "0")
+
+
+# Numbers
+
+
+def test_under_autocast_tensors_keep_the_type_they_have_inside() -> None:
+    model = net()
+    found = naive(model, ["0"])
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), Taps(model, ["0", "2"]) as taps:
+        taps(X)
+        expected = model[0](X)
+    assert taps.record["0"].dtype == torch.bfloat16
+    assert torch.equal(taps.record["0"], expected)
+    assert found["0"].data_ptr() != taps.record["0"].data_ptr()
+
+
+def test_quantised_tensors_are_kept_as_plain_numbers() -> None:
+    class Quantise(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
+
+    class Dequantise(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.dequantize()
+
+    model = nn.Sequential(Quantise(), Dequantise())
+    found = naive(model, ["0"])
+    with torch.no_grad(), Taps(model, "0") as taps:
+        output = taps(X)
+    assert found["0"].is_quantized
+    assert not taps.record["0"].is_quantized
+    assert torch.equal(taps.record["0"], output)
+
+
+def test_sparse_tensors_are_kept_dense_and_nested_ones_refused() -> None:
+    class Sparse(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.to_sparse()
+
+    class Nested(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.nested.nested_tensor([x[0], x[1, :2]])
+
+    with Taps(nn.Sequential(Sparse()), "0") as taps:
+        taps(X)
+    assert torch.equal(taps.record["0"], X)
+    with (
+        warnings.catch_warnings(),
+        pytest.raises(InputError, match="0 is a nested tensor"),
+        Taps(nn.Sequential(Nested()), "0") as taps,
+    ):
+        warnings.simplefilter("ignore")
+        taps(X)
+
+
+def test_parametrised_layers_and_their_parametrisations() -> None:
+    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 2)), nn.ReLU(inplace=True)).eval()
+    found = naive(model, ["0"])
+    with torch.no_grad(), Taps(model, ["0", "0.parametrizations.weight"]) as taps:
+        taps(X)
+        expected = X @ model[0].weight.T + model[0].bias
+        assert torch.allclose(taps.record["0"], expected)
+        assert torch.allclose(taps.record["0.parametrizations.weight"], model[0].weight)
+    assert found["0"].min() >= 0 > expected.min()
+
+
+def test_lazy_layers_are_kept_from_their_first_forward() -> None:
+    model = nn.Sequential(nn.LazyLinear(5), nn.ReLU(inplace=True))
+    with torch.no_grad(), Taps(model, "0") as taps:
+        taps(X)
+        assert torch.equal(taps.record["0"], nn.functional.linear(X, model[0].weight, model[0].bias))
+    assert type(model[0]) is nn.Linear
+    assert hooks_in(model) == 0
+
+
+# Names
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = self.first
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.relu_(self.first(x)))
+
+
+def test_a_layer_under_two_names_answers_to_both() -> None:
+    model = Tied()
+    found = naive(model, ["first"])
+    with torch.no_grad(), Taps(model, ["first", "second"]).edit("second", scale(1)) as taps:
+        output = taps(X)
+        seen = found["first"]
+        first = model.first(X)
+    for name in ("first", "second"):
+        assert torch.equal(taps.record[f"{name}#0"], first)
+        assert torch.equal(taps.record[f"{name}#1"], output)
+    assert torch.equal(seen, output)  # the last call only
+
+
+def test_edits_under_one_name_come_before_keeps_under_another() -> None:
+    model = Tied()
+    with torch.no_grad(), Taps(model, "first").edit("second", torch.zeros_like) as taps:
+        taps(X)
+    assert not taps.record["first#0"].any()
+
+
+def test_a_layer_that_was_replaced_is_told() -> None:
+    model = net()
+    with torch.no_grad(), Taps(model, ["0", "2"]) as taps:
+        taps(X)
+        old = model[2]
+        model[2] = nn.Linear(8, 3)
+        taps(X)
+        with pytest.raises(UnknownNameError, match="layer '2' was replaced by another module"):
+            taps.record["2"]
+    assert hooks_in(model) == hooks_in(old) == 0
+
+
+def test_layers_run_past_the_model_are_not_recorded_and_that_is_said() -> None:
+    model = timm.create_model("test_vit").eval()
+    images = torch.randn(1, 3, 160, 160)
+    found = naive(model, ["blocks.1"])
+    with torch.no_grad(), Taps(model, "blocks.1") as taps:
+        taps(images)
+        kept = taps.record["blocks.1"]
+        model.forward_features(images * 2)
+        assert torch.equal(taps.record["blocks.1"], kept)  # of the model's own call
+        assert not torch.equal(found["blocks.1"], kept)
+    with torch.no_grad(), Taps(model, "blocks.1") as taps:
+        model.forward_features(images)
+        with pytest.raises(LayertapError, match=r"model itself must be called .* \(model.forward_features"):
+            _ = taps.record
+
+
+# Several at once
+
+
+def test_nested_taps_remove_only_their_own() -> None:
+    model = net()
+    with torch.no_grad(), Taps(model, ["0"]) as outer:
+        with Taps(model, ["2"]).edit("0", scale(0)) as inner:
+            inner(X)
+            assert torch.equal(inner.record["2"], model[2].bias.expand(3, 2))
+        outer(X)
+        assert torch.allclose(outer.record["0"], model[0](X))
+        with pytest.raises(LayertapError, match="in use already"), outer:
+            pass
+        outer(X)
+    assert hooks_in(model) == 0
+
+
+def test_threads_keep_to_their_own_forwards() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).eval()
+    failures: list[str] = []
+    barrier = threading.Barrier(2)
+    overwritten: list[int] = []
+    shared = naive(model, ["0"])
+
+    def work(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad(), Taps(model, ["0"]).edit("0", scale(seed)) as taps:
+            barrier.wait()
+            for _ in range(200):
+                x = torch.randn(2, 4, generator=generator)
+                taps(x)
+                expected = nn.functional.linear(x, model[0].weight, model[0].bias)
+                if not torch.allclose(taps.record["0"], seed * expected, atol=1e-6):
+                    failures.append(f"thread {seed}")
+                overwritten.append(not torch.allclose(shared["0"], expected))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert any(overwritten)
+    assert hooks_in(model) == 1  # the naive one
+
+
+def test_a_copy_made_inside_takes_no_hook_along() -> None:
+    model = net()
+    calls: list[int] = []
+    with torch.no_grad(), Taps(model, ["0"], reduce=lambda h: calls.append(1) or h).edit("2", scale(0)) as taps:
+        twin = copy.deepcopy(model)
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        taps(X)
+        assert calls == [1]
+        expected = net()(X)
+        assert torch.allclose(twin(X), expected)
+        buffer.seek(0)
+        assert torch.allclose(torch.load(buffer, weights_only=False)(X), expected)
+    assert torch.allclose(twin(X), expected)
+    assert calls == [1]
+
+
+class Failing(nn.Module):
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self.inner, self.error = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), error
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inner(x)
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_a_forward_that_fails_leaves_the_model_as_it_was(error: type[BaseException]) -> None:
+    model = Failing(error).train()
+    model.inner[0].requires_grad_(False)
+    state = [(m.training, [p.requires_grad for p in m.parameters(recurse=False)]) for m in model.modules()]
+    taps = Taps(model, ["inner.*", "inner/linear"]).keep("inner", "grad").keep("inner", "input")
+    with pytest.raises(error), taps.keep("inner", "attention").edit("inner.0", scale(2)):
+        taps(X)
+    assert hooks_in(model) == 0
+    assert state == [(m.training, [p.requires_grad for p in m.parameters(recurse=False)]) for m in model.modules()]
+    with pytest.raises(LayertapError, match="did not finish"):
+        _ = taps.record
+
+
+def test_stopping_counts_each_layer_by_itself() -> None:
+    class Turns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.turn = nn.Linear(4, 4), nn.Linear(4, 4), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.turn += 1
+            h = self.a(x)
+            if self.turn > 1:
+                h = self.a(h)  # once more than in the first forward
+            return self.b(h)
+
+    with torch.no_grad(), Taps(Turns(), ["a", "b"], stop=True) as taps:
+        taps(X)
+        taps(X)
+        assert "b" in taps.record
