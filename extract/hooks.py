@@ -278,6 +278,7 @@ class Taps:
         _check_hookable(model)
         self._model = model
         self._layers = named_layers(model)
+        self._parameters = dict(unwrap(model).named_parameters(remove_duplicate=False))
         self._wishes: list[_Wish] = []
         self._stop = stop
         self._on_record = on_record
@@ -305,10 +306,10 @@ class Taps:
                 `LAYER/FUNCTION` means functions called in the layer's own `forward`: `layer1.0/add`, `*/softmax`,
                 `/flatten` (of the model itself).
             what: `"output"`; `"input"`: every tensor among the arguments, positional by index, keywords by name;
-                `"grad"`: the gradient of the loss with respect to the output; `"grad_input"`: with respect to the
-                inputs, as far as it flows through this layer; `"attention"`: the weights (B, heads, T, S) of every
-                attention computed in the layer. Gradients are of the last backward pass inside the block, and scaled
-                where a GradScaler scales the loss.
+                `"grad"`: the gradient of the loss with respect to the output, or to a parameter (`fc.weight`);
+                `"grad_input"`: with respect to the inputs, as far as it flows through this layer; `"attention"`: the
+                weights (B, heads, T, S) of every attention computed in the layer. Gradients are of the last backward
+                pass inside the block, and scaled where a GradScaler scales the loss.
             reduce: a function of one tensor, on its device, without gradients; it must not change the tensor. It
                 returns a tensor or a dict of tensors: what is copied to the CPU and recorded.
             call: only this call of the layer in each forward (0 is the first); None keeps them all.
@@ -369,7 +370,11 @@ class Taps:
             layer, slash, operation = pattern.partition("/")
             if kind in ("input", "grad_input", "attention") and slash:
                 raise InputError(f"{pattern!r}: of a function without a module, outputs and gradients can be had")
-            inside = [""] if slash and not layer else match_layers(self._layers, layer)
+            if slash and not layer:
+                inside = [""]
+            else:
+                names = [*self._layers, *self._parameters] if kind == "grad" else list(self._layers)
+                inside = match_layers(names, layer)
             own_call = call if own_call is None else own_call
             wishes += [_Wish(name, operation, kind, own_call, path) for name in inside]
         return wishes
@@ -437,8 +442,12 @@ class Taps:
                 hook(module.register_forward_hook, self._pop)
             undo.enter_context(Watch(self._on_operation))
         points: dict[int, tuple[nn.Module, _Point]] = {}
-        for wish in self._wishes:
-            if not wish.operation and wish.what != "attention":
+        for wish in sorted(self._wishes, key=lambda wish: wish.edit is None):  # edits come before keeps
+            if wish.layer in self._parameters:
+                parameter = self._parameters[wish.layer]
+                handle = parameter.register_hook(partial(self._on_parameter, wish))  # type: ignore[no-untyped-call]
+                undo.callback(handle.remove)
+            elif not wish.operation and wish.what != "attention":
                 module = self._layers[wish.layer]
                 points.setdefault(id(module), (module, _Point([])))[1].wishes.append((wish.layer, wish))
         for module, point in points.values():
@@ -473,7 +482,7 @@ class Taps:
             return None
         if slash:
             return f"no function {operation!r} was called in the forward of layer {name!r}"
-        if named_layers(self._model).get(name) is not self._layers[name]:
+        if name in self._layers and named_layers(self._model).get(name) is not self._layers[name]:
             return f"layer {name!r} was replaced by another module after these Taps were made"
         if all(wish.what in ("grad", "grad_input") for wish in asked) or "@grad" in text:
             return (
@@ -545,6 +554,14 @@ class Taps:
             return None
         passed = self._pass(point, call, output, "output")
         return None if passed is output else passed
+
+    def _on_parameter(self, wish: _Wish, gradient: Tensor) -> Tensor | None:
+        site = Site(wish.layer, what="grad")
+        if wish.edit is not None:
+            return _edited(gradient, wish.edit, site)
+        if self._forward is not None:
+            self._forward.record._put(site, self._unwatched(partial(_take, gradient, wish.reduce, site)))
+        return None
 
     def _call_number(self, module: nn.Module, event: Literal["begun", "ended"]) -> int | None:
         """Which call of the module this is in its forward; _UNKNOWN while it is computed again; None: not ours."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,7 +78,7 @@ def layer_table(
         if id(module) in rewritten:
             row.notes.append("its output is written to afterwards; a bare hook sees the later values")
         rows.append(row)
-    return rows + (_operations(model, pictures[:1], set(names)) if operations else [])
+    return rows + (_operations(model, pictures[:1], names) if operations else [])
 
 
 def _describe(row: LayerRow, trial: Trial, site: Site) -> None:
@@ -125,39 +125,40 @@ def _rewritten(model: nn.Module, picture: Tensor) -> set[int]:
     return {module for module, tensor, version in seen if tensor._version != version}
 
 
-def _operations(model: nn.Module, picture: Tensor, names: set[str]) -> list[LayerRow]:
-    """Functions that give tensors, called in forwards written outside PyTorch itself."""
-    stack: list[str] = [""]
+def _operations(model: nn.Module, picture: Tensor, names: Sequence[str]) -> list[LayerRow]:
+    """Functions that give tensors, called in the forwards of these layers or of the model itself."""
+    named = named_layers(model)
+    # The functions inside nn.Conv2d and the like say nothing that the layer itself does not.
+    told = {name for name in names if not type(named[name]).__module__.startswith("torch.nn.")} | {""}
+    stack = [""]
     rows: dict[str, LayerRow] = {}
-    calls: Counter[str] = Counter()
 
     def on_call(function: Any, args: Any, kwargs: Any, result: Any) -> Any:
         name = operation_name(function)
         tensors = [tensor for _, tensor in tensors_in(result)]
-        if name is not None and tensors and (stack[-1] == "" or stack[-1] in own):
-            key = f"{stack[-1]}/{name}"
-            row = rows.setdefault(key, LayerRow(key, "function"))
-            if not row.calls:
-                row.shapes = {"": tuple(tensors[0].shape[1:])}
+        if name is not None and tensors and stack[-1] in told:
+            row = rows.setdefault(f"{stack[-1]}/{name}", LayerRow(f"{stack[-1]}/{name}", "function"))
+            row.shapes = row.shapes or {"": tuple(tensors[0].shape[1:])}
             row.calls += 1
             row.bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         return result
 
-    named = named_layers(model)
-    # The functions inside nn.Conv2d and the like say nothing that the layer itself does not.
-    own = {name for name in names if not type(named[name]).__module__.startswith("torch.nn.")}
+    def push(name: str, module: nn.Module, args: Any) -> None:
+        stack.append(name)
+
+    def pop(module: nn.Module, args: Any, output: Any) -> None:
+        stack.pop()
+
     handles = []
     try:
         for name, module in named.items():
-            handles.append(module.register_forward_pre_hook(lambda m, a, name=name: stack.append(name)))
-            handles.append(module.register_forward_hook(lambda m, a, out: stack.pop() and None))
+            handles += [module.register_forward_pre_hook(partial(push, name)), module.register_forward_hook(pop)]
         with torch.no_grad(), Watch(on_call):
             model(picture)
     finally:
         for handle in handles:
             handle.remove()
-    for key, row in rows.items():
+    for row in rows.values():
         if row.calls > 1:
-            row.notes.append(f"called {row.calls} times: {key}#0 to {key}#{row.calls - 1}")
-    del calls
+            row.notes.append(f"called {row.calls} times: {row.name}#0 to {row.name}#{row.calls - 1}")
     return list(rows.values())

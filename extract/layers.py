@@ -72,7 +72,8 @@ def match_layers(names: Iterable[str], patterns: str | Sequence[str], where: str
             parts = pattern.split(".")
             matches = [name for name in names if _parts_match(name.split("."), parts)] if is_glob(pattern) else []
         if not matches:
-            raise unknown_name("layer", pattern, names, where)
+            hint = f"List them: layertap layers {where}" if "/" in where else ""
+            raise unknown_name("layer", pattern, names, where, hint)
         found.update(dict.fromkeys(matches))
     return list(found)
 

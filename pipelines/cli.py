@@ -98,6 +98,30 @@ def embed(ctx: click.Context, /, config: Path | None, as_json: bool, **flags: An
 
 
 @main.command()
+@click.argument("backbone")
+@click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
+@click.option("--ops", is_flag=True, help="Functions without a module too: layer1.0/add, /flatten.")
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+def layers(backbone: str, patterns: tuple[str, ...], ops: bool, as_json: bool) -> None:
+    """List the layers of BACKBONE, or those that match a PATTERN, with what they give for one image.
+
+    A note tells where a hook cannot be trusted, or not simply.
+
+    \b
+    layertap layers torchvision/resnet50 'layer?' 'layer4.*'
+    layertap layers timm/vit_small_patch16_224 'blocks.*.attn' --ops
+    """
+    from pipelines.layers import as_json as table_as_json
+    from pipelines.layers import list_layers, print_table
+
+    rows = list_layers(backbone, patterns, operations=ops)
+    if as_json:
+        click.echo(json.dumps(table_as_json(rows), indent=1))
+    else:
+        print_table(rows, click.echo)
+
+
+@main.command()
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 def show(out: Path, as_json: bool) -> None:

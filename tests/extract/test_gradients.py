@@ -285,3 +285,16 @@ def test_gradients_and_early_stop_exclude_each_other() -> None:
         Taps(nn.Sequential(nn.Linear(1, 1)), stop=True).keep("0", "grad"),
     ):
         pass
+
+
+def test_gradients_of_parameters_are_kept_and_edited() -> None:
+    model, plain = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    x = torch.randn(5, 2)
+    plain(x).square().sum().backward()
+    with Taps(model).keep("*.weight", "grad").edit("1.weight", lambda g: g / 2, what="grad") as taps:
+        taps(x).square().sum().backward()
+    assert torch.equal(taps.record["0.weight@grad"], plain[0].weight.grad)
+    assert torch.equal(taps.record["1.weight@grad"], plain[1].weight.grad / 2)
+    assert torch.equal(model[1].weight.grad, plain[1].weight.grad / 2)
+    assert not any(p._backward_hooks for p in model.parameters())

@@ -287,6 +287,18 @@ def test_an_interrupted_run_keeps_its_rows_and_goes_on(tmp_path: Path, number: s
         assert np.allclose(rows, rows[0], rtol=1e-4, atol=1e-6)  # one picture under 3,000 names
 
 
+# layers
+
+
+def test_layers_are_listed() -> None:
+    text = layertap("layers", "timm/test_resnet", "layer?", "fc").stdout
+    assert [line.split()[0] for line in text.splitlines()] == ["layer", "layer1", "layer2", "layer3", "layer4", "fc"]
+    rows = json.loads(layertap("layers", "timm/test_resnet", "layer1.*", "--ops", "--json").stdout)
+    assert {"layer1.0", "layer1.0/add", "/flatten"} & {row["name"] for row in rows} >= {"layer1.0", "layer1.0/add"}
+    assert "nearest: 'layer" in fails("layers", "timm/test_resnet", "layr1")
+    assert "List them: layertap layers timm/test_resnet" in fails("layers", "timm/test_resnet", "layr1")
+
+
 # show and demo
 
 

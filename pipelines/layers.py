@@ -1,0 +1,44 @@
+"""The layers of a backbone: `layertap layers BACKBONE [PATTERN ...]`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from extract.backbones import load_backbone
+from extract.layer_table import LayerRow, layer_table
+from extract.layers import match_layers, named_layers
+
+__all__ = ["as_json", "list_layers", "print_table"]
+
+
+def list_layers(spec: str, patterns: Sequence[str], *, operations: bool) -> list[LayerRow]:
+    """The table of a backbone's layers; weights do not matter to it, and none are downloaded."""
+    random = None if spec.startswith("bundled/") else "random"
+    backbone = load_backbone(spec, weights=random, device="cpu")
+    pictures = torch.randn(2, 3, *backbone.preprocessing.crop_px, generator=torch.Generator().manual_seed(0))
+    names = match_layers(named_layers(backbone.model), patterns, spec) if patterns else None
+    return layer_table(backbone.model, pictures, names, operations=operations)
+
+
+def as_json(rows: Sequence[LayerRow]) -> list[dict[str, Any]]:
+    """The table for machines."""
+    return [asdict(row) for row in rows]
+
+
+def print_table(rows: Sequence[LayerRow], echo: Callable[[str], None]) -> None:
+    """The table for people: name, type, shape of an image's output, its bytes, parameters, calls, notes."""
+    cells = [("layer", "type", "shape", "bytes", "parameters", "notes")]
+    for row in rows:
+        shapes = ", ".join(
+            (f"{part} " if part else "") + "x".join(map(str, shape)) for part, shape in row.shapes.items()
+        )
+        cells.append((row.name, row.type, shapes, f"{row.bytes:,}", f"{row.parameters:,}", "; ".join(row.notes)))
+    widths = [max(len(line[column]) for line in cells) for column in range(5)]
+    for line in cells:
+        left = "  ".join(cell.ljust(width) for cell, width in zip(line[:3], widths, strict=False))
+        right = "  ".join(cell.rjust(width) for cell, width in zip(line[3:5], widths[3:], strict=True))
+        echo(f"{left}  {right}  {line[5]}".rstrip())

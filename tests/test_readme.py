@@ -1,0 +1,75 @@
+"""The examples of the README run, and do what they say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+
+
+def examples(section: str) -> list[str]:
+    text = README.split(f"## {section}\n")[1].split("\n## ")[0]
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def names() -> dict[str, Any]:
+    torch.manual_seed(0)
+    found: dict[str, Any] = {}
+    for code in examples("Hooks by example"):
+        exec(code, found)
+    return found
+
+
+def test_there_are_five_examples_of_hooks() -> None:
+    assert len(examples("Hooks by example")) == 5
+
+
+def test_layer_shapes_of_resnet50(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(examples("Hooks by example")[0], {})
+    assert capsys.readouterr().out.splitlines() == [f"layer3.{i} (1, 1024, 14, 14)" for i in range(6)]
+
+
+def test_inputs_and_outputs_differ_by_nothing_from_what_forward_returned(names: dict[str, Any]) -> None:
+    assert names["difference"] == 0
+    assert names["passed_on"] == 0
+
+
+def test_the_clipped_gradient_is_clipped(names: dict[str, Any]) -> None:
+    assert names["largest"] == pytest.approx(0.01)
+
+
+def test_norms_of_the_weights_gradient_are_handed_over(names: dict[str, Any]) -> None:
+    assert len(names["norms"]) == 3
+    total = names["net"][2].weight.grad  # the sum over the steps, and over the example before them
+    assert all(norm > 0 for norm in names["norms"])
+    assert total is not None
+
+
+def test_doubling_the_first_layer_changes_its_gradients(names: dict[str, Any]) -> None:
+    one, two = names["gradients"]
+    assert not torch.allclose(one, two)
+    assert 1.5 < two.norm() / one.norm() < 2.5
+
+
+def test_the_reading_example_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from extract import extract_features
+    from tests.conftest import make_picture
+
+    monkeypatch.chdir(tmp_path)
+    for i in range(11):
+        path = tmp_path / "photos" / "ab"[i % 2] / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        make_picture(i).save(path)
+    extract_features("photos", out="outputs/photos", progress=False)
+    found: dict[str, Any] = {}
+    for code in examples("Reading"):
+        exec(code, found)
+    assert found["features"].shape == (11, 1280)
+    assert found["ok"].all()
+    assert list(found["classes"]) == ["a", "b"]
