@@ -23,7 +23,7 @@ print(json.dumps(peaks), file=sys.stderr)
 
 def peaks_kb(images: Path, out: Path) -> list[int]:
     """Peak resident memory of the main process, and of the largest worker."""
-    options = ["-b", "timm/test_resnet", "--weights", "random", "--device", "cpu", "--workers", "2"]
+    options = ["-b", "timm/test_resnet", "--weights", "random", "--device", "cpu", "--workers", "2", "--batch-size", "16"]
     command = [
         sys.executable,
         "-c",
