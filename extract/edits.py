@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -97,17 +97,31 @@ def clip(limit: float, by: Literal["value", "norm"] = "value") -> Edit:
     return lambda g: g * (limit / g.norm().clamp(min=limit))
 
 
-def smooth(beta: float) -> Edit:
-    """Exponential moving average over calls: `m = beta * m + (1 - beta) * g`, beginning with the first `g`."""
-    mean: Tensor | None = None
+class smooth:  # noqa: N801  used as the other verbs are
+    """Exponential moving average over calls: `m = beta * m + (1 - beta) * g`, beginning with the first `g`.
 
-    def edit(g: Tensor) -> Tensor:
-        nonlocal mean
-        new = g.detach()
-        mean = new if mean is None or mean.shape != new.shape else beta * mean + (1 - beta) * new
-        return mean
+    Each tensor it is applied to has a mean of its own.
+    """
 
-    return edit
+    def __init__(self, beta: float):
+        self._beta = beta
+        self._means: dict[Any, Tensor] = {}
+
+    def __call__(self, g: Tensor) -> Tensor:
+        """The mean after one more value, of a tensor that nobody named."""
+        return self.at(None)(g)
+
+    def at(self, site: Any) -> Edit:
+        """The edit of one tensor: `Taps` asks for it by the tensor's site."""
+
+        def edit(g: Tensor) -> Tensor:
+            new, mean = g.detach(), self._means.get(site)
+            if mean is not None and mean.shape != new.shape:
+                raise InputError(f"smooth: the tensor is {tuple(new.shape)} now, and was {tuple(mean.shape)} before")
+            self._means[site] = new if mean is None else self._beta * mean + (1 - self._beta) * new
+            return self._means[site]
+
+        return edit
 
 
 @contextlib.contextmanager

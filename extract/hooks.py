@@ -24,6 +24,8 @@ import contextlib
 import dataclasses
 import re
 import threading
+import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -37,7 +39,7 @@ from torch.utils.hooks import RemovableHandle
 
 from extract.errors import InputError, LayertapError, UnknownNameError, unknown_name
 from extract.layers import match_layers, named_layers, unwrap
-from extract.operations import Watch, attention_weights, operation_name
+from extract.operations import attention_weights, operation_name, unwatched, watching
 from extract.structures import Path, map_tensors, tensors_in
 
 __all__ = ["Record", "Site", "Taps", "What", "split_text"]
@@ -187,11 +189,21 @@ class _Point:
     """A place where values pass: a module, or a function called in one; with what is wished there, by layer name."""
 
     wishes: list[tuple[str, _Wish]]
-    # Inputs that were handed on as clones, and the version the clone had: see `_watched`.
-    clones: list[tuple[Tensor, Tensor, int]] = dataclasses.field(default_factory=list)
+    # The calls that have begun and not ended, the innermost last: a module may call itself.
+    calls: list[_Call] = dataclasses.field(default_factory=list)
 
-    def about(self, *kinds: What) -> bool:
-        return any(wish.what in kinds for _, wish in self.wishes)
+
+@dataclasses.dataclass
+class _Call:
+    """One call of a module.
+
+    `number` is None if it is not ours. `inputs` are tensors it was given, `stand_ins` what it was given in place of
+    some of them, with the version each had: see `_watched`.
+    """
+
+    number: int | None
+    inputs: list[Tensor] = dataclasses.field(default_factory=list)
+    stand_ins: list[tuple[Tensor, Tensor, int]] = dataclasses.field(default_factory=list)
 
 
 class _Forward:
@@ -201,13 +213,76 @@ class _Forward:
         self.record = record
         self.running = True
         self.handed_on = False  # to on_record
-        self.begun: Counter[int] = Counter()  # id of a module -> its calls
-        self.ended: Counter[int] = Counter()
+        self.calls: Counter[int] = Counter()  # id of a module -> how often it was called
         self.operations: Counter[str] = Counter()
         self.attentions: Counter[str] = Counter()
         self.kept: Counter[tuple[str, What]] = Counter()  # times something was kept of each layer
         self.left = 0  # layers of which not all that is to come was kept
         self.stack: list[list[str]] = [[""]]  # names of the modules that are running, the innermost last
+        # Outputs that go on as clones, what they are clones of, and their version: see `_watched`.
+        self.stand_ins: list[tuple[Site, weakref.ref[Tensor] | None, Tensor, int]] = []
+        self._seen: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+    def see(self, tensor: Tensor) -> None:
+        """Remember that a gradient is watched at this tensor."""
+        self._seen[id(tensor)] = tensor
+
+    def has_seen(self, tensor: Tensor) -> bool:
+        return self._seen.get(id(tensor)) is tensor
+
+    def check_stand_ins(self) -> None:
+        """Whether the model wrote into a clone that stood in for a tensor it may still read: then it went astray.
+
+        Raises:
+            LayertapError: it did.
+        """
+        for site, given, stand_in, version in self.stand_ins:
+            if stand_in._version != version and (given is None or given() is not None):
+                raise LayertapError(
+                    f"{site} cannot be had: the model writes in place into what layer {site.layer!r} handed on, which "
+                    "has other names; ask for the layer before it"
+                )
+        self.stand_ins.clear()
+
+
+class _Switch:
+    """A setting of the whole process that several blocks may need, in any order and thread: first in, last out."""
+
+    def __init__(self, turn: Callable[[], Callable[[], None]]):
+        self._turn = turn  # turns it, and returns what turns it back
+        self._back: Callable[[], None] = lambda: None
+        self._users = 0
+        self._guard = threading.Lock()
+
+    @contextlib.contextmanager
+    def turned(self) -> Iterator[None]:
+        with self._guard:
+            if not self._users:
+                self._back = self._turn()
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._users -= 1
+                if not self._users:
+                    self._back()
+
+
+def _no_fused_attention() -> Callable[[], None]:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    return partial(torch.backends.mha.set_fastpath_enabled, before)
+
+
+def _no_compiled_code() -> Callable[[], None]:
+    stance = torch.compiler.set_stance("force_eager")
+    stance.__enter__()
+    return partial(stance.__exit__, None, None, None)
+
+
+_FUSED_ATTENTION_OFF = _Switch(_no_fused_attention)
+_COMPILED_CODE_OFF = _Switch(_no_compiled_code)
 
 
 class _Block:
@@ -282,9 +357,10 @@ class Taps:
         self._wishes: list[_Wish] = []
         self._stop = stop
         self._on_record = on_record
+        self._points: list[_Point] = []
         self._block: _Block | None = None  # while the `with` block is open
         self._forward: _Forward | None = None  # the current one, or the last
-        self._busy = False  # with work of our own, which no watch must see
+        self._edited_layers: set[str] = set()  # whose outputs or inputs an edit has reached
         self._stoppable = False  # the forward was begun by __call__, which catches _Stop
         self._to_keep: Counter[tuple[str, What]] = Counter()  # as `kept`, of a whole forward
         self._calls: Counter[int] = Counter()  # id of a module -> its calls in a whole forward
@@ -416,6 +492,23 @@ class Taps:
             block.undo.close()
         if kind is None:
             self._hand_on()
+            self._check_edits()
+
+    def _check_edits(self) -> None:
+        """An edit that never took effect must not pass for one that did."""
+        idle = [
+            wish
+            for wish in self._wishes
+            if wish.edit is not None and wish.what != "grad" and not self._has_edited(wish)
+        ]
+        if idle and self._forward is not None and not self._forward.running:
+            names = ", ".join(dict.fromkeys(f"{w.layer}/{w.operation}" if w.operation else w.layer for w in idle))
+            raise LayertapError(f"the edit of {names} never took effect: no such call gave a floating-point tensor")
+
+    def _has_edited(self, wish: _Wish) -> bool:
+        if not wish.operation:
+            return wish.layer in self._edited_layers
+        return any(fnmatchcase(name, f"{wish.layer}/{wish.operation}") for name in self._edited_layers)
 
     def _enter(self, undo: contextlib.ExitStack) -> None:
         """Register everything; `undo` takes it back."""
@@ -427,10 +520,9 @@ class Taps:
         modules = list(root.modules())
         if any(isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer) for module in modules):
             # Their fused code calls no submodule and no function that could be seen.
-            undo.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
-            torch.backends.mha.set_fastpath_enabled(False)
+            undo.enter_context(_FUSED_ATTENTION_OFF.turned())
         if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in [self._model, *modules]):
-            undo.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code ignores hooks added later
+            undo.enter_context(_COMPILED_CODE_OFF.turned())  # it ignores hooks added later
 
         hook(root.register_forward_pre_hook, self._begin, prepend=True)
         if any(wish.operation or wish.what == "attention" for wish in self._wishes):
@@ -439,22 +531,23 @@ class Taps:
                 names.setdefault(id(module), []).append(name)
             for module in {id(module): module for module in self._layers.values()}.values():
                 hook(module.register_forward_pre_hook, partial(self._push, names[id(module)]))
-                hook(module.register_forward_hook, self._pop)
-            undo.enter_context(Watch(self._on_operation))
+                hook(module.register_forward_hook, self._pop, always_call=True)
+            undo.enter_context(watching(self._on_operation))
         points: dict[int, tuple[nn.Module, _Point]] = {}
         for wish in sorted(self._wishes, key=lambda wish: wish.edit is None):  # edits come before keeps
             if wish.layer in self._parameters:
                 parameter = self._parameters[wish.layer]
+                if not parameter.requires_grad:
+                    continue
                 handle = parameter.register_hook(partial(self._on_parameter, wish))  # type: ignore[no-untyped-call]
                 undo.callback(handle.remove)
             elif not wish.operation and wish.what != "attention":
                 module = self._layers[wish.layer]
                 points.setdefault(id(module), (module, _Point([])))[1].wishes.append((wish.layer, wish))
+        self._points = [point for _, point in points.values()]
         for module, point in points.values():
-            if point.about("input", "grad_input"):
-                hook(module.register_forward_pre_hook, partial(self._before, point), with_kwargs=True)
-            if point.about("output", "grad", "grad_input"):
-                hook(module.register_forward_hook, partial(self._after, point))
+            hook(module.register_forward_pre_hook, partial(self._before, point), with_kwargs=True)
+            hook(module.register_forward_hook, partial(self._after, point), always_call=True)
         hook(root.register_forward_hook, self._end)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -503,14 +596,17 @@ class Taps:
     def _begin(self, module: nn.Module, args: Any) -> None:
         if self._block is not None and self._block.thread == threading.get_ident():
             self._hand_on()
+            for point in self._points:
+                point.calls.clear()  # of a forward that was stopped or interrupted
             self._forward = _Forward(Record(self._why_absent))
             self._forward.left = len(self._to_keep)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if forward := self._running():
+            forward.check_stand_ins()
             forward.running = False
             self._to_keep |= forward.kept
-            self._calls = forward.ended
+            self._calls = forward.calls
 
     def _hand_on(self) -> None:
         """Give the last record to `on_record`: it is complete."""
@@ -524,7 +620,8 @@ class Taps:
         block, forward = self._block, self._forward
         if block is None or forward is None or not forward.running or block.thread != threading.get_ident():
             return None
-        return forward
+        # A backward pass inside the forward may compute checkpointed parts again: that is no call of theirs.
+        return None if _in_backward() else forward
 
     def _push(self, names: list[str], module: nn.Module, args: Any) -> None:
         if forward := self._running():
@@ -535,54 +632,74 @@ class Taps:
             forward.stack.pop()
 
     def _before(self, point: _Point, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = self._call_number(module, "begun")
-        if call is None:
+        if not self._is_our_thread():
+            return None
+        call = _Call(self._call_number(module))
+        point.calls.append(call)
+        if call.number is None:
             return None
         value: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        passed = self._pass(point, call, value, "input")
+        passed = self._pass(point, call.number, value, "input")
+        if any(wish.what == "grad" for _, wish in point.wishes):
+            call.inputs = [tensor for _, tensor in tensors_in(passed)]
         if passed is value:
             return None
         return tuple(passed[i] for i in range(len(args))), {name: passed[name] for name in kwargs}
 
     def _after(self, point: _Point, module: nn.Module, args: Any, output: Any) -> Any:
-        for given, clone, version in point.clones:
-            if clone._version != version:  # the layer wrote into its input, and others may count on that
-                given.copy_(clone)
-        point.clones.clear()
-        call = self._call_number(module, "ended")
-        if call is None:
+        if not self._is_our_thread() or not point.calls:
             return None
-        passed = self._pass(point, call, output, "output")
-        return None if passed is output else passed
+        call = point.calls[-1]
+        try:
+            for given, stand_in, version in call.stand_ins:
+                # The layer wrote into its input, and others may count on that.
+                if stand_in._version != version:
+                    given.copy_(stand_in)
+            if call.number is None or output is None:  # None: also where the layer raised
+                return None
+            passed = self._pass(point, call.number, output, "output")
+            return None if passed is output else passed
+        finally:
+            point.calls.pop()
 
     def _on_parameter(self, wish: _Wish, gradient: Tensor) -> Tensor | None:
         site = Site(wish.layer, what="grad")
+        if not self._is_our_thread():
+            return None
         if wish.edit is not None:
             return _edited(gradient, wish.edit, site)
         if self._forward is not None:
-            self._forward.record._put(site, self._unwatched(partial(_take, gradient, wish.reduce, site)))
+            with unwatched():
+                self._forward.record._put(site, _take(gradient, wish.reduce, site))
         return None
 
-    def _call_number(self, module: nn.Module, event: Literal["begun", "ended"]) -> int | None:
+    def _call_number(self, module: nn.Module) -> int | None:
         """Which call of the module this is in its forward; _UNKNOWN while it is computed again; None: not ours."""
         if forward := self._running():
-            counter = forward.begun if event == "begun" else forward.ended
-            counter[id(module)] += 1
-            return counter[id(module)] - 1
-        if self._block is None or torch._C._current_graph_task_id() == -1:
+            forward.calls[id(module)] += 1
+            return forward.calls[id(module)] - 1
+        if self._forward is None or not _in_backward():
             return None
         return 0 if self._calls[id(module)] == 1 else _UNKNOWN
+
+    def _is_our_thread(self) -> bool:
+        """Whether a hook was called by the thread of the block; on a GPU, another thread runs its backward passes."""
+        if self._block is None:
+            return False
+        on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return self._block.thread == threading.get_ident() or (on_gpu and _in_backward())
 
     def _on_operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
         forward = self._running()
         name = operation_name(function)
-        if forward is None or self._busy or name is None:
+        if forward is None or name is None:
             return result
         attended = [
             wish for wish in self._wishes if wish.what == "attention" and any(wish.layer in n for n in forward.stack)
         ]
         if attended:
-            weights = self._unwatched(lambda: attention_weights(function, args, kwargs, result))
+            with unwatched():
+                weights = attention_weights(function, args, kwargs, result)
             for wish in attended if weights is not None else ():
                 call = forward.attentions[wish.layer]
                 forward.attentions[wish.layer] += 1
@@ -599,16 +716,10 @@ class Taps:
                 result = self._pass(_Point(wishes), call, result, "output")
         return result
 
-    def _unwatched(self, work: Callable[[], Any]) -> Any:
-        busy, self._busy = self._busy, True
-        try:
-            return work()
-        finally:
-            self._busy = busy
-
     def _pass(self, point: _Point, call: int, value: Any, side: What) -> Any:
         """What goes on from a point in place of a value: edited, with its gradients watched; then it is kept."""
-        value = self._unwatched(lambda: map_tensors(value, partial(self._changed, point, call, side)))
+        with unwatched():
+            value = map_tensors(value, partial(self._changed, point, call, side))
         forward = self._running()
         if forward is None:
             return value
@@ -618,7 +729,8 @@ class Taps:
             for path, tensor in tensors_in(value):
                 if wish.takes(path):
                     site = Site(layer, call, path, side)
-                    forward.record._put(site, self._unwatched(partial(_take, tensor, wish.reduce, site)))
+                    with unwatched():
+                        forward.record._put(site, _take(tensor, wish.reduce, site))
             forward.kept[layer, side] += 1
             forward.left -= forward.kept[layer, side] == self._to_keep[layer, side]
         if self._stoppable and self._to_keep and not forward.left:
@@ -628,7 +740,7 @@ class Taps:
     def _changed(self, point: _Point, call: int, side: What, path: Path, tensor: Tensor) -> Tensor:
         """The tensor that takes the place of one that passes."""
         gradient: What = "grad" if side == "output" else "grad_input"
-        watched: list[tuple[Site, _Wish]] = []
+        given, watched = tensor, []
         for layer, wish in point.wishes:
             if not wish.takes(path) or wish.what not in (side, gradient):
                 continue
@@ -641,38 +753,58 @@ class Taps:
                 watched.append((site, wish))
             elif wish.what == side and wish.edit is not None and tensor.is_floating_point():
                 tensor = _edited(tensor, wish.edit, site)
-        return self._watched(point, side, tensor, watched) if watched and tensor.requires_grad else tensor
+                self._edited_layers.add(layer)
+        if watched and tensor.requires_grad:
+            tensor = self._watched(point, side, tensor, watched)
+        if side == "input" and tensor is not given:
+            point.calls[-1].stand_ins.append((given, tensor, tensor._version))
+        return tensor
 
     def _watched(self, point: _Point, side: What, tensor: Tensor, wishes: list[tuple[Site, _Wish]]) -> Tensor:
         """A tensor whose gradient will be edited and kept; the tensor itself where that is safe."""
         assert self._block is not None
         assert self._forward is not None
-        block, record = self._block, self._forward.record
+        block, forward = self._block, self._forward
         if side == "input":
             # The gradient through this layer alone is that of a copy which nobody else reads.
-            clone = tensor.clone()
-            point.clones.append((tensor, clone, clone._version))
-            tensor = clone
-        elif tensor.is_leaf or tensor._is_view():
-            # A hook on a leaf would outlive this forward; one on a view is lost when it is written to in place.
-            tensor = tensor.clone()
+            known = [stand_in for given, stand_in, _ in point.calls[-1].stand_ins if given is tensor]
+            tensor = known[0] if known else tensor.clone()
+        elif tensor.is_leaf or tensor._is_view() or forward.has_seen(tensor) or _is_among(tensor, point.calls):
+            # A hook on a leaf would outlive this forward; one on a view is lost when it is written to in place; and
+            # what a layer hands on as it got it, or as a layer inside it gave it, has other readers.
+            given, tensor = tensor, tensor.clone()
+            # Of a view, what it is a view of has other names, whose life cannot be followed.
+            named = None if given._is_view() else weakref.ref(given)
+            forward.stand_ins.append((wishes[0][0], named, tensor.detach(), tensor._version))
+        forward.see(tensor)
         edits = [(site, wish.edit) for site, wish in wishes if wish.edit is not None]
 
         def on_gradient(gradient: Tensor) -> Tensor | None:
             if not block.open:
                 return None
-            for site, edit in edits:
-                gradient = _edited(gradient, edit, site)
-            for site, wish in wishes:
-                if wish.edit is None:
-                    record._put(site, self._unwatched(partial(_take, gradient, wish.reduce, site)))
+            with unwatched():
+                for site, edit in edits:
+                    gradient = _edited(gradient, edit, site)
+                for site, wish in wishes:
+                    if wish.edit is None:
+                        forward.record._put(site, _take(gradient, wish.reduce, site))
             return gradient if edits else None
 
         tensor.register_hook(on_gradient)  # type: ignore[no-untyped-call]
         return tensor
 
 
+def _is_among(tensor: Tensor, calls: list[_Call]) -> bool:
+    """Whether the innermost call was given this very tensor."""
+    return bool(calls) and any(tensor is given for given in calls[-1].inputs)
+
+
 _UNKNOWN = -1
+
+
+def _in_backward() -> bool:
+    """Whether this thread is inside a backward pass; asked as `torch.utils.checkpoint` asks it."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _check_hookable(model: nn.Module) -> None:
@@ -693,6 +825,8 @@ def _check_hookable(model: nn.Module) -> None:
 
 def _edited(tensor: Tensor, edit: Edit, site: Site) -> Tensor:
     """What an edit makes of a tensor; it is given a copy, and a copy is taken of what it returns."""
+    if hasattr(edit, "at"):  # one with a memory, which must not mix tensors
+        edit = edit.at(site)
     try:
         result = edit(tensor.clone())
     except Exception as error:
@@ -727,12 +861,20 @@ def _take(tensor: Tensor, reduce: Reduce | None, site: Site) -> Any:
         return _copy_to_cpu(value, site)
 
 
-def _copy_to_cpu(tensor: Tensor, site: Site) -> Tensor:
+def _copy_to_cpu(tensor: Any, site: Site) -> Tensor:
     """A dense, contiguous copy on the CPU that owns its memory, whatever the tensor is a view of."""
+    if not isinstance(tensor, Tensor):
+        raise InputError(f"reducing {site} gave {type(tensor).__name__}; it must give a tensor or a dict of tensors")
     if tensor.is_nested:
         raise InputError(f"{site} is a nested tensor, whose rows differ in shape; reduce it to a plain one")
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise InputError(f"{site} is inside torch.func (vmap, grad, ...), where no value can be taken out of the model")
     if tensor.is_quantized:
         tensor = tensor.dequantize()
     elif tensor.layout != torch.strided:
         tensor = tensor.to_dense()
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
+    kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    kept.copy_(tensor)  # what copy_ returns could be a subclass
+    if kept.dtype == torch.float16 and kept.isinf().any():
+        warnings.warn(f"{site} has infinite values: float16 ends at 65504", RuntimeWarning, stacklevel=2)
+    return kept

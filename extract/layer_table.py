@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from extract.errors import InputError
 from extract.hooks import Site
 from extract.layers import match_layers, named_layers, unwrap
-from extract.operations import Watch, operation_name
+from extract.operations import operation_name, watching
 from extract.rows import Trial
 from extract.structures import tensors_in
 
@@ -153,7 +153,7 @@ def _operations(model: nn.Module, picture: Tensor, names: Sequence[str]) -> list
     try:
         for name, module in named.items():
             handles += [module.register_forward_pre_hook(partial(push, name)), module.register_forward_hook(pop)]
-        with torch.no_grad(), Watch(on_call):
+        with torch.no_grad(), watching(on_call):
             model(picture)
     finally:
         for handle in handles:

@@ -1,7 +1,7 @@
 """Which rows of what a layer gives belong to which image: learned from trial forwards, never assumed.
 
 Most layers have the batch on axis 0, one row an image. Sequence-first attention has it on axis 1; Swin's windows give
-several rows an image. Pictures are run together, then the first and the last alone: the one axis that follows the
+several rows an image. Pictures are run together, then each alone: the one axis that follows the
 number of pictures is the batch's, and the rows of a picture are those that equal what it gives alone.
 """
 
@@ -18,10 +18,11 @@ from extract.hooks import Record, Site, Taps, What
 
 __all__ = ["Rows", "Trial", "learn_rows"]
 
-# A picture computed in another batch differs by rounding: far less than it differs from another picture, or than a
-# hundred roundings of the largest value, where pictures do not differ.
-_OF_ANOTHER_PICTURE = 0.05
+# A picture computed in another batch differs by rounding: by far less than it differs from another picture, or, where
+# pictures hardly differ, by less than so many roundings of the largest value.
+_OF_ANOTHER_PICTURE = 0.005
 _ROUNDINGS = 100
+_NO_DIFFERENCE = 4  # roundings: two pictures that are no further apart cannot be told apart
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,11 @@ class Trial:
         with torch.no_grad(), taps:
             taps(pictures)
             self.record: Record = taps.record
-            self._alone: dict[int, Record] = {}
-            for picture in (0, self._count - 1):
+            self._alone: list[Record] = []
+            for number in range(self._count):
                 # A picture alone cannot be mistaken for another, whatever a layer does to the order of a batch.
-                taps(pictures[picture : picture + 1])
-                self._alone[picture] = taps.record
+                taps(pictures[number : number + 1])
+                self._alone.append(taps.record)
 
     def rows(self, site: Site) -> Rows:
         """Where the images are in one tensor.
@@ -74,18 +75,21 @@ class Trial:
             InputError: its rows are not the images.
         """
         together = self.record[site]
-        lone = [record[site] for record in self._alone.values() if site in record.sites.values()]
+        lone = [record[site] for record in self._alone if site in record.sites.values()]
         if len(lone) < len(self._alone):
             raise InputError("it does not run for every picture")
         if not together.is_floating_point():
             raise InputError(f"it gives {together.dtype}; features are floating point")
         rows = self._axis(site, together, lone[0])
-        between = _distance(lone[0], lone[1]) * _OF_ANOTHER_PICTURE
-        rounding = _ROUNDINGS * torch.finfo(together.dtype).eps * _distance(together, torch.zeros_like(together))
-        for picture, alone in zip(self._alone, lone, strict=True):
+        rounding = torch.finfo(together.dtype).eps * _distance(together, torch.zeros_like(together))
+        for picture, alone in enumerate(lone):
             found, expected = rows.by_image(together)[picture], rows.by_image(alone)[0]
+            own = _distance(found, expected)
+            other = min(_distance(found, rows.by_image(one)[0]) for i, one in enumerate(lone) if i != picture)
+            apart = min(_distance(alone, one) for i, one in enumerate(lone) if i != picture)
             same_gaps = torch.equal(found.isfinite(), expected.isfinite())
-            if not same_gaps or _distance(found, expected) > max(between, rounding):
+            nearer = 2 * own <= other or max(own, apart) <= _NO_DIFFERENCE * rounding
+            if not same_gaps or not nearer or own > max(_OF_ANOTHER_PICTURE * apart, _ROUNDINGS * rounding):
                 raise InputError("it gives a picture other values in a batch than alone: its rows are not the images")
         return rows
 

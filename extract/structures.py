@@ -44,7 +44,7 @@ def _parts(value: Any) -> list[tuple[str | int, Any]]:
     if isinstance(value, tuple | list):
         return list(enumerate(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+        return [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
     return []
 
 

@@ -10,7 +10,8 @@ from extract import load_backbone
 from extract.backbones import Backbone
 from extract.errors import InputError, UnknownNameError
 from extract.features import choose_features
-from extract.rows import Rows, learn_rows
+from extract.layers import named_layers
+from extract.rows import Rows, Trial, learn_rows
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +149,38 @@ def test_learn_rows_tells_the_axis_and_the_rows_of_an_image(net: Backbone) -> No
         learn_rows(net.model, images, ["shuffles"])
     with pytest.raises(InputError, match="at least 2"):
         learn_rows(net.model, images[:1], ["plain"])
+
+
+@pytest.mark.parametrize("change", [
+    lambda h: h.flip(0), lambda h: (h + 1e4).flip(0), lambda h: h[[0, 2, 1, 3]], lambda h: torch.cat([h[::2], h[1::2]]),
+    lambda h: h + 0.02 * h.mean(0), lambda h: h.bfloat16().flip(0),
+])  # fmt: skip
+def test_no_mixture_or_order_of_images_passes_for_rows(change) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.changed = nn.Linear(12, 6), nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x.flatten(1))
+            if len(x) == 4:
+                return self.changed(change(h))
+            return self.changed(change(h.expand(4, -1))[:1])
+
+    torch.manual_seed(0)
+    with pytest.raises(InputError, match="its rows are not the images"):
+        learn_rows(Net(), torch.randn(4, 3, 2, 2), ["changed"])
+
+
+@pytest.mark.parametrize("name", ["resnet18", "vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "mixer_s32_224",
+                                  "convnext_atto", "tf_efficientnet_lite0"])  # fmt: skip
+def test_the_layers_of_real_networks_are_not_refused(name: str) -> None:
+    backbone = load_backbone(f"timm/{name}", weights="random", device="cpu")
+    size = backbone.preprocessing.crop_px
+    layers = [(layer, "output") for layer in named_layers(backbone.model)]
+    trial = Trial(backbone.model, torch.randn(3, 3, *size), layers)
+    for site in trial.record.sites.values():
+        trial.rows(site)
 
 
 def test_rows_of_swin_windows_and_sequence_first_attention() -> None:

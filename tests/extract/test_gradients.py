@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import timm
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torchvision import models
 
 from extract import InputError, LayertapError, Taps
+from extract.edits import smooth
 from extract.layers import named_layers
 
 
@@ -157,13 +159,14 @@ def test_a_layer_used_for_what_it_does_to_its_input_still_does_it() -> None:
     assert x.grad.tolist() == [0, 6]
 
 
-def test_gradients_of_outputs_that_are_views_and_then_rewritten() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (2, 2)), nn.ReLU(inplace=True))
+def test_gradients_of_outputs_that_are_views() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (2, 2)), nn.ReLU(), nn.Identity(), nn.ReLU(inplace=True))
     x = torch.randn(3, 4)
-    with Taps(model).keep(["1"], "grad") as taps:
+    with Taps(model).keep("*", "grad") as taps:
         (taps(x) * 3).sum().backward()
     expected = torch.where(model[0](x) > 0, 3.0, 0.0).view(3, 2, 2)
     assert torch.equal(taps.record["1@grad"], expected)
+    assert torch.equal(taps.record["3@grad"], expected)  # the ReLU in place after it has the gradient 0 where it cuts
 
 
 def test_gradients_of_dict_outputs_and_keyword_inputs() -> None:
@@ -298,3 +301,117 @@ def test_gradients_of_parameters_are_kept_and_edited() -> None:
     assert torch.equal(taps.record["1.weight@grad"], plain[1].weight.grad / 2)
     assert torch.equal(model[1].weight.grad, plain[1].weight.grad / 2)
     assert not any(p._backward_hooks for p in model.parameters())
+
+
+class Fork(nn.Module):
+    """Hands its input on twice: as it is, and through an identity."""
+
+    def __init__(self, identity: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.identity = nn.Linear(3, 3), identity
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        return 3 * h + self.identity(h)
+
+
+@pytest.mark.parametrize("identity", [nn.Identity(), nn.Dropout(0.5).eval(), nn.Sequential(nn.Identity())])
+def test_the_gradient_of_a_layer_that_hands_on_what_it_got_is_its_own(identity: nn.Module) -> None:
+    model, x = Fork(identity), torch.randn(2, 3)
+    with Taps(model).keep("identity", "grad").keep("linear", "grad") as taps:
+        taps(x).sum().backward()
+    assert (taps.record["identity@grad"] == 1).all()
+    assert (taps.record["linear@grad"] == 4).all()
+    model.zero_grad()
+    with Taps(model).edit("identity", torch.zeros_like, what="grad") as taps:
+        taps(x).sum().backward()
+    assert torch.equal(model.linear.bias.grad, torch.full((3,), 6.0))  # the other branch, of two images
+
+
+def test_gradient_edits_of_nested_layers_run_from_the_outside_in() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
+    x = torch.randn(2, 3)
+    taps = Taps(model).edit("1", lambda g: g * 10, what="grad").edit("1.1", lambda g: g + 1, what="grad")
+    with taps.keep("1", "grad").keep("1.1", "grad"):
+        taps(x).sum().backward()
+    assert (taps.record["1@grad"] == 10).all()
+    assert (taps.record["1.1@grad"] == 11).all()
+
+
+def test_a_model_that_reads_a_tensor_under_two_names_and_writes_one_is_told_of() -> None:
+    class Aliased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.view = nn.Linear(2, 2), nn.Flatten(0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x)
+            v = self.view(h)
+            v.mul_(100)
+            return h + v.view(1, 2)
+
+    told = pytest.raises(LayertapError, match="writes in place into what layer 'view' handed on, which has other names")
+    with told, Taps(Aliased()).keep("view", "grad") as taps:
+        taps(torch.ones(1, 2))
+
+
+def test_one_tensor_given_twice_stays_one() -> None:
+    class Twice(nn.Module):
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            a.mul_(2)
+            return a + b
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.twice = Twice()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = x + 1
+            return self.twice(h, h)
+
+    with Taps(Net()).keep("twice", "grad_input") as taps:
+        output = taps(torch.ones(2, requires_grad=True))
+        output.sum().backward()
+    assert output.tolist() == [8, 8]
+
+
+def test_gradients_of_parameters_are_those_of_this_thread() -> None:
+    model = nn.Sequential(nn.Linear(2, 1))
+    with Taps(model).edit("0.weight", torch.zeros_like, what="grad").keep("0.weight", "grad") as taps:
+        taps(torch.ones(1, 2)).sum().backward()
+        assert not model[0].weight.grad.any()
+        other = threading.Thread(target=lambda: (model(torch.ones(1, 2)) * 7).sum().backward())
+        other.start()
+        other.join()
+        assert (model[0].weight.grad == 7).all()
+        assert (taps.record["0.weight@grad"] == 0).all()
+    model[0].weight.requires_grad_(False)
+    with Taps(model).keep("0.*", "grad") as taps:
+        taps(torch.ones(1, 2)).sum().backward()
+    assert list(taps.record) == ["0.bias@grad"]
+
+
+def test_each_tensor_has_a_moving_average_of_its_own() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    x = torch.randn(3, 2)
+    with Taps(model).edit(["0", "1"], smooth(0.9), what="grad").keep(["0", "1"], "grad") as taps:
+        taps(x).sum().backward()
+    assert (taps.record["1@grad"] == 1).all()
+    assert torch.allclose(taps.record["0@grad"], model[1].weight.sum(0).expand(3, 2))
+
+
+def test_a_backward_pass_inside_a_forward_counts_no_call_twice() -> None:
+    class Force(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.energy = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.requires_grad_()
+            energy = checkpoint(self.energy, x, use_reentrant=False).sum()
+            return torch.autograd.grad(energy, x)[0]
+
+    with Taps(Force(), "energy.0") as taps:
+        taps(torch.randn(3, 2))
+    assert list(taps.record) == ["energy.0"]

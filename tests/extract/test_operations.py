@@ -161,6 +161,24 @@ def test_attention_with_masks_scales_and_groups(case: str) -> None:
     assert torch.allclose(weights.sum(-1), torch.ones(2, 4, 5))
 
 
+def test_attention_under_autocast_is_computed_in_float32_and_masked_queries_look_nowhere() -> None:
+    q, k = (torch.randn(1, 2, 4, 8, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    mask = torch.ones(4, 4, dtype=torch.bool)
+    mask[2] = False
+
+    class Attention(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, k, attn_mask=mask)
+
+    with torch.autocast("cpu", torch.bfloat16), Taps(nn.Sequential(Attention())).keep("0", "attention") as taps:
+        taps(q)
+    weights = taps.record["0@attention"]
+    expected = (q.double() @ k.double().transpose(-2, -1) / math.sqrt(8)).softmax(-1)
+    assert weights.dtype == torch.float32
+    assert (weights[:, :, [0, 1, 3]] - expected[:, :, [0, 1, 3]]).abs().max() < 1e-5
+    assert not weights[:, :, 2].any()
+
+
 def test_a_layer_without_attention_says_so() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     with Taps(model).keep("0", "attention") as taps:

@@ -364,3 +364,140 @@ def test_stopping_counts_each_layer_by_itself() -> None:
         taps(X)
         taps(X)
         assert "b" in taps.record
+
+
+def test_blocks_that_close_in_another_order_leave_no_trace() -> None:
+    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)).eval()
+    x = torch.randn(1, 3, 8)
+    first, second = Taps(model, "/*"), Taps(model, ["0.linear1", "*/linear"])
+    with torch.no_grad():
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert not torch.backends.mha.get_fastpath_enabled()  # the second still needs it off
+        second(x)
+        assert "0.linear1" in second.record
+        second.__exit__(None, None, None)
+    assert hooks_in(model) == 0
+
+
+def test_nested_taps_do_not_see_each_others_work() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) * 3
+
+    model = Net()
+    with torch.no_grad(), Taps(model, ["/mul"]) as outer, Taps(model).edit("linear", lambda h: h * 2) as inner:
+        output = inner(X)
+    assert list(outer.record) == ["/mul"]
+    assert torch.equal(outer.record["/mul"], output)
+
+
+@pytest.mark.parametrize("ask", [
+    lambda taps: taps.edit("0.self_attn.out_proj", torch.zeros_like),
+    lambda taps: taps.edit("0.linear1", torch.zeros_like, call=3),
+    lambda taps: taps.edit("0.linear1:7", torch.zeros_like),
+    lambda taps: taps.edit("0/erf", torch.zeros_like),
+])  # fmt: skip
+def test_an_edit_that_never_takes_effect_is_told(ask) -> None:
+    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)).eval()
+    with (
+        torch.no_grad(),
+        pytest.raises(LayertapError, match="the edit of 0.* never took effect"),
+        ask(Taps(model)) as taps,
+    ):
+        taps(torch.randn(1, 3, 8))
+
+
+def test_calls_are_numbered_right_after_an_error_that_the_model_catches() -> None:
+    class Bad(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.item() < 0:
+                raise ValueError
+            return x + 1
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bad = Bad()
+
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                self.bad(-x)
+            except ValueError:
+                x = x * 5
+            return self.bad(x)
+
+    with torch.no_grad(), Taps(Net(), ["bad", "/*"]).keep("bad", "input") as taps:
+        taps(torch.ones(1))
+    assert {name: value.item() for name, value in taps.record.items()} == {
+        "bad#0:0@input": -1, "/neg": -1, "/mul": 5, "bad#1:0@input": 5, "bad#1": 6,
+    }  # fmt: skip
+
+
+def test_a_layer_that_calls_itself_has_its_inputs_and_outputs_paired() -> None:
+    class Recursive(nn.Module):
+        def forward(self, x: Tensor, depth: int) -> Tensor:
+            return x + 1 if depth == 0 else self(x * 10, depth - 1) + 1
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.r = Recursive()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.r(x, 2)
+
+    with torch.no_grad(), Taps(Net(), "r").keep("r", "input") as taps:
+        taps(torch.ones(1))
+    pairs = [(taps.record[f"r#{i}:0@input"].item(), taps.record[f"r#{i}"].item()) for i in range(3)]
+    assert pairs == [(1, 103), (10, 102), (100, 101)]
+
+
+def test_keeping_attention_draws_no_random_numbers() -> None:
+    attention = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True).train()
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn, self.drop = attention, nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.drop(self.attn(x, x, x, need_weights=False)[0])
+
+    model, x = Net(), torch.randn(2, 5, 4)
+    torch.manual_seed(0)
+    plain = model(x)
+    torch.manual_seed(0)
+    with Taps(model).keep("attn", "attention") as taps:
+        assert torch.equal(taps(x), plain)
+    assert torch.allclose(taps.record["attn@attention"].sum(-1), torch.ones(2, 2, 5))
+
+
+def test_values_inside_torch_func_are_refused() -> None:
+    model = net()
+    with pytest.raises(InputError, match="inside torch.func"), Taps(model, "0") as taps:
+        torch.func.grad(lambda x: taps(x).sum())(X)
+    assert hooks_in(model) == 0
+
+
+def test_infinite_half_precision_values_are_told() -> None:
+    model = nn.Sequential(nn.Identity())
+    with pytest.warns(RuntimeWarning, match="0 has infinite values: float16 ends at 65504"), Taps(model, "0") as taps:
+        taps(torch.tensor([70000.0]).half())
+
+
+def test_subclasses_are_kept_as_plain_tensors_and_wrong_reductions_named() -> None:
+    class Mine(Tensor):
+        pass
+
+    model = nn.Sequential(nn.Identity())
+    with Taps(model, "0") as taps:
+        taps(torch.ones(2).as_subclass(Mine))
+        assert type(taps.record["0"]) is Tensor
+    with pytest.raises(InputError, match="reducing 0 gave tuple"), Taps(model, "0", reduce=lambda h: (h, h)) as taps:
+        taps(torch.ones(2))

@@ -23,7 +23,8 @@ print(json.dumps(peaks), file=sys.stderr)
 
 def peaks_kb(images: Path, out: Path) -> list[int]:
     """Peak resident memory of the main process, and of the largest worker."""
-    options = ["-b", "timm/test_resnet", "--weights", "random", "--device", "cpu", "--workers", "2", "--batch-size", "16"]
+    options = ["-b", "timm/test_resnet", "--weights", "random", "--device", "cpu", "--workers", "2"]
+    options += ["--batch-size", "16"]  # large batches make the heap's own ups and downs as large as what is looked for
     command = [
         sys.executable,
         "-c",
