@@ -193,8 +193,11 @@ def test_kept_tensors_can_be_trained_on_and_own_their_memory() -> None:
 
 def test_kept_tensors_of_a_channels_last_model_are_contiguous() -> None:
     model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    naive: list[Tensor] = []
+    model.register_forward_hook(lambda m, a, out: naive.append(out.detach().cpu()))
     with torch.no_grad(), Taps(nn.Sequential(model), "0") as taps:
         taps(images().to(memory_format=torch.channels_last))
+        assert not naive[0].is_contiguous()  # .view(), and writing its bytes, would fail or shuffle
         assert taps.record["0"].is_contiguous()
         assert torch.equal(taps.record["0"], model(images().to(memory_format=torch.channels_last)))
 
