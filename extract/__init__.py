@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from extract.backbones import Backbone, load_backbone
     from extract.errors import InputError, LayertapError, LockedError, UnknownNameError
     from extract.extraction import extract_features
-    from extract.hooks import Record, Site, Taps
+    from extract.hooks import Taps
+    from extract.record import Record, Site
     from extract.status import Status
     from extract.store.reader import FeatureReader
 
@@ -25,8 +26,8 @@ _HOMES = {
     "LockedError": "extract.errors",
     "UnknownNameError": "extract.errors",
     "extract_features": "extract.extraction",
-    "Record": "extract.hooks",
-    "Site": "extract.hooks",
+    "Record": "extract.record",
+    "Site": "extract.record",
     "Taps": "extract.hooks",
     "Status": "extract.status",
     "FeatureReader": "extract.store.reader",

@@ -35,9 +35,10 @@ from extract import defaults
 from extract.backbones import Backbone, load_backbone
 from extract.errors import InputError, LayertapError, first_line, unknown_name
 from extract.features import Choice, Feature, choose_features
-from extract.hooks import Record, Taps
+from extract.hooks import Taps
 from extract.images import Batch, ImageFolder, list_images, load_batches
 from extract.pooling import pool
+from extract.record import Record
 from extract.status import Status
 from extract.store.dataset import DataSet, shard_rows_for
 from extract.store.layout import StoredFeature, create_shard, row_bytes
@@ -545,7 +546,7 @@ def _check_disk_space(dataset: DataSet) -> None:
     free = shutil.disk_usage(place).free
     if needed > free:
         raise LayertapError(
-            f"{dataset.out}: {needed / 1e6:,.0f} MB of features to come, {free / 1e6:,.0f} MB free on the disk; "
+            f"{dataset.out}: {needed / 1e6:,.1f} MB of features to come, {free / 1e6:,.1f} MB free on the disk; "
             "pool the layers, store float16, or choose another output folder"
         )
 

@@ -14,9 +14,9 @@ import torch
 
 from extract.backbones import Backbone
 from extract.errors import InputError, LayertapError, UnknownNameError
-from extract.hooks import Record, Site, What, split_text
 from extract.layers import is_glob, match_layers, named_layers
 from extract.pooling import POOLINGS, Layout, pool, recognise, resolve_pooling
+from extract.record import Record, Site, What, split_text
 from extract.rows import Rows, Trial
 
 __all__ = ["EMBEDDING", "Choice", "Feature", "choose_features"]

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from extract.errors import InputError
-from extract.hooks import Site
 from extract.layers import match_layers, named_layers, unwrap
 from extract.operations import operation_name, watching
+from extract.record import Site
 from extract.rows import Trial
 from extract.structures import tensors_in
 

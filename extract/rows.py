@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from extract.errors import InputError
-from extract.hooks import Record, Site, Taps, What
+from extract.hooks import Taps
+from extract.record import Record, Site, What
 
 __all__ = ["Rows", "Trial", "learn_rows"]
 

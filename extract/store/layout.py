@@ -156,7 +156,7 @@ def create_shard(
     except OSError as error:
         size = row_bytes(features) * n_rows
         reason = os.strerror(error.errno) if error.errno else str(error)
-        raise LayertapError(f"cannot create {path} ({size / 1e6:,.0f} MB): {reason}") from error
+        raise LayertapError(f"cannot create {path} ({size / 1e6:,.1f} MB): {reason}") from error
     finally:
         temporary.unlink(missing_ok=True)
 
