@@ -49,7 +49,7 @@ __all__ = ["Plan", "Summary", "extract", "extract_features", "extract_shard", "p
 
 DTYPES = ("float32", "float16")
 _SAMPLED = 16  # stored rows whose images are read again when their folder has another name than before
-Rows = range | NDArray[np.int64]  # ascending
+RowNumbers = range | NDArray[np.int64]  # ascending
 
 
 def extract_features(
@@ -484,7 +484,7 @@ def _checked(batch: Batch, features: dict[str, NDArray[Any]]) -> tuple[NDArray[n
     return status, reasons
 
 
-def _rows_to_do(plan: Plan, shard: int) -> Rows:
+def _rows_to_do(plan: Plan, shard: int) -> RowNumbers:
     """The rows of a shard that have no good features yet."""
     dataset = plan.dataset
     if dataset.shard_path(shard).exists():
@@ -497,7 +497,7 @@ def _rows_to_do(plan: Plan, shard: int) -> Rows:
         return rows.start + np.flatnonzero(writer.status != Status.OK)
 
 
-def _batches_of(rows: Rows, plan: Plan) -> Iterator[list[int]]:
+def _batches_of(rows: RowNumbers, plan: Plan) -> Iterator[list[int]]:
     """The rows of one shard in batches that begin where they begin when all rows are to do.
 
     So a run that was interrupted and resumed computes each row in the same company as one that was not.
@@ -532,7 +532,8 @@ def _check_same_images(plan: Plan, existing: DataSet) -> None:
                             f"{plan.images.root} are others: {os.fsdecode(file['path'][row])} differs. "
                             "Choose another output folder"
                         )
-            return
+            if len(stored):
+                return
 
 
 def _check_disk_space(dataset: DataSet) -> None:

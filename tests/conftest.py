@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+from torch import nn
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
@@ -35,3 +37,12 @@ def folder(tmp_path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         make_picture(i, 40 + 5 * i, 70 - 3 * i).save(path)
     return root
+
+
+def out_of_place(model: nn.Module) -> nn.Module:
+    """A copy of a model whose in-place modules are made out-of-place: what it computes, nothing rewrites."""
+    twin = copy.deepcopy(model)
+    for module in twin.modules():
+        if hasattr(module, "inplace"):
+            module.inplace = False
+    return twin

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +13,7 @@ from torchvision import models
 from extract import Taps
 from extract.layers import named_layers
 from extract.structures import tensors_in
+from tests.conftest import out_of_place
 
 
 def hugging_face() -> nn.Module:
@@ -45,14 +45,6 @@ NETS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "timm/regnety_002": (lambda: timm.create_model("regnety_002"), 64),
     "hf/dinov2": (hugging_face, 64),
 }
-
-
-def twin_of(model: nn.Module) -> nn.Module:
-    twin = copy.deepcopy(model)
-    for module in twin.modules():
-        if hasattr(module, "inplace"):
-            module.inplace = False
-    return twin
 
 
 def by_hooks(model: nn.Module, x: Tensor, take: Callable[[Tensor], Tensor]) -> dict[str, list[list[Tensor]]]:
@@ -90,7 +82,7 @@ def test_every_layer_and_call_is_what_an_out_of_place_twin_gives(name: str) -> N
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        truth = by_hooks(twin_of(model), x, lambda tensor: tensor.detach().clone())
+        truth = by_hooks(out_of_place(model), x, lambda tensor: tensor.detach().clone())
         naive = by_hooks(model, x, lambda tensor: tensor.detach().cpu())
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
@@ -107,5 +99,5 @@ def test_every_layer_and_call_is_what_an_out_of_place_twin_gives(name: str) -> N
 def test_the_census_has_nets_on_which_naive_hooks_fail() -> None:
     model = models.resnet50().eval()
     x = torch.randn(2, 3, 64, 64)
-    truth = by_hooks(twin_of(model), x, lambda tensor: tensor.detach().clone())
+    truth = by_hooks(out_of_place(model), x, lambda tensor: tensor.detach().clone())
     assert wrong_calls(by_hooks(model, x, lambda tensor: tensor.detach().cpu()), truth) > 40

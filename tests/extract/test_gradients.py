@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 
 import pytest
@@ -16,14 +15,7 @@ from torchvision import models
 from extract import InputError, LayertapError, Taps
 from extract.edits import smooth
 from extract.layers import named_layers
-
-
-def out_of_place(model: nn.Module) -> nn.Module:
-    twin = copy.deepcopy(model)
-    for module in twin.modules():
-        if hasattr(module, "inplace"):
-            module.inplace = False
-    return twin
+from tests.conftest import out_of_place
 
 
 class OutOfPlaceBlock(models.resnet.BasicBlock):
