@@ -58,6 +58,8 @@ class Backbone:
         reads_class_token: whether the embedding is made of it.
         notes: what the user must be told of how it was loaded.
         device: where it runs.
+        asked_weights: as they were asked for; None: the source's own.
+        seed: of random weights.
     """
 
     spec: str
@@ -72,6 +74,8 @@ class Backbone:
     reads_class_token: bool = False
     notes: tuple[str, ...] = ()
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    asked_weights: str | None = None
+    seed: int = 0
 
 
 def load_backbone(spec: str, *, weights: str | None = None, device: str = "auto", seed: int = 0) -> Backbone:
@@ -95,7 +99,8 @@ def load_backbone(spec: str, *, weights: str | None = None, device: str = "auto"
         raise unknown_name("backbone", spec, [f"{known}/..." for known in _SOURCES], hint="A spec is SOURCE/NAME")
     place = _device(device)
     backbone = _SOURCES[source](spec, name, weights, seed)
-    return replace(backbone, model=backbone.model.eval().to(place), device=place)
+    model = backbone.model.eval().to(place)
+    return replace(backbone, model=model, device=place, asked_weights=weights, seed=seed)
 
 
 def _device(name: str) -> torch.device:

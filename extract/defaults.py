@@ -11,4 +11,5 @@ BATCH_SIZE = 64
 WORKERS = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 DEVICE = "auto"
 DTYPE: Literal["float32", "float16"] = "float32"
+SYNC_S = 30.0  # after which Linux writes changed pages to the disk by itself (vm.dirty_expire_centisecs)
 SEED = 0

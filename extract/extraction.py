@@ -9,45 +9,35 @@ was resolved, show progress, or stop in between.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
-import json
 import os
-import platform
 import shutil
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import xxhash
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
 from extract import defaults
 from extract.backbones import Backbone, load_backbone
-from extract.errors import InputError, LayertapError, first_line, unknown_name
-from extract.features import Choice, Feature, choose_features
-from extract.hooks import Taps
-from extract.images import Batch, ImageFolder, list_images, load_batches
-from extract.pooling import pool
-from extract.record import Record
+from extract.errors import InputError, LayertapError, first_line
+from extract.forward import Forward, ready
+from extract.images import Batch, load_batches
+from extract.planning import Plan, plan
 from extract.status import Status
-from extract.store.dataset import DataSet, shard_rows_for
-from extract.store.layout import StoredFeature, create_shard, row_bytes
-from extract.store.reader import FeatureReader, open_shard
+from extract.store.copying import copy_shard
+from extract.store.dataset import DataSet
+from extract.store.layout import RowNames, create_shard, row_bytes
+from extract.store.reader import FeatureReader
 from extract.store.writer import ShardWriter
 
 __all__ = ["Plan", "Summary", "extract", "extract_features", "extract_shard", "plan"]
 
-DTYPES = ("float32", "float16")
 _SAMPLED = 16  # stored rows whose images are read again when their folder has another name than before
 RowNumbers = range | NDArray[np.int64]  # ascending
 
@@ -66,6 +56,8 @@ def extract_features(
     limit: int | None = None,
     seed: int = defaults.SEED,
     shard_rows: int | None = None,
+    compress: str | None = None,
+    retry_failed: bool = False,
     progress: bool = True,
 ) -> FeatureReader:
     """Extract features of all images below a folder into a data set, and open it.
@@ -86,6 +78,9 @@ def extract_features(
         limit: only so many images, the first in order.
         seed: of random weights.
         shard_rows: images in a file; None makes files of at most 1 GB.
+        compress: "gzip", "lzf" or "blosc2" packs each file when it is finished; None leaves features plain, which is
+            faster to read.
+        retry_failed: try images again that had failed in an earlier run.
         progress: show a bar.
 
     Raises:
@@ -106,11 +101,12 @@ def extract_features(
         dtype=dtype,
         limit=limit,
         shard_rows=shard_rows,
+        compress=compress,
     )
     from tqdm.auto import tqdm
 
     with tqdm(total=len(planned.images), unit=" images", disable=not progress) as bar:
-        extract(planned, on_rows=lambda rows, found: _advance(bar, rows, found))
+        extract(planned, retry_failed=retry_failed, on_rows=lambda rows, found: _advance(bar, rows, found))
     return FeatureReader(out)
 
 
@@ -118,19 +114,6 @@ def _advance(bar: Any, rows: int, found: bool) -> None:
     if found:
         bar.initial += rows
     bar.update(rows)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Everything a run has resolved before it computes."""
-
-    images: ImageFolder
-    backbone: Backbone
-    choice: Choice
-    dataset: DataSet
-    batch_size: int
-    workers: int
-    provenance: dict[str, Any]
 
 
 @dataclass
@@ -170,110 +153,10 @@ class Summary:
             self.stages[stage] += time.perf_counter() - start
 
 
-def plan(
-    images: str | os.PathLike[str],
-    *,
-    out: str | os.PathLike[str],
-    backbone: Backbone,
-    layers: str | Sequence[str] = defaults.LAYERS,
-    batch_size: int = defaults.BATCH_SIZE,
-    workers: int = defaults.WORKERS,
-    dtype: str = defaults.DTYPE,
-    limit: int | None = None,
-    shard_rows: int | None = None,
-) -> Plan:
-    """List the images and find out what the layers give; arguments and errors as of `extract_features`.
-
-    Nothing is written.
-    """
-    if dtype not in DTYPES:
-        raise unknown_name("dtype", dtype, DTYPES)
-    for name, value, least in (("batch_size", batch_size, 1), ("workers", workers, 0), ("limit", limit, 1),
-                               ("shard_rows", shard_rows, 1)):  # fmt: skip
-        if value is not None and value < least:
-            raise InputError(f"{name} is {value}; it must be at least {least}")
-    folder = list_images(images, limit)
-    with _evaluating(backbone.model), _full_float32():
-        choice = choose_features(backbone, [layers] if isinstance(layers, str) else layers)
-    stored = [
-        StoredFeature(
-            feature.name,
-            feature.shape,
-            dtype,
-            {
-                "layer": str(feature.site),
-                "pooling": feature.pooling,
-                "axes": feature.layout.axes if feature.pooling in ("none", "flatten") else "C",
-                "source_dtype": feature.source_dtype,
-            },
-        )
-        for feature in choice.features
-    ]
-    depends_on = {
-        "architecture": backbone.architecture,
-        "weights_sha256": backbone.weights.sha256,
-        "features": {f.name: f"{f.site} {f.pooling} {list(f.shape)}" for f in choice.features},
-        "preprocessing": backbone.preprocessing.describe(),
-        "decoder": "pillow: EXIF orientation applied, transparency over white",
-        "precision": "float32",
-        "stored_as": dtype,
-    }
-    listed = xxhash.xxh3_128_hexdigest(b"\0".join(os.fsencode(path) for path in folder.paths))
-    dataset = DataSet(
-        out=Path(out),
-        depends_on=json.loads(json.dumps(depends_on)),  # as it will be read back
-        features=stored,
-        images={"root": str(folder.root.resolve()), "count": len(folder), "paths_xxh3": listed},
-        shard_rows=min(shard_rows or _existing_shard_rows(Path(out)) or shard_rows_for(stored), len(folder)),
-    )
-    configuration = {
-        "images": str(folder.root),
-        "layers": [layers] if isinstance(layers, str) else list(layers),
-        "batch_size": batch_size,
-        "workers": workers,
-        "dtype": dtype,
-        "limit": limit,
-        "shard_rows": shard_rows,
-    }
-    provenance = _provenance(backbone, depends_on, configuration)
-    return Plan(folder, backbone, choice, dataset, batch_size, workers, provenance)
-
-
-def _existing_shard_rows(out: Path) -> int | None:
-    """How the data set that is there already is cut, for a run that does not say."""
-    return DataSet.open(out).shard_rows if (out / "dataset.json").exists() else None
-
-
-def _provenance(backbone: Backbone, depends_on: dict[str, Any], configuration: dict[str, Any]) -> dict[str, Any]:
-    packages = ("layertap", "torch", "torchvision", "timm", "pillow", "numpy", "h5py")
-    on_gpu = backbone.device.type == "cuda"
-    return {
-        "backbone": backbone.spec,
-        "weights": backbone.weights.source,
-        "depends_on": depends_on,
-        "configuration": configuration,
-        "device": torch.cuda.get_device_name(backbone.device) if on_gpu else str(backbone.device),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
-        "machine": {"platform": platform.platform(), "host": platform.node()},
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; every submodule gets its own mode back."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
 def extract(
     plan: Plan,
     *,
+    retry_failed: bool = False,
     on_rows: Callable[[int, bool], None] = lambda rows, found: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Summary:
@@ -281,6 +164,8 @@ def extract(
 
     Args:
         plan: what to compute.
+        retry_failed: also rows of finished shards that have no good features; such a shard is written anew, and
+            replaces the old one when it is finished.
         on_rows: called with a number of rows, and whether they were found done (True) or computed now (False).
         stop: asked after each batch; True ends the run there, in order.
 
@@ -297,33 +182,28 @@ def extract(
         existing = dataset.open_or_create()
         if existing is not None and existing.images["root"] != dataset.images["root"]:
             _check_same_images(plan, existing)
-        todo = {shard: rows for shard in range(dataset.n_shards) if len(rows := _rows_to_do(plan, shard))}
-        summary.found = dataset.n_rows - sum(map(len, todo.values()))
+        if retry_failed:
+            _reopen_failed(dataset)
+        work = _work(plan)
+        summary.found = dataset.n_rows - sum(len(one.rows) for one in work)
         if summary.found:
             on_rows(summary.found, True)
-        unpublished = [shard for shard in range(dataset.n_shards) if not dataset.shard_path(shard).exists()]
-        if todo:
+        if summary.found < dataset.n_rows:
             run = {name: value for name, value in plan.provenance.items() if name != "depends_on"}
             dataset.add_run({"event": "started", "found_done": summary.found, **run})
         start = time.perf_counter()
         # The worker processes start here, before any shard is open.
         batches = load_batches(
             plan.images,
-            itertools.chain.from_iterable(_batches_of(rows, plan) for rows in todo.values()),
+            itertools.chain.from_iterable(_batches_of(one.rows, plan) for one in work),
             plan.backbone.preprocessing.prepare,
-            workers=plan.workers if todo else 0,
+            workers=plan.workers if summary.found < dataset.n_rows else 0,
             pin_memory=plan.backbone.device.type == "cuda",
         )
-        with (
-            torch.inference_mode(),
-            _evaluating(plan.backbone.model),
-            _full_float32(),
-            _keeping_freed_memory(),
-            _taps(plan) as taps,
-        ):
-            for shard in unpublished:
-                count = sum(1 for _ in _batches_of(todo.get(shard, range(0)), plan))
-                extract_shard(plan, shard, itertools.islice(batches, count), taps, summary, on_rows, stop)
+        with ready(plan) as forward:
+            for one in work:
+                count = sum(1 for _ in _batches_of(one.rows, plan))
+                extract_shard(plan, one, itertools.islice(batches, count), forward, summary, on_rows, stop)
                 if summary.stopped:
                     break
         summary.seconds = time.perf_counter() - start
@@ -333,20 +213,29 @@ def extract(
     return summary
 
 
+@dataclass(frozen=True)
+class ShardWork:
+    """A shard that is not finished: the revision of its file, and the rows that have no good features yet."""
+
+    shard: int
+    revision: int
+    rows: RowNumbers
+
+
 def extract_shard(
     plan: Plan,
-    shard: int,
+    work: ShardWork,
     batches: Iterator[Batch],
-    taps: Taps,
+    forward: Forward,
     summary: Summary,
     on_rows: Callable[[int, bool], None] = lambda rows, found: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Fill one shard with these batches of its rows and publish it."""
-    device, preprocessing = plan.backbone.device, plan.backbone.preprocessing
-    if not plan.dataset.part_path(shard).exists():
-        _create_part(plan, shard)
-    with ShardWriter(plan.dataset, shard) as writer:
+    part = plan.dataset.path(work.shard, work.revision, part=True)
+    if not part.exists():
+        _create_part(plan, work.shard, part)
+    with ShardWriter(plan.dataset, work.shard, work.revision, sync_s=plan.sync_s) as writer:
         while True:
             with summary.timed("images"):
                 batch = _next(batches)
@@ -355,10 +244,7 @@ def extract_shard(
             if (batch.status == Status.MISSING).any():
                 _check_still_there(plan.images.root)
             with summary.timed("forward"):
-                if len(batch.images):
-                    taps(preprocessing.to_input(batch.images.to(device, non_blocking=True)))
-                features = _rows_of(batch, taps.record if len(batch.images) else None, plan)
-                status, reasons = _checked(batch, features)
+                features, status, reasons = forward(batch)
             with summary.timed("write"):
                 source = {name: getattr(batch, name) for name in ("source_size", "source_mtime_ns", "source_hash")}
                 writer.write(batch.rows, features, status, source, reasons)
@@ -369,52 +255,7 @@ def extract_shard(
                 summary.stopped = True
                 return
         with summary.timed("write"):
-            writer.publish()
-
-
-# glibc's mallopt parameters (malloc.h), and the largest values that its dynamic rule reaches by itself (mallopt(3)).
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_TRIM_THRESHOLD_BYTES, _MMAP_THRESHOLD_BYTES = 64 << 20, 32 << 20
-
-
-@contextlib.contextmanager
-def _keeping_freed_memory() -> Iterator[None]:
-    """Let glibc reuse the memory of one batch's activations for the next, and give it back at the end.
-
-    By default each large activation is mapped from the kernel and unmapped again, which zeroes its pages every time:
-    more than half of the time of a forward on a CPU (efficientnet_lite0, batches of 64: 49 images/s, 220 with this).
-    Setting a threshold once ends glibc's own adjustment of it, so the process is left with the largest values that
-    adjustment would have reached. Where the C library is another one, nothing is done.
-    """
-    try:
-        libc = ctypes.CDLL("libc.so.6") if sys.platform == "linux" else None
-    except OSError:
-        libc = None
-    if libc is None:
-        yield
-        return
-    libc.mallopt(_MMAP_THRESHOLD, 1 << 30)
-    libc.mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)
-    try:
-        yield
-    finally:
-        libc.mallopt(_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
-        libc.mallopt(_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
-        libc.malloc_trim(0)
-
-
-@contextlib.contextmanager
-def _full_float32() -> Iterator[None]:
-    """No TF32 on NVIDIA GPUs, which PyTorch allows in convolutions by default: it keeps 10 bits of 23."""
-    places: tuple[Any, ...] = (getattr(torch.backends.cudnn, "conv"), torch.backends.cuda.matmul)  # noqa: B009
-    before = [place.fp32_precision for place in places]
-    try:
-        for place in places:
-            place.fp32_precision = "ieee"
-        yield
-    finally:
-        for place, precision in zip(places, before, strict=True):
-            place.fp32_precision = precision
+            writer.publish(plan.compress)
 
 
 def _next(batches: Iterator[Batch]) -> Batch | None:
@@ -442,59 +283,30 @@ def _check_still_there(root: Path) -> None:
         )
 
 
-def _taps(plan: Plan) -> Taps:
-    """Taps that pool each tensor on the device and copy nothing else."""
-    taps = Taps(plan.backbone.model, stop=True)
-    dtype = getattr(torch, plan.dataset.features[0].dtype)
-    for site in dict.fromkeys(feature.site for feature in plan.choice.features):
-        taps.keep(site, reduce=_reduction([f for f in plan.choice.features if f.site == site], dtype))
-    return taps
+def _work(plan: Plan) -> list[ShardWork]:
+    """Every shard that is not finished."""
+    dataset, work = plan.dataset, []
+    for shard, where in enumerate(dataset.whereabouts()):
+        if where.part is not None:
+            with ShardWriter(dataset, shard, where.part) as writer:
+                writer.check()
+                first_row = dataset.shard_range(shard).start
+                rows = first_row + np.flatnonzero(writer.status != Status.OK)
+                work.append(ShardWork(shard, where.part, rows))
+        elif where.published is None:
+            work.append(ShardWork(shard, 0, dataset.shard_range(shard)))
+    return work
 
 
-def _reduction(features: Sequence[Feature], dtype: torch.dtype) -> Callable[[Tensor], dict[str, Tensor]]:
-    return lambda activation: {
-        f.name: pool(f.rows.by_image(activation), f.pooling, f.layout).to(dtype) for f in features
-    }
-
-
-def _rows_of(batch: Batch, record: Record | None, plan: Plan) -> dict[str, NDArray[Any]]:
-    """Feature name -> (R, *shape), NaN where there was no image."""
-    good = batch.status == Status.OK
-    found: dict[str, NDArray[Any]] = {}
-    for feature, stored in zip(plan.choice.features, plan.dataset.features, strict=True):
-        values = None if record is None else record[feature.site][feature.name].numpy()
-        if values is None or not good.all():
-            rows = np.full((len(good), *stored.shape), np.nan, stored.dtype)
-            if values is not None:
-                rows[good] = values
-            values = rows
-        found[feature.name] = values
-    return found
-
-
-def _checked(batch: Batch, features: dict[str, NDArray[Any]]) -> tuple[NDArray[np.uint8], dict[int, str]]:
-    """The status of each row after the forward, and the reasons of those that are not ok."""
-    status, reasons = batch.status.copy(), dict(batch.reasons)
-    for name, values in features.items():
-        finite = np.isfinite(values).reshape(len(values), -1).all(1)
-        for row in np.flatnonzero(~finite & (status == Status.OK)).tolist():
-            status[row] = Status.NOT_FINITE
-            beyond = "; float16 ends at 65504, try float32" if values.dtype == np.float16 else ""
-            reasons[int(batch.rows[row])] = f"{name} has NaN or infinite values{beyond}"
-    return status, reasons
-
-
-def _rows_to_do(plan: Plan, shard: int) -> RowNumbers:
-    """The rows of a shard that have no good features yet."""
-    dataset = plan.dataset
-    if dataset.shard_path(shard).exists():
-        return range(0)
-    rows = dataset.shard_range(shard)
-    if not dataset.part_path(shard).exists():
-        return rows
-    with ShardWriter(dataset, shard) as writer:
-        writer.check()
-        return rows.start + np.flatnonzero(writer.status != Status.OK)
+def _reopen_failed(dataset: DataSet) -> None:
+    """Begin to write each finished shard anew that has rows without good features."""
+    for shard, where in enumerate(dataset.whereabouts()):
+        if where.published is None or where.part is not None:
+            continue
+        with dataset.open_shard(shard, dataset.path(shard, where.published)) as published:
+            failed = np.flatnonzero(published.column("status") != Status.OK)
+            if len(failed):
+                copy_shard(published, dataset.path(shard, where.published + 1, part=True), pending=failed)
 
 
 def _batches_of(rows: RowNumbers, plan: Plan) -> Iterator[list[int]]:
@@ -513,35 +325,31 @@ def _check_same_images(plan: Plan, existing: DataSet) -> None:
     Raises:
         InputError: they are not; other pictures may lie under the same names.
     """
-    for shard in range(existing.n_shards):
-        for path in (existing.shard_path(shard), existing.part_path(shard)):
-            if not path.exists():
-                continue
-            with open_shard(path) as file:
-                stored = np.flatnonzero(file["status"][:] == Status.OK)
-                for row in stored[:: max(1, len(stored) // _SAMPLED)].tolist():
-                    image = os.path.join(os.fsencode(plan.images.root), file["path"][row])  # noqa: PTH118
-                    try:
-                        with open(image, "rb") as picture:  # noqa: PTH123
-                            same = xxhash.xxh3_128_digest(picture.read()) == file["source_hash"][row].tobytes()
-                    except OSError:
-                        same = False
-                    if not same:
-                        raise InputError(
-                            f"{existing.out} holds features of the images in {existing.images['root']}; those in "
-                            f"{plan.images.root} are others: {os.fsdecode(file['path'][row])} differs. "
-                            "Choose another output folder"
-                        )
-            if len(stored):
-                return
+    for shard, where in enumerate(existing.whereabouts()):
+        revision = where.part if where.published is None else where.published
+        if revision is None:
+            continue
+        with existing.open_shard(shard, existing.path(shard, revision, part=where.published is None)) as stored:
+            good = np.flatnonzero(stored.column("status") == Status.OK)
+            chosen = good[:: max(1, len(good) // _SAMPLED)]
+            hashes = stored.column("source_hash")[chosen]
+            for path, expected in zip(stored.text("path", chosen), hashes, strict=True):
+                try:
+                    with open(os.path.join(plan.images.root, path), "rb") as picture:  # noqa: PTH118, PTH123
+                        same = xxhash.xxh3_128_digest(picture.read()) == expected.tobytes()
+                except OSError:
+                    same = False
+                if not same:
+                    raise InputError(
+                        f"{existing.out} holds features of the images in {existing.images['root']}; those in "
+                        f"{plan.images.root} are others: {path} differs. Choose another output folder"
+                    )
+        if len(chosen):
+            return
 
 
 def _check_disk_space(dataset: DataSet) -> None:
-    new = [
-        shard
-        for shard in range(dataset.n_shards)
-        if not dataset.shard_path(shard).exists() and not dataset.part_path(shard).exists()
-    ]
+    new = [shard for shard, where in enumerate(dataset.whereabouts()) if where.published is None and where.part is None]
     needed = sum(len(dataset.shard_range(shard)) for shard in new) * row_bytes(dataset.features)
     place = next(folder for folder in (dataset.out.absolute(), *dataset.out.absolute().parents) if folder.exists())
     free = shutil.disk_usage(place).free
@@ -552,20 +360,9 @@ def _check_disk_space(dataset: DataSet) -> None:
         )
 
 
-def _create_part(plan: Plan, shard: int) -> None:
+def _create_part(plan: Plan, shard: int, part: Path) -> None:
     dataset, images = plan.dataset, plan.images
     rows = dataset.shard_range(shard)
     here = slice(rows.start, rows.stop)
-    create_shard(
-        dataset.part_path(shard),
-        dataset.features,
-        shard=shard,
-        first_row=rows.start,
-        fingerprint=dataset.fingerprint,
-        images=dataset.images["paths_xxh3"],
-        paths=images.paths[here],
-        labels=images.labels[here],
-        splits=images.splits[here],
-        classes=images.classes,
-        provenance=plan.provenance,
-    )
+    names = RowNames(images.paths[here], images.labels[here], images.splits[here], images.classes)
+    create_shard(part, dataset.features, dataset.identity(shard), names, plan.provenance)

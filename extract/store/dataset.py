@@ -21,6 +21,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -29,15 +30,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import h5py
-
 from extract.errors import InputError, LayertapError, LockedError
-from extract.store.layout import FORMAT, FORMAT_VERSION, ROW_DATA, StoredFeature, row_bytes, write_json
+from extract.store.files import read_json, write_json
+from extract.store.layout import FORMAT, FORMAT_VERSION, Identity, StoredFeature, row_bytes
+from extract.store.shard import Shard
 
-__all__ = ["DataSet", "fingerprint_of", "shard_rows_for"]
+__all__ = ["DataSet", "Whereabouts", "differences", "fingerprint_of", "shard_rows_for"]
 
 # A shard is what a crash can damage, what is copied and what one machine works on at a time.
 _SHARD_BYTES = 1_000_000_000
+_SHARD_ROWS = 1 << 22  # more than that, of small features, and opening a shard would be slow for its many paths
+_SHARDS = 1_000_000  # their names have six digits
 
 
 def fingerprint_of(depends_on: dict[str, Any]) -> str:
@@ -46,8 +49,21 @@ def fingerprint_of(depends_on: dict[str, Any]) -> str:
 
 
 def shard_rows_for(features: Sequence[StoredFeature]) -> int:
-    """Rows that make a shard of at most 1 GB, at least 1."""
-    return max(1, _SHARD_BYTES // max(1, row_bytes(features)))
+    """Rows that make a shard of at most 1 GB and four million rows, at least 1."""
+    return min(_SHARD_ROWS, max(1, _SHARD_BYTES // max(1, row_bytes(features))))
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """Which files there are of a shard, by revision: how often it was written anew to fill failed or bad rows.
+
+    Attributes:
+        published: of the finished file; None: there is none.
+        part: of the file being written, which will replace the published one; None: there is none.
+    """
+
+    published: int | None = None
+    part: int | None = None
 
 
 @dataclass(frozen=True)
@@ -75,39 +91,79 @@ class DataSet:
         """Shards when complete."""
         return -(-self.n_rows // self.shard_rows)
 
-    def shard_path(self, shard: int) -> Path:
-        """The final name of a shard; its `.part` file has the same name with `.part` behind it."""
-        return self.out / "shards" / f"{shard:06d}.h5"
+    def path(self, shard: int, revision: int = 0, *, part: bool = False) -> Path:
+        """The name of a shard's file: 000000.h5, written anew 000000-r1.h5; while being written .part is behind it."""
+        again = f"-r{revision}" if revision else ""
+        return self.out / "shards" / f"{shard:06d}{again}.h5{'.part' if part else ''}"
 
-    def part_path(self, shard: int) -> Path:
-        """Where a shard lies while it is being written."""
-        final = self.shard_path(shard)
-        return final.with_name(final.name + ".part")
+    def whereabouts(self) -> list[Whereabouts]:
+        """The files of each shard; of several revisions, which a killed run may leave, the last one."""
+        published: dict[int, int] = {}
+        parts: dict[int, int] = {}
+        for shard, revision, part, _ in self._files():
+            kind = parts if part else published
+            kind[shard] = max(revision, kind.get(shard, 0))
+        found = []
+        for shard in range(self.n_shards):
+            final, writing = published.get(shard), parts.get(shard)
+            if writing is not None and final is not None and writing <= final:
+                writing = None
+            found.append(Whereabouts(final, writing))
+        return found
+
+    def published(self) -> list[Path | None]:
+        """The finished file of each shard; None where there is none."""
+        return [
+            None if where.published is None else self.path(shard, where.published)
+            for shard, where in enumerate(self.whereabouts())
+        ]
+
+    def _files(self) -> Iterator[tuple[int, int, bool, Path]]:
+        """Files of shards: shard, revision, whether it is a part, path."""
+        try:
+            entries = list((self.out / "shards").iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise LayertapError(f"cannot read {self.out / 'shards'}: {error.strerror}") from error
+        for entry in entries:
+            if name := re.fullmatch(r"(\d{6})(?:-r(\d{1,6}))?\.h5(\.part)?", entry.name):
+                yield int(name[1]), int(name[2] or 0), bool(name[3]), entry
 
     def shard_range(self, shard: int) -> range:
         """The rows of a shard."""
         return range(shard * self.shard_rows, min((shard + 1) * self.shard_rows, self.n_rows))
 
-    def fault_of(self, file: h5py.File, shard: int) -> str | None:
-        """Why an open file is not this shard of this data set; None if it is."""
+    def identity(self, shard: int) -> Identity:
+        """The attributes of a shard's file."""
         rows = self.shard_range(shard)
-        expected = {
-            "fingerprint": self.fingerprint,
-            "images": self.images["paths_xxh3"],
-            "shard": shard,
-            "first_row": rows.start,
-            "n_rows": len(rows),
-        }
-        for name, value in expected.items():
-            if file.attrs.get(name) != value:
-                return f"is no shard {shard} of this data set: its {name} is {_short(file.attrs.get(name))}"
-        shapes = {f"features/{feature.name}": (len(rows), *feature.shape) for feature in self.features}
-        shapes |= {name: (len(rows), *width) for name, width, _ in ROW_DATA}
-        shapes |= {"path": (len(rows),), "label": (len(rows),), "split": (len(rows),)}
-        for name, shape in shapes.items():
-            if not isinstance(file.get(name), h5py.Dataset) or file[name].shape != shape:
-                return f"is damaged: it has no data set {name!r} of shape {shape}"
-        return None
+        return Identity(shard, rows.start, len(rows), self.fingerprint, self.images["paths_xxh3"])
+
+    def open_shard(self, shard: int, path: Path) -> Shard:
+        """Open a file as a shard of this data set.
+
+        Raises:
+            InputError: it is another one, or as of `Shard`.
+        """
+        opened = Shard(path)
+        try:
+            for name, value in vars(self.identity(shard)).items():
+                if (found := getattr(opened.identity, name)) != value:
+                    raise InputError(f"{path} is no shard {shard} of this data set: its {name} is {_short(found)}")
+            expected = {feature.name: (feature.shape, feature.dtype) for feature in self.features}
+            found_features = {feature.name: (feature.shape, feature.dtype) for feature in opened.features}
+            if found_features != expected:
+                different = [
+                    name for name in expected | found_features if expected.get(name) != found_features.get(name)
+                ]
+                raise InputError(
+                    f"{path} is no shard {shard} of this data set: its feature {different[0]!r} is "
+                    f"{found_features.get(different[0], 'missing')}, expected {expected.get(different[0], 'none')}"
+                )
+        except BaseException:
+            opened.close()
+            raise
+        return opened
 
     @classmethod
     def open(cls, out: Path) -> DataSet:
@@ -118,29 +174,28 @@ class DataSet:
         """
         path = out / "dataset.json"
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = read_json(path)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            missing = "is no layertap data set: it has no dataset.json" if out.exists() else "does not exist"
+            raise InputError(f"{out} {missing}") from error
+        try:
             if content["format"] != FORMAT or content["format_version"] != FORMAT_VERSION:
                 version = f"{content['format']} format version {content['format_version']}"
                 raise InputError(f"{path}: {version}; this layertap reads {FORMAT} format version {FORMAT_VERSION}")
-            features = [
-                StoredFeature(f["name"], tuple(f["shape"]), f["dtype"], f["attributes"]) for f in content["features"]
-            ]
+            features = [_feature(one) for one in content["features"]]
             images, depends_on, shard_rows = content["images"], content["depends_on"], content["shard_rows"]
             whole = isinstance(images["root"], str) and isinstance(images["paths_xxh3"], str) and features
             if not whole or int(images["count"]) < 1 or int(shard_rows) < 1 or not isinstance(depends_on, dict):
                 raise ValueError("a value is missing or out of range")
             found = cls(out, depends_on, features, images, int(shard_rows))
+            if found.n_shards > _SHARDS:
+                raise ValueError(f"{found.n_shards:,} shards")
             if content["fingerprint"] != found.fingerprint:
                 raise ValueError("its fingerprint is not that of its content")
             return found
-        except (FileNotFoundError, NotADirectoryError) as error:
-            missing = "is no layertap data set: it has no dataset.json" if out.exists() else "does not exist"
-            raise InputError(f"{out} {missing}") from error
-        except OSError as error:
-            raise LayertapError(f"cannot read {path}: {error.strerror}") from error
         except InputError:
             raise
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise InputError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
     def check(self) -> DataSet | None:
@@ -149,17 +204,22 @@ class DataSet:
         A data set without any row gives way: it is as if it were not there.
 
         Raises:
-            InputError: the folder holds another data set (what differs is said), or other files.
+            InputError: the folder holds another data set (what differs is said), or other files; or there would be more
+                shards than their names can count.
         """
+        if self.n_shards > _SHARDS:
+            raise InputError(
+                f"{self.n_shards:,} shards are too many; shard_rows must be at least {-(-self.n_rows // _SHARDS):,}"
+            )
         if (self.out / "dataset.json").exists():
             existing = DataSet.open(self.out)
-            differences = existing._differences(self)
-            if differences and not any((self.out / "shards").glob("*.h5*")):
+            changed = existing._differences(self)
+            if changed and not any((self.out / "shards").glob("*.h5*")):
                 return None
-            if differences:
+            if changed:
                 raise InputError(
                     f"{self.out} holds other features; rows that differ in these do not mix:\n  "
-                    + "\n  ".join(differences)
+                    + "\n  ".join(changed)
                     + "\nChoose another output folder, or delete this one."
                 )
             return existing
@@ -202,7 +262,7 @@ class DataSet:
             images = {name: value for name, value in one.images.items() if name != "root"}
             return {**one.depends_on, "images": images, "shard_rows": one.shard_rows}
 
-        return [f"{key}: {old} there, {new} now" for key, old, new in _changed(compared(self), compared(other))]
+        return differences(compared(self), compared(other))
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -252,14 +312,27 @@ class DataSet:
                 file.truncate(0)
 
     def _clean(self) -> None:
-        """Remove what an interrupted run left half made."""
+        """Remove what an interrupted run left half made, and what a later revision has replaced."""
         for folder in (self.out, self.out / "shards"):
             for stray in folder.glob("*.new"):
                 stray.unlink()
-        for shard in range(self.n_shards):
-            # Killed between the link and the unlink: the shard is published, and this is its second name.
-            if self.part_path(shard).exists() and self.shard_path(shard).exists():
-                self.part_path(shard).unlink()
+        published = [where.published for where in self.whereabouts()]
+        for shard, revision, part, path in self._files():
+            last = published[shard] if shard < len(published) else None
+            if last is None:
+                continue
+            if part and revision <= last:  # killed between the link and the unlink: its other name is the published one
+                path.unlink()
+            elif not part and revision < last:
+                self.withdraw(path)
+
+    @staticmethod
+    def withdraw(path: Path) -> None:
+        """Remove a published file that another one has replaced, and its receipt; the file last, so that it is seen
+        and removed by the next run, if this one is killed in between.
+        """
+        path.with_suffix(".json").unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
     def add_run(self, run: dict[str, Any]) -> None:
         """Add a line to `runs.jsonl`."""
@@ -272,6 +345,20 @@ class DataSet:
 
 _HELD: set[tuple[int, Path]] = set()  # data sets that a process holds; a forked one inherits this set, not the locks
 _HELD_GUARD = threading.Lock()
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """What differs between two nested dicts, a line for each leaf."""
+    return [f"{key}: {before} there, {now} now" for key, before, now in _changed(old, new)]
+
+
+def _feature(content: dict[str, Any]) -> StoredFeature:
+    name, shape, dtype, attributes = (content[key] for key in ("name", "shape", "dtype", "attributes"))
+    numbers = all(isinstance(side, int) and 0 < side < 1 << 40 for side in shape)
+    texts = all(isinstance(text, str) for text in (name, *attributes, *attributes.values()))
+    if not numbers or not texts or dtype not in ("float32", "float16") or not name or "/" in name:
+        raise ValueError(f"the feature {str(name)[:80]!r} is not one that can be stored")
+    return StoredFeature(name, tuple(shape), dtype, attributes)
 
 
 def _is_foreign(entry: Path) -> bool:

@@ -2,72 +2,95 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import h5py
 import numpy as np
 from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError, unknown_name
 from extract.status import Status
+from extract.store.batches import Shuffle, batches
 from extract.store.dataset import DataSet
-from extract.store.layout import FORMAT, FORMAT_VERSION
-from extract.store.writer import runs
+from extract.store.layout import StoredFeature
+from extract.store.shard import Shard
+from extract.store.writer import reasons_of, wrong_rows
 
-__all__ = ["FeatureArray", "FeatureReader", "open_shard"]
+if TYPE_CHECKING:
+    from extract.store.torch_dataset import FeatureDataset
+
+__all__ = ["FeatureArray", "FeatureReader"]
 
 
 class FeatureReader:
-    """The features of a finished data set, or of one shard of it.
+    """The features of a data set, of several with one fingerprint, or of one shard.
 
         with FeatureReader("outputs/photos") as reader:
             reader.layers                    # ["layer4", ...]
             reader["layer4"][10:20]          # (10, 2048), rows 10 to 19
             reader.paths[10], reader.labels[10], reader.classes
 
+    It may be used by several threads, forked, and pickled (another process opens the files again).
+
     Args:
-        path: a data set folder, or a `.h5` shard.
+        path: a data set folder, a `.h5` shard, or a list of folders, whose rows then follow each other; `classes` are
+            those of all of them, and the labels are numbered anew.
+        partial: also open what is not finished. The rows are those that were done at this moment, no others; a row of
+            an unfinished shard counts as done if it agrees with its hash. `rows` tells which they are.
 
     Raises:
-        InputError: nothing of this format there.
-        LayertapError: a shard is missing, unfinished, or of another fingerprint.
+        InputError: nothing of this format there; or the folders' fingerprints differ.
+        LayertapError: a shard is missing, unfinished, damaged, or of another data set.
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
-        self._path = Path(path)
-        self._files: list[h5py.File] = []
+    def __init__(self, path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, partial: bool = False):
+        paths = [Path(path)] if isinstance(path, str | os.PathLike) else [Path(one) for one in path]
+        if not paths:
+            raise InputError("no data set given: the list of folders is empty")
+        self._name = ", ".join(map(str, paths))
+        self._shards: list[Shard] = []
+        self._sets: list[int] = []  # of each shard: which of the paths it is from
+        first_rows: list[int] = []
+        features: list[StoredFeature] | None = None
+        fingerprint, base = "", 0
         try:
-            if self._path.is_dir():
-                dataset = DataSet.open(self._path)
-                self._open_folder(dataset)
-                self._layers = [feature.name for feature in dataset.features]
-            else:
-                self._files.append(open_shard(self._path))
-                self._layers = list(self._files[0]["features"])
-            for file in self._files:
-                if (pending := int((file["status"][:] == Status.PENDING).sum())) > 0:
-                    raise LayertapError(f"{file.filename} is unfinished: {pending} rows are pending; run embed again")
-            counts = [_attribute(file, "n_rows") for file in self._files]
-            self._starts = np.concatenate([[0], np.cumsum(counts)])
+            for number, one in enumerate(paths):
+                if one.is_dir():
+                    dataset = DataSet.open(one)
+                    found, found_fingerprint, n_rows = dataset.features, dataset.fingerprint, dataset.n_rows
+                    opened = list(_open_shards(dataset, partial))
+                else:
+                    shard = Shard(one)
+                    found, found_fingerprint, n_rows = shard.features, shard.identity.fingerprint, len(shard)
+                    opened = [(0, shard)]
+                self._shards += [shard for _, shard in opened]
+                if features is None:
+                    features, fingerprint = found, found_fingerprint
+                elif found_fingerprint != fingerprint or _described(found) != _described(features):
+                    raise InputError(
+                        f"{one} and {paths[0]} have different fingerprints; their features do not go together"
+                    )
+                first_rows += [base + first for first, _ in opened]
+                self._sets += [number] * len(opened)
+                base += n_rows
+            done = [_done(shard, partial) for shard in self._shards]
         except BaseException:
             self.close()
             raise
-
-    def _open_folder(self, dataset: DataSet) -> None:
-        for shard in range(dataset.n_shards):
-            path = dataset.shard_path(shard)
-            if not path.exists():
-                state = "unfinished" if dataset.part_path(shard).exists() else "missing"
-                raise LayertapError(f"{path} is {state} (shard {shard} of {dataset.n_shards}); run embed again")
-            file = open_shard(path)
-            self._files.append(file)
-            if fault := dataset.fault_of(file, shard):
-                raise LayertapError(f"{path} {fault}; delete it and run embed again")
+        self._features, self._fingerprint = features or [], fingerprint
+        self._row_data: dict[str, NDArray[Any]] = {}
+        lengths = [len(rows) for rows in done]
+        self._starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        # Where rows are left out: of each shard, which of its rows there are.
+        self._chosen = [
+            None if len(rows) == len(shard) else rows for rows, shard in zip(done, self._shards, strict=True)
+        ]
+        self._rows = [first + rows for first, rows in zip(first_rows, done, strict=True)]
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -75,87 +98,197 @@ class FeatureReader:
     @property
     def layers(self) -> list[str]:
         """Names of the features, in the order they were asked for (of a single shard: sorted)."""
-        return self._layers
+        return [feature.name for feature in self._features]
 
     def __getitem__(self, layer: str) -> FeatureArray:
-        if layer not in self._layers:
-            raise unknown_name("layer", layer, self._layers, str(self._path))
-        return FeatureArray([file["features"][layer] for file in self._files], self._starts)
+        for feature in self._features:
+            if feature.name == layer:
+                return FeatureArray(self, feature)
+        raise unknown_name("layer", layer, self.layers, self._name)
 
     def __contains__(self, layer: object) -> bool:
-        return layer in self._layers
+        return layer in self.layers
 
-    @property
+    @cached_property
+    def rows(self) -> NDArray[np.int64]:
+        """(N,) the row of the data set that each row here is: 0 to N - 1, unless it is read while it is written."""
+        return _frozen(np.concatenate([np.empty(0, np.int64), *self._rows]))
+
+    @cached_property
     def paths(self) -> list[str]:
         """Paths of the images, relative to their folder; undecodable bytes as in `os.fsdecode`."""
-        return [os.fsdecode(path) for file in self._files for path in file["path"][:]]
+        return self._texts("path")
 
-    @property
-    def labels(self) -> NDArray[np.int64]:
-        """(N,) index into `classes`; -1 unknown."""
-        return self._column("label")
-
-    @property
-    def classes(self) -> list[str]:
-        """Names of the classes."""
-        return [os.fsdecode(name) for name in self._files[0]["classes"][:]]
-
-    @property
+    @cached_property
     def splits(self) -> list[str]:
         """train, val, test or empty, for each row."""
-        return [os.fsdecode(split) for file in self._files for split in file["split"][:]]
+        return self._texts("split")
 
-    @property
+    @cached_property
+    def classes(self) -> list[str]:
+        """Names of the classes."""
+        named = {tuple(shard.text("classes")) for shard in self._shards}
+        if len(named) == 1:
+            return list(named.pop())
+        return sorted({name for one in named for name in one}, key=os.fsencode)
+
+    @cached_property
+    def labels(self) -> NDArray[np.int64]:
+        """(N,) index into `classes`; -1 unknown."""
+        number = {name: i for i, name in enumerate(self.classes)}
+        found = []
+        for shard, labels in zip(self._shards, self._columns("label"), strict=True):
+            here = np.array([*(number[name] for name in shard.text("classes")), -1], np.int64)  # -1 stays -1
+            if len(labels) and not (labels.min() >= -1 and labels.max() < len(here) - 1):
+                raise InputError(f"{shard.path} is damaged: a label is not the number of a class")
+            found.append(here[labels])
+        return _frozen(np.concatenate([np.empty(0, np.int64), *found]))
+
+    @cached_property
     def status(self) -> NDArray[np.uint8]:
         """(N,) codes of `extract.status.Status`; 1 is ok."""
-        return self._column("status")
+        return _frozen(np.concatenate([np.empty(0, np.uint8), *self._columns("status")]))
+
+    @cached_property
+    def sets(self) -> NDArray[np.int64]:
+        """(N,) which of the given data sets each row is from; 0, where one was given."""
+        counts = np.diff(self._starts)
+        return _frozen(np.repeat(np.array(self._sets, np.int64), counts))
+
+    @property
+    def fingerprint(self) -> str:
+        """What the features depend on, as a sha256."""
+        return self._fingerprint
+
+    def column(self, name: str) -> NDArray[Any]:
+        """(N, ...) one of status, row_hash, source_size, source_mtime_ns and source_hash, of all rows."""
+        if name not in self._row_data:
+            self._row_data[name] = _frozen(np.concatenate(self._columns(name))) if self._shards else np.empty(0)
+        return self._row_data[name]
 
     @property
     def provenance(self) -> dict[str, Any]:
-        """What the features were made from and with."""
-        content: dict[str, Any] = json.loads(self._files[0]["provenance"][()])
-        return content
+        """What the features were made from and with; of several data sets, the first one's."""
+        return self._shards[0].provenance if self._shards else {}
 
     @property
     def failures(self) -> list[tuple[int, str, str, str]]:
         """Rows without good features: (row, path, status, reason)."""
         found = []
-        for file, start in zip(self._files, self._starts, strict=False):
-            status = file["status"][:]
-            bad = np.flatnonzero(status != Status.OK)
-            if len(bad):
-                receipt = Path(file.filename).with_suffix(".json")
-                reasons = json.loads(receipt.read_text(encoding="utf-8"))["reasons"] if receipt.exists() else {}
-                first_row = int(file.attrs["first_row"])
-                found += [
-                    (
-                        int(start + row),
-                        os.fsdecode(file["path"][row]),
-                        Status(status[row]).text,
-                        reasons.get(str(first_row + row), ""),
-                    )
-                    for row in bad.tolist()
-                ]
+        reasons: tuple[int, dict[int, str]] = -1, {}
+        for row in np.flatnonzero(self.status != Status.OK).tolist():
+            part = int(np.searchsorted(self._starts, row, "right")) - 1
+            shard = self._shards[part]
+            if reasons[0] != part:
+                reasons = part, reasons_of(shard.path)
+            local = int(self._local(part, np.array([row - self._starts[part]]))[0])
+            why = reasons[1].get(shard.identity.first_row + local, "")
+            found.append((row, self.paths[row], Status(self.status[row]).text, why))
         return found
 
-    def _column(self, name: str) -> NDArray[Any]:
-        return np.concatenate([file[name][:] for file in self._files])
+    @property
+    def compression(self) -> dict[str, tuple[str, float]]:
+        """Feature -> (gzip, lzf or blosc2; how many times smaller it is), for those that are compressed."""
+        found = {}
+        for feature in self._features:
+            kinds = {shard.compression[feature.name] for shard in self._shards if feature.name in shard.compression}
+            if kinds:
+                plain = sum(len(shard) for shard in self._shards) * feature.row_bytes
+                stored = sum(shard.stored_bytes[feature.name] for shard in self._shards)
+                found[feature.name] = (" and ".join(sorted(kinds)), plain / max(1, stored))
+        return found
+
+    # For training
+
+    def batches(
+        self,
+        layer: str,
+        batch_size: int,
+        *,
+        shuffle: Shuffle = None,
+        seed: int = 0,
+        split: str | None = None,
+        memory_bytes: int = 256 << 20,
+    ) -> Iterator[tuple[NDArray[Any], NDArray[np.int64]]]:
+        """One pass over the rows with good features, as (features, rows): (B, *shape) and (B,) int64.
+
+            for x, rows in reader.batches("layer4", 256, shuffle="chunks", seed=epoch):
+                y = reader.labels[rows]
+
+        Args:
+            layer: name of a feature.
+            batch_size: rows in each batch; the last may have fewer.
+            shuffle: None: in order. "chunks": blocks of neighbouring rows (of about a megabyte) in random order, and
+                the rows of as many blocks as memory allows mixed; reads as fast as in order. "rows": every order of the
+                rows is equally likely; needs a fast disk, or features that fit into the file cache.
+            seed: of the order; the same seed gives the same order, on any machine.
+            split: only the rows of this split.
+            memory_bytes: that it allocates at most, apart from 8 bytes for each row and the batch it returns.
+
+        Raises:
+            UnknownNameError: no such layer or split.
+            ValueError: batch_size, memory_bytes or shuffle is not one of those that can be.
+        """
+        chosen = self._good_rows(split)
+        return batches(self[layer], chosen, batch_size, shuffle=shuffle, seed=seed, memory_bytes=memory_bytes)
+
+    def dataset(
+        self, layers: str | Sequence[str], *, split: str | None = None, transform: Any = None
+    ) -> FeatureDataset:
+        """The rows with good features, as a `torch.utils.data.Dataset`; see `FeatureDataset`.
+
+        Raises:
+            UnknownNameError: no such layer or split.
+        """
+        from extract.store.torch_dataset import FeatureDataset
+
+        return FeatureDataset(self, layers, self._good_rows(split), transform)
+
+    def _good_rows(self, split: str | None) -> NDArray[np.int64]:
+        good = self.status == Status.OK
+        if split is not None:
+            known = sorted(set(self.splits))
+            if split not in known:
+                raise unknown_name("split", split, known, self._name)
+            good &= np.array(self.splits) == split
+        return np.flatnonzero(good)
+
+    # Inside
+
+    def _local(self, part: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Rows of one shard, as counted here, as counted in its file."""
+        chosen = self._chosen[part]
+        return rows if chosen is None else chosen[rows]
+
+    def _columns(self, name: str) -> list[NDArray[Any]]:
+        return [
+            column if chosen is None else column[chosen]
+            for column, chosen in zip((shard.column(name) for shard in self._shards), self._chosen, strict=True)
+        ]
+
+    def _texts(self, name: str) -> list[str]:
+        return [
+            text
+            for shard, chosen in zip(self._shards, self._chosen, strict=True)
+            for text in shard.text(name, ... if chosen is None else chosen)
+        ]
 
     def close(self) -> None:
-        """Close the files."""
-        for file in self._files:
-            file.close()
+        """Close the files; arrays that were read stay valid."""
+        for shard in self._shards:
+            shard.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
-        return f"FeatureReader({str(self._path)!r}, {len(self):,} rows, layers={self._layers})"
+        return f"FeatureReader({self._name!r}, {len(self):,} rows, layers={self.layers})"
+
+
+_INTEGERS = (int, np.int64, np.int32)  # but not bool
 
 
 class FeatureArray:
@@ -164,16 +297,22 @@ class FeatureArray:
     The index is an int, a slice, an array of rows in any order with repeats, or a boolean mask; the result is numpy.
     """
 
-    def __init__(self, parts: Sequence[h5py.Dataset], starts: NDArray[np.int64]):
-        self._parts = parts
-        self._starts = starts
-        self.dtype: np.dtype[Any] = parts[0].dtype
-        self.shape: tuple[int, ...] = (int(starts[-1]), *parts[0].shape[1:])
+    def __init__(self, reader: FeatureReader, feature: StoredFeature):
+        self._reader = reader
+        self._feature = feature
+        self.dtype: np.dtype[Any] = np.dtype(feature.dtype)
+        self.shape: tuple[int, ...] = (len(reader), *feature.shape)
+        self._edges: list[int] = reader._starts.tolist()  # first row of each shard, and the end
 
     @property
     def attributes(self) -> dict[str, str]:
         """What is written beside the data: layer, pooling, axes, source_dtype."""
-        return {name: str(value) for name, value in self._parts[0].attrs.items()}
+        return dict(self._feature.attributes)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return self._feature.row_bytes
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -182,57 +321,139 @@ class FeatureArray:
         return np.asarray(self[:], dtype=dtype)
 
     def __getitem__(self, rows: Any) -> NDArray[Any]:
+        if type(rows) in _INTEGERS and 0 <= rows < self.shape[0]:  # the way of a loop over rows, made short
+            part = bisect_right(self._edges, rows) - 1
+            chosen, local = self._reader._chosen[part], rows - self._edges[part]
+            return self._reader._shards[part].row(self._feature.name, int(local if chosen is None else chosen[local]))
         if isinstance(rows, slice):
-            return self._read(np.arange(*rows.indices(len(self))))
+            start, stop, step = rows.indices(len(self))
+            return self.between(start, stop) if step == 1 else self.take(np.arange(start, stop, step))
         index = np.asarray(rows)
         if index.dtype == bool:
             if index.shape != (len(self),):
                 raise IndexError(f"a mask of shape {index.shape} for {len(self)} rows")
-            return self._read(np.flatnonzero(index))
+            return self.take(np.flatnonzero(index))
         if isinstance(rows, tuple) or index.ndim > 1 or (index.size and index.dtype.kind not in "iu"):
             raise IndexError(f"rows are an int, a slice, a list of ints or a mask, not {rows!r}")
         index = index.astype(np.int64)
-        if ((index < -len(self)) | (index >= len(self))).any():
+        if index.size and (int(index.min()) < -len(self) or int(index.max()) >= len(self)):
             raise IndexError(f"rows from {index.min()} to {index.max()} of {len(self)}")
-        values = self._read(np.atleast_1d(index % max(1, len(self))))
+        values = self.take(np.atleast_1d(np.where(index < 0, index + len(self), index)))
         return values if index.ndim else values[0]
 
-    def _read(self, rows: NDArray[np.int64]) -> NDArray[Any]:
-        """(len(rows), *shape): each run of neighbouring rows is one read, whatever the order asked for."""
-        wanted, inverse = np.unique(rows, return_inverse=True)
-        found = np.empty((len(wanted), *self.shape[1:]), self.dtype)
+    def pieces(self) -> list[tuple[int, int]]:
+        """Ranges of rows that lie together in a file, about a megabyte each: its chunks."""
+        found: list[tuple[int, int]] = []
+        for part, start in enumerate(self._reader._starts[:-1].tolist()):
+            stop, step = int(self._reader._starts[part + 1]), self._reader._shards[part].chunks[self._feature.name]
+            found += [(first, min(first + step, stop)) for first in range(start, stop, step)]
+        return found
+
+    def forget(self, start: int, stop: int) -> None:
+        """Take rows that have been read out of this process's memory; the file stays in the kernel's cache."""
+        for part, first, last in self._parts_between(start, stop):
+            if self._reader._chosen[part] is None:
+                self._reader._shards[part].forget(self._feature.name, first, last)
+
+    def _parts_between(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """The shards that rows start to stop lie in, and which of each one's rows, as counted here."""
+        starts = self._reader._starts
+        for part in range(int(np.searchsorted(starts, start, "right")) - 1, len(starts) - 1):
+            if starts[part] >= stop:
+                return
+            first, last = max(start, int(starts[part])), min(stop, int(starts[part + 1]))
+            if first < last:
+                yield part, first - int(starts[part]), last - int(starts[part])
+
+    def between(self, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
+        """(stop - start, *shape): neighbouring rows, in range; into `out`, where that is given."""
+        parts = list(self._parts_between(start, stop))
+        if out is None:
+            if len(parts) == 1:
+                return self._read(*parts[0])
+            out = np.empty((max(0, stop - start), *self.shape[1:]), self.dtype)
         done = 0
-        for shard, part in enumerate(self._parts):
-            start = int(self._starts[shard])
-            here = wanted[(wanted >= start) & (wanted < self._starts[shard + 1])] - start
-            for first, stop in runs(here):
-                part.read_direct(found, np.s_[first:stop], np.s_[done : done + stop - first])
-                done += stop - first
-        return found if np.array_equal(wanted, rows) else found[inverse]
+        for part, first, last in parts:
+            self._read(part, first, last, out[done : done + last - first])
+            done += last - first
+        return out
+
+    def take(self, rows: NDArray[np.int64], out: NDArray[Any] | None = None) -> NDArray[Any]:
+        """(len(rows), *shape): rows in any order, in range; into `out`, where that is given."""
+        if out is None:
+            out = np.empty((len(rows), *self.shape[1:]), self.dtype)
+        reader, name = self._reader, self._feature.name
+        if len(reader._shards) == 1:
+            return reader._shards[0].take(name, reader._local(0, rows), out)
+        if len(rows) and (rows[1:] < rows[:-1]).any():
+            # Sorted first, so that each shard gives a block, and they are put in their places at once.
+            order = np.argsort(rows, kind="stable")
+            out[order] = self.take(rows[order])
+            return out
+        edges = np.searchsorted(rows, reader._starts).tolist()
+        for part, (first, last) in enumerate(pairwise(edges)):
+            if first < last:
+                local = reader._local(part, rows[first:last] - self._edges[part])
+                reader._shards[part].take(name, local, out[first:last])
+        return out
+
+    def _read(self, part: int, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
+        reader, name = self._reader, self._feature.name
+        chosen = reader._chosen[part]
+        if chosen is None:
+            return reader._shards[part].read(name, start, stop, out)
+        return reader._shards[part].take(name, chosen[start:stop], out)
 
 
-def _attribute(file: h5py.File, name: str) -> int:
-    if name not in file.attrs:
-        raise InputError(f"{file.filename} has no attribute {name!r}; it is no whole shard")
-    return int(file.attrs[name])
+def _open_shards(dataset: DataSet, partial: bool) -> Iterator[tuple[int, Shard]]:
+    """The shards of a data set that can be read: (first row, shard)."""
+    for shard, where in enumerate(dataset.whereabouts()):
+        if where.published is not None:
+            path = dataset.path(shard, where.published)
+        elif partial and where.part is not None:
+            path = dataset.path(shard, where.part, part=True)
+        elif partial:
+            continue
+        else:
+            path = dataset.path(shard)
+            state = "unfinished" if where.part is not None else "missing"
+            raise LayertapError(
+                f"{path} is {state} (shard {shard} of {dataset.n_shards}); run embed again to finish it, or read what "
+                "there is with partial=True"
+            )
+        try:
+            opened = dataset.open_shard(shard, path)
+        except InputError:
+            # It may just have been published, or written anew: then it has another name now.
+            now = dataset.whereabouts()[shard]
+            if now == where or now.published is None:
+                raise
+            opened = dataset.open_shard(shard, dataset.path(shard, now.published))
+        yield dataset.shard_range(shard).start, opened
 
 
-def open_shard(path: Path) -> h5py.File:
-    """Open a shard, finished or not, for reading.
+def _done(shard: Shard, partial: bool) -> NDArray[np.int64]:
+    """The rows of a shard that are not pending."""
+    status = shard.column("status")
+    if not np.isin(status, list(Status)).all():
+        raise InputError(f"{shard.path} is damaged: it has rows of a status that does not exist")
+    done = np.flatnonzero(status != Status.PENDING)
+    if len(done) < len(shard) and not partial:
+        raise LayertapError(
+            f"{shard.path} is unfinished: {len(shard) - len(done)} rows are pending; run embed again to finish it, "
+            "or read what there is with partial=True"
+        )
+    if shard.path.suffix == ".part":
+        # A row that a power cut tore apart says that it is done, but does not agree with its hash.
+        done = np.setdiff1d(done, wrong_rows(shard, done))
+    return done
 
-    Raises:
-        InputError: it is not there, no HDF5, or of another format.
-    """
-    try:
-        file = h5py.File(path, "r")
-    except FileNotFoundError as error:
-        raise InputError(f"{path} does not exist") from error
-    except OSError as error:
-        raise InputError(
-            f"{path} cannot be opened as HDF5: {error}; if it is damaged, delete it and run again"
-        ) from error
-    version = (file.attrs.get("format"), file.attrs.get("format_version"))
-    if version != (FORMAT, FORMAT_VERSION):
-        file.close()
-        raise InputError(f"{path}: format {version[0]} version {version[1]}; expected {FORMAT} {FORMAT_VERSION}")
-    return file
+
+def _described(features: Sequence[StoredFeature]) -> dict[str, Any]:
+    return {feature.name: (feature.shape, feature.dtype) for feature in features}
+
+
+def _frozen(values: NDArray[Any]) -> NDArray[Any]:
+    """An array that is handed out more than once."""
+    values.flags.writeable = False
+    return values

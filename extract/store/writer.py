@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
-import h5py
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from extract.errors import LayertapError, LockedError
+from extract import defaults
+from extract.errors import InputError, LayertapError, LockedError
 from extract.status import Status
+from extract.store.copying import copy_shard
 from extract.store.dataset import DataSet
-from extract.store.layout import sync_folder, write_json
+from extract.store.files import discard, read_json, sync_folder, write_json
+from extract.store.layout import ROW_DATA, row_bytes
+from extract.store.shard import Shard, runs
 
-__all__ = ["ShardWriter", "hash_rows"]
+__all__ = ["ShardWriter", "hash_rows", "reasons_of", "size_and_hash", "write_receipt", "wrong_rows"]
+
+_BLOCK_BYTES = 1 << 26  # held in memory at once
 
 
 def hash_rows(features: Mapping[str, NDArray[Any]]) -> NDArray[np.uint64]:
@@ -34,11 +40,15 @@ def hash_rows(features: Mapping[str, NDArray[Any]]) -> NDArray[np.uint64]:
         (B,) uint64.
     """
     columns = [np.ascontiguousarray(features[name]) for name in sorted(features)]
-    hashes = np.empty(len(columns[0]), np.uint64)
-    for row in range(len(hashes)):
+    n_rows = len(columns[0])
+    flat = [column.reshape(n_rows, -1).view(np.uint8) for column in columns] if n_rows else []
+    if len(flat) == 1:
+        return np.array([xxhash.xxh3_64_intdigest(row.data) for row in flat[0]], np.uint64)
+    hashes = np.empty(n_rows, np.uint64)
+    for row in range(n_rows):
         state = xxhash.xxh3_64()
-        for column in columns:
-            state.update(column[row].data if column[row].ndim else column[row].tobytes())
+        for column in flat:
+            state.update(column[row].data)
         hashes[row] = state.intdigest()
     return hashes
 
@@ -46,56 +56,82 @@ def hash_rows(features: Mapping[str, NDArray[Any]]) -> NDArray[np.uint64]:
 class ShardWriter:
     """An open `.part` file whose rows are being filled; a context manager.
 
-    A row becomes stored when `write` returns. If the process dies at any moment, the file still opens, and rows whose
-    `write` had not returned are pending.
+    The file has its full size and structure already, so rows are written in place and HDF5 takes no part in it. A row
+    is stored when `write` returns. If the process dies at any moment, the file still opens, and rows whose `write` had
+    not returned are pending. If the power fails, rows of the last `sync_s` seconds may be lost; those that are damaged
+    by it do not agree with their hash, and `check` finds them.
 
     Args:
         dataset: what the shard belongs to.
-        shard: its number; its `.part` file was made by `create_shard`.
+        shard: its number.
+        revision: of the file; its `.part` was made by `create_shard` or `copy_shard`.
+        sync_s: seconds after which what was written is forced to the disk; 0: after every batch.
+
+    Attributes:
+        status: (N,) of the rows of this shard.
 
     Raises:
         LockedError: another process has the file open.
-        LayertapError: the file cannot be opened, or belongs to another data set.
+        LayertapError: the file cannot be opened, is damaged, or belongs to another data set.
     """
 
-    def __init__(self, dataset: DataSet, shard: int):
-        self._part = part = dataset.part_path(shard)
+    def __init__(self, dataset: DataSet, shard: int, revision: int = 0, *, sync_s: float = defaults.SYNC_S):
+        self._dataset, self._number, self._revision = dataset, shard, revision
+        self._part = part = dataset.path(shard, revision, part=True)
+        self._final = dataset.path(shard, revision)
+        self._sync_s, self._synced = sync_s, time.monotonic()
         try:
-            self._file = h5py.File(part, "r+")
-        except BlockingIOError as error:
-            raise LockedError(f"{part} is open in another process") from error
+            self._file = os.open(part, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            damaged = "signature" in str(error) or "truncated" in str(error)
-            remedy = "; it is damaged: delete it, and its rows will be computed again" if damaged else ""
-            raise LayertapError(f"{part} cannot be opened: {error}{remedy}") from error
-        if fault := dataset.fault_of(self._file, shard):
-            self._file.close()
-            raise LayertapError(f"{part} {fault}; delete it, and its rows will be computed again")
-        self._features: dict[str, h5py.Dataset] = dict(self._file["features"].items())
-        self.first_row = int(self._file.attrs["first_row"])
-        self.status: NDArray[np.uint8] = self._file["status"][:]
+            raise LayertapError(f"{part} cannot be opened: {error.strerror}") from error
+        try:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the lock that HDF5 takes, too
+            except OSError as error:
+                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise LockedError(f"{part} is open in another process") from error
+                if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):  # a file system without locks
+                    raise
+            try:
+                self._shard = dataset.open_shard(shard, part)
+            except InputError as error:
+                raise LayertapError(f"{error}; delete the file, and its rows will be computed again") from error
+        except BaseException:
+            os.close(self._file)
+            raise
+        self._offsets = self._shard.offsets
+        self._row_data = {name: (width, np.dtype(dtype)) for name, width, dtype in ROW_DATA}
+        self._features = {feature.name: feature for feature in self._shard.features}
+        self.first_row = self._shard.identity.first_row
+        self.status: NDArray[np.uint8] = self._shard.column("status")
         self._reasons: dict[int, str] = {}
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._file.close()
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._file >= 0:
+            self._shard.close()
+            os.close(self._file)
+            self._file = -1
 
     def check(self) -> int:
         """Reset to pending each stored row whose features do not agree with its hash; returns how many."""
-        done = np.flatnonzero(self.status)
-        stored = self._file["row_hash"][:]
-        wrong: list[int] = []
-        for start, stop in runs(done, at_most=256):
-            block = {name: data[start:stop] for name, data in self._features.items()}
-            wrong.extend(start + np.flatnonzero(hash_rows(block) != stored[start:stop]))
-        for row in wrong:
-            self._file["status"][row] = self.status[row] = Status.PENDING
-        self._file.flush()
+        wrong = wrong_rows(self._shard, np.flatnonzero(self.status))
+        self.reset(wrong)
         return len(wrong)
+
+    def reset(self, rows: NDArray[np.int64]) -> None:
+        """Make rows, counted within the shard, pending."""
+        self.status[rows] = Status.PENDING
+        try:
+            for start, stop in runs(rows):
+                self._put("/status", start, self.status[start:stop])
+        except OSError as error:
+            raise LayertapError(f"cannot write to {self._part}: {error.strerror}") from error
 
     def write(
         self,
@@ -121,65 +157,162 @@ class ShardWriter:
         if features.keys() != self._features.keys():
             raise ValueError(f"features {sorted(features)} given, the file has {sorted(self._features)}")
         for name, values in features.items():
-            if values.shape != (len(rows), *self._features[name].shape[1:]):
-                raise ValueError(f"{name}: {values.shape} given for {len(rows)} rows of {self._features[name].shape}")
+            if values.shape != (len(rows), *self._features[name].shape) or values.dtype != self._features[name].dtype:
+                expected = f"rows of {self._features[name].shape} {self._features[name].dtype}"
+                raise ValueError(f"{name}: {values.shape} {values.dtype} given for {len(rows)} {expected}")
         local = rows - self.first_row
-        columns = {f"features/{name}": values for name, values in features.items()}
-        columns |= {"row_hash": hash_rows(features), **source}
+        if len(local) and not (local[0] >= 0 and local[-1] < len(self.status) and (np.diff(local) > 0).all()):
+            raise ValueError(f"rows {rows} are not ascending rows of this shard")
+        columns: dict[str, NDArray[Any]] = {f"/features/{name}": values for name, values in features.items()}
+        columns["/row_hash"] = hash_rows(features)
+        columns |= {f"/{name}": np.asarray(values, self._row_data[name][1]) for name, values in source.items()}
         try:
+            for name, values in columns.items():
+                for start, stop in runs(local):
+                    first = int(np.searchsorted(local, start))
+                    self._put(name, start, values[first : first + stop - start])
+            if self._sync_s == 0:
+                os.fdatasync(self._file)  # so that no status is on the disk before its row
             for start, stop in runs(local):
                 first = int(np.searchsorted(local, start))
-                for name, values in columns.items():
-                    self._file[name][start:stop] = values[first : first + stop - start]
-            self._file.flush()
-            for start, stop in runs(local):
-                first = int(np.searchsorted(local, start))
-                self._file["status"][start:stop] = status[first : first + stop - start]
-            self._file.flush()
+                self._put("/status", start, status[first : first + stop - start])
+            if time.monotonic() - self._synced >= self._sync_s:
+                os.fdatasync(self._file)
+                self._synced = time.monotonic()
         except OSError as error:
-            raise LayertapError(f"cannot write to {self._part}: {error}; what was stored before is safe") from error
+            raise LayertapError(
+                f"cannot write to {self._part}: {error.strerror}; what was stored before is safe"
+            ) from error
         self.status[local] = status
         self._reasons.update(reasons or {})
 
-    def publish(self) -> Path:
-        """Close the file and give it its final name, then write the receipt; returns the final path.
+    def give_reasons(self, reasons: Mapping[int, str]) -> None:
+        """Why rows of the data set failed, for the receipt."""
+        self._reasons.update(reasons)
 
-        The name is taken with a link, which fails where it exists: of two writers, one wins.
+    def _put(self, name: str, row: int, values: NDArray[Any]) -> None:
+        """Write values over rows from `row` on."""
+        content = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+        offset = self._offsets[name] + row * (len(content) // max(1, len(values)))
+        while content:
+            written = os.pwrite(self._file, content, offset)
+            content, offset = content[written:], offset + written
+
+    def publish(self, compress: str | None = None) -> Path:
+        """Close the file and give it its final name, then remove the file it replaces; returns the final path.
+
+        The receipt is written first, and the name is taken with a link, which fails where it exists: of two writers,
+        one wins.
+
+        Args:
+            compress: "gzip", "lzf" or "blosc2" packs the features first; None leaves them plain.
 
         Raises:
-            LayertapError: rows are pending, or a shard of that name exists.
+            LayertapError: rows are pending, the disk is full, or a shard of that name exists.
         """
         pending = int((self.status == Status.PENDING).sum())
         if pending:
             raise LayertapError(f"{self._part}: {pending} rows are still pending")
-        receipt = {
-            "shard": int(self._file.attrs["shard"]),
-            "first_row": self.first_row,
-            "n_rows": len(self.status),
-            "fingerprint": str(self._file.attrs["fingerprint"]),
-            "status": {Status(code).text: count for code, count in sorted(Counter(self.status.tolist()).items())},
-            "reasons": {str(row): reason for row, reason in sorted(self._reasons.items())},
-        }
-        self._file.close()
-        final = self._part.with_suffix("")
+        ready = self._part
         try:
-            with self._part.open("r+b") as raw:
-                os.fsync(raw.fileno())
-                digest = hashlib.file_digest(raw, "sha256").hexdigest()
-                receipt |= {"size": os.fstat(raw.fileno()).st_size, "sha256": digest}
-            if final.exists():
+            os.fsync(self._file)
+            if compress:
+                ready = self._final.with_name(self._final.name + ".packed.new")
+                self._pack(ready, compress)
+            if self._final.exists():
                 raise FileExistsError
-            # Before the name, which is the commit: a published shard always has its receipt.
-            write_json(final.with_suffix(".json"), receipt)
-            _claim(self._part, final)
-            sync_folder(final.parent)
+            write_receipt(self._final, ready, self._shard, self._reasons)
+            _claim(ready, self._final)
+            self._part.unlink(missing_ok=True)
+            sync_folder(self._final.parent)
+            for earlier in range(self._revision):
+                self._dataset.withdraw(self._dataset.path(self._number, earlier))
         except FileExistsError as error:
-            raise LayertapError(f"{final} exists already: another run published this shard first") from error
+            raise LayertapError(f"{self._final} exists already: another run published this shard first") from error
         except OSError as error:
+            if not self._part.exists():
+                raise LayertapError(
+                    f"cannot publish {self._final}: {self._part.name} or its folder has vanished; run again to compute "
+                    "its rows anew"
+                ) from error
             raise LayertapError(
-                f"cannot publish {final}: {error.strerror}; its rows are safe in {self._part.name}; run again to go on"
+                f"cannot publish {self._final}: {error.strerror}; its rows are safe in {self._part.name}; "
+                "run again to go on"
             ) from error
-        return final
+        finally:
+            if ready != self._part:
+                discard(ready)
+        self._close()
+        return self._final
+
+    def _pack(self, path: Path, compress: str) -> None:
+        """Write a compressed copy, and read it again."""
+        try:
+            copy_shard(self._shard, path, compress=compress)
+        except LayertapError as error:
+            raise LayertapError(
+                f"{error}; its rows are safe in {self._part.name}; run again to go on, or without compression"
+            ) from error
+        with Shard(path) as packed:
+            wrong = wrong_rows(packed, np.arange(len(packed)))
+        if len(wrong):
+            raise LayertapError(
+                f"{path}: {len(wrong)} rows are not what they were before {compress}, first row {wrong[0]}; "
+                f"they are safe in {self._part.name}; run again without compression"
+            )
+
+
+def write_receipt(final: Path, file: Path, shard: Shard, reasons: Mapping[int, str]) -> None:
+    """Write the receipt of the shard `final`, whose content lies in `file` and is open as `shard`."""
+    status, first_row = shard.column("status"), shard.identity.first_row
+    failed = {first_row + int(row) for row in np.flatnonzero(status != Status.OK)}
+    receipt = {
+        **vars(shard.identity),
+        "status": {Status(code).text: count for code, count in sorted(Counter(status.tolist()).items())},
+        "reasons": {str(row): reasons[row] for row in sorted(failed & reasons.keys())},
+        **size_and_hash(file),
+    }
+    with Shard(file) as ready:
+        if ready.compression:
+            plain = sum(feature.row_bytes for feature in ready.features) * len(ready)
+            packed = {name: ready.stored_bytes[name] for name in ready.compression}
+            receipt["compression"] = {
+                "filter": next(iter(ready.compression.values())),
+                "ratio": round(plain / max(1, sum(packed.values())), 3),
+            }
+    write_json(final.with_suffix(".json"), receipt)
+
+
+def wrong_rows(shard: Shard, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Those of the given rows (ascending, counted within the shard) whose features do not agree with their hash."""
+    shard.need_libraries()
+    stored, wrong = shard.column("row_hash"), []
+    at_most = max(1, _BLOCK_BYTES // max(1, row_bytes(shard.features)))
+    for start, stop in runs(rows, at_most):
+        try:
+            block = {feature.name: shard.read(feature.name, start, stop) for feature in shard.features}
+        except LayertapError:  # a compressed chunk that cannot be unpacked
+            wrong.append(np.arange(start, stop))
+            continue
+        wrong.append(start + np.flatnonzero(hash_rows(block) != stored[start:stop]))
+        for name in block:
+            shard.forget(name, start, stop)
+    return np.concatenate([np.empty(0, np.int64), *wrong])
+
+
+def size_and_hash(path: Path) -> dict[str, Any]:
+    """Size and sha256 of a file, as a receipt has them."""
+    with path.open("rb") as raw:
+        return {"size": os.fstat(raw.fileno()).st_size, "sha256": hashlib.file_digest(raw, "sha256").hexdigest()}
+
+
+def reasons_of(path: Path) -> dict[int, str]:
+    """Row of the data set -> why it failed, from the receipt of a published shard; empty if that is lost or damaged."""
+    try:
+        reasons = read_json(path.with_suffix(".json"))["reasons"]
+        return {int(row): str(reason) for row, reason in reasons.items()}
+    except (OSError, InputError, KeyError, ValueError, AttributeError):
+        return {}
 
 
 def _claim(part: Path, final: Path) -> None:
@@ -201,15 +334,3 @@ def _claim(part: Path, final: Path) -> None:
         part.rename(final)
     else:
         part.unlink()
-
-
-def runs(rows: NDArray[np.integer[Any]], at_most: int | None = None) -> Iterator[tuple[int, int]]:
-    """Ascending rows as half-open ranges of neighbours: [3, 4, 5, 9] -> (3, 6), (9, 10)."""
-    if not len(rows):
-        return
-    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
-    for part in np.split(rows, breaks):
-        step = at_most or len(part)
-        for first in range(0, len(part), step):
-            piece = part[first : first + step]
-            yield int(piece[0]), int(piece[-1]) + 1

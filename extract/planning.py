@@ -1,0 +1,175 @@
+"""What a run has resolved before it computes: images, backbone, features, data set."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from extract import defaults
+from extract.backbones import Backbone
+from extract.errors import InputError, unknown_name
+from extract.features import Choice, choose_features
+from extract.images import ImageFolder, list_images
+from extract.settings import evaluating, full_float32
+from extract.store.copying import COMPRESSIONS
+from extract.store.dataset import DataSet, shard_rows_for
+from extract.store.layout import StoredFeature
+from extract.store.shard import need_libraries
+
+__all__ = ["Plan", "plan", "plan_for"]
+
+DTYPES = ("float32", "float16")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a run has resolved before it computes."""
+
+    images: ImageFolder
+    backbone: Backbone
+    choice: Choice
+    dataset: DataSet
+    batch_size: int
+    workers: int
+    compress: str | None
+    sync_s: float
+    provenance: dict[str, Any]
+
+
+def plan(
+    images: str | os.PathLike[str],
+    *,
+    out: str | os.PathLike[str],
+    backbone: Backbone,
+    layers: str | Sequence[str] = defaults.LAYERS,
+    batch_size: int = defaults.BATCH_SIZE,
+    workers: int = defaults.WORKERS,
+    dtype: str = defaults.DTYPE,
+    limit: int | None = None,
+    shard_rows: int | None = None,
+    compress: str | None = None,
+    sync_s: float = defaults.SYNC_S,
+) -> Plan:
+    """List the images and find out what the layers give; arguments and errors as of `extract_features`.
+
+    Nothing is written. `sync_s` is how many seconds of work a power cut may cost; 0 forces each batch to the disk.
+    """
+    if compress is not None and compress not in COMPRESSIONS:
+        raise unknown_name("compression", compress, COMPRESSIONS)
+    need_libraries(compress)
+    if dtype not in DTYPES:
+        raise unknown_name("dtype", dtype, DTYPES)
+    for name, value, least in (("batch_size", batch_size, 1), ("workers", workers, 0), ("limit", limit, 1),
+                               ("shard_rows", shard_rows, 1)):  # fmt: skip
+        if value is not None and value < least:
+            raise InputError(f"{name} is {value}; it must be at least {least}")
+    configuration = {
+        "images": os.fspath(images),
+        "layers": [layers] if isinstance(layers, str) else list(layers),
+        "weights": _as_found_from_anywhere(backbone.asked_weights),
+        "seed": backbone.seed,
+        "batch_size": batch_size,
+        "workers": workers,
+        "dtype": dtype,
+        "limit": limit,
+        "shard_rows": shard_rows,
+        "compress": compress,
+    }
+    folder = list_images(images, limit)
+    return plan_for(folder, Path(out), backbone, configuration, sync_s)
+
+
+def plan_for(
+    folder: ImageFolder, out: Path, backbone: Backbone, configuration: dict[str, Any], sync_s: float = defaults.SYNC_S
+) -> Plan:
+    """The plan for images that are listed already.
+
+    Args:
+        folder: the images.
+        out: folder of the data set.
+        backbone: as loaded.
+        configuration: `layers`, `batch_size`, `workers`, `dtype`, `shard_rows` and `compress`, checked; it goes into
+            the provenance.
+        sync_s: as of `plan`.
+    """
+    dtype, shard_rows = configuration["dtype"], configuration["shard_rows"]
+    with evaluating(backbone.model), full_float32():
+        choice = choose_features(backbone, configuration["layers"])
+    stored = [
+        StoredFeature(
+            feature.name,
+            feature.shape,
+            dtype,
+            {
+                "layer": str(feature.site),
+                "pooling": feature.pooling,
+                "axes": feature.layout.axes if feature.pooling in ("none", "flatten") else "C",
+                "source_dtype": feature.source_dtype,
+            },
+        )
+        for feature in choice.features
+    ]
+    depends_on = {
+        "architecture": backbone.architecture,
+        "weights_sha256": backbone.weights.sha256,
+        "features": {f.name: f"{f.site} {f.pooling} {list(f.shape)}" for f in choice.features},
+        "preprocessing": backbone.preprocessing.describe(),
+        "decoder": "pillow: EXIF orientation applied, transparency over white",
+        "precision": "float32",
+        "stored_as": dtype,
+    }
+    listed = xxhash.xxh3_128_hexdigest(b"\0".join(os.fsencode(path) for path in folder.paths))
+    dataset = DataSet(
+        out=out,
+        depends_on=json.loads(json.dumps(depends_on)),  # as it will be read back
+        features=stored,
+        images={"root": str(folder.root.resolve()), "count": len(folder), "paths_xxh3": listed},
+        shard_rows=min(shard_rows or _existing_shard_rows(out) or shard_rows_for(stored), len(folder)),
+    )
+    provenance = _provenance(backbone, depends_on, configuration)
+    return Plan(
+        folder,
+        backbone,
+        choice,
+        dataset,
+        configuration["batch_size"],
+        configuration["workers"],
+        configuration["compress"],
+        sync_s,
+        provenance,
+    )
+
+
+def _as_found_from_anywhere(weights: str | None) -> str | None:
+    """The name of weights, or the whole path of their file."""
+    return str(Path(weights).resolve()) if weights and Path(weights).is_file() else weights
+
+
+def _existing_shard_rows(out: Path) -> int | None:
+    """How the data set that is there already is cut, for a run that does not say."""
+    return DataSet.open(out).shard_rows if (out / "dataset.json").exists() else None
+
+
+def _provenance(backbone: Backbone, depends_on: dict[str, Any], configuration: dict[str, Any]) -> dict[str, Any]:
+    packages = ("layertap", "torch", "torchvision", "timm", "pillow", "numpy", "h5py")
+    on_gpu = backbone.device.type == "cuda"
+    return {
+        "backbone": backbone.spec,
+        "weights": backbone.weights.source,
+        "depends_on": depends_on,
+        "configuration": configuration,
+        "device": torch.cuda.get_device_name(backbone.device) if on_gpu else str(backbone.device),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
+        "machine": {"platform": platform.platform(), "host": platform.node()},
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+    }

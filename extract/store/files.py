@@ -1,0 +1,84 @@
+"""Small files written whole or not at all, and read with care: a data set may come from anyone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from extract.errors import InputError, LayertapError
+
+__all__ = ["discard", "read_json", "sync_folder", "take_space", "write_json"]
+
+_JSON_BYTES = 1 << 26  # far above what a description or a receipt of a million failed rows needs
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: it is not there.
+        InputError: it is no JSON object, or too large to be one of ours.
+        LayertapError: it cannot be read.
+    """
+    try:
+        if not path.is_file():
+            raise FileNotFoundError(path)
+        if path.stat().st_size > _JSON_BYTES:
+            raise ValueError(f"it has more than {_JSON_BYTES >> 20} MB")
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it holds no keys")
+        return content
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        raise LayertapError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # RecursionError: [[[[...
+        raise InputError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a small JSON file whole or not at all."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    finally:
+        discard(temporary)
+    sync_folder(path.parent)
+
+
+def discard(path: Path) -> None:
+    """Remove a file that was only needed on the way; where that fails, there is an error already that says why."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames and links in a folder survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def take_space(path: Path, size: int) -> None:
+    """Take so much disk space under a name, and give it back; an OSError says that it is not there.
+
+    HDF5 ends the process when the disk is full at the moment it closes a file; so it must not come to that.
+    """
+    if not hasattr(os, "posix_fallocate"):  # macOS
+        return
+    with path.open("wb") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        finally:
+            discard(path)
