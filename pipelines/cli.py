@@ -67,6 +67,9 @@ def _option(*names: str, **settings: Any) -> Callable[[Any], Any]:
 @_option("--limit", type=int)
 @_option("--seed", type=int)
 @_option("--shard-rows", type=int)
+@_option("--compress", type=click.Choice(["gzip", "lzf", "blosc2"]))
+@_option("--sync-s", type=float)
+@_option("--retry-failed/--no-retry-failed")
 @_option("--strict/--no-strict")
 @click.option(
     "--config", type=click.Path(path_type=Path), help="YAML file with these words as keys; flags win over it."
@@ -133,6 +136,67 @@ def show(out: Path, as_json: bool) -> None:
         click.echo(json.dumps(content, indent=1))
     else:
         print_description(content, click.echo)
+
+
+@main.command()
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--sample", type=click.IntRange(min=1), help="Also compute so many random rows again, and compare.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the choice of those rows.")
+@click.option("--images", type=click.Path(path_type=Path), help="Where the images lie, if they were moved.")
+@click.option("--weights", help="Name or file of the weights, if the file was moved.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N or mps.")
+@click.option(
+    "--repair", "mend", is_flag=True, help="Make rows that are wrong pending, so that `embed` fills them again."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+@click.pass_context
+def verify(ctx: click.Context, /, out: Path, as_json: bool, **settings: Any) -> None:
+    """Check every hash, receipt and count of the data set OUT; exit with 1 if anything is wrong.
+
+    With --sample, also whether the features are really of these images, with these weights.
+    """
+    from pipelines.verify import as_json as check_as_json
+    from pipelines.verify import check, print_check
+
+    result = check(out, **settings)
+    if as_json:
+        click.echo(json.dumps(check_as_json(result), indent=1))
+    else:
+        print_check(result, click.echo)
+    if result.faults:
+        ctx.exit(1)
+
+
+@main.command()
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--to", type=click.Choice(["h5", "npy", "parquet", "mat"]), required=True, help="What to write.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="File, or folder of npy. [default: beside OUT]")
+@click.option("-l", "--layers", multiple=True, metavar="LAYER", help="Only these; repeats. [default: all]")
+def export(out: Path, to: str, output: Path | None, layers: tuple[str, ...]) -> None:
+    """Write the data set OUT as plain files for other tools: HDF5, NumPy, Parquet or MATLAB.
+
+    \b
+    layertap export outputs/photos --to parquet      # outputs/photos.parquet: pandas, DuckDB, embedding-atlas
+    layertap export outputs/photos --to npy          # outputs/photos-npy/: a file for each layer, and rows.csv
+    """
+    from pipelines.export import run_export
+
+    click.echo(run_export(out, to, output, layers))
+
+
+@main.command()
+@click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="Folder of the new data set.")
+@_option("--shard-rows", type=int)
+@_option("--compress", type=click.Choice(["gzip", "lzf", "blosc2"]))
+def merge(sources: tuple[Path, ...], out: Path, shard_rows: int | None, compress: str | None) -> None:
+    """Copy the rows of complete data sets of one fingerprint into a new one, sorted by path.
+
+    Run again, it goes on where it was.
+    """
+    from pipelines.merge import run_merge
+
+    click.echo(run_merge(sources, out, shard_rows, compress))
 
 
 @main.command()

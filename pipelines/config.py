@@ -35,6 +35,15 @@ class EmbedConfig(BaseModel):
     limit: int | None = Field(None, strict=True, ge=1, description="Only the first so many images.")
     seed: int = Field(defaults.SEED, strict=True, ge=0, lt=1 << 63, description="Of random weights.")
     shard_rows: int | None = Field(None, strict=True, ge=1, description="Images in a file. [default: at most 1 GB]")
+    compress: Literal["gzip", "lzf", "blosc2"] | None = Field(
+        None, description="Pack each finished file. [default: plain, which is faster to read]"
+    )
+    sync_s: float = Field(
+        defaults.SYNC_S,
+        ge=0,
+        description="Seconds of work that a power cut may cost; 0: each batch is forced to the disk.",
+    )
+    retry_failed: bool = Field(False, description="Try images again that failed in an earlier run.")
     strict: bool = Field(False, description="Exit with 3 if a row failed.")
 
     @field_validator("images", "out", mode="before")

@@ -34,12 +34,14 @@ class Outcome:
         plan: what it had resolved.
         summary: what it did.
         failures: (row, path, status, reason) of all rows of the data set without good features; none if it was stopped.
+        compression: feature -> (how, how many times smaller), of those that are compressed.
         signal: that stopped it; 0: none.
     """
 
     plan: Plan
     summary: Summary
     failures: list[tuple[int, str, str, str]]
+    compression: dict[str, tuple[str, float]]
     signal: int
 
 
@@ -61,6 +63,8 @@ def embed(config: EmbedConfig) -> Outcome:
         dtype=config.dtype,
         limit=config.limit,
         shard_rows=config.shard_rows,
+        compress=config.compress,
+        sync_s=config.sync_s,
     )
     _tell(planned)
     with Progress(len(planned.images)) as progress, _signals_held() as received:
@@ -70,11 +74,11 @@ def embed(config: EmbedConfig) -> Outcome:
                 click.echo(f"resuming: {rows:,} of {len(planned.images):,} rows done", err=True)
             progress.advance(rows, found)
 
-        summary = extract(planned, on_rows=on_rows, stop=lambda: bool(received))
+        summary = extract(planned, retry_failed=config.retry_failed, on_rows=on_rows, stop=lambda: bool(received))
     if summary.stopped:
-        return Outcome(planned, summary, [], received[0])
+        return Outcome(planned, summary, [], {}, received[0])
     with FeatureReader(config.folder) as reader:
-        return Outcome(planned, summary, reader.failures, 0)
+        return Outcome(planned, summary, reader.failures, reader.compression, 0)
 
 
 def _tell(planned: Plan) -> None:
@@ -136,7 +140,9 @@ def print_summary(outcome: Outcome, echo: Callable[[str], None]) -> None:
         echo(f"{dataset.out}: {summary.n_rows:,} rows{found}")
         for feature in dataset.features:
             shape = ", ".join(map(str, (summary.n_rows, *feature.shape)))
-            echo(f"  {feature.name}  ({shape}) {feature.dtype}")
+            packed = outcome.compression.get(feature.name)
+            how = f", {packed[0]} made it {packed[1]:.2f} times smaller" if packed else ""
+            echo(f"  {feature.name}  ({shape}) {feature.dtype}{how}")
         total = sum(summary.stages.values()) or 1
         shares = ", ".join(f"{stage} {seconds / total:.0%}" for stage, seconds in summary.stages.items())
         echo(f"{summary.seconds:.1f} s, {summary.images_per_s:.1f} images/s; time went to {shares}")
@@ -163,6 +169,9 @@ def summary_as_json(outcome: Outcome) -> dict[str, Any]:
         "features": {
             feature.name: {"shape": [summary.n_rows, *feature.shape], "dtype": feature.dtype, **feature.attributes}
             for feature in dataset.features
+        },
+        "compression": {
+            name: {"filter": how, "ratio": round(ratio, 3)} for name, (how, ratio) in outcome.compression.items()
         },
         "backbone": backbone.spec,
         "weights": backbone.weights.source,

@@ -16,20 +16,22 @@ _LINE_EVERY_S = 10.0
 
 
 class Progress:
-    """Counts images; a context manager.
+    """Counts images, or rows; a context manager.
 
     Args:
-        total: images in all.
+        total: how many there are in all.
+        unit: what they are.
     """
 
-    def __init__(self, total: int):
+    def __init__(self, total: int, unit: str = "images"):
+        self._unit = unit
         self._total = total
         self._found = 0
         self._done = 0
         self._start = self._last_line = time.perf_counter()
         self._bar: Any = None
         if sys.stderr.isatty():
-            self._bar = tqdm(total=total, unit=" images", dynamic_ncols=True, file=sys.stderr)
+            self._bar = tqdm(total=total, unit=f" {unit}", dynamic_ncols=True, file=sys.stderr)
 
     def advance(self, rows: int, found: bool) -> None:
         """Count rows: found done from an earlier run, or computed now."""
@@ -42,7 +44,9 @@ class Progress:
             self._last_line = time.perf_counter()
             rate = (self._done - self._found) / (self._last_line - self._start)
             left = tqdm.format_interval((self._total - self._done) / rate)
-            click.echo(f"{self._done:,} of {self._total:,} images, {rate:.1f} images/s, {left} left", err=True)
+            click.echo(
+                f"{self._done:,} of {self._total:,} {self._unit}, {rate:.1f} {self._unit}/s, {left} left", err=True
+            )
 
     def __enter__(self) -> Self:
         return self

@@ -18,7 +18,7 @@ __all__ = ["describe", "print_description"]
 def describe(out: Path) -> dict[str, Any]:
     """Everything `show` tells, as plain data; a data set that is not complete is described as far as it is."""
     dataset = DataSet.open(out)
-    finished = [shard for shard in range(dataset.n_shards) if dataset.shard_path(shard).exists()]
+    finished = [path for path in dataset.published() if path is not None]
     files = [file for file in (out / "shards").iterdir() if file.suffix in (".h5", ".part")]
     content: dict[str, Any] = {
         "out": str(out),
@@ -40,10 +40,12 @@ def describe(out: Path) -> dict[str, Any]:
         "fingerprint": dataset.fingerprint,
         "depends_on": dataset.depends_on,
     }
-    if not finished:
-        return content
-    with FeatureReader(out if content["complete"] else dataset.shard_path(finished[0])) as reader:
+    with FeatureReader(out, partial=not content["complete"]) as reader:
         content["provenance"] = {k: v for k, v in reader.provenance.items() if k != "depends_on"}
+        content["rows_done"] = len(reader)
+        content["compression"] = {
+            name: {"filter": how, "ratio": round(ratio, 3)} for name, (how, ratio) in reader.compression.items()
+        }
         if content["complete"]:
             status = Counter(Status(code).text for code in reader.status.tolist())
             labels = Counter(reader.labels.tolist())
@@ -60,14 +62,16 @@ def describe(out: Path) -> dict[str, Any]:
 
 def print_description(content: dict[str, Any], echo: Callable[[str], None]) -> None:
     """The description, for people."""
-    state = "complete" if content["complete"] else f"unfinished: {content['shards_finished']} shards done"
+    state = "complete" if content["complete"] else f"unfinished: {content['rows_done']:,} rows done"
     shards = f"{content['shards']} shard" + ("s" if content["shards"] > 1 else "")
     echo(f"{content['out']}: {content['rows']:,} rows in {shards}, {content['bytes'] / 1e6:,.1f} MB, {state}")
     echo("features")
     for name, feature in content["features"].items():
         shape = ", ".join(map(str, feature["shape"]))
         source = f"{feature['layer']} {feature['pooling']}"
-        echo(f"  {name}  ({shape}) {feature['dtype']}, {feature['bytes'] / 1e6:,.1f} MB, from {source}")
+        packed = content["compression"].get(name)
+        how = f", {packed['filter']} made it {packed['ratio']:.2f} times smaller" if packed else ""
+        echo(f"  {name}  ({shape}) {feature['dtype']}, {feature['bytes'] / 1e6:,.1f} MB{how}, from {source}")
     depends_on, provenance = content["depends_on"], content.get("provenance", {})
     echo("images")
     echo(f"  from {printable(content['images']['root'])}")

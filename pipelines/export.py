@@ -1,0 +1,23 @@
+"""Features as plain files for other tools: `layertap export OUT --to h5|npy|parquet|mat`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from extract.store.export import export
+from extract.store.reader import FeatureReader
+from pipelines.progress import Progress
+
+__all__ = ["run_export"]
+
+
+def run_export(out: Path, to: str, output: Path | None, layers: Sequence[str]) -> str:
+    """Run the job, and say what was written."""
+    folder = out.resolve()
+    path = output or folder.with_name(f"{folder.name}-npy" if to == "npy" else f"{folder.name}.{to}")
+    with FeatureReader(out) as reader, Progress(len(reader), "rows") as progress:
+        export(reader, path, to, layers or None, on_rows=lambda rows: progress.advance(rows, False))
+        names = ", ".join(layers or reader.layers)
+    size = sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else [path]))
+    return f"{path}: {len(reader):,} rows of {names}, {size / 1e6:,.1f} MB"

@@ -1,0 +1,121 @@
+"""Whether a data set is what was written, and of these images: `layertap verify OUT [--sample N] [--repair]`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from extract.errors import InputError
+from extract.store.dataset import DataSet
+from extract.store.verify import Fault, repair, verify
+from pipelines.printing import SHOWN, printable
+from pipelines.progress import Progress
+
+__all__ = ["Check", "as_json", "check", "print_check"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """What was found.
+
+    Attributes:
+        out: folder of the data set.
+        faults: all of them, those of the sample included.
+        rows: status -> number of rows.
+        sampled: rows that were computed again.
+        largest: deviation among them, as a part of the largest value of the row.
+        made_pending: rows that the repair made pending; None: it was not asked for.
+    """
+
+    out: Path
+    faults: list[Fault]
+    rows: dict[str, int]
+    sampled: int = 0
+    largest: float = 0.0
+    made_pending: int | None = None
+
+
+def check(
+    out: Path,
+    *,
+    sample: int | None = None,
+    seed: int = 0,
+    images: Path | None = None,
+    weights: str | None = None,
+    device: str = "auto",
+    mend: bool = False,
+) -> Check:
+    """Run the job; progress goes to stderr.
+
+    Args:
+        out: folder of the data set.
+        sample: rows to compute again; None: none.
+        seed: of their choice.
+        images: where the images lie; None: where they lay.
+        weights: name or file; None: those the data set names.
+        device: to compute on.
+        mend: whether to make wrong rows pending.
+
+    Raises:
+        InputError: no data set there.
+        LockedError: something is to be mended, and another run writes to it.
+        LayertapError: the backbone cannot be loaded, or the disk refuses.
+    """
+    try:
+        dataset = DataSet.open(out)
+    except InputError as error:
+        if not (out / "dataset.json").exists():
+            raise
+        return Check(out, [Fault(str(error).removeprefix(f"{out / 'dataset.json'} "), file="dataset.json")], {})
+    with Progress(dataset.n_rows, "rows") as progress:
+        found = verify(out, on_rows=lambda rows: progress.advance(rows, False))
+    sampled, largest = 0, 0.0
+    # What cannot be read, or is known to be wrong, is not compared.
+    if sample and found.rows["ok"] and not any(fault.kind in ("file", "rows") for fault in found.faults):
+        from extract.recheck import recheck
+
+        again = recheck(out, sample, seed=seed, images=images, weights=weights, device=device)
+        found.faults += [
+            Fault(what, row // dataset.shard_rows, "", row, path, "rows") if row >= 0 else Fault(what, kind="sample")
+            for row, path, what in again.faults
+        ]
+        sampled, largest = len(again.rows), float(np.nanmax(again.differences, initial=0))
+    made_pending = repair(found) if mend else None
+    return Check(out, found.faults, dict(found.rows), sampled, largest, made_pending)
+
+
+def print_check(result: Check, echo: Callable[[str], None]) -> None:
+    """The findings, for people."""
+    counts = ", ".join(f"{count:,} {status}" for status, count in result.rows.items() if count)
+    for fault in result.faults[:SHOWN]:
+        row = "" if fault.row is None else f" row {fault.row} ({printable(fault.path or '')})"
+        echo(f"{fault.file or result.out}{row}: {fault.what}")
+    if len(result.faults) > SHOWN:
+        echo(f"... and {len(result.faults) - SHOWN:,} more: layertap verify {shlex.quote(str(result.out))} --json")
+    faults = f"{len(result.faults):,} fault{'s' if len(result.faults) > 1 else ''}" if result.faults else "no fault"
+    echo(f"{result.out}: {faults}" + (f"; rows: {counts}" if counts else ""))
+    if result.sampled:
+        echo(f"{result.sampled:,} rows computed again differ by {result.largest:.1e} of their largest value at most")
+    if result.made_pending is not None:
+        echo(f"{result.made_pending:,} rows made pending; run embed again to fill them")
+
+
+def as_json(result: Check) -> dict[str, Any]:
+    """The findings, for machines."""
+    return {
+        "out": str(result.out),
+        "ok": not result.faults,
+        "rows": result.rows,
+        "faults": [
+            {"file": fault.file, "shard": fault.shard, "row": fault.row, "path": fault.path, "fault": fault.what}
+            for fault in result.faults
+        ],
+        "sampled": result.sampled,
+        "largest_deviation": result.largest,
+        "made_pending": result.made_pending,
+    }
