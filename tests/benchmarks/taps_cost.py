@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchvision import models
 
 from extract import Taps
-from extract.extraction import _keeping_freed_memory
+from extract.settings import keeping_freed_memory
 
 TEN = ["conv1", "bn1", "layer1", "layer1.0.conv1", "layer2", "layer2.0.conv2", "layer3", "layer3.1.bn1", "layer4", "fc"]
 BATCH = 16
@@ -67,7 +67,7 @@ def main(rounds: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(BATCH, 3, 224, 224)
     tapped, bare = models.resnet18().eval(), Bare(models.resnet18().eval(), TEN)
-    with torch.inference_mode(), _keeping_freed_memory():
+    with torch.inference_mode(), keeping_freed_memory():
         with Taps(tapped, TEN) as taps:
             print(f"ten layers, whole forward: {ratio(lambda: taps(x), lambda: bare(x), rounds):.3f} of bare hooks")
         whole = models.resnet18().eval()

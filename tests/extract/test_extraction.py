@@ -366,14 +366,14 @@ def test_memory_is_handled_as_before_once_a_run_is_over() -> None:
     """Page faults of work in tensors of 4 MB: none while memory is kept, and not more afterwards than before."""
     code = """
 import resource, torch
-from extract.extraction import _keeping_freed_memory
+from extract.settings import keeping_freed_memory
 def faults():
     for _ in range(50): torch.ones(1 << 20).mul(2)
     start = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(50): torch.ones(1 << 20).mul(2)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - start
 before = faults()
-with _keeping_freed_memory(): inside = faults()
+with keeping_freed_memory(): inside = faults()
 print(before, inside, faults())
 """
     before, inside, after = map(int, subprocess.check_output([sys.executable, "-c", code], text=True).split())

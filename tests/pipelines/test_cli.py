@@ -322,7 +322,7 @@ def test_show_tells_what_is_inside(folder: Path, tmp_path: Path) -> None:
 def test_show_describes_a_data_set_that_is_not_complete(folder: Path, tmp_path: Path) -> None:
     layertap("embed", folder, "-o", tmp_path / "out", *SMALL, "--shard-rows", 5)
     (tmp_path / "out" / "shards" / "000001.h5").unlink()
-    assert "unfinished: 2 shards done" in layertap("show", tmp_path / "out").stdout
+    assert "unfinished: 7 rows done" in layertap("show", tmp_path / "out").stdout
 
 
 def test_show_of_something_else(tmp_path: Path) -> None:

@@ -1,0 +1,107 @@
+"""A small data set with known rows, and the steps by which it is made; used by the tests of the store."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy as np
+import xxhash
+
+from extract import Status
+from extract.store.dataset import DataSet
+from extract.store.layout import RowNames, StoredFeature, create_shard
+from extract.store.writer import ShardWriter
+
+ROWS, SHARD_ROWS = 23, 10
+FEATURES = [StoredFeature("vector", (6,), "float32", {"layer": "fc"}), StoredFeature("map:none", (2, 3, 4), "float16")]
+VALUES = {
+    "vector": np.random.default_rng(0).normal(size=(ROWS, 6)).astype("float32"),
+    "map:none": np.random.default_rng(1).normal(size=(ROWS, 2, 3, 4)).astype("float16"),
+}
+PATHS = [f"class {i % 3}/ü{i}.jpg" for i in range(ROWS)]
+PATHS[4] = os.fsdecode(b"class 1/\xff\n.jpg")
+PATHS_XXH3 = xxhash.xxh3_128_hexdigest(b"\0".join(map(os.fsencode, PATHS)))
+
+
+def data_set(out: Path, **changes: object) -> DataSet:
+    images = {"root": "/photos", "count": ROWS, "paths_xxh3": PATHS_XXH3}
+    content = {"depends_on": {"weights": "w"}, "features": FEATURES, "images": images, "shard_rows": SHARD_ROWS}
+    return DataSet(out=out, **{**content, **changes})
+
+
+def names_of(rows: range) -> RowNames:
+    return RowNames(
+        [PATHS[i] for i in rows], np.array([i % 3 for i in rows]), ["train"] * len(rows),
+        ["class 0", "class 1", "class 2"],
+    )  # fmt: skip
+
+
+def create(data: DataSet, shard: int) -> Path:
+    part = data.path(shard, part=True)
+    create_shard(part, FEATURES, data.identity(shard), names_of(data.shard_range(shard)), {"weights": "w"})
+    return part
+
+
+def created(data: DataSet, shard: int) -> tuple[DataSet, int]:
+    create(data, shard)
+    return data, shard
+
+
+def write(writer: ShardWriter, rows: list[int], status: Status = Status.OK) -> None:
+    if not rows:
+        return
+    source = {
+        "source_size": np.array(rows), "source_mtime_ns": np.array(rows) * 2,
+        "source_hash": np.zeros((len(rows), 16), "uint8"),
+    }  # fmt: skip
+    values = {name: values[rows] for name, values in VALUES.items()}
+    if status in (Status.DECODE_ERROR, Status.MISSING):
+        values = {name: np.full_like(rows_of, np.nan) for name, rows_of in values.items()}
+    reasons = {row: f"row {row} failed" for row in rows} if status != Status.OK else {}
+    writer.write(np.array(rows, np.int64), values, np.full(len(rows), status, "uint8"), source, reasons)
+
+
+def complete_data_set(
+    out: Path, compress: str | None = None, failed: tuple[int, ...] = (), **changes: object
+) -> DataSet:
+    """All rows, written in two batches a shard; those of `failed` as decode errors."""
+    data = data_set(out, **changes)
+    data.open_or_create()
+    for shard in range(data.n_shards):
+        with ShardWriter(*created(data, shard)) as writer:
+            rows = list(data.shard_range(shard))
+            for some in (rows[:4], rows[4:]):
+                write(writer, [row for row in some if row not in failed])
+                write(writer, [row for row in some if row in failed], Status.DECODE_ERROR)
+            writer.publish(compress)
+    return data
+
+
+def change(path: Path, how: Callable[[h5py.File], object]) -> None:
+    """Change a shard with HDF5 as a forger would, who makes the user block agree with it again."""
+    with h5py.File(path, "r+") as file:
+        how(file)
+    sign(path)
+
+
+def sign(path: Path) -> None:
+    """Write the user block anew; an independent account of what `extract/store/layout.py` says of it."""
+    content = bytearray(path.read_bytes())
+    title, line = bytes(content).split(b"\n", 2)[:2]
+    behind = int(re.fullmatch(rb"layertap shard, format 1; HDF5 begins at byte (\d+)", title)[1])  # type: ignore[index]
+    ranges = [tuple(one) for one in json.loads(line)["row_data"]]
+    fixed, at = b"", behind
+    for start, stop in ranges:
+        fixed, at = fixed + bytes(content[at:start]), stop
+    about = {
+        "size": len(content),
+        "row_data": ranges,
+        "fixed_xxh3": xxhash.xxh3_128_hexdigest(fixed + bytes(content[at:])),
+    }
+    content[:behind] = (title + b"\n" + json.dumps(about).encode() + b"\n").ljust(behind, b"\0")
+    path.write_bytes(content)

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import csv
+import errno
+import json
+import os
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from extract import FeatureReader, InputError, LayertapError, UnknownNameError
+from extract.store.export import export
+from extract.store.layout import StoredFeature
+from extract.store.shard import Shard
+from extract.store.verify import wrong_rows
+from tests.extract.store.rows import PATHS, ROWS, VALUES, complete_data_set
+
+FAILED = 3
+STATUS = ["decode error" if row == FAILED else "ok" for row in range(ROWS)]
+
+
+@pytest.fixture(params=[None, "gzip"])
+def reader(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FeatureReader:
+    monkeypatch.setattr("extract.store.export._BLOCK_BYTES", 400)  # so that there are several blocks
+    return FeatureReader(complete_data_set(tmp_path / "out", request.param, failed=(FAILED,)).out)
+
+
+def expected(name: str) -> np.ndarray:
+    values = VALUES[name].copy()
+    values[FAILED] = np.nan
+    return values
+
+
+def test_one_hdf5_file(reader: FeatureReader, tmp_path: Path) -> None:
+    counted: list[int] = []
+    export(reader, tmp_path / "a.h5", "h5", on_rows=counted.append)
+    assert sum(counted) == ROWS
+    with h5py.File(tmp_path / "a.h5") as file:
+        for name in VALUES:
+            assert file["features"][name].chunks is None
+            assert np.array_equal(file["features"][name][:], expected(name), equal_nan=True)
+        assert file["path"].asstr(errors="surrogateescape")[:].tolist() == PATHS
+        offset = file["features/vector"].id.get_offset()
+    mapped = np.memmap(tmp_path / "a.h5", "<f4", "r", offset, (ROWS, 6))
+    assert np.array_equal(mapped, expected("vector"), equal_nan=True)
+    with FeatureReader(tmp_path / "a.h5") as again:
+        assert again.paths == reader.paths
+        assert np.array_equal(again.labels, reader.labels)
+        assert np.array_equal(again.status, reader.status)
+        assert again.provenance == reader.provenance
+        assert again["vector"].attributes == {"layer": "fc"}
+        assert np.array_equal(again["map:none"][[5, 1]], VALUES["map:none"][[5, 1]])
+    with Shard(tmp_path / "a.h5") as shard:
+        assert len(wrong_rows(shard, np.arange(ROWS))) == 0
+
+
+def test_numpy_files(reader: FeatureReader, tmp_path: Path) -> None:
+    export(reader, tmp_path / "a", "npy")
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [
+        "labels.npy", "map:none.npy", "rows.csv", "vector.npy"
+    ]  # fmt: skip
+    for name in VALUES:
+        found = np.load(tmp_path / "a" / f"{name}.npy")
+        assert found.dtype == VALUES[name].dtype
+        assert np.array_equal(found, expected(name), equal_nan=True)
+    assert np.load(tmp_path / "a" / "labels.npy").tolist() == [i % 3 for i in range(ROWS)]
+    with (tmp_path / "a" / "rows.csv").open(encoding="utf-8", errors="surrogateescape", newline="") as text:
+        rows = list(csv.DictReader(text))
+    assert [row["path"] for row in rows] == PATHS
+    assert [row["status"] for row in rows] == STATUS
+    assert rows[4] == {"row": "4", "path": PATHS[4], "label": "1", "class": "class 1", "split": "train", "status": "ok"}
+
+
+def test_parquet(reader: FeatureReader, tmp_path: Path) -> None:
+    from pyarrow import parquet
+
+    export(reader, tmp_path / "a.parquet", "parquet")
+    table = parquet.read_table(tmp_path / "a.parquet")
+    assert table.schema.field("vector").type.list_size == 6
+    assert json.loads(table.schema.field("map:none").metadata[b"shape"]) == [2, 3, 4]
+    assert json.loads(table.schema.metadata[b"layertap"]) == {"weights": "w"}
+    for name, values in VALUES.items():
+        found = np.array(table[name].to_pylist(), "float32").reshape(values.shape)
+        assert np.array_equal(found, expected(name).astype("float32"), equal_nan=True)
+    assert [os.fsdecode(path) for path in table["path_bytes"].to_pylist()] == PATHS
+    assert table["path"].to_pylist() == [path.replace("\udcff", "\\xff") for path in PATHS]
+    assert table["label"].to_pylist() == [i % 3 for i in range(ROWS)]
+    assert table["class"].to_pylist() == [f"class {i % 3}" for i in range(ROWS)]
+    assert table["split"].to_pylist() == ["train"] * ROWS
+    assert table["status"].to_pylist() == STATUS
+    assert table["row"].to_pylist() == list(range(ROWS))
+
+
+def test_matlab(reader: FeatureReader, tmp_path: Path) -> None:
+    import mat73
+
+    export(reader, tmp_path / "a.mat", "mat")
+    found = mat73.loadmat(str(tmp_path / "a.mat"))
+    assert np.array_equal(found["vector"], expected("vector"), equal_nan=True)
+    assert found["map_none"].shape == (ROWS, 2, 3, 4)
+    assert np.array_equal(found["map_none"], expected("map:none").astype("float32"), equal_nan=True)
+    assert found["labels"].reshape(-1).tolist() == [i % 3 + 1 for i in range(ROWS)]
+    head = (tmp_path / "a.mat").read_bytes()[:128]
+    assert head.startswith(b"MATLAB 7.3 MAT-file")
+    assert head[124:] == b"\x00\x02IM"
+    with h5py.File(tmp_path / "a.mat") as file:  # MATLAB's text is a matrix of UTF-16 units, a row for each
+        units = file["paths"][:].transpose().astype("<u2")
+        assert file["paths"].attrs["MATLAB_class"] == b"char"
+    texts = [row.tobytes().decode("utf-16-le", "surrogatepass").rstrip(" ") for row in units]
+    assert texts == PATHS
+
+
+def test_some_layers_only(reader: FeatureReader, tmp_path: Path) -> None:
+    export(reader, tmp_path / "a.h5", "h5", ["map:none"])
+    with FeatureReader(tmp_path / "a.h5") as again:
+        assert again.layers == ["map:none"]
+    with Shard(tmp_path / "a.h5") as shard:
+        assert len(wrong_rows(shard, np.arange(ROWS))) == 0
+    with pytest.raises(UnknownNameError, match="layer 'vctor' not found.*nearest: 'vector'"):
+        export(reader, tmp_path / "b.h5", "h5", ["vctor"])
+    assert not (tmp_path / "b.h5").exists()
+
+
+def test_names_that_matlab_does_not_allow(tmp_path: Path) -> None:
+    names = ["blocks.1", "blocks_1", "1st", "labels", "x" * 80]
+    features = [StoredFeature(name, (6,), "float32") for name in names]
+    from extract.store.export import _variables
+
+    assert _variables(names) == {
+        "blocks.1": "blocks_1", "blocks_1": "blocks_1_2", "1st": "layer_1st", "labels": "labels_2", "x" * 80: "x" * 58,
+    }  # fmt: skip
+    assert len(features) == 5
+
+
+@pytest.mark.parametrize("to", ["h5", "npy", "parquet", "mat"])
+def test_what_is_there_is_not_overwritten(reader: FeatureReader, tmp_path: Path, to: str) -> None:
+    path = tmp_path / "there"
+    path.write_text("mine")
+    with pytest.raises(InputError, match="there exists already"):
+        export(reader, path, to)
+    assert path.read_text() == "mine"
+
+
+@pytest.mark.parametrize("to", ["h5", "npy", "parquet", "mat"])
+def test_a_failure_leaves_nothing_behind(
+    reader: FeatureReader, tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("extract.store.export._blocks", full)
+    monkeypatch.setattr("extract.store.export.take_space", full)
+    with pytest.raises(LayertapError, match="No space left on device"):
+        export(reader, tmp_path / "new", to)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_parquet_without_its_library_names_the_extra(
+    reader: FeatureReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(LayertapError, match=r"pip install 'layertap\[parquet\]'"):
+        export(reader, tmp_path / "a.parquet", "parquet")
+
+
+@pytest.mark.parametrize(("name", "to"), [("labels", "npy"), ("path", "parquet")])
+def test_a_layer_named_as_something_else_is_refused(
+    tmp_path: Path, name: str, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.extract.store import rows
+
+    monkeypatch.setitem(rows.VALUES, name, VALUES["vector"])
+    monkeypatch.setattr(rows, "FEATURES", [*rows.FEATURES, StoredFeature(name, (6,), "float32")])
+    data = complete_data_set(tmp_path / "out", features=rows.FEATURES)
+    with FeatureReader(data.out) as reader, pytest.raises(InputError, match=f"the layer '{name}' cannot be exported"):
+        export(reader, tmp_path / "x", to)

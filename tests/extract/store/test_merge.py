@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from extract import FeatureReader, InputError, LayertapError, Status
+from extract.store.dataset import DataSet
+from extract.store.merge import merge
+from extract.store.verify import verify
+from tests.extract.store.rows import PATHS, ROWS, VALUES, change, complete_data_set
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> list[Path]:
+    """Two data sets of the same pictures below two folders; row 5 of the second has failed."""
+    made = []
+    for name, failed in (("zoo", ()), ("ark", (5,))):
+        images = {"root": f"/photos/{name}", "count": ROWS, "paths_xxh3": "0" * 32}
+        made.append(complete_data_set(tmp_path / name, failed=failed, images=images).out)
+    return made
+
+
+@pytest.mark.parametrize("compress", [None, "gzip"])
+def test_two_data_sets_become_one_sorted_by_path(sources: list[Path], tmp_path: Path, compress: str | None) -> None:
+    counted: list[int] = []
+    merge(sources, tmp_path / "all", shard_rows=17, compress=compress, on_rows=counted.append)
+    assert sum(counted) == 2 * ROWS
+    assert verify(tmp_path / "all").faults == []
+    rows = sorted(
+        (os.fsencode(f"{name}/{path}"), row, name) for name in ("zoo", "ark") for row, path in enumerate(PATHS)
+    )
+    with FeatureReader(tmp_path / "all") as reader:
+        assert [os.fsencode(path) for path in reader.paths] == [path for path, _, _ in rows]
+        good = [i for i, (_, row, name) in enumerate(rows) if (row, name) != (5, "ark")]
+        order = [row for _, row, _ in rows]
+        assert np.array_equal(reader["map:none"][good], VALUES["map:none"][order][good])
+        assert np.array_equal(reader["vector"][good], VALUES["vector"][order][good])
+        assert reader.labels.tolist() == [row % 3 for row in order]
+        assert reader.column("source_size")[good].tolist() == np.array(order)[good].tolist()
+        assert [(path, status, why) for _, path, status, why in reader.failures] == [
+            (f"ark/{PATHS[5]}", "decode error", "row 5 failed")
+        ]
+        assert len(reader.provenance["merged_from"]) == 2
+    content = DataSet.open(tmp_path / "all")
+    assert content.images["root"] == "/photos"
+    assert content.fingerprint == DataSet.open(sources[0]).fingerprint
+    before = [path.stat().st_mtime_ns for path in sorted((tmp_path / "all" / "shards").iterdir())]
+    merge(sources, tmp_path / "all", shard_rows=17)  # again: nothing to do
+    assert [path.stat().st_mtime_ns for path in sorted((tmp_path / "all" / "shards").iterdir())] == before
+
+
+def test_a_merge_that_was_killed_goes_on(sources: list[Path], tmp_path: Path) -> None:
+    out, child = tmp_path / "all", os.fork()
+    if not child:
+        merge(sources, out, shard_rows=17, on_rows=lambda rows: os._exit(9) if rows == 12 else None)
+        os._exit(0)
+    # Three shards of 17, 17 and 12 rows: it dies when the last one is written and not yet published.
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert [path.name for path in sorted((out / "shards").glob("*.h5*"))] == [
+        "000000.h5", "000001.h5", "000002.h5.part"
+    ]  # fmt: skip
+    merge(sources, out, shard_rows=17)
+    assert verify(out).faults == []
+
+
+def test_an_image_in_both_is_named(tmp_path: Path) -> None:
+    a, b = complete_data_set(tmp_path / "a"), complete_data_set(tmp_path / "b")
+    with pytest.raises(InputError, match=r"class 0/ü0.jpg \(below /photos\) is in .*a and in .*b"):
+        merge([a.out, b.out], tmp_path / "all")
+    assert not (tmp_path / "all").exists()
+
+
+def test_other_fingerprints_and_unfinished_sets_are_refused(sources: list[Path], tmp_path: Path) -> None:
+    other = complete_data_set(tmp_path / "other", depends_on={"weights": "v"})
+    with pytest.raises(InputError, match="have different fingerprints"):
+        merge([sources[0], other.out], tmp_path / "all")
+    with pytest.raises(InputError, match="zoo is one of the data sets to be merged"):
+        merge(sources, sources[0])
+    next((sources[1] / "shards").glob("000001.h5")).unlink()
+    with pytest.raises(LayertapError, match="000001.h5 is missing"):
+        merge(sources, tmp_path / "all")
+
+
+def test_classes_are_united(sources: list[Path], tmp_path: Path) -> None:
+    for shard in (sources[0] / "shards").glob("*.h5"):
+        change(shard, lambda file: file["classes"].__setitem__(2, b"animals"))
+    merge(sources, tmp_path / "all")
+    with FeatureReader(tmp_path / "all") as reader:
+        assert reader.classes == ["animals", "class 0", "class 1", "class 2"]
+        named = dict(zip(reader.paths, (reader.classes[label] for label in reader.labels), strict=True))
+        assert (reader.status == Status.OK).sum() == 2 * ROWS - 1
+    assert named[f"zoo/{PATHS[2]}"] == "animals"
+    assert named[f"ark/{PATHS[2]}"] == "class 2"

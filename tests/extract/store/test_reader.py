@@ -1,0 +1,422 @@
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from extract import FeatureReader, InputError, LayertapError, Status, UnknownNameError
+from extract.store.copying import copy_shard
+from extract.store.dataset import DataSet
+from extract.store.layout import RowNames, create_shard
+from extract.store.writer import ShardWriter
+from tests.extract.store.rows import (
+    PATHS,
+    ROWS,
+    VALUES,
+    change,
+    complete_data_set,
+    created,
+    data_set,
+    write,
+)
+
+
+def test_the_reader_goes_over_all_shards(complete: Path) -> None:
+    with FeatureReader(complete) as reader:
+        assert len(reader) == ROWS
+        assert reader.layers == ["vector", "map:none"]
+        assert reader["vector"].shape == (ROWS, 6)
+        assert reader["map:none"].dtype == np.float16
+        assert reader["vector"].attributes == {"layer": "fc"}
+        assert reader.paths == PATHS
+        assert reader.labels.tolist() == [i % 3 for i in range(ROWS)]
+        assert reader.classes == ["class 0", "class 1", "class 2"]
+        assert reader.splits == ["train"] * ROWS
+        assert reader.status.tolist() == [1] * ROWS
+        assert reader.provenance == {"weights": "w"}
+        assert reader.failures == []
+        assert np.array_equal(np.asarray(reader["vector"]), VALUES["vector"])
+        assert "vector" in reader
+
+
+indices = st.one_of(
+    st.integers(-ROWS, ROWS - 1),
+    st.slices(ROWS),
+    st.lists(st.integers(-ROWS, ROWS - 1), max_size=40),
+    st.lists(st.integers(-ROWS, ROWS - 1), max_size=40).map(lambda rows: np.array(rows, np.int32)),
+    st.lists(st.booleans(), min_size=ROWS, max_size=ROWS).map(np.array),
+)
+
+
+@pytest.fixture(scope="module", params=[None, "gzip", "lzf", "blosc2"])
+def shared(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> FeatureReader:
+    return FeatureReader(complete_data_set(tmp_path_factory.mktemp("read") / "out", request.param).out)
+
+
+@settings(max_examples=300, deadline=None)
+@given(index=indices, layer=st.sampled_from(list(VALUES)))
+def test_indexing_equals_numpy(shared: FeatureReader, index: object, layer: str) -> None:
+    expected = VALUES[layer][np.array(index, int) if isinstance(index, list) else index]
+    found = shared[layer][index]
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("index", [ROWS, -ROWS - 1, True, [0, ROWS], np.array([True]), 1.5, "a", [[1]], (1, 2)])
+def test_an_index_that_means_no_rows_raises(shared: FeatureReader, index: object) -> None:
+    with pytest.raises(IndexError):
+        shared["vector"][index]
+
+
+def test_an_unknown_layer_names_the_nearest(shared: FeatureReader) -> None:
+    with pytest.raises(UnknownNameError, match="'vectr' not found.*nearest: 'vector'"):
+        shared["vectr"]
+
+
+def test_a_shard_that_was_written_anew_takes_the_place_of_the_old_one(complete: Path) -> None:
+    data = DataSet.open(complete)
+    old = data.path(1).read_bytes()
+    with data.open_shard(1, data.path(1)) as shard:
+        copy_shard(shard, data.path(1, 1, part=True), pending=np.array([2, 5]))
+    with FeatureReader(complete) as reader:  # the old one, until the new one is whole
+        assert np.array_equal(reader["vector"][:], VALUES["vector"])
+        with ShardWriter(data, 1, 1) as writer:
+            assert np.flatnonzero(writer.status == Status.PENDING).tolist() == [2, 5]
+            write(writer, [12, 15])
+            writer.publish()
+        assert np.array_equal(reader["vector"][10:20], VALUES["vector"][10:20])  # what was open stays readable
+    names = sorted(path.name for path in (complete / "shards").iterdir())
+    assert names == ["000000.h5", "000000.json", "000001-r1.h5", "000001-r1.json", "000002.h5", "000002.json"]
+    data.path(1).write_bytes(old)  # as if the run had been killed before it removed the old one
+    with FeatureReader(complete) as reader:
+        assert np.array_equal(reader["map:none"][:], VALUES["map:none"])
+        assert reader.paths == PATHS
+    data.open_or_create()
+    assert sorted(path.name for path in (complete / "shards").iterdir()) == names
+
+
+# While it is written
+
+
+def test_a_partial_reader_has_the_rows_that_are_done_and_no_others(tmp_path: Path) -> None:
+    data = data_set(tmp_path / "out")
+    data.open_or_create()
+    with FeatureReader(data.out, partial=True) as reader:
+        assert len(reader) == 0
+        assert reader["vector"][:].shape == (0, 6)
+        assert reader.labels.tolist() == reader.paths == reader.failures == []
+    with ShardWriter(*created(data, 0)) as writer:
+        write(writer, list(range(10)))
+        writer.publish()
+    with ShardWriter(*created(data, 2)) as writer:
+        write(writer, [21], Status.DECODE_ERROR)
+        write(writer, [22])
+        with FeatureReader(data.out, partial=True) as reader, pytest.raises(LayertapError, match="is missing"):
+            FeatureReader(data.out)
+        expected = [*range(10), 21, 22]
+        assert reader.rows.tolist() == expected
+        write(writer, [20])
+        assert len(reader) == 12  # it is what was done when it was opened
+    with FeatureReader(data.out, partial=True) as reader:
+        expected = [*range(10), 20, 21, 22]
+        assert reader.rows.tolist() == expected
+        assert reader.paths == [PATHS[row] for row in expected]
+        assert reader.labels.tolist() == [row % 3 for row in expected]
+        assert np.array_equal(reader["vector"][[12, 0, 10]], VALUES["vector"][[22, 0, 20]])
+        assert np.array_equal(reader["map:none"][8:11], VALUES["map:none"][[8, 9, 20]])
+        assert reader.failures == [(11, PATHS[21], "decode error", "")]
+        again = pickle.loads(pickle.dumps(reader))
+        assert again.rows.tolist() == expected
+
+
+def test_a_torn_row_of_an_unfinished_shard_is_not_done(tmp_path: Path) -> None:
+    """As after a power cut: the status has reached the disk, the features have not."""
+    data = data_set(tmp_path / "out")
+    data.open_or_create()
+    with ShardWriter(*created(data, 0)) as writer:
+        write(writer, list(range(6)))
+        writer._put("/features/vector", 2, np.zeros((1, 6), "float32"))
+        writer._put("/status", 8, np.array([1], "uint8"))
+    with FeatureReader(data.out, partial=True) as reader:
+        assert reader.rows.tolist() == [0, 1, 3, 4, 5]
+
+
+def test_one_that_reads_while_another_writes_never_sees_a_wrong_row(tmp_path: Path) -> None:
+    data = data_set(tmp_path / "out", images={"root": "/p", "count": 4000, "paths_xxh3": ""}, shard_rows=1500)
+    data.open_or_create()
+    writing = os.fork()
+    if not writing:
+        try:
+            for shard in range(data.n_shards):
+                rows = data.shard_range(shard)
+                names = RowNames([f"{i}.png" for i in rows], np.zeros(len(rows)), [""] * len(rows), ["a"])
+                create_shard(data.path(shard, part=True), data.features, data.identity(shard), names, {})
+                with ShardWriter(data, shard) as writer:
+                    for start in range(rows.start, rows.stop, 10):
+                        here = np.arange(start, min(start + 10, rows.stop))
+                        values = {f.name: np.broadcast_to(here.reshape(-1, *[1] * len(f.shape)), (len(here), *f.shape))
+                                  .astype(f.dtype) for f in data.features}  # fmt: skip
+                        source = {
+                            "source_size": here,
+                            "source_mtime_ns": here,
+                            "source_hash": np.zeros((len(here), 16)),
+                        }
+                        writer.write(here, values, np.ones(len(here), "uint8"), source)
+                        time.sleep(0.001)
+                    writer.publish()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    seen, looks = 0, 0
+    while os.waitpid(writing, os.WNOHANG) == (0, 0) or seen < 4000:
+        with FeatureReader(data.out, partial=True) as reader:
+            rows = reader.rows
+            assert len(rows) >= seen
+            assert np.array_equal(rows, np.arange(len(rows)))  # they are written in order
+            assert (reader["vector"][:] == rows[:, None]).all()
+            assert (reader["map:none"][:].reshape(len(rows), 24) == rows[:, None].astype("float16")).all()
+            looks, seen = looks + (seen < len(rows) < 4000), len(rows)
+    assert seen == 4000
+    assert looks > 5
+
+
+# Several data sets, processes, threads
+
+
+def test_a_list_of_folders_is_read_as_one(tmp_path: Path) -> None:
+    one, two = complete_data_set(tmp_path / "one"), complete_data_set(tmp_path / "two", failed=(3,))
+    with FeatureReader([one.out, two.out]) as reader:
+        assert len(reader) == 2 * ROWS
+        assert reader.sets.tolist() == [0] * ROWS + [1] * ROWS
+        assert np.array_equal(reader["map:none"][ROWS - 2 : ROWS + 2], VALUES["map:none"][[-2, -1, 0, 1]])
+        assert reader.paths == PATHS * 2
+        assert reader.failures == [(ROWS + 3, PATHS[3], "decode error", "row 3 failed")]
+    other = complete_data_set(tmp_path / "other", depends_on={"weights": "v"})
+    with pytest.raises(InputError, match="have different fingerprints"):
+        FeatureReader([one.out, other.out])
+
+
+def test_labels_of_several_folders_are_numbered_anew(tmp_path: Path) -> None:
+    one, two = complete_data_set(tmp_path / "one"), complete_data_set(tmp_path / "two")
+    for shard in range(two.n_shards):
+        change(two.path(shard), lambda file: file["classes"].__setitem__(0, b"animals"))
+    with FeatureReader([one.out, two.out]) as reader:
+        assert reader.classes == ["animals", "class 0", "class 1", "class 2"]
+        before = [f"class {row % 3}" for row in range(ROWS)]
+        after = ["animals" if name == "class 0" else name for name in before]
+        assert [reader.classes[label] for label in reader.labels] == before + after
+
+
+@pytest.mark.parametrize("compress", [None, "gzip"])
+@pytest.mark.parametrize(("method", "workers"), [(None, 0), ("fork", 2), ("spawn", 2)])
+def test_a_data_loader_gives_the_stored_rows_in_a_seeded_order(
+    tmp_path: Path, method: str | None, workers: int, compress: str | None
+) -> None:
+    data = complete_data_set(tmp_path / "out", compress, failed=(7,))
+    good = np.array([row for row in range(ROWS) if row != 7])
+    with FeatureReader(data.out) as reader:
+        assert len(reader["vector"][:2]) == 2  # handles are open when the workers are forked
+        dataset = reader.dataset(["vector", "map:none"], transform=lambda sample: sample) if method != "spawn" else (
+            reader.dataset(["vector", "map:none"])
+        )  # fmt: skip
+        loader = DataLoader(
+            dataset, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(5), num_workers=workers,
+            multiprocessing_context=method, timeout=120 if workers else 0,
+        )  # fmt: skip
+        found = list(loader)
+        numbers = DataLoader(range(len(good)), 4, shuffle=True, generator=torch.Generator().manual_seed(5))
+        order = torch.cat(list(numbers)).numpy()
+    vectors = torch.cat([features["vector"] for features, _ in found]).numpy()
+    maps = torch.cat([features["map:none"] for features, _ in found]).numpy()
+    labels = torch.cat([label for _, label in found]).numpy()
+    rows = np.array([int(np.flatnonzero((VALUES["vector"] == vector).all(1))[0]) for vector in vectors])
+    assert sorted(rows) == good.tolist()
+    assert rows.tolist() == good[order].tolist()
+    assert np.array_equal(maps, VALUES["map:none"][rows])
+    assert labels.tolist() == [row % 3 for row in rows]
+
+
+def test_a_torch_data_set_of_one_layer_gives_tensors(tmp_path: Path) -> None:
+    data = complete_data_set(tmp_path / "out", failed=(0,))
+    with FeatureReader(data.out) as reader:
+        dataset = reader.dataset("vector", split="train", transform=lambda x: x * 2)
+        x, y = dataset[-1]
+        assert np.array_equal(x.numpy(), VALUES["vector"][-1] * 2)
+        assert (y, len(dataset)) == ((ROWS - 1) % 3, ROWS - 1)
+        assert dataset.rows.tolist() == list(range(1, ROWS))
+        with pytest.raises(IndexError, match="sample 22 of 22"):
+            dataset[ROWS - 1]
+        with pytest.raises(UnknownNameError, match="split 'vall' not found"):
+            reader.dataset("vector", split="vall")
+        with pytest.raises(UnknownNameError, match="layer 'x' not found"):
+            reader.dataset("x")
+
+
+@pytest.mark.parametrize("compress", [None, "lzf"])
+def test_threads_share_a_reader(tmp_path: Path, compress: str | None) -> None:
+    data, wrong = complete_data_set(tmp_path / "out", compress), []
+
+    def read(seed: int) -> None:
+        random = np.random.default_rng(seed)
+        for _ in range(200):
+            rows = random.integers(0, ROWS, 5)
+            if not np.array_equal(reader["vector"][rows], VALUES["vector"][rows]):
+                wrong.append(rows)
+
+    with FeatureReader(data.out) as reader:
+        threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+    assert wrong == []
+
+
+def test_arrays_outlive_their_reader(complete: Path) -> None:
+    with FeatureReader(complete) as reader:
+        rows, label = reader["vector"][2:4], reader.labels
+    assert np.array_equal(rows, VALUES["vector"][2:4])
+    assert label[1] == 1
+    assert rows.flags.writeable
+    with pytest.raises(ValueError, match="read-only"):
+        label[0] = 9  # it is handed out more than once
+
+
+def test_a_moved_folder_is_read_as_before(complete: Path, tmp_path: Path) -> None:
+    moved = complete.rename(tmp_path / "else where")
+    with FeatureReader(moved) as reader:
+        assert np.array_equal(reader["vector"][:], VALUES["vector"])
+
+
+@pytest.mark.parametrize("name", [
+    "line\nbreak.png", os.fsdecode(b"\xff\xfe.png"), "b" * 251 + ".png",
+    "emoji \U0001f98a/\u00fc.png", "tab\t\"quote\".png",
+    " lead and trail .png", "\u202egnp.txt",
+])  # fmt: skip
+def test_any_name_comes_back_as_it_was(tmp_path: Path, name: str) -> None:
+    data = data_set(tmp_path / "out", images={"root": "/p", "count": 2, "paths_xxh3": ""})
+    data.open_or_create()
+    part = data.path(0, part=True)
+    create_shard(part, data.features, data.identity(0), RowNames([name, "z.png"], [0, 0], ["", "val"], [name]), {})
+    with ShardWriter(data, 0) as writer:
+        write(writer, [0, 1])
+        writer.publish()
+    with FeatureReader(data.out) as reader:
+        assert reader.paths == [name, "z.png"]
+        assert reader.classes == [name]
+        assert reader.splits == ["", "val"]
+        assert (reader.failures, reader.provenance) == ([], {})
+
+
+def test_a_missing_or_unfinished_shard_is_named(complete: Path) -> None:
+    shard = complete / "shards" / "000001.h5"
+    part = shard.rename(shard.with_name(shard.name + ".part"))
+    with pytest.raises(LayertapError, match="000001.h5 is unfinished"):
+        FeatureReader(complete)
+    part.unlink()
+    with pytest.raises(LayertapError, match=r"000001.h5 is missing \(shard 1 of 3\)"):
+        FeatureReader(complete)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"), [("fingerprint", "f" * 64), ("images", "1" * 32), ("first_row", 3), ("shard", 7)]
+)
+def test_a_shard_of_another_data_set_is_neither_read_nor_written(complete: Path, attribute: str, value: object) -> None:
+    data = DataSet.open(complete)
+    change(data.path(0), lambda file: file.attrs.__setitem__(attribute, value))
+    with pytest.raises(LayertapError, match=f"000000.h5 is no shard 0 of this data set: its {attribute} is"):
+        FeatureReader(complete)
+    data.path(0).rename(data.path(0, part=True))
+    with pytest.raises(LayertapError, match=f"its {attribute} is .*; delete the file, and its rows will be computed"):
+        ShardWriter(data, 0)
+
+
+def test_a_shard_with_other_features_is_named(complete: Path, tmp_path: Path) -> None:
+    described = complete / "dataset.json"
+    content = json.loads(described.read_text())
+    content["features"][0]["shape"] = [7]
+    described.write_text(json.dumps(content))
+    with pytest.raises(LayertapError, match=r"its feature 'vector' is \(\(6,\), 'float32'\), expected \(\(7,\)"):
+        FeatureReader(complete)
+
+
+def test_pending_rows_are_not_read(complete: Path) -> None:
+    shard = complete / "shards" / "000002.h5"
+    with h5py.File(shard, "r+") as file:  # status is written in place: the structure stays as it was signed
+        file["status"][1] = Status.PENDING
+    for path in (complete, shard):
+        with pytest.raises(LayertapError, match="000002.h5 is unfinished: 1 rows are pending"):
+            FeatureReader(path)
+
+
+@pytest.mark.parametrize("change", [
+    {"images": None}, {"images": {}}, {"images": {"count": 4}}, {"shard_rows": 0}, {"shard_rows": None},
+    {"depends_on": None}, {"depends_on": []}, {"features": []}, {"features": {}}, {"fingerprint": "0" * 64},
+])  # fmt: skip
+def test_a_description_with_wrong_values_is_damaged(complete: Path, change: dict[str, object]) -> None:
+    path = complete / "dataset.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(InputError, match="dataset.json is damaged"):
+        FeatureReader(complete)
+
+
+def test_a_disk_that_is_nearly_full_is_an_error_and_no_crash(tmp_path: Path) -> None:
+    """With a limit on the size of files, which HDF5 would meet in the middle of its work."""
+    data = data_set(tmp_path / "out")
+    data.open_or_create()
+    code = f"""
+import resource
+from pathlib import Path
+from extract.store.dataset import DataSet
+from tests.extract.store.rows import create
+data = DataSet.open(Path({str(data.out)!r}))
+for limit in range(1000, 30000, 3000):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        create(data, 0)
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+    root = Path(__file__).parents[3]
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
+    assert run.returncode == 0, run.stderr
+    assert {line.split()[0] for line in run.stdout.splitlines()} == {"LayertapError"}
+    assert "File too large" in run.stdout
+    assert list((data.out / "shards").iterdir()) == []
+
+
+def test_shards_in_each_others_place_are_found_out(complete: Path) -> None:
+    a, b = complete / "shards" / "000000.h5", complete / "shards" / "000001.h5"
+    a.rename(complete / "x")
+    b.rename(a)
+    (complete / "x").rename(b)
+    with pytest.raises(LayertapError, match="000000.h5 is no shard 0 of this data set: its shard is 1"):
+        FeatureReader(complete)
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="does not exist"):
+        FeatureReader(tmp_path / "nothing")
+    with pytest.raises(InputError, match="is no layertap data set"):
+        FeatureReader(tmp_path)
+    (tmp_path / "a.h5").write_bytes(b"no HDF5")
+    with pytest.raises(InputError, match="is no layertap shard"):
+        FeatureReader(tmp_path / "a.h5")
+    with h5py.File(tmp_path / "b.h5", "w") as file:
+        file["x"] = 1
+    with pytest.raises(InputError, match="is no layertap shard"):
+        FeatureReader(tmp_path / "b.h5")
+    with pytest.raises(InputError, match="the list of folders is empty"):
+        FeatureReader([])

@@ -1,0 +1,371 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extract import FeatureReader, LayertapError, Status
+from extract.store.dataset import DataSet
+from extract.store.layout import RowNames, StoredFeature, create_shard
+from extract.store.shard import Shard, runs
+from extract.store.writer import ShardWriter
+from tests.extract.store.rows import (
+    VALUES,
+    complete_data_set,
+    create,
+    created,
+    data_set,
+    write,
+)
+
+
+def test_a_killed_write_leaves_its_rows_pending_and_the_others_stored(tmp_path: Path) -> None:
+    data = data_set(tmp_path / "out")
+    data.open_or_create()
+    create(data, 0)
+    child = os.fork()
+    if not child:  # dies as by SIGKILL, with the file open
+        writer = ShardWriter(data, 0)
+        write(writer, [0, 1, 2])
+        writer._put("/features/vector", 3, np.full((2, 6), 7, "float32"))
+        os._exit(9)
+    os.waitpid(child, 0)
+    with ShardWriter(data, 0) as writer:
+        assert writer.status.tolist() == [1, 1, 1, 0, 0, 0, 0, 0, 0, 0]
+        assert writer.check() == 0
+        write(writer, list(range(3, 10)))
+        final = writer.publish()
+    with FeatureReader(final) as reader:
+        assert np.array_equal(reader["vector"][:], VALUES["vector"][:10])
+
+
+def test_rows_that_do_not_agree_with_their_hash_become_pending(tmp_path: Path) -> None:
+    data = data_set(tmp_path / "out")
+    data.open_or_create()
+    part = create(data, 0)
+    with ShardWriter(data, 0) as writer:
+        write(writer, list(range(10)))
+    with h5py.File(part, "r+") as file:
+        file["features/vector"][4, 2] += 1
+        file["features/map:none"][7, 0, 0, 0] += 1
+    with ShardWriter(data, 0) as writer:
+        assert writer.check() == 2
+        assert np.flatnonzero(writer.status == Status.PENDING).tolist() == [4, 7]
+        with pytest.raises(LayertapError, match="2 rows are still pending"):
+            writer.publish()
+
+
+def test_a_second_writer_of_a_shard_is_refused(tmp_path: Path) -> None:
+    data = data_set(tmp_path / "out")
+    data.open_or_create()
+    create(data, 0)
+    with ShardWriter(data, 0):
+        code = (
+            "from pathlib import Path; from extract.store.dataset import DataSet\n"
+            f"from extract.store.writer import ShardWriter; ShardWriter(DataSet.open(Path({str(data.out)!r})), 0)"
+        )
+        other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "LockedError" in other.stderr
+    assert "is open in another process" in other.stderr
+
+
+def test_a_published_shard_always_has_its_receipt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = data_set(tmp_path / "out")
+    data.open_or_create()
+    with ShardWriter(*created(data, 0)) as writer:
+        write(writer, list(range(10)))
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error"))
+            )
+            with pytest.raises(LayertapError, match="cannot publish .*Input/output error; its rows are safe"):
+                writer.publish()
+    assert data.path(0, part=True).exists()
+    assert not data.path(0).exists()
+    with ShardWriter(data, 0) as writer:
+        assert data.path(0).with_suffix(".json").exists() or writer.publish()
+    assert data.path(0).with_suffix(".json").exists()
+
+
+def test_where_there_are_no_hard_links_a_shard_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    data = data_set(tmp_path / "out")
+    data.open_or_create()
+    with ShardWriter(*created(data, 0)) as writer:
+        write(writer, list(range(10)))
+        assert writer.publish() == data.path(0)
+    assert sorted(path.name for path in (data.out / "shards").iterdir()) == ["000000.h5", "000000.json"]
+
+
+def test_the_final_name_is_given_once(complete: Path) -> None:
+    data = DataSet.open(complete)
+    before = data.path(0).read_bytes()
+    with ShardWriter(*created(data, 0)) as writer:
+        write(writer, list(range(10)), Status.NOT_FINITE)
+        with pytest.raises(LayertapError, match="exists already"):
+            writer.publish()
+    assert data.path(0).read_bytes() == before
+
+
+def test_a_receipt_tells_size_hash_and_counts(complete: Path) -> None:
+    import hashlib
+
+    shard = complete / "shards" / "000002.h5"
+    receipt = json.loads(shard.with_suffix(".json").read_text())
+    assert receipt["size"] == shard.stat().st_size
+    assert receipt["sha256"] == hashlib.sha256(shard.read_bytes()).hexdigest()
+    assert receipt["status"] == {"ok": 3}
+    assert not list((complete / "shards").glob("*.part"))
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [({"vector": np.zeros((2, 6), "float32")}, "features"),
+     ({"vector": np.zeros((2, 5), "float32"), "map:none": np.zeros((2, 2, 3, 4))}, "vector")],
+)  # fmt: skip
+def test_wrong_features_are_refused(tmp_path: Path, features: dict[str, np.ndarray], message: str) -> None:
+    data = data_set(tmp_path / "out")
+    data.open_or_create()
+    with ShardWriter(*created(data, 0)) as writer:
+        with pytest.raises(ValueError, match=message):
+            writer.write(np.array([0, 1]), features, np.ones(2, "uint8"), {})
+        assert not writer.status.any()
+
+
+def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    data = data_set(tmp_path / "out")
+    data.open_or_create()
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(LayertapError, match="No space left on device"):
+        create(data, 0)
+    assert list((data.out / "shards").iterdir()) == []
+
+
+@given(st.lists(st.integers(0, 60), unique=True), st.integers(1, 5))
+def test_runs_cover_the_rows_in_order(rows: list[int], at_most: int) -> None:
+    rows.sort()
+    pieces = list(runs(np.array(rows, np.int64), at_most))
+    assert [row for start, stop in pieces for row in range(start, stop)] == rows
+    assert all(0 < stop - start <= at_most for start, stop in pieces)
+
+
+@pytest.mark.parametrize("sync_s", [0, 1e9])
+def test_batches_are_forced_to_the_disk_as_often_as_asked(
+    tmp_path: Path, sync_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fdatasync", synced.append)
+    data = data_set(tmp_path / "out")
+    data.open_or_create()
+    create(data, 0)
+    with ShardWriter(data, 0, sync_s=sync_s) as writer:
+        for row in range(10):
+            write(writer, [row])
+    # Once before the status and once behind it: no status reaches the disk before its row.
+    assert len(synced) == (20 if sync_s == 0 else 0)
+
+
+def test_nothing_but_row_data_changes_after_creation(tmp_path: Path) -> None:
+    data = data_set(tmp_path / "out")
+    data.open_or_create()
+    part = create(data, 0)
+    before = part.read_bytes()
+    with ShardWriter(data, 0) as writer:
+        write(writer, list(range(10)))
+        final = writer.publish()
+    after = final.read_bytes()
+    assert len(after) == len(before)
+    title, line = before.split(b"\n", 2)[:2]
+    assert title == b"layertap shard, format 1; HDF5 begins at byte 1024"
+    ranges = json.loads(line)["row_data"]
+    changed = [i for i, (one, other) in enumerate(zip(before, after, strict=True)) if one != other]
+    assert changed
+    assert all(any(start <= i < stop for start, stop in ranges) for i in changed)
+
+
+@pytest.mark.parametrize("compress", ["gzip", "lzf", "blosc2"])
+def test_compression_is_a_copy_that_plain_h5py_reads(tmp_path: Path, compress: str) -> None:
+    data = complete_data_set(tmp_path / "out", compress, failed=(4,))
+    import hdf5plugin  # noqa: F401  for blosc2
+
+    with h5py.File(data.path(1)) as file:
+        stored = file["features/vector"]
+        assert np.array_equal(stored[:], VALUES["vector"][10:20])
+        filters = stored.id.get_create_plist()
+        assert filters.get_nfilters() >= 2
+        assert file["status"][:].tolist() == [1] * 10
+    receipt = json.loads(data.path(0).with_suffix(".json").read_text())
+    assert receipt["compression"]["filter"] == compress
+    assert receipt["compression"]["ratio"] > 0
+    assert receipt["reasons"] == {"4": "row 4 failed"}
+    assert sorted(path.name for path in (data.out / "shards").iterdir()) == [
+        f"00000{shard}.{kind}" for shard in range(3) for kind in ("h5", "json")
+    ]
+
+
+def test_features_that_compress_are_smaller(tmp_path: Path) -> None:
+    features = [StoredFeature("x", (512,), "float32")]
+    rows = np.arange(4000)
+    sizes = {}
+    for compress in (None, "gzip", "lzf", "blosc2"):
+        images = {"root": "/p", "count": 4000, "paths_xxh3": ""}
+        data = data_set(tmp_path / str(compress), features=features, images=images, shard_rows=4000)
+        data.open_or_create()
+        names = RowNames([str(i) for i in rows], rows % 3, [""] * 4000, list("abc"))
+        create_shard(data.path(0, part=True), features, data.identity(0), names, {})
+        with ShardWriter(data, 0) as writer:
+            writer.write(rows, {"x": np.repeat(rows[:, None] % 50, 512, 1).astype("float32")}, np.ones(4000, "u1"), {})
+            sizes[compress] = writer.publish(compress).stat().st_size
+        with FeatureReader(data.out) as reader:
+            assert (reader["x"][:] == rows[:, None] % 50).all()
+            assert (reader["x"][[3999, 3, 2000]] == np.array([[49], [3], [0]])).all()
+            packed = reader.compression
+        if compress:
+            assert packed["x"][0] == compress
+            with h5py.File(data.path(0)) as file:
+                assert packed["x"][1] == 4000 * 2048 / file["features/x"].id.get_storage_size()
+            assert sizes[compress] < sizes[None] / 5
+
+
+def test_a_compressed_copy_that_is_not_the_same_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = data_set(tmp_path / "out")
+    data.open_or_create()
+    with ShardWriter(*created(data, 0)) as writer:
+        write(writer, list(range(10)))
+        read = Shard.read
+
+        def badly(self: Shard, name: str, *where: int) -> np.ndarray:
+            return read(self, name, *where) * (0 if self.path.suffix == ".part" else 1)
+
+        monkeypatch.setattr(Shard, "read", badly)
+        with pytest.raises(LayertapError, match="10 rows are not what they were before gzip.*run again without"):
+            writer.publish("gzip")
+    assert [path.name for path in (data.out / "shards").iterdir()] == ["000000.h5.part"]
+
+
+def test_no_space_for_a_compressed_copy_leaves_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    data = data_set(tmp_path / "out")
+    data.open_or_create()
+    with ShardWriter(*created(data, 0)) as writer:
+        write(writer, list(range(10)))
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(LayertapError, match="No space left on device"):
+            writer.publish("gzip")
+    monkeypatch.undo()
+    with ShardWriter(data, 0) as writer:
+        assert writer.check() == 0
+        writer.publish("gzip")
+    with FeatureReader(data.path(0)) as reader:
+        assert np.array_equal(reader["vector"][:], VALUES["vector"][:10])
+
+
+def test_a_folder_that_vanished_is_told(tmp_path: Path) -> None:
+    import shutil
+
+    data = data_set(tmp_path / "out")
+    data.open_or_create()
+    with ShardWriter(*created(data, 0)) as writer:
+        write(writer, list(range(9)))
+        shutil.rmtree(data.out)
+        write(writer, [9])
+        with pytest.raises(LayertapError, match="cannot publish .*000000.h5: .*vanished.* run again"):
+            writer.publish()
+
+
+@pytest.mark.parametrize("rows", [[10], [-1], [3, 3], [4, 3]])
+def test_rows_of_another_shard_or_in_disorder_are_refused(tmp_path: Path, rows: list[int]) -> None:
+    data = data_set(tmp_path / "out")
+    data.open_or_create()
+    with (
+        ShardWriter(*created(data, 0)) as writer,
+        pytest.raises(ValueError, match="are not ascending rows of this shard"),
+    ):
+        write(writer, rows)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+@pytest.mark.parametrize("compress", [None, "gzip"])
+def test_a_full_file_system_ends_in_an_error_and_no_crash(tmp_path: Path, compress: str | None) -> None:
+    """12 MB, for four shards of 4 MB: two are published, and stay."""
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(small)], capture_output=True).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        code = f"""
+import numpy as np
+from pathlib import Path
+from extract import LayertapError
+from extract.store.layout import RowNames, StoredFeature, create_shard
+from extract.store.writer import ShardWriter
+from tests.extract.store.rows import data_set
+features = [StoredFeature("x", (1024,), "float32")]
+data = data_set(Path({str(small / "out")!r}), features=features,
+                images={{"root": "/", "count": 4096, "paths_xxh3": ""}}, shard_rows=1024)
+data.open_or_create()
+try:
+    for shard in range(4):
+        rows = np.array(data.shard_range(shard))
+        names = RowNames([str(i) for i in rows], rows, [""] * 1024, [])
+        create_shard(data.path(shard, part=True), features, data.identity(shard), names, {{}})
+        with ShardWriter(data, shard) as writer:
+            random = np.random.default_rng(shard)
+            writer.write(rows, {{"x": random.normal(size=(1024, 1024)).astype("f4")}}, np.ones(1024, "u1"), {{}})
+            writer.publish({compress!r})
+except LayertapError as error:
+    print(shard, error)
+"""
+        run = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[3]
+        )
+        assert run.returncode == 0, run.stderr
+        assert run.stdout.startswith("2 "), run.stdout
+        assert "No space left on device" in run.stdout
+        assert compress is None or "its rows are safe in 000002.h5.part" in run.stdout
+        published = sorted((small / "out" / "shards").glob("*.h5"))
+        assert len(published) == 2
+        for shard, path in enumerate(published):
+            expected = np.random.default_rng(shard).normal(size=(1024, 1024)).astype("f4")
+            with FeatureReader(path) as reader:
+                assert np.array_equal(reader["x"][:], expected)
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+def test_a_read_only_file_system_is_told(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(small)], capture_output=True).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        data = complete_data_set(small / "out")
+        subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
+        with pytest.raises(LayertapError, match="cannot write to .*Read-only file system"), data.locked():
+            pass
+        with pytest.raises(LayertapError, match="cannot create .*Read-only file system"):
+            create(data, 1)
+        with FeatureReader(data.out) as reader:
+            assert np.array_equal(reader["vector"][:], VALUES["vector"])
+    finally:
+        subprocess.run(["umount", str(small)], check=True)

@@ -1,0 +1,229 @@
+"""verify, export, merge and the store's part of embed, on the command line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from extract import FeatureReader
+from tests.conftest import make_picture
+from tests.pipelines.test_cli import SMALL, fails, layertap
+
+LAYERS = ["-l", "layer4", "-l", "layer2:none"]
+
+
+@pytest.fixture
+def embedded(folder: Path, tmp_path: Path) -> Path:
+    """Twelve pictures, of which one is broken, in three shards."""
+    (folder / "bee" / "07.jpg").write_bytes(b"no picture")
+    result = layertap("embed", folder, "-o", tmp_path / "out", *SMALL, *LAYERS, "--shard-rows", 5)
+    assert result.exit_code == 0
+    return tmp_path / "out"
+
+
+def row_of(out: Path, path: str) -> int:
+    with FeatureReader(out) as reader:
+        return reader.paths.index(path)
+
+
+# embed --retry-failed, --compress
+
+
+def test_failed_images_are_tried_again_when_asked(embedded: Path, folder: Path, tmp_path: Path) -> None:
+    arguments = ["embed", folder, "-o", embedded, *SMALL, *LAYERS]
+    make_picture(7).save(folder / "bee" / "07.jpg")
+    assert "is complete" in layertap(*arguments).stdout  # not unless asked
+    before = {path.name: path.read_bytes() for path in (embedded / "shards").glob("*.h5")}
+    again = layertap(*arguments, "--retry-failed", "--json")
+    assert again.exit_code == 0
+    summary = json.loads(again.stdout)
+    assert (summary["computed"], summary["found_done"], summary["failures"]) == (1, 11, [])
+    assert "resuming: 11 of 12 rows done" in again.stderr
+    after = {path.name: path.read_bytes() for path in (embedded / "shards").glob("*.h5")}
+    shard = row_of(embedded, "bee/07.jpg") // 5
+    assert after.keys() - before.keys() == {f"{shard:06d}-r1.h5"}
+    assert before.keys() - after.keys() == {f"{shard:06d}.h5"}
+    assert all(after[name] == content for name, content in before.items() if name in after)
+    layertap("embed", folder, "-o", tmp_path / "fresh", *SMALL, *LAYERS, "--shard-rows", 5)
+    with FeatureReader(embedded) as one, FeatureReader(tmp_path / "fresh") as fresh:
+        assert np.array_equal(one["layer4"][:], fresh["layer4"][:])
+        assert np.array_equal(one["layer2"][:], fresh["layer2"][:])
+    assert layertap("verify", embedded).exit_code == 0
+
+
+def test_an_image_that_fails_again_stays_a_failed_row(embedded: Path, folder: Path) -> None:
+    again = layertap("embed", folder, "-o", embedded, *SMALL, *LAYERS, "--retry-failed", "--strict")
+    assert again.exit_code == 3
+    assert "bee/07.jpg: decode error: not an image" in again.stdout
+    assert layertap("verify", embedded).exit_code == 0
+    with FeatureReader(embedded) as reader:
+        assert len(reader.failures) == 1
+
+
+def test_compression_is_told_and_shown(folder: Path, tmp_path: Path) -> None:
+    plain, packed = tmp_path / "plain", tmp_path / "packed"
+    layertap("embed", folder, "-o", plain, *SMALL, *LAYERS)
+    result = layertap("embed", folder, "-o", packed, *SMALL, *LAYERS, "--compress", "gzip", "--json")
+    ratio = json.loads(result.stdout)["compression"]["layer2"]
+    with h5py.File(packed / "shards" / "000000.h5") as file:
+        stored = file["features/layer2"]
+        assert stored.compression == "gzip"
+        assert ratio == {"filter": "gzip", "ratio": round(stored.nbytes / stored.id.get_storage_size(), 3)}
+    assert f"gzip made it {ratio['ratio']:.2f} times smaller" in layertap("show", packed).stdout
+    with FeatureReader(plain) as one, FeatureReader(packed) as other:
+        assert np.array_equal(one["layer2"][:], other["layer2"][:])
+        assert one.fingerprint == other.fingerprint
+    assert "'zip' is not one of" in layertap("embed", folder, "-o", packed, *SMALL, "--compress", "zip").stderr
+
+
+# verify
+
+
+def test_a_whole_data_set_is_confirmed(embedded: Path) -> None:
+    result = layertap("verify", embedded, "--sample", 5)
+    assert result.exit_code == 0
+    assert "out: no fault; rows: 11 ok, 1 decode error" in result.stdout
+    assert "5 rows computed again differ by" in result.stdout
+    content = json.loads(layertap("verify", embedded, "--json").stdout)
+    assert content["ok"] is True
+    assert content["rows"] == {"ok": 11, "decode error": 1}
+    assert content["faults"] == []
+
+
+def test_a_changed_row_is_named_repaired_and_filled_again(embedded: Path, folder: Path) -> None:
+    with FeatureReader(embedded) as reader:
+        before, path = reader["layer4"][:], reader.paths[8]
+    with h5py.File(embedded / "shards" / "000001.h5", "r+") as file:
+        file["features/layer4"][3, 3] += 1
+    result = layertap("verify", embedded)
+    assert result.exit_code == 1
+    assert f"shards/000001.h5 row 8 ({path}): its features do not agree with their hash" in result.stdout
+    content = json.loads(layertap("verify", embedded, "--json").stdout)
+    assert {"file": "shards/000001.h5", "shard": 1, "row": 8, "path": path,
+            "fault": "its features do not agree with their hash"} in content["faults"]  # fmt: skip
+    repaired = layertap("verify", embedded, "--repair")
+    assert repaired.exit_code == 1
+    assert "1 rows made pending; run embed again to fill them" in repaired.stdout
+    again = layertap("embed", folder, "-o", embedded, *SMALL, *LAYERS, "--json")
+    # The broken picture is tried again, if it lies in the shard that is written anew.
+    assert json.loads(again.stdout)["computed"] in (1, 2)
+    assert layertap("verify", embedded).exit_code == 0
+    with FeatureReader(embedded) as reader:
+        assert np.array_equal(reader["layer4"][:], before, equal_nan=True)
+
+
+def test_features_of_other_images_are_found_out(embedded: Path, folder: Path) -> None:
+    make_picture(99, 90, 90).save(folder / "ant" / "00.png")
+    result = layertap("verify", embedded, "--sample", 100)
+    assert result.exit_code == 1
+    row = row_of(embedded, "ant/00.png")
+    assert f"row {row} (ant/00.png): features computed again differ by" in result.stdout
+    assert "its image has changed since" in result.stdout
+    assert result.stdout.count("computed again differ by") == 2  # this one, and the summary
+
+
+def test_features_in_each_others_place_are_found_out_though_every_hash_agrees(embedded: Path) -> None:
+    """What no checksum can see: two rows exchanged, and all hashes and receipts made anew."""
+    shard = embedded / "shards" / "000000.h5"
+    with h5py.File(shard, "r+") as file:
+        for name in ("features/layer4", "features/layer2", "row_hash"):
+            file[name][[0, 1]] = file[name][:][[1, 0]]
+    receipt = json.loads(shard.with_suffix(".json").read_text())
+    from extract.store.writer import size_and_hash
+
+    shard.with_suffix(".json").write_text(json.dumps({**receipt, **size_and_hash(shard)}))
+    assert layertap("verify", embedded).exit_code == 0
+    result = layertap("verify", embedded, "--sample", 100)
+    assert result.exit_code == 1
+    assert result.stdout.count("its image is the same") == 2
+
+
+def test_other_weights_are_found_out(embedded: Path, folder: Path, tmp_path: Path) -> None:
+    import timm
+    from safetensors.torch import save_file
+
+    save_file(timm.create_model("test_resnet").state_dict(), tmp_path / "other.safetensors")
+    result = layertap("verify", embedded, "--sample", 3, "--weights", tmp_path / "other.safetensors")
+    assert result.exit_code == 1
+    assert "made with another weights_sha256" in result.stdout
+
+
+def test_moved_images_must_be_pointed_to(embedded: Path, folder: Path, tmp_path: Path) -> None:
+    moved = folder.rename(tmp_path / "moved")
+    assert "say where they are" in fails("verify", embedded, "--sample", 3)
+    assert layertap("verify", embedded, "--sample", 3, "--images", moved).exit_code == 0
+    next(moved.glob("ant/*")).unlink()
+    result = layertap("verify", embedded, "--sample", 100, "--images", moved)
+    assert result.exit_code == 1
+    assert "its image cannot be read any more" in result.stdout
+
+
+def test_weights_from_a_file_are_found_from_any_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import timm
+    from safetensors.torch import save_file
+
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    save_file(timm.create_model("test_resnet").state_dict(), "own.safetensors")
+    arguments = ["-b", "timm/test_resnet", "--weights", "own.safetensors", "--workers", 0, "--device", "cpu"]
+    layertap("embed", folder, "-o", tmp_path / "out", *arguments)
+    monkeypatch.chdir(tmp_path)
+    assert layertap("verify", tmp_path / "out", "--sample", 3, "--device", "cpu").exit_code == 0
+
+
+def test_verify_of_what_is_no_data_set(tmp_path: Path) -> None:
+    assert "does not exist" in fails("verify", tmp_path / "no")
+    assert "is no layertap data set" in fails("verify", tmp_path)
+    (tmp_path / "dataset.json").write_text("{")
+    result = layertap("verify", tmp_path)
+    assert result.exit_code == 1
+    assert "dataset.json: is damaged" in result.stdout
+
+
+# export, merge
+
+
+@pytest.mark.parametrize(
+    ("to", "name"), [("h5", "out.h5"), ("npy", "out-npy"), ("parquet", "out.parquet"), ("mat", "out.mat")]
+)
+def test_export_writes_beside_the_data_set(embedded: Path, to: str, name: str) -> None:
+    result = layertap("export", embedded, "--to", to)
+    assert result.exit_code == 0
+    assert f"{name}: 12 rows of layer4, layer2" in result.stdout
+    assert embedded.with_name(name).exists()
+    assert "exists already" in fails("export", embedded, "--to", to)
+
+
+def test_export_of_what_is_not_there(embedded: Path, tmp_path: Path) -> None:
+    assert "layer 'layer9' not found" in fails("export", embedded, "--to", "npy", "-l", "layer9")
+    assert not embedded.with_name("out-npy").exists()
+    next((embedded / "shards").glob("000001.h5")).unlink()
+    assert "000001.h5 is missing" in fails("export", embedded, "--to", "npy", code=1)
+
+
+def test_merge_of_two_halves_is_the_whole(folder: Path, tmp_path: Path) -> None:
+    half = tmp_path / "halves"
+    for i, path in enumerate(sorted(folder.rglob("*.*"))):
+        target = half / "ab"[i % 2] / path.relative_to(folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, target)
+    for name in "ab":
+        layertap("embed", half / name, "-o", tmp_path / name, *SMALL, *LAYERS)
+    result = layertap("merge", tmp_path / "a", tmp_path / "b", "-o", tmp_path / "all")
+    assert result.exit_code == 0
+    assert "all: 12 rows of 2 data sets, in 1 shards" in result.stdout
+    assert layertap("verify", tmp_path / "all", "--sample", 100).exit_code == 0
+    layertap("embed", folder, "-o", tmp_path / "whole", *SMALL, *LAYERS)
+    with FeatureReader(tmp_path / "all") as merged, FeatureReader(tmp_path / "whole") as whole:
+        found = {path.split("/", 1)[1]: merged["layer4"][row] for row, path in enumerate(merged.paths)}
+        for path, expected in zip(whole.paths, whole["layer4"][:], strict=True):
+            assert np.allclose(found[path], expected, rtol=1e-4, atol=1e-6)
+        assert merged.classes == whole.classes
+    assert "is in" in fails("merge", tmp_path / "a", tmp_path / "a", "-o", tmp_path / "twice")
