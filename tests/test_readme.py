@@ -67,9 +67,12 @@ def test_the_reading_example_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         path.parent.mkdir(parents=True, exist_ok=True)
         make_picture(i).save(path)
     extract_features("photos", out="outputs/photos", progress=False)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"__name__": "__main__"}
     for code in examples("Reading"):
         exec(code, found)
+    assert tuple(found["x"].shape) == (11, 1280)
+    assert sorted(found["y"].tolist()) == sorted(found["labels"].tolist())
+    assert sorted(found["rows"].tolist()) == list(range(11))
     assert found["features"].shape == (11, 1280)
     assert found["ok"].all()
     assert list(found["classes"]) == ["a", "b"]
