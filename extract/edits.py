@@ -17,8 +17,22 @@ from torch import Tensor, nn
 
 from extract.errors import InputError
 from extract.layers import match_layers, named_layers
+from extract.record import Site
 
-__all__ = ["Edit", "ablate", "clamp", "clip", "freeze", "mix", "noise", "prune", "replace", "scale", "smooth"]
+__all__ = [
+    "Edit",
+    "ablate",
+    "apply_edit",
+    "clamp",
+    "clip",
+    "freeze",
+    "mix",
+    "noise",
+    "prune",
+    "replace",
+    "scale",
+    "smooth",
+]
 
 Edit = Callable[[Tensor], Tensor]
 
@@ -137,3 +151,24 @@ def freeze(model: nn.Module, layers: str | Sequence[str]) -> Iterator[None]:
     finally:
         for parameter in changed:
             parameter.requires_grad_(True)
+
+
+def apply_edit(tensor: Tensor, edit: Edit, site: Site) -> Tensor:
+    """What an edit makes of a tensor; it is given a copy, and a copy is taken of what it returns."""
+    if hasattr(edit, "at"):  # one with a memory, which must not mix tensors
+        edit = edit.at(site)
+    try:
+        result = edit(tensor.clone())
+    except Exception as error:
+        error.add_note(f"while editing {site} of shape {tuple(tensor.shape)}")
+        raise
+    expected = (tensor.shape, tensor.dtype, tensor.device)
+    if not isinstance(result, Tensor):
+        raise InputError(f"the edit of {site} returned {type(result).__name__}; it must return a tensor")
+    if (result.shape, result.dtype, result.device) != expected:
+        found = f"{tuple(result.shape)} {result.dtype} on {result.device}"
+        raise InputError(
+            f"the edit of {site} returned {found}; it was given, and must return, "
+            f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+        )
+    return result.clone()

@@ -23,10 +23,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from types import TracebackType
@@ -36,16 +35,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from extract.edits import Edit, apply_edit
 from extract.errors import InputError, LayertapError, unknown_name
 from extract.layers import match_layers, named_layers, unwrap
 from extract.operations import attention_weights, operation_name, unwatched, watching
-from extract.record import Record, Site, What, split_text
+from extract.record import Record, Reduce, Site, What, split_text, take
+from extract.settings import COMPILED_CODE_OFF, FUSED_ATTENTION_OFF
 from extract.structures import Path, map_tensors, tensors_in
 
 __all__ = ["Taps"]
-
-Reduce = Callable[[Tensor], Any]
-Edit = Callable[[Tensor], Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,46 +131,6 @@ class _Forward:
                     "has other names; ask for the layer before it"
                 )
         self.stand_ins.clear()
-
-
-class _Switch:
-    """A setting of the whole process that several blocks may need, in any order and thread: first in, last out."""
-
-    def __init__(self, turn: Callable[[], Callable[[], None]]):
-        self._turn = turn  # turns it, and returns what turns it back
-        self._back: Callable[[], None] = lambda: None
-        self._users = 0
-        self._guard = threading.Lock()
-
-    @contextlib.contextmanager
-    def turned(self) -> Iterator[None]:
-        with self._guard:
-            if not self._users:
-                self._back = self._turn()
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._guard:
-                self._users -= 1
-                if not self._users:
-                    self._back()
-
-
-def _no_fused_attention() -> Callable[[], None]:
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    return partial(torch.backends.mha.set_fastpath_enabled, before)
-
-
-def _no_compiled_code() -> Callable[[], None]:
-    stance = torch.compiler.set_stance("force_eager")
-    stance.__enter__()
-    return partial(stance.__exit__, None, None, None)
-
-
-_FUSED_ATTENTION_OFF = _Switch(_no_fused_attention)
-_COMPILED_CODE_OFF = _Switch(_no_compiled_code)
 
 
 class _Block:
@@ -410,9 +368,9 @@ class Taps:
         modules = list(root.modules())
         if any(isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer) for module in modules):
             # Their fused code calls no submodule and no function that could be seen.
-            undo.enter_context(_FUSED_ATTENTION_OFF.turned())
+            undo.enter_context(FUSED_ATTENTION_OFF.turned())
         if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in [self._model, *modules]):
-            undo.enter_context(_COMPILED_CODE_OFF.turned())  # it ignores hooks added later
+            undo.enter_context(COMPILED_CODE_OFF.turned())  # it ignores hooks added later
 
         hook(root.register_forward_pre_hook, self._begin, prepend=True)
         if any(wish.operation or wish.what == "attention" for wish in self._wishes):
@@ -557,10 +515,10 @@ class Taps:
         if not self._is_our_thread():
             return None
         if wish.edit is not None:
-            return _edited(gradient, wish.edit, site)
+            return apply_edit(gradient, wish.edit, site)
         if self._forward is not None:
             with unwatched():
-                self._forward.record._put(site, _take(gradient, wish.reduce, site))
+                self._forward.record._put(site, take(gradient, wish.reduce, site))
         return None
 
     def _call_number(self, module: nn.Module) -> int | None:
@@ -620,7 +578,7 @@ class Taps:
                 if wish.takes(path):
                     site = Site(layer, call, path, side)
                     with unwatched():
-                        forward.record._put(site, _take(tensor, wish.reduce, site))
+                        forward.record._put(site, take(tensor, wish.reduce, site))
             forward.kept[layer, side] += 1
             forward.left -= forward.kept[layer, side] == self._to_keep[layer, side]
         if self._stoppable and self._to_keep and not forward.left:
@@ -642,7 +600,7 @@ class Taps:
             if wish.what == gradient and (call != _UNKNOWN or wish.edit is not None):
                 watched.append((site, wish))
             elif wish.what == side and wish.edit is not None and tensor.is_floating_point():
-                tensor = _edited(tensor, wish.edit, site)
+                tensor = apply_edit(tensor, wish.edit, site)
                 self._edited_layers.add(layer)
         if watched and tensor.requires_grad:
             tensor = self._watched(point, side, tensor, watched)
@@ -674,10 +632,10 @@ class Taps:
                 return None
             with unwatched():
                 for site, edit in edits:
-                    gradient = _edited(gradient, edit, site)
+                    gradient = apply_edit(gradient, edit, site)
                 for site, wish in wishes:
                     if wish.edit is None:
-                        forward.record._put(site, _take(gradient, wish.reduce, site))
+                        forward.record._put(site, take(gradient, wish.reduce, site))
             return gradient if edits else None
 
         tensor.register_hook(on_gradient)  # type: ignore[no-untyped-call]
@@ -711,60 +669,3 @@ def _check_hookable(model: nn.Module) -> None:
             )
     if isinstance(model, torch.fx.GraphModule) and "_guards_fn" in dict(model.named_children()) | model.__dict__:
         raise InputError("the model is exported: its graph calls no layers; use the module it was exported from")
-
-
-def _edited(tensor: Tensor, edit: Edit, site: Site) -> Tensor:
-    """What an edit makes of a tensor; it is given a copy, and a copy is taken of what it returns."""
-    if hasattr(edit, "at"):  # one with a memory, which must not mix tensors
-        edit = edit.at(site)
-    try:
-        result = edit(tensor.clone())
-    except Exception as error:
-        error.add_note(f"while editing {site} of shape {tuple(tensor.shape)}")
-        raise
-    expected = (tensor.shape, tensor.dtype, tensor.device)
-    if not isinstance(result, Tensor):
-        raise InputError(f"the edit of {site} returned {type(result).__name__}; it must return a tensor")
-    if (result.shape, result.dtype, result.device) != expected:
-        found = f"{tuple(result.shape)} {result.dtype} on {result.device}"
-        raise InputError(
-            f"the edit of {site} returned {found}; it was given, and must return, "
-            f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
-        )
-    return result.clone()
-
-
-def _take(tensor: Tensor, reduce: Reduce | None, site: Site) -> Any:
-    """Reduce a tensor on its device, then copy the result to the CPU."""
-    # Outside inference mode, or what is kept could not be used in training later.
-    with torch.inference_mode(False), torch.no_grad():
-        value = tensor.detach()
-        if reduce is None:
-            return _copy_to_cpu(value, site)
-        try:
-            value = reduce(value)
-        except Exception as error:
-            error.add_note(f"while reducing {site} of shape {tuple(tensor.shape)}")
-            raise
-        if isinstance(value, dict):
-            return {name: _copy_to_cpu(part, site) for name, part in value.items()}
-        return _copy_to_cpu(value, site)
-
-
-def _copy_to_cpu(tensor: Any, site: Site) -> Tensor:
-    """A dense, contiguous copy on the CPU that owns its memory, whatever the tensor is a view of."""
-    if not isinstance(tensor, Tensor):
-        raise InputError(f"reducing {site} gave {type(tensor).__name__}; it must give a tensor or a dict of tensors")
-    if tensor.is_nested:
-        raise InputError(f"{site} is a nested tensor, whose rows differ in shape; reduce it to a plain one")
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        raise InputError(f"{site} is inside torch.func (vmap, grad, ...), where no value can be taken out of the model")
-    if tensor.is_quantized:
-        tensor = tensor.dequantize()
-    elif tensor.layout != torch.strided:
-        tensor = tensor.to_dense()
-    kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    kept.copy_(tensor)  # what copy_ returns could be a subclass
-    if kept.dtype == torch.float16 and kept.isinf().any():
-        warnings.warn(f"{site} has infinite values: float16 ends at 65504", RuntimeWarning, stacklevel=2)
-    return kept

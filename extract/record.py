@@ -1,19 +1,22 @@
-"""Names of the tensors of a forward pass, and the record of what they were."""
+"""Names of the tensors of a forward pass, and the record of what they were: copies on the CPU."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
+import warnings
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
-from extract.errors import UnknownNameError, unknown_name
+from extract.errors import InputError, UnknownNameError, unknown_name
 from extract.structures import Path
 
-__all__ = ["Record", "Site", "What", "split_text"]
+__all__ = ["Record", "Reduce", "Site", "What", "split_text", "take"]
 
+Reduce = Callable[[Tensor], Any]
 What = Literal["output", "input", "grad", "grad_input", "attention"]
 
 
@@ -124,3 +127,39 @@ class Record(Mapping[str, Any]):
     def __repr__(self) -> str:
         rows = (f"  {name}: {tuple(v.shape) if isinstance(v, Tensor) else v!r}" for name, v in self.items())
         return "Record(\n" + "\n".join(rows) + "\n)"
+
+
+def take(tensor: Tensor, reduce: Reduce | None, site: Site) -> Any:
+    """Reduce a tensor on its device, then copy the result to the CPU."""
+    # Outside inference mode, or what is kept could not be used in training later.
+    with torch.inference_mode(False), torch.no_grad():
+        value = tensor.detach()
+        if reduce is None:
+            return _copy_to_cpu(value, site)
+        try:
+            value = reduce(value)
+        except Exception as error:
+            error.add_note(f"while reducing {site} of shape {tuple(tensor.shape)}")
+            raise
+        if isinstance(value, dict):
+            return {name: _copy_to_cpu(part, site) for name, part in value.items()}
+        return _copy_to_cpu(value, site)
+
+
+def _copy_to_cpu(tensor: Any, site: Site) -> Tensor:
+    """A dense, contiguous copy on the CPU that owns its memory, whatever the tensor is a view of."""
+    if not isinstance(tensor, Tensor):
+        raise InputError(f"reducing {site} gave {type(tensor).__name__}; it must give a tensor or a dict of tensors")
+    if tensor.is_nested:
+        raise InputError(f"{site} is a nested tensor, whose rows differ in shape; reduce it to a plain one")
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise InputError(f"{site} is inside torch.func (vmap, grad, ...), where no value can be taken out of the model")
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    elif tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    kept.copy_(tensor)  # what copy_ returns could be a subclass
+    if kept.dtype == torch.float16 and kept.isinf().any():
+        warnings.warn(f"{site} has infinite values: float16 ends at 65504", RuntimeWarning, stacklevel=2)
+    return kept

@@ -1,17 +1,19 @@
-"""Settings of the process and of the model that hold while features are computed, and are put back afterwards."""
+"""Settings of the process and of the model that hold while features are computed or taps are open, and are put back."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["evaluating", "full_float32", "keeping_freed_memory"]
+__all__ = ["COMPILED_CODE_OFF", "FUSED_ATTENTION_OFF", "evaluating", "full_float32", "keeping_freed_memory"]
 
 
 @contextlib.contextmanager
@@ -69,3 +71,43 @@ def full_float32() -> Iterator[None]:
     finally:
         for place, precision in zip(places, before, strict=True):
             place.fp32_precision = precision
+
+
+class _Switch:
+    """A setting of the whole process that several blocks may need, in any order and thread: first in, last out."""
+
+    def __init__(self, turn: Callable[[], Callable[[], None]]):
+        self._turn = turn  # turns it, and returns what turns it back
+        self._back: Callable[[], None] = lambda: None
+        self._users = 0
+        self._guard = threading.Lock()
+
+    @contextlib.contextmanager
+    def turned(self) -> Iterator[None]:
+        with self._guard:
+            if not self._users:
+                self._back = self._turn()
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._users -= 1
+                if not self._users:
+                    self._back()
+
+
+def _no_fused_attention() -> Callable[[], None]:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    return partial(torch.backends.mha.set_fastpath_enabled, before)
+
+
+def _no_compiled_code() -> Callable[[], None]:
+    stance = torch.compiler.set_stance("force_eager")
+    stance.__enter__()
+    return partial(stance.__exit__, None, None, None)
+
+
+FUSED_ATTENTION_OFF = _Switch(_no_fused_attention)
+COMPILED_CODE_OFF = _Switch(_no_compiled_code)
