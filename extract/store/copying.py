@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 
 from extract.errors import unknown_name
 from extract.store.layout import ROW_DATA, chunk_rows, new_shard_file, preallocated
-from extract.store.shard import FILTERS, Shard, need_libraries, runs
+from extract.store.shard import BLOCK_BYTES, FILTERS, Shard, need_libraries, runs
 
 __all__ = ["COMPRESSIONS", "copy_shard"]
 
 COMPRESSIONS = tuple(FILTERS.values())
-_BLOCK_BYTES = 1 << 26  # held in memory at once
 
 
 def copy_shard(
@@ -46,7 +45,7 @@ def copy_shard(
         for feature in shard.features:
             data = file["features"][feature.name]
             # Chunk by chunk, so that each is packed once.
-            step = max(1, _BLOCK_BYTES // max(1, feature.row_bytes) // data.chunks[0]) * data.chunks[0]
+            step = max(1, BLOCK_BYTES // max(1, feature.row_bytes) // data.chunks[0]) * data.chunks[0]
             for start in range(0, n_rows, step):
                 stop = min(start + step, n_rows)
                 data[start:stop] = shard.read(feature.name, start, stop)

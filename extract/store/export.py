@@ -23,11 +23,11 @@ from extract.status import Status
 from extract.store.files import discard, sync_folder, take_space
 from extract.store.layout import ROW_DATA, Identity, RowNames, StoredFeature, new_shard_file, preallocated
 from extract.store.reader import FeatureReader
+from extract.store.shard import BLOCK_BYTES
 from extract.store.writer import hash_rows
 
 __all__ = ["FORMATS", "export"]
 
-_BLOCK_BYTES = 1 << 26
 _OnRows = Callable[[int], None]
 
 
@@ -81,7 +81,7 @@ def _remove(path: Path) -> None:
 
 def _blocks(reader: FeatureReader, names: Sequence[str]) -> Iterator[tuple[int, int]]:
     """Ranges of rows that are small enough to be held in memory."""
-    step = max(1, _BLOCK_BYTES // max(1, sum(reader[name].row_bytes for name in names)))
+    step = max(1, BLOCK_BYTES // max(1, sum(reader[name].row_bytes for name in names)))
     for start in range(0, len(reader), step):
         yield start, min(start + step, len(reader))
 
@@ -197,7 +197,7 @@ def _to_mat(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
             rows = max(1, min(n_rows, (1 << 20) // (4 * int(np.prod(shape)))))
             data = file.create_dataset(variables[name], (*shape[::-1], n_rows), np.float32, chunks=(*shape[::-1], rows))
             _matlab(data, "single")
-            step = max(1, _BLOCK_BYTES // (8 * int(np.prod(shape))) // rows) * rows
+            step = max(1, BLOCK_BYTES // (8 * int(np.prod(shape))) // rows) * rows
             for start in range(0, n_rows, step):
                 stop = min(start + step, n_rows)
                 data[..., start:stop] = array[start:stop].reshape(-1, *shape).transpose().astype(np.float32)

@@ -15,12 +15,10 @@ from extract.status import Status
 from extract.store.dataset import DataSet, shard_rows_for
 from extract.store.layout import RowNames, create_shard, row_bytes
 from extract.store.reader import FeatureReader
-from extract.store.shard import runs
+from extract.store.shard import BLOCK_BYTES, runs
 from extract.store.writer import ShardWriter
 
 __all__ = ["merge"]
-
-_BLOCK_BYTES = 1 << 26
 
 
 def merge(
@@ -100,7 +98,7 @@ def merge(
                     writer.check()
                     todo = np.flatnonzero(writer.status == Status.PENDING)
                     on_rows(len(rows) - len(todo))
-                    for start, stop in runs(todo, max(1, _BLOCK_BYTES // max(1, row_bytes(merged.features)))):
+                    for start, stop in runs(todo, max(1, BLOCK_BYTES // max(1, row_bytes(merged.features)))):
                         chosen = source_rows[start:stop]
                         here = np.arange(rows.start + start, rows.start + stop)
                         features = {name: reader[name][chosen] for name in reader.layers}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -407,6 +409,7 @@ class FeatureArray:
 
 def _open_shards(dataset: DataSet, partial: bool) -> Iterator[tuple[int, Shard]]:
     """The shards of a data set that can be read: (first row, shard)."""
+    _allow_more_files(dataset.n_shards)
     for shard, where in enumerate(dataset.whereabouts()):
         if where.published is not None:
             path = dataset.path(shard, where.published)
@@ -430,6 +433,14 @@ def _open_shards(dataset: DataSet, partial: bool) -> Iterator[tuple[int, Shard]]
                 raise
             opened = dataset.open_shard(shard, dataset.path(shard, now.published))
         yield dataset.shard_range(shard).start, opened
+
+
+def _allow_more_files(count: int) -> None:
+    """Raise this process's limit on open files as far as it may, if so many would exceed it: each map is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and count + 256 > soft:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _done(shard: Shard, partial: bool) -> NDArray[np.int64]:

@@ -36,9 +36,10 @@ from extract.store.layout import (
     chunk_rows,
     extent_of,
     read_header,
+    row_bytes,
 )
 
-__all__ = ["FILTERS", "Shard", "need_libraries", "runs"]
+__all__ = ["BLOCK_BYTES", "FILTERS", "Shard", "need_libraries", "runs"]
 
 # What a feature may have been packed with, by HDF5's number of the filter.
 FILTERS = {h5z.FILTER_DEFLATE: "gzip", h5z.FILTER_LZF: "lzf", 32026: "blosc2"}
@@ -48,6 +49,7 @@ _FEATURES = 10_000  # in one file
 _TEXT_BYTES = 1 << 24  # of the provenance
 _CHUNK_BYTES = 1 << 26  # of a compressed chunk of more than one row
 _ROW_BYTES = 1 << 32
+BLOCK_BYTES = 1 << 26  # of features, held in memory at once
 _WORTH_ASKING = 1 << 20  # bytes from which on the kernel is told what is about to be read
 
 
@@ -86,7 +88,8 @@ class Shard:
         except FileNotFoundError as error:
             raise InputError(f"{path} does not exist") from error
         except OSError as error:
-            raise LayertapError(f"{path} cannot be read: {first_line(error)}") from error
+            reason = os.strerror(error.errno) if error.errno else first_line(error)
+            raise LayertapError(f"{path} cannot be read: {reason}") from error
 
     def _describe(self, file: h5py.File) -> None:
         """Take over what the file says, after checking it."""
@@ -199,6 +202,28 @@ class Shard:
             out[where] = self._unpack(name, first_row, int(rows[where].max()) + 1)[rows[where] - first_row]
         return out
 
+    def blocks(self, rows: NDArray[np.int64]) -> Iterator[tuple[int, int, dict[str, NDArray[Any]] | None]]:
+        """Ascending rows in runs of neighbours that memory can hold: (start, stop, name -> features of these rows).
+
+        None instead of the features says that some of them are damaged, and cannot be unpacked.
+
+        Raises:
+            LayertapError: a library for the compression is missing.
+        """
+        self.need_libraries()
+        at_most = max(1, BLOCK_BYTES // max(1, row_bytes(self.features)))
+        for name in self.compression:  # a damaged chunk takes no others with it
+            at_most = min(at_most, self.chunks[name])
+        for start, stop in runs(rows, at_most):
+            try:
+                block = {feature.name: self.read(feature.name, start, stop) for feature in self.features}
+            except InputError:
+                yield start, stop, None
+                continue
+            yield start, stop, block
+            for name in block:
+                self.forget(name, start, stop)
+
     def forget(self, name: str, start: int, stop: int) -> None:
         """Take rows that have been read out of this process's memory; the file stays in the kernel's cache."""
         if name in self._arrays and hasattr(mmap, "MADV_DONTNEED"):
@@ -215,11 +240,14 @@ class Shard:
         with self._guard:
             if self._packed is None or self._packed[0] != os.getpid():
                 # Chunks are read whole, so that HDF5's own cache of them would only be a copy.
-                self._packed = os.getpid(), h5py.File(self.path, "r", locking=False, rdcc_nbytes=0)
+                try:
+                    self._packed = os.getpid(), h5py.File(self.path, "r", locking=False, rdcc_nbytes=0)
+                except OSError as error:
+                    raise LayertapError(f"{self.path} cannot be read: {first_line(error)}") from error
             try:
                 found: NDArray[Any] = self._packed[1]["features"][name][start:stop]
             except OSError as error:
-                raise LayertapError(
+                raise InputError(
                     f"{self.path} is damaged: {name!r} cannot be unpacked in rows {start} to {stop - 1}"
                 ) from error
             return found
@@ -296,6 +324,8 @@ def _opened(path: Path) -> Iterator[h5py.File]:
     try:
         file = h5py.File(path, "r", locking=False)
     except OSError as error:
+        if error.errno:  # the system's word, not HDF5's
+            raise
         raise InputError(f"{path} cannot be opened as HDF5: {first_line(error)}") from error
     try:
         with file:

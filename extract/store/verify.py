@@ -7,18 +7,19 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from extract.errors import LayertapError
+from extract.errors import InputError, LayertapError
 from extract.status import Status
 from extract.store.copying import copy_shard
 from extract.store.dataset import DataSet
 from extract.store.files import read_json, sync_folder
 from extract.store.shard import Shard
-from extract.store.writer import ShardWriter, size_and_hash, write_receipt, wrong_rows
+from extract.store.writer import ShardWriter, hash_rows, size_and_hash, write_receipt
 
 __all__ = ["Fault", "Verification", "repair", "verify"]
 
@@ -90,7 +91,7 @@ def verify(out: Path, on_rows: Callable[[int], None] = lambda rows: None) -> Ver
             continue
         try:
             shard = dataset.open_shard(number, path)
-        except LayertapError as error:
+        except InputError as error:  # other errors are not the file's: too many open files, a missing library
             found.faults.append(Fault(str(error).removeprefix(f"{path} "), number, name))
             whole = False
             on_rows(n_rows)
@@ -139,32 +140,26 @@ def _check_rows(shard: Shard, name: str, part: bool, found: Verification) -> Non
             for row, path in zip(rows.tolist(), paths, strict=True)
         )
 
-    done = np.flatnonzero(status != Status.PENDING)
-    wrong = wrong_rows(shard, done)
-    row_faults(wrong, "its features do not agree with their hash")
-    row_faults(
-        _not_as_their_status(shard, np.setdiff1d(done, wrong), status), "its features are not as its status says"
+    stored, wrong, unlike = shard.column("row_hash"), [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for start, stop, block in shard.blocks(np.flatnonzero(status != Status.PENDING)):
+        agree = np.zeros(stop - start, bool) if block is None else hash_rows(block) == stored[start:stop]
+        wrong.append(start + np.flatnonzero(~agree))
+        if block is not None:
+            unlike.append(start + np.flatnonzero(agree & ~_as_status_says(block, status[start:stop])))
+    row_faults(np.concatenate(wrong), "its features do not agree with their hash")
+    row_faults(np.concatenate(unlike), "its features are not as its status says")
+
+
+def _as_status_says(block: dict[str, NDArray[Any]], status: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """Which rows are finite where they are ok, NaN where there was no picture, and not finite where that is said."""
+    flat = [values.reshape(len(values), -1) for values in block.values()]
+    finite = np.logical_and.reduce([np.isfinite(values).all(1) for values in flat])
+    none = np.logical_and.reduce([np.isnan(values).all(1) for values in flat])
+    found: NDArray[np.bool_] = np.select(
+        [status == Status.OK, status == Status.NOT_FINITE, np.isin(status, (Status.DECODE_ERROR, Status.MISSING))],
+        [finite, ~finite, none],
+        True,
     )
-
-
-def _not_as_their_status(shard: Shard, rows: NDArray[np.int64], status: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Rows that are ok but not finite, or without a picture but not NaN, or "not finite" and finite."""
-    finite = np.ones(len(shard), bool)
-    none = np.ones(len(shard), bool)
-    for feature in shard.features:
-        step = max(1, (1 << 26) // max(1, feature.row_bytes))
-        for start in range(0, len(shard), step):
-            stop = min(start + step, len(shard))
-            if not ((rows >= start) & (rows < stop)).any():
-                continue
-            values = shard.read(feature.name, start, stop).reshape(stop - start, -1)
-            finite[start:stop] &= np.isfinite(values).all(1)
-            none[start:stop] &= np.isnan(values).all(1)
-            shard.forget(feature.name, start, stop)
-    bad = (status == Status.OK) & ~finite
-    bad |= (status == Status.NOT_FINITE) & finite
-    bad |= np.isin(status, (Status.DECODE_ERROR, Status.MISSING)) & ~none
-    found: NDArray[np.int64] = rows[bad[rows]]
     return found
 
 

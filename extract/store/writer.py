@@ -22,12 +22,10 @@ from extract.status import Status
 from extract.store.copying import copy_shard
 from extract.store.dataset import DataSet
 from extract.store.files import discard, read_json, sync_folder, write_json
-from extract.store.layout import ROW_DATA, row_bytes
+from extract.store.layout import ROW_DATA
 from extract.store.shard import Shard, runs
 
 __all__ = ["ShardWriter", "hash_rows", "reasons_of", "size_and_hash", "write_receipt", "wrong_rows"]
-
-_BLOCK_BYTES = 1 << 26  # held in memory at once
 
 
 def hash_rows(features: Mapping[str, NDArray[Any]]) -> NDArray[np.uint64]:
@@ -285,19 +283,11 @@ def write_receipt(final: Path, file: Path, shard: Shard, reasons: Mapping[int, s
 
 def wrong_rows(shard: Shard, rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """Those of the given rows (ascending, counted within the shard) whose features do not agree with their hash."""
-    shard.need_libraries()
-    stored, wrong = shard.column("row_hash"), []
-    at_most = max(1, _BLOCK_BYTES // max(1, row_bytes(shard.features)))
-    for start, stop in runs(rows, at_most):
-        try:
-            block = {feature.name: shard.read(feature.name, start, stop) for feature in shard.features}
-        except LayertapError:  # a compressed chunk that cannot be unpacked
-            wrong.append(np.arange(start, stop))
-            continue
-        wrong.append(start + np.flatnonzero(hash_rows(block) != stored[start:stop]))
-        for name in block:
-            shard.forget(name, start, stop)
-    return np.concatenate([np.empty(0, np.int64), *wrong])
+    stored, wrong = shard.column("row_hash"), [np.empty(0, np.int64)]
+    for start, stop, block in shard.blocks(rows):
+        agree = np.zeros(stop - start, bool) if block is None else hash_rows(block) == stored[start:stop]
+        wrong.append(start + np.flatnonzero(~agree))
+    return np.concatenate(wrong)
 
 
 def size_and_hash(path: Path) -> dict[str, Any]:

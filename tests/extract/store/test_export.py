@@ -14,7 +14,7 @@ from extract import FeatureReader, InputError, LayertapError, UnknownNameError
 from extract.store.export import export
 from extract.store.layout import StoredFeature
 from extract.store.shard import Shard
-from extract.store.verify import wrong_rows
+from extract.store.writer import wrong_rows
 from tests.extract.store.rows import PATHS, ROWS, VALUES, complete_data_set
 
 FAILED = 3
@@ -23,7 +23,7 @@ STATUS = ["decode error" if row == FAILED else "ok" for row in range(ROWS)]
 
 @pytest.fixture(params=[None, "gzip"])
 def reader(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FeatureReader:
-    monkeypatch.setattr("extract.store.export._BLOCK_BYTES", 400)  # so that there are several blocks
+    monkeypatch.setattr("extract.store.export.BLOCK_BYTES", 400)  # so that there are several blocks
     return FeatureReader(complete_data_set(tmp_path / "out", request.param, failed=(FAILED,)).out)
 
 

@@ -284,6 +284,20 @@ def test_threads_share_a_reader(tmp_path: Path, compress: str | None) -> None:
     assert wrong == []
 
 
+def test_more_shards_than_files_may_be_open(tmp_path: Path) -> None:
+    out = complete_data_set(tmp_path / "out", shard_rows=1).out
+    code = f"""
+import resource
+from extract import FeatureReader
+resource.setrlimit(resource.RLIMIT_NOFILE, (20, 4096))
+print(FeatureReader({str(out)!r})["vector"][:].shape)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stdout.strip() == f"({ROWS}, 6)", run.stderr
+    run = subprocess.run([sys.executable, "-c", code.replace("4096", "20")], capture_output=True, text=True)
+    assert "cannot be read: Too many open files" in run.stderr
+
+
 def test_arrays_outlive_their_reader(complete: Path) -> None:
     with FeatureReader(complete) as reader:
         rows, label = reader["vector"][2:4], reader.labels
