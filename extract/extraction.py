@@ -182,9 +182,7 @@ def extract(
         existing = dataset.open_or_create()
         if existing is not None and existing.images["root"] != dataset.images["root"]:
             _check_same_images(plan, existing)
-        if retry_failed:
-            _reopen_failed(dataset)
-        work = _work(plan)
+        work = _work(dataset, retry_failed)
         summary.found = dataset.n_rows - sum(len(one.rows) for one in work)
         if summary.found:
             on_rows(summary.found, True)
@@ -215,11 +213,19 @@ def extract(
 
 @dataclass(frozen=True)
 class ShardWork:
-    """A shard that is not finished: the revision of its file, and the rows that have no good features yet."""
+    """A shard that is not finished.
+
+    Attributes:
+        shard: its number.
+        revision: of the file that is written.
+        rows: of the data set, that have no good features yet.
+        published: the finished file that the new one is to replace; None: there is none, or the new one is begun.
+    """
 
     shard: int
     revision: int
     rows: RowNumbers
+    published: Path | None = None
 
 
 def extract_shard(
@@ -234,7 +240,7 @@ def extract_shard(
     """Fill one shard with these batches of its rows and publish it."""
     part = plan.dataset.path(work.shard, work.revision, part=True)
     if not part.exists():
-        _create_part(plan, work.shard, part)
+        _create_part(plan, work, part)
     with ShardWriter(plan.dataset, work.shard, work.revision, sync_s=plan.sync_s) as writer:
         while True:
             with summary.timed("images"):
@@ -283,30 +289,37 @@ def _check_still_there(root: Path) -> None:
         )
 
 
-def _work(plan: Plan) -> list[ShardWork]:
-    """Every shard that is not finished."""
-    dataset, work = plan.dataset, []
+def _work(dataset: DataSet, retry_failed: bool) -> list[ShardWork]:
+    """Every shard that is not finished; with `retry_failed`, also those that have rows without good features."""
+    work = []
     for shard, where in enumerate(dataset.whereabouts()):
+        rows = dataset.shard_range(shard)
         if where.part is not None:
             with ShardWriter(dataset, shard, where.part) as writer:
                 writer.check()
-                first_row = dataset.shard_range(shard).start
-                rows = first_row + np.flatnonzero(writer.status != Status.OK)
-                work.append(ShardWork(shard, where.part, rows))
+                work.append(ShardWork(shard, where.part, rows.start + np.flatnonzero(writer.status != Status.OK)))
         elif where.published is None:
-            work.append(ShardWork(shard, 0, dataset.shard_range(shard)))
+            work.append(ShardWork(shard, 0, rows))
+        elif retry_failed:
+            published = dataset.path(shard, where.published)
+            with dataset.open_shard(shard, published) as opened:
+                failed = rows.start + np.flatnonzero(opened.column("status") != Status.OK)
+            if len(failed):
+                work.append(ShardWork(shard, where.published + 1, failed, published))
     return work
 
 
-def _reopen_failed(dataset: DataSet) -> None:
-    """Begin to write each finished shard anew that has rows without good features."""
-    for shard, where in enumerate(dataset.whereabouts()):
-        if where.published is None or where.part is not None:
-            continue
-        with dataset.open_shard(shard, dataset.path(shard, where.published)) as published:
-            failed = np.flatnonzero(published.column("status") != Status.OK)
-            if len(failed):
-                copy_shard(published, dataset.path(shard, where.published + 1, part=True), pending=failed)
+def _create_part(plan: Plan, work: ShardWork, part: Path) -> None:
+    """Make the file that the rows are written to: a new one, or a copy of the finished one without them."""
+    dataset, images = plan.dataset, plan.images
+    rows = dataset.shard_range(work.shard)
+    if work.published is not None:
+        with dataset.open_shard(work.shard, work.published) as published:
+            copy_shard(published, part, pending=np.asarray(work.rows) - rows.start)
+        return
+    here = slice(rows.start, rows.stop)
+    names = RowNames(images.paths[here], images.labels[here], images.splits[here], images.classes)
+    create_shard(part, dataset.features, dataset.identity(work.shard), names, plan.provenance)
 
 
 def _batches_of(rows: RowNumbers, plan: Plan) -> Iterator[list[int]]:
@@ -358,11 +371,3 @@ def _check_disk_space(dataset: DataSet) -> None:
             f"{dataset.out}: {needed / 1e6:,.1f} MB of features to come, {free / 1e6:,.1f} MB free on the disk; "
             "pool the layers, store float16, or choose another output folder"
         )
-
-
-def _create_part(plan: Plan, shard: int, part: Path) -> None:
-    dataset, images = plan.dataset, plan.images
-    rows = dataset.shard_range(shard)
-    here = slice(rows.start, rows.stop)
-    names = RowNames(images.paths[here], images.labels[here], images.splits[here], images.classes)
-    create_shard(part, dataset.features, dataset.identity(shard), names, plan.provenance)

@@ -22,9 +22,9 @@ from extract.features import Choice, choose_features
 from extract.images import ImageFolder, list_images
 from extract.settings import evaluating, full_float32
 from extract.store.copying import COMPRESSIONS
-from extract.store.dataset import DataSet, shard_rows_for
+from extract.store.dataset import DataSet, existing_shard_rows, shard_rows_for
+from extract.store.guard import need_libraries
 from extract.store.layout import StoredFeature
-from extract.store.shard import need_libraries
 
 __all__ = ["Plan", "plan", "plan_for"]
 
@@ -134,7 +134,7 @@ def plan_for(
         depends_on=json.loads(json.dumps(depends_on)),  # as it will be read back
         features=stored,
         images={"root": str(folder.root.resolve()), "count": len(folder), "paths_xxh3": listed},
-        shard_rows=min(shard_rows or _existing_shard_rows(out) or shard_rows_for(stored), len(folder)),
+        shard_rows=min(shard_rows or existing_shard_rows(out) or shard_rows_for(stored), len(folder)),
     )
     provenance = _provenance(backbone, depends_on, configuration)
     return Plan(
@@ -153,11 +153,6 @@ def plan_for(
 def _as_found_from_anywhere(weights: str | None) -> str | None:
     """The name of weights, or the whole path of their file."""
     return str(Path(weights).resolve()) if weights and Path(weights).is_file() else weights
-
-
-def _existing_shard_rows(out: Path) -> int | None:
-    """How the data set that is there already is cut, for a run that does not say."""
-    return DataSet.open(out).shard_rows if (out / "dataset.json").exists() else None
 
 
 def _provenance(backbone: Backbone, depends_on: dict[str, Any], configuration: dict[str, Any]) -> dict[str, Any]:

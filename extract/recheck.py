@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from extract.backbones import Backbone, load_backbone
 from extract.errors import InputError
 from extract.forward import ready
 from extract.images import ImageFolder, load_batches
-from extract.planning import plan_for
+from extract.planning import Plan, plan_for
 from extract.status import Status
 from extract.store.dataset import DataSet, differences
 from extract.store.reader import FeatureReader
+from extract.store.verify import Fault, Remedy
 
 __all__ = ["TOLERANCE", "Recheck", "recheck"]
 
@@ -31,14 +33,14 @@ class Recheck:
     """How features that were computed again compare with those that are stored.
 
     Attributes:
-        rows: (S,) those that were compared.
-        differences: (S,) largest deviation in any feature, as a part of the largest value of the row.
-        faults: (row, path, what is wrong); row -1: of the whole data set.
+        n_rows: rows that were compared.
+        largest: deviation in any feature of any of them, as a part of the largest value of the row.
+        faults: rows that differ by more than `TOLERANCE`, or whose image cannot be read.
     """
 
-    rows: NDArray[np.int64]
-    differences: NDArray[np.float64]
-    faults: list[tuple[int, str, str]]
+    n_rows: int
+    largest: float
+    faults: list[Fault]
 
 
 def recheck(
@@ -68,51 +70,77 @@ def recheck(
         InputError: no data set there, no image folder, or its backbone cannot be loaded.
         LayertapError: as of `FeatureReader` and `load_backbone`.
     """
+    dataset = DataSet.open(out)
     with FeatureReader(out, partial=True) as reader:
         good = np.flatnonzero(reader.status == Status.OK)
         if not len(good):
             raise InputError(f"{out} has no row with features")
         chosen = np.sort(np.random.default_rng(seed).permutation(good)[:sample])
-        rows, paths = reader.rows[chosen], [reader.paths[row] for row in chosen]
-        provenance, dataset = reader.provenance, DataSet.open(out)
-        stored = {name: reader[name][chosen] for name in reader.layers}
-        hashes = reader.column("source_hash")[chosen]
-    root = images or Path(dataset.images["root"])
-    if not root.is_dir():
+        folder = _folder(images or Path(dataset.images["root"]), [reader.paths[row] for row in chosen], out)
+        plan = _plan(dataset, reader.provenance, folder, backbone, weights, device, workers)
+        if changed := differences(dataset.depends_on, plan.dataset.depends_on):
+            return Recheck(0, 0.0, [Fault(f"made with another {line}", Remedy.NONE) for line in changed])
+        batches = [list(range(i, min(i + 64, len(chosen)))) for i in range(0, len(chosen), 64)]
+        prepare = plan.backbone.preprocessing.prepare
+        compared, largest, faults = 0, 0.0, []
+        whereabouts = dataset.whereabouts()
+
+        def fault(what: str, remedy: Remedy, row: int, path: str) -> None:
+            shard = row // dataset.shard_rows
+            file = dataset.current(shard, whereabouts[shard])
+            name = "" if file is None else file.relative_to(dataset.out).as_posix()
+            faults.append(Fault(what, remedy, shard, name, row, path))
+
+        with ready(plan) as forward:
+            for batch in load_batches(folder, batches, prepare, workers=workers if len(batches) > 1 else 0):
+                again, status, reasons = forward(batch)
+                here = chosen[batch.rows]
+                stored = {name: reader[name][here] for name in reader.layers}
+                hashes = reader.column("source_hash")[here]
+                for i, row in enumerate(reader.rows[here].tolist()):
+                    if status[i] in (Status.MISSING, Status.DECODE_ERROR):
+                        what = f"its image cannot be read any more: {reasons.get(int(batch.rows[i]), '')}"
+                        fault(what, Remedy.NONE, row, folder.paths[batch.rows[i]])
+                        continue
+                    compared += 1
+                    deviation = max(_deviation(stored[name][i], values[i]) for name, values in again.items())
+                    largest = max(largest, deviation)
+                    if not deviation <= TOLERANCE:
+                        changed_since = batch.source_hash[i].tobytes() != hashes[i].tobytes()
+                        why = "its image has changed since" if changed_since else "its image is the same"
+                        what = f"features computed again differ by {deviation:.1e}; {why}"
+                        fault(what, Remedy.ROW, row, folder.paths[batch.rows[i]])
+    return Recheck(compared, largest, faults)
+
+
+def _folder(root: Path, paths: list[str], out: Path) -> ImageFolder:
+    try:
+        there = any(True for _ in os.scandir(root))  # where a disk was unmounted, an empty folder stays
+    except OSError:
+        there = False
+    if not there:
         raise InputError(f"the images of {out} are not in {root} any more; say where they are")
+    return ImageFolder(root, paths, np.full(len(paths), -1), [], [""] * len(paths))
+
+
+def _plan(
+    dataset: DataSet, provenance: dict[str, Any], folder: ImageFolder, backbone: Backbone | None, weights: str | None,
+    device: str, workers: int,
+) -> Plan:  # fmt: skip
+    """How the data set says it was made, for these images."""
     configuration = provenance.get("configuration", {})
     try:
-        layers, seed_of_weights = list(configuration["layers"]), int(configuration["seed"])
+        layers, seed = list(configuration["layers"]), int(configuration["seed"])
         spec, asked = str(provenance["backbone"]), weights or configuration["weights"]
     except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{out} does not say how it was made: {error} is missing in its provenance") from error
+        raise InputError(f"{dataset.out} does not say how it was made: {error} is missing in its provenance") from error
     if backbone is None:
-        backbone = load_backbone(spec, weights=asked, device=device, seed=seed_of_weights)
-    folder = ImageFolder(root, paths, np.full(len(paths), -1), [], [""] * len(paths))
-    plan = plan_for(
-        folder, out, backbone, {"layers": layers, "batch_size": min(64, len(paths)), "workers": workers,
-                                "dtype": dataset.features[0].dtype, "shard_rows": None, "compress": None},
-    )  # fmt: skip
-    if changed := differences(dataset.depends_on, plan.dataset.depends_on):
-        return Recheck(rows[:0], np.empty(0), [(-1, "", f"made with another {line}") for line in changed])
-    deviations, faults = np.zeros(len(rows)), []
-    batch_rows = [list(range(i, min(i + 64, len(rows)))) for i in range(0, len(rows), 64)]
-    batches = load_batches(folder, batch_rows, backbone.preprocessing.prepare, workers=workers if len(rows) > 64 else 0)
-    with ready(plan) as forward:
-        for batch in batches:
-            features, status, reasons = forward(batch)
-            for i, at in enumerate(batch.rows.tolist()):
-                row, path = int(rows[at]), paths[at]
-                if status[i] in (Status.MISSING, Status.DECODE_ERROR):
-                    faults.append((row, path, f"its image cannot be read any more: {reasons.get(at, '')}"))
-                    deviations[at] = np.nan
-                    continue
-                deviations[at] = max(_deviation(stored[name][at], values[i]) for name, values in features.items())
-                if not deviations[at] <= TOLERANCE:
-                    changed = batch.source_hash[i].tobytes() != hashes[at].tobytes()
-                    why = "its image has changed since" if changed else "its image is the same"
-                    faults.append((row, path, f"features computed again differ by {deviations[at]:.1e}; {why}"))
-    return Recheck(rows, deviations, faults)
+        backbone = load_backbone(spec, weights=asked, device=device, seed=seed)
+    settings = {
+        "layers": layers, "batch_size": 64, "workers": workers, "dtype": dataset.features[0].dtype,
+        "shard_rows": None, "compress": None,
+    }  # fmt: skip
+    return plan_for(folder, dataset.out, backbone, settings)
 
 
 def _deviation(stored: NDArray[Any], again: NDArray[Any]) -> float:

@@ -15,7 +15,5 @@ __all__ = ["run_merge"]
 def run_merge(sources: Sequence[Path], out: Path, shard_rows: int | None, compress: str | None) -> str:
     """Run the job, and say what was written."""
     with Progress(sum(DataSet.open(source).n_rows for source in sources), "rows") as progress:
-        merged = merge(
-            sources, out, shard_rows=shard_rows, compress=compress, on_rows=lambda rows: progress.advance(rows, False)
-        )
+        merged = merge(sources, out, shard_rows=shard_rows, compress=compress, on_rows=progress.advance)
     return f"{out}: {merged.n_rows:,} rows of {len(sources)} data sets, in {merged.n_shards} shards"

@@ -35,6 +35,8 @@ class Progress:
 
     def advance(self, rows: int, found: bool) -> None:
         """Count rows: found done from an earlier run, or computed now."""
+        if not rows:
+            return
         self._done += rows
         self._found += rows if found else 0
         if self._bar is not None:

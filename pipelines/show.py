@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -19,14 +20,18 @@ def describe(out: Path) -> dict[str, Any]:
     """Everything `show` tells, as plain data; a data set that is not complete is described as far as it is."""
     dataset = DataSet.open(out)
     finished = [path for path in dataset.published() if path is not None]
-    files = [file for file in (out / "shards").iterdir() if file.suffix in (".h5", ".part")]
+    sizes = []
+    for *_, file in dataset.files():
+        with contextlib.suppress(FileNotFoundError):  # a run may just be publishing it
+            sizes.append(file.stat().st_size)
     content: dict[str, Any] = {
         "out": str(out),
         "complete": len(finished) == dataset.n_shards,
         "rows": dataset.n_rows,
         "shards": dataset.n_shards,
         "shards_finished": len(finished),
-        "bytes": sum(file.stat().st_size for file in files),
+        "bytes": sum(sizes),
+        "put_aside": sorted(file.name for file in out.glob("shards/*.h5*.damaged*")),
         "features": {
             feature.name: {
                 "shape": [dataset.n_rows, *feature.shape],
@@ -65,6 +70,9 @@ def print_description(content: dict[str, Any], echo: Callable[[str], None]) -> N
     state = "complete" if content["complete"] else f"unfinished: {content['rows_done']:,} rows done"
     shards = f"{content['shards']} shard" + ("s" if content["shards"] > 1 else "")
     echo(f"{content['out']}: {content['rows']:,} rows in {shards}, {content['bytes'] / 1e6:,.1f} MB, {state}")
+    if content["put_aside"]:
+        names = ", ".join(content["put_aside"][:SHOWN])
+        echo(f"  put aside by a repair, to be deleted when nobody wants to look at them: {names}")
     echo("features")
     for name, feature in content["features"].items():
         shape = ", ".join(map(str, feature["shape"]))

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from extract.errors import InputError
+from extract.status import Status
 from extract.store.dataset import DataSet
-from extract.store.verify import Fault, repair, verify
+from extract.store.verify import Fault, Remedy, repair, verify
 from pipelines.printing import SHOWN, printable
 from pipelines.progress import Progress
 
@@ -29,6 +28,7 @@ class Check:
         rows: status -> number of rows.
         sampled: rows that were computed again.
         largest: deviation among them, as a part of the largest value of the row.
+        skipped: why none were, though it was asked for.
         made_pending: rows that the repair made pending; None: it was not asked for.
     """
 
@@ -37,6 +37,7 @@ class Check:
     rows: dict[str, int]
     sampled: int = 0
     largest: float = 0.0
+    skipped: str = ""
     made_pending: int | None = None
 
 
@@ -71,36 +72,37 @@ def check(
     except InputError as error:
         if not (out / "dataset.json").exists():
             raise
-        return Check(out, [Fault(str(error).removeprefix(f"{out / 'dataset.json'} "), file="dataset.json")], {})
+        what = str(error).removeprefix(f"{out / 'dataset.json'} ")
+        return Check(out, [Fault(what, Remedy.NONE, file="dataset.json")], {})
     with Progress(dataset.n_rows, "rows") as progress:
         found = verify(out, on_rows=lambda rows: progress.advance(rows, False))
-    sampled, largest = 0, 0.0
-    # What cannot be read, or is known to be wrong, is not compared.
-    if sample and found.rows["ok"] and not any(fault.kind in ("file", "rows") for fault in found.faults):
+    sampled, largest, skipped = 0, 0.0, ""
+    if sample and found.faults:
+        skipped = "no rows were computed again: what is wrong already comes first"
+    elif sample and found.rows[Status.OK.text]:
         from extract.recheck import recheck
 
         again = recheck(out, sample, seed=seed, images=images, weights=weights, device=device)
-        found.faults += [
-            Fault(what, row // dataset.shard_rows, "", row, path, "rows") if row >= 0 else Fault(what, kind="sample")
-            for row, path, what in again.faults
-        ]
-        sampled, largest = len(again.rows), float(np.nanmax(again.differences, initial=0))
+        sampled, largest = again.n_rows, again.largest
+        found.faults += again.faults
     made_pending = repair(found) if mend else None
-    return Check(out, found.faults, dict(found.rows), sampled, largest, made_pending)
+    return Check(out, found.faults, dict(found.rows), sampled, largest, skipped, made_pending)
 
 
 def print_check(result: Check, echo: Callable[[str], None]) -> None:
     """The findings, for people."""
     counts = ", ".join(f"{count:,} {status}" for status, count in result.rows.items() if count)
     for fault in result.faults[:SHOWN]:
-        row = "" if fault.row is None else f" row {fault.row} ({printable(fault.path or '')})"
-        echo(f"{fault.file or result.out}{row}: {fault.what}")
+        row = "" if fault.row is None else f" row {fault.row} ({fault.path})"
+        echo(printable(f"{fault.file or result.out}{row}: {fault.what}"))
     if len(result.faults) > SHOWN:
         echo(f"... and {len(result.faults) - SHOWN:,} more: layertap verify {shlex.quote(str(result.out))} --json")
     faults = f"{len(result.faults):,} fault{'s' if len(result.faults) > 1 else ''}" if result.faults else "no fault"
     echo(f"{result.out}: {faults}" + (f"; rows: {counts}" if counts else ""))
     if result.sampled:
         echo(f"{result.sampled:,} rows computed again differ by {result.largest:.1e} of their largest value at most")
+    if result.skipped:
+        echo(result.skipped)
     if result.made_pending is not None:
         echo(f"{result.made_pending:,} rows made pending; run embed again to fill them")
 

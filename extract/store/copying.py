@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.errors import unknown_name
+from extract.store.guard import FILTERS, need_libraries
 from extract.store.layout import ROW_DATA, chunk_rows, new_shard_file, preallocated
-from extract.store.shard import BLOCK_BYTES, FILTERS, Shard, need_libraries, runs
+from extract.store.shard import Shard
 
 __all__ = ["COMPRESSIONS", "copy_shard"]
 
@@ -27,7 +28,7 @@ def copy_shard(
         shard: what is copied.
         path: where to; a file of that name is replaced.
         compress: "gzip", "lzf" or "blosc2"; None makes a plain copy, that can be written to.
-        pending: rows, counted within the shard, that are not copied but pending.
+        pending: rows, counted within the shard, that are not copied but pending; as are those that cannot be read.
 
     Raises:
         UnknownNameError: no such compression.
@@ -40,20 +41,19 @@ def copy_shard(
         else preallocated((chunk_rows(feature, n_rows), *feature.shape))
         for feature in shard.features
     ]
-    kept = np.setdiff1d(np.arange(n_rows), [] if pending is None else pending)
+    keep = np.ones(n_rows, bool)
+    keep[[] if pending is None else pending] = False
     with new_shard_file(path, shard.features, layouts, shard.identity, shard.names, shard.provenance) as file:
-        for feature in shard.features:
-            data = file["features"][feature.name]
-            # Chunk by chunk, so that each is packed once.
-            step = max(1, BLOCK_BYTES // max(1, feature.row_bytes) // data.chunks[0]) * data.chunks[0]
-            for start in range(0, n_rows, step):
-                stop = min(start + step, n_rows)
-                data[start:stop] = shard.read(feature.name, start, stop)
-                shard.forget(feature.name, start, stop)
+        for start, stop, block in shard.blocks(np.flatnonzero(keep)):
+            if block is None:
+                keep[start:stop] = False
+                continue
+            for name, values in block.items():
+                file["features"][name][start:stop] = values
         for name, *_ in ROW_DATA:
             values = shard.column(name)
-            for start, stop in runs(kept):
-                file[name][start:stop] = values[start:stop]
+            values[~keep] = 0  # a status of 0 is pending
+            file[name][...] = values
 
 
 def _packed(chunks: tuple[int, ...], compress: str) -> Any:

@@ -31,11 +31,12 @@ from pathlib import Path
 from typing import Any
 
 from extract.errors import InputError, LayertapError, LockedError
-from extract.store.files import read_json, write_json
+from extract.status import Status
+from extract.store.files import read_json, sync_folder, write_json
 from extract.store.layout import FORMAT, FORMAT_VERSION, Identity, StoredFeature, row_bytes
 from extract.store.shard import Shard
 
-__all__ = ["DataSet", "Whereabouts", "differences", "fingerprint_of", "shard_rows_for"]
+__all__ = ["DataSet", "Whereabouts", "differences", "existing_shard_rows", "fingerprint_of", "shard_rows_for"]
 
 # A shard is what a crash can damage, what is copied and what one machine works on at a time.
 _SHARD_BYTES = 1_000_000_000
@@ -100,7 +101,7 @@ class DataSet:
         """The files of each shard; of several revisions, which a killed run may leave, the last one."""
         published: dict[int, int] = {}
         parts: dict[int, int] = {}
-        for shard, revision, part, _ in self._files():
+        for shard, revision, part, _ in self.files():
             kind = parts if part else published
             kind[shard] = max(revision, kind.get(shard, 0))
         found = []
@@ -111,6 +112,12 @@ class DataSet:
             found.append(Whereabouts(final, writing))
         return found
 
+    def current(self, shard: int, where: Whereabouts) -> Path | None:
+        """The file that holds the rows of a shard: the finished one, or else the one being written."""
+        if where.published is not None:
+            return self.path(shard, where.published)
+        return None if where.part is None else self.path(shard, where.part, part=True)
+
     def published(self) -> list[Path | None]:
         """The finished file of each shard; None where there is none."""
         return [
@@ -118,7 +125,7 @@ class DataSet:
             for shard, where in enumerate(self.whereabouts())
         ]
 
-    def _files(self) -> Iterator[tuple[int, int, bool, Path]]:
+    def files(self) -> Iterator[tuple[int, int, bool, Path]]:
         """Files of shards: shard, revision, whether it is a part, path."""
         try:
             entries = list((self.out / "shards").iterdir())
@@ -127,7 +134,7 @@ class DataSet:
         except OSError as error:
             raise LayertapError(f"cannot read {self.out / 'shards'}: {error.strerror}") from error
         for entry in entries:
-            if name := re.fullmatch(r"(\d{6})(?:-r(\d{1,6}))?\.h5(\.part)?", entry.name):
+            if name := re.fullmatch(r"(\d{6})(?:-r([1-9]\d{0,5}))?\.h5(\.part)?", entry.name, re.ASCII):
                 yield int(name[1]), int(name[2] or 0), bool(name[3]), entry
 
     def shard_range(self, shard: int) -> range:
@@ -195,7 +202,7 @@ class DataSet:
             return found
         except InputError:
             raise
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise InputError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
     def check(self) -> DataSet | None:
@@ -214,7 +221,7 @@ class DataSet:
         if (self.out / "dataset.json").exists():
             existing = DataSet.open(self.out)
             changed = existing._differences(self)
-            if changed and not any((self.out / "shards").glob("*.h5*")):
+            if changed and not any(self.files()):
                 return None
             if changed:
                 raise InputError(
@@ -237,9 +244,10 @@ class DataSet:
         existing = self.check()
         try:
             self.out.mkdir(parents=True, exist_ok=True)
+            (self.out / "shards").mkdir(exist_ok=True)
             if existing is None:
                 write_json(self.out / "dataset.json", self._content())
-            (self.out / "shards").mkdir(exist_ok=True)
+                sync_folder(self.out.parent)
             self._clean()
         except OSError as error:
             raise LayertapError(f"cannot write to {self.out}: {error.strerror}") from error
@@ -315,16 +323,26 @@ class DataSet:
         """Remove what an interrupted run left half made, and what a later revision has replaced."""
         for folder in (self.out, self.out / "shards"):
             for stray in folder.glob("*.new"):
-                stray.unlink()
+                if stray.is_file():
+                    stray.unlink()
         published = [where.published for where in self.whereabouts()]
-        for shard, revision, part, path in self._files():
+        whole: dict[int, bool] = {}
+        for shard, revision, part, path in self.files():
             last = published[shard] if shard < len(published) else None
-            if last is None:
+            # A part of the published revision is its other name: killed between the link and the unlink.
+            if last is None or revision > last or (revision == last and not part):
                 continue
-            if part and revision <= last:  # killed between the link and the unlink: its other name is the published one
-                path.unlink()
-            elif not part and revision < last:
-                self.withdraw(path)
+            if shard not in whole:  # a name alone is no reason to remove anything
+                whole[shard] = self._is_whole(shard, self.path(shard, last))
+            if whole[shard]:
+                path.unlink() if part else self.withdraw(path)
+
+    def _is_whole(self, shard: int, path: Path) -> bool:
+        try:
+            with self.open_shard(shard, path) as opened:
+                return bool((opened.column("status") != Status.PENDING).all())
+        except LayertapError:
+            return False
 
     @staticmethod
     def withdraw(path: Path) -> None:
@@ -345,6 +363,11 @@ class DataSet:
 
 _HELD: set[tuple[int, Path]] = set()  # data sets that a process holds; a forked one inherits this set, not the locks
 _HELD_GUARD = threading.Lock()
+
+
+def existing_shard_rows(out: Path) -> int | None:
+    """How the data set that is there already is cut; None if there is none."""
+    return DataSet.open(out).shard_rows if (out / "dataset.json").exists() else None
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

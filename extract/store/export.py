@@ -5,11 +5,14 @@ Each is written beside its place and moved there when it is whole; no more than 
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
+import math
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,11 +23,11 @@ from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError
 from extract.status import Status
-from extract.store.files import discard, sync_folder, take_space
+from extract.store.files import claim, sync_folder, take_space
 from extract.store.layout import ROW_DATA, Identity, RowNames, StoredFeature, new_shard_file, preallocated
 from extract.store.reader import FeatureReader
+from extract.store.row_hash import hash_records, hash_rows
 from extract.store.shard import BLOCK_BYTES
-from extract.store.writer import hash_rows
 
 __all__ = ["FORMATS", "export"]
 
@@ -50,40 +53,42 @@ def export(
 
     Raises:
         UnknownNameError: no such layer.
-        InputError: there is something of that name already, or the rows cannot be told in that format.
+        InputError: there is something of that name already, a row does not agree with its hashes, or the layers cannot
+            be named in that format.
         LayertapError: the disk is full or refuses, or a library is missing.
     """
-    names = list(layers or reader.layers)
+    names = list(dict.fromkeys(layers or reader.layers))
     for name in names:
         reader[name]
-    if path.exists():
-        raise InputError(f"{path} exists already; choose another name, or delete it")
-    temporary = path.with_name(path.name + ".new")
     try:
+        if os.path.lexists(path):
+            raise InputError(f"{path} exists already; choose another name, or delete it")
         path.parent.mkdir(parents=True, exist_ok=True)
-        _remove(temporary)
-        FORMATS[to](reader, temporary, names, on_rows)
-        temporary.rename(path)
-        sync_folder(path.parent)
+        folder = Path(tempfile.mkdtemp(prefix=f".{path.name[:100]}.", suffix=".new", dir=path.parent))
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise LayertapError(f"cannot write {path}: {reason}") from error
+        raise LayertapError(f"cannot write {path}: {error.strerror}") from error
+    try:
+        made = folder / "made"
+        FORMATS[to](reader, made, names, on_rows)
+        for file in made.iterdir() if made.is_dir() else [made]:
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
+        claim(made, path)
+        sync_folder(path.parent)
+    except FileExistsError as error:
+        raise InputError(f"{path} exists by now; choose another name, or delete it") from error
+    except OSError as error:
+        raise LayertapError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
-        _remove(temporary)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        discard(path)
-
-
-def _blocks(reader: FeatureReader, names: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """Ranges of rows that are small enough to be held in memory."""
-    step = max(1, BLOCK_BYTES // max(1, sum(reader[name].row_bytes for name in names)))
+def _blocks(reader: FeatureReader) -> Iterator[tuple[int, int, dict[str, NDArray[Any]]]]:
+    """All rows, so many at a time as memory can hold: (start, stop, layer -> features that agree with their hashes)."""
+    step = max(1, BLOCK_BYTES // max(1, sum(reader[name].row_bytes for name in reader.layers)))
     for start in range(0, len(reader), step):
-        yield start, min(start + step, len(reader))
+        stop = min(start + step, len(reader))
+        yield start, stop, reader.checked(np.arange(start, stop))
 
 
 def _to_h5(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _OnRows) -> None:
@@ -95,14 +100,16 @@ def _to_h5(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _On
     rows = RowNames(reader.paths, reader.labels, reader.splits, reader.classes)
     layouts = [preallocated(None) for _ in features]
     with new_shard_file(path, features, layouts, identity, rows, reader.provenance) as file:
-        for start, stop in _blocks(reader, names):
-            block = {feature.name: reader[feature.name][start:stop] for feature in features}
-            for name, values in block.items():
+        beside = {name: reader.column(name).copy() for name, *_ in ROW_DATA}
+        for start, stop, block in _blocks(reader):
+            chosen = {feature.name: block[feature.name] for feature in features}
+            for name, values in chosen.items():
                 file["features"][name][start:stop] = values
-            file["row_hash"][start:stop] = hash_rows(block)
+            beside["row_hash"][start:stop] = hash_rows(chosen)
             on_rows(stop - start)
-        for name in (name for name, *_ in ROW_DATA if name != "row_hash"):
-            file[name][...] = reader.column(name)
+        beside["record_hash"] = hash_records(beside)
+        for name, values in beside.items():
+            file[name][...] = values
 
 
 def _to_npy(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _OnRows) -> None:
@@ -115,17 +122,17 @@ def _to_npy(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
         for row, values in enumerate(zip(reader.paths, reader.labels, reader.splits, reader.status, strict=True)):
             image, label, split, status = values
             table.writerow([row, image, label, classes[label], split, Status(status).text])
-    taken = {"labels.npy"}
-    for name in names:
-        array = reader[name]
-        if f"{name}.npy" in taken:
-            raise InputError(f"the layer {name!r} cannot be exported: a file of this name holds the labels")
-        with (path / f"{name}.npy").open("wb") as file:
-            header = {"descr": array.dtype.str, "fortran_order": False, "shape": array.shape}
+    if "labels" in names:
+        raise InputError("the layer 'labels' cannot be exported: a file of this name holds the labels")
+    with contextlib.ExitStack() as stack:
+        files = {name: stack.enter_context((path / f"{name}.npy").open("wb")) for name in names}
+        for name, file in files.items():
+            header = {"descr": reader[name].dtype.str, "fortran_order": False, "shape": reader[name].shape}
             np.lib.format.write_array_header_1_0(file, header)
-            for start, stop in _blocks(reader, [name]):
-                file.write(array[start:stop].data)
-                on_rows((stop - start) if name == names[0] else 0)
+        for start, stop, block in _blocks(reader):
+            for name, file in files.items():
+                file.write(block[name].data)
+            on_rows(stop - start)
 
 
 def _to_parquet(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _OnRows) -> None:
@@ -149,9 +156,9 @@ def _to_parquet(reader: FeatureReader, path: Path, names: Sequence[str], on_rows
         about = {"shape": json.dumps(shape), **reader[name].attributes}
         fields.append(pa.field(name, pa.list_(pa.float32(), int(np.prod(shape))), metadata=about))
     schema = pa.schema(fields, {"layertap": json.dumps(reader.provenance)})
-    classes = [*reader.classes, None]
+    classes = [*map(_as_text, reader.classes), None]
     with parquet.ParquetWriter(path, schema) as writer:
-        for start, stop in _blocks(reader, names):
+        for start, stop, block in _blocks(reader):
             images, labels = reader.paths[start:stop], reader.labels[start:stop].tolist()
             columns: list[Any] = [
                 np.arange(start, stop), [_as_text(image) for image in images], labels,
@@ -162,7 +169,7 @@ def _to_parquet(reader: FeatureReader, path: Path, names: Sequence[str], on_rows
                 columns.append([os.fsencode(image) for image in images])
             arrays = [pa.array(values, field.type) for values, field in zip(columns, fields, strict=False)]
             for name in names:
-                flat = pa.array(reader[name][start:stop].reshape(-1).astype(np.float32))
+                flat = pa.array(block[name].reshape(-1).astype(np.float32))
                 arrays.append(pa.FixedSizeListArray.from_arrays(flat, int(np.prod(reader[name].shape[1:]))))
             writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
             on_rows(stop - start)
@@ -178,30 +185,33 @@ def _to_mat(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
     Layout from MathWorks, "MAT-File Versions", and from what MATLAB writes: `MATLAB_class` names the type, text is
     uint16 with `MATLAB_int_decode` 2.
     """
-    n_rows = len(reader)
-    variables = _variables(names)
-    size = sum(n_rows * int(np.prod(reader[name].shape[1:])) * 4 * 257 // 256 for name in names)
+    n_rows, variables = len(reader), _variables(names)
     texts = {"paths": reader.paths, "splits": reader.splits, "classes": reader.classes, "layers": list(names)}
-    units = {name: _char_matrix(values) for name, values in texts.items()}
-    take_space(path, size + sum(values.nbytes for values in units.values()) + n_rows * 16 + (1 << 20))
+    longest = {name: max((len(_units(value)) for value in values), default=0) or 1 for name, values in texts.items()}
+    shapes = {name: reader[name].shape[1:] or (1,) for name in names}
+    rows = {name: max(1, min(n_rows, (1 << 20) // (4 * math.prod(shape)))) for name, shape in shapes.items()}
+    size = sum(2 * longest[name] * len(values) for name, values in texts.items()) + n_rows * 16 + (1 << 20)
+    for name, shape in shapes.items():  # whole chunks, and their index
+        size += -(-n_rows // rows[name]) * (rows[name] * 4 * math.prod(shape) + 256)
+    take_space(path, size)
     with h5py.File(path, "w", libver=("earliest", "v108"), userblock_size=512) as file:
-        for name, values in units.items():
-            data = file.create_dataset(name, data=values)
+        for name, values in texts.items():
+            data = file.create_dataset(name, (longest[name], len(values)), np.uint16)
             data.attrs["MATLAB_class"] = np.bytes_("char")
             data.attrs["MATLAB_int_decode"] = np.int32(2)
+            for start in range(0, len(values), 10_000):
+                some = values[start : start + 10_000]
+                data[:, start : start + len(some)] = _char_matrix(some, longest[name])
         _matlab(file.create_dataset("labels", data=reader.labels[None].astype(np.float64) + 1), "double")
         _matlab(file.create_dataset("status", data=reader.status[None]), "uint8")
-        for name in names:
-            array = reader[name]
-            shape = array.shape[1:] or (1,)
-            rows = max(1, min(n_rows, (1 << 20) // (4 * int(np.prod(shape)))))
-            data = file.create_dataset(variables[name], (*shape[::-1], n_rows), np.float32, chunks=(*shape[::-1], rows))
-            _matlab(data, "single")
-            step = max(1, BLOCK_BYTES // (8 * int(np.prod(shape))) // rows) * rows
-            for start in range(0, n_rows, step):
-                stop = min(start + step, n_rows)
-                data[..., start:stop] = array[start:stop].reshape(-1, *shape).transpose().astype(np.float32)
-                on_rows((stop - start) if name == names[0] else 0)
+        for name, shape in shapes.items():
+            chunks = (*shape[::-1], rows[name])
+            _matlab(file.create_dataset(variables[name], (*shape[::-1], n_rows), np.float32, chunks=chunks), "single")
+        for start, stop, block in _blocks(reader):
+            for name, shape in shapes.items():
+                turned = block[name].reshape(-1, *shape).transpose().astype(np.float32)
+                file[variables[name]][..., start:stop] = turned
+            on_rows(stop - start)
     with path.open("r+b") as raw:
         raw.write(b"MATLAB 7.3 MAT-file, written by layertap".ljust(116) + bytes(8) + b"\x00\x02IM")
 
@@ -210,11 +220,15 @@ def _matlab(data: h5py.Dataset, kind: str) -> None:
     data.attrs["MATLAB_class"] = np.bytes_(kind)
 
 
-def _char_matrix(values: Sequence[str]) -> NDArray[np.uint16]:
+def _units(text: str) -> NDArray[np.uint16]:
+    return np.frombuffer(text.encode("utf-16-le", "surrogatepass"), "<u2")
+
+
+def _char_matrix(values: Sequence[str], longest: int) -> NDArray[np.uint16]:
     """(longest, N) UTF-16 code units padded with spaces: in MATLAB a row for each text."""
-    encoded = [np.frombuffer(value.encode("utf-16-le", "surrogatepass"), "<u2") for value in values]
-    matrix = np.full((len(values), max(map(len, encoded), default=0) or 1), ord(" "), np.uint16)
-    for row, units in zip(matrix, encoded, strict=True):
+    matrix = np.full((len(values), longest), ord(" "), np.uint16)
+    for row, value in zip(matrix, values, strict=True):
+        units = _units(value)
         row[: len(units)] = units
     return np.ascontiguousarray(matrix.transpose())
 

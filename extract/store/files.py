@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from extract.errors import InputError, LayertapError
 
-__all__ = ["discard", "read_json", "sync_folder", "take_space", "write_json"]
+__all__ = ["claim", "discard", "read_json", "sync_folder", "take_space", "write_json"]
 
 _JSON_BYTES = 1 << 26  # far above what a description or a receipt of a million failed rows needs
 
@@ -82,3 +83,30 @@ def take_space(path: Path, size: int) -> None:
             os.posix_fallocate(file.fileno(), 0, size)
         finally:
             discard(path)
+
+
+def claim(path: Path, name: Path) -> None:
+    """Move a file or folder to a name that must be free; killed in between, a file has both names.
+
+    Raises:
+        FileExistsError: it is not.
+    """
+    if path.is_dir():
+        if os.path.lexists(name):
+            raise FileExistsError(name)
+        path.rename(name)
+        return
+    try:
+        os.link(path, name)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+            raise
+        # A file system without hard links (exFAT, some network ones): the lock of the data set must do.
+        if os.path.lexists(name):
+            raise FileExistsError(name) from error
+        path.rename(name)
+    else:
+        sync_folder(name.parent)  # so that a power cut does not take both names
+        path.unlink()

@@ -20,6 +20,7 @@ A shard is plain HDF5 (superblock 3, HDF5 1.10 or later) with rows in path order
     /classes              (K,) fixed-length UTF-8
     /status               (N,) uint8: 0 pending, 1 ok, 2 decode error, 3 not finite, 4 missing
     /row_hash             (N,) uint64: xxh3-64 over the bytes of the row's features, in sorted order of names
+    /record_hash          (N,) uint64: xxh3-64 over row_hash, source_size, source_mtime_ns, source_hash and status
     /source_size          (N,) int64 bytes; -1 no file          /source_mtime_ns  (N,) int64; -1 no file
     /source_hash          (N, 16) uint8: xxh3-128 of the file, big-endian; 0 no file
     /provenance           JSON text: what the numbers depend on, backbone, weights, configuration, versions, machine
@@ -29,7 +30,7 @@ and 4 are NaN.
 
 Everything is created at full size before the first image is read. Without compression, the chunks of a feature lie one
 behind the other (HDF5's implicit chunk index), so that a feature is one array in the file; and from then on only the
-bytes of features, status, row_hash and source_* change, in place, without HDF5.
+bytes of features, status, row_hash, record_hash and source_* change, in place, without HDF5.
 
 In front of HDF5's own bytes is a user block, which HDF5 skips, of text: a first line
 
@@ -64,14 +65,13 @@ __all__ = [
     "FORMAT",
     "FORMAT_VERSION",
     "ROW_DATA",
-    "Extent",
     "Identity",
     "RowNames",
     "StoredFeature",
     "chunk_rows",
     "create_shard",
-    "extent_of",
     "new_shard_file",
+    "plain_offset",
     "preallocated",
     "read_header",
     "row_bytes",
@@ -89,6 +89,7 @@ _FIXED_BYTES = 1 << 30
 
 # Data sets besides the features that are written row by row; rows of 8 bytes first, so that they are aligned.
 ROW_DATA: tuple[tuple[str, tuple[int, ...], str], ...] = (
+    ("record_hash", (), "<u8"),
     ("row_hash", (), "<u8"),
     ("source_size", (), "<i8"),
     ("source_mtime_ns", (), "<i8"),
@@ -179,8 +180,9 @@ def create_shard(
         LayertapError: the disk has not enough room, or the folder cannot be written to.
     """
     layouts = [preallocated((chunk_rows(feature, identity.n_rows), *feature.shape)) for feature in features]
-    with new_shard_file(path, features, layouts, identity, names, provenance):
-        pass
+    with new_shard_file(path, features, layouts, identity, names, provenance) as file:
+        for feature in features:
+            file["features"][feature.name][0] = 1  # a mark; see _check_places
 
 
 @contextmanager
@@ -208,12 +210,13 @@ def new_shard_file(
     """
     n_rows = identity.n_rows
     texts = {"path": names.paths, "split": names.splits, "classes": names.classes}
+    text_bytes = sum(max((len(os.fsencode(one)) for one in text), default=1) * len(text) for text in texts.values())
+    if text_bytes > _FIXED_BYTES:  # every path takes as much as the longest
+        raise InputError(f"{path}: paths of {text_bytes / 1e6:,.0f} MB in one file; set a smaller shard_rows")
     fixed = {name: _fixed_length(values) for name, values in texts.items()}
     fixed["label"] = np.asarray(names.labels, "<i8")
     fixed["provenance"] = np.array(json.dumps(provenance, indent=1).encode())
     fixed_bytes = sum(values.nbytes for values in fixed.values())
-    if fixed_bytes > _FIXED_BYTES:
-        raise InputError(f"{path}: paths of {fixed_bytes / 1e6:,.0f} MB in one file; set a smaller shard_rows")
     header_bytes = 512
     while header_bytes < 256 + 48 * (len(features) + len(ROW_DATA)):  # 48: two numbers of up to 20 digits
         header_bytes *= 2
@@ -248,10 +251,12 @@ def new_shard_file(
             yield file
             file.flush()  # what is compressed has its place only now
             written = [file["features"][feature.name] for feature in features]
-            ranges = [extent_of(data).range for data in (*written, *(file[name] for name, *_ in ROW_DATA))]
+            ranges = [_range_of(data) for data in (*written, *(file[name] for name, *_ in ROW_DATA))]
+            first_rows = [(plain_offset(data), data[0].tobytes()) for data in written if not _is_packed(data)]
         with temporary.open("r+b") as raw:
             if hasattr(os, "posix_fallocate"):  # not on macOS
                 os.posix_fallocate(raw.fileno(), 0, os.fstat(raw.fileno()).st_size)
+            _check_places(raw, first_rows)
             _write_header(raw, header_bytes, ranges)
             os.fsync(raw.fileno())
         temporary.rename(path)
@@ -278,40 +283,58 @@ def preallocated(chunks: tuple[int, ...] | None) -> Any:
     return properties
 
 
-@dataclass(frozen=True)
-class Extent:
-    """Where the bytes of a data set lie in its file.
-
-    Attributes:
-        offset: of the first byte.
-        size: bytes, from the first to the last.
-        whole: whether nothing else lies between them, and rows are as in memory.
-    """
-
-    offset: int
-    size: int
-    whole: bool
-
-    @property
-    def range(self) -> tuple[int, int]:
-        """First byte, and the one behind the last."""
-        return self.offset, self.offset + self.size
-
-
-def extent_of(data: h5py.Dataset) -> Extent:
-    """Where a data set lies, for one with fixed layout and its space taken; an empty one lies nowhere."""
+def plain_offset(data: h5py.Dataset) -> int | None:
+    """The first byte of a data set without compression whose rows lie one behind the other; None if they do not."""
     if data.chunks is None:
-        return Extent(data.id.get_offset() or 0, data.id.get_storage_size(), True)
-    found: list[tuple[tuple[int, ...], int, int, int]] = []
-    data.id.chunk_iter(lambda c: found.append((c.chunk_offset, c.byte_offset, c.size, c.filter_mask)))
-    if not found:
-        return Extent(0, 0, False)
-    offsets, sizes = np.array([c[1] for c in found]), np.array([c[2] for c in found])
+        offset: int | None = data.id.get_offset()
+        return offset
+    rows, count = data.chunks[0], data.id.get_num_chunks()
     full = math.prod(data.chunks) * data.dtype.itemsize
-    in_order = [c[0][0] for c in found] == list(range(0, data.shape[0], data.chunks[0]))
-    whole = in_order and bool((sizes == full).all() and (np.diff(offsets) == full).all())
-    start = int(offsets.min())
-    return Extent(start, int((offsets + sizes).max()) - start, whole and data.id.get_create_plist().get_nfilters() == 0)
+    if count != -(-data.shape[0] // rows):
+        return None
+    beyond = (0,) * (len(data.shape) - 1)
+    first, last = (data.id.get_chunk_info_by_coord((row, *beyond)) for row in (0, (count - 1) * rows))
+    if (first.size, last.size, last.byte_offset - first.byte_offset) != (full, full, (count - 1) * full):
+        return None
+    return int(first.byte_offset) + _before_hdf5(data.file)
+
+
+def _is_packed(data: h5py.Dataset) -> bool:
+    return bool(data.id.get_create_plist().get_nfilters())
+
+
+def _check_places(raw: BinaryIO, first_rows: Sequence[tuple[int | None, bytes]]) -> None:
+    """See that features are in the file where HDF5 says, since it is not asked again when they are written.
+
+    Raises:
+        LayertapError: they are not.
+    """
+    for offset, expected in first_rows:
+        raw.seek(offset or 0)
+        if offset is None or raw.read(len(expected)) != expected:
+            raise LayertapError(
+                f"HDF5 {h5py.version.hdf5_version} puts features elsewhere than it says; install another h5py"
+            )
+
+
+def _range_of(data: h5py.Dataset) -> tuple[int, int]:
+    """The bytes of a data set, from the first to behind the last; there may be others between them."""
+    if data.chunks is None:
+        offset = data.id.get_offset() or 0
+        return offset, offset + data.id.get_storage_size()
+    starts, stops = [], []
+
+    def note(chunk: Any) -> None:
+        starts.append(chunk.byte_offset)
+        stops.append(chunk.byte_offset + chunk.size)
+
+    data.id.chunk_iter(note)
+    return min(starts) + _before_hdf5(data.file), max(stops) + _before_hdf5(data.file)
+
+
+def _before_hdf5(file: h5py.File) -> int:
+    """To be added to the place of a chunk: HDF5 before 1.14.4 leaves the user block out of it (its issue 3003)."""
+    return int(file.userblock_size) if h5py.version.hdf5_version_tuple < (1, 14, 4) else 0
 
 
 # The user block
@@ -359,7 +382,7 @@ def read_header(raw: BinaryIO, path: Path) -> list[tuple[int, int]]:
         same = content["fixed_xxh3"] == _hash_fixed(raw, header_bytes, size, ranges)
     except InputError:
         raise
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise InputError(f"{path} is damaged: its first {header_bytes} bytes are not what layertap writes") from None
     if not same:
         raise InputError(f"{path} is damaged: what holds its names and structure is not as it was written")

@@ -5,18 +5,21 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from extract.errors import InputError
 from extract.status import Status
-from extract.store.dataset import DataSet, shard_rows_for
-from extract.store.layout import RowNames, create_shard, row_bytes
+from extract.store.dataset import DataSet, existing_shard_rows, shard_rows_for
+from extract.store.guard import need_libraries
+from extract.store.layout import RowNames, create_shard
 from extract.store.reader import FeatureReader
 from extract.store.shard import BLOCK_BYTES, runs
-from extract.store.writer import ShardWriter
+from extract.store.writer import SOURCE, ShardWriter
 
 __all__ = ["merge"]
 
@@ -27,7 +30,7 @@ def merge(
     *,
     shard_rows: int | None = None,
     compress: str | None = None,
-    on_rows: Callable[[int], None] = lambda rows: None,
+    on_rows: Callable[[int, bool], None] = lambda rows, found: None,
 ) -> DataSet:
     """Copy the rows of complete data sets into a new one, sorted by path; called again, it goes on where it was.
 
@@ -38,77 +41,111 @@ def merge(
         out: folder of the new one.
         shard_rows: rows in a file; None makes files of at most 1 GB.
         compress: as of `ShardWriter.publish`.
-        on_rows: called with a number of rows that are done.
+        on_rows: called with a number of rows, and whether they were found done (True) or copied now (False).
 
     Raises:
-        InputError: the fingerprints differ, an image is in two of them, or `out` holds something else.
+        InputError: the fingerprints differ, an image is in two of them, a row does not agree with its hashes, or `out`
+            holds something else.
         LockedError: another process writes to `out`.
         LayertapError: a source is not complete, or the disk is full or refuses.
     """
+    if shard_rows is not None and shard_rows < 1:
+        raise InputError(f"shard_rows is {shard_rows}; it must be at least 1")
+    need_libraries(compress)
     datasets = [DataSet.open(source) for source in sources]
     if out.resolve() in [source.resolve() for source in sources]:
         raise InputError(f"{out} is one of the data sets to be merged; choose another output folder")
-    common = os.path.commonpath([dataset.images["root"] for dataset in datasets])
     with FeatureReader(list(sources)) as reader:
-        prefixes = [os.path.relpath(dataset.images["root"], common) for dataset in datasets]
-        paths = [
-            path if prefix == "." else f"{prefix}/{path}"
-            for prefix, path in zip((prefixes[number] for number in reader.sets), reader.paths, strict=True)
-        ]
-        encoded = [os.fsencode(path) for path in paths]
-        order = np.array(sorted(range(len(paths)), key=encoded.__getitem__), np.int64)
-        for first, second in itertools.pairwise(order.tolist()):
-            if encoded[first] == encoded[second]:
-                raise InputError(
-                    f"{paths[first]} (below {common}) is in {sources[reader.sets[first]]} and in "
-                    f"{sources[reader.sets[second]]}; an image can be in one of them only"
-                )
+        rows = _Rows.sorted_by_path(reader, datasets, sources)
         merged = DataSet(
             out,
             datasets[0].depends_on,
             datasets[0].features,
             {
-                "root": common,
-                "count": len(paths),
-                "paths_xxh3": xxhash.xxh3_128_hexdigest(b"\0".join(encoded[i] for i in order)),
+                "root": rows.root,
+                "count": len(rows.paths),
+                "paths_xxh3": xxhash.xxh3_128_hexdigest(b"\0".join(map(os.fsencode, rows.paths))),
             },
-            min(shard_rows or shard_rows_for(datasets[0].features), len(paths)),
+            min(shard_rows or existing_shard_rows(out) or shard_rows_for(datasets[0].features), len(rows.paths)),
         )
+        merged.check()
         provenance = {
             **reader.provenance,
             "merged_from": [{"out": str(d.out.resolve()), "images": d.images} for d in datasets],
         }
-        reasons = {row: why for row, _, _, why in reader.failures}
         with merged.locked():
             merged.open_or_create()
             for shard, where in enumerate(merged.whereabouts()):
-                rows = merged.shard_range(shard)
-                if where.published is not None:
-                    on_rows(len(rows))
+                here = merged.shard_range(shard)
+                if where.published is not None and where.part is None:
+                    on_rows(len(here), True)
                     continue
-                source_rows = order[rows.start : rows.stop]
-                part = merged.path(shard, part=True)
+                revision = where.part or 0
                 if where.part is None:
-                    names = RowNames(
-                        [paths[i] for i in source_rows], reader.labels[source_rows],
-                        [reader.splits[i] for i in source_rows], reader.classes,
-                    )  # fmt: skip
-                    create_shard(part, merged.features, merged.identity(shard), names, provenance)
-                with ShardWriter(merged, shard) as writer:
-                    writer.check()
-                    todo = np.flatnonzero(writer.status == Status.PENDING)
-                    on_rows(len(rows) - len(todo))
-                    for start, stop in runs(todo, max(1, BLOCK_BYTES // max(1, row_bytes(merged.features)))):
-                        chosen = source_rows[start:stop]
-                        here = np.arange(rows.start + start, rows.start + stop)
-                        features = {name: reader[name][chosen] for name in reader.layers}
-                        source = {
-                            name: reader.column(name)[chosen]
-                            for name in ("source_size", "source_mtime_ns", "source_hash")
-                        }
-                        writer.write(here, features, reader.status[chosen], source)
-                        on_rows(len(here))
-                    known = {rows.start + i: reasons[int(row)] for i, row in enumerate(source_rows) if row in reasons}
-                    writer.give_reasons(known)
+                    names = rows.names(reader, here)
+                    create_shard(
+                        merged.path(shard, part=True), merged.features, merged.identity(shard), names, provenance
+                    )
+                with ShardWriter(merged, shard, revision) as writer:
+                    _fill(writer, reader, rows, here, on_rows)
                     writer.publish(compress)
     return merged
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of the merged data set.
+
+    Attributes:
+        root: the folder that holds all image folders.
+        paths: relative to it, sorted by their bytes.
+        source: (N,) the row of the reader that each is.
+    """
+
+    root: str
+    paths: list[str]
+    source: NDArray[np.int64]
+
+    @classmethod
+    def sorted_by_path(cls, reader: FeatureReader, datasets: Sequence[DataSet], sources: Sequence[Path]) -> _Rows:
+        try:
+            root = os.path.commonpath([dataset.images["root"] for dataset in datasets])
+        except ValueError as error:
+            raise InputError(f"the image folders of the data sets have nothing in common: {error}") from error
+        prefixes = [os.path.relpath(dataset.images["root"], root) for dataset in datasets]
+        paths = [
+            path if prefixes[number] == "." else f"{prefixes[number]}/{path}"
+            for number, path in zip(reader.sets.tolist(), reader.paths, strict=True)
+        ]
+        encoded = [os.fsencode(path) for path in paths]
+        order = sorted(range(len(paths)), key=encoded.__getitem__)
+        for first, second in itertools.pairwise(order):
+            if encoded[first] == encoded[second]:
+                raise InputError(
+                    f"{paths[first]} (below {root}) is in {sources[reader.sets[first]]} and in "
+                    f"{sources[reader.sets[second]]}; an image can be in one of them only"
+                )
+        return cls(root, [paths[row] for row in order], np.array(order, np.int64))
+
+    def names(self, reader: FeatureReader, here: range) -> RowNames:
+        """What is known of some of the rows."""
+        source = self.source[here.start : here.stop]
+        splits = [reader.splits[row] for row in source]
+        return RowNames(self.paths[here.start : here.stop], reader.labels[source], splits, reader.classes)
+
+
+def _fill(
+    writer: ShardWriter, reader: FeatureReader, rows: _Rows, here: range, on_rows: Callable[[int, bool], None]
+) -> None:
+    """Write the pending rows of one shard."""
+    writer.check()
+    todo = np.flatnonzero(writer.status == Status.PENDING)
+    on_rows(len(here) - len(todo), True)
+    for start, stop in runs(todo, max(1, BLOCK_BYTES // max(1, sum(reader[name].row_bytes for name in reader.layers)))):
+        source = rows.source[here.start + start : here.start + stop]
+        features = reader.checked(source)
+        columns = {name: reader.column(name)[source] for name in SOURCE}
+        writer.write(np.arange(here.start + start, here.start + stop), features, reader.status[source], columns)
+        on_rows(stop - start, False)
+    places = {int(row): here.start + i for i, row in enumerate(rows.source[here.start : here.stop])}
+    writer.give_reasons({places[row]: why for row, _, _, why in reader.failures if row in places})

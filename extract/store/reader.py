@@ -19,9 +19,10 @@ from extract.errors import InputError, LayertapError, unknown_name
 from extract.status import Status
 from extract.store.batches import Shuffle, batches
 from extract.store.dataset import DataSet
-from extract.store.layout import StoredFeature
+from extract.store.layout import ROW_DATA, StoredFeature
+from extract.store.receipt import reasons_of
+from extract.store.row_hash import hash_records, hash_rows, wrong_rows
 from extract.store.shard import Shard
-from extract.store.writer import reasons_of, wrong_rows
 
 if TYPE_CHECKING:
     from extract.store.torch_dataset import FeatureDataset
@@ -69,7 +70,7 @@ class FeatureReader:
                 else:
                     shard = Shard(one)
                     found, found_fingerprint, n_rows = shard.features, shard.identity.fingerprint, len(shard)
-                    opened = [(0, shard)]
+                    opened = [(shard.identity.first_row, shard)]
                 self._shards += [shard for _, shard in opened]
                 if features is None:
                     features, fingerprint = found, found_fingerprint
@@ -113,7 +114,7 @@ class FeatureReader:
 
     @cached_property
     def rows(self) -> NDArray[np.int64]:
-        """(N,) the row of the data set that each row here is: 0 to N - 1, unless it is read while it is written."""
+        """(N,) the row of the data set that each row here is: 0 to N - 1, but for one shard, or while it is written."""
         return _frozen(np.concatenate([np.empty(0, np.int64), *self._rows]))
 
     @cached_property
@@ -199,6 +200,23 @@ class FeatureReader:
                 stored = sum(shard.stored_bytes[feature.name] for shard in self._shards)
                 found[feature.name] = (" and ".join(sorted(kinds)), plain / max(1, stored))
         return found
+
+    def checked(self, rows: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        """Layer -> (len(rows), *shape): all features of rows, for copies of them that must not hide damage.
+
+        Raises:
+            InputError: a row does not agree with its hashes.
+        """
+        features = {layer: self[layer].take(rows) for layer in self.layers}
+        beside = {name: self.column(name)[rows] for name, *_ in ROW_DATA}
+        agree = (hash_rows(features) == beside["row_hash"]) & (hash_records(beside) == beside["record_hash"])
+        if not agree.all():
+            row = int(rows[np.flatnonzero(~agree)[0]])
+            raise InputError(
+                f"row {row} ({self.paths[row]}) of {self._name} is damaged: it does not agree with its hashes; "
+                "`layertap verify --repair` and `embed` mend it"
+            )
+        return features
 
     # For training
 
@@ -409,8 +427,11 @@ class FeatureArray:
 
 def _open_shards(dataset: DataSet, partial: bool) -> Iterator[tuple[int, Shard]]:
     """The shards of a data set that can be read: (first row, shard)."""
-    _allow_more_files(dataset.n_shards)
-    for shard, where in enumerate(dataset.whereabouts()):
+    whereabouts = dataset.whereabouts()
+    if not partial and any(where.published is None for where in whereabouts):
+        whereabouts = dataset.whereabouts()  # a file that is given its name while a folder is listed can be missed
+    _allow_more_files(len(whereabouts))
+    for shard, where in enumerate(whereabouts):
         if where.published is not None:
             path = dataset.path(shard, where.published)
         elif partial and where.part is not None:
@@ -418,7 +439,7 @@ def _open_shards(dataset: DataSet, partial: bool) -> Iterator[tuple[int, Shard]]
         elif partial:
             continue
         else:
-            path = dataset.path(shard)
+            path = dataset.current(shard, where) or dataset.path(shard)
             state = "unfinished" if where.part is not None else "missing"
             raise LayertapError(
                 f"{path} is {state} (shard {shard} of {dataset.n_shards}); run embed again to finish it, or read what "
@@ -436,15 +457,23 @@ def _open_shards(dataset: DataSet, partial: bool) -> Iterator[tuple[int, Shard]]
 
 
 def _allow_more_files(count: int) -> None:
-    """Raise this process's limit on open files as far as it may, if so many would exceed it: each map is one."""
+    """Raise this process's limit on open files, if so many more would exceed it: each memory map keeps one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and count + 256 > soft:
+    try:
+        used = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    except OSError:  # not Linux
+        used = 256
+    needed = used + count + 64
+    if soft != resource.RLIM_INFINITY and needed > soft:
         with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == -1 else min(needed, hard), hard))
 
 
 def _done(shard: Shard, partial: bool) -> NDArray[np.int64]:
     """The rows of a shard that are not pending."""
+    part = shard.path.suffix == ".part"
+    if part:
+        shard.keep_columns()
     status = shard.column("status")
     if not np.isin(status, list(Status)).all():
         raise InputError(f"{shard.path} is damaged: it has rows of a status that does not exist")
@@ -454,10 +483,8 @@ def _done(shard: Shard, partial: bool) -> NDArray[np.int64]:
             f"{shard.path} is unfinished: {len(shard) - len(done)} rows are pending; run embed again to finish it, "
             "or read what there is with partial=True"
         )
-    if shard.path.suffix == ".part":
-        # A row that a power cut tore apart says that it is done, but does not agree with its hash.
-        done = np.setdiff1d(done, wrong_rows(shard, done))
-    return done
+    # A row that a power cut tore apart says that it is done, but does not agree with its hashes.
+    return np.setdiff1d(done, wrong_rows(shard, done)) if part else done
 
 
 def _described(features: Sequence[StoredFeature]) -> dict[str, Any]:

@@ -8,8 +8,10 @@ read through HDF5.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
+import math
 import mmap
 import os
 import stat
@@ -21,35 +23,31 @@ from typing import Any, Self
 
 import h5py
 import numpy as np
-from h5py import h5a, h5d, h5l, h5s, h5t, h5z
 from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError, first_line
+from extract.store.guard import Refuse, attributes_of, filters_of, identity_of, member, need_libraries, opened
 from extract.store.layout import (
-    FORMAT,
-    FORMAT_VERSION,
     ROW_DATA,
-    Extent,
     Identity,
     RowNames,
     StoredFeature,
     chunk_rows,
-    extent_of,
+    plain_offset,
     read_header,
     row_bytes,
 )
 
-__all__ = ["BLOCK_BYTES", "FILTERS", "Shard", "need_libraries", "runs"]
-
-# What a feature may have been packed with, by HDF5's number of the filter.
-FILTERS = {h5z.FILTER_DEFLATE: "gzip", h5z.FILTER_LZF: "lzf", 32026: "blosc2"}
-_HARMLESS = {h5z.FILTER_SHUFFLE, h5z.FILTER_FLETCHER32}
+__all__ = ["BLOCK_BYTES", "MEDIA_ERRORS", "Shard", "runs"]
 
 _FEATURES = 10_000  # in one file
 _TEXT_BYTES = 1 << 24  # of the provenance
 _CHUNK_BYTES = 1 << 26  # of a compressed chunk of more than one row
 _ROW_BYTES = 1 << 32
 BLOCK_BYTES = 1 << 26  # of features, held in memory at once
+_ROW_DATA = {name for name, *_ in ROW_DATA}
+# What the system says of a disk, or a server, that does not give back what it was given.
+MEDIA_ERRORS = {errno.EIO, errno.ESTALE, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA}
 _WORTH_ASKING = 1 << 20  # bytes from which on the kernel is told what is about to be read
 
 
@@ -76,14 +74,15 @@ class Shard:
     def __init__(self, path: Path):
         self.path = path
         self._packed: tuple[int, h5py.File] | None = None
-        self._guard = threading.Lock()
+        self._guard = os.getpid(), threading.Lock()
         try:
             if not stat.S_ISREG(path.stat().st_mode):
                 raise InputError(f"{path} is no file")
             with path.open("rb") as raw:
-                read_header(raw, path)
+                self._row_data = read_header(raw, path)
+                self._inode = os.fstat(raw.fileno()).st_ino
                 self._mapping = mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ)
-                with _opened(path) as file:
+                with opened(path) as file:
                     self._describe(file)
         except FileNotFoundError as error:
             raise InputError(f"{path} does not exist") from error
@@ -98,9 +97,9 @@ class Shard:
         def refuse(what: str) -> InputError:
             return InputError(f"{path} is refused: {what}")
 
-        self.identity = _identity(file, refuse)
+        self.identity = identity_of(file, refuse)
         n_rows = self.identity.n_rows
-        group = _child(file, "features", h5py.Group, refuse)
+        group = member(file, "features", h5py.Group, refuse)
         if not 1 <= len(group) <= _FEATURES:
             raise refuse(f"it has {len(group):,} features")
         self.features: list[StoredFeature] = []
@@ -110,25 +109,28 @@ class Shard:
         self.offsets: dict[str, int] = {}
         self._arrays: dict[str, NDArray[Any]] = {}
         for name in sorted(group):
-            data = _child(group, name, h5py.Dataset, refuse)
+            data = member(group, name, h5py.Dataset, refuse)
             if data.dtype not in (np.dtype("<f4"), np.dtype("<f2")):
                 raise refuse(f"feature {name!r} is {data.dtype}; expected float32 or float16")
             if not data.shape or data.shape[0] != n_rows or (data.chunks or data.shape)[1:] != data.shape[1:]:
                 raise refuse(f"feature {name!r} has shape {data.shape} in chunks {data.chunks}, with {n_rows} rows")
-            feature = StoredFeature(name, data.shape[1:], data.dtype.name, _attributes(data))
+            feature = StoredFeature(name, data.shape[1:], data.dtype.name, attributes_of(data))
             self.chunks[name] = data.chunks[0] if data.chunks else chunk_rows(feature, n_rows)
             chunk_bytes = feature.row_bytes * self.chunks[name]
             if feature.row_bytes > _ROW_BYTES or chunk_bytes > max(_CHUNK_BYTES, feature.row_bytes):
                 raise refuse(f"feature {name!r} is in chunks of {data.chunks}")
             self.features.append(feature)
             self.stored_bytes[name] = data.id.get_storage_size()
-            used = _filters(data, refuse)
-            if used - _HARMLESS:
-                self.compression[name] = FILTERS[(used - _HARMLESS).pop()]
-                if data.id.get_num_chunks() != -(-n_rows // data.chunks[0]):
-                    raise refuse(f"feature {name!r} has {data.id.get_num_chunks():,} chunks for {n_rows:,} rows")
-            else:
-                self._arrays[name] = self._mapped(data, extent_of(data), refuse)
+            packed = filters_of(data, refuse)
+            if not packed:
+                self._arrays[name] = self._mapped(data, refuse)
+                continue
+            self.compression[name] = packed
+            if data.id.get_num_chunks() != -(-n_rows // self.chunks[name]):
+                raise refuse(f"feature {name!r} has {data.id.get_num_chunks():,} chunks for {n_rows:,} rows")
+            plain = feature.row_bytes * n_rows
+            if self.stored_bytes[name] > plain * 2 + (1 << 20):
+                raise refuse(f"feature {name!r} takes {self.stored_bytes[name]:,} bytes for {plain:,} unpacked")
         self._feature = {feature.name: feature for feature in self.features}
         self._columns: dict[str, NDArray[Any]] = {}
         for name, width, dtype in (*ROW_DATA, ("label", (), "<i8")):
@@ -142,22 +144,29 @@ class Shard:
         if self._columns["provenance"].nbytes > _TEXT_BYTES:
             raise refuse(f"provenance of {self._columns['provenance'].nbytes:,} bytes")
 
-    def _column(self, file: h5py.File, name: str, refuse: Any) -> NDArray[Any]:
-        data = _child(file, name, h5py.Dataset, refuse)
+    def _column(self, file: h5py.File, name: str, refuse: Refuse) -> NDArray[Any]:
+        data = member(file, name, h5py.Dataset, refuse)
         if data.chunks is not None:
             raise refuse(f"{name} is in chunks")
-        _filters(data, refuse)
-        return self._mapped(data, extent_of(data), refuse)
+        return self._mapped(data, refuse)
 
-    def _mapped(self, data: h5py.Dataset, extent: Extent, refuse: Any) -> NDArray[Any]:
+    def _mapped(self, data: h5py.Dataset, refuse: Refuse) -> NDArray[Any]:
         """A plain data set as an array over the file itself."""
+        if filters_of(data, refuse):
+            raise refuse(f"{data.name} is compressed")
         if data.size == 0:
             return np.empty(data.shape, data.dtype)
-        needed = int(np.prod(data.shape, dtype=object)) * data.dtype.itemsize
-        if extent.size < needed or extent.offset + needed > len(self._mapping) or not extent.whole:
+        needed = math.prod(data.shape) * data.dtype.itemsize
+        start = plain_offset(data)
+        if start is None or data.id.get_storage_size() < needed or start + needed > len(self._mapping):
             raise refuse(f"{data.name} says it has {needed:,} bytes; they are not in the file, or not in order")
-        self.offsets[data.name] = extent.offset
-        return np.ndarray(data.shape, data.dtype, self._mapping, extent.offset)
+        # What is written row by row, and only that, lies in the ranges that the user block names.
+        inside = [first <= start and start + needed <= stop for first, stop in self._row_data]
+        outside = [start + needed <= first or stop <= start for first, stop in self._row_data]
+        if not (any(inside) if data.name.startswith("/features/") or data.name[1:] in _ROW_DATA else all(outside)):
+            raise refuse(f"{data.name} is not where the first lines of the file say")
+        self.offsets[data.name] = start
+        return np.ndarray(data.shape, data.dtype, self._mapping, start)
 
     # Rows
 
@@ -169,7 +178,7 @@ class Shard:
         if name in self.compression:
             rows = self._unpack(name, start, stop)
         else:
-            rows = self._arrays[name][start:stop]
+            rows = self._plain(name)[start:stop]
             if rows.nbytes > _WORTH_ASKING and hasattr(mmap, "MADV_WILLNEED"):
                 self._advise(rows, mmap.MADV_WILLNEED)
         if out is None:
@@ -177,12 +186,17 @@ class Shard:
         out[...] = rows
         return out
 
+    def _plain(self, name: str) -> NDArray[Any]:
+        if not self._arrays and not self.compression:
+            raise LayertapError(f"{self.path} is closed")
+        return self._arrays[name]
+
     def row(self, name: str, row: int) -> NDArray[Any]:
         """(*shape): one row, copied."""
         if name in self.compression:
             found: NDArray[Any] = self._unpack(name, row, row + 1)[0]
         else:
-            found = self._arrays[name][row].copy()
+            found = self._plain(name)[row].copy()
         return found
 
     def take(self, name: str, rows: NDArray[np.int64], out: NDArray[Any] | None = None) -> NDArray[Any]:
@@ -192,7 +206,7 @@ class Shard:
             out = np.empty((len(rows), *feature.shape), feature.dtype)
         if name not in self.compression:
             # "clip" writes straight into `out`, four times as fast as through a buffer (NumPy, "take").
-            np.take(self._arrays[name], rows, axis=0, out=out, mode="clip")
+            np.take(self._plain(name), rows, axis=0, out=out, mode="clip")
             return out
         home = rows // self.chunks[name]
         order = np.argsort(home, kind="stable")
@@ -205,24 +219,63 @@ class Shard:
     def blocks(self, rows: NDArray[np.int64]) -> Iterator[tuple[int, int, dict[str, NDArray[Any]] | None]]:
         """Ascending rows in runs of neighbours that memory can hold: (start, stop, name -> features of these rows).
 
-        None instead of the features says that some of them are damaged, and cannot be unpacked.
+        None instead of the features says that these rows cannot be read or unpacked. Unlike all other ways to read,
+        this one survives a disk that cannot read a sector, which ends a process that meets it in a memory map.
 
         Raises:
             LayertapError: a library for the compression is missing.
         """
         self.need_libraries()
+        largest, smallest = max(self.chunks.values()), min(self.chunks.values())
         at_most = max(1, BLOCK_BYTES // max(1, row_bytes(self.features)))
-        for name in self.compression:  # a damaged chunk takes no others with it
-            at_most = min(at_most, self.chunks[name])
-        for start, stop in runs(rows, at_most):
-            try:
-                block = {feature.name: self.read(feature.name, start, stop) for feature in self.features}
-            except InputError:
-                yield start, stop, None
+        if at_most > largest:
+            at_most -= at_most % largest  # so that each chunk is unpacked once
+        with self._reopened() as descriptor:
+            for start, stop in runs(rows, at_most):
+                block = self._block(descriptor, start, stop)
+                if block is not None or stop - start <= smallest:
+                    yield start, stop, block
+                    continue
+                for first in range(start, stop, smallest):  # what is damaged takes no more with it than it must
+                    last = min(first + smallest, stop)
+                    yield first, last, self._block(descriptor, first, last)
+
+    @contextlib.contextmanager
+    def _reopened(self) -> Iterator[int | None]:
+        """A descriptor of the file; None if it has another name by now, or none."""
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            yield None
+            return
+        try:
+            yield descriptor if os.fstat(descriptor).st_ino == self._inode else None
+        finally:
+            os.close(descriptor)
+
+    def _block(self, descriptor: int | None, start: int, stop: int) -> dict[str, NDArray[Any]] | None:
+        found = {}
+        for feature in self.features:
+            if feature.name in self.compression or descriptor is None:
+                try:
+                    found[feature.name] = self.read(feature.name, start, stop)
+                except InputError:
+                    return None
                 continue
-            yield start, stop, block
-            for name in block:
-                self.forget(name, start, stop)
+            found[feature.name] = values = np.empty((stop - start, *feature.shape), feature.dtype)
+            space = memoryview(values.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+            offset = self.offsets[f"/features/{feature.name}"] + start * feature.row_bytes
+            try:
+                while space:
+                    count = os.preadv(descriptor, [space], offset)
+                    if not count:
+                        return None
+                    space, offset = space[count:], offset + count
+            except OSError as error:
+                if error.errno in MEDIA_ERRORS:
+                    return None
+                raise LayertapError(f"{self.path} cannot be read: {error.strerror}") from error
+        return found
 
     def forget(self, name: str, start: int, stop: int) -> None:
         """Take rows that have been read out of this process's memory; the file stays in the kernel's cache."""
@@ -237,7 +290,11 @@ class Shard:
     def _unpack(self, name: str, start: int, stop: int) -> NDArray[Any]:
         """Rows of a compressed feature; HDF5's handles do not survive a fork, so each process opens its own."""
         self.need_libraries()
-        with self._guard:
+        if self._guard[0] != os.getpid():  # forked, perhaps while another thread held it
+            self._guard = os.getpid(), threading.Lock()
+        with self._guard[1]:
+            if not self._columns:
+                raise LayertapError(f"{self.path} is closed")
             if self._packed is None or self._packed[0] != os.getpid():
                 # Chunks are read whole, so that HDF5's own cache of them would only be a copy.
                 try:
@@ -293,6 +350,10 @@ class Shard:
 
     # Life
 
+    def keep_columns(self) -> None:
+        """Let status and the like stay as they are now, though another process goes on writing them."""
+        self._columns = {name: column.copy() for name, column in self._columns.items()}
+
     def close(self) -> None:
         """Give the file back; arrays that were taken from it stay valid."""
         self._arrays, self._columns = {}, {}
@@ -309,115 +370,14 @@ class Shard:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopened, (self.path, self.identity)
+        return _unpickled, (self.path, self.identity)
 
 
-def _reopened(path: Path, identity: Identity) -> Shard:
+def _unpickled(path: Path, identity: Identity) -> Shard:
     shard = Shard(path)
     if shard.identity != identity:
         raise InputError(f"{path} is another shard now than the one that was pickled")
     return shard
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[h5py.File]:
-    try:
-        file = h5py.File(path, "r", locking=False)
-    except OSError as error:
-        if error.errno:  # the system's word, not HDF5's
-            raise
-        raise InputError(f"{path} cannot be opened as HDF5: {first_line(error)}") from error
-    try:
-        with file:
-            yield file
-    except (RuntimeError, KeyError, ValueError, TypeError, OSError) as error:
-        if isinstance(error, LayertapError):
-            raise
-        raise InputError(f"{path} is damaged: {first_line(error)}") from error
-
-
-def need_libraries(compression: str | None) -> None:
-    """Make HDF5 know a compression.
-
-    Raises:
-        LayertapError: the library it needs is not installed.
-    """
-    if compression == "blosc2":
-        try:
-            import hdf5plugin  # noqa: F401
-        except ImportError as error:
-            raise LayertapError("blosc2 needs hdf5plugin: pip install 'layertap[blosc2]'") from error
-
-
-def _child(group: h5py.Group, name: str, kind: type, refuse: Any) -> Any:
-    """A member that lies in this file itself: no soft or external link, no external storage, no virtual data set."""
-    if name.encode() not in group.id:
-        raise refuse(f"it has no {name!r}")
-    if group.id.links.get_info(name.encode()).type != h5l.TYPE_HARD:
-        raise refuse(f"{name!r} is a link to elsewhere")
-    child = group[name]
-    if not isinstance(child, kind):
-        raise refuse(f"{name!r} is a {type(child).__name__.lower()}")
-    if isinstance(child, h5py.Dataset):
-        properties = child.id.get_create_plist()
-        if properties.get_layout() == h5d.VIRTUAL:
-            raise refuse(f"{name!r} is a virtual data set")
-        if properties.get_external_count():
-            raise refuse(f"{name!r} keeps its data in other files")
-        if properties.get_layout() == h5d.COMPACT:
-            raise refuse(f"{name!r} is stored in its own header")
-        of = child.id.get_type()
-        if of.get_class() not in (h5t.INTEGER, h5t.FLOAT, h5t.STRING) or (
-            isinstance(of, h5t.TypeStringID) and of.is_variable_str()
-        ):
-            raise refuse(f"{name!r} is neither of numbers nor of text of fixed length")
-    return child
-
-
-def _filters(data: h5py.Dataset, refuse: Any) -> set[int]:
-    properties = data.id.get_create_plist()
-    used = {properties.get_filter(i)[0] for i in range(properties.get_nfilters())}
-    if unknown := used - _HARMLESS - FILTERS.keys():
-        raise refuse(f"{data.name} went through a filter that layertap does not know (number {min(unknown)})")
-    if len(used - _HARMLESS) > 1 or (data.chunks is None and used) or (used and not used - _HARMLESS):
-        raise refuse(f"{data.name} went through the filters {sorted(used)}")
-    return used
-
-
-def _identity(file: h5py.File, refuse: Any) -> Identity:
-    values = {name: _attribute(file, name) for name in ("format", "format_version", *Identity.__annotations__)}
-    if (values.pop("format"), values.pop("format_version")) != (FORMAT, FORMAT_VERSION):
-        raise refuse(f"its attributes do not say {FORMAT}, format_version {FORMAT_VERSION}")
-    numbers = {name: value for name, value in values.items() if isinstance(value, int)}
-    texts = {name: value for name, value in values.items() if isinstance(value, str)}
-    if numbers.keys() != {"shard", "first_row", "n_rows"} or texts.keys() != {"fingerprint", "images"}:
-        raise refuse(f"its attributes are {values}")
-    if numbers["n_rows"] < 1 or numbers["first_row"] < 0 or numbers["shard"] < 0:
-        raise refuse(
-            f"it says it is shard {numbers['shard']}, from row {numbers['first_row']}, of {numbers['n_rows']} rows"
-        )
-    return Identity(numbers["shard"], numbers["first_row"], numbers["n_rows"], texts["fingerprint"], texts["images"])
-
-
-def _attributes(data: h5py.Dataset) -> dict[str, str]:
-    names = [h5a.open(data.id, index=i).name.decode() for i in range(min(64, h5a.get_num_attrs(data.id)))]
-    return {name: value for name in names if isinstance(value := _attribute(data, name), str)}
-
-
-def _attribute(of: h5py.File | h5py.Dataset, name: str) -> str | int | None:
-    """A single number or text; None for anything else, which is not even read."""
-    if not h5a.exists(of.id, name.encode()):
-        return None
-    attribute = h5a.open(of.id, name.encode())
-    kind, space = attribute.get_type(), attribute.get_space()
-    if space.get_simple_extent_type() != h5s.SCALAR or kind.get_size() > 1 << 16:
-        return None
-    if kind.get_class() == h5t.INTEGER:
-        return int(of.attrs[name])
-    if kind.get_class() == h5t.STRING:
-        value = of.attrs[name]
-        return os.fsdecode(value) if isinstance(value, bytes) else str(value)
-    return None
 
 
 def runs(rows: NDArray[np.integer[Any]], at_most: int | None = None) -> Iterator[tuple[int, int]]:

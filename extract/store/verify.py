@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,23 @@ from numpy.typing import NDArray
 from extract.errors import InputError, LayertapError
 from extract.status import Status
 from extract.store.copying import copy_shard
-from extract.store.dataset import DataSet
+from extract.store.dataset import DataSet, Whereabouts
 from extract.store.files import read_json, sync_folder
-from extract.store.shard import Shard
-from extract.store.writer import ShardWriter, hash_rows, size_and_hash, write_receipt
+from extract.store.receipt import size_and_hash, write_receipt
+from extract.store.row_hash import checked
+from extract.store.shard import MEDIA_ERRORS, Shard
+from extract.store.writer import ShardWriter
 
-__all__ = ["Fault", "Verification", "repair", "verify"]
+__all__ = ["Fault", "Remedy", "Verification", "repair", "verify"]
+
+
+class Remedy(Enum):
+    """What `repair` does about a fault."""
+
+    ROW = "the row is made pending"
+    FILE = "the file is put aside, and all of its rows are pending"
+    RECEIPT = "the receipt is written again"
+    NONE = "nothing: embed computes what is not there, or a person must look"
 
 
 @dataclass(frozen=True)
@@ -30,20 +42,19 @@ class Fault:
 
     Attributes:
         what: in words.
+        remedy: what can be done.
         shard: number; None: of the data set.
-        file: name of the file, within the folder.
+        file: its name, within the folder.
         row: of the data set; None: of the whole file.
         path: of the row's image.
-        kind: "rows" (these rows are to be computed again), "file" (all of its rows), "receipt" (to be written again),
-            or "missing" (nothing is there to be mended: `embed` computes it).
     """
 
     what: str
+    remedy: Remedy
     shard: int | None = None
     file: str = ""
     row: int | None = None
     path: str | None = None
-    kind: str = "file"
 
 
 @dataclass
@@ -70,84 +81,94 @@ def verify(out: Path, on_rows: Callable[[int], None] = lambda rows: None) -> Ver
 
     Raises:
         InputError: it is no data set, or its description is damaged.
-        LayertapError: a library for its compression is missing.
+        LayertapError: a library for its compression is missing, or files cannot be opened.
     """
     dataset = DataSet.open(out)
     found = Verification(dataset)
-    listed = xxhash.xxh3_128()
-    whole, classes = True, None
+    listed, whole = xxhash.xxh3_128(), True
+    classes: list[str] | None = None
     for number, where in enumerate(dataset.whereabouts()):
-        n_rows = len(dataset.shard_range(number))
-        part = where.published is None
-        revision = where.part if part else where.published
-        path = dataset.path(number, revision or 0, part=part and revision is not None)
-        name = str(path.relative_to(out))
-        if revision is None:
-            receipt = ", though its receipt is there" if path.with_suffix(".json").exists() else ""
-            found.faults.append(Fault(f"is missing{receipt}", number, name, kind="missing"))
-            found.rows["pending"] += n_rows
+        shard = _check_shard(dataset, number, where, found)
+        if shard is None:
             whole = False
-            on_rows(n_rows)
-            continue
-        try:
-            shard = dataset.open_shard(number, path)
-        except InputError as error:  # other errors are not the file's: too many open files, a missing library
-            found.faults.append(Fault(str(error).removeprefix(f"{path} "), number, name))
-            whole = False
-            on_rows(n_rows)
-            continue
-        with shard:
-            _check_rows(shard, name, part, found)
-            if not part:
-                _check_receipt(shard, name, found)
-            for i, image in enumerate(shard.text("path")):
-                listed.update((b"\0" if number or i else b"") + os.fsencode(image))
-            if classes is not None and classes != shard.text("classes"):
-                found.faults.append(Fault("has other classes than the shards before it", number, name))
-            classes = shard.text("classes")
-        on_rows(n_rows)
+        else:
+            with shard:
+                for i, image in enumerate(shard.text("path")):
+                    listed.update((b"\0" if number or i else b"") + os.fsencode(image))
+                if classes is not None and classes != shard.text("classes"):
+                    what = "has other classes than the shards before it"
+                    found.faults.append(Fault(what, Remedy.NONE, number, shard.path.relative_to(out).as_posix()))
+                classes = shard.text("classes")
+        on_rows(len(dataset.shard_range(number)))
     if whole and listed.hexdigest() != dataset.images["paths_xxh3"]:
-        found.faults.append(Fault("the paths of the shards are not those of dataset.json"))
+        found.faults.append(Fault("the paths of the shards are not those of dataset.json", Remedy.NONE))
     return found
 
 
-def _check_rows(shard: Shard, name: str, part: bool, found: Verification) -> None:
-    number, first_row = shard.identity.shard, shard.identity.first_row
+def _check_shard(dataset: DataSet, number: int, where: Whereabouts, found: Verification) -> Shard | None:
+    """Add the faults of one shard; returns it open, if it can be read."""
+    for _ in range(3):  # it may be published, or written anew, while it is looked at
+        path = dataset.current(number, where)
+        if path is None:
+            last = dataset.path(number)
+            receipt = ", though its receipt is there" if last.with_suffix(".json").exists() else ""
+            name = last.relative_to(dataset.out).as_posix()
+            found.faults.append(Fault(f"is missing{receipt}", Remedy.NONE, number, name))
+            found.rows[Status.PENDING.text] += len(dataset.shard_range(number))
+            return None
+        name = path.relative_to(dataset.out).as_posix()
+        try:
+            shard = dataset.open_shard(number, path)
+        except LayertapError as error:
+            now = dataset.whereabouts()[number]
+            if now != where:
+                where = now
+                continue
+            cause = error.__cause__
+            if not isinstance(error, InputError) and not (isinstance(cause, OSError) and cause.errno in MEDIA_ERRORS):
+                raise  # not the file's fault: too many open files, a missing library
+            found.faults.append(Fault(str(error).removeprefix(f"{path} "), Remedy.FILE, number, name))
+            return None
+        try:
+            faults = [*_faults_of_rows(shard, name, found.rows)]
+            if where.published is not None:
+                faults += _faults_of_receipt(shard, name, faults)
+        except BaseException:
+            shard.close()
+            raise
+        found.faults += faults
+        return shard
+    raise LayertapError(f"shard {number} of {dataset.out} changes while it is looked at; try again when nobody writes")
+
+
+def _faults_of_rows(shard: Shard, name: str, counts: Counter[str]) -> list[Fault]:
+    number, first_row, part = shard.identity.shard, shard.identity.first_row, shard.path.suffix == ".part"
     status = shard.column("status")
     known = np.isin(status, list(Status))
-    found.rows.update(Status(code).text for code in status[known].tolist())
-    pending = int((status == Status.PENDING).sum())
-    if pending:
-        how = "is unfinished" if part else "is damaged: it is published"
-        found.faults.append(
-            Fault(
-                f"{how}, {pending:,} of {len(shard):,} rows are pending",
-                number,
-                name,
-                kind="missing" if part else "file",
-            )
-        )
-    if not known.all():
-        found.faults.append(Fault(f"has rows of a status that does not exist ({status[~known][0]})", number, name))
+    counts.update(Status(code).text for code in status[known].tolist())
+    faults: list[Fault] = []
+
+    def of_rows(rows: NDArray[np.int64], what: str) -> None:
+        for row, path in zip(rows.tolist(), shard.text("path", rows), strict=True):
+            faults.append(Fault(what, Remedy.ROW, number, name, first_row + row, path))
+
+    pending = np.flatnonzero(status == Status.PENDING)
+    if part and len(pending):
+        what = f"is unfinished, {len(pending):,} of {len(shard):,} rows are pending"
+        faults.append(Fault(what, Remedy.NONE, number, name))
+    elif len(pending):
+        of_rows(pending, "it is pending, in a finished file")
     labels, n_classes = shard.column("label"), len(shard.text("classes"))
     if ((labels < -1) | (labels >= n_classes)).any():
-        found.faults.append(Fault(f"has labels beyond its {n_classes} classes", number, name))
-
-    def row_faults(rows: NDArray[np.int64], what: str) -> None:
-        paths = shard.text("path", rows)
-        found.faults.extend(
-            Fault(what, number, name, first_row + row, path, "rows")
-            for row, path in zip(rows.tolist(), paths, strict=True)
-        )
-
-    stored, wrong, unlike = shard.column("row_hash"), [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    for start, stop, block in shard.blocks(np.flatnonzero(status != Status.PENDING)):
-        agree = np.zeros(stop - start, bool) if block is None else hash_rows(block) == stored[start:stop]
+        faults.append(Fault(f"has labels beyond its {n_classes} classes", Remedy.FILE, number, name))
+    wrong, unlike = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for start, stop, block, agree in checked(shard, np.flatnonzero(status != Status.PENDING)):
         wrong.append(start + np.flatnonzero(~agree))
         if block is not None:
             unlike.append(start + np.flatnonzero(agree & ~_as_status_says(block, status[start:stop])))
-    row_faults(np.concatenate(wrong), "its features do not agree with their hash")
-    row_faults(np.concatenate(unlike), "its features are not as its status says")
+    of_rows(np.concatenate(wrong), "it does not agree with its hashes")
+    of_rows(np.concatenate(unlike), "its features are not as its status says")
+    return faults
 
 
 def _as_status_says(block: dict[str, NDArray[Any]], status: NDArray[np.uint8]) -> NDArray[np.bool_]:
@@ -158,38 +179,37 @@ def _as_status_says(block: dict[str, NDArray[Any]], status: NDArray[np.uint8]) -
     found: NDArray[np.bool_] = np.select(
         [status == Status.OK, status == Status.NOT_FINITE, np.isin(status, (Status.DECODE_ERROR, Status.MISSING))],
         [finite, ~finite, none],
-        True,
+        False,
     )
     return found
 
 
-def _check_receipt(shard: Shard, name: str, found: Verification) -> None:
-    number, path = shard.identity.shard, shard.path
-    receipt_name = str(Path(name).with_suffix(".json"))
+def _faults_of_receipt(shard: Shard, name: str, of_rows: Collection[Fault]) -> list[Fault]:
+    number, receipt_name = shard.identity.shard, Path(name).with_suffix(".json").as_posix()
     try:
-        receipt = read_json(path.with_suffix(".json"))
+        receipt = read_json(shard.path.with_suffix(".json"))
     except FileNotFoundError:
-        found.faults.append(Fault("is missing", number, receipt_name, kind="receipt"))
-        return
+        return [Fault("is missing", Remedy.RECEIPT, number, receipt_name)]
     except LayertapError as error:
-        found.faults.append(Fault(str(error), number, receipt_name, kind="receipt"))
-        return
-    for key, value in {**vars(shard.identity), **size_and_hash(path)}.items():
-        if receipt.get(key) != value:
-            # Where rows are wrong, that is why; else something beside them is.
-            rows_are = any(fault.kind == "rows" and fault.shard == number for fault in found.faults)
-            what = f"its {key} is not that of its receipt"
-            found.faults.append(Fault(what, number, name, kind="rows" if rows_are and key == "sha256" else "file"))
+        return [Fault(str(error), Remedy.RECEIPT, number, receipt_name)]
     counts = Counter(shard.column("status").tolist())
-    if receipt.get("status") != {Status(code).text: counts[code] for code in sorted(counts) if code in list(Status)}:
-        found.faults.append(Fault("the status of its rows is not that of its receipt", number, name))
+    status = {Status(code).text: counts[code] for code in sorted(counts) if code in list(Status)}
+    expected = {**vars(shard.identity), **size_and_hash(shard.path), "status": status}
+    # Every byte of a shard but for padding has a hash besides this one. Where rows are wrong, that is why; where they
+    # are not, it is the receipt that is.
+    remedy = Remedy.NONE if of_rows else Remedy.RECEIPT
+    return [
+        Fault(f"its {key} is not that of its receipt", remedy, number, name)
+        for key, value in expected.items()
+        if receipt.get(key) != value
+    ]
 
 
 def repair(found: Verification) -> int:
     """Make rows that are wrong pending, so that `embed` computes them again; returns how many there are.
 
     A published shard with wrong rows is put aside (`.damaged`), and a copy without those rows takes its place as a
-    `.part`. One that cannot be read, or of which more than rows is wrong, is put aside as a whole.
+    `.part`. One that cannot be read is put aside as a whole. Each shard is looked at again first, under the lock.
 
     Raises:
         LockedError: another process writes to the data set.
@@ -197,56 +217,55 @@ def repair(found: Verification) -> int:
     """
     dataset, pending = found.dataset, 0
     with dataset.locked():
-        by_shard: dict[int, list[Fault]] = {}
-        for fault in found.faults:
-            if fault.shard is not None and fault.kind != "missing":
-                by_shard.setdefault(fault.shard, []).append(fault)
-        for number, faults in by_shard.items():
-            where = dataset.whereabouts()[number]
-            kinds = {fault.kind for fault in faults}
-            first_row = dataset.shard_range(number).start
-            rows = np.array(sorted({fault.row - first_row for fault in faults if fault.row is not None}), np.int64)
+        whereabouts = dataset.whereabouts()
+        for number in sorted({fault.shard for fault in found.faults if fault.shard is not None}):
+            where = whereabouts[number]
+            path = dataset.current(number, where)
+            if path is None:
+                continue
+            now = Verification(dataset)
+            shard = _check_shard(dataset, number, where, now)
+            # What was found by other means, as by computing rows again, holds as long as the file is the same.
+            name = path.relative_to(dataset.out).as_posix()
+            faults = {*now.faults, *(fault for fault in found.faults if fault.file == name and fault.row is not None)}
             try:
-                if where.published is None:
-                    assert where.part is not None
-                    pending += _repair_part(dataset, number, where.part, kinds, rows)
-                else:
-                    pending += _repair_published(dataset, number, where.published, kinds, rows)
+                pending += _mend(dataset, number, where, shard, faults)
             except OSError as error:
-                raise LayertapError(f"cannot repair shard {number} of {dataset.out}: {error.strerror}") from error
+                raise LayertapError(f"cannot repair {path}: {error.strerror}") from error
+            finally:
+                if shard is not None:
+                    shard.close()
     return pending
 
 
-def _repair_part(dataset: DataSet, number: int, revision: int, kinds: set[str], rows: NDArray[np.int64]) -> int:
-    if "file" in kinds:
-        _put_aside(dataset.path(number, revision, part=True))
+def _mend(dataset: DataSet, number: int, where: Whereabouts, shard: Shard | None, faults: set[Fault]) -> int:
+    """Apply the strongest remedy that the faults of one shard ask for; returns how many rows are pending by it."""
+    remedies = {fault.remedy for fault in faults}
+    rows = np.array(sorted({fault.row for fault in faults if fault.remedy is Remedy.ROW and fault.row is not None}))
+    rows = rows.astype(np.int64) - dataset.shard_range(number).start
+    path = dataset.current(number, where)
+    assert path is not None
+    if shard is None or Remedy.FILE in remedies:
+        _put_aside(path)
         return len(dataset.shard_range(number))
-    with ShardWriter(dataset, number, revision) as writer:
-        writer.reset(rows)
-    return len(rows)
-
-
-def _repair_published(dataset: DataSet, number: int, revision: int, kinds: set[str], rows: NDArray[np.int64]) -> int:
-    path = dataset.path(number, revision)
-    if kinds == {"receipt"}:
-        with dataset.open_shard(number, path) as shard:
-            failed = np.flatnonzero(shard.column("status") != Status.OK) + shard.identity.first_row
-            write_receipt(path, path, shard, {int(row): "the receipt that said why was lost" for row in failed})
-        return 0
-    if "file" in kinds:
-        rows = np.arange(len(dataset.shard_range(number)))
-    else:
-        with dataset.open_shard(number, path) as shard:
-            copy_shard(shard, dataset.path(number, revision + 1, part=True), pending=rows)
-    _put_aside(path.with_suffix(".json"))
-    _put_aside(path)
-    return len(rows)
+    if Remedy.ROW in remedies:
+        if where.published is None:
+            with ShardWriter(dataset, number, where.part or 0) as writer:
+                writer.reset(rows)
+        else:
+            copy_shard(shard, dataset.path(number, where.published + 1, part=True), pending=rows)
+            _put_aside(path)
+        return len(rows)
+    if Remedy.RECEIPT in remedies:
+        failed = np.flatnonzero(shard.column("status") != Status.OK) + shard.identity.first_row
+        write_receipt(path, path, shard, {int(row): "the receipt that said why was lost" for row in failed})
+    return 0
 
 
 def _put_aside(path: Path) -> None:
-    for count in range(1, 1000):
-        aside = path.with_name(f"{path.name}.damaged" + (f"-{count}" if count > 1 else ""))
-        if path.exists() and not aside.exists():
-            path.rename(aside)
-            sync_folder(path.parent)
-            return
+    """Give a file, and its receipt, a name under which nobody looks for it; the file first."""
+    for one in (path, path.with_suffix(".json")):
+        names = (one.with_name(f"{one.name}.damaged{count}") for count in ("", *(f"-{i}" for i in range(2, 1000))))
+        if one.exists() and (one == path or path.suffix == ".h5"):
+            one.rename(next(name for name in names if not name.exists()))
+    sync_folder(path.parent)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import os
 import time
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from extract import defaults
@@ -21,34 +18,15 @@ from extract.errors import InputError, LayertapError, LockedError
 from extract.status import Status
 from extract.store.copying import copy_shard
 from extract.store.dataset import DataSet
-from extract.store.files import discard, read_json, sync_folder, write_json
+from extract.store.files import claim, discard, sync_folder
 from extract.store.layout import ROW_DATA
+from extract.store.receipt import write_receipt
+from extract.store.row_hash import hash_records, hash_rows, wrong_rows
 from extract.store.shard import Shard, runs
 
-__all__ = ["ShardWriter", "hash_rows", "reasons_of", "size_and_hash", "write_receipt", "wrong_rows"]
+__all__ = ["SOURCE", "ShardWriter"]
 
-
-def hash_rows(features: Mapping[str, NDArray[Any]]) -> NDArray[np.uint64]:
-    """xxh3-64 of each row over all features, in sorted order of their names.
-
-    Args:
-        features: name -> (B, *shape), as stored.
-
-    Returns:
-        (B,) uint64.
-    """
-    columns = [np.ascontiguousarray(features[name]) for name in sorted(features)]
-    n_rows = len(columns[0])
-    flat = [column.reshape(n_rows, -1).view(np.uint8) for column in columns] if n_rows else []
-    if len(flat) == 1:
-        return np.array([xxhash.xxh3_64_intdigest(row.data) for row in flat[0]], np.uint64)
-    hashes = np.empty(n_rows, np.uint64)
-    for row in range(n_rows):
-        state = xxhash.xxh3_64()
-        for column in flat:
-            state.update(column[row].data)
-        hashes[row] = state.intdigest()
-    return hashes
+SOURCE = ("source_size", "source_mtime_ns", "source_hash")  # what is known of the image file of each row
 
 
 class ShardWriter:
@@ -57,7 +35,7 @@ class ShardWriter:
     The file has its full size and structure already, so rows are written in place and HDF5 takes no part in it. A row
     is stored when `write` returns. If the process dies at any moment, the file still opens, and rows whose `write` had
     not returned are pending. If the power fails, rows of the last `sync_s` seconds may be lost; those that are damaged
-    by it do not agree with their hash, and `check` finds them.
+    by it do not agree with their hashes, and `check` finds them.
 
     Args:
         dataset: what the shard belongs to.
@@ -94,11 +72,13 @@ class ShardWriter:
                 self._shard = dataset.open_shard(shard, part)
             except InputError as error:
                 raise LayertapError(f"{error}; delete the file, and its rows will be computed again") from error
+            if self._shard.compression:
+                raise LayertapError(f"{part} is compressed, and cannot be written to; delete the file")
         except BaseException:
             os.close(self._file)
             raise
         self._offsets = self._shard.offsets
-        self._row_data = {name: (width, np.dtype(dtype)) for name, width, dtype in ROW_DATA}
+        self._row_data = {name: np.dtype(dtype) for name, _, dtype in ROW_DATA}
         self._features = {feature.name: feature for feature in self._shard.features}
         self.first_row = self._shard.identity.first_row
         self.status: NDArray[np.uint8] = self._shard.column("status")
@@ -117,7 +97,7 @@ class ShardWriter:
             self._file = -1
 
     def check(self) -> int:
-        """Reset to pending each stored row whose features do not agree with its hash; returns how many."""
+        """Reset to pending each stored row that does not agree with its hashes; returns how many."""
         wrong = wrong_rows(self._shard, np.flatnonzero(self.status))
         self.reset(wrong)
         return len(wrong)
@@ -149,8 +129,8 @@ class ShardWriter:
             reasons: row -> why it failed, for the receipt.
 
         Raises:
-            ValueError: a feature is missing or has another shape than the file.
-            LayertapError: the disk refused; rows of this call stay pending.
+            ValueError: a feature or column is missing, or has another shape than the file.
+            LayertapError: the disk refused; rows of this call are not stored.
         """
         if features.keys() != self._features.keys():
             raise ValueError(f"features {sorted(features)} given, the file has {sorted(self._features)}")
@@ -161,9 +141,13 @@ class ShardWriter:
         local = rows - self.first_row
         if len(local) and not (local[0] >= 0 and local[-1] < len(self.status) and (np.diff(local) > 0).all()):
             raise ValueError(f"rows {rows} are not ascending rows of this shard")
+        if sorted(source) != sorted(SOURCE) or any(len(one) != len(rows) for one in (status, *source.values())):
+            raise ValueError(f"status and {', '.join(SOURCE)} must be given, with {len(rows)} rows each")
+        beside = {name: np.asarray(values, self._row_data[name]) for name, values in source.items()}
+        beside |= {"row_hash": hash_rows(features), "status": np.asarray(status, np.uint8)}
+        beside["record_hash"] = hash_records(beside)
         columns: dict[str, NDArray[Any]] = {f"/features/{name}": values for name, values in features.items()}
-        columns["/row_hash"] = hash_rows(features)
-        columns |= {f"/{name}": np.asarray(values, self._row_data[name][1]) for name, values in source.items()}
+        columns |= {f"/{name}": values for name, values in beside.items() if name != "status"}
         try:
             for name, values in columns.items():
                 for start, stop in runs(local):
@@ -220,7 +204,7 @@ class ShardWriter:
             if self._final.exists():
                 raise FileExistsError
             write_receipt(self._final, ready, self._shard, self._reasons)
-            _claim(ready, self._final)
+            claim(ready, self._final)
             self._part.unlink(missing_ok=True)
             sync_folder(self._final.parent)
             for earlier in range(self._revision):
@@ -258,69 +242,3 @@ class ShardWriter:
                 f"{path}: {len(wrong)} rows are not what they were before {compress}, first row {wrong[0]}; "
                 f"they are safe in {self._part.name}; run again without compression"
             )
-
-
-def write_receipt(final: Path, file: Path, shard: Shard, reasons: Mapping[int, str]) -> None:
-    """Write the receipt of the shard `final`, whose content lies in `file` and is open as `shard`."""
-    status, first_row = shard.column("status"), shard.identity.first_row
-    failed = {first_row + int(row) for row in np.flatnonzero(status != Status.OK)}
-    receipt = {
-        **vars(shard.identity),
-        "status": {Status(code).text: count for code, count in sorted(Counter(status.tolist()).items())},
-        "reasons": {str(row): reasons[row] for row in sorted(failed & reasons.keys())},
-        **size_and_hash(file),
-    }
-    with Shard(file) as ready:
-        if ready.compression:
-            plain = sum(feature.row_bytes for feature in ready.features) * len(ready)
-            packed = {name: ready.stored_bytes[name] for name in ready.compression}
-            receipt["compression"] = {
-                "filter": next(iter(ready.compression.values())),
-                "ratio": round(plain / max(1, sum(packed.values())), 3),
-            }
-    write_json(final.with_suffix(".json"), receipt)
-
-
-def wrong_rows(shard: Shard, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Those of the given rows (ascending, counted within the shard) whose features do not agree with their hash."""
-    stored, wrong = shard.column("row_hash"), [np.empty(0, np.int64)]
-    for start, stop, block in shard.blocks(rows):
-        agree = np.zeros(stop - start, bool) if block is None else hash_rows(block) == stored[start:stop]
-        wrong.append(start + np.flatnonzero(~agree))
-    return np.concatenate(wrong)
-
-
-def size_and_hash(path: Path) -> dict[str, Any]:
-    """Size and sha256 of a file, as a receipt has them."""
-    with path.open("rb") as raw:
-        return {"size": os.fstat(raw.fileno()).st_size, "sha256": hashlib.file_digest(raw, "sha256").hexdigest()}
-
-
-def reasons_of(path: Path) -> dict[int, str]:
-    """Row of the data set -> why it failed, from the receipt of a published shard; empty if that is lost or damaged."""
-    try:
-        reasons = read_json(path.with_suffix(".json"))["reasons"]
-        return {int(row): str(reason) for row, reason in reasons.items()}
-    except (OSError, InputError, KeyError, ValueError, AttributeError):
-        return {}
-
-
-def _claim(part: Path, final: Path) -> None:
-    """Move a file to a name that must be free.
-
-    Raises:
-        FileExistsError: it is not.
-    """
-    try:
-        os.link(part, final)
-    except FileExistsError:
-        raise
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
-            raise
-        # A file system without hard links (exFAT, some network ones): the lock of the data set must do.
-        if final.exists():
-            raise FileExistsError from error
-        part.rename(final)
-    else:
-        part.unlink()

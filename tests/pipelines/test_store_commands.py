@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from extract import FeatureReader
+from extract.store.receipt import size_and_hash
+from extract.store.row_hash import hash_records
 from tests.conftest import make_picture
 from tests.pipelines.test_cli import SMALL, fails, layertap
 
@@ -102,10 +104,10 @@ def test_a_changed_row_is_named_repaired_and_filled_again(embedded: Path, folder
         file["features/layer4"][3, 3] += 1
     result = layertap("verify", embedded)
     assert result.exit_code == 1
-    assert f"shards/000001.h5 row 8 ({path}): its features do not agree with their hash" in result.stdout
+    assert f"shards/000001.h5 row 8 ({path}): it does not agree with its hashes" in result.stdout
     content = json.loads(layertap("verify", embedded, "--json").stdout)
     assert {"file": "shards/000001.h5", "shard": 1, "row": 8, "path": path,
-            "fault": "its features do not agree with their hash"} in content["faults"]  # fmt: skip
+            "fault": "it does not agree with its hashes"} in content["faults"]  # fmt: skip
     repaired = layertap("verify", embedded, "--repair")
     assert repaired.exit_code == 1
     assert "1 rows made pending; run embed again to fill them" in repaired.stdout
@@ -133,9 +135,9 @@ def test_features_in_each_others_place_are_found_out_though_every_hash_agrees(em
     with h5py.File(shard, "r+") as file:
         for name in ("features/layer4", "features/layer2", "row_hash"):
             file[name][[0, 1]] = file[name][:][[1, 0]]
+        names = ("row_hash", "source_size", "source_mtime_ns", "source_hash", "status")
+        file["record_hash"][...] = hash_records({name: file[name][:] for name in names})
     receipt = json.loads(shard.with_suffix(".json").read_text())
-    from extract.store.writer import size_and_hash
-
     shard.with_suffix(".json").write_text(json.dumps({**receipt, **size_and_hash(shard)}))
     assert layertap("verify", embedded).exit_code == 0
     result = layertap("verify", embedded, "--sample", 100)
@@ -161,6 +163,10 @@ def test_moved_images_must_be_pointed_to(embedded: Path, folder: Path, tmp_path:
     result = layertap("verify", embedded, "--sample", 100, "--images", moved)
     assert result.exit_code == 1
     assert "its image cannot be read any more" in result.stdout
+    assert "0 rows made pending" in layertap("verify", embedded, "--sample", 100, "--images", moved, "--repair").stdout
+    empty = tmp_path / "empty"  # where a disk is not mounted
+    empty.mkdir()
+    assert "say where they are" in fails("verify", embedded, "--sample", 3, "--images", empty)
 
 
 def test_weights_from_a_file_are_found_from_any_folder(
@@ -176,6 +182,19 @@ def test_weights_from_a_file_are_found_from_any_folder(
     layertap("embed", folder, "-o", tmp_path / "out", *arguments)
     monkeypatch.chdir(tmp_path)
     assert layertap("verify", tmp_path / "out", "--sample", 3, "--device", "cpu").exit_code == 0
+
+
+def test_a_sample_is_not_taken_of_what_is_known_to_be_wrong(embedded: Path) -> None:
+    with h5py.File(embedded / "shards" / "000000.h5", "r+") as file:
+        file["status"][0] = 3
+    result = layertap("verify", embedded, "--sample", 3)
+    assert result.exit_code == 1
+    assert "no rows were computed again: what is wrong already comes first" in result.stdout
+
+
+def test_show_of_a_data_set_without_shards(embedded: Path) -> None:
+    shutil.rmtree(embedded / "shards")
+    assert "unfinished: 0 rows done" in layertap("show", embedded).stdout
 
 
 def test_verify_of_what_is_no_data_set(tmp_path: Path) -> None:

@@ -66,6 +66,14 @@ def write(writer: ShardWriter, rows: list[int], status: Status = Status.OK) -> N
     writer.write(np.array(rows, np.int64), values, np.full(len(rows), status, "uint8"), source, reasons)
 
 
+def no_files(count: int) -> dict[str, np.ndarray]:
+    """What is known of the image files of rows, where it does not matter."""
+    return {
+        "source_size": np.full(count, -1), "source_mtime_ns": np.full(count, -1),
+        "source_hash": np.zeros((count, 16), "u1"),
+    }  # fmt: skip
+
+
 def complete_data_set(
     out: Path, compress: str | None = None, failed: tuple[int, ...] = (), **changes: object
 ) -> DataSet:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from extract import FeatureReader, UnknownNameError
 from extract.store.layout import RowNames, StoredFeature, create_shard
 from extract.store.writer import ShardWriter
-from tests.extract.store.rows import complete_data_set, data_set
+from tests.extract.store.rows import complete_data_set, data_set, no_files
 
 ROWS, WIDTH = 3000, 512
 FAILED = np.array([0, 5, 1300, 1301, 2999])
@@ -35,7 +35,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> FeatureReader:
         with ShardWriter(data, shard) as writer:
             values = np.repeat(rows[:, None], WIDTH, 1).astype("float32")
             status = np.where(np.isin(rows, FAILED), 3, 1).astype("uint8")
-            writer.write(rows, {"x": values}, status, {})
+            writer.write(rows, {"x": values}, status, no_files(len(rows)))
             writer.publish("gzip" if shard == 2 else None)
     return FeatureReader(data.out)
 
@@ -117,7 +117,12 @@ def test_a_pass_holds_no_more_than_it_says(tmp_path: Path, shuffle: str | None) 
         with ShardWriter(data, shard) as writer:
             for start in range(0, len(rows), 1000):
                 here = rows[start : start + 1000]
-                writer.write(here, {"x": np.ones((len(here), width), "float32")}, np.ones(len(here), "uint8"), {})
+                writer.write(
+                    here,
+                    {"x": np.ones((len(here), width), "float32")},
+                    np.ones(len(here), "uint8"),
+                    no_files(len(here)),
+                )
             writer.publish()
     code = f"""
 from extract import FeatureReader

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from extract import FeatureReader, InputError, LayertapError, UnknownNameError
-from extract.store.export import export
+from extract.store.export import _variables, export
 from extract.store.layout import StoredFeature
+from extract.store.row_hash import wrong_rows
 from extract.store.shard import Shard
-from extract.store.writer import wrong_rows
-from tests.extract.store.rows import PATHS, ROWS, VALUES, complete_data_set
+from tests.extract.store.rows import PATHS, ROWS, VALUES, change, complete_data_set
 
 FAILED = 3
 STATUS = ["decode error" if row == FAILED else "ok" for row in range(ROWS)]
@@ -123,15 +123,33 @@ def test_some_layers_only(reader: FeatureReader, tmp_path: Path) -> None:
     assert not (tmp_path / "b.h5").exists()
 
 
-def test_names_that_matlab_does_not_allow(tmp_path: Path) -> None:
+def test_names_that_matlab_does_not_allow() -> None:
     names = ["blocks.1", "blocks_1", "1st", "labels", "x" * 80]
-    features = [StoredFeature(name, (6,), "float32") for name in names]
-    from extract.store.export import _variables
-
     assert _variables(names) == {
         "blocks.1": "blocks_1", "blocks_1": "blocks_1_2", "1st": "layer_1st", "labels": "labels_2", "x" * 80: "x" * 58,
     }  # fmt: skip
-    assert len(features) == 5
+
+
+def test_names_of_files_that_are_too_long_or_taken_meanwhile(reader: FeatureReader, tmp_path: Path) -> None:
+    with pytest.raises(LayertapError, match="File name too long"):
+        export(reader, tmp_path / ("x" * 300), "h5")
+    with pytest.raises(InputError, match="exists by now"):
+        export(reader, tmp_path / "a.h5", "h5", on_rows=lambda rows: (tmp_path / "a.h5").write_text("mine"))
+    assert (tmp_path / "a.h5").read_text() == "mine"
+    (tmp_path / "b.new").mkdir()
+    export(reader, tmp_path / "b", "npy")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "b", "b.new", "out"]
+
+
+def test_a_class_that_is_no_text(tmp_path: Path) -> None:
+    from pyarrow import parquet
+
+    data = complete_data_set(tmp_path / "out")
+    for shard in range(data.n_shards):
+        change(data.path(shard), lambda file: file["classes"].__setitem__(0, b"cl\xff"))
+    with FeatureReader(data.out) as reader:
+        export(reader, tmp_path / "a.parquet", "parquet")
+    assert parquet.read_table(tmp_path / "a.parquet")["class"].to_pylist()[0] == "cl\\xff"
 
 
 @pytest.mark.parametrize("to", ["h5", "npy", "parquet", "mat"])

@@ -76,7 +76,8 @@ def four_terabytes_in_rows(file: h5py.File) -> None:
 def four_terabytes_compressed(file: h5py.File) -> None:
     del file["features/map:none"]
     file.attrs["n_rows"] = 1 << 30
-    replace(file, "features/vector", shape=(1 << 30, 1024), dtype="<f4", chunks=(256, 1024), compression="gzip")
+    replace(file, "features/vector", shape=(1 << 30, 1024), dtype="<f4", chunks=(256, 1024), compression="gzip",
+            fletcher32=True)  # fmt: skip
 
 
 def four_terabytes_of_rows(file: h5py.File) -> None:
@@ -106,7 +107,7 @@ HOSTILE: list[tuple[Callable[[h5py.File], object], str]] = [
     (lambda f: replace(f, "features/vector", data=np.zeros((10, 6), ">f4"), chunks=(5, 6)), "'vector' is >f4"),
     (lambda f: replace(f, "features/vector", data=np.zeros((9, 6), "f4"), chunks=(5, 6)), "'vector' has shape"),
     (lambda f: replace(f, "features/vector", data=np.zeros((10, 6), "f4"), chunks=(10, 3)), "'vector' has shape"),
-    (lambda f: replace(f, "status", data=np.zeros(10, "u2")), "status is uint16"),
+    (lambda f: replace(f, "status", data=np.zeros(10, "u2")), "status is not where the first lines of the file say"),
     (lambda f: replace(f, "status", data=np.zeros(9, "u1")), "status is uint8 .9,.; expected u1"),
     (lambda f: replace(f, "status", data=np.zeros(10, "u1"), chunks=(5,)), "status is in chunks"),
     (lambda f: replace(f, "row_hash", shape=(10,), dtype="<u8"), "it has 80 bytes; they are not in the file"),

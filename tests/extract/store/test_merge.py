@@ -26,7 +26,7 @@ def sources(tmp_path: Path) -> list[Path]:
 @pytest.mark.parametrize("compress", [None, "gzip"])
 def test_two_data_sets_become_one_sorted_by_path(sources: list[Path], tmp_path: Path, compress: str | None) -> None:
     counted: list[int] = []
-    merge(sources, tmp_path / "all", shard_rows=17, compress=compress, on_rows=counted.append)
+    merge(sources, tmp_path / "all", shard_rows=17, compress=compress, on_rows=lambda rows, _: counted.append(rows))
     assert sum(counted) == 2 * ROWS
     assert verify(tmp_path / "all").faults == []
     rows = sorted(
@@ -48,14 +48,14 @@ def test_two_data_sets_become_one_sorted_by_path(sources: list[Path], tmp_path: 
     assert content.images["root"] == "/photos"
     assert content.fingerprint == DataSet.open(sources[0]).fingerprint
     before = [path.stat().st_mtime_ns for path in sorted((tmp_path / "all" / "shards").iterdir())]
-    merge(sources, tmp_path / "all", shard_rows=17)  # again: nothing to do
+    merge(sources, tmp_path / "all")  # again: nothing to do, and cut as it is
     assert [path.stat().st_mtime_ns for path in sorted((tmp_path / "all" / "shards").iterdir())] == before
 
 
 def test_a_merge_that_was_killed_goes_on(sources: list[Path], tmp_path: Path) -> None:
     out, child = tmp_path / "all", os.fork()
     if not child:
-        merge(sources, out, shard_rows=17, on_rows=lambda rows: os._exit(9) if rows == 12 else None)
+        merge(sources, out, shard_rows=17, on_rows=lambda rows, found: os._exit(9) if rows == 12 else None)
         os._exit(0)
     # Three shards of 17, 17 and 12 rows: it dies when the last one is written and not yet published.
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
@@ -94,3 +94,40 @@ def test_classes_are_united(sources: list[Path], tmp_path: Path) -> None:
         assert (reader.status == Status.OK).sum() == 2 * ROWS - 1
     assert named[f"zoo/{PATHS[2]}"] == "animals"
     assert named[f"ark/{PATHS[2]}"] == "class 2"
+
+
+def test_damage_of_a_source_is_not_laundered(sources: list[Path], tmp_path: Path) -> None:
+    import h5py
+
+    with h5py.File(sources[0] / "shards" / "000001.h5", "r+") as file:
+        file["features/vector"][3, 0] += 1
+    with pytest.raises(InputError, match=r"row 13 \(class 1/ü13.jpg\) of .* is damaged: it does not agree"):
+        merge(sources, tmp_path / "all")
+    from extract.store.export import FORMATS, export
+
+    with FeatureReader(sources[0]) as reader:
+        for to in FORMATS:
+            with pytest.raises(InputError, match="row 13 .*does not agree with its hashes"):
+                export(reader, tmp_path / "exported", to, ["map:none"])
+    assert not (tmp_path / "exported").exists()
+
+
+def test_a_merged_data_set_is_repaired_by_merging_again(sources: list[Path], tmp_path: Path) -> None:
+    import h5py
+
+    from extract.store.verify import repair
+
+    out = tmp_path / "all"
+    merge(sources, out, shard_rows=17)
+    with h5py.File(out / "shards" / "000001.h5", "r+") as file:
+        file["features/vector"][3, 0] += 1
+    assert repair(verify(out)) == 1
+    merge(sources, out)
+    assert verify(out).faults == []
+    assert (out / "shards" / "000001-r1.h5").exists()
+
+
+@pytest.mark.parametrize("shard_rows", [0, -5])
+def test_a_shard_has_at_least_a_row(sources: list[Path], tmp_path: Path, shard_rows: int) -> None:
+    with pytest.raises(InputError, match=f"shard_rows is {shard_rows}; it must be at least 1"):
+        merge(sources, tmp_path / "all", shard_rows=shard_rows)

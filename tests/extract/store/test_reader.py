@@ -337,7 +337,7 @@ def test_any_name_comes_back_as_it_was(tmp_path: Path, name: str) -> None:
 def test_a_missing_or_unfinished_shard_is_named(complete: Path) -> None:
     shard = complete / "shards" / "000001.h5"
     part = shard.rename(shard.with_name(shard.name + ".part"))
-    with pytest.raises(LayertapError, match="000001.h5 is unfinished"):
+    with pytest.raises(LayertapError, match="000001.h5.part is unfinished"):
         FeatureReader(complete)
     part.unlink()
     with pytest.raises(LayertapError, match=r"000001.h5 is missing \(shard 1 of 3\)"):

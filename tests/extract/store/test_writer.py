@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import h5py
@@ -24,6 +25,7 @@ from tests.extract.store.rows import (
     create,
     created,
     data_set,
+    no_files,
     write,
 )
 
@@ -140,7 +142,7 @@ def test_wrong_features_are_refused(tmp_path: Path, features: dict[str, np.ndarr
     data.open_or_create()
     with ShardWriter(*created(data, 0)) as writer:
         with pytest.raises(ValueError, match=message):
-            writer.write(np.array([0, 1]), features, np.ones(2, "uint8"), {})
+            writer.write(np.array([0, 1]), features, np.ones(2, "uint8"), no_files(2))
         assert not writer.status.any()
 
 
@@ -229,7 +231,12 @@ def test_features_that_compress_are_smaller(tmp_path: Path) -> None:
         names = RowNames([str(i) for i in rows], rows % 3, [""] * 4000, list("abc"))
         create_shard(data.path(0, part=True), features, data.identity(0), names, {})
         with ShardWriter(data, 0) as writer:
-            writer.write(rows, {"x": np.repeat(rows[:, None] % 50, 512, 1).astype("float32")}, np.ones(4000, "u1"), {})
+            writer.write(
+                rows,
+                {"x": np.repeat(rows[:, None] % 50, 512, 1).astype("float32")},
+                np.ones(4000, "u1"),
+                no_files(4000),
+            )
             sizes[compress] = writer.publish(compress).stat().st_size
         with FeatureReader(data.out) as reader:
             assert (reader["x"][:] == rows[:, None] % 50).all()
@@ -249,12 +256,13 @@ def test_a_compressed_copy_that_is_not_the_same_is_not_published(
     data.open_or_create()
     with ShardWriter(*created(data, 0)) as writer:
         write(writer, list(range(10)))
-        read = Shard.read
+        blocks = Shard.blocks
 
-        def badly(self: Shard, name: str, *where: int) -> np.ndarray:
-            return read(self, name, *where) * (0 if self.path.suffix == ".part" else 1)
+        def badly(self: Shard, rows: np.ndarray) -> Iterator[tuple[int, int, dict[str, np.ndarray]]]:
+            for start, stop, block in blocks(self, rows):
+                yield start, stop, {name: values * (self.path.suffix != ".part") for name, values in block.items()}
 
-        monkeypatch.setattr(Shard, "read", badly)
+        monkeypatch.setattr(Shard, "blocks", badly)
         with pytest.raises(LayertapError, match="10 rows are not what they were before gzip.*run again without"):
             writer.publish("gzip")
     assert [path.name for path in (data.out / "shards").iterdir()] == ["000000.h5.part"]
@@ -318,7 +326,7 @@ from pathlib import Path
 from extract import LayertapError
 from extract.store.layout import RowNames, StoredFeature, create_shard
 from extract.store.writer import ShardWriter
-from tests.extract.store.rows import data_set
+from tests.extract.store.rows import data_set, no_files
 features = [StoredFeature("x", (1024,), "float32")]
 data = data_set(Path({str(small / "out")!r}), features=features,
                 images={{"root": "/", "count": 4096, "paths_xxh3": ""}}, shard_rows=1024)
@@ -330,7 +338,8 @@ try:
         create_shard(data.path(shard, part=True), features, data.identity(shard), names, {{}})
         with ShardWriter(data, shard) as writer:
             random = np.random.default_rng(shard)
-            writer.write(rows, {{"x": random.normal(size=(1024, 1024)).astype("f4")}}, np.ones(1024, "u1"), {{}})
+            values = random.normal(size=(1024, 1024)).astype("f4")
+            writer.write(rows, {{"x": values}}, np.ones(1024, "u1"), no_files(1024))
             writer.publish({compress!r})
 except LayertapError as error:
     print(shard, error)
