@@ -219,13 +219,15 @@ class ShardWork:
         shard: its number.
         revision: of the file that is written.
         rows: of the data set, that have no good features yet.
-        published: the finished file that the new one is to replace; None: there is none, or the new one is begun.
+        published: the finished file that the new one is to replace; None: there is none.
+        compress: how that one is compressed; None: plain.
     """
 
     shard: int
     revision: int
     rows: RowNumbers
     published: Path | None = None
+    compress: str | None = None
 
 
 def extract_shard(
@@ -261,7 +263,7 @@ def extract_shard(
                 summary.stopped = True
                 return
         with summary.timed("write"):
-            writer.publish(plan.compress)
+            writer.publish(plan.compress or work.compress)
 
 
 def _next(batches: Iterator[Batch]) -> Batch | None:
@@ -293,19 +295,23 @@ def _work(dataset: DataSet, retry_failed: bool) -> list[ShardWork]:
     """Every shard that is not finished; with `retry_failed`, also those that have rows without good features."""
     work = []
     for shard, where in enumerate(dataset.whereabouts()):
-        rows = dataset.shard_range(shard)
+        rows: RowNumbers = dataset.shard_range(shard)
+        first_row, published, compress = rows[0], None, None
+        if where.published is not None:
+            if where.part is None and not retry_failed:
+                continue
+            published = dataset.path(shard, where.published)
+            with dataset.open_shard(shard, published) as opened:
+                compress = next(iter(opened.compression.values()), None)
+                rows = first_row + np.flatnonzero(opened.column("status") != Status.OK)
         if where.part is not None:
             with ShardWriter(dataset, shard, where.part) as writer:
                 writer.check()
-                work.append(ShardWork(shard, where.part, rows.start + np.flatnonzero(writer.status != Status.OK)))
-        elif where.published is None:
-            work.append(ShardWork(shard, 0, rows))
-        elif retry_failed:
-            published = dataset.path(shard, where.published)
-            with dataset.open_shard(shard, published) as opened:
-                failed = rows.start + np.flatnonzero(opened.column("status") != Status.OK)
-            if len(failed):
-                work.append(ShardWork(shard, where.published + 1, failed, published))
+                rows = first_row + np.flatnonzero(writer.status != Status.OK)
+            work.append(ShardWork(shard, where.part, rows, published, compress))
+        elif len(rows):
+            revision = 0 if where.published is None else where.published + 1
+            work.append(ShardWork(shard, revision, rows, published, compress))
     return work
 
 

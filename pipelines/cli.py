@@ -6,9 +6,14 @@ lock, 130 and 143 interrupted.
 
 from __future__ import annotations
 
+import io
 import json
+import signal
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import click
@@ -21,10 +26,23 @@ __all__ = ["main"]
 # torch, timm and h5py are imported inside the commands: `layertap --help` does not wait for them.
 
 
+class _TerminatedError(BaseException):
+    """SIGTERM, so that what is half made is removed, as after Ctrl-C."""
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise _TerminatedError
+
+
 class _Commands(click.Group):
     """Turns the errors layertap raises on purpose into one line and an exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+                stream.reconfigure(errors="backslashreplace")  # names of files need not be text
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, _terminate)
         try:
             return super().invoke(ctx)
         except LayertapError as error:
@@ -35,6 +53,9 @@ class _Commands(click.Group):
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             ctx.exit(130)
+        except _TerminatedError:
+            click.echo("terminated", err=True)
+            ctx.exit(143)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -141,7 +162,7 @@ def show(out: Path, as_json: bool) -> None:
 @main.command()
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--sample", type=click.IntRange(min=1), help="Also compute so many random rows again, and compare.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the choice of those rows.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the choice of those rows.")
 @click.option("--images", type=click.Path(path_type=Path), help="Where the images lie, if they were moved.")
 @click.option("--weights", help="Name or file of the weights, if the file was moved.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N or mps.")
@@ -214,3 +235,7 @@ def demo(ctx: click.Context, out: Path) -> None:
     if outcome.signal:
         ctx.exit(128 + outcome.signal)
     click.echo("To read it:\n\n" + READING.format(out=config.folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -104,7 +104,8 @@ def print_check(result: Check, echo: Callable[[str], None]) -> None:
     if result.skipped:
         echo(result.skipped)
     if result.made_pending is not None:
-        echo(f"{result.made_pending:,} rows made pending; run embed again to fill them")
+        filled = "; run the command that made the data set again to fill them" if result.made_pending else ""
+        echo(f"{result.made_pending:,} rows made pending{filled}")
 
 
 def as_json(result: Check) -> dict[str, Any]:

@@ -41,6 +41,8 @@ def batches(
         raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
     if shuffle not in (None, "chunks", "rows"):
         raise ValueError(f"shuffle is {shuffle!r}; it must be None, 'chunks' or 'rows'")
+    if seed < 0:
+        raise ValueError(f"seed is {seed}; it must be at least 0")
     pieces = _pieces(array, rows)
     largest = max((len(piece) for piece in pieces), default=0)
     # A compressed piece that has just been read is there a second time until it is in the buffer.

@@ -220,6 +220,13 @@ class DataSet:
             )
         if (self.out / "dataset.json").exists():
             existing = DataSet.open(self.out)
+            if ("merged_from" in existing.images) != ("merged_from" in self.images) and any(existing.files()):
+                how = (
+                    "was merged from others; merge again to go on"
+                    if "merged_from" in existing.images
+                    else "was not merged"
+                )
+                raise InputError(f"{self.out} holds a data set that {how}; or choose another output folder")
             changed = existing._differences(self)
             if changed and not any(self.files()):
                 return None
@@ -268,7 +275,8 @@ class DataSet:
         def compared(one: DataSet) -> dict[str, Any]:
             # Where the images lie is no difference: that they are the same ones is checked on their bytes.
             images = {name: value for name, value in one.images.items() if name != "root"}
-            return {**one.depends_on, "images": images, "shard_rows": one.shard_rows}
+            cut = {"shard_rows": one.shard_rows} if self.n_rows == other.n_rows else {}  # it follows from the other
+            return {**one.depends_on, "images": images, **cut}
 
         return differences(compared(self), compared(other))
 
@@ -322,8 +330,8 @@ class DataSet:
     def _clean(self) -> None:
         """Remove what an interrupted run left half made, and what a later revision has replaced."""
         for folder in (self.out, self.out / "shards"):
-            for stray in folder.glob("*.new"):
-                if stray.is_file():
+            for stray in folder.iterdir():
+                if _is_stray(stray):
                     stray.unlink()
         published = [where.published for where in self.whereabouts()]
         whole: dict[int, bool] = {}
@@ -336,6 +344,9 @@ class DataSet:
                 whole[shard] = self._is_whole(shard, self.path(shard, last))
             if whole[shard]:
                 path.unlink() if part else self.withdraw(path)
+        for receipt in (self.out / "shards").glob("*-r*.json"):  # of a file that was removed by hand
+            if not receipt.with_suffix(".h5").exists() and not receipt.with_suffix(".h5.part").exists():
+                receipt.unlink()
 
     def _is_whole(self, shard: int, path: Path) -> bool:
         try:
@@ -387,8 +398,15 @@ def _feature(content: dict[str, Any]) -> StoredFeature:
 def _is_foreign(entry: Path) -> bool:
     """Whether a file in an output folder is there for other reasons than a run of ours that was killed early."""
     if entry.name == "shards" and entry.is_dir():
-        return any(not inner.name.endswith(".new") for inner in entry.iterdir())
-    return entry.name != ".lock" and not entry.name.endswith(".new")
+        return any(not _is_stray(inner) for inner in entry.iterdir())
+    return entry.name != ".lock" and not _is_stray(entry)
+
+
+def _is_stray(entry: Path) -> bool:
+    """Whether a file is one of ours that was being made when a run was killed."""
+    return entry.is_file() and bool(
+        re.fullmatch(r"(dataset\.json|\d{6}[-.].*)\.(\d+|packed)\.new", entry.name, re.ASCII)
+    )
 
 
 def _changed(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -57,6 +57,8 @@ def export(
             be named in that format.
         LayertapError: the disk is full or refuses, or a library is missing.
     """
+    if not len(reader):
+        raise InputError("there are no rows to be exported")
     names = list(dict.fromkeys(layers or reader.layers))
     for name in names:
         reader[name]
@@ -121,7 +123,7 @@ def _to_npy(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
         classes = [*reader.classes, ""]  # -1 is the last
         for row, values in enumerate(zip(reader.paths, reader.labels, reader.splits, reader.status, strict=True)):
             image, label, split, status = values
-            table.writerow([row, image, label, classes[label], split, Status(status).text])
+            table.writerow([reader.rows[row], image, label, classes[label], split, Status(status).text])
     if "labels" in names:
         raise InputError("the layer 'labels' cannot be exported: a file of this name holds the labels")
     with contextlib.ExitStack() as stack:
@@ -161,7 +163,7 @@ def _to_parquet(reader: FeatureReader, path: Path, names: Sequence[str], on_rows
         for start, stop, block in _blocks(reader):
             images, labels = reader.paths[start:stop], reader.labels[start:stop].tolist()
             columns: list[Any] = [
-                np.arange(start, stop), [_as_text(image) for image in images], labels,
+                reader.rows[start:stop], [_as_text(image) for image in images], labels,
                 [classes[label] for label in labels], reader.splits[start:stop],
                 [Status(code).text for code in reader.status[start:stop].tolist()],
             ]  # fmt: skip

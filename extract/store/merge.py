@@ -53,8 +53,9 @@ def merge(
         raise InputError(f"shard_rows is {shard_rows}; it must be at least 1")
     need_libraries(compress)
     datasets = [DataSet.open(source) for source in sources]
-    if out.resolve() in [source.resolve() for source in sources]:
-        raise InputError(f"{out} is one of the data sets to be merged; choose another output folder")
+    for source in sources:
+        if source.resolve() in (out.resolve(), *out.resolve().parents):
+            raise InputError(f"{out} is one of the data sets to be merged, or inside one; choose another output folder")
     with FeatureReader(list(sources)) as reader:
         rows = _Rows.sorted_by_path(reader, datasets, sources)
         merged = DataSet(
@@ -65,13 +66,17 @@ def merge(
                 "root": rows.root,
                 "count": len(rows.paths),
                 "paths_xxh3": xxhash.xxh3_128_hexdigest(b"\0".join(map(os.fsencode, rows.paths))),
+                "merged_from": [{name: d.images[name] for name in ("root", "count", "paths_xxh3")} for d in datasets],
             },
             min(shard_rows or existing_shard_rows(out) or shard_rows_for(datasets[0].features), len(rows.paths)),
         )
-        merged.check()
+        if merged.check() is not None:
+            _check_same_rows(merged, reader, rows)
         provenance = {
             **reader.provenance,
-            "merged_from": [{"out": str(d.out.resolve()), "images": d.images} for d in datasets],
+            "merged_from": [
+                {"out": str(source.resolve()), "images": d.images} for source, d in zip(sources, datasets, strict=True)
+            ],
         }
         with merged.locked():
             merged.open_or_create()
@@ -132,6 +137,24 @@ class _Rows:
         source = self.source[here.start : here.stop]
         splits = [reader.splits[row] for row in source]
         return RowNames(self.paths[here.start : here.stop], reader.labels[source], splits, reader.classes)
+
+
+def _check_same_rows(merged: DataSet, reader: FeatureReader, rows: _Rows) -> None:
+    """Whether the rows that are there already are those of the sources.
+
+    Raises:
+        InputError: they are not; the sources are others by now.
+    """
+    with FeatureReader(merged.out, partial=True) as there:
+        source = rows.source[there.rows]
+        same = there.column("row_hash") == reader.column("row_hash")[source]
+        same &= (there.column("source_hash") == reader.column("source_hash")[source]).all(1)
+        same &= there.status == reader.status[source]
+        if not same.all():
+            path = there.paths[int(np.flatnonzero(~same)[0])]
+            raise InputError(
+                f"{merged.out} holds another {path} than the data sets to be merged; merge into a new folder"
+            )
 
 
 def _fill(

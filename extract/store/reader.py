@@ -164,9 +164,16 @@ class FeatureReader:
         return self._fingerprint
 
     def column(self, name: str) -> NDArray[Any]:
-        """(N, ...) one of status, row_hash, source_size, source_mtime_ns and source_hash, of all rows."""
+        """(N, ...) one of status, row_hash, record_hash, source_size, source_mtime_ns and source_hash, of all rows.
+
+        Raises:
+            UnknownNameError: none of these.
+        """
+        known = {name: np.empty((0, *width), dtype) for name, width, dtype in ROW_DATA}
+        if name not in known:
+            raise unknown_name("column", name, known, self._name)
         if name not in self._row_data:
-            self._row_data[name] = _frozen(np.concatenate(self._columns(name))) if self._shards else np.empty(0)
+            self._row_data[name] = _frozen(np.concatenate([known[name], *self._columns(name)]))
         return self._row_data[name]
 
     @property
@@ -442,8 +449,8 @@ def _open_shards(dataset: DataSet, partial: bool) -> Iterator[tuple[int, Shard]]
             path = dataset.current(shard, where) or dataset.path(shard)
             state = "unfinished" if where.part is not None else "missing"
             raise LayertapError(
-                f"{path} is {state} (shard {shard} of {dataset.n_shards}); run embed again to finish it, or read what "
-                "there is with partial=True"
+                f"{path} is {state} (shard {shard} of {dataset.n_shards}); run the same command again to finish "
+                "it, or read what there is with partial=True"
             )
         try:
             opened = dataset.open_shard(shard, path)
@@ -480,8 +487,8 @@ def _done(shard: Shard, partial: bool) -> NDArray[np.int64]:
     done = np.flatnonzero(status != Status.PENDING)
     if len(done) < len(shard) and not partial:
         raise LayertapError(
-            f"{shard.path} is unfinished: {len(shard) - len(done)} rows are pending; run embed again to finish it, "
-            "or read what there is with partial=True"
+            f"{shard.path} is unfinished: {len(shard) - len(done)} rows are pending; run the same command again to "
+            "finish it, or read what there is with partial=True"
         )
     # A row that a power cut tore apart says that it is done, but does not agree with its hashes.
     return np.setdiff1d(done, wrong_rows(shard, done)) if part else done

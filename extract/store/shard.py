@@ -322,11 +322,16 @@ class Shard:
 
     def column(self, name: str) -> NDArray[Any]:
         """(N, ...): status, row_hash, source_size, source_mtime_ns, source_hash or label, as it is now; a copy."""
-        return self._columns[name].copy()
+        return self._beside(name).copy()
 
     def text(self, name: str, rows: slice | NDArray[np.int64] | EllipsisType = ...) -> list[str]:
         """The path or split of rows, or the classes, as `os.fsdecode` gives them."""
-        return [os.fsdecode(value) for value in self._columns[name][rows].tolist()]
+        return [os.fsdecode(value) for value in self._beside(name)[rows].tolist()]
+
+    def _beside(self, name: str) -> NDArray[Any]:
+        if not self._columns:
+            raise LayertapError(f"{self.path} is closed")
+        return self._columns[name]
 
     @property
     def names(self) -> RowNames:
@@ -341,7 +346,7 @@ class Shard:
             InputError: it is no JSON object.
         """
         try:
-            content = json.loads(self._columns["provenance"].item())
+            content = json.loads(self._beside("provenance").item())
             if isinstance(content, dict):
                 return content
         except (ValueError, RecursionError):

@@ -127,7 +127,7 @@ def _check_shard(dataset: DataSet, number: int, where: Whereabouts, found: Verif
             cause = error.__cause__
             if not isinstance(error, InputError) and not (isinstance(cause, OSError) and cause.errno in MEDIA_ERRORS):
                 raise  # not the file's fault: too many open files, a missing library
-            found.faults.append(Fault(str(error).removeprefix(f"{path} "), Remedy.FILE, number, name))
+            found.faults.append(Fault(str(error).removeprefix(f"{path} "), _remedy_of(path), number, name))
             return None
         try:
             faults = [*_faults_of_rows(shard, name, found.rows)]
@@ -139,6 +139,16 @@ def _check_shard(dataset: DataSet, number: int, where: Whereabouts, found: Verif
         found.faults += faults
         return shard
     raise LayertapError(f"shard {number} of {dataset.out} changes while it is looked at; try again when nobody writes")
+
+
+def _remedy_of(path: Path) -> Remedy:
+    """What to do about a file that is not the shard it should be."""
+    try:
+        with Shard(path):
+            # It is whole, and of something else: perhaps it is dataset.json that is wrong, or two files changed places.
+            return Remedy.NONE
+    except LayertapError:
+        return Remedy.FILE
 
 
 def _faults_of_rows(shard: Shard, name: str, counts: Counter[str]) -> list[Fault]:
@@ -245,9 +255,11 @@ def _mend(dataset: DataSet, number: int, where: Whereabouts, shard: Shard | None
     rows = rows.astype(np.int64) - dataset.shard_range(number).start
     path = dataset.current(number, where)
     assert path is not None
-    if shard is None or Remedy.FILE in remedies:
+    if Remedy.FILE in remedies:
         _put_aside(path)
         return len(dataset.shard_range(number))
+    if shard is None:
+        return 0
     if Remedy.ROW in remedies:
         if where.published is None:
             with ShardWriter(dataset, number, where.part or 0) as writer:

@@ -232,6 +232,8 @@ class ShardWriter:
         try:
             copy_shard(self._shard, path, compress=compress)
         except LayertapError as error:
+            if not self._part.exists():
+                raise LayertapError(f"{error}; {self._part.name} or its folder has vanished") from error
             raise LayertapError(
                 f"{error}; its rows are safe in {self._part.name}; run again to go on, or without compression"
             ) from error

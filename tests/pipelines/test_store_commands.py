@@ -110,7 +110,7 @@ def test_a_changed_row_is_named_repaired_and_filled_again(embedded: Path, folder
             "fault": "it does not agree with its hashes"} in content["faults"]  # fmt: skip
     repaired = layertap("verify", embedded, "--repair")
     assert repaired.exit_code == 1
-    assert "1 rows made pending; run embed again to fill them" in repaired.stdout
+    assert "1 rows made pending; run the command that made the data set again to fill them" in repaired.stdout
     again = layertap("embed", folder, "-o", embedded, *SMALL, *LAYERS, "--json")
     # The broken picture is tried again, if it lies in the shard that is written anew.
     assert json.loads(again.stdout)["computed"] in (1, 2)
@@ -197,6 +197,43 @@ def test_show_of_a_data_set_without_shards(embedded: Path) -> None:
     assert "unfinished: 0 rows done" in layertap("show", embedded).stdout
 
 
+def test_files_of_the_user_that_are_called_new_are_kept(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.new").write_text("mine")
+    assert "is not empty" in fails("embed", folder, "-o", tmp_path / "out", *SMALL)
+    assert (tmp_path / "out" / "thesis.new").read_text() == "mine"
+
+
+def test_a_retried_shard_is_compressed_as_before(folder: Path, tmp_path: Path) -> None:
+    (folder / "bee" / "07.jpg").write_bytes(b"no picture")
+    arguments = ["embed", folder, "-o", tmp_path / "out", *SMALL, *LAYERS]
+    layertap(*arguments, "--compress", "lzf")
+    make_picture(7).save(folder / "bee" / "07.jpg")
+    layertap(*arguments, "--retry-failed")
+    with FeatureReader(tmp_path / "out") as reader:
+        assert reader.failures == []
+        assert reader.compression["layer4"][0] == "lzf"
+
+
+def test_fewer_images_than_before_are_told_as_that(embedded: Path, folder: Path) -> None:
+    next(folder.glob("ant/*")).unlink()
+    error = fails("embed", folder, "-o", embedded, *SMALL, *LAYERS)
+    assert "images.count: 12 there, 11 now" in error
+    assert "shard_rows" not in error
+
+
+def test_an_output_whose_name_is_no_text(folder: Path, tmp_path: Path) -> None:
+    import os
+    import subprocess
+    import sys
+
+    out = os.fsencode(tmp_path) + b"/out\xff"
+    for command in (["embed", folder, "-o", out, *SMALL], ["verify", out], ["show", out]):
+        run = subprocess.run([sys.executable, "-m", "pipelines.cli", *command], capture_output=True,
+                             env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"})  # fmt: skip
+        assert run.returncode == 0, run.stderr.decode()
+
+
 def test_verify_of_what_is_no_data_set(tmp_path: Path) -> None:
     assert "does not exist" in fails("verify", tmp_path / "no")
     assert "is no layertap data set" in fails("verify", tmp_path)
@@ -246,3 +283,6 @@ def test_merge_of_two_halves_is_the_whole(folder: Path, tmp_path: Path) -> None:
             assert np.allclose(found[path], expected, rtol=1e-4, atol=1e-6)
         assert merged.classes == whole.classes
     assert "is in" in fails("merge", tmp_path / "a", tmp_path / "a", "-o", tmp_path / "twice")
+    assert "was merged from others" in fails("embed", half, "-o", tmp_path / "all", *SMALL, *LAYERS)
+    assert "is not empty" in fails("merge", tmp_path / "a", tmp_path / "b", "-o", folder)
+    assert not (folder / ".lock").exists()

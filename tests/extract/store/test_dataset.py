@@ -31,7 +31,7 @@ def test_a_data_set_without_rows_gives_way_to_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "left", [[".lock"], ["shards/"], ["dataset.json.77.new"], [".lock", "shards/0.h5.part.77.new"]]
+    "left", [[".lock"], ["shards/"], ["dataset.json.77.new"], [".lock", "shards/000000.h5.part.77.new"]]
 )
 def test_a_folder_that_a_killed_run_had_just_begun_is_taken_over(tmp_path: Path, left: list[str]) -> None:
     for name in left:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import xxhash
 
-from extract import Status
+from extract import InputError, Status
 from extract.store.dataset import fingerprint_of
-from extract.store.layout import StoredFeature, chunk_rows
+from extract.store.layout import RowNames, StoredFeature, chunk_rows, create_shard
 from tests.extract.store.rows import (
     PATHS,
     PATHS_XXH3,
@@ -63,3 +63,45 @@ def test_chunks_are_half_a_megabyte_to_one(shape: tuple[int, ...], dtype: str, n
     rows = chunk_rows(feature, n_rows)
     assert rows == expected
     assert rows in (1, n_rows) or 2**19 < rows * feature.row_bytes <= 2**20
+
+
+def test_the_user_block_is_as_the_readme_says(complete: Path) -> None:
+    """From the bytes alone, without the project's own code."""
+    for shard in sorted((complete / "shards").glob("*.h5")):
+        content = shard.read_bytes()
+        title, line, rest = content.split(b"\n", 2)
+        assert title == b"layertap shard, format 1; HDF5 begins at byte 1024"
+        assert content[1024:1032] == b"\x89HDF\r\n\x1a\n"
+        assert rest[: 1024 - len(title) - len(line) - 2].strip(b"\0") == b""
+        about = json.loads(line)
+        assert sorted(about) == ["fixed_xxh3", "row_data", "size"]
+        assert about["size"] == len(content)
+        at, fixed = 1024, b""
+        for start, stop in about["row_data"]:
+            fixed, at = fixed + content[at:start], stop
+        assert about["fixed_xxh3"] == xxhash.xxh3_128_hexdigest(fixed + content[at:])
+
+
+def test_the_record_hash_is_over_what_stands_beside_the_features(complete: Path) -> None:
+    with h5py.File(complete / "shards" / "000001.h5") as file:
+        for row in range(10):
+            names = ("row_hash", "source_size", "source_mtime_ns", "source_hash", "status")
+            record = b"".join(file[name][row].tobytes() for name in names)
+            assert len(record) == 8 + 8 + 8 + 16 + 1
+            assert file["record_hash"][row] == xxhash.xxh3_64(record).intdigest()
+
+
+def test_a_feature_is_one_array_in_the_file(complete: Path) -> None:
+    shard = complete / "shards" / "000001.h5"
+    with h5py.File(shard) as file:
+        offset = file["features/vector"].id.get_chunk_info(0).byte_offset
+        assert file["features/vector"].chunks is not None
+    assert np.array_equal(np.memmap(shard, "<f4", "r", offset, (10, 6)), VALUES["vector"][10:20])
+
+
+def test_paths_that_are_too_long_for_one_file_are_refused(tmp_path: Path) -> None:
+    data = data_set(tmp_path / "out")
+    data.open_or_create()
+    names = RowNames(["x"] * 10 + ["y" * 200_000_000], np.zeros(11), [""] * 11, ["a"])
+    with pytest.raises(InputError, match="paths of 2,200 MB in one file; set a smaller shard_rows"):
+        create_shard(data.path(0, part=True), data.features, data.identity(0), names, {})

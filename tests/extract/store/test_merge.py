@@ -127,6 +127,24 @@ def test_a_merged_data_set_is_repaired_by_merging_again(sources: list[Path], tmp
     assert (out / "shards" / "000001-r1.h5").exists()
 
 
+def test_other_sources_do_not_go_into_the_same_folder(sources: list[Path], tmp_path: Path) -> None:
+    out = tmp_path / "all"
+    merge(sources, out)
+    others = []
+    for name in ("zoo", "ark"):  # the same names of images, below another root
+        images = {"root": f"/other/{name}", "count": ROWS, "paths_xxh3": "0" * 32}
+        others.append(complete_data_set(tmp_path / f"other {name}", images=images).out)
+    with pytest.raises(InputError, match="holds other features; .*\n  images.merged_from: "):
+        merge(others, out)
+    # The same sources, of which one was made anew by now: its fifth row has not failed any more.
+    images = {"root": "/photos/ark", "count": ROWS, "paths_xxh3": "0" * 32}
+    mended = complete_data_set(tmp_path / "mended", images=images).out
+    with pytest.raises(InputError, match="holds another ark/class 2/ü5.jpg than the data sets to be merged"):
+        merge([sources[0], mended], out)
+    with pytest.raises(InputError, match="or inside one"):
+        merge(sources, sources[0] / "sub")
+
+
 @pytest.mark.parametrize("shard_rows", [0, -5])
 def test_a_shard_has_at_least_a_row(sources: list[Path], tmp_path: Path, shard_rows: int) -> None:
     with pytest.raises(InputError, match=f"shard_rows is {shard_rows}; it must be at least 1"):

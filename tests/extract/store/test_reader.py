@@ -143,6 +143,27 @@ def test_a_partial_reader_has_the_rows_that_are_done_and_no_others(tmp_path: Pat
         assert again.rows.tolist() == expected
 
 
+def test_an_empty_partial_reader_has_columns(tmp_path: Path) -> None:
+    data = data_set(tmp_path / "out")
+    data.open_or_create()
+    with FeatureReader(data.out, partial=True) as reader:
+        assert reader.column("source_hash").shape == (0, 16)
+        assert reader.column("row_hash").dtype == np.uint64
+        with pytest.raises(UnknownNameError, match="column 'row_hsh' not found.*nearest: 'row_hash'"):
+            reader.column("row_hsh")
+        assert list(reader.batches("vector", 4)) == []
+
+
+@pytest.mark.parametrize("compress", [None, "gzip"])
+def test_a_closed_reader_says_so(tmp_path: Path, compress: str | None) -> None:
+    reader = FeatureReader(complete_data_set(tmp_path / "out", compress).out)
+    reader.close()
+    for use in (lambda: reader["vector"][0], lambda: reader["vector"][[1, 2]], lambda: reader["vector"][:],
+                lambda: reader.status, lambda: reader.paths, lambda: reader.provenance):  # fmt: skip
+        with pytest.raises(LayertapError, match="is closed"):
+            use()
+
+
 def test_a_torn_row_of_an_unfinished_shard_is_not_done(tmp_path: Path) -> None:
     """As after a power cut: the status has reached the disk, the features have not."""
     data = data_set(tmp_path / "out")
@@ -282,6 +303,30 @@ def test_threads_share_a_reader(tmp_path: Path, compress: str | None) -> None:
         [thread.start() for thread in threads]
         [thread.join() for thread in threads]
     assert wrong == []
+
+
+@pytest.mark.parametrize("compress", ["gzip", "blosc2"])
+def test_workers_are_forked_while_threads_read(tmp_path: Path, compress: str) -> None:
+    """A lock that a thread holds at that moment would be held for ever in the child."""
+    data, stop = complete_data_set(tmp_path / "out", compress), threading.Event()
+
+    def read() -> None:
+        while not stop.is_set():
+            reader["vector"][[3, 11, 21]]
+
+    with FeatureReader(data.out) as reader:
+        threads = [threading.Thread(target=read) for _ in range(3)]
+        [thread.start() for thread in threads]
+        try:
+            for _ in range(3):
+                loader = DataLoader(
+                    reader.dataset("vector"), 4, num_workers=2, multiprocessing_context="fork", timeout=60
+                )
+                found = torch.cat([x for x, _ in loader]).numpy()
+                assert np.array_equal(found, VALUES["vector"])
+        finally:
+            stop.set()
+            [thread.join() for thread in threads]
 
 
 def test_more_shards_than_files_may_be_open(tmp_path: Path) -> None:

@@ -174,7 +174,6 @@ def test_a_torn_row_of_an_unfinished_shard_becomes_pending(complete: Path) -> No
 
 @pytest.mark.parametrize("how", [
     lambda path: path.write_bytes(b"nothing"), lambda path: path.write_bytes(path.read_bytes()[:5000]),
-    lambda path: change(path, lambda file: file.__delitem__("features/vector")),
     lambda path: edit(path, "path", 0, b"another"), lambda path: edit(path, "label", 0, 1),
 ])  # fmt: skip
 def test_a_shard_that_cannot_be_trusted_is_put_aside_and_made_again(
@@ -192,6 +191,20 @@ def test_a_shard_that_cannot_be_trusted_is_put_aside_and_made_again(
     assert verify(complete).faults == []
     with FeatureReader(complete) as reader:
         assert np.array_equal(reader["map:none"][:], VALUES["map:none"])
+
+
+def test_whole_shards_that_do_not_fit_the_description_are_left_alone(complete: Path) -> None:
+    """It may be the description that is wrong: a person must look."""
+    description = complete / "dataset.json"
+    content = json.loads(description.read_text())
+    content["images"]["paths_xxh3"] = "f" * 32
+    description.write_text(json.dumps(content))
+    found = verify(complete)
+    assert [fault.remedy for fault in found.faults] == [Remedy.NONE] * 3
+    assert all("its images is" in fault.what for fault in found.faults)
+    before = sorted((complete / "shards").iterdir())
+    assert repair(found) == 0
+    assert sorted((complete / "shards").iterdir()) == before
 
 
 def test_paths_of_other_images_are_found(tmp_path: Path) -> None:
