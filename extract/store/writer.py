@@ -212,6 +212,10 @@ class ShardWriter:
         except FileExistsError as error:
             raise LayertapError(f"{self._final} exists already: another run published this shard first") from error
         except OSError as error:
+            if self._final.exists():
+                raise LayertapError(
+                    f"{self._final} is published, but its folder cannot be forced to the disk: {error.strerror}"
+                ) from error
             if not self._part.exists():
                 raise LayertapError(
                     f"cannot publish {self._final}: {self._part.name} or its folder has vanished; run again to compute "
