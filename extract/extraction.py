@@ -55,6 +55,7 @@ def extract_features(
     dtype: str = defaults.DTYPE,
     limit: int | None = None,
     seed: int = defaults.SEED,
+    allow_missing_head: bool = False,
     shard_rows: int | None = None,
     compress: str | None = None,
     retry_failed: bool = False,
@@ -77,6 +78,7 @@ def extract_features(
         dtype: "float32" or "float16", as stored.
         limit: only so many images, the first in order.
         seed: of random weights.
+        allow_missing_head: whether the weights may lack the classifier; see `load_backbone`.
         shard_rows: images in a file; None makes files of at most 1 GB.
         compress: "gzip", "lzf" or "blosc2" packs each file when it is finished; None leaves features plain, which is
             faster to read.
@@ -90,7 +92,9 @@ def extract_features(
         LayertapError: the disk is full, a download failed, a device is missing.
     """
     if isinstance(backbone, str):
-        backbone = load_backbone(backbone, weights=weights, device=device, seed=seed)
+        backbone = load_backbone(
+            backbone, weights=weights, device=device, seed=seed, allow_missing_head=allow_missing_head
+        )
     planned = plan(
         images,
         out=out,

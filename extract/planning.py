@@ -76,8 +76,8 @@ def plan(
     configuration = {
         "images": os.fspath(images),
         "layers": [layers] if isinstance(layers, str) else list(layers),
-        "weights": _as_found_from_anywhere(backbone.asked_weights),
-        "seed": backbone.seed,
+        **backbone.asked,
+        "weights": _as_found_from_anywhere(backbone.asked.get("weights")),
         "batch_size": batch_size,
         "workers": workers,
         "dtype": dtype,

@@ -130,12 +130,12 @@ def _plan(
     """How the data set says it was made, for these images."""
     configuration = provenance.get("configuration", {})
     try:
-        layers, seed = list(configuration["layers"]), int(configuration["seed"])
-        spec, asked = str(provenance["backbone"]), weights or configuration["weights"]
+        layers, spec = list(configuration["layers"]), str(provenance["backbone"])
+        asked = {name: configuration[name] for name in ("weights", "seed", "allow_missing_head")}
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{dataset.out} does not say how it was made: {error} is missing in its provenance") from error
     if backbone is None:
-        backbone = load_backbone(spec, weights=asked, device=device, seed=seed)
+        backbone = load_backbone(spec, device=device, **{**asked, **({"weights": weights} if weights else {})})
     settings = {
         "layers": layers, "batch_size": 64, "workers": workers, "dtype": dataset.features[0].dtype,
         "shard_rows": None, "compress": None,

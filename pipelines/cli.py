@@ -81,6 +81,7 @@ def _option(*names: str, **settings: Any) -> Callable[[Any], Any]:
 @_option("-l", "--layers", multiple=True, metavar="LAYER[:POOLING]")
 @_option("-o", "--out")
 @_option("--weights")
+@_option("--allow-missing-head/--no-allow-missing-head")
 @_option("--batch-size", type=int)
 @_option("--workers", type=int)
 @_option("--device")

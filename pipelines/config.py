@@ -28,6 +28,7 @@ class EmbedConfig(BaseModel):
         description="Repeats, takes globs. Poolings: auto none flatten mean_map max_map cls_token mean_tokens.",
     )
     weights: str | None = Field(None, min_length=1, description="Name, file, or 'random'. [default: the source's own]")
+    allow_missing_head: bool = Field(False, description="Go on if a weights file lacks the classifier.")
     batch_size: int = Field(defaults.BATCH_SIZE, strict=True, ge=1, description="Images a forward.")
     workers: int = Field(defaults.WORKERS, strict=True, ge=0, description="Processes that decode; 0: the main one.")
     device: str = Field(defaults.DEVICE, description="auto, cpu, cuda, cuda:N or mps.")

@@ -47,7 +47,13 @@ class Outcome:
 
 def embed(config: EmbedConfig) -> Outcome:
     """Run the job; what is going on is told on stderr."""
-    backbone = load_backbone(config.backbone, weights=config.weights, device=config.device, seed=config.seed)
+    backbone = load_backbone(
+        config.backbone,
+        weights=config.weights,
+        device=config.device,
+        seed=config.seed,
+        allow_missing_head=config.allow_missing_head,
+    )
     if backbone.weights.random:
         text = f"WARNING: {backbone.weights.source} weights: these features mean nothing; use them for tests only"
         click.secho(text, fg="red", bold=True, err=True)

@@ -1,0 +1,259 @@
+"""Weights of a backbone: from files, without running code from them, or random.
+
+Checkpoints of training are taken apart: the state dict inside them is found, and the prefix that wrappers put before
+every name is removed. What was done is told, and recorded with the features.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import pathlib
+import pickle
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from extract.errors import InputError, first_line
+
+__all__ = ["Weights", "given_weights", "is_named", "load_state", "weights_sha256"]
+
+_FILES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
+
+# Keys under which training scripts keep the state dict, the one to be used first: averaged weights before raw ones,
+# as timm takes them; the teacher before the student, as DINO is evaluated.
+_WRAPPERS = (
+    "state_dict_ema", "model_ema", "ema_state_dict", "teacher", "state_dict", "model_state_dict", "model", "net",
+    "module", "student",
+)  # fmt: skip
+
+# Of two copies of a network in one state dict, the one that its authors evaluate: MoCo v1 and v2 the query encoder,
+# MoCo v3 the base encoder, BYOL the online network, DINO the teacher.
+_EVALUATED = ("teacher", "encoder_q", "base_encoder", "online_encoder", "online_network")
+
+# What checkpoints hold beside tensors, and what is harmless: settings of the training, without behaviour of their own.
+_HARMLESS: list[Any] = [argparse.Namespace, pathlib.PosixPath]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Where the weights came from.
+
+    Attributes:
+        source: a name, a file, or "random (seed 0)".
+        sha256: over name, dtype, shape and bytes of every tensor of the state dict, in sorted order of names.
+        random: whether the numbers mean nothing.
+        notes: how a checkpoint was taken apart.
+    """
+
+    source: str
+    sha256: str
+    random: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def is_named(weights: str) -> bool:
+    """Whether it is a name of published weights, and neither a file nor "random"."""
+    return not (weights == "random" or weights.endswith(_FILES) or os.sep in weights or Path(weights).is_file())
+
+
+def given_weights(
+    make: Callable[[], nn.Module],
+    weights: str,
+    seed: int,
+    spec: str,
+    classifier_of: Callable[[nn.Module], str | None],
+    *,
+    allow_missing_head: bool = False,
+    unused: tuple[str, ...] = (),
+) -> tuple[nn.Module, Weights, str | None]:
+    """A model with weights from a file, or random ones; and its classifier, or what stands in its place.
+
+    Args:
+        make: makes the model.
+        weights: a file, or "random".
+        seed: of random weights.
+        spec: of the backbone, for errors.
+        classifier_of: tells the layer that is the classifier.
+        allow_missing_head: if the file lacks the classifier, go on without one: the layer hands on its input.
+        unused: tensors of the file whose names begin so are left out.
+
+    Raises:
+        InputError: the file is not there, holds more than tensors and settings, or does not fit.
+    """
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torchvision's, of its own initialisation
+        torch.manual_seed(seed)
+        model = make()
+    classifier = classifier_of(model)
+    if weights == "random":
+        return model, Weights(f"random (seed {seed})", weights_sha256(model), random=True), classifier
+    state, notes = _read_state(Path(weights))
+    state, stripped = _without_prefix(state, model.state_dict(), weights)
+    state = {name: value for name, value in state.items() if not (unused and name.startswith(unused))}
+    headless = load_state(model, state, spec, weights, classifier, allow_missing_head)
+    notes = (*notes, *stripped, *headless)
+    source = Path(weights).name + (f" ({'; '.join(notes)})" if notes else "")
+    told = tuple(f"{Path(weights).name}: {note}" for note in notes)
+    return model, Weights(source, weights_sha256(model), notes=told), classifier
+
+
+def _read_state(path: Path) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """The state dict in a file, without running any code from it, and how it was found."""
+    if not path.is_file():
+        raise InputError(f"weights file {path} does not exist")
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(path), ()
+        with torch.serialization.safe_globals(_HARMLESS):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise InputError(
+            f"weights file {path} is damaged, or holds more than tensors, and loading that could run code; "
+            "save model.state_dict() alone, best as .safetensors"
+        ) from error
+    except Exception as error:  # each format has errors of its own
+        raise InputError(f"weights file {path} cannot be read: {first_line(error)}") from error
+    if _is_state(content):
+        return dict(content), ()
+    found = {key: content[key] for key in _WRAPPERS if key in content} if isinstance(content, Mapping) else {}
+    found = {key: value for key, value in found.items() if _is_state(value)}
+    if not found:
+        there = ", ".join(map(str, list(content)[:8])) if isinstance(content, Mapping) else type(content).__name__
+        raise InputError(
+            f"weights file {path} holds no state dict (name -> tensor), neither itself nor as one of "
+            f"{', '.join(_WRAPPERS)}; it holds: {there}"
+        )
+    key, *others = found
+    beside = f", and not its {', '.join(map(repr, others))}" if others else ""
+    return dict(found[key]), (f"its {key!r} was taken{beside}",)
+
+
+def _is_state(content: object) -> bool:
+    return (
+        isinstance(content, Mapping)
+        and bool(content)
+        and all(isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items())
+    )
+
+
+def _without_prefix(
+    state: Mapping[str, Tensor], own: Mapping[str, Tensor], source: str
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """The part of a state dict that belongs to a model, under the model's own names, and what was done for it."""
+    counts: Counter[str] = Counter()
+    for name in state:
+        parts = name.split(".")
+        for i in range(len(parts)):
+            if ".".join(parts[i:]) in own:
+                counts["".join(f"{part}." for part in parts[:i])] += 1
+    most = max(counts.values(), default=0)
+    best = [prefix for prefix, count in counts.items() if count == most]
+    if not best or "" in best:
+        return dict(state), ()
+    chosen = [prefix for prefix in best for part in _EVALUATED if part in prefix.split(".")][:1] or best
+    if len(chosen) > 1:
+        raise InputError(
+            f"weights {source} hold several networks that fit, {', '.join(map(repr, sorted(best)))}; save one of them"
+        )
+    prefix = chosen[0]
+    inside = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    left = len(state) - len(inside)
+    outside = f", {left} tensors without it left out" if left else ""
+    return inside, (f"the prefix {prefix!r} was removed{outside}",)
+
+
+def load_state(
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    spec: str,
+    source: str,
+    classifier: str | None = None,
+    allow_missing_head: bool = False,
+) -> tuple[str, ...]:
+    """Load every key, or say which do not fit; returns what was left out, in words.
+
+    Args:
+        model: is changed.
+        state: name -> tensor.
+        spec: of the backbone, for errors.
+        source: of the weights, for errors.
+        classifier: the layer whose weights may be missing, if that is allowed; it is then made to hand on its input.
+        allow_missing_head: whether it is.
+
+    Raises:
+        InputError: keys are missing or unexpected, or tensors have another shape or kind; they are listed.
+    """
+    own = model.state_dict()
+    # How many batches a normalisation has seen plays no part in evaluation; checkpoints before PyTorch 0.4.1 lack it.
+    counters = [name for name in own if name.endswith("num_batches_tracked") and name not in state]
+    state = {**{name: own[name] for name in counters}, **state}
+    problems = _misfits(own, state)
+    if not any(problems.values()):
+        model.load_state_dict(dict(state))
+        return ()
+    head = f"{classifier}." if classifier else None
+    needed = [name for name in own if head is None or not name.startswith(head)]
+    trunk = {name: state[name] for name in needed if name in state}
+    complete = len(needed) < len(own) and not any(_misfits({name: own[name] for name in needed}, trunk).values())
+    if complete and allow_missing_head:
+        assert classifier is not None
+        model.set_submodule(classifier, nn.Identity())
+        model.load_state_dict(trunk)
+        left = [name for name in state if name not in trunk]
+        rest = (
+            f"; {len(left)} tensors were left out: {', '.join(left[:5])}{', ...' if len(left) > 5 else ''}"
+            if left
+            else ""
+        )
+        return (f"without its classifier {classifier!r}, which hands on its input{rest}",)
+    lines = [
+        f"  {len(names)} {what}: " + ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        for what, names in problems.items()
+        if names
+    ]
+    if complete:
+        lines.append(f"  Everything but the classifier {classifier!r} fits; --allow-missing-head goes on without it")
+    raise InputError(f"weights {source} do not fit {spec} ({len(own)} tensors):\n" + "\n".join(lines))
+
+
+def _misfits(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Sequence[str]]:
+    """What keeps a state dict from being loaded: kind of trouble -> names."""
+    return {
+        "missing": [name for name in own if name not in state],
+        "unexpected": [name for name in state if name not in own],
+        "of another shape": [
+            f"{name} {tuple(state[name].shape)} for {tuple(own[name].shape)}"
+            for name in own
+            if name in state and state[name].shape != own[name].shape
+        ],
+        "of another kind": [
+            f"{name} {state[name].dtype} for {own[name].dtype}"
+            for name in own
+            if name in state and not _same_kind(state[name], own[name])
+        ],
+    }
+
+
+def _same_kind(value: Tensor, own: Tensor) -> bool:
+    """Whether a tensor can take another's place without losing more than precision."""
+    kinds = [(t.is_floating_point(), t.is_complex(), t.layout, t.device.type == "meta") for t in (value, own)]
+    return kinds[0] == kinds[1]
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """sha256 over name, dtype, shape and bytes of every tensor of the state dict, in sorted order of names."""
+    digest = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
