@@ -57,7 +57,7 @@ HEADLESS: list[tuple[str, str, Callable[[State], Any], str]] = [
         "student": {**under("module.backbone.", other(s)), "module.head.mlp.0.weight": torch.zeros(3)},
         "teacher": {**under("backbone.", without(s, "head.")), "head.mlp.0.weight": torch.zeros(3)},
         "epoch": 100, "args": SETTINGS,
-     }, "its 'teacher' was taken, and not its 'student'; the prefix 'backbone.' was removed, 1 tensors without it left "),
+     }, "its 'teacher' was taken, and not its 'student'; the prefix 'backbone.' was removed, 1 tensors"),
     ("moco v2", RESNET, lambda s: {"epoch": 200, "arch": "resnet18", "state_dict": {
         **under("module.encoder_q.", without(s, "fc.")), "module.encoder_q.fc.0.weight": torch.zeros(3),
         **under("module.encoder_k.", without(other(s), "fc.")), "module.queue": torch.zeros(3),

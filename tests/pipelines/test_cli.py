@@ -192,7 +192,11 @@ def test_weights_with_wrong_keys(folder: Path, tmp_path: Path) -> None:
     state["head.weight"] = state.pop("fc.weight")
     torch.save(state, tmp_path / "w.pth")
     text = fails("embed", folder, "-o", tmp_path / "out", "-b", "timm/test_resnet", "--weights", tmp_path / "w.pth")
-    assert text.splitlines()[1:] == ["  1 missing: fc.weight", "  1 unexpected: head.weight"]
+    assert text.splitlines()[1:] == [
+        "  1 missing: fc.weight",
+        "  1 unexpected: head.weight",
+        "  Everything but the classifier 'fc' fits; --allow-missing-head goes on without it",
+    ]
 
 
 @pytest.mark.parametrize(
