@@ -6,19 +6,25 @@ a key that is missing or left over is an error that names it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
+from extract import defaults
 from extract.errors import InputError, LayertapError, first_line, unknown_name
 from extract.layers import named_layers
 from extract.preprocessing import Preprocessing, from_timm, from_torchvision
 from extract.weights import Weights, given_weights, is_named, load_state, weights_sha256
+
+if TYPE_CHECKING:
+    from extract.in_memory import Picture
 
 __all__ = ["Backbone", "Weights", "load_backbone"]
 
@@ -56,6 +62,35 @@ class Backbone:
     notes: tuple[str, ...] = ()
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     asked: dict[str, Any] = field(default_factory=dict)
+
+    def features(
+        self,
+        pictures: Picture | Iterable[Picture],
+        layers: str | Sequence[str] = defaults.LAYERS,
+        *,
+        batch_size: int = defaults.BATCH_SIZE,
+    ) -> dict[str, NDArray[np.float32]]:
+        """Features of pictures in memory, the same numbers as `embed` stores; nothing is written.
+
+            backbone.features([Image.open("cat.jpg")], ["layer4", "embedding"])["layer4"]    # (1, 2048)
+
+        Args:
+            pictures: one or several: PIL pictures; uint8 arrays (H, W, 3) or (H, W), or (N, H, W, 3); uint8 tensors
+                (3, H, W) or (N, 3, H, W), or float ones with values of 8 bits scaled to 0..1. An iterator is read as it
+                is needed.
+            layers: `LAYER[:POOLING]` each, as of `extract_features`.
+            batch_size: pictures a forward.
+
+        Returns:
+            name -> (N, *shape) float32.
+
+        Raises:
+            UnknownNameError: no such layer or pooling.
+            InputError: a layer or pooling does not fit, or a picture has no 8-bit pixels.
+        """
+        from extract.in_memory import features_of
+
+        return features_of(self, pictures, layers, batch_size)
 
 
 def load_backbone(

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from extract import defaults
 from extract.backbones import Backbone, load_backbone
 from extract.errors import InputError, LayertapError, first_line
-from extract.forward import Forward, ready
+from extract.forward import Forward, ready, rows_of
 from extract.images import Batch, load_batches
 from extract.planning import Plan, plan
 from extract.status import Status
@@ -202,7 +202,7 @@ def extract(
             workers=plan.workers if summary.found < dataset.n_rows else 0,
             pin_memory=plan.backbone.device.type == "cuda",
         )
-        with ready(plan) as forward:
+        with ready(plan.backbone, plan.choice, dataset.features[0].dtype) as forward:
             for one in work:
                 count = sum(1 for _ in _batches_of(one.rows, plan))
                 extract_shard(plan, one, itertools.islice(batches, count), forward, summary, on_rows, stop)
@@ -256,7 +256,9 @@ def extract_shard(
             if (batch.status == Status.MISSING).any():
                 _check_still_there(plan.images.root)
             with summary.timed("forward"):
-                features, status, reasons = forward(batch)
+                features, status, reasons = rows_of(
+                    batch, forward, plan.choice.features, plan.dataset.features[0].dtype
+                )
             with summary.timed("write"):
                 source = {name: getattr(batch, name) for name in ("source_size", "source_mtime_ns", "source_hash")}
                 writer.write(batch.rows, features, status, source, reasons)

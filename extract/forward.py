@@ -1,4 +1,4 @@
-"""One batch of pictures through the backbone, to the rows that are stored."""
+"""Pictures through the backbone, to features: for the rows of a data set, and in memory."""
 
 from __future__ import annotations
 
@@ -11,48 +11,43 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from extract.features import Feature
+from extract.backbones import Backbone
+from extract.features import Choice, Feature
 from extract.hooks import Taps
 from extract.images import Batch
-from extract.planning import Plan
 from extract.pooling import pool
-from extract.record import Record
 from extract.settings import evaluating, full_float32, keeping_freed_memory
 from extract.status import Status
 
-__all__ = ["Forward", "ready"]
+__all__ = ["Forward", "ready", "rows_of"]
 
-# Batch -> (feature name -> (R, *shape), NaN where there was no picture; status of each row; row -> why it failed)
-Forward = Callable[[Batch], tuple[dict[str, NDArray[Any]], NDArray[np.uint8], dict[int, str]]]
+# (B, ...) as `Preprocessing.prepare` returns them, stacked -> feature name -> (B, *shape), on the CPU
+Forward = Callable[[Tensor], dict[str, NDArray[Any]]]
 
 
 @contextlib.contextmanager
-def ready(plan: Plan) -> Iterator[Forward]:
+def ready(backbone: Backbone, choice: Choice, dtype: str) -> Iterator[Forward]:
     """The backbone under its taps, with everything set for computing; gives the function that does it."""
-    backbone = plan.backbone
     with (
         torch.inference_mode(),
         evaluating(backbone.model),
         full_float32(),
         keeping_freed_memory(),
-        _taps(plan) as taps,
+        _taps(backbone, choice, getattr(torch, dtype)) as taps,
     ):
 
-        def forward(batch: Batch) -> tuple[dict[str, NDArray[Any]], NDArray[np.uint8], dict[int, str]]:
-            if len(batch.images):
-                taps(backbone.preprocessing.to_input(batch.images.to(backbone.device, non_blocking=True)))
-            features = _rows_of(batch, taps.record if len(batch.images) else None, plan)
-            return features, *_checked(batch, features)
+        def forward(images: Tensor) -> dict[str, NDArray[Any]]:
+            taps(backbone.preprocessing.to_input(images.to(backbone.device, non_blocking=True)))
+            return {feature.name: taps.record[feature.site][feature.name].numpy() for feature in choice.features}
 
         yield forward
 
 
-def _taps(plan: Plan) -> Taps:
+def _taps(backbone: Backbone, choice: Choice, dtype: torch.dtype) -> Taps:
     """Taps that pool each tensor on the device and copy nothing else."""
-    taps = Taps(plan.backbone.model, stop=True)
-    dtype = getattr(torch, plan.dataset.features[0].dtype)
-    for site in dict.fromkeys(feature.site for feature in plan.choice.features):
-        taps.keep(site, reduce=_reduction([f for f in plan.choice.features if f.site == site], dtype))
+    taps = Taps(backbone.model, stop=True)
+    for site in dict.fromkeys(feature.site for feature in choice.features):
+        taps.keep(site, reduce=_reduction([f for f in choice.features if f.site == site], dtype))
     return taps
 
 
@@ -62,19 +57,25 @@ def _reduction(features: Sequence[Feature], dtype: torch.dtype) -> Callable[[Ten
     }
 
 
-def _rows_of(batch: Batch, record: Record | None, plan: Plan) -> dict[str, NDArray[Any]]:
-    """Feature name -> (R, *shape), NaN where there was no image."""
+def rows_of(
+    batch: Batch, forward: Forward, features: Sequence[Feature], dtype: str
+) -> tuple[dict[str, NDArray[Any]], NDArray[np.uint8], dict[int, str]]:
+    """The rows of a batch as they are stored.
+
+    Returns:
+        feature name -> (R, *shape), NaN where there was no picture; (R,) the status of each row; row -> why it failed.
+    """
     good = batch.status == Status.OK
-    found: dict[str, NDArray[Any]] = {}
-    for feature, stored in zip(plan.choice.features, plan.dataset.features, strict=True):
-        values = None if record is None else record[feature.site][feature.name].numpy()
-        if values is None or not good.all():
-            rows = np.full((len(good), *stored.shape), np.nan, stored.dtype)
-            if values is not None:
-                rows[good] = values
-            values = rows
-        found[feature.name] = values
-    return found
+    found = forward(batch.images) if len(batch.images) else {}
+    rows: dict[str, NDArray[Any]] = {}
+    for feature in features:
+        if good.all():
+            rows[feature.name] = found[feature.name]
+            continue
+        rows[feature.name] = np.full((len(good), *feature.shape), np.nan, dtype)
+        if found:
+            rows[feature.name][good] = found[feature.name]
+    return rows, *_checked(batch, rows)
 
 
 def _checked(batch: Batch, features: dict[str, NDArray[Any]]) -> tuple[NDArray[np.uint8], dict[int, str]]:

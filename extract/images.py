@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 from extract.errors import InputError
 from extract.status import Status
 
-__all__ = ["Batch", "ImageFolder", "decode", "list_images", "load_batches"]
+__all__ = ["Batch", "ImageFolder", "decode", "list_images", "load_batches", "to_picture"]
 
 IMAGE_SUFFIXES = frozenset({
     ".avif", ".bmp", ".gif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".pnm", ".ppm", ".tga",
@@ -161,13 +161,22 @@ def decode(data: bytes) -> Image.Image:
             warnings.simplefilter("ignore")  # of odd metadata, and of images below the limit that are merely large
             image: Image.Image = Image.open(io.BytesIO(data), formats=_formats())
             image.load()  # the whole picture: a truncated file fails here
-            return _to_rgb(_upright(image))
+            return to_picture(image)
     except MemoryError:
         raise
     except UnidentifiedImageError:
         raise ValueError("not an image in a known format") from None
     except Exception as error:  # Pillow's decoders raise nearly everything on damaged files: SyntaxError, struct.error
         raise ValueError(str(error) or type(error).__name__) from error
+
+
+def to_picture(image: Image.Image) -> Image.Image:
+    """An upright RGB picture, by the rules of `decode`.
+
+    Raises:
+        ValueError: of a kind without a known range (float pixels).
+    """
+    return _to_rgb(_upright(image))
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from extract import defaults
 from extract.backbones import Backbone, load_backbone
 from extract.errors import InputError
-from extract.forward import ready
+from extract.forward import ready, rows_of
 from extract.images import ImageFolder, load_batches
 from extract.planning import Plan, plan_for
 from extract.status import Status
@@ -91,9 +91,10 @@ def recheck(
             name = "" if file is None else file.relative_to(dataset.out).as_posix()
             faults.append(Fault(what, remedy, shard, name, row, path))
 
-        with ready(plan) as forward:
+        dtype = dataset.features[0].dtype
+        with ready(plan.backbone, plan.choice, dtype) as forward:
             for batch in load_batches(folder, batches, prepare, workers=workers if len(batches) > 1 else 0):
-                again, status, reasons = forward(batch)
+                again, status, reasons = rows_of(batch, forward, plan.choice.features, dtype)
                 here = chosen[batch.rows]
                 stored = {name: reader[name][here] for name in reader.layers}
                 hashes = reader.column("source_hash")[here]
