@@ -84,8 +84,9 @@ def _as_picture(picture: Picture, number: int) -> Image.Image:
     if not isinstance(picture, Image.Image):
         raise InputError(f"{given} is a {type(picture).__name__}; expected a PIL picture, an array or a tensor")
     try:
+        picture.load()  # of a file, the pixels are read only now
         return to_picture(picture)
-    except (ValueError, OSError, SyntaxError) as error:  # a PIL picture may be a file that is read only now
+    except (ValueError, OSError, SyntaxError) as error:
         raise InputError(f"{given}: {error}") from error
 
 
