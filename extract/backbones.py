@@ -104,7 +104,7 @@ def load_backbone(
     """Load a backbone by its spec.
 
     Args:
-        spec: `bundled/efficientnet_lite0`, `torchvision/NAME` or `timm/NAME`.
+        spec: `bundled/efficientnet_lite0`, `torchvision/NAME`, `timm/NAME` or `python/FILE.py:FACTORY`.
         weights: the source's name for them (torchvision: `IMAGENET1K_V2`; timm: a tag such as `a1_in1k`), a file
             (`.safetensors`, or `.pth`, `.pt`, `.bin` holding nothing but tensors), or `random`. None takes the source's
             default.
@@ -291,10 +291,17 @@ def _entry_of_file(published: list[Any], default: Any, weights: str) -> tuple[An
     )
 
 
+def _python(spec: str, name: str, weights: str | None, seed: int, headless: bool) -> Backbone:
+    from extract.python_file import from_python_file
+
+    return from_python_file(name, weights, seed, headless)
+
+
 _SOURCES: dict[str, Callable[[str, str, str | None, int, bool], Backbone]] = {
     "bundled": _bundled,
     "torchvision": _torchvision,
     "timm": _timm,
+    "python": _python,
 }
 
 

@@ -17,7 +17,9 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as F
 
-__all__ = ["Preprocessing", "from_timm", "from_torchvision"]
+from extract.errors import InputError, first_line
+
+__all__ = ["Preprocessing", "from_timm", "from_torchvision", "from_transform"]
 
 _MAX_RESIZED_PX = 179_000_000  # as many as Pillow decodes before it calls a file a bomb
 
@@ -35,6 +37,7 @@ class Preprocessing:
         mean, std: per channel, of pixels scaled to 0..1.
         library_transform: the library's own transform, used instead of all of the above where these numbers do not
             describe it; it takes an RGB picture and returns (3, H, W) float32.
+        name: of that transform; empty: what it says of itself.
     """
 
     resize_px: int | tuple[int, int]
@@ -43,6 +46,7 @@ class Preprocessing:
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     library_transform: Transform | None = None
+    name: str = ""
 
     def prepare(self, picture: Image.Image) -> Tensor:
         """What a worker sends for one RGB picture: (H, W, 3) uint8, or (3, H, W) float32 from a library's transform.
@@ -70,7 +74,7 @@ class Preprocessing:
     def describe(self) -> dict[str, Any]:
         """As plain data for the fingerprint."""
         if self.library_transform is not None:
-            return {"library_transform": " ".join(str(self.library_transform).split())}
+            return {"library_transform": self.name or " ".join(str(self.library_transform).split())}
         resize = self.resize_px if isinstance(self.resize_px, int) else list(self.resize_px)
         return {
             "resize_px": resize,
@@ -83,7 +87,7 @@ class Preprocessing:
 
     def __str__(self) -> str:
         if self.library_transform is not None:
-            return "the library's own transform"
+            return self.name or "the library's own transform"
         resize = self.resize_px if isinstance(self.resize_px, int) else "x".join(map(str, self.resize_px))
         crop = "x".join(map(str, self.crop_px))
         return f"resize {resize} {self.interpolation}, crop {crop}, mean {self.mean}, std {self.std}"
@@ -119,6 +123,28 @@ def from_torchvision(transform: Any) -> Preprocessing:
         std=tuple(transform.std),
     )
     return _checked(described, transform)
+
+
+def from_transform(transform: Transform, name: str) -> Preprocessing:
+    """Preprocessing by a function that is known by its name alone.
+
+    Raises:
+        InputError: it does not make a (3, H, W) float32 tensor, of one size, of RGB pictures.
+    """
+    sizes = set()
+    for size in ((361, 247), (57, 83)):
+        try:
+            tensor = transform(_test_picture(size))
+        except Exception as error:
+            raise InputError(f"failed on an RGB picture: {type(error).__name__}: {first_line(error)}") from error
+        if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32 or tensor.ndim != 3 or tensor.shape[0] != 3:
+            found = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise InputError(f"makes {found} of an RGB picture; it must make (3, H, W) float32")
+        sizes.add((int(tensor.shape[1]), int(tensor.shape[2])))
+    if len(sizes) > 1:
+        raise InputError(f"makes tensors of several sizes, {sorted(sizes)}; pictures of one batch need one")
+    height, width = sizes.pop()
+    return Preprocessing((height, width), (height, width), "", (0.0,) * 3, (1.0,) * 3, transform, name)
 
 
 def _checked(described: Preprocessing, transform: Transform) -> Preprocessing:

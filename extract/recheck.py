@@ -117,7 +117,7 @@ def recheck(
 def _folder(root: Path, paths: list[str], out: Path) -> ImageFolder:
     try:
         there = any(True for _ in os.scandir(root))  # where a disk was unmounted, an empty folder stays
-    except OSError:
+    except (OSError, UnicodeError):
         there = False
     if not there:
         raise InputError(f"the images of {out} are not in {root} any more; say where they are")

@@ -21,7 +21,7 @@ class EmbedConfig(BaseModel):
 
     images: Path = Field(description="Folder of images; the names of its folders become classes.")
     out: Path | None = Field(None, description="Folder of the data set. [default: outputs/<name of IMAGES>]")
-    backbone: str = Field(defaults.BACKBONE, description="SOURCE/NAME; sources: bundled, torchvision, timm.")
+    backbone: str = Field(defaults.BACKBONE, description="SOURCE/NAME; sources: bundled, torchvision, timm, python.")
     layers: list[str] = Field(
         list(defaults.LAYERS),
         min_length=1,

@@ -228,7 +228,7 @@ class DataSet:
                 )
                 raise InputError(f"{self.out} holds a data set that {how}; or choose another output folder")
             changed = existing._differences(self)
-            if changed and not any(self.files()):
+            if changed and not any(self.files()) and not any((self.out / "shards").glob("*.damaged*")):
                 return None
             if changed:
                 raise InputError(

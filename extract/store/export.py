@@ -109,7 +109,7 @@ def _to_h5(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _On
                 file["features"][name][start:stop] = values
             beside["row_hash"][start:stop] = hash_rows(chosen)
             on_rows(stop - start)
-        beside["record_hash"] = hash_records(beside)
+        beside["record_hash"] = hash_records([os.fsencode(image) for image in rows.paths], beside)
         for name, values in beside.items():
             file[name][...] = values
 

@@ -6,12 +6,13 @@ import contextlib
 import errno
 import json
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
 from extract.errors import InputError, LayertapError
 
-__all__ = ["claim", "discard", "read_json", "sync_folder", "take_space", "write_json"]
+__all__ = ["allow_more_files", "claim", "discard", "read_json", "sync_folder", "take_space", "write_json"]
 
 _JSON_BYTES = 1 << 26  # far above what a description or a receipt of a million failed rows needs
 
@@ -110,3 +111,16 @@ def claim(path: Path, name: Path) -> None:
     else:
         sync_folder(name.parent)  # so that a power cut does not take both names
         path.unlink()
+
+
+def allow_more_files(count: int) -> None:
+    """Raise this process's limit on open files, if so many more would exceed it: each memory map keeps one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        used = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    except OSError:  # not Linux
+        used = 256
+    needed = used + count + 64
+    if soft != resource.RLIM_INFINITY and needed > soft:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == -1 else min(needed, hard), hard))

@@ -20,7 +20,8 @@ A shard is plain HDF5 (superblock 3, HDF5 1.10 or later) with rows in path order
     /classes              (K,) fixed-length UTF-8
     /status               (N,) uint8: 0 pending, 1 ok, 2 decode error, 3 not finite, 4 missing
     /row_hash             (N,) uint64: xxh3-64 over the bytes of the row's features, in sorted order of names
-    /record_hash          (N,) uint64: xxh3-64 over row_hash, source_size, source_mtime_ns, source_hash and status
+    /record_hash          (N,) uint64: xxh3-64 over path, a zero byte, row_hash, source_size, source_mtime_ns,
+                          source_hash and status
     /source_size          (N,) int64 bytes; -1 no file          /source_mtime_ns  (N,) int64; -1 no file
     /source_hash          (N, 16) uint8: xxh3-128 of the file, big-endian; 0 no file
     /provenance           JSON text: what the numbers depend on, backbone, weights, configuration, versions, machine

@@ -66,7 +66,10 @@ def merge(
                 "root": rows.root,
                 "count": len(rows.paths),
                 "paths_xxh3": xxhash.xxh3_128_hexdigest(b"\0".join(map(os.fsencode, rows.paths))),
-                "merged_from": [{name: d.images[name] for name in ("root", "count", "paths_xxh3")} for d in datasets],
+                "merged_from": sorted(
+                    ({name: d.images[name] for name in ("root", "count", "paths_xxh3")} for d in datasets),
+                    key=lambda source: str(source["root"]),
+                ),
             },
             min(shard_rows or existing_shard_rows(out) or shard_rows_for(datasets[0].features), len(rows.paths)),
         )

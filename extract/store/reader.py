@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import resource
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -19,6 +17,7 @@ from extract.errors import InputError, LayertapError, unknown_name
 from extract.status import Status
 from extract.store.batches import Shuffle, batches
 from extract.store.dataset import DataSet
+from extract.store.files import allow_more_files
 from extract.store.layout import ROW_DATA, StoredFeature
 from extract.store.receipt import reasons_of
 from extract.store.row_hash import hash_records, hash_rows, wrong_rows
@@ -216,7 +215,8 @@ class FeatureReader:
         """
         features = {layer: self[layer].take(rows) for layer in self.layers}
         beside = {name: self.column(name)[rows] for name, *_ in ROW_DATA}
-        agree = (hash_rows(features) == beside["row_hash"]) & (hash_records(beside) == beside["record_hash"])
+        paths = [os.fsencode(self.paths[row]) for row in rows.tolist()]
+        agree = (hash_rows(features) == beside["row_hash"]) & (hash_records(paths, beside) == beside["record_hash"])
         if not agree.all():
             row = int(rows[np.flatnonzero(~agree)[0]])
             raise InputError(
@@ -437,7 +437,7 @@ def _open_shards(dataset: DataSet, partial: bool) -> Iterator[tuple[int, Shard]]
     whereabouts = dataset.whereabouts()
     if not partial and any(where.published is None for where in whereabouts):
         whereabouts = dataset.whereabouts()  # a file that is given its name while a folder is listed can be missed
-    _allow_more_files(len(whereabouts))
+    allow_more_files(len(whereabouts))
     for shard, where in enumerate(whereabouts):
         if where.published is not None:
             path = dataset.path(shard, where.published)
@@ -463,19 +463,6 @@ def _open_shards(dataset: DataSet, partial: bool) -> Iterator[tuple[int, Shard]]
         yield dataset.shard_range(shard).start, opened
 
 
-def _allow_more_files(count: int) -> None:
-    """Raise this process's limit on open files, if so many more would exceed it: each memory map keeps one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        used = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    except OSError:  # not Linux
-        used = 256
-    needed = used + count + 64
-    if soft != resource.RLIM_INFINITY and needed > soft:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == -1 else min(needed, hard), hard))
-
-
 def _done(shard: Shard, partial: bool) -> NDArray[np.int64]:
     """The rows of a shard that are not pending."""
     part = shard.path.suffix == ".part"
@@ -485,6 +472,11 @@ def _done(shard: Shard, partial: bool) -> NDArray[np.int64]:
     if not np.isin(status, list(Status)).all():
         raise InputError(f"{shard.path} is damaged: it has rows of a status that does not exist")
     done = np.flatnonzero(status != Status.PENDING)
+    if len(done) < len(shard) and not part:
+        raise InputError(
+            f"{shard.path} is damaged: {len(shard) - len(done)} rows are pending in a finished file; "
+            "`layertap verify --repair`, and then the command that made the data set, mend it"
+        )
     if len(done) < len(shard) and not partial:
         raise LayertapError(
             f"{shard.path} is unfinished: {len(shard) - len(done)} rows are pending; run the same command again to "

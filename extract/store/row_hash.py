@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ __all__ = ["checked", "hash_records", "hash_rows", "wrong_rows"]
 
 Checked = tuple[int, int, dict[str, NDArray[Any]] | None, NDArray[np.bool_]]
 
-# What record_hash covers, in this order: everything that is written row by row, but for itself and the features.
+# What record_hash covers behind the path, in this order: all that is written row by row, but itself and the features.
 _RECORDED = [
     (name, np.dtype(dtype), np.dtype(dtype).itemsize * math.prod(width))
     for name, width, dtype in ROW_DATA
@@ -48,21 +48,31 @@ def hash_rows(features: Mapping[str, NDArray[Any]]) -> NDArray[np.uint64]:
     return hashes
 
 
-def hash_records(columns: Mapping[str, NDArray[Any]]) -> NDArray[np.uint64]:
-    """xxh3-64 of each row over row_hash, source_size, source_mtime_ns, source_hash and status, little-endian.
+def hash_records(paths: Sequence[bytes], columns: Mapping[str, NDArray[Any]]) -> NDArray[np.uint64]:
+    """xxh3-64 of each row over path, a zero byte, row_hash, source_size, source_mtime_ns, source_hash and status.
 
     Args:
-        columns: these names -> (R, ...), as stored.
+        paths: (R,) the bytes that are stored.
+        columns: the other names -> (R, ...), as stored, little-endian.
 
     Returns:
         (R,) uint64.
     """
-    n_rows = len(columns["status"])
+    n_rows = len(paths)
     parts = [
         np.ascontiguousarray(columns[name], dtype).view(np.uint8).reshape(n_rows, size)
         for name, dtype, size in _RECORDED
     ]
-    return _hash_each(np.concatenate(parts, axis=1))
+    records = np.concatenate(parts, axis=1).tobytes()
+    each = len(records) // max(1, n_rows)
+    return np.fromiter(
+        (
+            xxhash.xxh3_64_intdigest(path + b"\0" + records[start : start + each])
+            for path, start in zip(paths, range(0, len(records), each or 1), strict=True)
+        ),
+        np.uint64,
+        n_rows,
+    )
 
 
 def _hash_each(rows: NDArray[np.uint8]) -> NDArray[np.uint64]:
@@ -81,8 +91,9 @@ def wrong_rows(shard: Shard, rows: NDArray[np.int64]) -> NDArray[np.int64]:
 def checked(shard: Shard, rows: NDArray[np.int64]) -> Iterator[Checked]:
     """Ascending rows in blocks: (start, stop, name -> features or None, whether each row agrees with its hashes)."""
     stored = {name: shard.column(name) for name, *_ in ROW_DATA}
+    paths = shard.column("path")
     for start, stop, block in shard.blocks(rows):
         here = {name: column[start:stop] for name, column in stored.items()}
-        agree = hash_records(here) == here["record_hash"]
+        agree = hash_records(paths[start:stop].tolist(), here) == here["record_hash"]
         agree &= False if block is None else hash_rows(block) == here["row_hash"]
         yield start, stop, block, agree

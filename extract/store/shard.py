@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import itertools
 import json
 import math
@@ -26,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError, first_line
+from extract.store.files import allow_more_files
 from extract.store.guard import Refuse, attributes_of, filters_of, identity_of, member, need_libraries, opened
 from extract.store.layout import (
     ROW_DATA,
@@ -187,7 +189,7 @@ class Shard:
         return out
 
     def _plain(self, name: str) -> NDArray[Any]:
-        if not self._arrays and not self.compression:
+        if name not in self._arrays:
             raise LayertapError(f"{self.path} is closed")
         return self._arrays[name]
 
@@ -298,7 +300,8 @@ class Shard:
             if self._packed is None or self._packed[0] != os.getpid():
                 # Chunks are read whole, so that HDF5's own cache of them would only be a copy.
                 try:
-                    self._packed = os.getpid(), h5py.File(self.path, "r", locking=False, rdcc_nbytes=0)
+                    # Through the map: by now the file may have another name, or none.
+                    self._packed = os.getpid(), h5py.File(_InMap(self._mapping), "r", rdcc_nbytes=0)
                 except OSError as error:
                     raise LayertapError(f"{self.path} cannot be read: {first_line(error)}") from error
             try:
@@ -378,8 +381,40 @@ class Shard:
         return _unpickled, (self.path, self.identity)
 
 
+class _InMap(io.RawIOBase):
+    """A memory map as the file that HDF5 reads from; with a place of its own, unlike a descriptor that is forked."""
+
+    def __init__(self, mapping: mmap.mmap):
+        self._mapping, self._place = mapping, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: len(self._mapping)}
+        self._place = starts[whence] + offset
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        content = self._mapping[self._place : self._place + len(buffer)]
+        buffer[: len(content)] = content
+        self._place += len(content)
+        return len(content)
+
+
 def _unpickled(path: Path, identity: Identity) -> Shard:
+    allow_more_files(1)
+    if path.suffix == ".part" and not path.exists():
+        path = path.with_suffix("")  # it was published since
     shard = Shard(path)
+    if path.suffix == ".part":
+        shard.keep_columns()
     if shard.identity != identity:
         raise InputError(f"{path} is another shard now than the one that was pickled")
     return shard

@@ -19,7 +19,7 @@ from extract.status import Status
 from extract.store.copying import copy_shard
 from extract.store.dataset import DataSet, Whereabouts
 from extract.store.files import read_json, sync_folder
-from extract.store.receipt import size_and_hash, write_receipt
+from extract.store.receipt import reasons_of, size_and_hash, write_receipt
 from extract.store.row_hash import checked
 from extract.store.shard import MEDIA_ERRORS, Shard
 from extract.store.writer import ShardWriter
@@ -33,6 +33,7 @@ class Remedy(Enum):
     ROW = "the row is made pending"
     FILE = "the file is put aside, and all of its rows are pending"
     RECEIPT = "the receipt is written again"
+    SUCCESSOR = "the unfinished file beside a finished one is put aside; the rows of the finished one stay"
     NONE = "nothing: embed computes what is not there, or a person must look"
 
 
@@ -136,13 +137,28 @@ def _check_shard(dataset: DataSet, number: int, where: Whereabouts, found: Verif
         except BaseException:
             shard.close()
             raise
+        if where.published is not None and where.part is not None:
+            faults += _faults_of_successor(dataset, number, where.part)
         found.faults += faults
         return shard
     raise LayertapError(f"shard {number} of {dataset.out} changes while it is looked at; try again when nobody writes")
 
 
+def _faults_of_successor(dataset: DataSet, number: int, revision: int) -> list[Fault]:
+    """Whether the file that will replace a finished shard can be gone on with; its rows are checked when it is."""
+    path = dataset.path(number, revision, part=True)
+    try:
+        dataset.open_shard(number, path).close()
+    except InputError as error:
+        name = path.relative_to(dataset.out).as_posix()
+        return [Fault(str(error).removeprefix(f"{path} "), Remedy.SUCCESSOR, number, name)]
+    return []
+
+
 def _remedy_of(path: Path) -> Remedy:
     """What to do about a file that is not the shard it should be."""
+    if path.is_symlink():
+        return Remedy.NONE  # to a disk that is not mounted now, perhaps
     try:
         with Shard(path):
             # It is whole, and of something else: perhaps it is dataset.json that is wrong, or two files changed places.
@@ -205,11 +221,11 @@ def _faults_of_receipt(shard: Shard, name: str, of_rows: Collection[Fault]) -> l
     counts = Counter(shard.column("status").tolist())
     status = {Status(code).text: counts[code] for code in sorted(counts) if code in list(Status)}
     expected = {**vars(shard.identity), **size_and_hash(shard.path), "status": status}
-    # Every byte of a shard but for padding has a hash besides this one. Where rows are wrong, that is why; where they
-    # are not, it is the receipt that is.
-    remedy = Remedy.NONE if of_rows else Remedy.RECEIPT
+    # Where rows are wrong, that is why. Where they are not, it is the receipt that is, or what has no other hash; a
+    # repair does not overwrite the only witness.
+    hint = "" if of_rows else "; every row agrees with its hashes. Without a receipt, --repair writes a new one"
     return [
-        Fault(f"its {key} is not that of its receipt", remedy, number, name)
+        Fault(f"its {key} is not that of its receipt{hint}", Remedy.NONE, number, name)
         for key, value in expected.items()
         if receipt.get(key) != value
     ]
@@ -255,7 +271,12 @@ def _mend(dataset: DataSet, number: int, where: Whereabouts, shard: Shard | None
     rows = rows.astype(np.int64) - dataset.shard_range(number).start
     path = dataset.current(number, where)
     assert path is not None
+    if Remedy.SUCCESSOR in remedies and where.part is not None:
+        _put_aside(dataset.path(number, where.part, part=True))
     if Remedy.FILE in remedies:
+        other_name = dataset.path(number, where.published or 0, part=True)
+        if where.published is not None and other_name.exists() and other_name.samefile(path):
+            other_name.unlink()  # a run was killed between the link and the unlink
         _put_aside(path)
         return len(dataset.shard_range(number))
     if shard is None:
@@ -270,7 +291,8 @@ def _mend(dataset: DataSet, number: int, where: Whereabouts, shard: Shard | None
         return len(rows)
     if Remedy.RECEIPT in remedies:
         failed = np.flatnonzero(shard.column("status") != Status.OK) + shard.identity.first_row
-        write_receipt(path, path, shard, {int(row): "the receipt that said why was lost" for row in failed})
+        lost = {int(row): "the receipt that said why was lost" for row in failed}
+        write_receipt(path, path, shard, {**lost, **reasons_of(path)})
     return 0
 
 
@@ -278,6 +300,6 @@ def _put_aside(path: Path) -> None:
     """Give a file, and its receipt, a name under which nobody looks for it; the file first."""
     for one in (path, path.with_suffix(".json")):
         names = (one.with_name(f"{one.name}.damaged{count}") for count in ("", *(f"-{i}" for i in range(2, 1000))))
-        if one.exists() and (one == path or path.suffix == ".h5"):
-            one.rename(next(name for name in names if not name.exists()))
+        if os.path.lexists(one) and (one == path or path.suffix == ".h5"):
+            one.rename(next(name for name in names if not os.path.lexists(name)))
     sync_folder(path.parent)

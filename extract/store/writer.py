@@ -77,7 +77,7 @@ class ShardWriter:
         except BaseException:
             os.close(self._file)
             raise
-        self._offsets = self._shard.offsets
+        self._offsets, self._paths = self._shard.offsets, self._shard.column("path")
         self._row_data = {name: np.dtype(dtype) for name, _, dtype in ROW_DATA}
         self._features = {feature.name: feature for feature in self._shard.features}
         self.first_row = self._shard.identity.first_row
@@ -91,10 +91,10 @@ class ShardWriter:
         self._close()
 
     def _close(self) -> None:
-        if self._file >= 0:
-            self._shard.close()
-            os.close(self._file)
-            self._file = -1
+        self._shard.close()
+        file, self._file = self._file, -1  # first, since a signal may come at any moment
+        if file >= 0:
+            os.close(file)
 
     def check(self) -> int:
         """Reset to pending each stored row that does not agree with its hashes; returns how many."""
@@ -145,7 +145,7 @@ class ShardWriter:
             raise ValueError(f"status and {', '.join(SOURCE)} must be given, with {len(rows)} rows each")
         beside = {name: np.asarray(values, self._row_data[name]) for name, values in source.items()}
         beside |= {"row_hash": hash_rows(features), "status": np.asarray(status, np.uint8)}
-        beside["record_hash"] = hash_records(beside)
+        beside["record_hash"] = hash_records(self._paths[local].tolist(), beside)
         columns: dict[str, NDArray[Any]] = {f"/features/{name}": values for name, values in features.items()}
         columns |= {f"/{name}": values for name, values in beside.items() if name != "status"}
         try:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import h5py
@@ -88,7 +89,8 @@ def test_the_record_hash_is_over_what_stands_beside_the_features(complete: Path)
             names = ("row_hash", "source_size", "source_mtime_ns", "source_hash", "status")
             record = b"".join(file[name][row].tobytes() for name in names)
             assert len(record) == 8 + 8 + 8 + 16 + 1
-            assert file["record_hash"][row] == xxhash.xxh3_64(record).intdigest()
+            path = os.fsencode(PATHS[10 + row])
+            assert file["record_hash"][row] == xxhash.xxh3_64(path + b"\0" + record).intdigest()
 
 
 def test_a_feature_is_one_array_in_the_file(complete: Path) -> None:

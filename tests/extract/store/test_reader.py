@@ -109,6 +109,19 @@ def test_a_shard_that_was_written_anew_takes_the_place_of_the_old_one(complete: 
     assert sorted(path.name for path in (complete / "shards").iterdir()) == names
 
 
+@pytest.mark.parametrize("compress", ["gzip", "blosc2"])
+def test_a_compressed_shard_that_is_written_anew_stays_readable_for_who_has_it(tmp_path: Path, compress: str) -> None:
+    data = complete_data_set(tmp_path / "out", compress)
+    with FeatureReader(data.out) as reader:  # nothing is unpacked yet
+        with data.open_shard(1, data.path(1)) as shard:
+            copy_shard(shard, data.path(1, 1, part=True), pending=np.array([2]))
+        with ShardWriter(data, 1, 1) as writer:
+            write(writer, [12])
+            writer.publish(compress)
+        assert not data.path(1).exists()
+        assert np.array_equal(reader["vector"][:], VALUES["vector"])
+
+
 # While it is written
 
 
@@ -416,7 +429,10 @@ def test_pending_rows_are_not_read(complete: Path) -> None:
     with h5py.File(shard, "r+") as file:  # status is written in place: the structure stays as it was signed
         file["status"][1] = Status.PENDING
     for path in (complete, shard):
-        with pytest.raises(LayertapError, match="000002.h5 is unfinished: 1 rows are pending"):
+        with pytest.raises(
+            LayertapError,
+            match="000002.h5 is damaged: 1 rows are pending in a finished file; `layertap verify --repair`",
+        ):
             FeatureReader(path)
 
 

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import xxhash
 
-from extract import FeatureReader, LayertapError, LockedError, Status
+from extract import FeatureReader, InputError, LayertapError, LockedError, Status
+from extract.store.copying import copy_shard
 from extract.store.dataset import DataSet
-from extract.store.layout import RowNames, StoredFeature, create_shard
+from extract.store.layout import ROW_DATA, RowNames, StoredFeature, create_shard
 from extract.store.shard import Shard
 from extract.store.verify import Fault, Remedy, repair, verify
 from extract.store.writer import ShardWriter
@@ -127,9 +128,13 @@ def test_lost_and_changed_receipts_are_found(complete: Path) -> None:
     assert found[0] == ("shards/000000.json", None, "is missing")
     assert found[1][0] == "shards/000001.json"
     assert "is damaged" in found[1][2]
-    assert {what for file, _, what in found if file == "shards/000002.h5"} == {
+    assert {what.split(";")[0] for file, _, what in found if file == "shards/000002.h5"} == {
         "its sha256 is not that of its receipt", "its size is not that of its receipt"
     }  # fmt: skip
+    before = receipts[2].read_text()
+    repair(verify(complete))
+    assert receipts[2].read_text() == before  # it may be the only witness of something
+    assert receipts[0].exists()
 
 
 def test_a_lost_receipt_is_written_again(tmp_path: Path) -> None:
@@ -335,3 +340,65 @@ def test_a_newer_file_that_is_no_shard_costs_nothing(complete: Path) -> None:
     assert repair(verify(complete)) == 10
     with FeatureReader(complete) as reader:
         assert np.array_equal(reader["vector"][:], VALUES["vector"])
+
+
+def test_rows_that_changed_places_with_all_that_belongs_to_them_are_found(complete: Path) -> None:
+    with h5py.File(complete / "shards" / "000001.h5", "r+") as file:
+        for name in ("features/vector", "features/map:none", *(name for name, *_ in ROW_DATA)):
+            file[name][[2, 7]] = file[name][:][[7, 2]]
+    assert [(row, what) for _, row, what in faults(complete) if row is not None] == [
+        (12, "it does not agree with its hashes"), (17, "it does not agree with its hashes")
+    ]  # fmt: skip
+    assert repair(verify(complete)) == 2
+
+
+def test_a_damaged_successor_is_put_aside_and_the_finished_file_stays(complete: Path) -> None:
+    data = DataSet.open(complete)
+    with data.open_shard(1, data.path(1)) as shard:
+        copy_shard(shard, data.path(1, 1, part=True), pending=np.array([3]))
+    assert verify(complete).faults == []  # it is no fault that a retry is not finished
+    content = bytearray(data.path(1, 1, part=True).read_bytes())
+    content[1100] ^= 1
+    data.path(1, 1, part=True).write_bytes(content)
+    found = verify(complete)
+    assert [(fault.file, fault.remedy) for fault in found.faults] == [("shards/000001-r1.h5.part", Remedy.SUCCESSOR)]
+    assert repair(found) == 0
+    assert verify(complete).faults == []
+    assert data.path(1).exists()
+    assert not data.path(1, 1, part=True).exists()
+
+
+def test_a_link_to_a_disk_that_is_not_there_is_left_alone(complete: Path) -> None:
+    shard = complete / "shards" / "000001.h5"
+    elsewhere = shard.rename(complete / "elsewhere.h5")
+    shard.symlink_to("/nonexistent/000001.h5")
+    found = verify(complete)
+    assert [(fault.file, fault.what, fault.remedy) for fault in found.faults] == [
+        ("shards/000001.h5", "does not exist", Remedy.NONE)
+    ]
+    assert repair(found) == 0
+    assert shard.with_suffix(".json").exists()
+    shard.unlink()
+    shard.symlink_to(elsewhere)
+    assert verify(complete).faults == []
+
+
+def test_a_file_with_two_names_is_put_aside_once(complete: Path) -> None:
+    """As a kill between the link and the unlink leaves it, and damaged then."""
+    data = DataSet.open(complete)
+    os.link(data.path(1), data.path(1, part=True))
+    with data.path(1).open("r+b") as file:
+        file.seek(1100)
+        file.write(b"X")
+    assert repair(verify(complete)) == 10
+    assert not data.path(1, part=True).exists()
+    refill(data)
+    assert verify(complete).faults == []
+
+
+def test_other_features_do_not_take_over_a_repaired_folder(tmp_path: Path) -> None:
+    data = complete_data_set(tmp_path / "out", shard_rows=ROWS)
+    data.path(0).write_bytes(b"nothing")
+    assert repair(verify(data.out)) == ROWS
+    with pytest.raises(InputError, match="holds other features"):
+        data_set(tmp_path / "out", depends_on={"weights": "v"}).open_or_create()

@@ -287,6 +287,24 @@ def test_no_space_for_a_compressed_copy_leaves_the_rows(tmp_path: Path, monkeypa
         assert np.array_equal(reader["vector"][:], VALUES["vector"][:10])
 
 
+def test_a_signal_while_a_writer_closes_does_not_close_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = data_set(tmp_path / "out")
+    data.open_or_create()
+    create(data, 0)
+    closed: list[int] = []
+    close = os.close
+
+    def interrupted(file: int) -> None:
+        close(file)
+        closed.append(file)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), ShardWriter(data, 0) as writer:
+        monkeypatch.setattr(os, "close", interrupted)
+        writer._close()
+    assert len(closed) == 1
+
+
 def test_a_folder_that_vanished_is_told(tmp_path: Path) -> None:
     import shutil
 

@@ -1,0 +1,119 @@
+"""A backbone from one's own Python file: `python/path/to/file.py:factory`.
+
+The factory takes no arguments and returns the model and its preprocessing:
+
+    def factory():
+        model = MyNet()
+        model.load_state_dict(torch.load("weights.pth", weights_only=True))
+        return model, transform        # RGB picture -> (3, H, W) float32
+
+The file's own code is part of the fingerprint, and it is run: name only files that you trust.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from extract.backbones import Backbone
+from extract.errors import InputError, first_line, unknown_name
+from extract.preprocessing import Preprocessing, from_transform
+from extract.weights import Weights, given_weights, weights_sha256
+
+__all__ = ["from_python_file"]
+
+
+def from_python_file(name: str, weights: str | None, seed: int, allow_missing_head: bool) -> Backbone:
+    """The backbone that a factory in a Python file makes.
+
+    Args:
+        name: FILE.py:FACTORY.
+        weights: a file, for the model that the factory makes; None: as the factory makes it.
+        seed: of random numbers, if the factory draws any.
+        allow_missing_head: not used: which layer is the classifier is not known.
+
+    Raises:
+        InputError: no such file, or the factory fails or returns something else.
+        UnknownNameError: no such factory in the file.
+    """
+    file, _, factory_name = name.rpartition(":")
+    path = Path(file).resolve()
+    if not factory_name.isidentifier() or path.suffix != ".py":
+        raise InputError(f"python/{name}: expected python/FILE.py:FACTORY")
+    if weights == "random":
+        raise InputError(f"python/{name}: the factory decides about weights; it cannot be told to make random ones")
+    factory, code = _factory(path, factory_name)
+    made: list[tuple[nn.Module, Callable[..., Tensor]]] = []
+
+    def make() -> nn.Module:
+        made.append(_made(factory, path, factory_name))
+        return made[-1][0]
+
+    if weights is None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = make()
+        loaded = Weights(f"as {path.name}:{factory_name} makes them", weights_sha256(model))
+    else:
+        model, loaded, _ = given_weights(make, weights, seed, f"python/{name}", lambda model: None)
+    title = f"{path.name}:{factory_name} of a file with sha256 {code}"
+    return Backbone(
+        spec=f"python/{path}:{factory_name}",
+        architecture=f"python/{title}",
+        model=model,
+        weights=loaded,
+        preprocessing=_preprocessing(made[-1][1], title, path, factory_name),
+    )
+
+
+def _factory(path: Path, name: str) -> tuple[Callable[[], Any], str]:
+    """The factory, and the sha256 of the file it is from."""
+    try:
+        code = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from error
+    module_name = f"layertap_python_file_{hashlib.sha256(bytes(path)).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # so that what it defines can be sent to worker processes
+    sys.path.insert(0, str(path.parent))  # it may import its neighbours
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise InputError(f"{path} cannot be imported: {type(error).__name__}: {first_line(error)}") from error
+    finally:
+        sys.path.remove(str(path.parent))
+    functions = {key: value for key, value in vars(module).items() if callable(value) and not key.startswith("_")}
+    if name not in functions:
+        raise unknown_name("factory", name, functions, str(path))
+    return functions[name], hashlib.sha256(code).hexdigest()
+
+
+def _made(factory: Callable[[], Any], path: Path, name: str) -> tuple[nn.Module, Callable[..., Tensor]]:
+    try:
+        made = factory()
+    except Exception as error:
+        raise InputError(f"{path}:{name}() failed: {type(error).__name__}: {first_line(error)}") from error
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1]):
+        return made
+    found = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
+    raise InputError(
+        f"{path}:{name}() returned {found}; it must return (model, transform), where the transform makes a (3, H, W) "
+        "float32 tensor of an RGB picture"
+    )
+
+
+def _preprocessing(transform: Callable[..., Tensor], title: str, path: Path, name: str) -> Preprocessing:
+    try:
+        return from_transform(transform, f"that of {title}")
+    except InputError as error:
+        raise InputError(f"the transform of {path}:{name}() {error}") from error
