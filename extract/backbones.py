@@ -294,7 +294,11 @@ def _entry_of_file(published: list[Any], default: Any, weights: str) -> tuple[An
 def _python(spec: str, name: str, weights: str | None, seed: int, headless: bool) -> Backbone:
     from extract.python_file import from_python_file
 
-    return from_python_file(name, weights, seed, headless)
+    if headless:
+        raise InputError(
+            f"{spec}: which layer is the classifier is not known; the factory must make a model without one"
+        )
+    return from_python_file(name, weights, seed)
 
 
 _SOURCES: dict[str, Callable[[str, str, str | None, int, bool], Backbone]] = {

@@ -351,10 +351,10 @@ def _check_same_images(plan: Plan, existing: DataSet) -> None:
         InputError: they are not; other pictures may lie under the same names.
     """
     for shard, where in enumerate(existing.whereabouts()):
-        revision = where.part if where.published is None else where.published
-        if revision is None:
+        file = existing.current(shard, where)
+        if file is None:
             continue
-        with existing.open_shard(shard, existing.path(shard, revision, part=where.published is None)) as stored:
+        with existing.open_shard(shard, file) as stored:
             good = np.flatnonzero(stored.column("status") == Status.OK)
             chosen = good[:: max(1, len(good) // _SAMPLED)]
             hashes = stored.column("source_hash")[chosen]

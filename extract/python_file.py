@@ -30,14 +30,13 @@ from extract.weights import Weights, given_weights, weights_sha256
 __all__ = ["from_python_file"]
 
 
-def from_python_file(name: str, weights: str | None, seed: int, allow_missing_head: bool) -> Backbone:
+def from_python_file(name: str, weights: str | None, seed: int) -> Backbone:
     """The backbone that a factory in a Python file makes.
 
     Args:
         name: FILE.py:FACTORY.
         weights: a file, for the model that the factory makes; None: as the factory makes it.
         seed: of random numbers, if the factory draws any.
-        allow_missing_head: not used: which layer is the classifier is not known.
 
     Raises:
         InputError: no such file, or the factory fails or returns something else.

@@ -80,7 +80,8 @@ def recheck(
         plan = _plan(dataset, reader.provenance, folder, backbone, weights, device, workers)
         if changed := differences(dataset.depends_on, plan.dataset.depends_on):
             return Recheck(0, 0.0, [Fault(f"made with another {line}", Remedy.NONE) for line in changed])
-        batches = [list(range(i, min(i + 64, len(chosen)))) for i in range(0, len(chosen), 64)]
+        starts = range(0, len(chosen), defaults.BATCH_SIZE)
+        batches = [list(range(start, min(start + defaults.BATCH_SIZE, len(chosen)))) for start in starts]
         prepare = plan.backbone.preprocessing.prepare
         compared, largest, faults = 0, 0.0, []
         whereabouts = dataset.whereabouts()
@@ -138,7 +139,7 @@ def _plan(
     if backbone is None:
         backbone = load_backbone(spec, device=device, **{**asked, **({"weights": weights} if weights else {})})
     settings = {
-        "layers": layers, "batch_size": 64, "workers": workers, "dtype": dataset.features[0].dtype,
+        "layers": layers, "batch_size": defaults.BATCH_SIZE, "workers": workers, "dtype": dataset.features[0].dtype,
         "shard_rows": None, "compress": None,
     }  # fmt: skip
     return plan_for(folder, dataset.out, backbone, settings)

@@ -6,7 +6,7 @@
     fingerprint      sha256 of `depends_on`
     depends_on       what the numbers depend on: weights, architecture, layers, preprocessing, precision, decoder
     features         name, shape, dtype, attributes of each
-    images           root, count, xxh3-128 of the sorted paths
+    images           root, count, xxh3-128 of the sorted paths; merged_from: the same of the sources of a merged one
     shard_rows       rows in every shard but the last
 
 Readers ignore keys they do not know. `runs.jsonl` has a line "started" for each run that wrote to the data set, with

@@ -75,6 +75,8 @@ def export(
         for file in made.iterdir() if made.is_dir() else [made]:
             with file.open("rb") as written:
                 os.fsync(written.fileno())
+        if made.is_dir():
+            sync_folder(made)
         claim(made, path)
         sync_folder(path.parent)
     except FileExistsError as error:
@@ -115,6 +117,8 @@ def _to_h5(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _On
 
 
 def _to_npy(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _OnRows) -> None:
+    if "labels" in names:
+        raise InputError("the layer 'labels' cannot be exported: a file of this name holds the labels")
     path.mkdir()
     np.save(path / "labels.npy", reader.labels)
     with (path / "rows.csv").open("w", encoding="utf-8", errors="surrogateescape", newline="") as text:
@@ -124,8 +128,6 @@ def _to_npy(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
         for row, values in enumerate(zip(reader.paths, reader.labels, reader.splits, reader.status, strict=True)):
             image, label, split, status = values
             table.writerow([reader.rows[row], image, label, classes[label], split, Status(status).text])
-    if "labels" in names:
-        raise InputError("the layer 'labels' cannot be exported: a file of this name holds the labels")
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context((path / f"{name}.npy").open("wb")) for name in names}
         for name, file in files.items():

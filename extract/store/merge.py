@@ -81,6 +81,7 @@ def merge(
                 {"out": str(source.resolve()), "images": d.images} for source, d in zip(sources, datasets, strict=True)
             ],
         }
+        reasons = {row: why for row, _, _, why in reader.failures}
         with merged.locked():
             merged.open_or_create()
             for shard, where in enumerate(merged.whereabouts()):
@@ -96,6 +97,8 @@ def merge(
                     )
                 with ShardWriter(merged, shard, revision) as writer:
                     _fill(writer, reader, rows, here, on_rows)
+                    origins = rows.source[here.start : here.stop].tolist()
+                    writer.give_reasons({row: reasons[o] for row, o in zip(here, origins, strict=True) if o in reasons})
                     writer.publish(compress)
     return merged
 
@@ -173,5 +176,3 @@ def _fill(
         columns = {name: reader.column(name)[source] for name in SOURCE}
         writer.write(np.arange(here.start + start, here.start + stop), features, reader.status[source], columns)
         on_rows(stop - start, False)
-    places = {int(row): here.start + i for i, row in enumerate(rows.source[here.start : here.stop])}
-    writer.give_reasons({places[row]: why for row, _, _, why in reader.failures if row in places})

@@ -146,10 +146,10 @@ class FeatureReader:
             found.append(here[labels])
         return _frozen(np.concatenate([np.empty(0, np.int64), *found]))
 
-    @cached_property
+    @property
     def status(self) -> NDArray[np.uint8]:
         """(N,) codes of `extract.status.Status`; 1 is ok."""
-        return _frozen(np.concatenate([np.empty(0, np.uint8), *self._columns("status")]))
+        return self.column("status")
 
     @cached_property
     def sets(self) -> NDArray[np.int64]:
@@ -250,7 +250,7 @@ class FeatureReader:
                 rows is equally likely; needs a fast disk, or features that fit into the file cache.
             seed: of the order; the same seed gives the same order, on any machine.
             split: only the rows of this split.
-            memory_bytes: that it allocates at most, apart from 8 bytes for each row and the batch it returns.
+            memory_bytes: that it allocates at most, apart from 24 bytes for each row and the batch it returns.
 
         Raises:
             UnknownNameError: no such layer or split.

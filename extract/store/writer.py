@@ -138,7 +138,7 @@ class ShardWriter:
             if values.shape != (len(rows), *self._features[name].shape) or values.dtype != self._features[name].dtype:
                 expected = f"rows of {self._features[name].shape} {self._features[name].dtype}"
                 raise ValueError(f"{name}: {values.shape} {values.dtype} given for {len(rows)} {expected}")
-        local = rows - self.first_row
+        local = np.asarray(rows, np.int64) - self.first_row
         if len(local) and not (local[0] >= 0 and local[-1] < len(self.status) and (np.diff(local) > 0).all()):
             raise ValueError(f"rows {rows} are not ascending rows of this shard")
         if sorted(source) != sorted(SOURCE) or any(len(one) != len(rows) for one in (status, *source.values())):
@@ -146,18 +146,20 @@ class ShardWriter:
         beside = {name: np.asarray(values, self._row_data[name]) for name, values in source.items()}
         beside |= {"row_hash": hash_rows(features), "status": np.asarray(status, np.uint8)}
         beside["record_hash"] = hash_records(self._paths[local].tolist(), beside)
-        columns: dict[str, NDArray[Any]] = {f"/features/{name}": values for name, values in features.items()}
+        columns = {f"/features/{name}": values for name, values in features.items()}
         columns |= {f"/{name}": values for name, values in beside.items() if name != "status"}
+        columns["/status"] = beside["status"]  # the last to be written: it says that all the others are there
+        done = 0
+        places: list[tuple[int, slice]] = []  # row of the file, and which of the given rows begin there
+        for start, stop in runs(local):
+            places.append((start, slice(done, done + stop - start)))
+            done += stop - start
         try:
             for name, values in columns.items():
-                for start, stop in runs(local):
-                    first = int(np.searchsorted(local, start))
-                    self._put(name, start, values[first : first + stop - start])
-            if self._sync_s == 0:
-                os.fdatasync(self._file)  # so that no status is on the disk before its row
-            for start, stop in runs(local):
-                first = int(np.searchsorted(local, start))
-                self._put("/status", start, status[first : first + stop - start])
+                if name == "/status" and self._sync_s == 0:
+                    os.fdatasync(self._file)  # so that no status is on the disk before its row
+                for start, here in places:
+                    self._put(name, start, values[here])
             if time.monotonic() - self._synced >= self._sync_s:
                 os.fdatasync(self._file)
                 self._synced = time.monotonic()
@@ -165,7 +167,7 @@ class ShardWriter:
             raise LayertapError(
                 f"cannot write to {self._part}: {error.strerror}; what was stored before is safe"
             ) from error
-        self.status[local] = status
+        self.status[local] = beside["status"]
         self._reasons.update(reasons or {})
 
     def give_reasons(self, reasons: Mapping[int, str]) -> None:

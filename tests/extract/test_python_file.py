@@ -133,3 +133,5 @@ def test_files_that_cannot_be_used(file: Path, tmp_path: Path) -> None:
     file.write_text(CODE)
     with pytest.raises(InputError, match="cannot be told to make random ones"):
         load_backbone(f"python/{file}:small", weights="random")
+    with pytest.raises(InputError, match="which layer is the classifier is not known"):
+        load_backbone(f"python/{file}:small", allow_missing_head=True)

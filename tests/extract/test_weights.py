@@ -83,13 +83,19 @@ def reference(spec: str) -> nn.Module:
     return model.eval()
 
 
+def saved(path: Path, spec: str, wrapped: Callable[[State], Any]) -> nn.Module:
+    """A model whose weights are in the file, in the layout of a checkpoint."""
+    model = reference(spec)
+    torch.save(wrapped(model.state_dict()), path)
+    return model
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=[name for name, *_ in LAYOUTS])
 def test_a_wrapped_checkpoint_is_taken_apart(
     tmp_path: Path, layout: tuple[str, str, Callable[[State], Any], str]
 ) -> None:
     _, spec, wrapped, note = layout
-    model = reference(spec)
-    torch.save(wrapped(model.state_dict()), tmp_path / "w.pth")
+    model = saved(tmp_path / "w.pth", spec, wrapped)
     backbone = load_backbone(spec, weights=str(tmp_path / "w.pth"), device="cpu")
     assert note in backbone.weights.source
     assert all(note.startswith("w.pth: ") for note in backbone.notes[-1:]) or not note
@@ -103,8 +109,7 @@ def test_a_checkpoint_without_a_head_needs_leave(
     tmp_path: Path, layout: tuple[str, str, Callable[[State], Any], str]
 ) -> None:
     _, spec, wrapped, note = layout
-    model = reference(spec)
-    torch.save(wrapped(model.state_dict()), tmp_path / "w.pth")
+    model = saved(tmp_path / "w.pth", spec, wrapped)
     with pytest.raises(InputError, match="(?s)do not fit .*--allow-missing-head goes on without it"):
         load_backbone(spec, weights=str(tmp_path / "w.pth"), device="cpu")
     backbone = load_backbone(spec, weights=str(tmp_path / "w.pth"), device="cpu", allow_missing_head=True)

@@ -318,6 +318,20 @@ def test_a_folder_that_vanished_is_told(tmp_path: Path) -> None:
             writer.publish()
 
 
+def test_status_of_any_integer_type_is_stored_as_a_byte(tmp_path: Path) -> None:
+    data = data_set(tmp_path / "out")
+    data.open_or_create()
+    with ShardWriter(*created(data, 0)) as writer:
+        for rows in ([0, 1, 5], [2, 3, 4, 6, 7, 8, 9]):
+            values = {name: values[rows] for name, values in VALUES.items()}
+            writer.write(np.array(rows, np.int32), values, np.ones(len(rows), np.int64), no_files(len(rows)))
+        assert writer.check() == 0
+        assert writer.status.tolist() == [1] * 10
+        writer.publish()
+    with FeatureReader(data.path(0)) as reader:
+        assert np.array_equal(reader["vector"][:], VALUES["vector"][:10])
+
+
 @pytest.mark.parametrize("rows", [[10], [-1], [3, 3], [4, 3]])
 def test_rows_of_another_shard_or_in_disorder_are_refused(tmp_path: Path, rows: list[int]) -> None:
     data = data_set(tmp_path / "out")
