@@ -13,3 +13,4 @@ DEVICE = "auto"
 DTYPE: Literal["float32", "float16"] = "float32"
 SYNC_S = 30.0  # after which Linux writes changed pages to the disk by itself (vm.dirty_expire_centisecs)
 SEED = 0
+MAX_PIXELS = 2 * 89_478_485  # of one image; what Pillow takes for a decompression bomb is more

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from extract import defaults
 from extract.backbones import Backbone, load_backbone
+from extract.duplicates import Duplicates
 from extract.errors import InputError, LayertapError, first_line
 from extract.forward import Forward, ready, rows_of
 from extract.images import Batch, load_batches
@@ -54,6 +55,7 @@ def extract_features(
     device: str = defaults.DEVICE,
     dtype: str = defaults.DTYPE,
     limit: int | None = None,
+    max_pixels: int = defaults.MAX_PIXELS,
     seed: int = defaults.SEED,
     allow_missing_head: bool = False,
     shard_rows: int | None = None,
@@ -67,7 +69,7 @@ def extract_features(
     a status and NaN (`reader.failures`).
 
     Args:
-        images: folder; classes and splits come from the names of its folders.
+        images: a folder, list, archive, array or URL; see `extract.images.list_images`.
         out: folder of the data set; made if need be.
         backbone: a spec, or what `load_backbone` returned; then `weights`, `device` and `seed` have no effect.
         layers: `LAYER[:POOLING]` each, globs allowed; see `choose_features`.
@@ -77,6 +79,7 @@ def extract_features(
         device: "auto", "cpu", "cuda", "cuda:1", "mps".
         dtype: "float32" or "float16", as stored.
         limit: only so many images, the first in order.
+        max_pixels: an image of more is taken for a decompression bomb, and is a failed row.
         seed: of random weights.
         allow_missing_head: whether the weights may lack the classifier; see `load_backbone`.
         shard_rows: images in a file; None makes files of at most 1 GB.
@@ -104,6 +107,7 @@ def extract_features(
         workers=workers,
         dtype=dtype,
         limit=limit,
+        max_pixels=max_pixels,
         shard_rows=shard_rows,
         compress=compress,
     )
@@ -128,6 +132,7 @@ class Summary:
         n_rows: rows of the data set.
         found: rows that were done before.
         computed: rows of this run, failed ones included.
+        duplicates: those of them that were copied, since an earlier row has an image with the same bytes.
         status: status -> number of rows of this run.
         seconds: from the first image to the last receipt.
         stages: seconds spent waiting for images, in the forward (with pooling and the copy to the CPU), and writing.
@@ -137,6 +142,7 @@ class Summary:
     n_rows: int
     found: int = 0
     computed: int = 0
+    duplicates: int = 0
     status: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
     stages: dict[str, float] = field(default_factory=lambda: {"images": 0.0, "forward": 0.0, "write": 0.0})
@@ -200,9 +206,13 @@ def extract(
             itertools.chain.from_iterable(_batches_of(one.rows, plan) for one in work),
             plan.backbone.preprocessing.prepare,
             workers=plan.workers if summary.found < dataset.n_rows else 0,
-            pin_memory=plan.backbone.device.type == "cuda",
+            batch_size=plan.batch_size,
+            max_pixels=plan.max_pixels,
         )
-        with ready(plan.backbone, plan.choice, dataset.features[0].dtype) as forward:
+        with (
+            contextlib.closing(batches),
+            ready(plan.backbone, plan.choice, dataset.features[0].dtype) as forward,
+        ):
             for one in work:
                 count = sum(1 for _ in _batches_of(one.rows, plan))
                 extract_shard(plan, one, itertools.islice(batches, count), forward, summary, on_rows, stop)
@@ -247,22 +257,26 @@ def extract_shard(
     part = plan.dataset.path(work.shard, work.revision, part=True)
     if not part.exists():
         _create_part(plan, work, part)
+    dtype = plan.dataset.features[0].dtype
     with ShardWriter(plan.dataset, work.shard, work.revision, sync_s=plan.sync_s) as writer:
+        duplicates = Duplicates(writer)
         while True:
             with summary.timed("images"):
                 batch = _next(batches)
             if batch is None:
                 break
-            if (batch.status == Status.MISSING).any():
-                _check_still_there(plan.images.root)
+            if (batch.status == Status.MISSING).any() or not (batch.status == Status.OK).any():
+                plan.images.source.check_there()  # files that are missing with their disk are no failed rows
             with summary.timed("forward"):
-                features, status, reasons = rows_of(
-                    batch, forward, plan.choice.features, plan.dataset.features[0].dtype
+                features, status, reasons = duplicates.rows_of(
+                    batch, lambda images: rows_of(images, forward, plan.choice.features, dtype)
                 )
             with summary.timed("write"):
                 source = {name: getattr(batch, name) for name in ("source_size", "source_mtime_ns", "source_hash")}
                 writer.write(batch.rows, features, status, source, reasons)
             summary.computed += len(batch.rows)
+            summary.duplicates += duplicates.count
+            duplicates.count = 0
             summary.status.update(Status(code).text for code in status.tolist())
             on_rows(len(batch.rows), False)
             if stop():
@@ -282,19 +296,6 @@ def _next(batches: Iterator[Batch]) -> Batch | None:
             f"a process that decodes images died or hangs: {first_line(error)}. What was stored is safe; run again to "
             "go on. Lower workers or batch_size if memory is short, or give /dev/shm more room"
         ) from error
-
-
-def _check_still_there(root: Path) -> None:
-    """Whether the image folder is there: files that are missing with it are no failed rows."""
-    try:
-        there = any(True for _ in os.scandir(root))  # where a disk was unmounted, an empty folder stays
-    except OSError:
-        there = False
-    if not there:
-        raise LayertapError(
-            f"{root} has vanished, or is empty now (an unmounted disk?). What was stored is safe; "
-            "run again when it is back"
-        )
 
 
 def _work(dataset: DataSet, retry_failed: bool) -> list[ShardWork]:
@@ -345,7 +346,7 @@ def _batches_of(rows: RowNumbers, plan: Plan) -> Iterator[list[int]]:
 
 
 def _check_same_images(plan: Plan, existing: DataSet) -> None:
-    """Whether a few images that have rows already are the same under the new folder, byte for byte.
+    """Whether a few images that have rows already are the same at the new place, byte for byte.
 
     Raises:
         InputError: they are not; other pictures may lie under the same names.
@@ -358,16 +359,16 @@ def _check_same_images(plan: Plan, existing: DataSet) -> None:
             good = np.flatnonzero(stored.column("status") == Status.OK)
             chosen = good[:: max(1, len(good) // _SAMPLED)]
             hashes = stored.column("source_hash")[chosen]
-            for path, expected in zip(stored.text("path", chosen), hashes, strict=True):
+            first_row = stored.identity.first_row
+            for row, expected in zip((first_row + chosen).tolist(), hashes, strict=True):
                 try:
-                    with open(os.path.join(plan.images.root, path), "rb") as picture:  # noqa: PTH118, PTH123
-                        same = xxhash.xxh3_128_digest(picture.read()) == expected.tobytes()
-                except OSError:
+                    same = xxhash.xxh3_128_digest(plan.images.source.read(row)[0]) == expected.tobytes()
+                except (OSError, ValueError):
                     same = False
                 if not same:
                     raise InputError(
                         f"{existing.out} holds features of the images in {existing.images['root']}; those in "
-                        f"{plan.images.root} are others: {path} differs. Choose another output folder"
+                        f"{plan.images.root} are others: {plan.images.paths[row]} differs. Choose another output folder"
                     )
         if len(chosen):
             return

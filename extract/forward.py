@@ -69,7 +69,7 @@ def rows_of(
     found = forward(batch.images) if len(batch.images) else {}
     rows: dict[str, NDArray[Any]] = {}
     for feature in features:
-        if good.all():
+        if found and good.all():
             rows[feature.name] = found[feature.name]
             continue
         rows[feature.name] = np.full((len(good), *feature.shape), np.nan, dtype)

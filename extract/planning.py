@@ -19,7 +19,7 @@ from extract import defaults
 from extract.backbones import Backbone
 from extract.errors import InputError, unknown_name
 from extract.features import Choice, choose_features
-from extract.images import ImageFolder, list_images
+from extract.images import Images, list_images
 from extract.settings import evaluating, full_float32
 from extract.store.copying import COMPRESSIONS
 from extract.store.dataset import DataSet, existing_shard_rows, shard_rows_for
@@ -35,12 +35,13 @@ DTYPES = ("float32", "float16")
 class Plan:
     """Everything a run has resolved before it computes."""
 
-    images: ImageFolder
+    images: Images
     backbone: Backbone
     choice: Choice
     dataset: DataSet
     batch_size: int
     workers: int
+    max_pixels: int
     compress: str | None
     sync_s: float
     provenance: dict[str, Any]
@@ -56,6 +57,7 @@ def plan(
     workers: int = defaults.WORKERS,
     dtype: str = defaults.DTYPE,
     limit: int | None = None,
+    max_pixels: int = defaults.MAX_PIXELS,
     shard_rows: int | None = None,
     compress: str | None = None,
     sync_s: float = defaults.SYNC_S,
@@ -70,7 +72,7 @@ def plan(
     if dtype not in DTYPES:
         raise unknown_name("dtype", dtype, DTYPES)
     for name, value, least in (("batch_size", batch_size, 1), ("workers", workers, 0), ("limit", limit, 1),
-                               ("shard_rows", shard_rows, 1)):  # fmt: skip
+                               ("max_pixels", max_pixels, 1), ("shard_rows", shard_rows, 1)):  # fmt: skip
         if value is not None and value < least:
             raise InputError(f"{name} is {value}; it must be at least {least}")
     configuration = {
@@ -82,24 +84,25 @@ def plan(
         "workers": workers,
         "dtype": dtype,
         "limit": limit,
+        "max_pixels": max_pixels,
         "shard_rows": shard_rows,
         "compress": compress,
     }
-    folder = list_images(images, limit)
-    return plan_for(folder, Path(out), backbone, configuration, sync_s)
+    found = list_images(images, limit)
+    return plan_for(found, Path(out), backbone, configuration, sync_s)
 
 
 def plan_for(
-    folder: ImageFolder, out: Path, backbone: Backbone, configuration: dict[str, Any], sync_s: float = defaults.SYNC_S
+    images: Images, out: Path, backbone: Backbone, configuration: dict[str, Any], sync_s: float = defaults.SYNC_S
 ) -> Plan:
     """The plan for images that are listed already.
 
     Args:
-        folder: the images.
+        images: as listed.
         out: folder of the data set.
         backbone: as loaded.
-        configuration: `layers`, `batch_size`, `workers`, `dtype`, `shard_rows` and `compress`, checked; it goes into
-            the provenance.
+        configuration: `layers`, `batch_size`, `workers`, `dtype`, `max_pixels`, `shard_rows` and `compress`,
+            checked; it goes into the provenance.
         sync_s: as of `plan`.
     """
     dtype, shard_rows = configuration["dtype"], configuration["shard_rows"]
@@ -128,22 +131,23 @@ def plan_for(
         "precision": "float32",
         "stored_as": dtype,
     }
-    listed = xxhash.xxh3_128_hexdigest(b"\0".join(os.fsencode(path) for path in folder.paths))
+    listed = xxhash.xxh3_128_hexdigest(b"\0".join(os.fsencode(path) for path in images.paths))
     dataset = DataSet(
         out=out,
         depends_on=json.loads(json.dumps(depends_on)),  # as it will be read back
         features=stored,
-        images={"root": str(folder.root.resolve()), "count": len(folder), "paths_xxh3": listed},
-        shard_rows=min(shard_rows or existing_shard_rows(out) or shard_rows_for(stored), len(folder)),
+        images={"root": images.root, "count": len(images), "paths_xxh3": listed},
+        shard_rows=min(shard_rows or existing_shard_rows(out) or shard_rows_for(stored), len(images)),
     )
     provenance = _provenance(backbone, depends_on, configuration)
     return Plan(
-        folder,
+        images,
         backbone,
         choice,
         dataset,
         configuration["batch_size"],
         configuration["workers"],
+        configuration["max_pixels"],
         configuration["compress"],
         sync_s,
         provenance,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from extract import defaults
 from extract.backbones import Backbone, load_backbone
 from extract.errors import InputError
 from extract.forward import ready, rows_of
-from extract.images import ImageFolder, load_batches
+from extract.images import Images, listed_again, load_batches
 from extract.planning import Plan, plan_for
 from extract.status import Status
 from extract.store.dataset import DataSet, differences
@@ -48,7 +49,7 @@ def recheck(
     sample: int,
     *,
     seed: int = defaults.SEED,
-    images: Path | None = None,
+    images: str | os.PathLike[str] | None = None,
     backbone: Backbone | None = None,
     weights: str | None = None,
     device: str = defaults.DEVICE,
@@ -76,13 +77,14 @@ def recheck(
         if not len(good):
             raise InputError(f"{out} has no row with features")
         chosen = np.sort(np.random.default_rng(seed).permutation(good)[:sample])
-        folder = _folder(images or Path(dataset.images["root"]), [reader.paths[row] for row in chosen], out)
-        plan = _plan(dataset, reader.provenance, folder, backbone, weights, device, workers)
+        root = dataset.images["root"] if images is None else os.fspath(images)
+        found = _listed(root, [reader.paths[row] for row in chosen], out)
+        plan = _plan(dataset, reader.provenance, found, backbone, weights, device, workers)
         if changed := differences(dataset.depends_on, plan.dataset.depends_on):
             return Recheck(0, 0.0, [Fault(f"made with another {line}", Remedy.NONE) for line in changed])
         starts = range(0, len(chosen), defaults.BATCH_SIZE)
         batches = [list(range(start, min(start + defaults.BATCH_SIZE, len(chosen)))) for start in starts]
-        prepare = plan.backbone.preprocessing.prepare
+        prepare, limit = plan.backbone.preprocessing.prepare, plan.max_pixels
         compared, largest, faults = 0, 0.0, []
         whereabouts = dataset.whereabouts()
 
@@ -93,8 +95,10 @@ def recheck(
             faults.append(Fault(what, remedy, shard, name, row, path))
 
         dtype = dataset.features[0].dtype
-        with ready(plan.backbone, plan.choice, dtype) as forward:
-            for batch in load_batches(folder, batches, prepare, workers=workers if len(batches) > 1 else 0):
+        workers = workers if len(batches) > 1 else 0
+        loaded = load_batches(found, batches, prepare, workers=workers, max_pixels=limit)
+        with contextlib.closing(loaded), ready(plan.backbone, plan.choice, dtype) as forward:
+            for batch in loaded:
                 again, status, reasons = rows_of(batch, forward, plan.choice.features, dtype)
                 here = chosen[batch.rows]
                 stored = {name: reader[name][here] for name in reader.layers}
@@ -102,7 +106,7 @@ def recheck(
                 for i, row in enumerate(reader.rows[here].tolist()):
                     if status[i] in (Status.MISSING, Status.DECODE_ERROR):
                         what = f"its image cannot be read any more: {reasons.get(int(batch.rows[i]), '')}"
-                        fault(what, Remedy.NONE, row, folder.paths[batch.rows[i]])
+                        fault(what, Remedy.NONE, row, found.paths[batch.rows[i]])
                         continue
                     compared += 1
                     deviation = max(_deviation(stored[name][i], values[i]) for name, values in again.items())
@@ -111,22 +115,19 @@ def recheck(
                         changed_since = batch.source_hash[i].tobytes() != hashes[i].tobytes()
                         why = "its image has changed since" if changed_since else "its image is the same"
                         what = f"features computed again differ by {deviation:.1e}; {why}"
-                        fault(what, Remedy.ROW, row, folder.paths[batch.rows[i]])
+                        fault(what, Remedy.ROW, row, found.paths[batch.rows[i]])
     return Recheck(compared, largest, faults)
 
 
-def _folder(root: Path, paths: list[str], out: Path) -> ImageFolder:
+def _listed(root: str, paths: list[str], out: Path) -> Images:
     try:
-        there = any(True for _ in os.scandir(root))  # where a disk was unmounted, an empty folder stays
-    except (OSError, UnicodeError):
-        there = False
-    if not there:
-        raise InputError(f"the images of {out} are not in {root} any more; say where they are")
-    return ImageFolder(root, paths, np.full(len(paths), -1), [], [""] * len(paths))
+        return listed_again(root, paths)
+    except InputError as error:
+        raise InputError(f"{out}: {error}") from error
 
 
 def _plan(
-    dataset: DataSet, provenance: dict[str, Any], folder: ImageFolder, backbone: Backbone | None, weights: str | None,
+    dataset: DataSet, provenance: dict[str, Any], images: Images, backbone: Backbone | None, weights: str | None,
     device: str, workers: int,
 ) -> Plan:  # fmt: skip
     """How the data set says it was made, for these images."""
@@ -140,9 +141,9 @@ def _plan(
         backbone = load_backbone(spec, device=device, **{**asked, **({"weights": weights} if weights else {})})
     settings = {
         "layers": layers, "batch_size": defaults.BATCH_SIZE, "workers": workers, "dtype": dataset.features[0].dtype,
-        "shard_rows": None, "compress": None,
+        "max_pixels": configuration.get("max_pixels", defaults.MAX_PIXELS), "shard_rows": None, "compress": None,
     }  # fmt: skip
-    return plan_for(folder, dataset.out, backbone, settings)
+    return plan_for(images, dataset.out, backbone, settings)
 
 
 def _deviation(stored: NDArray[Any], again: NDArray[Any]) -> float:

@@ -87,6 +87,7 @@ def _option(*names: str, **settings: Any) -> Callable[[Any], Any]:
 @_option("--device")
 @_option("--dtype", type=click.Choice(["float32", "float16"]))
 @_option("--limit", type=int)
+@_option("--max-pixels", type=int)
 @_option("--seed", type=int)
 @_option("--shard-rows", type=int)
 @_option("--compress", type=click.Choice(["gzip", "lzf", "blosc2"]))
@@ -99,7 +100,10 @@ def _option(*names: str, **settings: Any) -> Callable[[Any], Any]:
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 @click.pass_context
 def embed(ctx: click.Context, /, config: Path | None, as_json: bool, **flags: Any) -> None:
-    """Compute features of every image below the folder IMAGES, and store them in HDF5.
+    """Compute features of IMAGES, and store them in HDF5.
+
+    IMAGES is a folder, a .csv or .parquet list with a column `path`, a .tar or .zip archive (or a pattern of several:
+    'shards-{000..099}.tar'), an .npy array or FILE.h5:NAME of uint8 pictures, or a URL (s3://, gs://, https://).
 
     Run again, it goes on where it was, or says that all is done. A file that cannot be decoded is a row with a status.
 
@@ -164,7 +168,7 @@ def show(out: Path, as_json: bool) -> None:
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--sample", type=click.IntRange(min=1), help="Also compute so many random rows again, and compare.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the choice of those rows.")
-@click.option("--images", type=click.Path(path_type=Path), help="Where the images lie, if they were moved.")
+@click.option("--images", help="Where the images lie, if they were moved.")
 @click.option("--weights", help="Name or file of the weights, if the file was moved.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N or mps.")
 @click.option(
@@ -230,7 +234,7 @@ def demo(ctx: click.Context, out: Path) -> None:
     from pipelines.embed import embed, print_summary
 
     config = demo_config(out)
-    click.echo(f"{write_digits(config.images):,} digits in {config.images}", err=True)
+    click.echo(f"{write_digits(Path(config.images)):,} digits in {config.images}", err=True)
     outcome = embed(config)
     print_summary(outcome, click.echo)
     if outcome.signal:

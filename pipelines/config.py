@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +21,9 @@ class EmbedConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    images: Path = Field(description="Folder of images; the names of its folders become classes.")
+    images: str = Field(
+        description="Folder, .csv or .parquet list, .tar or .zip archives, .npy or .h5 array, or a URL."
+    )
     out: Path | None = Field(None, description="Folder of the data set. [default: outputs/<name of IMAGES>]")
     backbone: str = Field(defaults.BACKBONE, description="SOURCE/NAME; sources: bundled, torchvision, timm, python.")
     layers: list[str] = Field(
@@ -34,6 +38,7 @@ class EmbedConfig(BaseModel):
     device: str = Field(defaults.DEVICE, description="auto, cpu, cuda, cuda:N or mps.")
     dtype: Literal["float32", "float16"] = Field(defaults.DTYPE, description="Of the stored features.")
     limit: int | None = Field(None, strict=True, ge=1, description="Only the first so many images.")
+    max_pixels: int = Field(defaults.MAX_PIXELS, strict=True, ge=1, description="An image of more is not decoded.")
     seed: int = Field(defaults.SEED, strict=True, ge=0, lt=1 << 63, description="Of random weights.")
     shard_rows: int | None = Field(None, strict=True, ge=1, description="Images in a file. [default: at most 1 GB]")
     compress: Literal["gzip", "lzf", "blosc2"] | None = Field(
@@ -50,6 +55,7 @@ class EmbedConfig(BaseModel):
     @field_validator("images", "out", mode="before")
     @classmethod
     def _a_path(cls, value: Any) -> Any:
+        value = os.fspath(value) if isinstance(value, os.PathLike) else value
         if isinstance(value, str) and (not value or "\0" in value):
             raise ValueError("a path is neither empty nor has it null characters")
         return value
@@ -62,7 +68,17 @@ class EmbedConfig(BaseModel):
     @property
     def folder(self) -> Path:
         """Where the data set goes."""
-        return self.out or Path("outputs") / (self.images.resolve().name or "images")
+        return self.out or Path("outputs") / _name_of(self.images)
+
+
+def _name_of(images: str) -> str:
+    """What a data set of these images is called: photos, of photos/, photos.zip and s3://bucket/photos-{00..99}.tar."""
+    path = images if "://" in images else str(Path(images).resolve())
+    name = path.rstrip("/").rpartition("/")[2]
+    if not Path(images).is_dir():
+        name = re.sub(r"\.(csv|tsv|parquet|tar|zip|npy|h5|hdf5)(:.*)?$", "", name, flags=re.IGNORECASE)
+        name = re.sub(r"[-_.]*(\{[^{}]*\}|[*?]+|\[[^\]]*\])[-_.]*", "", name)
+    return name or "images"
 
 
 def load_config(path: Path | None, flags: dict[str, Any]) -> EmbedConfig:

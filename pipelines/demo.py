@@ -24,7 +24,7 @@ x, y = reader["embedding"][:], reader.labels"""
 
 def demo_config(folder: Path) -> EmbedConfig:
     """What the demo tells `embed`."""
-    return EmbedConfig(images=folder / "digits", out=folder / "features")
+    return EmbedConfig(images=str(folder / "digits"), out=folder / "features")
 
 
 def write_digits(folder: Path) -> int:

@@ -68,6 +68,7 @@ def embed(config: EmbedConfig) -> Outcome:
         workers=config.workers,
         dtype=config.dtype,
         limit=config.limit,
+        max_pixels=config.max_pixels,
         shard_rows=config.shard_rows,
         compress=config.compress,
         sync_s=config.sync_s,
@@ -98,6 +99,8 @@ def _tell(planned: Plan) -> None:
         f"backbone  {backbone.spec}, weights {backbone.weights.source}, on {backbone.device}",
         f"input     {backbone.preprocessing}",
     ]
+    for note in images.notes:
+        click.secho(f"note: {note}", fg="yellow", err=True)
     if images.left_out:
         kinds = ", ".join(f"{suffix} {count:,}" for suffix, count in images.left_out.most_common(5))
         lines.insert(1, f"          {images.left_out.total():,} other files left out ({kinds})")
@@ -151,6 +154,8 @@ def print_summary(outcome: Outcome, echo: Callable[[str], None]) -> None:
             echo(f"  {feature.name}  ({shape}) {feature.dtype}{how}")
         total = sum(summary.stages.values()) or 1
         shares = ", ".join(f"{stage} {seconds / total:.0%}" for stage, seconds in summary.stages.items())
+        if summary.duplicates:
+            echo(f"{summary.duplicates:,} images are others byte for byte: computed once, stored for each")
         echo(f"{summary.seconds:.1f} s, {summary.images_per_s:.1f} images/s; time went to {shares}")
     else:
         echo(f"{dataset.out} is complete: all {summary.n_rows:,} rows were done before; nothing to do")
@@ -166,6 +171,7 @@ def summary_as_json(outcome: Outcome) -> dict[str, Any]:
         "rows": summary.n_rows,
         "found_done": summary.found,
         "computed": summary.computed,
+        "duplicates": summary.duplicates,
         "stopped": summary.stopped,
         "status": dict(summary.status),
         "failures": [

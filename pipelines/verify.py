@@ -46,7 +46,7 @@ def check(
     *,
     sample: int | None = None,
     seed: int = 0,
-    images: Path | None = None,
+    images: str | None = None,
     weights: str | None = None,
     device: str = "auto",
     mend: bool = False,

@@ -111,6 +111,14 @@ class ShardWriter:
         except OSError as error:
             raise LayertapError(f"cannot write to {self._part}: {error.strerror}") from error
 
+    def column(self, name: str) -> NDArray[Any]:
+        """As of `Shard.column`."""
+        return self._shard.column(name)
+
+    def read(self, rows: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        """Rows, counted within the shard, that are stored already: name -> (len(rows), *shape)."""
+        return {name: self._shard.take(name, rows) for name in self._features}
+
     def write(
         self,
         rows: NDArray[np.int64],

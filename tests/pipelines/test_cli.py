@@ -243,8 +243,9 @@ def start_slow_run(tmp_path: Path) -> subprocess.Popen[str]:
     root = tmp_path / "many"
     root.mkdir()
     make_picture(0).save(root / "0000.png")
+    png = (root / "0000.png").read_bytes()
     for i in range(1, 3000):
-        os.link(root / "0000.png", root / f"{i:04d}.png")
+        (root / f"{i:04d}.png").write_bytes(png + str(i).encode())  # other bytes, or they would be computed once
     command = ["-c", "from pipelines.cli import main; main(prog_name='layertap')", "embed", str(root)]
     options = ["-o", str(tmp_path / "out"), *SMALL, "--batch-size", "8", "--workers", "1"]
     run = subprocess.Popen(

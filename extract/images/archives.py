@@ -1,0 +1,290 @@
+"""Images in tar and zip archives: their members are found once, and read by their place; nothing is unpacked.
+
+In the layout of WebDataset (https://github.com/webdataset/webdataset), files of one sample share everything up to the
+first dot of their names, and `.cls` files give the labels.
+"""
+
+from __future__ import annotations
+
+import bz2
+import contextlib
+import lzma
+import os
+import struct
+import tarfile
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from PIL import Image
+
+from extract.errors import InputError, LayertapError, first_line
+from extract.images.decoding import decode
+from extract.images.folders import pick_images
+from extract.images.images import Images, is_litter, labels_from_folders, labels_from_values, order_of
+from extract.images.source import UNKNOWN, PackedNames, file_system, integers, is_url, read_remote
+
+__all__ = ["ARCHIVES", "list_archives"]
+
+ARCHIVES = (".tar", ".zip")
+
+_MEMBER_BYTES = 1 << 31  # an image file of more is none
+_LABEL_BYTES = 1 << 12
+_STORED, _DEFLATED, _BZIP2, _LZMA = 0, 8, 12, 14  # methods of zip (APPNOTE.TXT 4.4.5)
+_ENCRYPTED = -1
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of name and extra field (APPNOTE.TXT 4.3.7)
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A file in an archive: in which one, from which byte on, packed and unpacked size, how packed, checksum, time."""
+
+    name: str
+    archive: int
+    offset: int
+    packed: int
+    size: int
+    method: int = _STORED
+    crc: int | None = None
+    mtime_ns: int = UNKNOWN
+
+
+class Members:
+    """Members of archives, by row."""
+
+    def __init__(self, archives: Sequence[str], members: Sequence[_Member], zipped: bool):
+        self._archives, self._zipped = PackedNames(archives), zipped
+        self._sizes = [_size_of(archive) for archive in archives]
+        self._archive, self._offset, self._packed, self._size, self._method, self._crc, self._mtime_ns = (
+            integers([getattr(member, name) or 0 for member in members])
+            for name in ("archive", "offset", "packed", "size", "method", "crc", "mtime_ns")
+        )
+        self._opened: dict[tuple[int, str], int] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_opened": {}}
+
+    def read(self, row: int) -> tuple[bytes, int]:
+        """As of `Source`."""
+        archive = self._archives[self._archive[row]]
+        offset, packed, size = (int(column[row]) for column in (self._offset, self._packed, self._size))
+        method = int(self._method[row])
+        if size > _MEMBER_BYTES or packed > _MEMBER_BYTES:
+            raise ValueError(f"{max(size, packed):,} bytes; an image file has no more than {_MEMBER_BYTES:,}")
+        if method == _ENCRYPTED:
+            raise ValueError("encrypted")
+        if self._zipped:
+            header = self._range(archive, offset, _LOCAL_HEADER.size)
+            signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
+            if signature != b"PK\3\4":
+                raise ValueError("the archive is damaged: there is no file where its directory says")
+            offset += len(header) + name_bytes + extra_bytes
+        data = self._range(archive, offset, packed)
+        if self._zipped:
+            data = _unpacked(data, method, size)
+            if len(data) != size or zlib.crc32(data) != int(self._crc[row]):
+                raise ValueError("the archive is damaged: its checksum of this file does not agree")
+        return data, int(self._mtime_ns[row])
+
+    def _range(self, archive: str, offset: int, length: int) -> bytes:
+        if is_url(archive):
+            data = read_remote(archive, offset, offset + length) if length else b""
+        else:
+            key = os.getpid(), archive
+            if key not in self._opened:
+                if len(self._opened) >= 64:  # not one for each of thousands of archives
+                    os.close(self._opened.pop(next(iter(self._opened))))
+                self._opened[key] = os.open(archive, os.O_RDONLY | os.O_CLOEXEC)
+            data = b""
+            while len(data) < length:
+                part = os.pread(self._opened[key], length - len(data), offset + len(data))
+                if not part:
+                    break
+                data = data + part if data else part
+        if len(data) != length:
+            raise ValueError("the archive is cut short")
+        return data
+
+    def decode(self, data: bytes, max_pixels: int) -> Image.Image:
+        """As of `Source`."""
+        return decode(data, max_pixels)
+
+    def check_there(self) -> None:
+        """As of `Source`: an archive that changed while it is read gives anything."""
+        for archive, size in zip(self._archives, self._sizes, strict=True):
+            try:
+                same = _size_of(archive) == size
+            except LayertapError as error:
+                raise LayertapError(f"{error}. What was stored is safe; run again when it is back") from error
+            if not same:
+                raise LayertapError(f"{archive} has changed since its files were listed. What was stored is safe")
+
+
+def list_archives(where: str, archives: Sequence[str]) -> Images:
+    """The images in archives of one kind, by the names of the members.
+
+    A name that two archives have makes all names begin with that of their archive. Members whose names lead out of
+    the archive, links and encrypted files are no images.
+
+    Args:
+        where: as it was asked for.
+        archives: paths or URLs.
+    """
+    kinds = {os.path.splitext(archive)[1].lower() for archive in archives}  # noqa: PTH122
+    if len(kinds) > 1 or not kinds <= set(ARCHIVES):
+        raise InputError(f"{where}: expected .tar or .zip archives, all of one kind; there are {', '.join(kinds)}")
+    zipped = kinds == {".zip"}
+    left_out: Counter[str] = Counter()
+    found: list[_Member] = []
+    labels: dict[str, str] = {}  # sample -> what its .cls file says
+    for number, archive in enumerate(archives):
+        latest: dict[str, _Member] = {}  # of a member that was added again, the last one counts
+        for member in (_in_zip if zipped else _in_tar)(archive, number, left_out, labels):
+            latest[member.name] = member
+        found += latest.values()
+    notes: tuple[str, ...] = ()
+    counts = Counter(member.name for member in found)
+    names = [member.name for member in found]
+    if counts and max(counts.values()) > 1:
+        several = Counter(archive.rpartition("/")[2] for archive in archives)
+        if max(several.values()) > 1:
+            raise InputError(f"{where}: {several.most_common(1)[0][0]} are several archives, and hold equal names")
+        twice = counts.most_common(1)[0][0]
+        notes = (f"{twice} is in several archives; so all paths begin with the name of their archive",)
+        names = [f"{archives[member.archive].rpartition('/')[2]}/{member.name}" for member in found]
+    picked, others = pick_images(names)
+    left_out += others
+    if labels:
+        del left_out[".cls"]
+    row_of = {name: i for i, name in enumerate(names)}
+    paths = [picked[i] for i in order_of(picked)]
+    members = [found[row_of[path]] for path in paths]
+    by_folder, classes, splits = labels_from_folders([member.name for member in members])
+    values = by_folder
+    if labels:
+        values, classes = labels_from_values([labels.get(_sample(member)) for member in members])
+    root = where if is_url(where) else os.path.abspath(where)  # noqa: PTH100  a pattern is no path
+    return Images(
+        root, paths, values, classes, splits, Members(archives, members, zipped), left_out=left_out, notes=notes
+    )
+
+
+def _sample(member: _Member) -> str:
+    return _sample_of(member.archive, member.name)
+
+
+def _sample_of(archive: int, name: str) -> str:
+    folder, slash, base = name.rpartition("/")
+    return f"{archive}:{folder}{slash}{base.partition('.')[0]}"
+
+
+def _plain_name(name: str) -> str | None:
+    """The name of a member without `./`; None if it leads out of the archive, empty if it is litter."""
+    parts = [part for part in name.split("/") if part not in ("", ".")]
+    if name.startswith("/") or ".." in parts or "\0" in name:
+        return None
+    return "" if any(is_litter(part) for part in parts) else "/".join(parts)
+
+
+def _in_tar(archive: str, number: int, left_out: Counter[str], labels: dict[str, str]) -> Iterator[_Member]:
+    with _opened(archive) as file, _understood(archive, "tar"), tarfile.open(fileobj=file, mode="r:") as tar:
+        end = 0
+        while (info := tar.next()) is not None:
+            tar.members = []  # type: ignore[attr-defined]  # it would keep them all
+            end = info.offset_data + info.size
+            if info.isdir():
+                continue
+            name = _plain_name(info.name)
+            if name == "":
+                continue
+            if name is None or not info.isreg() or info.issparse():
+                left_out["name that leads out of the archive" if name is None else "no plain file"] += 1
+                continue
+            if name.endswith(".cls") and info.size <= _LABEL_BYTES:
+                file.seek(info.offset_data)
+                labels[_sample_of(number, name)] = file.read(info.size).decode("utf-8", "replace").strip()
+            yield _Member(name, number, info.offset_data, info.size, info.size, mtime_ns=int(info.mtime * 1e9))
+        size = file.seek(0, os.SEEK_END)
+        if size < end:
+            raise InputError(f"{archive} is cut short: {size:,} bytes, and its last file ends at {end:,}")
+
+
+def _in_zip(archive: str, number: int, left_out: Counter[str], labels: dict[str, str]) -> Iterator[_Member]:
+    with _opened(archive) as file, _understood(archive, "zip"), zipfile.ZipFile(file) as zipped:
+        for info in zipped.infolist():
+            if info.is_dir():
+                continue
+            name = _plain_name(info.filename)
+            if name == "":
+                continue
+            if name is None:
+                left_out["name that leads out of the archive"] += 1
+                continue
+            encrypted = bool(info.flag_bits & 1)
+            if name.endswith(".cls") and info.file_size <= _LABEL_BYTES and not encrypted:
+                labels[_sample_of(number, name)] = zipped.read(info).decode("utf-8", "replace").strip()
+            method = _ENCRYPTED if encrypted else info.compress_type
+            yield _Member(name, number, info.header_offset, info.compress_size, info.file_size, method, info.CRC)
+
+
+@contextlib.contextmanager
+def _opened(archive: str) -> Iterator[BinaryIO]:
+    try:
+        if is_url(archive):
+            fs, path = file_system(archive)
+            file = fs.open(path, "rb")
+        else:
+            file = open(archive, "rb")  # noqa: PTH123, SIM115
+    except FileNotFoundError as error:
+        raise InputError(f"{archive}: no such file") from error
+    except OSError as error:
+        raise LayertapError(f"{archive} cannot be read: {error.strerror or first_line(error)}") from error
+    except LayertapError:
+        raise
+    except Exception as error:  # each protocol's library has errors of its own
+        raise LayertapError(f"{archive} cannot be read: {type(error).__name__}: {first_line(error)}") from error
+    with file:
+        yield file
+
+
+@contextlib.contextmanager
+def _understood(archive: str, kind: str) -> Iterator[None]:
+    try:
+        yield
+    except LayertapError:
+        raise
+    except OSError as error:
+        raise LayertapError(f"{archive} cannot be read: {error.strerror or first_line(error)}") from error
+    except Exception as error:  # tarfile and zipfile answer damaged archives with errors of many kinds
+        hint = "; a compressed tar has no places to read from: gunzip it first" if kind == "tar" else ""
+        raise InputError(f"{archive} is damaged, or no {kind} archive: {first_line(error)}{hint}") from error
+
+
+def _size_of(archive: str) -> int:
+    try:
+        if not is_url(archive):
+            return Path(archive).stat().st_size
+        fs, path = file_system(archive)
+        return int(fs.size(path) or 0)
+    except LayertapError:
+        raise
+    except Exception as error:
+        raise LayertapError(f"{archive} cannot be read: {type(error).__name__}: {first_line(error)}") from error
+
+
+def _unpacked(data: bytes, method: int, size: int) -> bytes:
+    """The content of a member, never more than it says it has."""
+    if method == _STORED:
+        return data
+    try:
+        if method == _DEFLATED:
+            return zlib.decompressobj(-15).decompress(data, size + 1)
+        if method == _BZIP2:
+            return bz2.BZ2Decompressor().decompress(data, size + 1)
+    except (zlib.error, OSError, EOFError, lzma.LZMAError) as error:
+        raise ValueError(f"the archive is damaged: {error}") from error
+    raise ValueError(f"packed by method {method}, which is not read; pack the archive with deflate")

@@ -1,0 +1,165 @@
+"""Images that are arrays already: `.npy`, or a data set in an HDF5 file, of uint8."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from extract.errors import InputError, LayertapError, first_line
+from extract.images.decoding import to_picture
+from extract.images.images import Images, labels_from_values
+
+__all__ = ["list_array", "split_name"]
+
+_SUFFIXES = (".h5", ".hdf5")
+_LABELS = ("label", "labels")  # an array of whole numbers of this name, beside the pictures, tells their classes
+
+
+class ArrayRows:
+    """Rows of an array of pictures, (N, H, W, C), (N, C, H, W) or (N, H, W); each process opens its own."""
+
+    def __init__(self, path: str, name: str, axes: str):
+        self._path, self._name, self._axes = path, name, axes
+        self._opened: tuple[int, Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_opened": None}
+
+    def _array(self) -> Any:
+        if self._opened is None or self._opened[0] != os.getpid():
+            self._opened = os.getpid(), open_array(self._path, self._name)
+        return self._opened[1]
+
+    def read(self, row: int) -> tuple[bytes, int]:
+        """As of `Source`: the pixels of a row, in front of them their shape."""
+        mtime_ns = os.stat(self._path).st_mtime_ns  # noqa: PTH116
+        pixels: NDArray[np.uint8] = np.asarray(self._array()[row])
+        if self._axes == "CHW":
+            pixels = pixels.transpose(1, 2, 0)
+        height, width, channels = (*pixels.shape, 1)[:3]
+        return f"{height} {width} {channels}\n".encode() + pixels.tobytes(), mtime_ns
+
+    def decode(self, data: bytes, max_pixels: int) -> Image.Image:
+        """As of `Source`."""
+        shape, _, pixels = data.partition(b"\n")
+        height, width, channels = map(int, shape.split())
+        if height * width > max_pixels:
+            raise ValueError(f"{width}x{height} pixels; --max-pixels sets the limit")
+        array = np.frombuffer(pixels, np.uint8).reshape(height, width, channels)
+        return to_picture(Image.fromarray(array[:, :, 0] if channels == 1 else array))
+
+    def check_there(self) -> None:
+        """As of `Source`."""
+        if not Path(self._path).is_file():
+            raise LayertapError(f"{self._path} has vanished. What was stored is safe; run again when it is back")
+
+
+def split_name(where: str) -> tuple[str, str]:
+    """`FILE.h5:NAME` -> the file, and the data set; no name: the one that holds pictures."""
+    for suffix in _SUFFIXES:
+        head, found, name = where.rpartition(f"{suffix}:")
+        if found and not Path(where).exists():
+            return head + suffix, name
+    return where, ""
+
+
+def list_array(where: str) -> Images:
+    """The rows of an array, each called by its number."""
+    path, name = split_name(where)
+    if not Path(path).is_file():
+        raise InputError(f"{path}: " + ("not a file" if Path(path).exists() else "no such file"))
+    labels: Any = None
+    if path.lower().endswith(_SUFFIXES):
+        name = name or _only_pictures(path)
+        labels = _labels_beside(path, name)
+    pictures = open_array(path, name)
+    axes = _axes(tuple(pictures.shape))
+    if pictures.dtype != np.uint8 or not axes or 0 in pictures.shape[1:]:
+        raise InputError(
+            f"{where} is {pictures.dtype} {tuple(pictures.shape)}; expected pictures of uint8, (N, H, W, 3), "
+            "(N, 3, H, W) or (N, H, W)"
+        )
+    count = len(pictures)
+    digits = len(str(max(0, count - 1)))
+    numbers = labels_from_values(labels.tolist()) if labels is not None else (np.full(count, -1, np.int64), [])
+    root = str(Path(path).resolve())
+    return Images(
+        root + (f":{name}" if name else ""), [f"{row:0{digits}d}" for row in range(count)], *numbers, [""] * count,
+        ArrayRows(root, name, axes),
+    )  # fmt: skip
+
+
+def open_array(path: str, name: str) -> Any:
+    """The array, without reading it."""
+    try:
+        if not path.lower().endswith(_SUFFIXES):
+            return np.load(path, mmap_mode="r", allow_pickle=False)
+        import h5py
+
+        file = h5py.File(path, "r", locking=False)
+        found = file.get(name)
+    except (OSError, ValueError, RuntimeError, KeyError, EOFError) as error:
+        raise InputError(f"{path} cannot be read as an array: {first_line(error)}") from error
+    if not isinstance(found, h5py.Dataset):
+        known = [f"{path}:{one}" for one in _names(path)]
+        raise InputError(f"{path} has no data set {name!r}; it has {', '.join(known) or 'none'}")
+    if found.external or found.is_virtual:
+        raise InputError(f"{path}: data set {name!r} keeps its data in other files")
+    return found
+
+
+def _names(path: str) -> list[str]:
+    import h5py
+
+    found: list[str] = []
+
+    def note(name: str, member: object) -> None:
+        if isinstance(member, h5py.Dataset):
+            found.append(name)
+
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            file.visititems(note)  # follows no soft or external link
+    except (OSError, RuntimeError) as error:
+        raise InputError(f"{path} cannot be opened as HDF5: {first_line(error)}") from error
+    return found
+
+
+def _only_pictures(path: str) -> str:
+    names = _names(path)
+    fitting = []
+    for name in names:
+        data = open_array(path, name)
+        if data.dtype == np.uint8 and data.ndim == 4 and _axes(tuple(data.shape)):
+            fitting.append(name)
+    if len(fitting) == 1:
+        return fitting[0]
+    known = ", ".join(f"{path}:{name}" for name in (fitting or names)[:8])
+    what = "several data sets of pictures" if fitting else "no data set of uint8 pictures (N, H, W, 3) or (N, 3, H, W)"
+    raise InputError(f"{path} has {what}; " + (f"name one: {known}" if known else "it has none at all"))
+
+
+def _labels_beside(path: str, name: str) -> NDArray[np.int64] | None:
+    group = name.rpartition("/")[0]
+    pictures = open_array(path, name)
+    for label in _LABELS:
+        beside = f"{group}/{label}".lstrip("/")
+        if beside in _names(path):
+            values = open_array(path, beside)
+            if values.dtype.kind in "iu" and values.shape == pictures.shape[:1]:
+                return np.asarray(values, np.int64)
+    return None
+
+
+def _axes(shape: tuple[int, ...]) -> str:
+    """What the axes of one picture are; empty if it is none."""
+    if len(shape) == 3:
+        return "HW"
+    if len(shape) == 4 and shape[3] in (1, 3, 4):
+        return "HWC"
+    return "CHW" if len(shape) == 4 and shape[1] in (1, 3) else ""

@@ -1,0 +1,133 @@
+"""Images by where they are: a folder, a list, archives, an array, here or behind a URL."""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import os
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from extract.errors import InputError
+from extract.images.archives import ARCHIVES, list_archives
+from extract.images.arrays import list_array, split_name
+from extract.images.folders import list_folder
+from extract.images.images import Images
+from extract.images.source import Chosen, Files, file_system, is_url
+from extract.images.tables import list_table
+
+__all__ = ["list_images", "listed_again"]
+
+_TABLES = (".csv", ".tsv", ".parquet")
+_ARRAYS = (".npy", ".h5", ".hdf5")
+_MOST_ARCHIVES = 1_000_000
+
+
+def list_images(where: str | os.PathLike[str], limit: int | None = None) -> Images:
+    """List images, in the byte order of their paths.
+
+    Args:
+        where: a folder; a `.csv`, `.tsv` or `.parquet` list with a column `path`; a `.tar` or `.zip` archive, or
+            several as a pattern (`shards-{000..099}.tar`, `parts/*.zip`); an `.npy` array or `FILE.h5:NAME` of uint8
+            pictures; or the URL of a folder, list or archive (`s3://bucket/photos`, `https://...`).
+        limit: at most so many images, the first in order.
+
+    Raises:
+        InputError: nothing there, no image in it, or a list or archive that cannot be understood.
+        LayertapError: a URL does not answer, or the library for it is missing.
+    """
+    where = os.fspath(where).removeprefix("file://")
+    images = _list(where)
+    if not images.paths:
+        kinds = ", ".join(f"{kind} {count}" for kind, count in images.left_out.most_common(5))
+        seen = f"none of its {images.left_out.total():,} files is an image ({kinds})"
+        if not kinds:
+            seen = "the folder is empty" if os.path.isdir(where) else "it is empty"  # noqa: PTH112
+        hint = ""
+        if any(images.left_out[suffix] for suffix in ARCHIVES):
+            hint = f"; archives are named by a pattern, such as '{where}/*.tar'"
+        raise InputError(f"{where}: no images; {seen}{hint}. Images end in .jpg, .png, .tif, .webp and others")
+    return images if limit is None else images.first(limit)
+
+
+def _list(where: str) -> Images:
+    suffix = os.path.splitext(where)[1].lower()  # noqa: PTH122  it may be a URL
+    if not is_url(where) and os.path.isdir(where):  # noqa: PTH112
+        return list_folder(where)
+    if suffix in ARCHIVES:
+        return list_archives(where, _expanded(where))
+    if suffix in _TABLES:
+        return list_table(where)
+    if suffix in _ARRAYS or split_name(where)[1]:
+        if is_url(where):
+            raise InputError(f"{where}: arrays are read from files here; copy it, or name a folder, list or archive")
+        return list_array(where)
+    return list_folder(where)
+
+
+def listed_again(root: str, paths: Sequence[str]) -> Images:
+    """Those images of a `root` that have these paths, in this order, without labels.
+
+    Raises:
+        InputError: they are not there any more; errors as of `list_images`.
+    """
+    none = np.full(len(paths), -1, np.int64)
+    if not is_url(root) and (os.path.isdir(root) or not _is_file_of_images(root)):  # noqa: PTH112
+        try:
+            there = any(True for _ in os.scandir(root))  # where a disk was unmounted, an empty folder stays
+        except (OSError, UnicodeError):
+            there = False
+        if not there:
+            raise InputError(f"the images are not in {root} any more; say where they are")
+        return Images(root, list(paths), none, [], [""] * len(paths), Files(root, paths))
+    images = list_images(root)
+    row_of = {path: row for row, path in enumerate(images.paths)}
+    if gone := [path for path in paths if path not in row_of]:
+        raise InputError(f"{root} has no {gone[0]} any more")
+    return Images(
+        root, list(paths), none, [], [""] * len(paths), Chosen(images.source, [row_of[path] for path in paths])
+    )
+
+
+def _is_file_of_images(root: str) -> bool:
+    return root.lower().endswith((*ARCHIVES, *_TABLES, *_ARRAYS)) or bool(split_name(root)[1])
+
+
+def _expanded(pattern: str) -> list[str]:
+    """The archives that a pattern means: of `{000..099}` and `{a,b}` all, of `*`, `?` and `[...]` those there are.
+
+    Raises:
+        InputError: there are none.
+    """
+    if not is_url(pattern) and os.path.exists(pattern):  # noqa: PTH110
+        return [pattern]
+    found: list[str] = []
+    for one in _in_braces(pattern):
+        if not glob.has_magic(one):
+            found.append(one)
+        elif is_url(one):
+            fs, path = file_system(one)
+            found += [str(fs.unstrip_protocol(match)) for match in sorted(fs.glob(path))]
+        else:
+            found += sorted(glob.glob(one))  # noqa: PTH207
+    if not found:
+        raise InputError(f"{pattern}: no such file")
+    return found
+
+
+def _in_braces(pattern: str) -> list[str]:
+    parts = re.split(r"\{([^{}]*)\}", pattern)
+    choices: list[list[str]] = [[part] for part in parts]
+    for i in range(1, len(parts), 2):
+        numbers = re.fullmatch(r"(\d{1,9})\.\.(\d{1,9})", parts[i], re.ASCII)
+        if numbers is None:
+            choices[i] = parts[i].split(",")
+            continue
+        first, last = int(numbers[1]), int(numbers[2])
+        if not 0 <= last - first < _MOST_ARCHIVES:
+            raise InputError(f"{pattern}: {{{parts[i]}}} is no range, from the first number to the last")
+        width = len(numbers[1])
+        choices[i] = [f"{number:0{width}d}" for number in range(first, last + 1)]
+    return ["".join(one) for one in itertools.product(*choices)]

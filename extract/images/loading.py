@@ -1,0 +1,199 @@
+"""Images through a DataLoader: read, decoded and prepared in worker processes, in batches, in order."""
+
+from __future__ import annotations
+
+import signal
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from types import FrameType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from extract import defaults
+from extract.images.images import Images
+from extract.images.source import UNKNOWN, Source
+from extract.status import Status
+
+__all__ = ["Batch", "load_batches"]
+
+_GIVE_UP_S = 600  # without any image: a worker that cannot send one, or a file system that hangs
+
+# A worker is given so many images at a time, and sends them together. Far less than a batch, so that huge pictures in a
+# row are shared among the workers.
+_PIECE = 4
+_BATCHES_AHEAD = 2  # for each worker
+
+
+class Item(NamedTuple):
+    """One image as a worker sends it; `image` is None unless `status` is OK."""
+
+    row: int
+    image: Tensor | None
+    status: Status
+    reason: str
+    size: int
+    mtime_ns: int
+    content_hash: bytes
+
+
+class Batch(NamedTuple):
+    """Some rows of a shard and the images of those that could be decoded.
+
+    Attributes:
+        rows: (R,) int64.
+        images: (B, H, W, 3) uint8 (or what `prepare` returns, stacked), B <= R.
+        status: (R,) uint8; B of them are OK, in the order of `images`.
+        reasons: row -> why there is no image.
+        source_size, source_mtime_ns: (R,) int64, bytes and nanoseconds; -1 where there is no file, or nobody says.
+        source_hash: (R, 16) uint8, xxh3-128 of the file's bytes; zero where there is no file.
+    """
+
+    rows: NDArray[np.int64]
+    images: Tensor
+    status: NDArray[np.uint8]
+    reasons: dict[int, str]
+    source_size: NDArray[np.int64]
+    source_mtime_ns: NDArray[np.int64]
+    source_hash: NDArray[np.uint8]
+
+    def only(self, positions: Sequence[int]) -> Batch:
+        """Some of the rows, by their ascending positions in the batch."""
+        good = np.cumsum(self.status == Status.OK) - 1  # position -> that of its image
+        chosen = [int(good[i]) for i in positions if self.status[i] == Status.OK]
+        rows = self.rows[positions]
+        return Batch(
+            rows=rows,
+            images=self.images[chosen],
+            status=self.status[positions],
+            reasons={int(row): self.reasons[int(row)] for row in rows if int(row) in self.reasons},
+            source_size=self.source_size[positions],
+            source_mtime_ns=self.source_mtime_ns[positions],
+            source_hash=self.source_hash[positions],
+        )
+
+
+class _Decoded(Dataset[Item]):
+    """Row -> decoded image."""
+
+    def __init__(self, source: Source, prepare: Callable[[Image.Image], Tensor], max_pixels: int):
+        self._source, self._prepare, self._max_pixels = source, prepare, max_pixels
+
+    def __getitem__(self, row: int) -> Item:
+        size, mtime_ns, content_hash = -1, UNKNOWN, bytes(16)
+        try:
+            data, mtime_ns = self._source.read(row)
+            size, content_hash = len(data), xxhash.xxh3_128_digest(data)
+            image = self._prepare(self._source.decode(data, self._max_pixels))
+        except FileNotFoundError:
+            return Item(row, None, Status.MISSING, "no such file", size, mtime_ns, content_hash)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            return Item(row, None, Status.DECODE_ERROR, reason, size, mtime_ns, content_hash)
+        except ValueError as error:
+            return Item(row, None, Status.DECODE_ERROR, str(error), size, mtime_ns, content_hash)
+        except MemoryError:
+            return Item(row, None, Status.DECODE_ERROR, "too large for the memory", size, mtime_ns, content_hash)
+        return Item(row, image, Status.OK, "", size, mtime_ns, content_hash)
+
+
+def _collate(items: list[Item]) -> Batch:
+    images = [item.image for item in items if item.image is not None]
+    return Batch(
+        rows=np.array([item.row for item in items], np.int64),
+        images=torch.stack(images) if images else torch.empty(0, dtype=torch.uint8),
+        status=np.array([item.status for item in items], np.uint8),
+        reasons={item.row: item.reason for item in items if item.reason},
+        source_size=np.array([item.size for item in items], np.int64),
+        source_mtime_ns=np.array([item.mtime_ns for item in items], np.int64),
+        source_hash=np.frombuffer(b"".join(item.content_hash for item in items), np.uint8).reshape(-1, 16),
+    )
+
+
+def _joined(pieces: list[Batch]) -> Batch:
+    if len(pieces) == 1:
+        return pieces[0]
+    images = [piece.images for piece in pieces if len(piece.images)]
+    return Batch(
+        rows=np.concatenate([piece.rows for piece in pieces]),
+        images=torch.cat(images) if images else torch.empty(0, dtype=torch.uint8),
+        status=np.concatenate([piece.status for piece in pieces]),
+        reasons={row: reason for piece in pieces for row, reason in piece.reasons.items()},
+        source_size=np.concatenate([piece.source_size for piece in pieces]),
+        source_mtime_ns=np.concatenate([piece.source_mtime_ns for piece in pieces]),
+        source_hash=np.concatenate([piece.source_hash for piece in pieces]),
+    )
+
+
+def load_batches(
+    images: Images,
+    batches: Iterable[list[int]],
+    prepare: Callable[[Image.Image], Tensor],
+    *,
+    workers: int,
+    batch_size: int = defaults.BATCH_SIZE,
+    max_pixels: int = defaults.MAX_PIXELS,
+) -> Generator[Batch]:
+    """Decode the rows of each batch, in worker processes, and yield the batches in the order given.
+
+    To be closed (`contextlib.closing`), which ends the workers: where an exception keeps them, the process cannot end.
+
+    Args:
+        images: what the rows mean.
+        batches: rows of each batch, no row in two of them; read lazily.
+        prepare: RGB picture -> tensor, run in the worker.
+        workers: processes; 0 decodes in this one.
+        batch_size: rows in most batches; so many are decoded ahead, twice for each worker.
+        max_pixels: a picture of more is taken for a decompression bomb.
+    """
+    sizes: deque[int] = deque()  # rows of each batch whose pieces the workers were given
+
+    def pieces() -> Iterator[list[int]]:
+        for rows in batches:
+            sizes.append(len(rows))
+            yield from (rows[start : start + _PIECE] for start in range(0, len(rows), _PIECE))
+
+    with_workers: dict[str, Any] = {}
+    if workers:
+        with_workers = {
+            "prefetch_factor": max(2, _BATCHES_AHEAD * -(-batch_size // _PIECE)),
+            "worker_init_fn": _leave_signals_to_the_main_process,
+            "timeout": _GIVE_UP_S,
+        }
+    loader: Any = DataLoader(
+        _Decoded(images.source, prepare, max_pixels),
+        batch_sampler=pieces(),
+        num_workers=workers,
+        collate_fn=_collate,
+        **with_workers,
+    )
+    return _batches(iter(loader), sizes)
+
+
+def _batches(pieces: Iterator[Batch], sizes: deque[int]) -> Generator[Batch]:
+    waiting: list[Batch] = []
+    for piece in pieces:
+        waiting.append(piece)
+        if sum(len(one.rows) for one in waiting) == sizes[0]:
+            sizes.popleft()
+            yield _joined(waiting)
+            waiting = []
+
+
+def _leave_signals_to_the_main_process(worker: int) -> None:
+    """Ctrl-C, and a service manager's SIGTERM, reach every process; the main one alone decides how to end.
+
+    The first SIGTERM is let by; a second, which the DataLoader sends to a worker that hangs, ends the worker.
+    """
+
+    def let_by(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, let_by)

@@ -1,0 +1,202 @@
+"""Where the bytes of images come from: files here or behind a URL, members of archives, rows of arrays.
+
+A source is sent to the worker processes. It answers for a row with the bytes of its image, and says how these bytes
+become a picture.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from extract.errors import LayertapError, first_line
+from extract.images.decoding import decode
+
+__all__ = ["UNKNOWN", "Chosen", "Files", "PackedNames", "Source", "file_system", "integers", "is_url", "read_remote"]
+
+UNKNOWN = -1  # in place of a time of modification
+
+_ATTEMPTS = 3  # at reading something from a network
+_WAIT_S = 0.5  # before the second; twice that before the third
+
+# What fsspec needs for a protocol, and the extra that brings it.
+_EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
+
+
+class Source(Protocol):
+    """The bytes of images, by row."""
+
+    def read(self, row: int) -> tuple[bytes, int]:
+        """The bytes of an image, and when they were last changed, in nanoseconds; `UNKNOWN` where nobody says.
+
+        Raises:
+            FileNotFoundError: there is no such image any more.
+            OSError, ValueError: it cannot be read; the message says why.
+        """
+
+    def decode(self, data: bytes, max_pixels: int) -> Image.Image:
+        """An upright RGB picture of these bytes; errors as of `extract.images.decode`."""
+
+    def check_there(self) -> None:
+        """See that the images as a whole are still there, after some could not be read.
+
+        Raises:
+            LayertapError: they are not, as after a disk was unmounted.
+        """
+
+
+class PackedNames(Sequence[str]):
+    """Names as one block of bytes, which worker processes share without copying; takes what `os.fsencode` does."""
+
+    def __init__(self, names: Sequence[str]):
+        encoded = [os.fsencode(name) for name in names]
+        self._bytes = np.frombuffer(b"".join(encoded), np.uint8)
+        self._ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, row: Any) -> Any:
+        start = self._ends[row - 1] if row else 0
+        return os.fsdecode(self._bytes[start : self._ends[row]].tobytes())
+
+
+class Files:
+    """Files, each by its own name: relative to a folder or a URL, or, if `anywhere`, a whole path or URL.
+
+    Args:
+        base: the folder, or the URL of one.
+        names: of the files, with `/`.
+        anywhere: whether names may be URLs.
+    """
+
+    def __init__(self, base: str, names: Sequence[str], *, anywhere: bool = False):
+        self._base, self._names, self._anywhere = base, PackedNames(names), anywhere
+
+    def _place(self, row: int) -> str:
+        name = self._names[row]
+        if self._anywhere and is_url(name):
+            return str(name)
+        return f"{self._base.rstrip('/')}/{name}" if is_url(self._base) else os.path.join(self._base, name)  # noqa: PTH118
+
+    def read(self, row: int) -> tuple[bytes, int]:
+        """As of `Source`."""
+        place = self._place(row)
+        if is_url(place):
+            return read_remote(place), UNKNOWN
+        # A pipe must not be waited for.
+        with open(os.open(place, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # noqa: PTH123
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError("not a file")
+            return file.read(), status.st_mtime_ns
+
+    def decode(self, data: bytes, max_pixels: int) -> Image.Image:
+        """As of `Source`."""
+        return decode(data, max_pixels)
+
+    def check_there(self) -> None:
+        """As of `Source`: an empty folder is what stays where a disk was unmounted."""
+        if is_url(self._base):
+            fs, path = file_system(self._base)
+            there = _told(self._base, lambda: bool(fs.exists(path)))
+        else:
+            try:
+                there = any(True for _ in os.scandir(self._base))
+            except OSError:
+                there = False
+        if not there:
+            raise LayertapError(
+                f"{self._base} has vanished, or is empty now (an unmounted disk?). What was stored is safe; "
+                "run again when it is back"
+            )
+
+
+class Chosen:
+    """Some rows of another source."""
+
+    def __init__(self, source: Source, rows: Sequence[int]):
+        self._source, self._rows = source, integers(rows)
+
+    def read(self, row: int) -> tuple[bytes, int]:
+        """As of `Source`."""
+        return self._source.read(int(self._rows[row]))
+
+    def decode(self, data: bytes, max_pixels: int) -> Image.Image:
+        """As of `Source`."""
+        return self._source.decode(data, max_pixels)
+
+    def check_there(self) -> None:
+        """As of `Source`."""
+        self._source.check_there()
+
+
+def is_url(where: str) -> bool:
+    """Whether it names something behind a protocol, as `s3://bucket/photos` does."""
+    protocol, found, _ = where.partition("://")
+    return bool(found) and protocol.replace("+", "").isalnum()
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    """Fsspec's file system for a URL, and the path in it; credentials come from where its library looks for them.
+
+    Raises:
+        LayertapError: no such protocol, or its library is not installed.
+    """
+    import fsspec
+
+    protocol = url.partition("://")[0]
+    try:
+        fs, path = fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        extra = _EXTRAS.get(protocol)
+        what = f"pip install 'layertap[{extra}]'" if extra else first_line(error)
+        raise LayertapError(f"{url}: reading {protocol}:// needs another library: {what}") from error
+    except Exception as error:  # each protocol's library has errors of its own
+        raise LayertapError(f"{url}: {first_line(error)}") from error
+    return fs, path
+
+
+def read_remote(url: str, start: int | None = None, end: int | None = None) -> bytes:
+    """The bytes behind a URL, or a range of them; tried again if the network fails.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+        OSError: it cannot be read.
+    """
+    # The file system is asked for each time: fsspec keeps one for each process, and knows when it was forked.
+    try:
+        fs, path = file_system(url)
+    except LayertapError as error:
+        raise OSError(str(error)) from error
+    for attempt in range(_ATTEMPTS):
+        try:
+            return bytes(fs.cat_file(path, start=start, end=end))
+        except (FileNotFoundError, PermissionError):
+            raise
+        except Exception as error:
+            if attempt == _ATTEMPTS - 1:
+                raise OSError(f"{type(error).__name__}: {first_line(error)}, {_ATTEMPTS} times") from error
+            time.sleep(_WAIT_S * 2**attempt)
+    raise AssertionError
+
+
+def _told(url: str, ask: Callable[[], bool]) -> bool:
+    try:
+        return ask()
+    except Exception as error:
+        raise LayertapError(
+            f"{url} does not answer: {first_line(error)}. What was stored is safe; run again when it does"
+        ) from error
+
+
+def integers(values: Sequence[int]) -> NDArray[np.int64]:
+    """As an array, which worker processes share without copying."""
+    return np.array(values, np.int64)
