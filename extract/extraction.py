@@ -119,7 +119,7 @@ def extract_features(
 
 
 def _advance(bar: Any, rows: int, found: bool) -> None:
-    if found:
+    if found and not bar.disable:  # a bar that is not shown does not count
         bar.initial += rows
     bar.update(rows)
 

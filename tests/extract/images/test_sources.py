@@ -1,0 +1,496 @@
+"""The same pictures as a folder, a list, archives, arrays and behind URLs."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import http.server
+import io
+import os
+import pickle
+import tarfile
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import fsspec
+import h5py
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from PIL import Image
+from pyarrow import parquet
+
+from extract import FeatureReader, extract_features, load_backbone
+from extract.errors import InputError, LayertapError
+from extract.images import Batch, list_images, listed_again, load_batches
+from extract.status import Status
+from tests.conftest import make_picture
+
+
+def as_tensor(picture: Image.Image) -> torch.Tensor:
+    return torch.from_numpy(np.array(picture.resize((8, 8))))
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return dict(sorted(found.items(), key=lambda item: item[0].encode()))
+
+
+def as_csv(folder: Path, target: Path) -> str:
+    with (folder / "list.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["label", "path"])
+        writer.writerows([[name.split("/")[0], name] for name in reversed(files_of(folder)) if "/" in name])
+    return str(folder / "list.csv")
+
+
+def as_parquet(folder: Path, target: Path) -> str:
+    names = [name for name in reversed(files_of(folder)) if "/" in name]
+    parquet.write_table(
+        pa.table({"path": names, "label": [name.split("/")[0] for name in names]}), folder / "list.parquet"
+    )
+    return str(folder / "list.parquet")
+
+
+def write_tar(path: Path, files: dict[str, bytes], mode: str = "w") -> Path:
+    with tarfile.open(path, mode) as tar:
+        for name, data in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+def as_tar(folder: Path, target: Path) -> str:
+    return str(write_tar(target / "p.tar", {f"./{name}": data for name, data in reversed(files_of(folder).items())}))
+
+
+def as_two_tars(folder: Path, target: Path) -> str:
+    files = files_of(folder)
+    for half in (0, 1):
+        write_tar(target / f"p-0{half}.tar", {name: files[name] for name in list(files)[half::2]})
+    return str(target / "p-{00..01}.tar")
+
+
+def as_zip(folder: Path, target: Path) -> str:
+    with zipfile.ZipFile(target / "p.zip", "w", zipfile.ZIP_DEFLATED) as zipped:
+        for i, (name, data) in enumerate(files_of(folder).items()):
+            zipped.writestr(name, data, zipfile.ZIP_STORED if i % 2 else zipfile.ZIP_DEFLATED)
+    return str(target / "p.zip")
+
+
+def as_memory(folder: Path, target: Path) -> str:
+    fs = fsspec.filesystem("memory")
+    for name, data in files_of(folder).items():
+        fs.pipe_file(f"/{target.name}/{name}", data)
+    return f"memory://{target.name}"
+
+
+FORMS: list[Callable[[Path, Path], str]] = [as_csv, as_parquet, as_tar, as_two_tars, as_zip, as_memory]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_same_pictures_in_every_form_are_the_same_rows(
+    folder: Path, tmp_path: Path, form: Callable[[Path, Path], str]
+) -> None:
+    (tmp_path / "target").mkdir()
+    expected = list_images(folder)
+    found = list_images(form(folder, tmp_path / "target"))
+    assert found.paths == expected.paths
+    assert found.classes == expected.classes
+    assert found.labels.tolist() == expected.labels.tolist()
+    rows = [list(range(5)), list(range(5, 12))]
+    for one, other in zip(
+        load_batches(found, rows, as_tensor, workers=2), load_batches(expected, rows, as_tensor, workers=0), strict=True
+    ):
+        assert torch.equal(one.images, other.images)
+        assert one.rows.tolist() == other.rows.tolist()
+        assert one.source_hash.tolist() == other.source_hash.tolist()
+        assert one.source_size.tolist() == other.source_size.tolist()
+
+
+def test_photos_give_identical_features_in_every_form(photos: Path, tmp_path: Path) -> None:
+    """Two hundred photos as folder, CSV, Parquet, tar, two tars, zip and memory://."""
+    local = tmp_path / "photos"
+    for name, data in files_of(photos).items():
+        (local / name).parent.mkdir(parents=True, exist_ok=True)
+        (local / name).write_bytes(data)
+    backbone = load_backbone("bundled/efficientnet_lite0", device="cpu")
+    extract = functools.partial(extract_features, backbone=backbone, batch_size=50, workers=2, progress=False)
+    with extract(local, out=tmp_path / "out") as reader:
+        expected, paths, labels = reader["embedding"][:], reader.paths, reader.labels
+        assert (reader.status == Status.OK).all()
+    assert len(paths) == 200
+    for form in FORMS:
+        (tmp_path / form.__name__).mkdir()
+        with extract(form(local, tmp_path / form.__name__), out=tmp_path / f"out-{form.__name__}") as reader:
+            assert reader.paths == paths, form
+            assert np.array_equal(reader["embedding"][:], expected), form
+            assert reader.labels.tolist() == labels.tolist(), form
+
+
+def test_a_data_set_of_a_folder_goes_on_from_an_archive_of_it(folder: Path, tmp_path: Path) -> None:
+    kept = folder / "ant" / "06.png"
+    data = kept.read_bytes()
+    settings = {"out": tmp_path / "out", "backbone": "timm/test_resnet", "weights": "random", "workers": 0}
+    kept.write_bytes(b"")
+    extract_features(folder, progress=False, **settings).close()
+    kept.write_bytes(data)
+    where = as_zip(folder, tmp_path)
+    with extract_features(where, progress=False, retry_failed=True, **settings) as reader:
+        assert (reader.status == Status.OK).all()
+    changed = files_of(folder) | {"ant/00.png": files_of(folder)["ant/03.jpg"]}
+    write_tar(tmp_path / "other.tar", changed)
+    with pytest.raises(InputError, match=r"ant/00\.png differs"):
+        extract_features(tmp_path / "other.tar", progress=False, **settings)
+
+
+# Lists
+
+
+def test_a_list_has_labels_splits_and_ids(folder: Path) -> None:
+    lines = [
+        "\ufeffid,path,label,split,note", "7,cat/11.jpg,2,train,x", "8,ant/00.png,0,VAL,", "9,bee/01.jpg,,,",
+        f"10,{folder}/cat/02.png,-1,test,",
+    ]  # fmt: skip
+    (folder / "list.csv").write_text("\n".join(lines), encoding="utf-8")
+    found = list_images(folder / "list.csv")
+    assert found.paths == [f"{folder}/cat/02.png", "ant/00.png", "bee/01.jpg", "cat/11.jpg"]
+    assert found.labels.tolist() == [-1, 0, -1, 2]
+    assert found.classes == ["0", "1", "2"]
+    assert found.splits == ["test", "val", "", "train"]
+    assert found.ids == ["10", "8", "9", "7"]
+    batch = next(load_batches(found, [[0, 1, 2, 3]], as_tensor, workers=0))
+    assert batch.status.tolist() == [Status.OK] * 4
+
+
+def test_labels_that_are_no_counting_numbers_are_names(folder: Path) -> None:
+    (folder / "list.tsv").write_text("path\tlabel\nant/00.png\t007\ncat/02.png\t10\n")
+    found = list_images(folder / "list.tsv")
+    assert (found.classes, found.labels.tolist()) == (["007", "10"], [0, 1])
+
+
+def test_names_of_any_bytes_come_through_a_list(tmp_path: Path) -> None:
+    name = b"\xff,\n.png"
+    make_picture(1).save(tmp_path / os.fsdecode(name), "PNG")
+    (tmp_path / "list.csv").write_bytes(b'path\r\n"' + name + b'"\r\n')
+    found = list_images(tmp_path / "list.csv")
+    assert next(load_batches(found, [[0]], as_tensor, workers=0)).status.tolist() == [Status.OK]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("file,label\na.png,1\n", "no column 'path' among 'file', 'label'"),
+        ("", "no column 'path' among none"),
+        ("path,label\na.png\n", "line 2 has 1 values, its header 2"),
+        ("path\na.png\nb.png\na.png\n", "line 4: a.png is in .*line 2 already"),
+        ("path,split\na.png,dev\n", "line 2: split 'dev'; expected train, val, test or nothing"),
+        ("path,label\n,1\n", "line 2: no path"),
+        ("path,path\na,b\n", "two columns are called 'path'"),
+        ("path\n", "no images; it is empty"),
+    ],
+)
+def test_a_list_that_cannot_be_understood_is_an_error(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "list.csv").write_text(text)
+    with pytest.raises(InputError, match=message):
+        list_images(tmp_path / "list.csv")
+
+
+def test_a_parquet_list_is_checked(tmp_path: Path) -> None:
+    parquet.write_table(pa.table({"path": ["a.png"], "label": [0.5]}), tmp_path / "float.parquet")
+    with pytest.raises(InputError, match="column 'label' is double; expected text or whole numbers"):
+        list_images(tmp_path / "float.parquet")
+    (tmp_path / "text.parquet").write_text("path\na.png\n")
+    with pytest.raises(InputError, match="is no Parquet file"):
+        list_images(tmp_path / "text.parquet")
+    parquet.write_table(pa.table({"path": ["b.png", "a.png"], "label": [3, None]}), tmp_path / "int.parquet")
+    found = list_images(tmp_path / "int.parquet")
+    assert (found.paths, found.labels.tolist()) == (["a.png", "b.png"], [-1, 3])
+
+
+# Archives
+
+
+def test_labels_of_webdataset_samples(folder: Path, tmp_path: Path) -> None:
+    files = list(files_of(folder).values())
+    write_tar(
+        tmp_path / "w-000.tar",
+        {"000.jpg": files[0], "000.cls": b"4", "000.json": b"{}", "001.jpg": files[1], "001.cls": b"1\n"},
+    )
+    write_tar(tmp_path / "w-001.tar", {"002.jpg": files[2], "002.txt": b"no label"})
+    found = list_images(tmp_path / "w-{000..001}.tar")
+    assert found.paths == ["000.jpg", "001.jpg", "002.jpg"]
+    assert found.labels.tolist() == [4, 1, -1]
+    assert found.left_out == {".json": 1, ".txt": 1}
+    assert list_images(tmp_path / "w-*.tar").paths == found.paths
+
+
+def test_equal_names_in_two_archives_are_kept_apart(folder: Path, tmp_path: Path) -> None:
+    files = list(files_of(folder).values())
+    write_tar(tmp_path / "a.tar", {"x/0.jpg": files[0], "x/1.jpg": files[1]})
+    write_tar(tmp_path / "b.tar", {"y/0.jpg": files[2], "x/0.jpg": files[3]})
+    found = list_images(tmp_path / "{a,b}.tar")
+    assert found.paths == ["a.tar/x/0.jpg", "a.tar/x/1.jpg", "b.tar/x/0.jpg", "b.tar/y/0.jpg"]
+    assert [found.classes[label] for label in found.labels] == ["x", "x", "x", "y"]
+    assert found.notes == ("x/0.jpg is in several archives; so all paths begin with the name of their archive",)
+    assert [found.source.read(row)[0] for row in range(4)] == [files[0], files[1], files[3], files[2]]
+
+
+def test_of_a_member_that_is_there_twice_the_last_counts(tmp_path: Path) -> None:
+    write_tar(tmp_path / "a.tar", {"0.jpg": b"old"})
+    write_tar(tmp_path / "a.tar", {"0.jpg": b"new"}, "a")
+    assert list_images(tmp_path / "a.tar").source.read(0)[0] == b"new"
+
+
+def test_members_cannot_lead_out_of_an_archive(folder: Path, tmp_path: Path) -> None:
+    data = files_of(folder)["ant/00.png"]
+    with tarfile.open(tmp_path / "evil.tar", "w") as tar:
+        for name in ("../../up.png", "/etc/root.png", "a/../b.png", "good.png", ".hidden.png", "__MACOSX/x.png"):
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+        for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE):
+            info = tarfile.TarInfo(f"kind{kind!r}.png")
+            info.type, info.linkname = kind, "/etc/passwd"
+            tar.addfile(info)
+    with zipfile.ZipFile(tmp_path / "evil.zip", "w") as zipped:
+        for name in ("../../up.png", "/etc/root.png", "good.png", "Thumbs.db"):
+            zipped.writestr(name, data)
+    before = sorted(tmp_path.rglob("*"))
+    for archive, links in (("evil.tar", 4), ("evil.zip", 0)):
+        found = list_images(tmp_path / archive)
+        assert found.paths == ["good.png"]
+        assert found.left_out["name that leads out of the archive"] == (3 if links else 2)
+        assert found.left_out["no plain file"] == links
+        assert next(load_batches(found, [[0]], as_tensor, workers=0)).status.tolist() == [Status.OK]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_damage_in_a_zip_is_a_row_with_a_reason(folder: Path, tmp_path: Path) -> None:
+    path = Path(as_zip(folder, tmp_path))
+    found = list_images(path)
+    good = path.read_bytes()
+    info = zipfile.ZipFile(path).infolist()[5]
+    damaged = bytearray(good)
+    damaged[info.header_offset + 60] ^= 0xFF
+    path.write_bytes(damaged)
+    batch = next(load_batches(found, [list(range(12))], as_tensor, workers=0))
+    assert [row for row, status in enumerate(batch.status) if status != Status.OK] == [5]
+    assert "archive is damaged" in batch.reasons[5]
+    path.write_bytes(good[: info.header_offset + 40])
+    batch = next(load_batches(found, [[4, 5, 6]], as_tensor, workers=0))
+    assert batch.status.tolist() == [Status.OK, Status.DECODE_ERROR, Status.DECODE_ERROR]
+    assert "the archive is cut short" in batch.reasons[6]
+    with pytest.raises(LayertapError, match="has changed since its files were listed"):
+        found.source.check_there()
+
+
+def test_a_member_that_unpacks_to_more_than_it_says_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "bomb.zip", "w", zipfile.ZIP_DEFLATED) as zipped:
+        zipped.writestr("bomb.png", bytes(50_000_000))
+    data = bytearray((tmp_path / "bomb.zip").read_bytes())
+    directory = data.rindex(b"PK\1\2")
+    data[directory + 24 : directory + 28] = (1000).to_bytes(4, "little")  # it says it had 1,000 bytes
+    (tmp_path / "bomb.zip").write_bytes(data)
+    batch = next(load_batches(list_images(tmp_path / "bomb.zip"), [[0]], as_tensor, workers=0))
+    assert batch.status.tolist() == [Status.DECODE_ERROR]
+    assert "checksum" in batch.reasons[0]
+
+
+@pytest.mark.parametrize("length", [0, 100, 700, 3000])
+def test_an_archive_that_is_cut_short_is_an_error(folder: Path, tmp_path: Path, length: int) -> None:
+    for path in (Path(as_tar(folder, tmp_path)), Path(as_zip(folder, tmp_path))):
+        path.write_bytes(path.read_bytes()[:length])
+        with pytest.raises(InputError, match=r"damaged, or no (tar|zip) archive|is cut short"):
+            list_images(path)
+
+
+def test_archives_that_cannot_be_read_are_errors(folder: Path, tmp_path: Path) -> None:
+    write_tar(tmp_path / "a.tar", files_of(folder))
+    write_tar(tmp_path / "packed.tar", files_of(folder), "w:gz")
+    with pytest.raises(InputError, match="gunzip it first"):
+        list_images(tmp_path / "packed.tar")
+    with pytest.raises(InputError, match=r"b\.tar: no such file"):
+        list_images(tmp_path / "{a,b}.tar")
+    with pytest.raises(InputError, match="no such file"):
+        list_images(tmp_path / "none-*.tar")
+    with pytest.raises(InputError, match=r"no images; none of its 1 files is an image \(.tar 1\); archives are named"):
+        (tmp_path / "only").mkdir()
+        write_tar(tmp_path / "only" / "a.tar", files_of(folder))
+        list_images(tmp_path / "only")
+    with pytest.raises(InputError, match="is no range"):
+        list_images(tmp_path / "x-{9..3}.tar")
+
+
+def test_an_encrypted_member_is_a_row_with_a_reason(folder: Path, tmp_path: Path) -> None:
+    path = Path(as_zip(folder, tmp_path))
+    data = bytearray(path.read_bytes())
+    data[data.index(b"PK\1\2") + 8] |= 1
+    path.write_bytes(data)
+    batch = next(load_batches(list_images(path), [[0, 1]], as_tensor, workers=0))
+    assert batch.reasons == {0: "encrypted"}
+
+
+def test_a_source_is_pickled_without_what_it_has_open(folder: Path, tmp_path: Path) -> None:
+    for where in (as_tar(folder, tmp_path), as_zip(folder, tmp_path), as_csv(folder, tmp_path), as_npy(tmp_path)):
+        source = list_images(where).source
+        first = source.read(0)
+        assert pickle.loads(pickle.dumps(source)).read(0) == first
+
+
+# Arrays
+
+
+def as_npy(target: Path) -> str:
+    np.save(target / "p.npy", np.stack([np.array(make_picture(i)) for i in range(12)]))
+    return str(target / "p.npy")
+
+
+def test_arrays_are_pictures(tmp_path: Path) -> None:
+    pictures = np.stack([np.array(make_picture(i)) for i in range(12)])  # (12, 48, 64, 3)
+    np.save(tmp_path / "last.npy", pictures)
+    np.save(tmp_path / "first.npy", pictures.transpose(0, 3, 1, 2))
+    np.save(tmp_path / "grey.npy", pictures[..., 1])
+    with h5py.File(tmp_path / "p.h5", "w") as file:
+        file["train/images"] = pictures
+        file["train/labels"] = np.arange(12) % 3
+        file["other"] = np.zeros((3, 4))
+    for where in ("last.npy", "first.npy", "p.h5", "p.h5:train/images"):
+        found = list_images(tmp_path / where)
+        assert found.paths == [f"{row:02d}" for row in range(12)]
+        batch = next(load_batches(found, [[0, 11]], lambda p: torch.from_numpy(np.array(p)), workers=2))
+        assert torch.equal(batch.images, torch.from_numpy(pictures[[0, 11]])), where
+    assert found.labels.tolist() == [0, 1, 2] * 4
+    assert list_images(tmp_path / "last.npy").labels.tolist() == [-1] * 12
+    grey = next(load_batches(list_images(tmp_path / "grey.npy"), [[3]], as_tensor, workers=0)).images[0]
+    assert torch.equal(grey, as_tensor(Image.fromarray(pictures[3, :, :, 1]).convert("RGB")))
+
+
+def test_arrays_that_are_no_pictures_are_errors(tmp_path: Path) -> None:
+    np.save(tmp_path / "float.npy", np.zeros((3, 8, 8, 3), np.float32))
+    np.save(tmp_path / "flat.npy", np.zeros((3, 64), np.uint8))
+    np.save(tmp_path / "objects.npy", np.array([{}], object), allow_pickle=True)
+    (tmp_path / "text.npy").write_text("no array")
+    with h5py.File(tmp_path / "two.h5", "w") as file:
+        file["a"] = file["b"] = np.zeros((3, 8, 8, 3), np.uint8)
+        file["c"] = np.zeros((4, 8, 8, 3), np.uint8)
+        file["away"] = h5py.ExternalLink("/etc/passwd", "x")
+    for name, message in {
+        "float.npy": r"is float32 \(3, 8, 8, 3\); expected pictures of uint8", "flat.npy": r"is uint8 \(3, 64\)",
+        "objects.npy": "cannot be read as an array", "text.npy": "cannot be read as an array",
+        "two.h5": "several data sets of pictures; name one:", "two.h5:d": "no data set 'd'; it has",
+        "two.h5:away": "cannot be read as an array|no data set 'away'", "none.h5": "no such file",
+    }.items():  # fmt: skip
+        with pytest.raises(InputError, match=message):
+            list_images(tmp_path / name)
+
+
+# URLs
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[str]:
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder.parent))
+    ) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{running.server_port}"
+        running.shutdown()
+
+
+def test_pictures_behind_http(folder: Path, server: str) -> None:
+    lines = [f"{server}/pictures/{name}" for name in files_of(folder)]
+    (folder.parent / "list.csv").write_text("path\n" + "\n".join([*lines, "pictures/ant/gone.png", ""]))
+    found = list_images(f"{server}/list.csv")
+    assert sorted(found.paths) == sorted([*lines, "pictures/ant/gone.png"])
+    batches = list(load_batches(found, [list(range(13))], as_tensor, workers=2))
+    assert [found.paths[row] for row in batches[0].reasons] == ["pictures/ant/gone.png"]
+    assert sorted(batches[0].status.tolist()) == [Status.OK] * 12 + [Status.MISSING]
+
+
+def test_a_server_that_stops_answering_ends_the_run_and_nothing_is_marked_failed(folder: Path, tmp_path: Path) -> None:
+    (folder.parent / "list.csv").write_text("path\n" + "\n".join(files_of(folder)))
+    with pytest.raises(LayertapError, match=r"http://127.0.0.1:1/.* (cannot be read|does not answer)"):
+        list_images("http://127.0.0.1:1/list.csv")
+
+
+def test_urls_that_lead_nowhere_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such folder or file|no files there"):
+        list_images("memory://nothing/here")
+    with pytest.raises(LayertapError, match="nosuchprotocol"):
+        list_images("nosuchprotocol://a/b")
+    with pytest.raises(InputError, match="arrays are read from files here"):
+        list_images("memory://a/b.npy")
+
+
+def test_a_memory_folder_that_vanishes_stops_the_run(folder: Path, tmp_path: Path) -> None:
+    where = as_memory(folder, tmp_path)
+    found = list_images(where)
+    found.source.check_there()
+    fsspec.filesystem("memory").rm(f"/{tmp_path.name}", recursive=True)
+    with pytest.raises(LayertapError, match="has vanished"):
+        found.source.check_there()
+
+
+def test_images_are_found_again_by_their_names(folder: Path, tmp_path: Path) -> None:
+    for where in (str(folder), as_zip(folder, tmp_path), as_memory(folder, tmp_path)):
+        images = list_images(where)
+        again = listed_again(images.root, [images.paths[7], images.paths[2]])
+        assert [again.source.read(row)[0] for row in (0, 1)] == [images.source.read(row)[0] for row in (7, 2)]
+    with pytest.raises(InputError, match="has no gone.png any more"):
+        listed_again(as_zip(folder, tmp_path), ["gone.png"])
+
+
+# The same bytes twice
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 64])
+def test_the_same_bytes_are_computed_once_and_stored_twice(folder: Path, tmp_path: Path, batch_size: int) -> None:
+    data = (folder / "bee" / "01.jpg").read_bytes()
+    for name in ("ant/01.jpg", "ant/aa.jpg", "cat/z.jpg"):
+        (folder / name).write_bytes(data)
+    (folder / "ant" / "empty.jpg").write_bytes(b"")
+    (folder / "cat" / "empty.jpg").write_bytes(b"")
+    from extract.extraction import extract, plan
+
+    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
+    seen: list[int] = []
+    backbone.model.register_forward_pre_hook(lambda module, images: seen.append(len(images[0])))
+    planned = plan(folder, out=tmp_path / "out", backbone=backbone, batch_size=batch_size, workers=0)
+    seen.clear()
+    summary = extract(planned)
+    assert summary.duplicates == 3
+    assert sum(seen) == 12
+    with FeatureReader(tmp_path / "out") as reader:
+        rows = [reader.paths.index(name) for name in ("ant/01.jpg", "ant/aa.jpg", "bee/01.jpg", "cat/z.jpg")]
+        features = reader["embedding"][:]
+        assert all(np.array_equal(features[row], features[rows[0]]) for row in rows)
+        alone = backbone.features([Image.open(folder / "bee" / "01.jpg")])["embedding"][0]
+        assert np.allclose(features[rows[0]], alone, rtol=1e-4, atol=1e-5)
+        for row, path in enumerate(reader.paths):
+            if row not in rows and "empty" not in path:
+                one = backbone.features([Image.open(folder / path)])["embedding"][0]
+                assert np.allclose(features[row], one, rtol=1e-4, atol=1e-5), path
+        assert [reader.paths[row] for row, *_ in reader.failures] == ["ant/empty.jpg", "cat/empty.jpg"]
+
+
+def test_part_of_a_batch_keeps_images_and_reasons_together() -> None:
+    images = torch.arange(3 * 4 * 4 * 3, dtype=torch.uint8).reshape(3, 4, 4, 3)
+    numbers = np.arange(5)
+    batch = Batch(
+        numbers + 10, images, np.array([1, 2, 1, 2, 1], np.uint8), {11: "a", 13: "b"}, numbers, numbers,
+        np.zeros((5, 16), np.uint8),
+    )  # fmt: skip
+    part = batch.only([1, 2, 4])
+    assert part.rows.tolist() == [11, 12, 14]
+    assert torch.equal(part.images, images[[1, 2]])
+    assert part.reasons == {11: "a"}
