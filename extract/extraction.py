@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ def extract_features(
     max_pixels: int = defaults.MAX_PIXELS,
     seed: int = defaults.SEED,
     allow_missing_head: bool = False,
+    preprocessing: Mapping[str, Any] | None = None,
     shard_rows: int | None = None,
     compress: str | None = None,
     retry_failed: bool = False,
@@ -82,6 +83,7 @@ def extract_features(
         max_pixels: an image of more is taken for a decompression bomb, and is a failed row.
         seed: of random weights.
         allow_missing_head: whether the weights may lack the classifier; see `load_backbone`.
+        preprocessing: any of size, crop, interpolation, mean and std in place of the library's; see `load_backbone`.
         shard_rows: images in a file; None makes files of at most 1 GB.
         compress: "gzip", "lzf" or "blosc2" packs each file when it is finished; None leaves features plain, which is
             faster to read.
@@ -96,7 +98,12 @@ def extract_features(
     """
     if isinstance(backbone, str):
         backbone = load_backbone(
-            backbone, weights=weights, device=device, seed=seed, allow_missing_head=allow_missing_head
+            backbone,
+            weights=weights,
+            device=device,
+            seed=seed,
+            allow_missing_head=allow_missing_head,
+            preprocessing=preprocessing,
         )
     planned = plan(
         images,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from extract.backbones import Backbone
+from extract.backbones.own_output import WithEmbedding
 from extract.errors import InputError, LayertapError, UnknownNameError
 from extract.layers import is_glob, match_layers, named_layers
 from extract.pooling import POOLINGS, Layout, pool, recognise, resolve_pooling
@@ -117,10 +118,11 @@ def _parse(backbone: Backbone, text: str) -> list[_Request]:
     layer, _, last = text.rpartition(":")
     text, pooling = (layer, last) if layer and last in POOLINGS else (text, "auto")
     if text == EMBEDDING:
+        if isinstance(backbone.model, WithEmbedding):
+            return [_Request(EMBEDDING, "", pooling)]
         if backbone.classifier is None:
-            raise InputError(
-                f"{backbone.spec} has no single classifier whose input is the embedding; name layers, such as -l '*'"
-            )
+            why = backbone.no_embedding or "it has no single classifier whose input would be that"
+            raise InputError(f"{backbone.spec} has no embedding: {why}; name layers, such as -l '*'")
         return [_Request(backbone.classifier, "", pooling, what="input")]
     pattern = split_text(text, names)[0]
     matches = match_layers(names, pattern, backbone.spec)

@@ -37,7 +37,7 @@ from torch.utils.hooks import RemovableHandle
 
 from extract.edits import Edit, apply_edit
 from extract.errors import InputError, LayertapError, unknown_name
-from extract.layers import match_layers, named_layers, unwrap
+from extract.layers import match_layers, named_layers, named_parameters, unwrap
 from extract.operations import attention_weights, operation_name, unwatched, watching
 from extract.record import Record, Reduce, Site, What, split_text, take
 from extract.settings import COMPILED_CODE_OFF, FUSED_ATTENTION_OFF
@@ -201,7 +201,7 @@ class Taps:
         _check_hookable(model)
         self._model = model
         self._layers = named_layers(model)
-        self._parameters = dict(unwrap(model).named_parameters(remove_duplicate=False))
+        self._parameters = named_parameters(model)
         self._wishes: list[_Wish] = []
         self._stop = stop
         self._on_record = on_record

@@ -13,7 +13,7 @@ from torch import nn
 
 from extract.errors import unknown_name
 
-__all__ = ["is_glob", "match_layers", "named_layers", "unwrap"]
+__all__ = ["INSIDE", "is_glob", "match_layers", "named_layers", "named_parameters", "unwrap"]
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -27,7 +27,8 @@ def unwrap(model: nn.Module) -> nn.Module:
         model = inner
 
 
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+INSIDE = "_inside"  # under which a wrapper of ours holds the model
+_WRAPPERS = frozenset({INSIDE, "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
 def named_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -37,10 +38,18 @@ def named_layers(model: nn.Module) -> dict[str, nn.Module]:
     """
     found: dict[str, nn.Module] = {}
     for name, module in unwrap(model).named_modules(remove_duplicate=False):
-        plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-        if plain:
+        if plain := _plain(name):
             found[plain] = module  # of a wrapper and what is inside it, the inner
     return found
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Every name a parameter can be reached by; wrapper prefixes are left out."""
+    return {_plain(name): value for name, value in unwrap(model).named_parameters(remove_duplicate=False)}
+
+
+def _plain(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def is_glob(pattern: str) -> bool:

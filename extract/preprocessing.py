@@ -6,7 +6,9 @@ features. Resize and crop are done on uint8 by Pillow, in the workers; scaling a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +19,19 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as F
 
-from extract.errors import InputError, first_line
+from extract.errors import InputError, first_line, unknown_name
 
-__all__ = ["Preprocessing", "from_timm", "from_torchvision", "from_transform"]
+__all__ = [
+    "Preprocessing", "from_hf", "from_open_clip", "from_timm", "from_torchvision", "from_transform", "overridden",
+]  # fmt: skip
 
 _MAX_RESIZED_PX = 179_000_000  # as many as Pillow decodes before it calls a file a bomb
+
+_MAX_SIDE_PX = 8192  # of an input; more is a slip of the keyboard
+_OVERRIDES = {"size", "crop", "interpolation", "mean", "std"}
+
+# Pillow's numbers (Image.Resampling), and torchvision's names (InterpolationMode).
+_OF_PILLOW = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
 
 Transform = Callable[[Image.Image], Tensor]
 
@@ -123,6 +133,93 @@ def from_torchvision(transform: Any) -> Preprocessing:
         std=tuple(transform.std),
     )
     return _checked(described, transform)
+
+
+def from_open_clip(settings: Mapping[str, Any]) -> Preprocessing:
+    """The preprocessing of an image tower of open_clip (its `preprocess_cfg`)."""
+    from open_clip.transform import PreprocessCfg, image_transform_v2
+
+    transform: Transform = image_transform_v2(PreprocessCfg(**settings), is_train=False)
+    height, width = [settings["size"]] * 2 if isinstance(settings["size"], int) else settings["size"]
+    described = Preprocessing(
+        resize_px=(height, width) if settings.get("resize_mode") == "squash" else min(height, width),
+        crop_px=(height, width),
+        interpolation=settings["interpolation"],
+        mean=tuple(settings["mean"]),
+        std=tuple(settings["std"]),
+    )
+    return _checked(described, transform)
+
+
+@dataclass(frozen=True)
+class _HfTransform:
+    """An image processor of transformers as a function of one picture."""
+
+    processor: Any
+
+    def __call__(self, picture: Image.Image) -> Tensor:
+        values = self.processor(images=picture, return_tensors="pt")["pixel_values"]
+        return torch.as_tensor(values[0])
+
+    def __str__(self) -> str:
+        settings = self.processor.to_dict()
+        chosen = {key: value for key, value in settings.items() if value is not None and not key.startswith("_")}
+        return f"{type(self.processor).__name__} {json.dumps(chosen, sort_keys=True, default=str)}"
+
+
+def from_hf(processor: Any) -> Preprocessing:
+    """The preprocessing of an image processor of transformers."""
+    transform = _HfTransform(processor)
+    size, crop = (dict(getattr(processor, name, None) or {}) for name in ("size", "crop_size"))
+    try:
+        resize: Any = size.get("shortest_edge") or _height_width(size)
+        described = Preprocessing(
+            resize_px=resize,
+            crop_px=_height_width(crop if processor.do_center_crop else size),
+            interpolation=_OF_PILLOW[int(processor.resample)],
+            mean=tuple(processor.image_mean),
+            std=tuple(processor.image_std),
+        )
+    except (AttributeError, KeyError, TypeError, ValueError):  # it works otherwise
+        return from_transform(transform, str(transform))
+    return _checked(described, transform)
+
+
+def _height_width(size: Mapping[str, Any]) -> tuple[int, int]:
+    return int(size["height"]), int(size["width"])
+
+
+def overridden(preprocessing: Preprocessing, given: Mapping[str, Any]) -> Preprocessing:
+    """Preprocessing with some of its numbers replaced by one's own.
+
+    Args:
+        preprocessing: of the library.
+        given: any of `size`, `crop`, `interpolation`, `mean` and `std`. With `size` alone, the crop stays; with `crop`
+            alone, the size.
+
+    Raises:
+        UnknownNameError: no such interpolation.
+        InputError: the numbers make no sense, or the library's own transform has no numbers that could be replaced.
+    """
+    if preprocessing.library_transform is not None and given.keys() < _OVERRIDES:
+        missing = ", ".join(f"--{name}" for name in _OVERRIDES if name not in given)
+        raise InputError(
+            f"the preprocessing is {preprocessing}, not size, crop and normalisation; to replace it, give {missing} too"
+        )
+    interpolation = given.get("interpolation", preprocessing.interpolation)
+    if interpolation not in _OF_PILLOW.values():
+        raise unknown_name("interpolation", interpolation, _OF_PILLOW.values())
+    size, crop = given.get("size", preprocessing.resize_px), given.get("crop", preprocessing.crop_px)
+    crop = (crop, crop) if isinstance(crop, int) else (int(crop[0]), int(crop[1]))
+    size = size if isinstance(size, int) else (int(size[0]), int(size[1]))
+    mean, std = (tuple(map(float, given.get(name, getattr(preprocessing, name)))) for name in ("mean", "std"))
+    if len(mean) != 3 or len(std) != 3 or not all(0 < one < 1e6 for one in std) or not all(map(math.isfinite, mean)):
+        raise InputError(f"mean {mean}, std {std}; expected three numbers each, of pixels scaled to 0..1, std above 0")
+    if min(crop) < 1 or min([size] if isinstance(size, int) else size) < 1 or max(crop) > _MAX_SIDE_PX:
+        raise InputError(f"size {size}, crop {crop}; expected pixels, from 1 to {_MAX_SIDE_PX:,}")
+    if max([size] if isinstance(size, int) else size) > _MAX_SIDE_PX:
+        raise InputError(f"size {size}; expected pixels, from 1 to {_MAX_SIDE_PX:,}")
+    return Preprocessing(size, crop, interpolation, mean, std)
 
 
 def from_transform(transform: Transform, name: str) -> Preprocessing:

@@ -135,6 +135,7 @@ def _plan(
     try:
         layers, spec = list(configuration["layers"]), str(provenance["backbone"])
         asked = {name: configuration[name] for name in ("weights", "seed", "allow_missing_head")}
+        asked["preprocessing"] = configuration.get("preprocessing")
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{dataset.out} does not say how it was made: {error} is missing in its provenance") from error
     if backbone is None:

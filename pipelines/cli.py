@@ -82,6 +82,11 @@ def _option(*names: str, **settings: Any) -> Callable[[Any], Any]:
 @_option("-o", "--out")
 @_option("--weights")
 @_option("--allow-missing-head/--no-allow-missing-head")
+@_option("--size", metavar="PX|HxW")
+@_option("--crop", metavar="PX|HxW")
+@_option("--interpolation")
+@_option("--mean", metavar="R,G,B")
+@_option("--std", metavar="R,G,B")
 @_option("--batch-size", type=int)
 @_option("--workers", type=int)
 @_option("--device")
@@ -151,6 +156,32 @@ def layers(backbone: str, patterns: tuple[str, ...], ops: bool, as_json: bool) -
 
 
 @main.command()
+@click.argument("pattern", required=False, metavar="[GLOB]")
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+def backbones(pattern: str | None, as_json: bool) -> None:
+    """List the backbones that can be named, or those that match GLOB.
+
+    Their weights are not loaded. The licence is that of the default weights, where their source states it.
+
+    \b
+    layertap backbones                        # the sources
+    layertap backbones 'timm/vit_small*'
+    """
+    from pipelines.backbones import as_json as entries_as_json
+    from pipelines.backbones import entries, print_entries, print_sources, sources
+
+    if pattern is None:
+        if as_json:
+            click.echo(json.dumps(sources(), indent=1))
+        else:
+            print_sources(click.echo)
+    elif as_json:
+        click.echo(json.dumps(entries_as_json(entries(pattern)), indent=1))
+    else:
+        print_entries(entries(pattern), click.echo)
+
+
+@main.command()
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 def show(out: Path, as_json: bool) -> None:
@@ -162,6 +193,25 @@ def show(out: Path, as_json: bool) -> None:
         click.echo(json.dumps(content, indent=1))
     else:
         print_description(content, click.echo)
+
+
+@main.command()
+@click.argument("first", metavar="A", type=click.Path(path_type=Path))
+@click.argument("second", metavar="B", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+def diff(first: Path, second: Path, as_json: bool) -> None:
+    """Tell how the data sets A and B differ: what their numbers depend on, and the features of images in both.
+
+    Images are the same if their bytes are, whatever they are called.
+    """
+    from pipelines.diff import as_json as diff_as_json
+    from pipelines.diff import diff, print_diff
+
+    found = diff(first, second)
+    if as_json:
+        click.echo(json.dumps(diff_as_json(found), indent=1))
+    else:
+        print_diff(found, first, second, click.echo)
 
 
 @main.command()

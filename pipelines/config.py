@@ -25,7 +25,7 @@ class EmbedConfig(BaseModel):
         description="Folder, .csv or .parquet list, .tar or .zip archives, .npy or .h5 array, or a URL."
     )
     out: Path | None = Field(None, description="Folder of the data set. [default: outputs/<name of IMAGES>]")
-    backbone: str = Field(defaults.BACKBONE, description="SOURCE/NAME; sources: bundled, torchvision, timm, python.")
+    backbone: str = Field(defaults.BACKBONE, description="SOURCE/NAME; see `layertap backbones`.")
     layers: list[str] = Field(
         list(defaults.LAYERS),
         min_length=1,
@@ -33,6 +33,13 @@ class EmbedConfig(BaseModel):
     )
     weights: str | None = Field(None, min_length=1, description="Name, file, or 'random'. [default: the source's own]")
     allow_missing_head: bool = Field(False, description="Go on if a weights file lacks the classifier.")
+    size: int | list[int] | None = Field(
+        None, description="Pixels of the shorter side, or HxW. [default: the model's own]"
+    )
+    crop: int | list[int] | None = Field(None, description="Pixels of the centre that is cut out; the input.")
+    interpolation: str | None = Field(None, description="nearest, bilinear, bicubic, lanczos, box or hamming.")
+    mean: list[float] | None = Field(None, description="R,G,B of pixels scaled to 0..1, to be subtracted.")
+    std: list[float] | None = Field(None, description="R,G,B, to be divided by.")
     batch_size: int = Field(defaults.BATCH_SIZE, strict=True, ge=1, description="Images a forward.")
     workers: int = Field(defaults.WORKERS, strict=True, ge=0, description="Processes that decode; 0: the main one.")
     device: str = Field(defaults.DEVICE, description="auto, cpu, cuda, cuda:N or mps.")
@@ -60,10 +67,30 @@ class EmbedConfig(BaseModel):
             raise ValueError("a path is neither empty nor has it null characters")
         return value
 
+    @field_validator("size", "crop", mode="before")
+    @classmethod
+    def _a_size(cls, value: Any) -> Any:
+        if isinstance(value, str) and (found := re.fullmatch(r"(\d+)(?:x(\d+))?", value, re.ASCII)):
+            value = int(found[1]) if found[2] is None else [int(found[1]), int(found[2])]
+        if value is not None and (isinstance(value, str) or (isinstance(value, list) and len(value) != 2)):
+            raise ValueError("expected pixels, as 256 or 256x320")
+        return value
+
+    @field_validator("mean", "std", mode="before")
+    @classmethod
+    def _three_numbers(cls, value: Any) -> Any:
+        return value.split(",") if isinstance(value, str) else value
+
     @field_validator("layers", mode="before")
     @classmethod
     def _one_layer(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
+
+    @property
+    def preprocessing(self) -> dict[str, Any]:
+        """What is to replace the library's own."""
+        names = ("size", "crop", "interpolation", "mean", "std")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     @property
     def folder(self) -> Path:

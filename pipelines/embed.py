@@ -53,6 +53,7 @@ def embed(config: EmbedConfig) -> Outcome:
         device=config.device,
         seed=config.seed,
         allow_missing_head=config.allow_missing_head,
+        preprocessing=config.preprocessing,
     )
     if backbone.weights.random:
         text = f"WARNING: {backbone.weights.source} weights: these features mean nothing; use them for tests only"
@@ -92,12 +93,13 @@ def _tell(planned: Plan) -> None:
     """What was resolved, before the work begins."""
     images, backbone, choice = planned.images, planned.backbone, planned.choice
     splits = sorted(set(images.splits) - {""})
+    yours = backbone.asked.get("preprocessing", {})
     lines = [
         f"images    {len(images):,} in {images.root}"
         + (f", {len(images.classes)} classes" if images.classes else "")
         + (f", splits {' '.join(splits)}" if splits else ""),
         f"backbone  {backbone.spec}, weights {backbone.weights.source}, on {backbone.device}",
-        f"input     {backbone.preprocessing}",
+        f"input     {backbone.preprocessing}" + (f" (yours: {' '.join(yours)})" if yours else ""),
     ]
     for note in images.notes:
         click.secho(f"note: {note}", fg="yellow", err=True)

@@ -17,7 +17,7 @@ __all__ = ["as_json", "list_layers", "print_table"]
 
 def list_layers(spec: str, patterns: Sequence[str], *, operations: bool) -> list[LayerRow]:
     """The table of a backbone's layers; weights do not matter to it, and none are downloaded."""
-    random = None if spec.startswith("bundled/") else "random"
+    random = "random" if spec.partition("/")[0] in ("torchvision", "timm", "open_clip") else None
     backbone = load_backbone(spec, weights=random, device="cpu")
     pictures = torch.randn(2, 3, *backbone.preprocessing.crop_px, generator=torch.Generator().manual_seed(0))
     names = match_layers(named_layers(backbone.model), patterns, spec) if patterns else None

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import re
 import warnings
+import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError, features
 
 from extract import defaults
 
@@ -26,33 +29,43 @@ IMAGE_SUFFIXES = frozenset({
 })  # fmt: skip
 _HEIF_BRANDS = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"})  # ISO/IEC 23008-12
 _BACKGROUND = (255, 255, 255)  # what transparent pixels are laid over
+_PNG = b"\x89PNG\r\n\x1a\n"
+_BITS, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339  # tags of TIFF 6.0
+_WHITE_IS_ZERO = 0  # a value of _PHOTOMETRIC
 
 
 def decode(data: bytes, max_pixels: int = defaults.MAX_PIXELS) -> Image.Image:
     """Decode the bytes of an image file to an upright RGB picture.
 
-    The EXIF orientation is applied. Transparent pixels are laid over white. 16-bit grey is scaled to 8 bits. Of an
-    animation, the first frame counts. Colour profiles (ICC) are not applied.
+    The EXIF orientation is applied. Transparent pixels are laid over white. Of 16-bit pixels, the upper 8 bits are
+    taken. Of an animation, the first frame counts. Colour profiles (ICC) are not applied.
 
     Args:
         data: of the file.
         max_pixels: a picture of more is taken for a decompression bomb.
 
     Raises:
-        ValueError: not an image, truncated, damaged, of a kind without a known range (float pixels), or too large.
+        ValueError: not an image, truncated, of a kind without a known range (float pixels), too large, or damaged, as
+            far as the format can tell: PNG has checksums, JPEG has none.
     """
     if not data:
         raise ValueError("empty file")
     try:
-        with warnings.catch_warnings(), _limit_of_pillow(max_pixels):
+        with warnings.catch_warnings(), _settings_of_pillow(max_pixels):
             warnings.simplefilter("ignore")  # of odd metadata, and of images that are merely large
             with Image.open(io.BytesIO(data), formats=_formats()) as image:
+                _check_whole(data, str(image.format))
                 image.load()  # the whole picture: a truncated file fails here
+                _mend_transparency(image, data)
                 return to_picture(image)
     except MemoryError:
         raise
     except Image.DecompressionBombError as error:
-        raise ValueError(f"{error} --max-pixels sets the limit") from None
+        size = re.search(r"\d+", str(error))
+        count = f"{int(size[0]):,} pixels, " if size else ""
+        raise ValueError(
+            f"{count}more than {max_pixels:,}: a decompression bomb? --max-pixels sets the limit"
+        ) from None
     except UnidentifiedImageError:
         raise ValueError(_unknown(data)) from None
     except Exception as error:  # Pillow's decoders raise nearly everything on damaged files: SyntaxError, struct.error
@@ -60,20 +73,70 @@ def decode(data: bytes, max_pixels: int = defaults.MAX_PIXELS) -> Image.Image:
 
 
 @contextlib.contextmanager
-def _limit_of_pillow(max_pixels: int) -> Iterator[None]:
-    """Pillow checks it for each picture inside a file, too, as in icons; it is an error from twice its setting on."""
-    before, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, max_pixels / 2  # type: ignore[assignment]
+def _settings_of_pillow(max_pixels: int) -> Iterator[None]:
+    """Its settings of the process that bear on a file, as they must be here.
+
+    The limit of pixels holds for each picture inside a file, too, as in icons; beyond twice the setting it is an error.
+    And many a program lets Pillow fill up truncated files with grey.
+    """
+    before = Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES
+    Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = max_pixels / 2, False  # type: ignore[assignment]
     try:
         yield
     finally:
-        Image.MAX_IMAGE_PIXELS = before
+        Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = before
+
+
+def _check_whole(data: bytes, kind: str) -> None:
+    """What Pillow does not look at: the checksums of PNG, also inside icons, and the end of JPEG 2000.
+
+    Raises:
+        ValueError: the file is damaged or truncated.
+    """
+    if kind in ("PNG", "ICO", "ICNS"):
+        start = data.find(_PNG)
+        while start >= 0:
+            start = data.find(_PNG, _end_of_png(data, start + len(_PNG)))
+    # A tile begins with the marker FF90, its data with FF93; at the end of the codestream is FFD9 (ISO 15444-1, A.4).
+    if kind == "JPEG2000" and data.rfind(b"\xff\xd9") < max(data.rfind(b"\xff\x90"), data.rfind(b"\xff\x93")):
+        raise ValueError("truncated")
+
+
+def _end_of_png(data: bytes, start: int) -> int:
+    """Where the chunks from `start` on end; each that matters agrees with its checksum (PNG specification, 5.3)."""
+    while start + 12 <= len(data):
+        length, kind = int.from_bytes(data[start : start + 4], "big"), data[start + 4 : start + 8]
+        stop = start + 12 + length
+        if stop > len(data):
+            break
+        needed = not kind[0] & 0x20 or kind in (b"tRNS", b"fdAT")
+        if needed and zlib.crc32(data[start + 4 : stop - 4]) != int.from_bytes(data[stop - 4 : stop], "big"):
+            raise ValueError(f"damaged: its part {kind.decode('latin-1')} does not agree with its checksum")
+        if kind == b"IEND":
+            return stop
+        start = stop
+    raise ValueError("truncated: it has no end")
+
+
+def _mend_transparency(image: Image.Image, data: bytes) -> None:
+    """Pillow leaves the transparent colour of a PNG in the file's own range, while it scales the pixels to 8 bits."""
+    key = image.info.get("transparency")
+    if image.format != "PNG" or not isinstance(key, int | tuple) or not data.startswith(_PNG):
+        return
+    bits = data[24]
+    if image.mode == "L" and isinstance(key, int) and bits < 8:
+        image.info["transparency"] = key * 255 // ((1 << bits) - 1)
+    elif image.mode == "RGB" and isinstance(key, tuple) and bits == 16:
+        image.info["transparency"] = tuple(value >> 8 for value in key)
 
 
 def _unknown(data: bytes) -> str:
     if data[4:8] == b"ftyp" and data[8:12] in _HEIF_BRANDS:
-        return "HEIC needs another library: pip install 'layertap[heic]'"
+        return (
+            "damaged or truncated HEIC" if _has_heif() else "HEIC needs another library: pip install 'layertap[heic]'"
+        )
     if data[4:8] == b"ftyp" and data[8:12] in (b"avif", b"avis"):
-        return "AVIF needs a Pillow that was built with it, as those on PyPI are"
+        return "damaged or truncated AVIF" if features.check("avif") else "AVIF needs a Pillow that was built with it"
     return "not an image in a known format"
 
 
@@ -87,15 +150,22 @@ def to_picture(image: Image.Image) -> Image.Image:
 
 
 @functools.cache
+def _has_heif() -> bool:
+    try:
+        import pillow_heif
+    except ImportError:
+        return False
+    pillow_heif.register_heif_opener()
+    return True
+
+
+@functools.cache
 def _formats() -> list[str]:
     """Pillow's names of the formats in `IMAGE_SUFFIXES` that it was built with.
 
     No others: a file that calls itself .jpg must not reach, say, the EPS plugin, which runs a PostScript interpreter.
     """
-    with contextlib.suppress(ImportError):
-        import pillow_heif
-
-        pillow_heif.register_heif_opener()
+    _has_heif()
     known = Image.registered_extensions()
     return sorted({known[suffix] for suffix in IMAGE_SUFFIXES if known.get(suffix) in Image.OPEN})
 
@@ -110,12 +180,25 @@ def _upright(image: Image.Image) -> Image.Image:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
+    tags = getattr(image, "tag_v2", {}) if image.format == "TIFF" else {}
+    if 2 in _as_tuple(tags.get(_SAMPLE_FORMAT, 1)):
+        raise ValueError("signed pixels have no known range; convert the file to unsigned ones")
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")  # 16-bit grey
+        deep = np.asarray(image).astype(np.int64) << 16 - min(16, _as_tuple(tags.get(_BITS, 16))[0])
+        grey = deep >> 8 if tags.get(_PHOTOMETRIC) != _WHITE_IS_ZERO else 255 - (deep >> 8)
+        if isinstance(key := image.info.get("transparency"), int):
+            grey[deep == key] = _BACKGROUND[0]
+        return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
     if image.mode in ("I", "F"):
         raise ValueError("32-bit pixels have no known range; convert the file to 8 or 16 bits")
+    if image.mode == "La":  # grey, multiplied by its alpha
+        image = image.convert("LA")
     if image.has_transparency_data:
         layer = image.convert("RGBA")
         background = Image.new("RGBA", layer.size, (*_BACKGROUND, 255))
         return Image.alpha_composite(background, layer).convert("RGB")
     return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _as_tuple(value: Any) -> tuple[int, ...]:
+    return value if isinstance(value, tuple) else (value,)

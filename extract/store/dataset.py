@@ -36,7 +36,15 @@ from extract.store.files import read_json, sync_folder, write_json
 from extract.store.layout import FORMAT, FORMAT_VERSION, Identity, StoredFeature, row_bytes
 from extract.store.shard import Shard
 
-__all__ = ["DataSet", "Whereabouts", "differences", "existing_shard_rows", "fingerprint_of", "shard_rows_for"]
+__all__ = [
+    "DataSet",
+    "Whereabouts",
+    "changes",
+    "differences",
+    "existing_shard_rows",
+    "fingerprint_of",
+    "shard_rows_for",
+]
 
 # A shard is what a crash can damage, what is copied and what one machine works on at a time.
 _SHARD_BYTES = 1_000_000_000
@@ -383,7 +391,12 @@ def existing_shard_rows(out: Path) -> int | None:
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """What differs between two nested dicts, a line for each leaf."""
-    return [f"{key}: {before} there, {now} now" for key, before, now in _changed(old, new)]
+    return [f"{key}: {before} there, {now} now" for key, before, now in changes(old, new)]
+
+
+def changes(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """The leaves in which two nested dicts differ: dotted key, old, new."""
+    return list(_changed(old, new))
 
 
 def _feature(content: dict[str, Any]) -> StoredFeature:

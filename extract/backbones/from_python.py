@@ -22,26 +22,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from extract.backbones import Backbone
+from extract.backbones.backbone import Asked, Backbone
+from extract.backbones.own_output import with_own_output
 from extract.errors import InputError, first_line, unknown_name
 from extract.preprocessing import Preprocessing, from_transform
 from extract.weights import Weights, given_weights, weights_sha256
 
-__all__ = ["from_python_file"]
+__all__ = ["load"]
 
 
-def from_python_file(name: str, weights: str | None, seed: int) -> Backbone:
-    """The backbone that a factory in a Python file makes.
-
-    Args:
-        name: FILE.py:FACTORY.
-        weights: a file, for the model that the factory makes; None: as the factory makes it.
-        seed: of random numbers, if the factory draws any.
+def load(asked: Asked) -> Backbone:
+    """FILE.py:FACTORY; weights: those the factory makes, or a file for its model.
 
     Raises:
         InputError: no such file, or the factory fails or returns something else.
         UnknownNameError: no such factory in the file.
     """
+    name, weights, seed = asked.name, asked.weights, asked.seed
+    if asked.allow_missing_head:
+        raise InputError(
+            f"{asked.spec}: which layer is the classifier is not known; the factory must make a model without one"
+        )
     file, _, factory_name = name.rpartition(":")
     path = Path(file).resolve()
     if not factory_name.isidentifier() or path.suffix != ".py":
@@ -62,13 +63,18 @@ def from_python_file(name: str, weights: str | None, seed: int) -> Backbone:
         loaded = Weights(f"as {path.name}:{factory_name} makes them", weights_sha256(model))
     else:
         model, loaded, _ = given_weights(make, weights, seed, f"python/{name}", lambda model: None)
+    preprocessing = _preprocessing(
+        made[-1][1], f"{path.name}:{factory_name} of a file with sha256 {code}", path, factory_name
+    )
+    model, why = with_own_output(model.eval(), preprocessing.crop_px)
     title = f"{path.name}:{factory_name} of a file with sha256 {code}"
     return Backbone(
         spec=f"python/{path}:{factory_name}",
         architecture=f"python/{title}",
         model=model,
         weights=loaded,
-        preprocessing=_preprocessing(made[-1][1], title, path, factory_name),
+        preprocessing=preprocessing,
+        no_embedding=why,
     )
 
 

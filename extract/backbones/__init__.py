@@ -1,0 +1,13 @@
+"""Backbones: from a spec such as `timm/vit_small_patch16_224` to a model, its weights and its preprocessing.
+
+A spec is SOURCE/NAME. Weights are the source's own, by name; or a file; or `random`, loudly. There is no falling back:
+a key that is missing or left over is an error that names it.
+"""
+
+from __future__ import annotations
+
+from extract.backbones.backbone import Backbone
+from extract.backbones.loading import load_backbone
+from extract.weights import Weights
+
+__all__ = ["Backbone", "Weights", "load_backbone"]

@@ -1,0 +1,126 @@
+"""A loaded backbone, and what one is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from extract import defaults
+from extract.errors import LayertapError, first_line
+from extract.preprocessing import Preprocessing
+from extract.weights import Weights
+
+if TYPE_CHECKING:
+    from extract.in_memory import Picture
+
+__all__ = ["Asked", "Backbone", "downloading"]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a source is asked for.
+
+    Attributes:
+        spec: SOURCE/NAME.
+        name: behind the source.
+        weights: a name, a file, "random", or None: the source's default.
+        seed: of random weights.
+        allow_missing_head: whether a file may lack the classifier.
+    """
+
+    spec: str
+    name: str
+    weights: str | None
+    seed: int
+    allow_missing_head: bool
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """A frozen network, ready to run: in eval mode, on its device.
+
+    Attributes:
+        spec: as it was asked for.
+        architecture: library and name, the same for every way to ask for it.
+        model: the network.
+        weights: where its numbers come from.
+        preprocessing: from picture to input.
+        classifier: the layer whose input is the embedding; None if there is no single such layer. Then it is what the
+            layer `embedding` gives, if the model has one (`extract.backbones.own_output`).
+        no_embedding: why there is neither, if there is a reason to tell.
+        prefix_tokens: tokens before those of the patches (class token, registers).
+        patches: patches the input is cut into, where known.
+        class_token: whether the first of them is a class token.
+        reads_class_token: whether the embedding is made of it.
+        notes: what the user must be told of how it was loaded.
+        device: where it runs.
+        asked: weights, seed, allow_missing_head and preprocessing, as `load_backbone` was given them.
+    """
+
+    spec: str
+    architecture: str
+    model: nn.Module
+    weights: Weights
+    preprocessing: Preprocessing
+    classifier: str | None = None
+    no_embedding: str = ""
+    prefix_tokens: int = 0
+    patches: int | None = None
+    class_token: bool = False
+    reads_class_token: bool = False
+    notes: tuple[str, ...] = ()
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    asked: dict[str, Any] = field(default_factory=dict)
+
+    def features(
+        self,
+        pictures: Picture | Iterable[Picture],
+        layers: str | Sequence[str] = defaults.LAYERS,
+        *,
+        batch_size: int = defaults.BATCH_SIZE,
+    ) -> dict[str, NDArray[np.float32]]:
+        """Features of pictures in memory, the same numbers as `embed` stores; nothing is written.
+
+            backbone.features([Image.open("cat.jpg")], ["layer4", "embedding"])["layer4"]    # (1, 2048)
+
+        Args:
+            pictures: one or several: PIL pictures; uint8 arrays (H, W, 3) or (H, W), or (N, H, W, 3); uint8 tensors
+                (3, H, W) or (N, 3, H, W), or float ones with values of 8 bits scaled to 0..1. An iterator is read as it
+                is needed.
+            layers: `LAYER[:POOLING]` each, as of `extract_features`.
+            batch_size: pictures a forward.
+
+        Returns:
+            name -> (N, *shape) float32.
+
+        Raises:
+            UnknownNameError: no such layer or pooling.
+            InputError: a layer or pooling does not fit, or a picture has no 8-bit pixels.
+        """
+        from extract.in_memory import features_of
+
+        return features_of(self, pictures, layers, batch_size)
+
+
+def downloading(asked: Asked, load: Callable[[], Any], remedy: Callable[[], str]) -> Any:
+    """What `load` gives; where a hub does not, an error.
+
+    Args:
+        asked: for the error.
+        load: may download.
+        remedy: says what to fetch by hand, and where to put it.
+    """
+    try:
+        return load()
+    except LayertapError:
+        raise
+    except (OSError, RuntimeError, ValueError) as error:  # what the hubs' many classes of error have in common
+        raise LayertapError(
+            f"weights of {asked.spec} could not be downloaded: {first_line(error)}. To do it by hand: {remedy()}"
+        ) from error

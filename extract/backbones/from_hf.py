@@ -1,0 +1,187 @@
+"""Backbones of Hugging Face transformers: from its hub, or from a folder that `save_pretrained` wrote.
+
+The embedding is, in this order: the input of the classifier of a model for image classification; the image features of
+one with an image and a text tower (`get_image_features`); what the model itself calls `pooler_output`; its class token;
+the mean over its tokens or its map.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from extract.backbones.backbone import Asked, Backbone, downloading
+from extract.backbones.own_output import WithEmbedding
+from extract.errors import InputError, LayertapError, first_line
+from extract.layers import named_layers
+from extract.preprocessing import from_hf
+from extract.weights import Weights, given_weights, is_named, weights_sha256
+
+__all__ = ["library", "load"]
+
+_BY_HAND = ("config.json", "preprocessor_config.json", "model.safetensors")
+
+
+def load(asked: Asked) -> Backbone:
+    """NAME of the hub, or a folder; weights: a revision. Code that comes with a model is never run."""
+    transformers = library()
+    spec, weights = asked.spec, asked.weights
+    place = asked.name
+    local = Path(place).expanduser().is_dir()
+    if local:
+        place = str(Path(place).expanduser().resolve())
+    elif place.count("/") > 1 or place.startswith((".", "/", "~")):
+        raise InputError(f"{spec}: no such folder; a name of the hub is OWNER/NAME")
+    given = weights is not None and not is_named(weights)
+    where: dict[str, Any] = {"trust_remote_code": False}
+    if weights is not None and not given:
+        if local:
+            raise InputError(f"{spec} is a folder, which has no revision {weights!r}")
+        where["revision"] = weights
+
+    def ask(load_it: Any) -> Any:
+        if not local:
+            return downloading(asked, load_it, lambda: _by_hand(asked.name))
+        try:
+            return load_it()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise InputError(f"{spec}: {first_line(error)}") from error
+
+    with _quiet(transformers):
+        config = ask(lambda: transformers.AutoConfig.from_pretrained(place, **where))
+        processor = ask(lambda: transformers.AutoImageProcessor.from_pretrained(place, **where))
+        kind = _class_for(transformers, config)
+        notes: tuple[str, ...] = ()
+        if given:
+            assert weights is not None
+            model, loaded, _ = given_weights(
+                lambda: kind.from_config(config, trust_remote_code=False) if kind is transformers.AutoModel
+                else kind(config),
+                weights, asked.seed, spec, _classifier, allow_missing_head=asked.allow_missing_head,
+            )  # fmt: skip
+        else:
+            model, notes = _pretrained(spec, kind, place, where, ask)
+            found = getattr(config, "_commit_hash", None)
+            name = Path(place).name if local else place
+            loaded = Weights(f"hf/{name}" + (f" at {found[:12]}" if found else ""), weights_sha256(model))
+    classifier = _classifier(model)
+    preprocessing = from_hf(processor)
+    vision = getattr(config, "vision_config", config)
+    tower = getattr(model, "vision_model", getattr(model, "base_model", model))
+    embeddings = getattr(tower, "embeddings", None)
+    class_token = any(getattr(embeddings, name, None) is not None for name in ("cls_token", "class_embedding"))
+    patch = getattr(vision, "patch_size", None)
+    height, width = preprocessing.crop_px
+    return Backbone(
+        spec=f"hf/{place}",
+        architecture=f"hf/{type(model).__name__}",
+        model=model if classifier else WithEmbedding(model, _embed),
+        weights=loaded,
+        preprocessing=preprocessing,
+        classifier=classifier,
+        prefix_tokens=class_token
+        + int(getattr(vision, "num_register_tokens", 0) or 0)
+        + (getattr(embeddings, "distillation_token", None) is not None),
+        patches=(height // patch) * (width // patch) if isinstance(patch, int) else None,
+        class_token=class_token,
+        reads_class_token=class_token,
+        notes=notes,
+    )
+
+
+def library() -> Any:
+    """The library.
+
+    Raises:
+        LayertapError: it is not installed.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise LayertapError("hf/ needs another library: pip install 'layertap[hf]'") from error
+    return transformers
+
+
+def _class_for(transformers: Any, config: Any) -> Any:
+    """The class to load: the one for classification that the checkpoint is of, else the plain model."""
+    names = [name for name in getattr(config, "architectures", None) or [] if name.endswith("ForImageClassification")]
+    return getattr(transformers, names[0], transformers.AutoModel) if names else transformers.AutoModel
+
+
+def _pretrained(spec: str, kind: Any, place: str, where: dict[str, Any], ask: Any) -> tuple[nn.Module, tuple[str, ...]]:
+    """The model with its weights, every one of them; and what was left over."""
+    options: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True, **where}
+    model, found = ask(lambda: kind.from_pretrained(place, **options))
+    missing = sorted(found["missing_keys"])
+    if missing and all(name.startswith("pooler.") for name in missing):
+        # The library would draw the weights of the pooler at random.
+        model, found = ask(lambda: kind.from_pretrained(place, add_pooling_layer=False, **options))
+        missing = sorted(found["missing_keys"])
+    wrong = [*missing, *map(str, found["mismatched_keys"])]
+    if wrong:
+        raise InputError(
+            f"{spec}: {len(wrong)} tensors of {type(model).__name__} are not in the checkpoint, or of another shape: "
+            f"{', '.join(wrong[:5])}{', ...' if len(wrong) > 5 else ''}"
+        )
+    left = sorted(found["unexpected_keys"])
+    told = (
+        f"{len(left)} tensors of the checkpoint are not used: {', '.join(left[:5])}{', ...' if len(left) > 5 else ''}"
+    )
+    return model, (told,) if left else ()
+
+
+def _classifier(model: Any) -> str | None:
+    """The layer that is the classifier of a model for image classification."""
+    head = getattr(model, "classifier", None)
+    linear = [
+        name
+        for name, module in named_layers(model).items()
+        if isinstance(module, nn.Linear) and (name == "classifier" or name.startswith("classifier."))
+    ]
+    return linear[0] if head is not None and len(linear) == 1 else None
+
+
+def _embed(model: Any, images: Tensor) -> Tensor:
+    if hasattr(model, "get_image_features"):
+        output = model.get_image_features(pixel_values=images)
+        return _vectors(output if isinstance(output, Tensor) else output.pooler_output)
+    base = getattr(model, "base_model", model)  # of a model for classification with two heads
+    output = base(pixel_values=images)
+    if getattr(output, "pooler_output", None) is not None:
+        return _vectors(output.pooler_output)
+    hidden = output.last_hidden_state
+    if hidden.ndim == 3:
+        embeddings = getattr(base, "embeddings", None)
+        return _vectors(hidden[:, 0] if getattr(embeddings, "cls_token", None) is not None else hidden.mean(1))
+    return _vectors(hidden.mean((2, 3)))
+
+
+def _vectors(values: Tensor) -> Tensor:
+    return values.flatten(1)
+
+
+def _by_hand(name: str) -> str:
+    from huggingface_hub import hf_hub_url
+
+    files = ", ".join(hf_hub_url(name, file) for file in _BY_HAND)
+    return f"fetch {files} into one folder, and name it: -b hf/FOLDER"
+
+
+@contextlib.contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Without the library's report of keys, which is told here, and its bars."""
+    log = transformers.utils.logging
+    before, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.set_verbosity(before)
+        if bars:
+            log.enable_progress_bar()

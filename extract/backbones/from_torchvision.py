@@ -1,0 +1,94 @@
+"""Backbones of torchvision: its models for classification."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from extract.backbones.backbone import Asked, Backbone, downloading
+from extract.errors import unknown_name
+from extract.layers import named_layers
+from extract.preprocessing import from_torchvision
+from extract.weights import Weights, given_weights, is_named, weights_sha256
+
+__all__ = ["load"]
+
+
+def load(asked: Asked) -> Backbone:
+    """NAME, as torchvision has them; weights such as IMAGENET1K_V2."""
+    from torchvision import models
+
+    spec, name, weights = asked.spec, asked.name, asked.weights
+    known = models.list_models(module=models)  # classification: one picture in, one vector out
+    if name not in known:
+        raise unknown_name("backbone", spec, [f"torchvision/{other}" for other in known])
+    published = list(models.get_model_weights(name))
+    entry = models.get_model_weights(name).DEFAULT
+    notes: tuple[str, ...] = ()
+    if weights is not None and not is_named(weights):
+        entry, notes = _entry_of_file(published, entry, weights)
+        options: dict[str, Any] = {}
+        if name in ("googlenet", "inception_v3"):
+            # As with published weights: no second classifiers, and the input is scaled anew inside the model.
+            options = {"transform_input": True, "aux_logits": False, "init_weights": True}
+        elif name.startswith("vit_"):
+            options = {"image_size": entry.transforms().crop_size[0]}  # its position embeddings are for one size
+        model, loaded, classifier = given_weights(
+            lambda: models.get_model(name, **options),
+            weights,
+            asked.seed,
+            spec,
+            lambda made: _classifier(made, name),
+            allow_missing_head=asked.allow_missing_head,
+            unused=("aux1.", "aux2.", "AuxLogits."),
+        )
+    else:
+        if weights is not None:
+            by_name = {one.name: one for one in published}
+            if weights not in by_name:
+                raise unknown_name("weights", weights, by_name, spec)
+            entry = by_name[weights]
+        model = downloading(asked, lambda: models.get_model(name, weights=entry), lambda: _by_hand(entry))
+        classifier = _classifier(model, name)
+        loaded = Weights(f"torchvision/{name} {entry.name}", weights_sha256(model))
+    network: Any = model
+    vit = isinstance(model, models.VisionTransformer)
+    return Backbone(
+        spec=spec,
+        architecture=f"torchvision/{name}",
+        model=model,
+        weights=loaded,
+        preprocessing=from_torchvision(entry.transforms()),
+        classifier=classifier,
+        prefix_tokens=1 if vit else 0,
+        patches=(network.image_size // network.patch_size) ** 2 if vit else None,
+        class_token=vit,
+        reads_class_token=vit,
+        notes=notes,
+    )
+
+
+def _by_hand(entry: Any) -> str:
+    return f"fetch {entry.url} and put it in {Path(torch.hub.get_dir()) / 'checkpoints'}, or give it as --weights FILE"
+
+
+def _classifier(model: nn.Module, name: str) -> str | None:
+    linear = [layer for layer, module in named_layers(model).items() if isinstance(module, nn.Linear)]
+    return linear[-1] if linear and not name.startswith("squeezenet") else None
+
+
+def _entry_of_file(published: list[Any], default: Any, weights: str) -> tuple[Any, tuple[str, ...]]:
+    """The weights entry whose preprocessing goes with a file: by the name that torchvision publishes it under."""
+    for entry in published:
+        if Path(weights).name == entry.url.rpartition("/")[2]:
+            return entry, ()
+    if weights == "random" or len({str(entry.transforms()) for entry in published}) == 1:
+        return default, ()
+    names = ", ".join(entry.name for entry in published)
+    return default, (
+        f"{Path(weights).name} is no name torchvision publishes; the preprocessing of {default.name} is taken, "
+        f"which differs between {names}",
+    )

@@ -1,0 +1,82 @@
+"""Load a backbone by its spec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from extract.backbones import from_hf, from_hub, from_open_clip, from_python, from_timm, from_torchvision
+from extract.backbones.backbone import Asked, Backbone
+from extract.errors import LayertapError, first_line, unknown_name
+from extract.preprocessing import overridden
+
+__all__ = ["SOURCES", "load_backbone"]
+
+# Optional libraries are imported inside these when they are used.
+SOURCES: dict[str, Callable[[Asked], Backbone]] = {
+    "bundled": from_timm.load_bundled,
+    "torchvision": from_torchvision.load,
+    "timm": from_timm.load,
+    "open_clip": from_open_clip.load,
+    "hf": from_hf.load,
+    "hub": from_hub.load,
+    "python": from_python.load,
+}
+
+
+def load_backbone(
+    spec: str,
+    *,
+    weights: str | None = None,
+    device: str = "auto",
+    seed: int = 0,
+    allow_missing_head: bool = False,
+    preprocessing: Mapping[str, Any] | None = None,
+) -> Backbone:
+    """Load a backbone by its spec.
+
+    Args:
+        spec: `bundled/efficientnet_lite0`, `torchvision/NAME`, `timm/NAME`, `open_clip/NAME:TAG`, `hf/NAME` or
+            `hf/FOLDER`, `hub/OWNER/REPO:ENTRY` or `hub/FOLDER:ENTRY`, `python/FILE.py:FACTORY`.
+        weights: the source's name for them (torchvision: `IMAGENET1K_V2`; timm: a tag such as `a1_in1k`; open_clip: a
+            tag; hf: a revision), a file (`.safetensors`, or `.pth`, `.pt`, `.bin` holding tensors and settings), or
+            `random`. None takes the source's default.
+        device: `cpu`, `cuda`, `cuda:1`, `mps`; `auto` takes a GPU where there is one.
+        seed: of random weights.
+        allow_missing_head: if a file lacks the classifier, as files of self-supervised training do, go on without one.
+        preprocessing: in place of the library's own: any of `size` (of the shorter side, or (height, width)), `crop`,
+            `interpolation`, `mean` and `std`.
+
+    Raises:
+        UnknownNameError: no such source, model or weights.
+        InputError: the weights do not fit the model, or their file cannot be read safely.
+        LayertapError: the weights could not be downloaded, or a library or the device is not there.
+    """
+    source, _, name = spec.partition("/")
+    if source not in SOURCES or not name:
+        raise unknown_name("backbone", spec, [f"{known}/..." for known in SOURCES], hint="A spec is SOURCE/NAME")
+    place = _device(device)
+    backbone = SOURCES[source](Asked(spec, name, weights, seed, allow_missing_head))
+    given = {key: value for key, value in (preprocessing or {}).items() if value is not None}
+    return replace(
+        backbone,
+        model=backbone.model.eval().to(place),
+        preprocessing=overridden(backbone.preprocessing, given) if given else backbone.preprocessing,
+        device=place,
+        notes=(*backbone.notes, *backbone.weights.notes),
+        asked={"weights": weights, "seed": seed, "allow_missing_head": allow_missing_head, "preprocessing": given},
+    )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise LayertapError(f"device {name!r} cannot be used: {first_line(error)}") from error
+    return device

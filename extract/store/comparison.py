@@ -1,0 +1,113 @@
+"""How two data sets differ: in what their numbers depend on, and in the features of the images they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from extract.status import Status
+from extract.store.dataset import DataSet, changes
+from extract.store.reader import FeatureReader
+from extract.store.shard import BLOCK_BYTES
+
+__all__ = ["Comparison", "Similarity", "compare"]
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """Cosine of the features of shared images: 1 is the same direction.
+
+    Attributes:
+        least, median: over the images.
+        path: of the image with the least, in the first data set.
+        largest_difference: of any value.
+    """
+
+    least: float
+    median: float
+    path: str
+    largest_difference: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What two data sets have in common, and what not.
+
+    Attributes:
+        changes: (what, in the first, in the second) for each thing the numbers depend on that differs.
+        same: images with features in both, known by the hash of their bytes.
+        only: images with features in the first alone, and in the second alone.
+        features: name -> similarity; or why it cannot be told.
+    """
+
+    changes: list[tuple[str, Any, Any]]
+    same: int
+    only: tuple[int, int]
+    features: dict[str, Similarity | str]
+
+
+def compare(first: Path, second: Path, on_rows: Callable[[int], None] = lambda rows: None) -> Comparison:
+    """Compare two data sets; images are the same if their bytes are, whatever they are called.
+
+    Args:
+        first: folder of a data set, which need not be complete.
+        second: folder of another.
+        on_rows: called with a number of rows, as they are compared.
+
+    Raises:
+        InputError: one of them is no data set.
+        LayertapError: it cannot be read.
+    """
+    found = changes(DataSet.open(first).depends_on, DataSet.open(second).depends_on)
+    with FeatureReader(first, partial=True) as one, FeatureReader(second, partial=True) as other:
+        hashes, rows = zip(*(_images(reader) for reader in (one, other)), strict=True)
+        _, where_one, where_other = np.intersect1d(hashes[0], hashes[1], assume_unique=True, return_indices=True)
+        order = np.argsort(rows[0][where_one])
+        mine, theirs = rows[0][where_one][order], rows[1][where_other][order]
+        features: dict[str, Similarity | str] = {}
+        for name in dict.fromkeys([*one.layers, *other.layers]):
+            if name not in one.layers or name not in other.layers:
+                features[name] = f"only in {first if name in one.layers else second}"
+            elif one[name].shape[1:] != other[name].shape[1:]:
+                features[name] = f"of shape {one[name].shape[1:]} and {other[name].shape[1:]}"
+            elif not len(mine):
+                features[name] = "no image in common"
+            else:
+                features[name] = _similarity(one, other, name, mine, theirs, on_rows)
+        only = len(rows[0]) - len(mine), len(rows[1]) - len(theirs)
+        return Comparison(found, len(mine), only, features)
+
+
+def _images(reader: FeatureReader) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """The hash of every image with features, each once, and a row it is in."""
+    good = np.flatnonzero(reader.status == Status.OK)
+    hashes = np.ascontiguousarray(reader.column("source_hash")[good]).view("V16").reshape(-1)
+    unique, rows = np.unique(hashes, return_index=True)
+    return unique, good[rows]
+
+
+def _similarity(
+    one: FeatureReader, other: FeatureReader, name: str, mine: NDArray[np.int64], theirs: NDArray[np.int64],
+    on_rows: Callable[[int], None],
+) -> Similarity:  # fmt: skip
+    cosines, largest = np.empty(len(mine)), 0.0
+    step = max(1, BLOCK_BYTES // (16 * max(1, int(np.prod(one[name].shape[1:])))))
+    for start in range(0, len(mine), step):
+        here = slice(start, start + step)
+        a, b = (
+            reader[name][rows[here]].reshape(len(rows[here]), -1).astype(np.float64)
+            for reader, rows in ((one, mine), (other, theirs))
+        )
+        lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+        dots = np.einsum("rd,rd->r", a, b)
+        equal = (a == b).all(1)  # also of two vectors without a direction
+        cosines[here] = np.where(equal, 1.0, np.divide(dots, lengths, out=np.zeros_like(dots), where=lengths > 0))
+        largest = max(largest, float(np.abs(a - b).max(initial=0)))
+        on_rows(len(a))
+    least = int(cosines.argmin())
+    return Similarity(float(cosines[least]), float(np.median(cosines)), one.paths[int(mine[least])], largest)

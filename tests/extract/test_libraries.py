@@ -1,0 +1,405 @@
+"""Models of every library: pictures prepared as the library does it, features as its own forward gives them."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import open_clip
+import pytest
+import timm
+import torch
+import transformers
+from PIL import Image
+from safetensors.torch import save_file
+from timm.data.config import resolve_model_data_config
+from timm.data.transforms_factory import create_transform
+from torch import Tensor, nn
+from torchvision import models
+from torchvision.transforms import v2
+
+from extract import extract_features, load_backbone
+from extract.errors import InputError, LayertapError, UnknownNameError
+from tests.conftest import make_picture
+
+
+class Case(NamedTuple):
+    """A backbone as it is named, and what the library itself makes of a picture."""
+
+    spec: str
+    weights: str | None
+    transform: Callable[[Image.Image], Tensor]
+    embed: Callable[[Tensor], Tensor]
+
+
+def of_timm(name: str, folder: Path) -> Case:
+    model = timm.create_model(name).eval()
+    save_file(model.state_dict(), folder / "w.safetensors")
+    transform = create_transform(**resolve_model_data_config(model), is_training=False)
+    return Case(
+        f"timm/{name}",
+        str(folder / "w.safetensors"),
+        transform,
+        lambda x: model.forward_head(model.forward_features(x), pre_logits=True),
+    )
+
+
+def of_torchvision(name: str, folder: Path) -> Case:
+    model = models.get_model(name).eval()
+    entry = models.get_model_weights(name).DEFAULT
+    path = folder / entry.url.rpartition("/")[2]  # under its published name it brings that entry's preprocessing
+    torch.save(model.state_dict(), path)
+    last = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
+    seen: list[Tensor] = []
+    last.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+
+    def embed(x: Tensor) -> Tensor:
+        model(x)
+        return seen.pop()
+
+    return Case(f"torchvision/{name}", str(path), entry.transforms(), embed)
+
+
+def of_open_clip(name: str, folder: Path) -> Case:
+    model, _, transform = open_clip.create_model_and_transforms(name)
+    torch.save({"state_dict": {f"module.{key}": value for key, value in model.state_dict().items()}}, folder / "w.pt")
+    return Case(f"open_clip/{name}", str(folder / "w.pt"), transform, model.eval().encode_image)
+
+
+SMALL: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 3}
+
+
+def of_hf(model: Any, processor: Any, embed: Callable[[Any, Tensor], Tensor], folder: Path) -> Case:
+    model.eval().save_pretrained(folder / "model")
+    processor.save_pretrained(folder / "model")
+    own = transformers.AutoImageProcessor.from_pretrained(folder / "model")
+    return Case(
+        f"hf/{folder / 'model'}",
+        None,
+        lambda picture: own(images=picture, return_tensors="pt")["pixel_values"][0],
+        lambda x: embed(model, x),
+    )
+
+
+def hf_vit(folder: Path) -> Case:
+    config = transformers.ViTConfig(**SMALL, image_size=96, patch_size=16, num_labels=5)
+    return of_hf(
+        transformers.ViTForImageClassification(config),
+        transformers.ViTImageProcessor(size={"height": 96, "width": 96}),
+        lambda model, x: model.vit(x).last_hidden_state[:, 0],
+        folder,
+    )
+
+
+def hf_dinov2(folder: Path) -> Case:
+    config = transformers.Dinov2Config(
+        hidden_size=48, num_hidden_layers=2, num_attention_heads=3, image_size=112, patch_size=14
+    )
+    processor = transformers.BitImageProcessor(
+        size={"shortest_edge": 128}, crop_size={"height": 112, "width": 112}, resample=3
+    )
+    return of_hf(transformers.Dinov2Model(config), processor, lambda model, x: model(x).pooler_output, folder)
+
+
+def hf_clip(folder: Path) -> Case:
+    config = transformers.CLIPConfig(
+        text_config={**SMALL, "hidden_size": 48}, vision_config={**SMALL, "image_size": 64, "patch_size": 16},
+        projection_dim=24,
+    )  # fmt: skip
+    processor = transformers.CLIPImageProcessor(size={"shortest_edge": 64}, crop_size={"height": 64, "width": 64})
+    return of_hf(
+        transformers.CLIPModel(config),
+        processor,
+        lambda model, x: model.visual_projection(model.vision_model(x).pooler_output),
+        folder,
+    )
+
+
+def hf_siglip(folder: Path) -> Case:
+    config = transformers.SiglipVisionConfig(**SMALL, image_size=64, patch_size=16)
+    processor = transformers.SiglipImageProcessor(size={"height": 64, "width": 64})
+    return of_hf(transformers.SiglipVisionModel(config), processor, lambda model, x: model(x).pooler_output, folder)
+
+
+def hf_resnet(folder: Path) -> Case:
+    config = transformers.ResNetConfig(embedding_size=16, hidden_sizes=[16, 32, 48, 64], depths=[1, 1, 1, 1])
+    processor = transformers.ConvNextImageProcessor(size={"shortest_edge": 96}, crop_pct=0.875)
+    return of_hf(
+        transformers.ResNetForImageClassification(config),
+        processor,
+        lambda model, x: model.resnet(x).pooler_output.flatten(1),
+        folder,
+    )
+
+
+def hf_swin(folder: Path) -> Case:
+    config = transformers.SwinConfig(image_size=224, embed_dim=24, depths=[1, 1, 2, 1], num_heads=[1, 2, 3, 3])
+    return of_hf(
+        transformers.SwinForImageClassification(config),
+        transformers.ViTImageProcessor(),
+        lambda model, x: model.swin(x).pooler_output,
+        folder,
+    )
+
+
+def hf_deit(folder: Path) -> Case:
+    config = transformers.DeiTConfig(**SMALL, image_size=96, patch_size=16)
+    processor = transformers.DeiTImageProcessor(
+        size={"height": 112, "width": 112}, crop_size={"height": 96, "width": 96}
+    )
+    return of_hf(
+        transformers.DeiTForImageClassificationWithTeacher(config),
+        processor,
+        lambda model, x: model.deit(x).last_hidden_state[:, 0],
+        folder,
+    )
+
+
+HUBCONF = """
+    import torch
+    from torch import nn
+    from torchvision import models
+    from torchvision.transforms import v2
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 24, 16, 16), nn.LayerNorm(24)
+
+        def forward(self, x):
+            return self.norm(self.conv(x).flatten(2).mean(2))
+
+    def alone():
+        return Net()
+
+    def with_transform():
+        return Net(), v2.Compose([v2.Resize((80, 80)), v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)])
+
+    def classifies(width=8):
+        return models.resnet18(num_classes=width)
+
+    def fails():
+        raise OSError("no weights")
+"""
+
+
+def of_hub(entry: str, folder: Path) -> Case:
+    (folder / "repo").mkdir()
+    (folder / "repo" / "hubconf.py").write_text(textwrap.dedent(HUBCONF))
+    torch.manual_seed(0)
+    made = torch.hub.load(str(folder / "repo"), entry, source="local")
+    if isinstance(made, tuple):
+        return Case(f"hub/{folder / 'repo'}:{entry}", None, made[1], made[0])
+    # facebookresearch/dinov2, dinov2/data/transforms.py, make_classification_eval_transform
+    transform = v2.Compose([
+        v2.Resize(256, interpolation=v2.InterpolationMode.BICUBIC), v2.CenterCrop(224), v2.PILToTensor(),
+        v2.ToDtype(torch.float32, scale=True), v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    ])  # fmt: skip
+    return Case(f"hub/{folder / 'repo'}:{entry}", None, transform, made)
+
+
+CASES: dict[str, Callable[[Path], Case]] = {
+    **{f"timm/{name}": lambda folder, name=name: of_timm(name, folder) for name in (
+        "resnet10t", "vit_tiny_patch16_224", "convnext_atto", "mobilenetv3_small_050", "efficientnet_lite0",
+        "deit_tiny_patch16_224", "test_vit4", "xcit_nano_12_p16_224",
+    )},
+    **{f"torchvision/{name}": lambda folder, name=name: of_torchvision(name, folder) for name in (
+        "resnet18", "mobilenet_v2", "efficientnet_b0", "shufflenet_v2_x0_5", "swin_t", "vit_b_32",
+    )},
+    **{f"open_clip/{name}": lambda folder, name=name: of_open_clip(name, folder) for name in (
+        "RN50", "ViT-S-32", "MobileCLIP2-S0",
+    )},
+    **{f"hf/{make.__name__}": make for make in (
+        hf_vit, hf_dinov2, hf_clip, hf_siglip, hf_resnet, hf_swin, hf_deit,
+    )},
+    **{f"hub/{entry}": lambda folder, entry=entry: of_hub(entry, folder) for entry in ("alone", "with_transform")},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def twenty(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twenty photos in one folder."""
+    folder = tmp_path_factory.mktemp("twenty")
+    for path in sorted(photos.rglob("*.JPEG"))[::10]:
+        (folder / path.name).write_bytes(path.read_bytes())
+    assert len(list(folder.iterdir())) == 20
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_preprocessing_and_features_are_the_librarys_own(name: str, twenty: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    case = CASES[name](tmp_path)
+    backbone = load_backbone(case.spec, weights=case.weights, device="cpu")
+    inputs, largest = [], 0.0
+    for path in sorted(twenty.iterdir()):
+        picture = Image.open(path).convert("RGB")
+        theirs = case.transform(picture)
+        ours = backbone.preprocessing.to_input(backbone.preprocessing.prepare(picture).unsqueeze(0))[0]
+        assert ours.shape == theirs.shape
+        largest = max(largest, float((ours - theirs).abs().max()))
+        inputs.append(theirs)
+    assert largest <= 1e-5
+    with torch.no_grad():
+        expected = case.embed(torch.stack(inputs)).numpy()
+    with extract_features(
+        twenty, out=tmp_path / "out", backbone=backbone, batch_size=7, workers=0, progress=False
+    ) as reader:
+        found = reader["embedding"][:]
+    deviation = float(np.abs(found - expected).max() / np.abs(expected).max())
+    how = "their own transform" if backbone.preprocessing.library_transform else "as numbers"
+    print(f"{name:32} input differs by {largest:.1e} ({how}), embedding {found.shape[1]} by {deviation:.1e}")
+    assert found.shape == expected.shape
+    assert deviation <= 1e-4
+    assert np.abs(found - found[0]).max() > 1e-3 * np.abs(found).max()  # pictures give other features each
+
+
+# What goes wrong
+
+
+def test_the_pooler_of_a_checkpoint_without_one_is_not_drawn_at_random(tmp_path: Path) -> None:
+    config = transformers.ViTConfig(**SMALL, image_size=64, patch_size=16)
+    config.architectures = ["ViTModel"]
+    model = transformers.ViTModel(config, add_pooling_layer=False).eval()
+    model.save_pretrained(tmp_path)
+    transformers.ViTImageProcessor(size={"height": 64, "width": 64}).save_pretrained(tmp_path)
+    one, two = (load_backbone(f"hf/{tmp_path}", device="cpu") for _ in range(2))
+    assert one.weights.sha256 == two.weights.sha256
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        assert torch.equal(one.model(x), model(x).last_hidden_state[:, 0])
+
+
+def test_a_folder_of_hf_that_lacks_weights_is_an_error(tmp_path: Path) -> None:
+    config = transformers.Dinov2Config(
+        hidden_size=48, num_hidden_layers=2, num_attention_heads=3, image_size=112, patch_size=14
+    )
+    model = transformers.Dinov2Model(config)
+    state = model.state_dict()
+    del state["encoder.layer.1.mlp.fc1.weight"]
+    model.save_pretrained(tmp_path, state_dict=state)
+    transformers.BitImageProcessor().save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"1 tensors of Dinov2Model are not in .*: encoder\.layer\.1\.mlp\.fc1"):
+        load_backbone(f"hf/{tmp_path}", device="cpu")
+    (tmp_path / "preprocessor_config.json").unlink()
+    with pytest.raises(InputError, match="preprocessor_config|image processor"):
+        load_backbone(f"hf/{tmp_path}", device="cpu")
+
+
+def test_weights_from_a_file_and_random_ones_go_into_a_model_of_hf(tmp_path: Path) -> None:
+    case = hf_vit(tmp_path)
+    torch.manual_seed(7)
+    other = transformers.ViTForImageClassification(transformers.AutoConfig.from_pretrained(tmp_path / "model")).eval()
+    torch.save({"model": other.state_dict()}, tmp_path / "other.pth")
+    x = torch.randn(2, 3, 96, 96)
+    backbone = load_backbone(case.spec, weights=str(tmp_path / "other.pth"), device="cpu")
+    with torch.no_grad():
+        assert torch.equal(backbone.model(x).logits, other(x).logits)
+    assert "its 'model' was taken" in backbone.notes[0]
+    assert load_backbone(case.spec, weights="random", device="cpu").weights.random
+
+
+def test_layers_of_wrapped_models_keep_their_names(tmp_path: Path) -> None:
+    backbone = load_backbone(hf_dinov2(tmp_path).spec, device="cpu")
+    found = backbone.features([make_picture(1, 150, 130)], ["encoder.layer.*", "embedding", "layernorm:cls_token"])
+    assert list(found) == ["encoder.layer.0", "encoder.layer.1", "embedding", "layernorm"]
+    assert np.array_equal(found["layernorm"], found["embedding"])
+
+
+def test_what_may_be_a_classifier_is_no_embedding(tmp_path: Path) -> None:
+    of_hub("alone", tmp_path)
+    backbone = load_backbone(f"hub/{tmp_path / 'repo'}:classifies", device="cpu")
+    with pytest.raises(
+        InputError, match="no embedding: what it returns comes from the linear layer 'fc', which may be"
+    ):
+        backbone.features([make_picture(1)])
+    assert backbone.features([make_picture(1)], "avgpool")["avgpool"].shape == (1, 512)
+    assert "does not say what pictures it takes; assumed: resize 256 bicubic, crop 224x224" in backbone.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "message"),
+    [
+        ("open_clip/ViT-S-31", UnknownNameError, "nearest: 'open_clip/ViT-S-32'"),
+        ("open_clip/ViT-B-32", InputError, "name the weights, too: open_clip/ViT-B-32:openai"),
+        ("open_clip/ViT-B-32:openia", UnknownNameError, "nearest: 'openai'"),
+        ("hf/no/such/folder", InputError, "no such folder; a name of the hub is OWNER/NAME"),
+        ("hub/repo:Alone", UnknownNameError, "entry 'Alone' not found in hub/.*nearest: 'alone'"),
+        ("hub/repo:fails", InputError, "failed: OSError: no weights"),
+        ("hub/repo", InputError, "expected hub/OWNER/REPO:ENTRY"),
+        ("hub/a/b/c:d", InputError, "no such folder; a repository is OWNER/REPO"),
+    ],
+)
+def test_names_that_lead_nowhere_are_errors(
+    spec: str, error: type[Exception], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_hub("alone", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=message):
+        load_backbone(spec, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("spec", "library", "fetch"),
+    [
+        ("open_clip/ViT-B-32:laion2b_s34b_b79k", "open_clip.create_model",
+         r"fetch \S+laion/CLIP-ViT-B-32-laion2B-s34B-b79K\S+open_clip_model\.safetensors and give it as"),
+        ("hf/facebook/dinov2-base", "transformers.AutoConfig.from_pretrained",
+         r"fetch \S+facebook/dinov2-base\S+/config\.json, .* into one folder, and name it: -b hf/FOLDER"),
+        ("timm/resnet18.a1_in1k", "timm.create_model",
+         r"fetch \S+timm/resnet18\.a1_in1k\S+model\.safetensors and give it as --weights FILE"),
+        ("hub/facebookresearch/dino:dino_vits16", "torch.hub.load",
+         r"clone the repository facebookresearch/dino and name the folder: -b hub/FOLDER:ENTRY"),
+    ],
+)  # fmt: skip
+def test_a_download_that_fails_names_the_file_to_fetch(
+    spec: str, library: str, fetch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from urllib.error import URLError
+
+    def no_network(*args: object, **kwargs: object) -> None:
+        raise URLError("no route to host")
+
+    monkeypatch.setattr(library, no_network)
+    with pytest.raises(LayertapError, match=fetch):
+        load_backbone(spec, device="cpu")
+
+
+# Preprocessing of one's own
+
+
+def test_preprocessing_can_be_replaced(twenty: Path) -> None:
+    theirs = load_backbone("bundled/efficientnet_lite0", device="cpu")
+    ours = load_backbone(
+        "bundled/efficientnet_lite0", device="cpu",
+        preprocessing={"size": 160, "crop": 128, "interpolation": "bilinear", "mean": (0.1, 0.2, 0.3)},
+    )  # fmt: skip
+    transform = v2.Compose([
+        v2.Resize(160, interpolation=v2.InterpolationMode.BILINEAR), v2.CenterCrop(128), v2.PILToTensor(),
+        v2.ToDtype(torch.float32, scale=True), v2.Normalize((0.1, 0.2, 0.3), (0.5, 0.5, 0.5)),
+    ])  # fmt: skip
+    picture = Image.open(next(twenty.iterdir())).convert("RGB")
+    found = ours.preprocessing.to_input(ours.preprocessing.prepare(picture).unsqueeze(0))[0]
+    assert torch.allclose(found, transform(picture), atol=1e-5)
+    assert ours.preprocessing.describe() != theirs.preprocessing.describe()
+    assert ours.asked["preprocessing"]["size"] == 160
+    same = load_backbone("bundled/efficientnet_lite0", device="cpu", preprocessing={"size": 256, "crop": 224})
+    assert same.preprocessing == theirs.preprocessing
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"interpolation": "cubic"}, "nearest: 'bicubic'"),
+        ({"std": (0, 1, 1)}, "std above 0"),
+        ({"mean": (1, 2)}, "three numbers each"),
+        ({"crop": 0}, "from 1 to"),
+        ({"size": 100_000}, "from 1 to"),
+    ],
+)
+def test_preprocessing_that_makes_no_sense_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(LayertapError, match=message):
+        load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=given)
