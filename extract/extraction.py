@@ -30,6 +30,7 @@ from extract.errors import InputError, LayertapError, first_line
 from extract.forward import Forward, ready, rows_of
 from extract.images import Batch, load_batches
 from extract.planning import Plan, plan
+from extract.similarity import cosines, deviation
 from extract.status import Status
 from extract.store.copying import copy_shard
 from extract.store.dataset import DataSet
@@ -54,6 +55,8 @@ def extract_features(
     workers: int = defaults.WORKERS,
     device: str = defaults.DEVICE,
     dtype: str = defaults.DTYPE,
+    precision: str = defaults.PRECISION,
+    min_cosine: float = defaults.MIN_COSINE,
     limit: int | None = None,
     max_pixels: int = defaults.MAX_PIXELS,
     seed: int = defaults.SEED,
@@ -79,6 +82,9 @@ def extract_features(
         workers: processes that decode; 0 decodes in this one.
         device: "auto", "cpu", "cuda", "cuda:1", "mps".
         dtype: "float32" or "float16", as stored.
+        precision: "float32", "bfloat16" or "float16", as computed. Whatever is not float32 runs the first batch both
+            ways, and is refused where features point elsewhere.
+        min_cosine: from which cosine on they do.
         limit: only so many images, the first in order.
         max_pixels: an image of more is taken for a decompression bomb, and is a failed row.
         seed: of random weights.
@@ -113,6 +119,8 @@ def extract_features(
         batch_size=batch_size,
         workers=workers,
         dtype=dtype,
+        precision=precision,
+        min_cosine=min_cosine,
         limit=limit,
         max_pixels=max_pixels,
         shard_rows=shard_rows,
@@ -143,6 +151,8 @@ class Summary:
         status: status -> number of rows of this run.
         seconds: from the first image to the last receipt.
         stages: seconds spent waiting for images, in the forward (with pooling and the copy to the CPU), and writing.
+        precision_check: feature -> (least cosine, largest deviation as a part of the largest value) between the first
+            batch in this precision and in float32; empty in float32.
         stopped: whether the run was asked to stop before the end.
     """
 
@@ -153,6 +163,7 @@ class Summary:
     status: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
     stages: dict[str, float] = field(default_factory=lambda: {"images": 0.0, "forward": 0.0, "write": 0.0})
+    precision_check: dict[str, tuple[float, float]] = field(default_factory=dict)
     stopped: bool = False
 
     @property
@@ -216,20 +227,53 @@ def extract(
             batch_size=plan.batch_size,
             max_pixels=plan.max_pixels,
         )
-        with (
-            contextlib.closing(batches),
-            ready(plan.backbone, plan.choice, dataset.features[0].dtype) as forward,
-        ):
+        checked: Iterator[Batch] = batches
+        dtype = dataset.features[0].dtype
+        with contextlib.closing(batches), ready(plan.backbone, plan.choice, dtype, plan.precision) as forward:
+            if plan.precision != "float32" and work:
+                checked = _checked_precision(plan, batches, forward, summary)
             for one in work:
                 count = sum(1 for _ in _batches_of(one.rows, plan))
-                extract_shard(plan, one, itertools.islice(batches, count), forward, summary, on_rows, stop)
+                extract_shard(plan, one, itertools.islice(checked, count), forward, summary, on_rows, stop)
                 if summary.stopped:
                     break
         summary.seconds = time.perf_counter() - start
         if summary.computed:
-            ended = {"rows": summary.computed, "seconds": summary.seconds, "stages": summary.stages}
+            ended = {
+                "rows": summary.computed,
+                "seconds": summary.seconds,
+                "stages": summary.stages,
+                "precision_check": summary.precision_check,
+            }
             dataset.add_run({"event": "ended", "started": plan.provenance["started"], **ended})
     return summary
+
+
+def _checked_precision(plan: Plan, batches: Iterator[Batch], forward: Forward, summary: Summary) -> Iterator[Batch]:
+    """The batches, after the first that has images was computed in float32, too, and compared.
+
+    Raises:
+        LayertapError: a feature points elsewhere.
+    """
+    waiting = []
+    for batch in batches:
+        waiting.append(batch)
+        if len(batch.images):
+            lower = forward(batch.images)
+            with ready(plan.backbone, plan.choice, "float32") as in_full:
+                full = in_full(batch.images)
+            summary.precision_check = {
+                name: (float(cosines(lower[name], values).min()), deviation(lower[name], values))
+                for name, values in full.items()
+            }
+            break
+    for name, (cosine, _) in summary.precision_check.items():
+        if not cosine >= plan.min_cosine:
+            raise LayertapError(
+                f"{name} in {plan.precision} has a cosine of {cosine:.6f} to float32 for an image of the first batch; "
+                f"at least {plan.min_cosine} is wanted. Take --precision float32, or a lower --min-cosine"
+            )
+    return itertools.chain(waiting, batches)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 
 from extract.backbones import Backbone
 from extract.backbones.own_output import WithEmbedding
-from extract.errors import InputError, LayertapError, UnknownNameError
+from extract.errors import InputError, LayertapError, UnknownNameError, first_line
 from extract.layers import is_glob, match_layers, named_layers
 from extract.pooling import POOLINGS, Layout, pool, recognise, resolve_pooling
 from extract.record import Record, Site, What, split_text
@@ -135,7 +135,14 @@ def _trial(backbone: Backbone, requests: Sequence[_Request]) -> Trial:
     generator = torch.Generator().manual_seed(0)
     pictures = torch.randint(0, 256, (_TRIAL_IMAGES, height, width, 3), dtype=torch.uint8, generator=generator)
     images = backbone.preprocessing.to_input(pictures.to(backbone.device))
-    return Trial(backbone.model, images, [(request.layer, request.what) for request in requests])
+    try:
+        return Trial(backbone.model, images, [(request.layer, request.what) for request in requests])
+    except LayertapError:
+        raise
+    except Exception as error:
+        if not backbone.asked.get("preprocessing"):  # then it is no slip of the user's
+            raise
+        raise InputError(f"{backbone.spec} cannot take pictures of {height}x{width}: {first_line(error)}") from error
 
 
 def _sites_of(record: Record, request: _Request) -> list[Site]:

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from extract import defaults
 from extract.backbones import Backbone
 from extract.features import Choice, Feature
 from extract.hooks import Taps
@@ -26,10 +27,19 @@ Forward = Callable[[Tensor], dict[str, NDArray[Any]]]
 
 
 @contextlib.contextmanager
-def ready(backbone: Backbone, choice: Choice, dtype: str) -> Iterator[Forward]:
-    """The backbone under its taps, with everything set for computing; gives the function that does it."""
+def ready(backbone: Backbone, choice: Choice, dtype: str, precision: str = defaults.PRECISION) -> Iterator[Forward]:
+    """The backbone under its taps, with everything set for computing; gives the function that does it.
+
+    Args:
+        backbone: as loaded.
+        choice: of features.
+        dtype: of what is returned.
+        precision: "float32", or "bfloat16" or "float16" for what PyTorch computes in it under autocast.
+    """
+    lower = torch.autocast(backbone.device.type, getattr(torch, precision), enabled=precision != "float32")
     with (
         torch.inference_mode(),
+        lower,
         evaluating(backbone.model),
         full_float32(),
         keeping_freed_memory(),

@@ -29,6 +29,7 @@ from extract.store.layout import StoredFeature
 __all__ = ["Plan", "plan", "plan_for"]
 
 DTYPES = ("float32", "float16")
+PRECISIONS = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Plan:
     batch_size: int
     workers: int
     max_pixels: int
+    precision: str
+    min_cosine: float
     compress: str | None
     sync_s: float
     provenance: dict[str, Any]
@@ -56,6 +59,8 @@ def plan(
     batch_size: int = defaults.BATCH_SIZE,
     workers: int = defaults.WORKERS,
     dtype: str = defaults.DTYPE,
+    precision: str = defaults.PRECISION,
+    min_cosine: float = defaults.MIN_COSINE,
     limit: int | None = None,
     max_pixels: int = defaults.MAX_PIXELS,
     shard_rows: int | None = None,
@@ -69,8 +74,9 @@ def plan(
     if compress is not None and compress not in COMPRESSIONS:
         raise unknown_name("compression", compress, COMPRESSIONS)
     need_libraries(compress)
-    if dtype not in DTYPES:
-        raise unknown_name("dtype", dtype, DTYPES)
+    for kind, given, known in (("dtype", dtype, DTYPES), ("precision", precision, PRECISIONS)):
+        if given not in known:
+            raise unknown_name(kind, given, known)
     for name, value, least in (("batch_size", batch_size, 1), ("workers", workers, 0), ("limit", limit, 1),
                                ("max_pixels", max_pixels, 1), ("shard_rows", shard_rows, 1)):  # fmt: skip
         if value is not None and value < least:
@@ -83,6 +89,8 @@ def plan(
         "batch_size": batch_size,
         "workers": workers,
         "dtype": dtype,
+        "precision": precision,
+        "min_cosine": min_cosine,
         "limit": limit,
         "max_pixels": max_pixels,
         "shard_rows": shard_rows,
@@ -101,11 +109,11 @@ def plan_for(
         images: as listed.
         out: folder of the data set.
         backbone: as loaded.
-        configuration: `layers`, `batch_size`, `workers`, `dtype`, `max_pixels`, `shard_rows` and `compress`,
-            checked; it goes into the provenance.
+        configuration: `layers`, `batch_size`, `workers`, `dtype`, `precision`, `min_cosine`, `max_pixels`,
+            `shard_rows` and `compress`, checked; it goes into the provenance.
         sync_s: as of `plan`.
     """
-    dtype, shard_rows = configuration["dtype"], configuration["shard_rows"]
+    dtype, precision, shard_rows = (configuration[name] for name in ("dtype", "precision", "shard_rows"))
     with evaluating(backbone.model), full_float32():
         choice = choose_features(backbone, configuration["layers"])
     stored = [
@@ -128,7 +136,7 @@ def plan_for(
         "features": {f.name: f"{f.site} {f.pooling} {list(f.shape)}" for f in choice.features},
         "preprocessing": backbone.preprocessing.describe(),
         "decoder": "pillow: EXIF orientation applied, transparency over white",
-        "precision": "float32",
+        "precision": precision if precision == "float32" else f"{precision} autocast",
         "stored_as": dtype,
     }
     listed = xxhash.xxh3_128_hexdigest(b"\0".join(os.fsencode(path) for path in images.paths))
@@ -148,6 +156,8 @@ def plan_for(
         configuration["batch_size"],
         configuration["workers"],
         configuration["max_pixels"],
+        precision,
+        configuration["min_cosine"],
         configuration["compress"],
         sync_s,
         provenance,

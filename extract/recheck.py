@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from extract import defaults
 from extract.backbones import Backbone, load_backbone
@@ -17,6 +16,7 @@ from extract.errors import InputError
 from extract.forward import ready, rows_of
 from extract.images import Images, listed_again, load_batches
 from extract.planning import Plan, plan_for
+from extract.similarity import deviation
 from extract.status import Status
 from extract.store.dataset import DataSet, differences
 from extract.store.reader import FeatureReader
@@ -25,8 +25,9 @@ from extract.store.verify import Fault, Remedy
 __all__ = ["TOLERANCE", "Recheck", "recheck"]
 
 # Of the largest value of a row. Other batches, thread counts and machines change features by 1e-6 to 1e-4 of it in
-# float32, and rounding to float16 by 5e-4 at most; another picture, or other preprocessing, by more than 1e-2.
-TOLERANCE = 1e-3
+# float32, and rounding to float16 by 5e-4 at most; another picture, or other preprocessing, by more than 1e-2. In lower
+# precision they change by some roundings, which are 2^-11 and 2^-8.
+TOLERANCE = {"float32": 1e-3, "float16": 5e-3, "bfloat16": 3e-2}
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ def recheck(
         dtype = dataset.features[0].dtype
         workers = workers if len(batches) > 1 else 0
         loaded = load_batches(found, batches, prepare, workers=workers, max_pixels=limit)
-        with contextlib.closing(loaded), ready(plan.backbone, plan.choice, dtype) as forward:
+        tolerance = TOLERANCE[plan.precision]
+        with contextlib.closing(loaded), ready(plan.backbone, plan.choice, dtype, plan.precision) as forward:
             for batch in loaded:
                 again, status, reasons = rows_of(batch, forward, plan.choice.features, dtype)
                 here = chosen[batch.rows]
@@ -109,12 +111,12 @@ def recheck(
                         fault(what, Remedy.NONE, row, found.paths[batch.rows[i]])
                         continue
                     compared += 1
-                    deviation = max(_deviation(stored[name][i], values[i]) for name, values in again.items())
-                    largest = max(largest, deviation)
-                    if not deviation <= TOLERANCE:
+                    off = max(deviation(values[i], stored[name][i]) for name, values in again.items())
+                    largest = max(largest, off)
+                    if not off <= tolerance:
                         changed_since = batch.source_hash[i].tobytes() != hashes[i].tobytes()
                         why = "its image has changed since" if changed_since else "its image is the same"
-                        what = f"features computed again differ by {deviation:.1e}; {why}"
+                        what = f"features computed again differ by {off:.1e}; {why}"
                         fault(what, Remedy.ROW, row, found.paths[batch.rows[i]])
     return Recheck(compared, largest, faults)
 
@@ -142,12 +144,7 @@ def _plan(
         backbone = load_backbone(spec, device=device, **{**asked, **({"weights": weights} if weights else {})})
     settings = {
         "layers": layers, "batch_size": defaults.BATCH_SIZE, "workers": workers, "dtype": dataset.features[0].dtype,
+        "precision": dataset.depends_on["precision"].split()[0], "min_cosine": defaults.MIN_COSINE,
         "max_pixels": configuration.get("max_pixels", defaults.MAX_PIXELS), "shard_rows": None, "compress": None,
     }  # fmt: skip
     return plan_for(images, dataset.out, backbone, settings)
-
-
-def _deviation(stored: NDArray[Any], again: NDArray[Any]) -> float:
-    largest = float(np.abs(stored.astype(np.float64)).max(initial=0))
-    apart = float(np.abs(stored.astype(np.float64) - again.astype(np.float64)).max(initial=0))
-    return apart / largest if largest else apart

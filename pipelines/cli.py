@@ -91,6 +91,8 @@ def _option(*names: str, **settings: Any) -> Callable[[Any], Any]:
 @_option("--workers", type=int)
 @_option("--device")
 @_option("--dtype", type=click.Choice(["float32", "float16"]))
+@_option("--precision", type=click.Choice(["float32", "bfloat16", "float16"]))
+@_option("--min-cosine", type=float)
 @_option("--limit", type=int)
 @_option("--max-pixels", type=int)
 @_option("--seed", type=int)

@@ -44,6 +44,12 @@ class EmbedConfig(BaseModel):
     workers: int = Field(defaults.WORKERS, strict=True, ge=0, description="Processes that decode; 0: the main one.")
     device: str = Field(defaults.DEVICE, description="auto, cpu, cuda, cuda:N or mps.")
     dtype: Literal["float32", "float16"] = Field(defaults.DTYPE, description="Of the stored features.")
+    precision: Literal["float32", "bfloat16", "float16"] = Field(
+        defaults.PRECISION, description="Of the computation. Other than float32 is compared with it on the first batch."
+    )
+    min_cosine: float = Field(
+        defaults.MIN_COSINE, ge=-1, le=1, description="Features that are less alike then are refused."
+    )
     limit: int | None = Field(None, strict=True, ge=1, description="Only the first so many images.")
     max_pixels: int = Field(defaults.MAX_PIXELS, strict=True, ge=1, description="An image of more is not decoded.")
     seed: int = Field(defaults.SEED, strict=True, ge=0, lt=1 << 63, description="Of random weights.")
@@ -100,10 +106,11 @@ class EmbedConfig(BaseModel):
 
 def _name_of(images: str) -> str:
     """What a data set of these images is called: photos, of photos/, photos.zip and s3://bucket/photos-{00..99}.tar."""
+    images = re.sub(r"(\.(?:h5|hdf5)):.*$", r"\1", images, flags=re.IGNORECASE)  # the name of a data set inside
     path = images if "://" in images else str(Path(images).resolve())
     name = path.rstrip("/").rpartition("/")[2]
     if not Path(images).is_dir():
-        name = re.sub(r"\.(csv|tsv|parquet|tar|zip|npy|h5|hdf5)(:.*)?$", "", name, flags=re.IGNORECASE)
+        name = re.sub(r"\.(csv|tsv|parquet|tar|zip|npy|h5|hdf5)$", "", name, flags=re.IGNORECASE)
         name = re.sub(r"[-_.]*(\{[^{}]*\}|[*?]+|\[[^\]]*\])[-_.]*", "", name)
     return name or "images"
 

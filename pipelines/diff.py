@@ -35,7 +35,7 @@ def print_diff(found: Comparison, first: Path, second: Path, echo: Callable[[str
             continue
         echo(
             f"  {name}: cosine at least {similarity.least:.6f} ({printable(similarity.path)}), median "
-            f"{similarity.median:.6f}; values differ by {similarity.largest_difference:.2e} at most"
+            f"{similarity.median:.6f}; values differ by {similarity.deviation:.1e} of the largest at most"
         )
 
 

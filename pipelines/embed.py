@@ -68,6 +68,8 @@ def embed(config: EmbedConfig) -> Outcome:
         batch_size=config.batch_size,
         workers=config.workers,
         dtype=config.dtype,
+        precision=config.precision,
+        min_cosine=config.min_cosine,
         limit=config.limit,
         max_pixels=config.max_pixels,
         shard_rows=config.shard_rows,
@@ -156,6 +158,11 @@ def print_summary(outcome: Outcome, echo: Callable[[str], None]) -> None:
             echo(f"  {feature.name}  ({shape}) {feature.dtype}{how}")
         total = sum(summary.stages.values()) or 1
         shares = ", ".join(f"{stage} {seconds / total:.0%}" for stage, seconds in summary.stages.items())
+        for name, (cosine, deviation) in summary.precision_check.items():
+            echo(
+                f"  {name} in {outcome.plan.precision}: cosine to float32 at least {cosine:.6f}, values off by "
+                f"{deviation:.1e} of the largest at most (first batch)"
+            )
         if summary.duplicates:
             echo(f"{summary.duplicates:,} images are others byte for byte: computed once, stored for each")
         echo(f"{summary.seconds:.1f} s, {summary.images_per_s:.1f} images/s; time went to {shares}")
@@ -190,6 +197,11 @@ def summary_as_json(outcome: Outcome) -> dict[str, Any]:
         "backbone": backbone.spec,
         "weights": backbone.weights.source,
         "weights_sha256": backbone.weights.sha256,
+        "precision": outcome.plan.precision,
+        "precision_check": {
+            name: {"min_cosine": cosine, "max_deviation": deviation}
+            for name, (cosine, deviation) in summary.precision_check.items()
+        },
         "device": str(backbone.device),
         "seconds": round(summary.seconds, 3),
         "images_per_s": round(summary.images_per_s, 2),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from extract.similarity import cosines, deviation
 from extract.status import Status
 from extract.store.dataset import DataSet, changes
 from extract.store.reader import FeatureReader
@@ -25,13 +26,13 @@ class Similarity:
     Attributes:
         least, median: over the images.
         path: of the image with the least, in the first data set.
-        largest_difference: of any value.
+        deviation: the largest difference of a value, as a part of the largest value of some rows around it.
     """
 
     least: float
     median: float
     path: str
-    largest_difference: float
+    deviation: float
 
 
 @dataclass(frozen=True)
@@ -95,19 +96,13 @@ def _similarity(
     one: FeatureReader, other: FeatureReader, name: str, mine: NDArray[np.int64], theirs: NDArray[np.int64],
     on_rows: Callable[[int], None],
 ) -> Similarity:  # fmt: skip
-    cosines, largest = np.empty(len(mine)), 0.0
+    found, largest = np.empty(len(mine)), 0.0
     step = max(1, BLOCK_BYTES // (16 * max(1, int(np.prod(one[name].shape[1:])))))
     for start in range(0, len(mine), step):
         here = slice(start, start + step)
-        a, b = (
-            reader[name][rows[here]].reshape(len(rows[here]), -1).astype(np.float64)
-            for reader, rows in ((one, mine), (other, theirs))
-        )
-        lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
-        dots = np.einsum("rd,rd->r", a, b)
-        equal = (a == b).all(1)  # also of two vectors without a direction
-        cosines[here] = np.where(equal, 1.0, np.divide(dots, lengths, out=np.zeros_like(dots), where=lengths > 0))
-        largest = max(largest, float(np.abs(a - b).max(initial=0)))
+        a, b = one[name][mine[here]], other[name][theirs[here]]
+        found[here] = cosines(a, b)
+        largest = max(largest, deviation(b, a))
         on_rows(len(a))
-    least = int(cosines.argmin())
-    return Similarity(float(cosines[least]), float(np.median(cosines)), one.paths[int(mine[least])], largest)
+    least = int(found.argmin())
+    return Similarity(float(found[least]), float(np.median(found)), one.paths[int(mine[least])], largest)
