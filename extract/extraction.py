@@ -382,7 +382,8 @@ def _create_part(plan: Plan, work: ShardWork, part: Path) -> None:
             copy_shard(published, part, pending=np.asarray(work.rows) - rows.start)
         return
     here = slice(rows.start, rows.stop)
-    names = RowNames(images.paths[here], images.labels[here], images.splits[here], images.classes)
+    ids = None if images.ids is None else images.ids[here]
+    names = RowNames(images.paths[here], images.labels[here], images.splits[here], images.classes, ids)
     create_shard(part, dataset.features, dataset.identity(work.shard), names, plan.provenance)
 
 

@@ -144,7 +144,12 @@ def plan_for(
         out=out,
         depends_on=json.loads(json.dumps(depends_on)),  # as it will be read back
         features=stored,
-        images={"root": images.root, "count": len(images), "paths_xxh3": listed},
+        images={
+            "root": images.root,
+            "count": len(images),
+            "paths_xxh3": listed,
+            "labels_xxh3": _hash_of_labels(images),
+        },
         shard_rows=min(shard_rows or existing_shard_rows(out) or shard_rows_for(stored), len(images)),
     )
     provenance = _provenance(backbone, depends_on, configuration)
@@ -162,6 +167,14 @@ def plan_for(
         sync_s,
         provenance,
     )
+
+
+def _hash_of_labels(images: Images) -> str:
+    """xxh3-128 over labels, splits, classes and ids: a list may say something else of the same paths the next time."""
+    digest = xxhash.xxh3_128(images.labels.astype("<i8").tobytes())
+    for texts in (images.splits, images.classes, images.ids or ()):
+        digest.update(b"\0".join(os.fsencode(text) for text in texts) + b"\0\0")
+    return digest.hexdigest()
 
 
 def _as_found_from_anywhere(weights: str | None) -> str | None:

@@ -6,7 +6,8 @@
     fingerprint      sha256 of `depends_on`
     depends_on       what the numbers depend on: weights, architecture, layers, preprocessing, precision, decoder
     features         name, shape, dtype, attributes of each
-    images           root, count, xxh3-128 of the sorted paths; merged_from: the same of the sources of a merged one
+    images           root, count, paths_xxh3: xxh3-128 of the sorted paths, labels_xxh3: of labels, splits, classes and
+                     ids; merged_from: of a merged data set, root, count and paths_xxh3 of its sources
     shard_rows       rows in every shard but the last
 
 Readers ignore keys they do not know. `runs.jsonl` has a line "started" for each run that wrote to the data set, with
@@ -282,7 +283,10 @@ class DataSet:
     def _differences(self, other: DataSet) -> list[str]:
         def compared(one: DataSet) -> dict[str, Any]:
             # Where the images lie is no difference: that they are the same ones is checked on their bytes.
-            images = {name: value for name, value in one.images.items() if name != "root"}
+            left_out = {"root"}
+            if not all("labels_xxh3" in images for images in (self.images, other.images)):  # an older one has none
+                left_out.add("labels_xxh3")
+            images = {name: value for name, value in one.images.items() if name not in left_out}
             cut = {"shard_rows": one.shard_rows} if self.n_rows == other.n_rows else {}  # it follows from the other
             return {**one.depends_on, "images": images, **cut}
 

@@ -101,7 +101,7 @@ def _to_h5(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _On
         for name in sorted(names)
     ]
     identity = Identity(0, 0, len(reader), reader.fingerprint, "")
-    rows = RowNames(reader.paths, reader.labels, reader.splits, reader.classes)
+    rows = RowNames(reader.paths, reader.labels, reader.splits, reader.classes, reader.ids)
     layouts = [preallocated(None) for _ in features]
     with new_shard_file(path, features, layouts, identity, rows, reader.provenance) as file:
         beside = {name: reader.column(name).copy() for name, *_ in ROW_DATA}
@@ -123,11 +123,13 @@ def _to_npy(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
     np.save(path / "labels.npy", reader.labels)
     with (path / "rows.csv").open("w", encoding="utf-8", errors="surrogateescape", newline="") as text:
         table = csv.writer(text)
-        table.writerow(["row", "path", "label", "class", "split", "status"])
+        ids = reader.ids
+        table.writerow(["row", "path", "label", "class", "split", "status", *(["id"] if ids else [])])
         classes = [*reader.classes, ""]  # -1 is the last
         for row, values in enumerate(zip(reader.paths, reader.labels, reader.splits, reader.status, strict=True)):
             image, label, split, status = values
-            table.writerow([reader.rows[row], image, label, classes[label], split, Status(status).text])
+            mine = [ids[row]] if ids else []
+            table.writerow([reader.rows[row], image, label, classes[label], split, Status(status).text, *mine])
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context((path / f"{name}.npy").open("wb")) for name in names}
         for name, file in files.items():
@@ -149,6 +151,9 @@ def _to_parquet(reader: FeatureReader, path: Path, names: Sequence[str], on_rows
         pa.field("row", pa.int64()), pa.field("path", pa.string()), pa.field("label", pa.int64()),
         pa.field("class", pa.string()), pa.field("split", pa.string()), pa.field("status", pa.string()),
     ]  # fmt: skip
+    ids = reader.ids
+    if ids is not None:
+        fields.append(pa.field("id", pa.string()))
     if own := {field.name for field in fields} & set(names):
         raise InputError(f"the layer {min(own)!r} cannot be exported: a column of this name says something else")
     # Names of files need not be text; what is not is escaped, and the bytes stand beside it.
@@ -169,6 +174,8 @@ def _to_parquet(reader: FeatureReader, path: Path, names: Sequence[str], on_rows
                 [classes[label] for label in labels], reader.splits[start:stop],
                 [Status(code).text for code in reader.status[start:stop].tolist()],
             ]  # fmt: skip
+            if ids is not None:
+                columns.append([_as_text(one) for one in ids[start:stop]])
             if undecodable:
                 columns.append([os.fsencode(image) for image in images])
             arrays = [pa.array(values, field.type) for values, field in zip(columns, fields, strict=False)]
@@ -191,6 +198,8 @@ def _to_mat(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
     """
     n_rows, variables = len(reader), _variables(names)
     texts = {"paths": reader.paths, "splits": reader.splits, "classes": reader.classes, "layers": list(names)}
+    if (ids := reader.ids) is not None:
+        texts["ids"] = ids
     longest = {name: max((len(_units(value)) for value in values), default=0) or 1 for name, values in texts.items()}
     shapes = {name: reader[name].shape[1:] or (1,) for name in names}
     rows = {name: max(1, min(n_rows, (1 << 20) // (4 * math.prod(shape)))) for name, shape in shapes.items()}
@@ -239,7 +248,7 @@ def _char_matrix(values: Sequence[str], longest: int) -> NDArray[np.uint16]:
 
 def _variables(names: Sequence[str]) -> dict[str, str]:
     """Layer -> name of its variable: what MATLAB does not allow becomes `_`; at most 63 characters."""
-    taken = {"paths", "splits", "classes", "layers", "labels", "status"}
+    taken = {"paths", "splits", "ids", "classes", "layers", "labels", "status"}
     found = {}
     for name in names:
         base = re.sub(r"\W", "_", name, flags=re.ASCII)

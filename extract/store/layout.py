@@ -17,6 +17,7 @@ A shard is plain HDF5 (superblock 3, HDF5 1.10 or later) with rows in path order
     /path                 (N,) fixed-length UTF-8: relative to the image folder, the bytes of the file name
     /label                (N,) int64, index into /classes; -1 unknown
     /split                (N,) fixed-length UTF-8: train, val, test or empty
+    /id                   (N,) fixed-length UTF-8; only where a list of images named some
     /classes              (K,) fixed-length UTF-8
     /status               (N,) uint8: 0 pending, 1 ok, 2 decode error, 3 not finite, 4 missing
     /row_hash             (N,) uint64: xxh3-64 over the bytes of the row's features, in sorted order of names
@@ -149,12 +150,14 @@ class RowNames:
         labels: (N,) int64, index into `classes`; -1 unknown.
         splits: "train", "val", "test" or "" for each row.
         classes: names.
+        ids: of a list that has them; else None.
     """
 
     paths: Sequence[str]
     labels: NDArray[np.int64]
     splits: Sequence[str]
     classes: Sequence[str]
+    ids: Sequence[str] | None = None
 
 
 def row_bytes(features: Sequence[StoredFeature]) -> int:
@@ -211,6 +214,8 @@ def new_shard_file(
     """
     n_rows = identity.n_rows
     texts = {"path": names.paths, "split": names.splits, "classes": names.classes}
+    if names.ids is not None:
+        texts["id"] = names.ids
     text_bytes = sum(max((len(os.fsencode(one)) for one in text), default=1) * len(text) for text in texts.values())
     if text_bytes > _FIXED_BYTES:  # every path takes as much as the longest
         raise InputError(f"{path}: paths of {text_bytes / 1e6:,.0f} MB in one file; set a smaller shard_rows")

@@ -119,11 +119,15 @@ class _Rows:
 
     @classmethod
     def sorted_by_path(cls, reader: FeatureReader, datasets: Sequence[DataSet], sources: Sequence[Path]) -> _Rows:
+        roots = [
+            dataset.images["root"].replace("://", "/:/") for dataset in datasets
+        ]  # "//" would be one "/" of a path
         try:
-            root = os.path.commonpath([dataset.images["root"] for dataset in datasets])
+            root = os.path.commonpath(roots)
         except ValueError as error:
             raise InputError(f"the image folders of the data sets have nothing in common: {error}") from error
-        prefixes = [os.path.relpath(dataset.images["root"], root) for dataset in datasets]
+        prefixes = [os.path.relpath(one, root) for one in roots]
+        root = root.replace("/:/", "://")
         paths = [
             path if prefixes[number] == "." else f"{prefixes[number]}/{path}"
             for number, path in zip(reader.sets.tolist(), reader.paths, strict=True)
@@ -142,7 +146,14 @@ class _Rows:
         """What is known of some of the rows."""
         source = self.source[here.start : here.stop]
         splits = [reader.splits[row] for row in source]
-        return RowNames(self.paths[here.start : here.stop], reader.labels[source], splits, reader.classes)
+        ids = reader.ids
+        return RowNames(
+            self.paths[here.start : here.stop],
+            reader.labels[source],
+            splits,
+            reader.classes,
+            None if ids is None else [ids[row] for row in source],
+        )
 
 
 def _check_same_rows(merged: DataSet, reader: FeatureReader, rows: _Rows) -> None:

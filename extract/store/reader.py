@@ -127,6 +127,11 @@ class FeatureReader:
         return self._texts("split")
 
     @cached_property
+    def ids(self) -> list[str] | None:
+        """What a list of images called each row besides its path; None if it did not."""
+        return self._texts("id") if self._shards and all(shard.has_ids for shard in self._shards) else None
+
+    @cached_property
     def classes(self) -> list[str]:
         """Names of the classes."""
         named = {tuple(shard.text("classes")) for shard in self._shards}

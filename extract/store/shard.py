@@ -139,7 +139,10 @@ class Shard:
             self._columns[name] = self._column(file, name, refuse)
             if self._columns[name].shape != (n_rows, *width) or self._columns[name].dtype != np.dtype(dtype):
                 raise refuse(f"{name} is {self._columns[name].dtype} {self._columns[name].shape}; expected {dtype}")
-        for name, shape in (("path", (n_rows,)), ("split", (n_rows,)), ("classes", None), ("provenance", ())):
+        texts = {"path": (n_rows,), "split": (n_rows,), "classes": None, "provenance": ()}
+        if "id" in file:
+            texts["id"] = (n_rows,)
+        for name, shape in texts.items():
             self._columns[name] = column = self._column(file, name, refuse)
             if column.dtype.kind != "S" or column.shape != (column.shape[:1] if shape is None else shape):
                 raise refuse(f"{name} is {column.dtype} {column.shape}; expected text of fixed length")
@@ -338,8 +341,14 @@ class Shard:
 
     @property
     def names(self) -> RowNames:
-        """Paths, labels, splits and classes."""
-        return RowNames(self.text("path"), self.column("label"), self.text("split"), self.text("classes"))
+        """Paths, labels, splits, classes and ids."""
+        ids = self.text("id") if self.has_ids else None
+        return RowNames(self.text("path"), self.column("label"), self.text("split"), self.text("classes"), ids)
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether each row has an id."""
+        return "id" in self._columns
 
     @property
     def provenance(self) -> dict[str, Any]:
