@@ -1,8 +1,8 @@
 """Backbones of Hugging Face transformers: from its hub, or from a folder that `save_pretrained` wrote.
 
 The embedding is, in this order: the input of the classifier of a model for image classification; the image features of
-one with an image and a text tower (`get_image_features`); what the model itself calls `pooler_output`; its class token;
-the mean over its tokens or its map.
+one with an image and a text tower (`get_image_features`); `image_embeds` of an image tower with its projection; what
+the model itself calls `pooler_output`; its class token; the mean over its tokens or its map.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from extract.backbones.backbone import Asked, Backbone, downloading
-from extract.backbones.own_output import WithEmbedding
+from extract.backbones.own_output import with_own_output
 from extract.errors import InputError, LayertapError, first_line
 from extract.layers import named_layers
 from extract.preprocessing import from_hf
@@ -55,6 +55,8 @@ def load(asked: Asked) -> Backbone:
     with _quiet(transformers):
         config = ask(lambda: transformers.AutoConfig.from_pretrained(place, **where))
         processor = ask(lambda: transformers.AutoImageProcessor.from_pretrained(place, **where))
+        if config.model_type == "timm_wrapper":
+            raise InputError(f"{spec} is a model of timm; name it timm/{Path(place).name}")
         kind = _class_for(transformers, config)
         notes: tuple[str, ...] = ()
         if given:
@@ -69,7 +71,7 @@ def load(asked: Asked) -> Backbone:
             found = getattr(config, "_commit_hash", None)
             name = Path(place).name if local else place
             loaded = Weights(f"hf/{name}" + (f" at {found[:12]}" if found else ""), weights_sha256(model))
-    classifier = _classifier(model)
+    classifier, architecture = _classifier(model), type(model).__name__
     preprocessing = from_hf(processor)
     vision = getattr(config, "vision_config", config)
     tower = getattr(model, "vision_model", getattr(model, "base_model", model))
@@ -77,13 +79,17 @@ def load(asked: Asked) -> Backbone:
     class_token = any(getattr(embeddings, name, None) is not None for name in ("cls_token", "class_embedding"))
     patch = getattr(vision, "patch_size", None)
     height, width = preprocessing.crop_px
+    why = ""
+    if classifier is None:
+        model, why = with_own_output(model, (height, width), _embed)
     return Backbone(
         spec=f"hf/{place}",
-        architecture=f"hf/{type(model).__name__}",
-        model=model if classifier else WithEmbedding(model, _embed),
+        architecture=f"hf/{architecture}",
+        model=model,
         weights=loaded,
         preprocessing=preprocessing,
         classifier=classifier,
+        no_embedding=why,
         prefix_tokens=class_token
         + int(getattr(vision, "num_register_tokens", 0) or 0)
         + (getattr(embeddings, "distillation_token", None) is not None),
@@ -108,8 +114,9 @@ def library() -> Any:
 
 
 def _class_for(transformers: Any, config: Any) -> Any:
-    """The class to load: the one for classification that the checkpoint is of, else the plain model."""
-    names = [name for name in getattr(config, "architectures", None) or [] if name.endswith("ForImageClassification")]
+    """The class to load: the one the checkpoint is of, if its head matters to the embedding; else the plain model."""
+    heads = ("ForImageClassification", "WithProjection")
+    names = [name for name in getattr(config, "architectures", None) or [] if name.endswith(heads)]
     return getattr(transformers, names[0], transformers.AutoModel) if names else transformers.AutoModel
 
 
@@ -150,8 +157,11 @@ def _embed(model: Any, images: Tensor) -> Tensor:
     if hasattr(model, "get_image_features"):
         output = model.get_image_features(pixel_values=images)
         return _vectors(output if isinstance(output, Tensor) else output.pooler_output)
-    base = getattr(model, "base_model", model)  # of a model for classification with two heads
+    projects = hasattr(model, "visual_projection")
+    base = model if projects else model.base_model  # of a model for classification with two heads, what is below them
     output = base(pixel_values=images)
+    if getattr(output, "image_embeds", None) is not None:
+        return _vectors(output.image_embeds)
     if getattr(output, "pooler_output", None) is not None:
         return _vectors(output.pooler_output)
     hidden = output.last_hidden_state

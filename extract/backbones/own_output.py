@@ -35,7 +35,9 @@ class WithEmbedding(nn.Module):
         return embedded
 
 
-def with_own_output(model: nn.Module, size: tuple[int, int]) -> tuple[nn.Module, str]:
+def with_own_output(
+    model: nn.Module, size: tuple[int, int], embed: Callable[[Any, Tensor], Tensor] | None = None
+) -> tuple[nn.Module, str]:
     """The model with a layer `embedding`, if what it returns is one; else the model itself, and why.
 
     A tensor (B, D) is taken for an embedding, unless a linear layer gave it: that may be a classifier.
@@ -43,6 +45,7 @@ def with_own_output(model: nn.Module, size: tuple[int, int]) -> tuple[nn.Module,
     Args:
         model: on the CPU.
         size: (height, width) of its input.
+        embed: calls it and gives the embedding, also one of a linear layer; None: what it returns.
 
     Raises:
         InputError: it cannot be called with a batch of pictures.
@@ -55,7 +58,7 @@ def with_own_output(model: nn.Module, size: tuple[int, int]) -> tuple[nn.Module,
     ]
     try:
         with torch.no_grad(), evaluating(model):
-            output = model(torch.zeros(2, 3, *size))
+            output = (embed or _called)(model, torch.zeros(2, 3, *size))
     except Exception as error:  # it is anybody's code
         raise InputError(
             f"the model cannot be run on (2, 3, {size[0]}, {size[1]}): {type(error).__name__}: {first_line(error)}"
@@ -69,6 +72,10 @@ def with_own_output(model: nn.Module, size: tuple[int, int]) -> tuple[nn.Module,
     if hasattr(model, "embedding"):
         return model, "it has a part of its own that is called embedding"
     names = [name for name, module in model.named_modules() if given and module is given[-1][0]]
-    if given and given[-1][1] is output:
+    if embed is None and given and given[-1][1] is output:
         return model, f"what it returns comes from the linear layer {names[0]!r}, which may be a classifier"
-    return WithEmbedding(model, lambda network, images: network(images)), ""
+    return WithEmbedding(model, embed or _called), ""
+
+
+def _called(model: Any, images: Tensor) -> Any:
+    return model(images)

@@ -53,7 +53,7 @@ def list_images(where: str | os.PathLike[str], limit: int | None = None) -> Imag
 
 
 def _list(where: str) -> Images:
-    suffix = os.path.splitext(where)[1].lower()  # noqa: PTH122  it may be a URL
+    suffix = _suffix(where)
     if not is_url(where) and os.path.isdir(where):  # noqa: PTH112
         return list_folder(where)
     if suffix in ARCHIVES:
@@ -65,6 +65,13 @@ def _list(where: str) -> Images:
             raise InputError(f"{where}: arrays are read from files here; copy it, or name a folder, list or archive")
         return list_array(where)
     return list_folder(where)
+
+
+def _suffix(where: str) -> str:
+    suffix = os.path.splitext(where)[1].lower()  # noqa: PTH122  it may be a URL
+    if is_url(where) and suffix not in (*ARCHIVES, *_TABLES, *_ARRAYS):  # perhaps of what stands before a query
+        return os.path.splitext(where.partition("?")[0])[1].lower()  # noqa: PTH122
+    return suffix
 
 
 def listed_again(root: str, paths: Sequence[str]) -> Images:

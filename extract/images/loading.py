@@ -25,9 +25,9 @@ __all__ = ["Batch", "load_batches"]
 
 _GIVE_UP_S = 600  # without any image: a worker that cannot send one, or a file system that hangs
 
-# A worker is given so many images at a time, and sends them together. Far less than a batch, so that huge pictures in a
-# row are shared among the workers.
-_PIECE = 4
+# A worker is given one piece of a batch at a time, so that huge pictures in a row are shared among the workers. No more
+# pieces, since each that waits takes a file descriptor.
+_PIECES = 16
 _BATCHES_AHEAD = 2  # for each worker
 
 
@@ -152,17 +152,18 @@ def load_batches(
         batch_size: rows in most batches; so many are decoded ahead, twice for each worker.
         max_pixels: a picture of more is taken for a decompression bomb.
     """
+    at_a_time = -(-batch_size // _PIECES)
     sizes: deque[int] = deque()  # rows of each batch whose pieces the workers were given
 
     def pieces() -> Iterator[list[int]]:
         for rows in batches:
             sizes.append(len(rows))
-            yield from (rows[start : start + _PIECE] for start in range(0, len(rows), _PIECE))
+            yield from (rows[start : start + at_a_time] for start in range(0, len(rows), at_a_time))
 
     with_workers: dict[str, Any] = {}
     if workers:
         with_workers = {
-            "prefetch_factor": max(2, _BATCHES_AHEAD * -(-batch_size // _PIECE)),
+            "prefetch_factor": _BATCHES_AHEAD * _PIECES,
             "worker_init_fn": _leave_signals_to_the_main_process,
             "timeout": _GIVE_UP_S,
         }

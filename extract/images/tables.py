@@ -49,7 +49,7 @@ def list_table(where: str) -> Images:
         ids = ["" if columns["id"][row] is None else str(columns["id"][row]) for row in order]
     root = where if is_url(where) else str(Path(where).resolve())
     ordered = [paths[row] for row in order]
-    source = Files(root.rpartition("/")[0], ordered, anywhere=True)
+    source = Files(root.rpartition("/")[0] or "/", ordered, anywhere=True)
     return Images(root, ordered, labels, classes, splits, source, ids)
 
 

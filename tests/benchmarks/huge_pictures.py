@@ -2,8 +2,8 @@
 
     python tests/benchmarks/huge_pictures.py IMAGES [BACKBONE]
 
-Runs `embed` on small photos alone, and on the same ones with ten huge ones in a row, in turn, and with pieces as large
-as a batch for comparison (then one worker gets all of the huge ones).
+Runs `embed` on small photos alone, and on the same ones with ten huge ones in a row, in turn, and with whole
+batches for each worker for comparison (then one worker gets all of the huge ones).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RUN = """
 import json, resource, sys, time
 sys.path.insert(0, sys.argv[4])
 from extract.images import loading
-loading._PIECE = int(sys.argv[3])
+loading._PIECES = int(sys.argv[3])
 from extract import load_backbone
 from extract.extraction import extract, plan
 backbone = load_backbone(sys.argv[5], device="cpu")
@@ -44,9 +44,9 @@ print(json.dumps({"rate": summary.images_per_s, "seconds": summary.seconds, "ima
 """
 
 
-def measured(images: Path, out: Path, piece: int, backbone: str) -> dict:
+def measured(images: Path, out: Path, pieces: int, backbone: str) -> dict:
     done = subprocess.run(
-        [sys.executable, "-c", RUN, str(images), str(out), str(piece), str(Path(__file__).parents[2]), backbone],
+        [sys.executable, "-c", RUN, str(images), str(out), str(pieces), str(Path(__file__).parents[2]), backbone],
         check=True, capture_output=True, text=True,
     )  # fmt: skip
     return json.loads(done.stdout.splitlines()[-1])
@@ -67,8 +67,8 @@ def main() -> None:
             photo = Image.open(source / paths[number * 7 % len(paths)]).convert("RGB")
             photo.resize((SIDE_PX, SIDE_PX)).save(work / "mixed" / f"0200-huge-{number}.jpg", quality=85)
         for one in range(ROUNDS):
-            for what, folder, piece in (("small", "small", 4), ("mixed", "mixed", 4), ("mixed, piece 64", "mixed", 64)):
-                found = measured(work / folder, work / f"out-{what}-{one}", piece, backbone)
+            for what, folder, pieces in (("small", "small", 16), ("mixed", "mixed", 16), ("mixed, whole", "mixed", 1)):
+                found = measured(work / folder, work / f"out-{what}-{one}", pieces, backbone)
                 print(
                     f"{what:16} {found['rate']:6.1f} images/s, {found['seconds']:5.1f} s, waiting for images "
                     f"{found['images_s']:5.1f} s, longest batch {found['longest_s']:4.1f} s, "

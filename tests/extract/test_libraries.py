@@ -118,6 +118,13 @@ def hf_clip(folder: Path) -> Case:
     )
 
 
+def hf_clip_tower(folder: Path) -> Case:
+    config = transformers.CLIPVisionConfig(**SMALL, image_size=64, patch_size=16, projection_dim=24)
+    processor = transformers.CLIPImageProcessor(size={"shortest_edge": 64}, crop_size={"height": 64, "width": 64})
+    model = transformers.CLIPVisionModelWithProjection(config)
+    return of_hf(model, processor, lambda model, x: model(x).image_embeds, folder)
+
+
 def hf_siglip(folder: Path) -> Case:
     config = transformers.SiglipVisionConfig(**SMALL, image_size=64, patch_size=16)
     processor = transformers.SiglipImageProcessor(size={"height": 64, "width": 64})
@@ -213,7 +220,7 @@ CASES: dict[str, Callable[[Path], Case]] = {
         "RN50", "ViT-S-32", "MobileCLIP2-S0",
     )},
     **{f"hf/{make.__name__}": make for make in (
-        hf_vit, hf_dinov2, hf_clip, hf_siglip, hf_resnet, hf_swin, hf_deit,
+        hf_vit, hf_dinov2, hf_clip, hf_clip_tower, hf_siglip, hf_resnet, hf_swin, hf_deit,
     )},
     **{f"hub/{entry}": lambda folder, entry=entry: of_hub(entry, folder) for entry in ("alone", "with_transform")},
 }  # fmt: skip
@@ -300,6 +307,24 @@ def test_weights_from_a_file_and_random_ones_go_into_a_model_of_hf(tmp_path: Pat
         assert torch.equal(backbone.model(x).logits, other(x).logits)
     assert "its 'model' was taken" in backbone.notes[0]
     assert load_backbone(case.spec, weights="random", device="cpu").weights.random
+
+
+def test_a_model_that_draws_at_random_is_refused(tmp_path: Path) -> None:
+    config = transformers.ViTMAEConfig(**SMALL, image_size=64, patch_size=16)
+    transformers.ViTMAEModel(config).save_pretrained(tmp_path)
+    transformers.ViTImageProcessor(size={"height": 64, "width": 64}).save_pretrained(tmp_path)
+    backbone = load_backbone(f"hf/{tmp_path}", device="cpu")
+    with pytest.raises(InputError, match="other values in a batch than alone"):
+        backbone.features([make_picture(1)])
+
+
+def test_a_model_of_timm_on_the_hub_is_named_as_one(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"architecture": "resnet18", "num_classes": 5, "model_type": "timm_wrapper"}'
+    )
+    transformers.ViTImageProcessor().save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=f"is a model of timm; name it timm/{tmp_path.name}"):
+        load_backbone(f"hf/{tmp_path}", device="cpu")
 
 
 def test_layers_of_wrapped_models_keep_their_names(tmp_path: Path) -> None:
