@@ -40,6 +40,7 @@ from extract.store.writer import ShardWriter
 
 __all__ = ["Plan", "Summary", "extract", "extract_features", "extract_shard", "plan"]
 
+_UNREACHABLE = 32  # images in a row that nobody answers for; in a list of dead links there may be some
 _SAMPLED = 16  # stored rows whose images are read again when their folder has another name than before
 RowNumbers = range | NDArray[np.int64]  # ascending
 
@@ -147,6 +148,7 @@ class Summary:
         n_rows: rows of the data set.
         found: rows that were done before.
         computed: rows of this run, failed ones included.
+        unreachable: images, up to now, that nobody answered for, without any in between that could be read.
         duplicates: those of them that were copied, since an earlier row has an image with the same bytes.
         status: status -> number of rows of this run.
         seconds: from the first image to the last receipt.
@@ -159,6 +161,7 @@ class Summary:
     n_rows: int
     found: int = 0
     computed: int = 0
+    unreachable: int = 0
     duplicates: int = 0
     status: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
@@ -262,10 +265,10 @@ def _checked_precision(plan: Plan, batches: Iterator[Batch], forward: Forward, s
             lower = forward(batch.images)
             with ready(plan.backbone, plan.choice, "float32") as in_full:
                 full = in_full(batch.images)
-            summary.precision_check = {
-                name: (float(cosines(lower[name], values).min()), deviation(lower[name], values))
-                for name, values in full.items()
-            }
+            for name, values in full.items():
+                finite = np.isfinite(values.reshape(len(values), -1)).all(1)  # others have no direction either way
+                cosine = float(cosines(lower[name][finite], values[finite]).min(initial=1.0))
+                summary.precision_check[name] = cosine, deviation(lower[name][finite], values[finite])
             break
     for name, (cosine, _) in summary.precision_check.items():
         if not cosine >= plan.min_cosine:
@@ -318,6 +321,7 @@ def extract_shard(
                 break
             if (batch.status == Status.MISSING).any() or not (batch.status == Status.OK).any():
                 plan.images.source.check_there()  # files that are missing with their disk are no failed rows
+            _check_reachable(batch, summary)
             with summary.timed("forward"):
                 features, status, reasons = duplicates.rows_of(
                     batch, lambda images: rows_of(images, forward, plan.choice.features, dtype)
@@ -335,6 +339,25 @@ def extract_shard(
                 return
         with summary.timed("write"):
             writer.publish(plan.compress or work.compress)
+
+
+def _check_reachable(batch: Batch, summary: Summary) -> None:
+    """End the run where a network failed, so that its images are no failed rows: at many in a row, or at the start.
+
+    Raises:
+        LayertapError: it did.
+    """
+    if not batch.unreachable or (batch.status == Status.OK).any():
+        summary.unreachable = 0
+        return
+    summary.unreachable += batch.unreachable
+    nothing_yet = summary.computed == 0 and batch.unreachable == len(batch.rows)
+    if summary.unreachable >= _UNREACHABLE or nothing_yet:
+        reason = next(iter(batch.reasons.values()))
+        raise LayertapError(
+            f"no answer for {summary.unreachable} images in a row: {reason}. What was stored before is safe; run again "
+            "when the server answers"
+        )
 
 
 def _next(batches: Iterator[Batch]) -> Batch | None:

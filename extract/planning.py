@@ -125,7 +125,7 @@ def plan_for(
                 "layer": str(feature.site),
                 "pooling": feature.pooling,
                 "axes": feature.layout.axes if feature.pooling in ("none", "flatten") else "C",
-                "source_dtype": feature.source_dtype,
+                "source_dtype": feature.source_dtype if precision == "float32" else f"{precision} autocast",
             },
         )
         for feature in choice.features

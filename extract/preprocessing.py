@@ -22,13 +22,15 @@ from torchvision.transforms import functional as F
 from extract.errors import InputError, first_line, unknown_name
 
 __all__ = [
-    "Preprocessing", "from_hf", "from_open_clip", "from_timm", "from_torchvision", "from_transform", "overridden",
+    "IDENTITY", "OVERRIDES", "Preprocessing", "from_hf", "from_open_clip", "from_timm", "from_torchvision",
+    "from_transform", "overridden",
 ]  # fmt: skip
 
 _MAX_RESIZED_PX = 179_000_000  # as many as Pillow decodes before it calls a file a bomb
 
 _MAX_SIDE_PX = 8192  # of an input; more is a slip of the keyboard
-_OVERRIDES = {"size", "crop", "interpolation", "mean", "std"}
+# What one may give in place of a library's own.
+OVERRIDES = {"size", "crop", "interpolation", "mean", "std"}
 
 # Pillow's numbers (Image.Resampling), and torchvision's names (InterpolationMode).
 _OF_PILLOW = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
@@ -101,6 +103,9 @@ class Preprocessing:
         resize = self.resize_px if isinstance(self.resize_px, int) else "x".join(map(str, self.resize_px))
         crop = "x".join(map(str, self.crop_px))
         return f"resize {resize} {self.interpolation}, crop {crop}, mean {self.mean}, std {self.std}"
+
+
+IDENTITY = Preprocessing(1, (1, 1), "bilinear", (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))  # nothing of it stays when overridden
 
 
 def from_timm(model: torch.nn.Module) -> Preprocessing:
@@ -201,8 +206,8 @@ def overridden(preprocessing: Preprocessing, given: Mapping[str, Any]) -> Prepro
         UnknownNameError: no such interpolation.
         InputError: the numbers make no sense, or the library's own transform has no numbers that could be replaced.
     """
-    if preprocessing.library_transform is not None and given.keys() < _OVERRIDES:
-        missing = ", ".join(f"--{name}" for name in _OVERRIDES if name not in given)
+    if preprocessing.library_transform is not None and given.keys() < OVERRIDES:
+        missing = ", ".join(f"--{name}" for name in sorted(OVERRIDES) if name not in given)
         raise InputError(
             f"the preprocessing is {preprocessing}, not size, crop and normalisation; to replace it, give {missing} too"
         )
@@ -254,13 +259,15 @@ def _checked(described: Preprocessing, transform: Transform) -> Preprocessing:
             break
         theirs = transform(picture)
         # Both scale and normalise in float32: one rounding apart at most.
-        if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=0, atol=1e-5):
+        if (
+            ours.shape != theirs.shape
+            or ours.dtype != theirs.dtype
+            or not torch.allclose(ours, theirs, rtol=0, atol=1e-5)
+        ):
             break
     else:
         return described
-    return Preprocessing(
-        described.resize_px, described.crop_px, described.interpolation, described.mean, described.std, transform
-    )
+    return from_transform(transform, "")
 
 
 def _test_picture(size: tuple[int, int]) -> Image.Image:

@@ -111,6 +111,10 @@ def recheck(
                         fault(what, Remedy.NONE, row, found.paths[batch.rows[i]])
                         continue
                     compared += 1
+                    if status[i] == Status.NOT_FINITE:
+                        what = f"features computed again are not finite: {reasons.get(int(batch.rows[i]), '')}"
+                        fault(what, Remedy.ROW, row, found.paths[batch.rows[i]])
+                        continue
                     off = max(deviation(values[i], stored[name][i]) for name, values in again.items())
                     largest = max(largest, off)
                     if not off <= tolerance:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from extract import defaults
-from extract.errors import LayertapError, first_line
+from extract.errors import InputError, LayertapError, first_line
 from extract.preprocessing import Preprocessing
 from extract.weights import Weights
 
@@ -32,6 +32,7 @@ class Asked:
         weights: a name, a file, "random", or None: the source's default.
         seed: of random weights.
         allow_missing_head: whether a file may lack the classifier.
+        preprocessing: in place of the library's own; any of size, crop, interpolation, mean, std.
     """
 
     spec: str
@@ -39,6 +40,7 @@ class Asked:
     weights: str | None
     seed: int
     allow_missing_head: bool
+    preprocessing: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,9 @@ def downloading(asked: Asked, load: Callable[[], Any], remedy: Callable[[], str]
         return load()
     except LayertapError:
         raise
-    except (OSError, RuntimeError, ValueError) as error:  # what the hubs' many classes of error have in common
+    except ValueError as error:  # it was reached, and there is something else there
+        raise InputError(f"{asked.spec}: {first_line(error)}") from error
+    except (OSError, RuntimeError) as error:  # what the hubs' many classes of error have in common
         raise LayertapError(
             f"weights of {asked.spec} could not be downloaded: {first_line(error)}. To do it by hand: {remedy()}"
         ) from error

@@ -8,6 +8,8 @@ the model itself calls `pooler_output`; its class token; the mean over its token
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,22 @@ from extract.backbones.backbone import Asked, Backbone, downloading
 from extract.backbones.own_output import with_own_output
 from extract.errors import InputError, LayertapError, first_line
 from extract.layers import named_layers
-from extract.preprocessing import from_hf
+from extract.preprocessing import IDENTITY, OVERRIDES, Preprocessing, from_hf, overridden
 from extract.weights import Weights, given_weights, is_named, weights_sha256
 
 __all__ = ["library", "load"]
 
+_CLASSIFIES = "ForImageClassification"
+# What a configuration also holds, and what does not bear on the features.
+_NO_SETTINGS = {
+    "_name_or_path",
+    "transformers_version",
+    "torch_dtype",
+    "dtype",
+    "id2label",
+    "label2id",
+    "architectures",
+}
 _BY_HAND = ("config.json", "preprocessor_config.json", "model.safetensors")
 
 
@@ -54,11 +67,19 @@ def load(asked: Asked) -> Backbone:
 
     with _quiet(transformers):
         config = ask(lambda: transformers.AutoConfig.from_pretrained(place, **where))
-        processor = ask(lambda: transformers.AutoImageProcessor.from_pretrained(place, **where))
+        if asked.preprocessing.keys() < OVERRIDES:
+            preprocessing = _preprocessing(
+                spec, ask(lambda: transformers.AutoImageProcessor.from_pretrained(place, **where))
+            )
+        else:
+            preprocessing = overridden(IDENTITY, asked.preprocessing)
+        notes: tuple[str, ...] = ()
+        if getattr(config, "mask_ratio", 0):  # of masked autoencoders, which draw at random what they see
+            config.mask_ratio = 0.0
+            notes = ("nothing is masked (mask_ratio 0)",)
         if config.model_type == "timm_wrapper":
             raise InputError(f"{spec} is a model of timm; name it timm/{Path(place).name}")
         kind = _class_for(transformers, config)
-        notes: tuple[str, ...] = ()
         if given:
             assert weights is not None
             model, loaded, _ = given_weights(
@@ -67,21 +88,19 @@ def load(asked: Asked) -> Backbone:
                 weights, asked.seed, spec, _classifier, allow_missing_head=asked.allow_missing_head,
             )  # fmt: skip
         else:
-            model, notes = _pretrained(spec, kind, place, where, ask)
+            model, left = _pretrained(spec, kind, place, {**where, "config": config}, ask)
+            notes = (*notes, *left)
             found = getattr(config, "_commit_hash", None)
             name = Path(place).name if local else place
             loaded = Weights(f"hf/{name}" + (f" at {found[:12]}" if found else ""), weights_sha256(model))
-    classifier, architecture = _classifier(model), type(model).__name__
-    preprocessing = from_hf(processor)
+    classifier, architecture = _classifier(model), f"{type(model).__name__}, settings with sha256 {_settings(config)}"
     vision = getattr(config, "vision_config", config)
-    tower = getattr(model, "vision_model", getattr(model, "base_model", model))
+    tower = getattr(model, "vision_model", _trunk(model))
     embeddings = getattr(tower, "embeddings", None)
     class_token = any(getattr(embeddings, name, None) is not None for name in ("cls_token", "class_embedding"))
-    patch = getattr(vision, "patch_size", None)
-    height, width = preprocessing.crop_px
     why = ""
     if classifier is None:
-        model, why = with_own_output(model, (height, width), _embed)
+        model, why, _ = with_own_output(model, preprocessing.crop_px, _embed)
     return Backbone(
         spec=f"hf/{place}",
         architecture=f"hf/{architecture}",
@@ -93,7 +112,6 @@ def load(asked: Asked) -> Backbone:
         prefix_tokens=class_token
         + int(getattr(vision, "num_register_tokens", 0) or 0)
         + (getattr(embeddings, "distillation_token", None) is not None),
-        patches=(height // patch) * (width // patch) if isinstance(patch, int) else None,
         class_token=class_token,
         reads_class_token=class_token,
         notes=notes,
@@ -115,7 +133,7 @@ def library() -> Any:
 
 def _class_for(transformers: Any, config: Any) -> Any:
     """The class to load: the one the checkpoint is of, if its head matters to the embedding; else the plain model."""
-    heads = ("ForImageClassification", "WithProjection")
+    heads = (_CLASSIFIES, f"{_CLASSIFIES}WithTeacher", "WithProjection")
     names = [name for name in getattr(config, "architectures", None) or [] if name.endswith(heads)]
     return getattr(transformers, names[0], transformers.AutoModel) if names else transformers.AutoModel
 
@@ -127,8 +145,9 @@ def _pretrained(spec: str, kind: Any, place: str, where: dict[str, Any], ask: An
     missing = sorted(found["missing_keys"])
     if missing and all(name.startswith("pooler.") for name in missing):
         # The library would draw the weights of the pooler at random.
-        model, found = ask(lambda: kind.from_pretrained(place, add_pooling_layer=False, **options))
-        missing = sorted(found["missing_keys"])
+        with contextlib.suppress(TypeError):  # not every model can do without
+            model, found = ask(lambda: kind.from_pretrained(place, add_pooling_layer=False, **options))
+            missing = sorted(found["missing_keys"])
     wrong = [*missing, *map(str, found["mismatched_keys"])]
     if wrong:
         raise InputError(
@@ -144,35 +163,53 @@ def _pretrained(spec: str, kind: Any, place: str, where: dict[str, Any], ask: An
 
 def _classifier(model: Any) -> str | None:
     """The layer that is the classifier of a model for image classification."""
-    head = getattr(model, "classifier", None)
     linear = [
         name
         for name, module in named_layers(model).items()
         if isinstance(module, nn.Linear) and (name == "classifier" or name.startswith("classifier."))
     ]
-    return linear[0] if head is not None and len(linear) == 1 else None
+    return linear[0] if len(linear) == 1 else None
 
 
 def _embed(model: Any, images: Tensor) -> Tensor:
     if hasattr(model, "get_image_features"):
         output = model.get_image_features(pixel_values=images)
         return _vectors(output if isinstance(output, Tensor) else output.pooler_output)
-    projects = hasattr(model, "visual_projection")
-    base = model if projects else model.base_model  # of a model for classification with two heads, what is below them
-    output = base(pixel_values=images)
+    trunk = _trunk(model)
+    output = trunk(pixel_values=images)
     if getattr(output, "image_embeds", None) is not None:
         return _vectors(output.image_embeds)
     if getattr(output, "pooler_output", None) is not None:
         return _vectors(output.pooler_output)
     hidden = output.last_hidden_state
     if hidden.ndim == 3:
-        embeddings = getattr(base, "embeddings", None)
+        embeddings = getattr(trunk, "embeddings", None)
         return _vectors(hidden[:, 0] if getattr(embeddings, "cls_token", None) is not None else hidden.mean(1))
     return _vectors(hidden.mean((2, 3)))
 
 
+def _trunk(model: Any) -> Any:
+    """Of a model for classification, what lies below its heads; else the model."""
+    return model.base_model if _CLASSIFIES in type(model).__name__ else model
+
+
 def _vectors(values: Tensor) -> Tensor:
     return values.flatten(1)
+
+
+def _preprocessing(spec: str, processor: Any) -> Preprocessing:
+    try:
+        return from_hf(processor)
+    except InputError as error:
+        raise InputError(
+            f"{spec}: its image processor {error}; in its place, give --size --crop --interpolation --mean --std"
+        ) from error
+
+
+def _settings(config: Any) -> str:
+    """sha256 over the settings of a model that differ from their defaults: equal weights do not make equal models."""
+    settings = {name: value for name, value in config.to_diff_dict().items() if name not in _NO_SETTINGS}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _by_hand(name: str) -> str:

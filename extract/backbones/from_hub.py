@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from extract.backbones.backbone import Asked, Backbone, downloading
+from extract.backbones.own_code import importing_from
 from extract.backbones.own_output import with_own_output
 from extract.errors import InputError, first_line, unknown_name
-from extract.preprocessing import Preprocessing, from_transform
+from extract.preprocessing import OVERRIDES, Preprocessing, from_transform
 from extract.weights import Weights, given_weights, is_named, weights_sha256
 
 __all__ = ["load"]
@@ -48,7 +49,8 @@ def load(asked: Asked) -> Backbone:
 
     def make() -> nn.Module:
         if local:
-            found = _run(asked, folder, entry, where)
+            with importing_from(Path(folder)):
+                found = _run(asked, folder, entry, where)
         else:
             found = downloading(asked, lambda: _run(asked, place, entry, where), lambda: _by_hand(place))
         made.append(_parts(spec, found))
@@ -61,29 +63,30 @@ def load(asked: Asked) -> Backbone:
         loaded = Weights(f"as hub/{place}:{entry} makes them", weights_sha256(model))
     else:
         model, loaded, _ = given_weights(make, weights, asked.seed, spec, lambda one: None)
+    code = _code_of(Path(folder) if local else _cached(place))
+    title = f"{Path(folder).name if local else place}:{entry} of code with sha256 {code}"
     transform = made[-1][1]
     notes: tuple[str, ...] = ()
     preprocessing = _ASSUMED
-    if transform is not None:
+    if transform is not None and asked.preprocessing.keys() < OVERRIDES:
         try:
-            preprocessing = from_transform(transform, f"that of hub/{place}:{entry}")
+            preprocessing = from_transform(transform, f"that of {title}")
         except InputError as error:
             raise InputError(f"{spec}: the transform of the entry {error}") from error
-    else:
+    elif asked.preprocessing.keys() < OVERRIDES:
         notes = (
             f"{spec} does not say what pictures it takes; assumed: {_ASSUMED}. If that is wrong: --size --crop "
             "--interpolation --mean --std",
         )
-    model, why = with_own_output(model.eval(), preprocessing.crop_px)
-    code = _code_of(Path(folder) if local else _cached(place))
+    model, why, told = with_own_output(model.eval(), preprocessing.crop_px)
     return Backbone(
         spec=f"hub/{folder}:{entry}" if local else spec,
-        architecture=f"hub/{Path(folder).name if local else place}:{entry}, code with sha256 {code}",
+        architecture=f"hub/{title}",
         model=model,
         weights=loaded,
         preprocessing=preprocessing,
         no_embedding=why,
-        notes=notes,
+        notes=(*notes, *told),
     )
 
 
@@ -112,9 +115,11 @@ def _parts(spec: str, made: Any) -> tuple[nn.Module, Any]:
 
 def _cached(place: str) -> Path:
     """The folder that torch.hub keeps a repository in: OWNER_REPO_BRANCH."""
-    name = place.partition(":")[0].replace("/", "_")
-    found = sorted(Path(torch.hub.get_dir()).glob(f"{name}_*"), key=lambda folder: folder.stat().st_mtime)
-    return found[-1] if found else Path(torch.hub.get_dir())
+    name, _, branch = place.partition(":")
+    branches = [branch] if branch else ["main", "master"]
+    folders = [Path(torch.hub.get_dir()) / f"{name}_{one}".replace("/", "_") for one in branches]
+    there = [folder for folder in folders if folder.is_dir()]
+    return max(there, key=lambda folder: folder.stat().st_mtime) if there else folders[0]
 
 
 def _code_of(folder: Path) -> str:

@@ -26,7 +26,7 @@ def load(asked: Asked) -> Backbone:
     if name not in open_clip.list_models():
         raise unknown_name("backbone", spec, [f"open_clip/{known}" for known in open_clip.list_models()])
     notes: tuple[str, ...] = ()
-    tags = open_clip.list_pretrained_tags_by_model(name)
+    architecture, tags = name, open_clip.list_pretrained_tags_by_model(name)
     if weights is not None and not is_named(weights):
         if tag and weights != "random":
             raise InputError(f"{spec} names the weights {tag!r}, and --weights names {weights!r}; name one")
@@ -36,9 +36,12 @@ def load(asked: Asked) -> Backbone:
             )
         tower: Any = found
         settings = {tag: _settings(open_clip, name, tag) for tag in tags}
-        own = dict(tower.preprocess_cfg)
+        own = {"quick_gelu": _is_quick(open_clip, name), **tower.preprocess_cfg}
         if weights != "random" and any({**own, **other} != own for other in settings.values()):
-            notes = (f"the preprocessing of {name} itself is taken; it differs between the tags {', '.join(tags)}",)
+            notes = (
+                f"preprocessing and activation of {name} itself are taken; they differ between its published weights. "
+                f"For those of OpenAI, take {name}-quickgelu",
+            )
     else:
         if weights and tag and weights != tag:
             raise InputError(f"{spec} names the weights {tag!r}, and --weights names {weights!r}; name one")
@@ -48,9 +51,13 @@ def load(asked: Asked) -> Backbone:
             raise InputError(f"{spec}: name the weights, too: {there}")
         if tag not in tags:
             raise unknown_name("weights", tag, tags, f"open_clip/{name}")
+        quick = bool(_settings(open_clip, name, tag)["quick_gelu"])
+        if quick and not _is_quick(open_clip, name):
+            notes = (f"{name} with QuickGELU, which the weights {tag} were trained with",)
+            architecture = f"{name} with QuickGELU"
         model = downloading(
             asked,
-            lambda: open_clip.create_model(name, pretrained=tag, require_pretrained=True),
+            lambda: open_clip.create_model(name, pretrained=tag, require_pretrained=True, force_quick_gelu=quick),
             lambda: _by_hand(open_clip, name, tag),
         )
         tower = _visual(model)
@@ -60,7 +67,7 @@ def load(asked: Asked) -> Backbone:
     class_token = getattr(trunk, "class_embedding", getattr(trunk, "cls_token", None)) is not None
     return Backbone(
         spec=spec,
-        architecture=f"open_clip/{name}",
+        architecture=f"open_clip/{architecture}",
         model=WithEmbedding(tower, _embed),
         weights=loaded,
         preprocessing=from_open_clip(tower.preprocess_cfg),
@@ -100,7 +107,12 @@ def _embed(tower: Any, images: Tensor) -> Tensor:
 
 def _settings(open_clip: Any, name: str, tag: str) -> dict[str, Any]:
     config = open_clip.get_pretrained_cfg(name, tag)
-    return {key: config[key] for key in ("mean", "std", "interpolation", "resize_mode") if key in config}
+    found = {key: config[key] for key in ("mean", "std", "interpolation", "resize_mode") if key in config}
+    return {**found, "quick_gelu": bool(config.get("quick_gelu", False))}
+
+
+def _is_quick(open_clip: Any, name: str) -> bool:
+    return bool(open_clip.get_model_config(name).get("quick_gelu", False))
 
 
 def _by_hand(open_clip: Any, name: str, tag: str) -> str:

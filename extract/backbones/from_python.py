@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from extract.backbones.backbone import Asked, Backbone
+from extract.backbones.own_code import importing_from
 from extract.backbones.own_output import with_own_output
 from extract.errors import InputError, first_line, unknown_name
 from extract.preprocessing import Preprocessing, from_transform
@@ -49,11 +50,13 @@ def load(asked: Asked) -> Backbone:
         raise InputError(f"python/{name}: expected python/FILE.py:FACTORY")
     if weights == "random":
         raise InputError(f"python/{name}: the factory decides about weights; it cannot be told to make random ones")
-    factory, code = _factory(path, factory_name)
+    with importing_from(path.parent):
+        factory, code = _factory(path, factory_name)
     made: list[tuple[nn.Module, Callable[..., Tensor]]] = []
 
     def make() -> nn.Module:
-        made.append(_made(factory, path, factory_name))
+        with importing_from(path.parent):
+            made.append(_made(factory, path, factory_name))
         return made[-1][0]
 
     if weights is None:
@@ -66,7 +69,7 @@ def load(asked: Asked) -> Backbone:
     preprocessing = _preprocessing(
         made[-1][1], f"{path.name}:{factory_name} of a file with sha256 {code}", path, factory_name
     )
-    model, why = with_own_output(model.eval(), preprocessing.crop_px)
+    model, why, notes = with_own_output(model.eval(), preprocessing.crop_px)
     title = f"{path.name}:{factory_name} of a file with sha256 {code}"
     return Backbone(
         spec=f"python/{path}:{factory_name}",
@@ -75,6 +78,7 @@ def load(asked: Asked) -> Backbone:
         weights=loaded,
         preprocessing=preprocessing,
         no_embedding=why,
+        notes=notes,
     )
 
 
@@ -90,13 +94,10 @@ def _factory(path: Path, name: str) -> tuple[Callable[[], Any], str]:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # so that what it defines can be sent to worker processes
-    sys.path.insert(0, str(path.parent))  # it may import its neighbours
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         raise InputError(f"{path} cannot be imported: {type(error).__name__}: {first_line(error)}") from error
-    finally:
-        sys.path.remove(str(path.parent))
     functions = {key: value for key, value in vars(module).items() if callable(value) and not key.startswith("_")}
     if name not in functions:
         raise unknown_name("factory", name, functions, str(path))

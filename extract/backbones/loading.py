@@ -59,8 +59,8 @@ def load_backbone(
     if source not in SOURCES or not name:
         raise unknown_name("backbone", spec, [f"{known}/..." for known in SOURCES], hint="A spec is SOURCE/NAME")
     place = _device(device)
-    backbone = SOURCES[source](Asked(spec, name, weights, seed, allow_missing_head))
     given = {key: value for key, value in (preprocessing or {}).items() if value is not None}
+    backbone = SOURCES[source](Asked(spec, name, weights, seed, allow_missing_head, given))
     return replace(
         backbone,
         model=backbone.model.eval().to(place),

@@ -37,10 +37,11 @@ class WithEmbedding(nn.Module):
 
 def with_own_output(
     model: nn.Module, size: tuple[int, int], embed: Callable[[Any, Tensor], Tensor] | None = None
-) -> tuple[nn.Module, str]:
-    """The model with a layer `embedding`, if what it returns is one; else the model itself, and why.
+) -> tuple[nn.Module, str, tuple[str, ...]]:
+    """The model with a layer `embedding`, if what it returns is one, or itself; why; and what is to be told.
 
-    A tensor (B, D) is taken for an embedding, unless a linear layer gave it: that may be a classifier.
+    A tensor (B, D) is taken for an embedding, unless a linear layer gave it, or its values are probabilities: that may
+    be a classifier. It cannot always be seen, so what was taken is told.
 
     Args:
         model: on the CPU.
@@ -68,13 +69,20 @@ def with_own_output(
             handle.remove()
     if not isinstance(output, Tensor) or output.ndim != 2 or len(output) != 2:
         found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-        return model, f"it returns {found}, not one vector for each picture"
+        return model, f"it returns {found}, not one vector for each picture", ()
     if hasattr(model, "embedding"):
-        return model, "it has a part of its own that is called embedding"
+        return model, "it has a part of its own that is called embedding", ()
     names = [name for name, module in model.named_modules() if given and module is given[-1][0]]
     if embed is None and given and given[-1][1] is output:
-        return model, f"what it returns comes from the linear layer {names[0]!r}, which may be a classifier"
-    return WithEmbedding(model, embed or _called), ""
+        return model, f"what it returns comes from the linear layer {names[0]!r}, which may be a classifier", ()
+    if embed is None and any(_are_probabilities(values) for values in (output, output.exp())):
+        return model, "what it returns are probabilities, of a classifier", ()
+    told = () if embed else (f"the embedding is what the model returns, {output.shape[1]} values",)
+    return WithEmbedding(model, embed or _called), "", told
+
+
+def _are_probabilities(values: Tensor) -> bool:
+    return bool((values >= 0).all() and ((values.sum(1) - 1).abs() < 1e-3).all())
 
 
 def _called(model: Any, images: Tensor) -> Any:

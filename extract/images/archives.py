@@ -39,7 +39,7 @@ _ENCRYPTED = -1
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of name and extra field (APPNOTE.TXT 4.3.7)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Member:
     """A file in an archive: in which one, from which byte on, packed and unpacked size, how packed, checksum, time."""
 
@@ -64,6 +64,11 @@ class Members:
             for name in ("archive", "offset", "packed", "size", "method", "crc", "mtime_ns")
         )
         self._opened: dict[tuple[int, str], int] = {}
+
+    def __del__(self) -> None:
+        for process, descriptor in ((key[0], opened) for key, opened in getattr(self, "_opened", {}).items()):
+            if process == os.getpid():
+                os.close(descriptor)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_opened": {}}
@@ -105,7 +110,9 @@ class Members:
                 if not part:
                     break
                 data = data + part if data else part
-        if len(data) != length:
+        if len(data) > length:
+            raise ValueError("the server gives no parts of files (HTTP ranges); copy the archive here")
+        if len(data) < length:
             raise ValueError("the archive is cut short")
         return data
 
@@ -147,8 +154,8 @@ def list_archives(where: str, archives: Sequence[str]) -> Images:
             latest[member.name] = member
         found += latest.values()
     notes: tuple[str, ...] = ()
-    counts = Counter(member.name for member in found)
     names = [member.name for member in found]
+    counts = Counter(pick_images(names)[0])
     if counts and max(counts.values()) > 1:
         several = Counter(archive.rpartition("/")[2] for archive in archives)
         if max(several.values()) > 1:
@@ -167,7 +174,9 @@ def list_archives(where: str, archives: Sequence[str]) -> Images:
     values = by_folder
     if labels:
         values, classes = labels_from_values([labels.get(_sample(member)) for member in members])
-    root = where if is_url(where) else os.path.abspath(where)  # noqa: PTH100  a pattern is no path
+    # A pattern is no path; and of a list in braces, each may be a whole one.
+    whole = is_url(where) or any(os.path.isabs(archive) for archive in archives)  # noqa: PTH117
+    root = where if whole else os.path.abspath(where)  # noqa: PTH100
     return Images(
         root, paths, values, classes, splits, Members(archives, members, zipped), left_out=left_out, notes=notes
     )
@@ -192,10 +201,8 @@ def _plain_name(name: str) -> str | None:
 
 def _in_tar(archive: str, number: int, left_out: Counter[str], labels: dict[str, str]) -> Iterator[_Member]:
     with _opened(archive) as file, _understood(archive, "tar"), tarfile.open(fileobj=file, mode="r:") as tar:
-        end = 0
         while (info := tar.next()) is not None:
             tar.members = []  # type: ignore[attr-defined]  # it would keep them all
-            end = info.offset_data + info.size
             if info.isdir():
                 continue
             name = _plain_name(info.name)
@@ -207,10 +214,28 @@ def _in_tar(archive: str, number: int, left_out: Counter[str], labels: dict[str,
             if name.endswith(".cls") and info.size <= _LABEL_BYTES:
                 file.seek(info.offset_data)
                 labels[_sample_of(number, name)] = file.read(info.size).decode("utf-8", "replace").strip()
-            yield _Member(name, number, info.offset_data, info.size, info.size, mtime_ns=int(info.mtime * 1e9))
-        size = file.seek(0, os.SEEK_END)
-        if size < end:
-            raise InputError(f"{archive} is cut short: {size:,} bytes, and its last file ends at {end:,}")
+            seconds = float(info.mtime)
+            mtime_ns = int(seconds * 1e9) if 0 <= seconds < 1 << 33 else UNKNOWN
+            yield _Member(name, number, info.offset_data, info.size, info.size, mtime_ns=mtime_ns)
+        _check_end(file, tar.offset, archive)
+
+
+def _check_end(file: BinaryIO, offset: int, archive: str) -> None:
+    """See that an archive ends as one does, with blocks of zeros: `tarfile` takes a damaged header for its end, too.
+
+    Raises:
+        InputError: it is damaged, cut short, or several archives in one file.
+    """
+    size = file.seek(0, os.SEEK_END)
+    if size < offset + 512:
+        raise InputError(f"{archive} is cut short: {size:,} bytes, and it goes on at {offset:,}")
+    file.seek(offset)
+    while part := file.read(1 << 20):
+        if part.strip(b"\0"):
+            raise InputError(
+                f"{archive} is damaged behind byte {offset:,}: there is neither a file nor the end; or it is several "
+                "archives in one file, which are to be given apart"
+            )
 
 
 def _in_zip(archive: str, number: int, left_out: Counter[str], labels: dict[str, str]) -> Iterator[_Member]:
@@ -227,6 +252,8 @@ def _in_zip(archive: str, number: int, left_out: Counter[str], labels: dict[str,
             encrypted = bool(info.flag_bits & 1)
             if name.endswith(".cls") and info.file_size <= _LABEL_BYTES and not encrypted:
                 labels[_sample_of(number, name)] = zipped.read(info).decode("utf-8", "replace").strip()
+            if max(info.file_size, info.compress_size, info.header_offset) >= 1 << 62:
+                raise InputError(f"{archive} is damaged: {name} would have {info.file_size:,} bytes")
             method = _ENCRYPTED if encrypted else info.compress_type
             yield _Member(name, number, info.header_offset, info.compress_size, info.file_size, method, info.CRC)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from extract.images.images import Images, labels_from_values
 __all__ = ["list_array", "split_name"]
 
 _SUFFIXES = (".h5", ".hdf5")
+_PICTURE_BYTES = 1 << 31
+_MOST_PACKED = 1100  # deflate makes nothing smaller than by 1,032
 _LABELS = ("label", "labels")  # an array of whole numbers of this name, beside the pictures, tells their classes
 
 
@@ -78,12 +81,16 @@ def list_array(where: str) -> Images:
         name = name or _only_pictures(path)
         labels = _labels_beside(path, name)
     pictures = open_array(path, name)
-    axes = _axes(tuple(pictures.shape))
-    if pictures.dtype != np.uint8 or not axes or 0 in pictures.shape[1:]:
+    shape = tuple(pictures.shape or ())
+    axes = _axes(shape)
+    if len(shape) == 3 and (shape[0] in (1, 3, 4) or shape[2] in (1, 3, 4)):
+        raise InputError(f"{where} is {shape}: one picture, or several grey ones? Make it (1, H, W, 3) or (N, H, W, 1)")
+    if pictures.dtype != np.uint8 or not axes or 0 in shape[1:]:
         raise InputError(
-            f"{where} is {pictures.dtype} {tuple(pictures.shape)}; expected pictures of uint8, (N, H, W, 3), "
-            "(N, 3, H, W) or (N, H, W)"
+            f"{where} is {pictures.dtype} {shape}; expected pictures of uint8, (N, H, W, 3), (N, 3, H, W) or (N, H, W)"
         )
+    if math.prod(shape[1:]) > _PICTURE_BYTES or _stored(pictures) * _MOST_PACKED + (1 << 20) < math.prod(shape):
+        raise InputError(f"{where} says it is {shape}, and holds {_stored(pictures):,} bytes")
     count = len(pictures)
     digits = len(str(max(0, count - 1)))
     numbers = labels_from_values(labels.tolist()) if labels is not None else (np.full(count, -1, np.int64), [])
@@ -92,6 +99,10 @@ def list_array(where: str) -> Images:
         root + (f":{name}" if name else ""), [f"{row:0{digits}d}" for row in range(count)], *numbers, [""] * count,
         ArrayRows(root, name, axes),
     )  # fmt: skip
+
+
+def _stored(array: Any) -> int:
+    return int(array.nbytes if isinstance(array, np.ndarray) else array.id.get_storage_size())
 
 
 def open_array(path: str, name: str) -> Any:
@@ -108,7 +119,7 @@ def open_array(path: str, name: str) -> Any:
     if not isinstance(found, h5py.Dataset):
         known = [f"{path}:{one}" for one in _names(path)]
         raise InputError(f"{path} has no data set {name!r}; it has {', '.join(known) or 'none'}")
-    if found.external or found.is_virtual:
+    if found.external or found.is_virtual or found.file.filename != file.filename:
         raise InputError(f"{path}: data set {name!r} keeps its data in other files")
     return found
 
@@ -151,8 +162,12 @@ def _labels_beside(path: str, name: str) -> NDArray[np.int64] | None:
         beside = f"{group}/{label}".lstrip("/")
         if beside in _names(path):
             values = open_array(path, beside)
-            if values.dtype.kind in "iu" and values.shape == pictures.shape[:1]:
-                return np.asarray(values, np.int64)
+            if values.dtype.kind not in "iu" or values.shape not in ((len(pictures),), (len(pictures), 1)):
+                raise InputError(
+                    f"{path}:{beside} is {values.dtype} {values.shape}; expected a whole number for each of the "
+                    f"{len(pictures):,} pictures, or another name"
+                )
+            return np.asarray(values, np.int64).reshape(-1)
     return None
 
 

@@ -23,7 +23,7 @@ _LITTER = frozenset({
     "@eadir", "icon\r",
 })  # fmt: skip
 
-_LARGEST_LABEL = 1_000_000  # numbers up to it are labels as they are; larger ones are names of classes
+_LARGEST_LABEL = 100_000  # numbers up to it are labels as they are; larger ones are names of classes
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from extract import defaults
 from extract.images.images import Images
-from extract.images.source import UNKNOWN, Source
+from extract.images.source import UNKNOWN, Source, UnreachableError
 from extract.status import Status
 
 __all__ = ["Batch", "load_batches"]
@@ -41,6 +41,7 @@ class Item(NamedTuple):
     size: int
     mtime_ns: int
     content_hash: bytes
+    unreachable: bool = False
 
 
 class Batch(NamedTuple):
@@ -51,6 +52,7 @@ class Batch(NamedTuple):
         images: (B, H, W, 3) uint8 (or what `prepare` returns, stacked), B <= R.
         status: (R,) uint8; B of them are OK, in the order of `images`.
         reasons: row -> why there is no image.
+        unreachable: rows whose image could not be fetched, because a network or server failed.
         source_size, source_mtime_ns: (R,) int64, bytes and nanoseconds; -1 where there is no file, or nobody says.
         source_hash: (R, 16) uint8, xxh3-128 of the file's bytes; zero where there is no file.
     """
@@ -59,6 +61,7 @@ class Batch(NamedTuple):
     images: Tensor
     status: NDArray[np.uint8]
     reasons: dict[int, str]
+    unreachable: int
     source_size: NDArray[np.int64]
     source_mtime_ns: NDArray[np.int64]
     source_hash: NDArray[np.uint8]
@@ -73,6 +76,7 @@ class Batch(NamedTuple):
             images=self.images[chosen],
             status=self.status[positions],
             reasons={int(row): self.reasons[int(row)] for row in rows if int(row) in self.reasons},
+            unreachable=self.unreachable,
             source_size=self.source_size[positions],
             source_mtime_ns=self.source_mtime_ns[positions],
             source_hash=self.source_hash[positions],
@@ -90,17 +94,33 @@ class _Decoded(Dataset[Item]):
         try:
             data, mtime_ns = self._source.read(row)
             size, content_hash = len(data), xxhash.xxh3_128_digest(data)
-            image = self._prepare(self._source.decode(data, self._max_pixels))
-        except FileNotFoundError:
-            return Item(row, None, Status.MISSING, "no such file", size, mtime_ns, content_hash)
-        except OSError as error:
-            reason = error.strerror or str(error)
+            picture = self._source.decode(data, self._max_pixels)
+        except Exception as error:
+            status, reason = _why(error)
+            return Item(row, None, status, reason, size, mtime_ns, content_hash, isinstance(error, UnreachableError))
+        try:
+            image = self._prepare(picture)
+        except Exception as error:  # it may be a transform of anybody's
+            reason = str(error) if isinstance(error, ValueError) else f"its preprocessing failed: {error!r}"
             return Item(row, None, Status.DECODE_ERROR, reason, size, mtime_ns, content_hash)
-        except ValueError as error:
-            return Item(row, None, Status.DECODE_ERROR, str(error), size, mtime_ns, content_hash)
-        except MemoryError:
-            return Item(row, None, Status.DECODE_ERROR, "too large for the memory", size, mtime_ns, content_hash)
         return Item(row, image, Status.OK, "", size, mtime_ns, content_hash)
+
+
+def _why(error: Exception) -> tuple[Status, str]:
+    """What becomes of a row whose image cannot be read or decoded, and why.
+
+    Raises:
+        Exception: the error itself, if it is none of a file's.
+    """
+    if isinstance(error, FileNotFoundError):
+        return Status.MISSING, "no such file"
+    if isinstance(error, OSError):
+        return Status.DECODE_ERROR, error.strerror or str(error)
+    if isinstance(error, MemoryError):
+        return Status.DECODE_ERROR, "too large for the memory"
+    if isinstance(error, ValueError):
+        return Status.DECODE_ERROR, str(error)
+    raise error
 
 
 def _collate(items: list[Item]) -> Batch:
@@ -110,6 +130,7 @@ def _collate(items: list[Item]) -> Batch:
         images=torch.stack(images) if images else torch.empty(0, dtype=torch.uint8),
         status=np.array([item.status for item in items], np.uint8),
         reasons={item.row: item.reason for item in items if item.reason},
+        unreachable=sum(item.unreachable for item in items),
         source_size=np.array([item.size for item in items], np.int64),
         source_mtime_ns=np.array([item.mtime_ns for item in items], np.int64),
         source_hash=np.frombuffer(b"".join(item.content_hash for item in items), np.uint8).reshape(-1, 16),
@@ -125,6 +146,7 @@ def _joined(pieces: list[Batch]) -> Batch:
         images=torch.cat(images) if images else torch.empty(0, dtype=torch.uint8),
         status=np.concatenate([piece.status for piece in pieces]),
         reasons={row: reason for piece in pieces for row, reason in piece.reasons.items()},
+        unreachable=sum(piece.unreachable for piece in pieces),
         source_size=np.concatenate([piece.source_size for piece in pieces]),
         source_mtime_ns=np.concatenate([piece.source_mtime_ns for piece in pieces]),
         source_hash=np.concatenate([piece.source_hash for piece in pieces]),

@@ -6,7 +6,9 @@ become a picture.
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import stat
 import time
 from collections.abc import Callable, Sequence
@@ -16,10 +18,21 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from extract.errors import LayertapError, first_line
+from extract.errors import InputError, LayertapError, first_line
 from extract.images.decoding import decode
 
-__all__ = ["UNKNOWN", "Chosen", "Files", "PackedNames", "Source", "file_system", "integers", "is_url", "read_remote"]
+__all__ = [
+    "UNKNOWN",
+    "Chosen",
+    "Files",
+    "PackedNames",
+    "Source",
+    "UnreachableError",
+    "file_system",
+    "integers",
+    "is_url",
+    "read_remote",
+]
 
 UNKNOWN = -1  # in place of a time of modification
 
@@ -80,23 +93,25 @@ class Files:
     def __init__(self, base: str, names: Sequence[str], *, anywhere: bool = False):
         self._base, self._names, self._anywhere = base, PackedNames(names), anywhere
 
-    def _place(self, row: int) -> str:
-        name = self._names[row]
-        if self._anywhere and is_url(name):
-            return str(name)
-        return f"{self._base.rstrip('/')}/{name}" if is_url(self._base) else os.path.join(self._base, name)  # noqa: PTH118
-
     def read(self, row: int) -> tuple[bytes, int]:
         """As of `Source`."""
-        place = self._place(row)
-        if is_url(place):
-            return read_remote(place), UNKNOWN
+        name = self._names[row]
+        if self._anywhere and is_url(name):
+            return read_remote(name), UNKNOWN
+        if is_url(self._base):
+            return read_remote(self._base, inside=name), UNKNOWN
         # A pipe must not be waited for.
-        with open(os.open(place, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # noqa: PTH123
-            status = os.fstat(file.fileno())
+        descriptor = os.open(os.path.join(self._base, name), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # noqa: PTH118
+        try:
+            status = os.fstat(descriptor)
+            if stat.S_ISDIR(status.st_mode):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
             if not stat.S_ISREG(status.st_mode):
                 raise ValueError("not a file")
-            return file.read(), status.st_mtime_ns
+            with os.fdopen(descriptor, "rb", closefd=False) as file:
+                return file.read(), status.st_mtime_ns
+        finally:
+            os.close(descriptor)
 
     def decode(self, data: bytes, max_pixels: int) -> Image.Image:
         """As of `Source`."""
@@ -152,23 +167,40 @@ def file_system(url: str) -> tuple[Any, str]:
     """
     import fsspec
 
-    protocol = url.partition("://")[0]
+    protocol, _, rest = url.partition("://")
+    if re.match(r"[^/@]*:[^/@]+@", rest):
+        raise InputError(
+            f"{protocol}://...@{rest.partition('@')[2]}: a password in a URL would be stored with the features; the "
+            "library for the protocol takes it from the environment, or a file of yours"
+        )
     try:
-        fs, path = fsspec.core.url_to_fs(url)
+        kind: Any = fsspec.get_filesystem_class(protocol)
+        # Not `url_to_fs`, for which "::" in a name is a chain of file systems.
+        return kind(**kind._get_kwargs_from_urls(url)), str(kind._strip_protocol(url))
     except ImportError as error:
         extra = _EXTRAS.get(protocol)
         what = f"pip install 'layertap[{extra}]'" if extra else first_line(error)
         raise LayertapError(f"{url}: reading {protocol}:// needs another library: {what}") from error
     except Exception as error:  # each protocol's library has errors of its own
         raise LayertapError(f"{url}: {first_line(error)}") from error
-    return fs, path
 
 
-def read_remote(url: str, start: int | None = None, end: int | None = None) -> bytes:
+class UnreachableError(OSError):
+    """A network or server failed, which says nothing of the file."""
+
+
+def read_remote(url: str, start: int | None = None, end: int | None = None, inside: str = "") -> bytes:
     """The bytes behind a URL, or a range of them; tried again if the network fails.
+
+    Args:
+        url: of the file, or of its folder.
+        start: first byte.
+        end: byte behind the last.
+        inside: name in the folder.
 
     Raises:
         FileNotFoundError: there is nothing.
+        UnreachableError: nobody answers, or with an error of the server's own.
         OSError: it cannot be read.
     """
     # The file system is asked for each time: fsspec keeps one for each process, and knows when it was forked.
@@ -176,14 +208,19 @@ def read_remote(url: str, start: int | None = None, end: int | None = None) -> b
         fs, path = file_system(url)
     except LayertapError as error:
         raise OSError(str(error)) from error
+    path = f"{path.rstrip('/')}/{inside}" if inside else path
     for attempt in range(_ATTEMPTS):
         try:
             return bytes(fs.cat_file(path, start=start, end=end))
         except (FileNotFoundError, PermissionError):
             raise
         except Exception as error:
+            status = getattr(error, "status", 0)  # of HTTP
+            if 400 <= status < 500 and status not in (408, 425, 429):
+                raise OSError(f"HTTP {status}: {getattr(error, 'message', '') or first_line(error)}") from error
             if attempt == _ATTEMPTS - 1:
-                raise OSError(f"{type(error).__name__}: {first_line(error)}, {_ATTEMPTS} times") from error
+                why = f"{type(error).__name__}: {first_line(error)}, {_ATTEMPTS} times"
+                raise UnreachableError(f"cannot be fetched: {why}") from error
             time.sleep(_WAIT_S * 2**attempt)
     raise AssertionError
 

@@ -23,11 +23,11 @@ def list_table(where: str) -> Images:
 
     Labels are names, or numbers from 0 on; empty: no class. Splits are train, val (valid, validation), test or empty.
     """
-    columns, first_line_number = _read_parquet(where) if where.lower().endswith(".parquet") else _read_csv(where)
+    columns, lines = (_read_parquet if where.partition("?")[0].lower().endswith(".parquet") else _read_csv)(where)
     paths = columns["path"]
 
     def place(row: int) -> str:
-        return f"{where}: {'line' if first_line_number else 'row'} {row + first_line_number}"
+        return f"{where}: line {lines[row]}" if lines else f"{where}: row {row}"
 
     for row, path in enumerate(paths):
         if not isinstance(path, str) or not path or "\0" in path:
@@ -62,14 +62,14 @@ def _content(where: str) -> bytes:
         raise LayertapError(f"{where} cannot be read: {error.strerror or error}") from error
 
 
-def _read_csv(where: str) -> tuple[dict[str, Sequence[Any]], int]:
-    """Column -> values, and the number of the line that the first of them is on."""
+def _read_csv(where: str) -> tuple[dict[str, Sequence[Any]], list[int]]:
+    """Column -> values, and the lines that they end on."""
     # Names of files may have any bytes; a byte order mark is what Excel puts in front.
     text = _content(where).removeprefix(b"\xef\xbb\xbf").decode("utf-8", "surrogateescape")
     head = text.partition("\n")[0]
     delimiter = max(",;\t", key=head.count)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
-    rows = []
+    rows, lines = [], []
     try:
         header = [name.strip().lower() for name in next(reader, [])]
         for row in reader:
@@ -78,14 +78,16 @@ def _read_csv(where: str) -> tuple[dict[str, Sequence[Any]], int]:
             if len(row) != len(header):
                 raise InputError(f"{where}: line {reader.line_num} has {len(row)} values, its header {len(header)}")
             rows.append(row)
+            lines.append(reader.line_num)
     except csv.Error as error:
         raise InputError(f"{where}: line {reader.line_num}: {error}") from error
     _check(where, header)
     none = [None] * len(rows)
-    return {name: [row[header.index(name)] for row in rows] if name in header else none for name in _COLUMNS}, 2
+    return {name: [row[header.index(name)] for row in rows] if name in header else none for name in _COLUMNS}, lines
 
 
-def _read_parquet(where: str) -> tuple[dict[str, Sequence[Any]], int]:
+def _read_parquet(where: str) -> tuple[dict[str, Sequence[Any]], list[int]]:
+    """Column -> values; it has no lines."""
     try:
         import pyarrow as pa
         from pyarrow import parquet
@@ -110,7 +112,7 @@ def _read_parquet(where: str) -> tuple[dict[str, Sequence[Any]], int]:
             expected = "text or whole numbers" if name in ("label", "id") else "text"
             raise InputError(f"{where}: column {name!r} is {kind}; expected {expected}")
         found[name] = values.to_pylist()
-    return found, 0
+    return found, []
 
 
 def _check(where: str, header: Sequence[str]) -> None:

@@ -131,6 +131,12 @@ def hf_siglip(folder: Path) -> Case:
     return of_hf(transformers.SiglipVisionModel(config), processor, lambda model, x: model(x).pooler_output, folder)
 
 
+def hf_dinov3(folder: Path) -> Case:
+    config = transformers.DINOv3ViTConfig(**SMALL, image_size=64, patch_size=16, num_register_tokens=4)
+    processor = transformers.ViTImageProcessor(size={"height": 64, "width": 64})
+    return of_hf(transformers.DINOv3ViTModel(config), processor, lambda model, x: model(x).pooler_output, folder)
+
+
 def hf_resnet(folder: Path) -> Case:
     config = transformers.ResNetConfig(embedding_size=16, hidden_sizes=[16, 32, 48, 64], depths=[1, 1, 1, 1])
     processor = transformers.ConvNextImageProcessor(size={"shortest_edge": 96}, crop_pct=0.875)
@@ -220,7 +226,7 @@ CASES: dict[str, Callable[[Path], Case]] = {
         "RN50", "ViT-S-32", "MobileCLIP2-S0",
     )},
     **{f"hf/{make.__name__}": make for make in (
-        hf_vit, hf_dinov2, hf_clip, hf_clip_tower, hf_siglip, hf_resnet, hf_swin, hf_deit,
+        hf_vit, hf_dinov2, hf_clip, hf_clip_tower, hf_siglip, hf_dinov3, hf_resnet, hf_swin, hf_deit,
     )},
     **{f"hub/{entry}": lambda folder, entry=entry: of_hub(entry, folder) for entry in ("alone", "with_transform")},
 }  # fmt: skip
@@ -309,13 +315,15 @@ def test_weights_from_a_file_and_random_ones_go_into_a_model_of_hf(tmp_path: Pat
     assert load_backbone(case.spec, weights="random", device="cpu").weights.random
 
 
-def test_a_model_that_draws_at_random_is_refused(tmp_path: Path) -> None:
+def test_a_masked_autoencoder_sees_everything(tmp_path: Path) -> None:
     config = transformers.ViTMAEConfig(**SMALL, image_size=64, patch_size=16)
     transformers.ViTMAEModel(config).save_pretrained(tmp_path)
     transformers.ViTImageProcessor(size={"height": 64, "width": 64}).save_pretrained(tmp_path)
     backbone = load_backbone(f"hf/{tmp_path}", device="cpu")
-    with pytest.raises(InputError, match="other values in a batch than alone"):
-        backbone.features([make_picture(1)])
+    assert backbone.notes == ("nothing is masked (mask_ratio 0)",)
+    one, two = (backbone.features([make_picture(1), make_picture(2)])["embedding"] for _ in range(2))
+    assert np.allclose(one, two, atol=1e-5)
+    assert not np.allclose(one[0], one[1], atol=1e-3)
 
 
 def test_a_model_of_timm_on_the_hub_is_named_as_one(tmp_path: Path) -> None:

@@ -121,7 +121,8 @@ def test_failed_images_are_named_at_the_end_and_strict_makes_it_an_exit_code(fol
 
 
 def test_a_second_run_says_that_all_is_done(folder: Path, tmp_path: Path) -> None:
-    layertap("embed", folder, "-o", tmp_path / "out", *SMALL)
+    first = layertap("embed", folder, "-o", tmp_path / "out", *SMALL)
+    assert first.exit_code == 0, first.output
     result = layertap("embed", folder, "-o", tmp_path / "out", *SMALL)
     assert result.exit_code == 0
     assert "is complete: all 12 rows were done before; nothing to do" in result.stdout

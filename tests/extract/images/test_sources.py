@@ -487,7 +487,7 @@ def test_part_of_a_batch_keeps_images_and_reasons_together() -> None:
     images = torch.arange(3 * 4 * 4 * 3, dtype=torch.uint8).reshape(3, 4, 4, 3)
     numbers = np.arange(5)
     batch = Batch(
-        numbers + 10, images, np.array([1, 2, 1, 2, 1], np.uint8), {11: "a", 13: "b"}, numbers, numbers,
+        numbers + 10, images, np.array([1, 2, 1, 2, 1], np.uint8), {11: "a", 13: "b"}, 0, numbers, numbers,
         np.zeros((5, 16), np.uint8),
     )  # fmt: skip
     part = batch.only([1, 2, 4])
