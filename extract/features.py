@@ -101,6 +101,9 @@ def choose_features(backbone: Backbone, layers: Sequence[str]) -> Choice:
             name = EMBEDDING if request.what == "input" else names[site]
             feature = _feature(backbone, name, request.pooling, site, trial)
             features.setdefault((site, feature.pooling), feature)
+    ran = {site.layer for site in record.sites.values()}
+    if not features and (wrong := [request for request in requests if request.part and request.layer in ran]):
+        raise _absent(backbone, record, wrong[0])
     if not features:
         raise InputError(f"none of these layers of {backbone.spec} ever runs: {', '.join(never_run) or 'none given'}")
     poolings = Counter(site for site, _ in features)

@@ -224,6 +224,8 @@ def overridden(preprocessing: Preprocessing, given: Mapping[str, Any]) -> Prepro
         raise InputError(f"size {size}, crop {crop}; expected pixels, from 1 to {_MAX_SIDE_PX:,}")
     if max([size] if isinstance(size, int) else size) > _MAX_SIDE_PX:
         raise InputError(f"size {size}; expected pixels, from 1 to {_MAX_SIDE_PX:,}")
+    if any(side < cut for side, cut in zip((size, size) if isinstance(size, int) else size, crop, strict=True)):
+        raise InputError(f"crop {crop} is larger than the picture after resizing to {size}; give a larger size, too")
     return Preprocessing(size, crop, interpolation, mean, std)
 
 

@@ -68,6 +68,13 @@ def load(asked: Asked) -> Backbone:
     with _quiet(transformers):
         config = ask(lambda: transformers.AutoConfig.from_pretrained(place, **where))
         if asked.preprocessing.keys() < OVERRIDES:
+            if local and not any(
+                (Path(place) / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")
+            ):
+                raise InputError(
+                    f"{spec}: no preprocessor_config.json, which says what pictures it takes; copy it there, or give "
+                    "--size --crop --interpolation --mean --std"
+                )
             preprocessing = _preprocessing(
                 spec, ask(lambda: transformers.AutoImageProcessor.from_pretrained(place, **where))
             )

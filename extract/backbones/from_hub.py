@@ -97,6 +97,8 @@ def _run(asked: Asked, repository: str, entry: str, where: dict[str, Any]) -> An
     except URLError:
         raise
     except Exception as error:  # it is anybody's code
+        if where["source"] == "github" and "internet connection" in str(error):
+            raise
         if "Cannot find callable" in str(error):
             folder = Path(repository) if where["source"] == "local" else _cached(repository)
             code = (folder / "hubconf.py").read_text(encoding="utf-8", errors="replace")

@@ -16,7 +16,7 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,6 +34,8 @@ ARCHIVES = (".tar", ".zip")
 
 _MEMBER_BYTES = 1 << 31  # an image file of more is none
 _LABEL_BYTES = 1 << 12
+_NO_PARTS = "the server gives no parts of files (HTTP ranges); copy the archive here"
+_PACKED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
 _STORED, _DEFLATED, _BZIP2, _LZMA = 0, 8, 12, 14  # methods of zip (APPNOTE.TXT 4.4.5)
 _ENCRYPTED = -1
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of name and extra field (APPNOTE.TXT 4.3.7)
@@ -111,7 +113,7 @@ class Members:
                     break
                 data = data + part if data else part
         if len(data) > length:
-            raise ValueError("the server gives no parts of files (HTTP ranges); copy the archive here")
+            raise ValueError(_NO_PARTS)
         if len(data) < length:
             raise ValueError("the archive is cut short")
         return data
@@ -150,8 +152,12 @@ def list_archives(where: str, archives: Sequence[str]) -> Images:
     labels: dict[str, str] = {}  # sample -> what its .cls file says
     for number, archive in enumerate(archives):
         latest: dict[str, _Member] = {}  # of a member that was added again, the last one counts
-        for member in (_in_zip if zipped else _in_tar)(archive, number, left_out, labels):
+        for member in (_in_zip if zipped else _in_tar)(archive, number, left_out, labels, latest):
+            if member.name in latest:
+                left_out["replaced by a later one of the same name"] += 1
             latest[member.name] = member
+        if is_url(archive) and latest and len(read_remote(archive, 0, 1)) != 1:
+            raise InputError(f"{archive}: {_NO_PARTS}")
         found += latest.values()
     notes: tuple[str, ...] = ()
     names = [member.name for member in found]
@@ -176,6 +182,12 @@ def list_archives(where: str, archives: Sequence[str]) -> Images:
         values, classes = labels_from_values([labels.get(_sample(member)) for member in members])
     # A pattern is no path; and of a list in braces, each may be a whole one.
     whole = is_url(where) or any(os.path.isabs(archive) for archive in archives)  # noqa: PTH117
+    tops = {member.name.partition("/")[0] for member in members}
+    if not labels and len(tops) == 1 and len(classes) == 1 and any(member.name.count("/") > 1 for member in members):
+        only = tops.pop()
+        notes += (
+            f"all images lie in the folder {only!r}, the only class; pack what is inside it: tar -C {only} -cf ... .",
+        )
     root = where if whole else os.path.abspath(where)  # noqa: PTH100
     return Images(
         root, paths, values, classes, splits, Members(archives, members, zipped), left_out=left_out, notes=notes
@@ -199,8 +211,10 @@ def _plain_name(name: str) -> str | None:
     return "" if any(is_litter(part) for part in parts) else "/".join(parts)
 
 
-def _in_tar(archive: str, number: int, left_out: Counter[str], labels: dict[str, str]) -> Iterator[_Member]:
-    with _opened(archive) as file, _understood(archive, "tar"), tarfile.open(fileobj=file, mode="r:") as tar:
+def _in_tar(
+    archive: str, number: int, left_out: Counter[str], labels: dict[str, str], before: dict[str, _Member]
+) -> Iterator[_Member]:
+    with _opened(archive) as file, _understood(archive, "tar"), _unpacked_tar(file, archive) as tar:
         while (info := tar.next()) is not None:
             tar.members = []  # type: ignore[attr-defined]  # it would keep them all
             if info.isdir():
@@ -208,8 +222,11 @@ def _in_tar(archive: str, number: int, left_out: Counter[str], labels: dict[str,
             name = _plain_name(info.name)
             if name == "":
                 continue
+            if name is not None and info.islnk() and (target := before.get(_plain_name(info.linkname) or "")):
+                yield replace(target, name=name)  # a second name of a file
+                continue
             if name is None or not info.isreg() or info.issparse():
-                left_out["name that leads out of the archive" if name is None else "no plain file"] += 1
+                left_out["name that leads out of the archive" if name is None else "link or no plain file"] += 1
                 continue
             if name.endswith(".cls") and info.size <= _LABEL_BYTES:
                 file.seek(info.offset_data)
@@ -218,6 +235,13 @@ def _in_tar(archive: str, number: int, left_out: Counter[str], labels: dict[str,
             mtime_ns = int(seconds * 1e9) if 0 <= seconds < 1 << 33 else UNKNOWN
             yield _Member(name, number, info.offset_data, info.size, info.size, mtime_ns=mtime_ns)
         _check_end(file, tar.offset, archive)
+
+
+def _unpacked_tar(file: BinaryIO, archive: str) -> tarfile.TarFile:
+    if file.read(6).startswith(_PACKED):
+        raise InputError(f"{archive}: a compressed tar has no places to read from: gunzip it first")
+    file.seek(0)
+    return tarfile.open(fileobj=file, mode="r:")
 
 
 def _check_end(file: BinaryIO, offset: int, archive: str) -> None:
@@ -238,12 +262,15 @@ def _check_end(file: BinaryIO, offset: int, archive: str) -> None:
             )
 
 
-def _in_zip(archive: str, number: int, left_out: Counter[str], labels: dict[str, str]) -> Iterator[_Member]:
+def _in_zip(
+    archive: str, number: int, left_out: Counter[str], labels: dict[str, str], before: dict[str, _Member]
+) -> Iterator[_Member]:
     with _opened(archive) as file, _understood(archive, "zip"), zipfile.ZipFile(file) as zipped:
         for info in zipped.infolist():
             if info.is_dir():
                 continue
-            name = _plain_name(info.filename)
+            # Some tools for Windows write backslashes, which the format does not allow.
+            name = _plain_name(info.filename if "/" in info.filename else info.filename.replace("\\", "/"))
             if name == "":
                 continue
             if name is None:
@@ -287,8 +314,9 @@ def _understood(archive: str, kind: str) -> Iterator[None]:
     except OSError as error:
         raise LayertapError(f"{archive} cannot be read: {error.strerror or first_line(error)}") from error
     except Exception as error:  # tarfile and zipfile answer damaged archives with errors of many kinds
-        hint = "; a compressed tar has no places to read from: gunzip it first" if kind == "tar" else ""
-        raise InputError(f"{archive} is damaged, or no {kind} archive: {first_line(error)}{hint}") from error
+        if is_url(archive) and "range" in str(error).lower():
+            raise InputError(f"{archive}: {_NO_PARTS}") from error
+        raise InputError(f"{archive} is damaged, or no {kind} archive: {first_line(error)}") from error
 
 
 def _size_of(archive: str) -> int:

@@ -81,7 +81,7 @@ def list_array(where: str) -> Images:
         name = name or _only_pictures(path)
         labels = _labels_beside(path, name)
     pictures = open_array(path, name)
-    shape = tuple(pictures.shape or ())
+    shape = tuple(pictures.shape or ())  # an empty data set has none
     axes = _axes(shape)
     if len(shape) == 3 and (shape[0] in (1, 3, 4) or shape[2] in (1, 3, 4)):
         raise InputError(f"{where} is {shape}: one picture, or several grey ones? Make it (1, H, W, 3) or (N, H, W, 1)")
@@ -155,19 +155,22 @@ def _only_pictures(path: str) -> str:
     raise InputError(f"{path} has {what}; " + (f"name one: {known}" if known else "it has none at all"))
 
 
-def _labels_beside(path: str, name: str) -> NDArray[np.int64] | None:
+def _labels_beside(path: str, name: str) -> NDArray[Any] | None:
+    import h5py
+
     group = name.rpartition("/")[0]
-    pictures = open_array(path, name)
+    count = (open_array(path, name).shape or (0,))[0]
     for label in _LABELS:
         beside = f"{group}/{label}".lstrip("/")
         if beside in _names(path):
             values = open_array(path, beside)
-            if values.dtype.kind not in "iu" or values.shape not in ((len(pictures),), (len(pictures), 1)):
+            names = h5py.check_string_dtype(values.dtype) is not None
+            if not (names or values.dtype.kind in "iu") or values.shape not in ((count,), (count, 1)):
                 raise InputError(
-                    f"{path}:{beside} is {values.dtype} {values.shape}; expected a whole number for each of the "
-                    f"{len(pictures):,} pictures, or another name"
+                    f"{path}:{beside} is {values.dtype} {values.shape}; expected a whole number or a name for each of "
+                    f"the {count:,} pictures"
                 )
-            return np.asarray(values, np.int64).reshape(-1)
+            return np.asarray(values.asstr()[()] if names else values).reshape(-1)
     return None
 
 

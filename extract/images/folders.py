@@ -81,7 +81,7 @@ def _names_behind(url: str) -> Iterator[str]:
     """Names of all files behind a URL, relative to it."""
     fs, path = file_system(url)
     try:
-        found = fs.find(path)
+        found = fs.find(path) or fs.ls(path, detail=False)  # `find` takes a server that does not answer for empty
     except FileNotFoundError as error:
         raise InputError(f"{url}: no such folder or file") from error
     except Exception as error:  # each protocol's library has errors of its own

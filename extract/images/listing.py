@@ -48,7 +48,8 @@ def list_images(where: str | os.PathLike[str], limit: int | None = None) -> Imag
         hint = ""
         if any(images.left_out[suffix] for suffix in ARCHIVES):
             hint = f"; archives are named by a pattern, such as '{where}/*.tar'"
-        raise InputError(f"{where}: no images; {seen}{hint}. Images end in .jpg, .png, .tif, .webp and others")
+        endings = ". Images end in .jpg, .png, .tif, .webp and others" if kinds else ""
+        raise InputError(f"{where}: no images; {seen}{hint}{endings}")
     return images if limit is None else images.first(limit)
 
 
@@ -64,6 +65,8 @@ def _list(where: str) -> Images:
         if is_url(where):
             raise InputError(f"{where}: arrays are read from files here; copy it, or name a folder, list or archive")
         return list_array(where)
+    if re.search(r"\.(tgz|tbz2?|txz|tar\.\w+)$", where, re.IGNORECASE):
+        raise InputError(f"{where}: a compressed tar has no places to read from: unpack it to a .tar first")
     return list_folder(where)
 
 

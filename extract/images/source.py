@@ -37,6 +37,7 @@ __all__ = [
 UNKNOWN = -1  # in place of a time of modification
 
 _ATTEMPTS = 3  # at reading something from a network
+_ANSWER_S = 30  # within which a server must go on answering
 _WAIT_S = 0.5  # before the second; twice that before the third
 
 # What fsspec needs for a protocol, and the extra that brings it.
@@ -176,7 +177,12 @@ def file_system(url: str) -> tuple[Any, str]:
     try:
         kind: Any = fsspec.get_filesystem_class(protocol)
         # Not `url_to_fs`, for which "::" in a name is a chain of file systems.
-        return kind(**kind._get_kwargs_from_urls(url)), str(kind._strip_protocol(url))
+        options = kind._get_kwargs_from_urls(url)
+        if protocol in ("http", "https"):
+            import aiohttp
+
+            options["client_kwargs"] = {"timeout": aiohttp.ClientTimeout(sock_connect=_ANSWER_S, sock_read=_ANSWER_S)}
+        return kind(**options), str(kind._strip_protocol(url))
     except ImportError as error:
         extra = _EXTRAS.get(protocol)
         what = f"pip install 'layertap[{extra}]'" if extra else first_line(error)

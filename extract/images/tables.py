@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import itertools
@@ -31,7 +32,11 @@ def list_table(where: str) -> Images:
 
     for row, path in enumerate(paths):
         if not isinstance(path, str) or not path or "\0" in path:
-            raise InputError(f"{place(row)}: no path")
+            raise InputError(f"{place(row)}: the path is empty, or has a null character")
+        for name in ("label", "split", "id"):
+            value = columns[name][row]
+            if isinstance(value, str) and any("\udc80" <= one <= "\udcff" for one in value):
+                raise InputError(f"{place(row)}: the {name} is not UTF-8; save the list in that encoding")
     order = order_of(paths)
     for before, row in itertools.pairwise(order):
         if paths[before] == paths[row]:
@@ -65,7 +70,11 @@ def _content(where: str) -> bytes:
 def _read_csv(where: str) -> tuple[dict[str, Sequence[Any]], list[int]]:
     """Column -> values, and the lines that they end on."""
     # Names of files may have any bytes; a byte order mark is what Excel puts in front.
-    text = _content(where).removeprefix(b"\xef\xbb\xbf").decode("utf-8", "surrogateescape")
+    data = _content(where)
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # Excel's "Unicode text"
+        text = data.decode("utf-16", "replace")
+    else:
+        text = data.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogateescape")
     head = text.partition("\n")[0]
     delimiter = max(",;\t", key=head.count)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
@@ -94,10 +103,11 @@ def _read_parquet(where: str) -> tuple[dict[str, Sequence[Any]], list[int]]:
     except ImportError as error:
         raise LayertapError(f"{where}: Parquet needs pyarrow: pip install 'layertap[parquet]'") from error
     try:
-        file = parquet.ParquetFile(pa.BufferReader(_content(where)))
+        # Without threads, which may be running still when an error ends the process.
+        file = parquet.ParquetFile(pa.BufferReader(_content(where)), pre_buffer=False)
         names = {str(name).strip().lower(): name for name in file.schema_arrow.names}
         _check(where, list(names))
-        table = file.read(columns=[names[name] for name in _COLUMNS if name in names])
+        table = file.read(columns=[names[name] for name in _COLUMNS if name in names], use_threads=False)
     except pa.ArrowException as error:
         raise InputError(f"{where} is no Parquet file: {first_line(error)}") from error
     found: dict[str, Sequence[Any]] = {}

@@ -27,7 +27,12 @@ _BESIDE = {h5z.FILTER_SHUFFLE, h5z.FILTER_FLETCHER32}
 def opened(path: Path) -> Iterator[h5py.File]:
     """The file, open for reading while it is described; whatever goes wrong in it is an InputError."""
     try:
-        file = h5py.File(path, "r", locking=False)
+        try:
+            file = h5py.File(path, "r", locking=False)
+        except OSError as error:
+            if "locking flag values" not in str(error):
+                raise
+            file = h5py.File(path, "r")  # this process has it open already, by h5py alone and with a lock
     except OSError as error:
         if error.errno:  # the system's word, not HDF5's
             raise

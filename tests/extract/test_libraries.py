@@ -436,3 +436,109 @@ def test_preprocessing_can_be_replaced(twenty: Path) -> None:
 def test_preprocessing_that_makes_no_sense_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(LayertapError, match=message):
         load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=given)
+
+
+# What equal weights do not tell
+
+
+def test_the_settings_of_a_model_are_part_of_the_fingerprint(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.Dinov2Config(
+        hidden_size=48, num_hidden_layers=2, num_attention_heads=3, image_size=112, patch_size=14
+    )
+    model = transformers.Dinov2Model(config)
+    for name in ("gelu", "relu"):
+        model.config.hidden_act = name
+        model.save_pretrained(tmp_path / name)
+        transformers.BitImageProcessor().save_pretrained(tmp_path / name)
+    one, two = (load_backbone(f"hf/{tmp_path / name}", device="cpu") for name in ("gelu", "relu"))
+    assert one.weights.sha256 == two.weights.sha256
+    assert one.architecture != two.architecture
+    assert not np.allclose(*(b.features([make_picture(1)])["embedding"] for b in (one, two)), atol=1e-3)
+
+
+def test_open_clip_weights_run_with_the_activation_they_were_trained_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    right = open_clip.create_model("ViT-B-32-quickgelu").eval()
+    torch.save(right.state_dict(), tmp_path / "w.pt")
+    monkeypatch.setattr(open_clip.factory, "download_pretrained", lambda *args, **kwargs: str(tmp_path / "w.pt"))
+    backbone = load_backbone("open_clip/ViT-B-32:openai", device="cpu")
+    x = torch.randn(2, 3, 224, 224)
+    with torch.no_grad():
+        assert torch.allclose(backbone.model(x), right.encode_image(x), atol=1e-5)
+    assert backbone.notes == ("ViT-B-32 with QuickGELU, which the weights openai were trained with",)
+    assert backbone.architecture == "open_clip/ViT-B-32 with QuickGELU"
+    file = load_backbone("open_clip/ViT-B-32", weights=str(tmp_path / "w.pt"), device="cpu")
+    assert "For those of OpenAI, take ViT-B-32-quickgelu" in " ".join(file.notes)
+
+
+@pytest.mark.parametrize("source", ["hub", "python"])
+def test_code_of_equal_names_is_kept_apart(source: str, tmp_path: Path) -> None:
+    import sys
+
+    for name, width in (("one", 4), ("two", 7)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "nets.py").write_text(
+            "from torch import nn\n"
+            f"class Net(nn.Module):\n"
+            f"    def forward(self, x): return x.mean((2, 3)).repeat(1, 3)[:, :{width}] if {width} < 9 else x\n"
+        )
+        (tmp_path / name / "hubconf.py").write_text(
+            "from nets import Net\n"
+            "def net(): return Net()\n"
+            "def pair():\n"
+            "    from torchvision.transforms import ToTensor, Resize, Compose\n"
+            "    return Net(), Compose([Resize((32, 32)), ToTensor()])\n"
+        )
+    found = []
+    for name in ("one", "two"):
+        place = f"hub/{tmp_path / name}:net" if source == "hub" else f"python/{tmp_path / name}/hubconf.py:pair"
+        found.append(load_backbone(place, device="cpu").features([make_picture(1)])["embedding"].shape[1])
+    assert found == [4, 7]
+    assert "nets" not in sys.modules
+
+
+def test_a_hub_transform_has_one_name_however_its_folder_is_spelt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_hub("with_transform", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    names = {
+        str(load_backbone(f"hub/{place}:with_transform", device="cpu").preprocessing.describe())
+        for place in ("repo", "./repo", str(tmp_path / "repo"))
+    }
+    assert len(names) == 1
+
+
+def test_the_code_of_a_repository_is_that_of_its_branch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from extract.backbones import from_hub
+
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    for name in ("own_repo_v1", "own_repo_v2", "own_repo_main", "own_repo_extra_main"):
+        (tmp_path / name).mkdir()
+    assert from_hub._cached("own/repo:v1").name == "own_repo_v1"
+    assert from_hub._cached("own/repo").name == "own_repo_main"
+
+
+def test_probabilities_are_no_embedding(tmp_path: Path) -> None:
+    (tmp_path / "hubconf.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def forward(self, x): return x.mean((2, 3)).softmax(1)\n"
+        "def net(): return Net()\n"
+    )
+    with pytest.raises(InputError, match="no embedding: what it returns are probabilities"):
+        load_backbone(f"hub/{tmp_path}:net", device="cpu").features([make_picture(1)])
+
+
+def test_an_image_processor_without_one_size_can_be_replaced(tmp_path: Path) -> None:
+    config = transformers.ViTConfig(**SMALL, image_size=64, patch_size=16)
+    transformers.ViTForImageClassification(config).save_pretrained(tmp_path)
+    transformers.CLIPImageProcessor(do_center_crop=False, size={"shortest_edge": 64}).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"hf/\S+: its image processor makes tensors of several sizes"):
+        load_backbone(f"hf/{tmp_path}", device="cpu")
+    own = {"size": 64, "crop": 64, "interpolation": "bicubic", "mean": (0.5,) * 3, "std": (0.5,) * 3}
+    backbone = load_backbone(f"hf/{tmp_path}", device="cpu", preprocessing=own)
+    assert backbone.features([make_picture(1), make_picture(2, 30, 90)])["embedding"].shape == (2, 48)

@@ -189,7 +189,7 @@ def test_names_of_any_bytes_come_through_a_list(tmp_path: Path) -> None:
         ("path,label\na.png\n", "line 2 has 1 values, its header 2"),
         ("path\na.png\nb.png\na.png\n", "line 4: a.png is in .*line 2 already"),
         ("path,split\na.png,dev\n", "line 2: split 'dev'; expected train, val, test or nothing"),
-        ("path,label\n,1\n", "line 2: no path"),
+        ("path,label\n,1\n", "line 2: the path is empty"),
         ("path,path\na,b\n", "two columns are called 'path'"),
         ("path\n", "no images; it is empty"),
     ],
@@ -243,7 +243,9 @@ def test_equal_names_in_two_archives_are_kept_apart(folder: Path, tmp_path: Path
 def test_of_a_member_that_is_there_twice_the_last_counts(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", {"0.jpg": b"old"})
     write_tar(tmp_path / "a.tar", {"0.jpg": b"new"}, "a")
-    assert list_images(tmp_path / "a.tar").source.read(0)[0] == b"new"
+    found = list_images(tmp_path / "a.tar")
+    assert found.source.read(0)[0] == b"new"
+    assert found.left_out == {"replaced by a later one of the same name": 1}
 
 
 def test_members_cannot_lead_out_of_an_archive(folder: Path, tmp_path: Path) -> None:
@@ -265,7 +267,7 @@ def test_members_cannot_lead_out_of_an_archive(folder: Path, tmp_path: Path) -> 
         found = list_images(tmp_path / archive)
         assert found.paths == ["good.png"]
         assert found.left_out["name that leads out of the archive"] == (3 if links else 2)
-        assert found.left_out["no plain file"] == links
+        assert found.left_out["link or no plain file"] == links
         assert next(load_batches(found, [[0]], as_tensor, workers=0)).status.tolist() == [Status.OK]
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -537,3 +539,174 @@ def test_other_labels_for_the_same_paths_are_noticed(folder: Path, tmp_path: Pat
             extract_features(folder / "list.csv", progress=False, **settings).close()
     with pytest.raises(InputError, match="images.labels_xxh3"):
         extract_features(folder / "list.csv", progress=False, **settings)
+
+
+# Damage and traps
+
+
+def test_a_tar_with_a_damaged_header_is_no_shorter_tar(folder: Path, tmp_path: Path) -> None:
+    path = Path(as_tar(folder, tmp_path))
+    good = path.read_bytes()
+    with tarfile.open(path) as tar:
+        members = tar.getmembers()
+    damaged = bytearray(good)
+    damaged[members[4].offset + 150] ^= 1  # in the checksum of the header
+    path.write_bytes(damaged)
+    with pytest.raises(InputError, match="is damaged behind byte"):
+        list_images(path)
+    for length in (members[4].offset, members[4].offset + 100, members[11].offset_data + members[11].size):
+        path.write_bytes(good[:length])
+        with pytest.raises(InputError, match=r"is cut short|is damaged"):
+            list_images(path)
+    path.write_bytes(good + good)
+    with pytest.raises(InputError, match="several archives in one file"):
+        list_images(path)
+
+
+def test_times_that_no_clock_shows_are_unknown(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.GNU_FORMAT) as tar:
+        info = tarfile.TarInfo("0.jpg")
+        info.mtime = 10**13
+        tar.addfile(info, io.BytesIO(b""))
+    assert list_images(tmp_path / "a.tar").source.read(0) == (b"", -1)
+
+
+def test_descriptors_are_given_back(folder: Path, tmp_path: Path) -> None:
+    (folder / "list.csv").write_text("path\n" + "\n".join(f"{'./' * i}ant" for i in range(1, 40)))
+    where, listed = as_tar(folder, tmp_path), list_images(folder / "list.csv")
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(5):
+        list_images(where).source.read(0)
+    for row in range(39):
+        with pytest.raises(IsADirectoryError):
+            listed.source.read(row)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_arrays_of_strangers(tmp_path: Path) -> None:
+    pictures = np.zeros((2, 8, 8, 3), np.uint8)
+    with h5py.File(tmp_path / "secret.h5", "w") as file:
+        file["p"] = pictures
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["away"] = h5py.ExternalLink(str(tmp_path / "secret.h5"), "p")
+        file["empty"] = h5py.Empty("u1")
+        file.create_dataset("huge", (1, 200_000, 200_000, 3), "u1", chunks=(1, 64, 64, 3))
+        file.create_dataset("many", (10**12, 8, 8, 3), "u1", chunks=(64, 8, 8, 3))
+        file["in/grid"], file["in/label"] = pictures, np.zeros(3, int)
+    for name, message in {
+        "away": "keeps its data in other files", "empty": r"is uint8 \(\)", "huge": "says it is .* and holds 0 bytes",
+        "many": "and holds 0 bytes",
+        "in/grid": r"label is int64 \(3,\); expected a whole number or a name for each of the 2",
+    }.items():  # fmt: skip
+        with pytest.raises(InputError, match=message):
+            list_images(f"{tmp_path / 'a.h5'}:{name}")
+    np.save(tmp_path / "one.npy", np.zeros((48, 64, 3), np.uint8))
+    with pytest.raises(InputError, match="one picture, or several grey ones"):
+        list_images(tmp_path / "one.npy")
+
+
+def test_names_behind_urls_are_no_chains_of_file_systems(tmp_path: Path) -> None:
+    fs = fsspec.filesystem("memory")
+    fs.pipe_file(f"/{tmp_path.name}/b::file:///etc/hostname.png", b"its own bytes")
+    found = list_images(f"memory://{tmp_path.name}")
+    assert found.source.read(0)[0] == b"its own bytes"
+
+
+def test_a_password_in_a_url_is_refused_and_not_repeated() -> None:
+    with pytest.raises(InputError, match="would be stored") as raised:
+        list_images("ftp://me:secret@host/photos")
+    assert "secret" not in str(raised.value)
+
+
+def test_the_line_of_a_wrong_value_is_told(tmp_path: Path) -> None:
+    (tmp_path / "l.csv").write_text('path,split\n\n"a\nb.png",train\n\nc.png,dev\n')
+    with pytest.raises(InputError, match="line 6: split 'dev'"):
+        list_images(tmp_path / "l.csv")
+
+
+def test_a_server_that_dies_ends_the_run_and_its_rows_stay_pending(folder: Path, tmp_path: Path) -> None:
+    lines = [f"http://127.0.0.1:9/{i}.png" for i in range(5)]
+    (tmp_path / "dead.csv").write_text("path\n" + "\n".join(lines))
+    settings = {"backbone": "timm/test_resnet", "weights": "random", "workers": 2, "progress": False}
+    with pytest.raises(LayertapError, match="no answer for 5 images in a row: cannot be fetched"):
+        extract_features(tmp_path / "dead.csv", out=tmp_path / "out", **settings)
+    with FeatureReader(tmp_path / "out", partial=True) as reader:
+        assert len(reader) == 0
+    whole = [f"{folder}/{name}" for name in files_of(folder) if name.endswith("g")]
+    (tmp_path / "some.csv").write_text("path\n" + "\n".join([*lines, *whole]))
+    with extract_features(tmp_path / "some.csv", out=tmp_path / "out2", **settings) as reader:
+        assert len(reader.failures) == 5
+
+
+def test_a_transform_that_fails_is_a_row_with_a_reason(folder: Path) -> None:
+    def fails(picture: Image.Image) -> torch.Tensor:
+        if picture.width == 40:
+            raise RuntimeError("no such luck")
+        return as_tensor(picture)
+
+    for workers in (0, 1):
+        batch = next(load_batches(list_images(folder), [list(range(12))], fails, workers=workers))
+        assert batch.reasons == {0: "its preprocessing failed: RuntimeError('no such luck')"}
+
+
+def test_what_tools_make_of_archives(folder: Path, tmp_path: Path) -> None:
+    files = files_of(folder)
+    with tarfile.open(tmp_path / "links.tar", "w") as tar:
+        for name, kind in (("a/0.png", tarfile.REGTYPE), ("b/1.png", tarfile.LNKTYPE)):
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname, info.size = kind, "a/0.png", 5 if kind == tarfile.REGTYPE else 0
+            tar.addfile(info, io.BytesIO(b"bytes"))
+    found = list_images(tmp_path / "links.tar")
+    assert found.paths == ["a/0.png", "b/1.png"]
+    assert found.source.read(1)[0] == b"bytes"
+    with zipfile.ZipFile(tmp_path / "windows.zip", "w") as zipped:
+        zipped.writestr("cat\\0.png", b"x")
+        zipped.writestr("..\\up.png", b"x")
+    found = list_images(tmp_path / "windows.zip")
+    assert (found.paths, found.classes) == (["cat/0.png"], ["cat"])
+    write_tar(tmp_path / "root.tar", {f"photos/{name}": data for name, data in files.items()})
+    assert "all images lie in the folder 'photos', the only class" in list_images(tmp_path / "root.tar").notes[0]
+    for name in ("p.tar.gz", "p.tgz", "p.tar.xz"):
+        (tmp_path / name).write_bytes(b"x")
+        with pytest.raises(InputError, match="a compressed tar has no places"):
+            list_images(tmp_path / name)
+
+
+def test_an_archive_behind_a_server_without_ranges_is_refused_at_once(folder: Path, server: str) -> None:
+    as_tar(folder, folder.parent)
+    as_zip(folder, folder.parent)
+    for name in ("p.tar", "p.zip"):
+        with pytest.raises(InputError, match=r"gives no parts of files \(HTTP ranges\); copy the archive here"):
+            list_images(f"{server}/{name}")
+
+
+def test_a_folder_of_a_server_is_listed_and_a_dead_one_is_told(folder: Path, server: str) -> None:
+    expected = list_images(folder)
+    found = list_images(f"{server}/pictures/")
+    assert (found.paths, found.classes) == (expected.paths, expected.classes)
+    assert found.source.read(3)[0] == expected.source.read(3)[0]
+    with pytest.raises(LayertapError, match="cannot be listed: .*Cannot connect"):
+        list_images("http://127.0.0.1:9/photos")
+
+
+def test_encodings_of_lists(folder: Path) -> None:
+    text = "path,label\nant/00.png,caf\u00e9\n"
+    (folder / "l.csv").write_text(text, encoding="utf-16")
+    assert list_images(folder / "l.csv").classes == ["caf\u00e9"]
+    (folder / "l.csv").write_text(text, encoding="latin-1")
+    with pytest.raises(InputError, match="line 2: the label is not UTF-8"):
+        list_images(folder / "l.csv")
+
+
+def test_names_are_labels_of_arrays(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"], file["label"] = np.zeros((3, 8, 8, 3), np.uint8), ["b", "a", "b"]
+    found = list_images(tmp_path / "a.h5")
+    assert (found.classes, found.labels.tolist()) == (["a", "b"], [1, 0, 1])
+
+
+def test_a_shard_that_is_open_in_plain_h5py_can_be_read(folder: Path, tmp_path: Path) -> None:
+    settings = {"backbone": "timm/test_resnet", "weights": "random", "workers": 0, "progress": False}
+    extract_features(folder, out=tmp_path / "out", **settings).close()
+    with h5py.File(tmp_path / "out" / "shards" / "000000.h5") as file, FeatureReader(tmp_path / "out") as reader:
+        assert np.array_equal(file["features/embedding"][:], reader["embedding"][:])
