@@ -159,46 +159,46 @@ def list_archives(where: str, archives: Sequence[str]) -> Images:
         if is_url(archive) and latest and len(read_remote(archive, 0, 1)) != 1:
             raise InputError(f"{archive}: {_NO_PARTS}")
         found += latest.values()
-    notes: tuple[str, ...] = ()
-    names = [member.name for member in found]
-    counts = Counter(pick_images(names)[0])
-    if counts and max(counts.values()) > 1:
-        several = Counter(archive.rpartition("/")[2] for archive in archives)
-        if max(several.values()) > 1:
-            raise InputError(f"{where}: {several.most_common(1)[0][0]} are several archives, and hold equal names")
-        twice = counts.most_common(1)[0][0]
-        notes = (f"{twice} is in several archives; so all paths begin with the name of their archive",)
-        names = [f"{archives[member.archive].rpartition('/')[2]}/{member.name}" for member in found]
+    names, notes = _names(where, archives, found)
     picked, others = pick_images(names)
     left_out += others
+    place = {name: i for i, name in enumerate(names)}
+    paths = [picked[i] for i in order_of(picked)]
+    members = [found[place[path]] for path in paths]
+    values, classes, splits = labels_from_folders([member.name for member in members])
     if labels:
         del left_out[".cls"]
-    row_of = {name: i for i, name in enumerate(names)}
-    paths = [picked[i] for i in order_of(picked)]
-    members = [found[row_of[path]] for path in paths]
-    by_folder, classes, splits = labels_from_folders([member.name for member in members])
-    values = by_folder
-    if labels:
-        values, classes = labels_from_values([labels.get(_sample(member)) for member in members])
+        values, classes = labels_from_values([labels.get(_sample(one.archive, one.name)) for one in members])
+    elif classes == [only := _only_folder(members)]:
+        hint = f"pack what is inside it: tar -C {only} -cf ... ."
+        notes = (*notes, f"all images lie in the folder {only!r}, which is the only class; {hint}")
     # A pattern is no path; and of a list in braces, each may be a whole one.
     whole = is_url(where) or any(os.path.isabs(archive) for archive in archives)  # noqa: PTH117
-    tops = {member.name.partition("/")[0] for member in members}
-    if not labels and len(tops) == 1 and len(classes) == 1 and any(member.name.count("/") > 1 for member in members):
-        only = tops.pop()
-        notes += (
-            f"all images lie in the folder {only!r}, the only class; pack what is inside it: tar -C {only} -cf ... .",
-        )
     root = where if whole else os.path.abspath(where)  # noqa: PTH100
-    return Images(
-        root, paths, values, classes, splits, Members(archives, members, zipped), left_out=left_out, notes=notes
-    )
+    source = Members(archives, members, zipped)
+    return Images(root, paths, values, classes, splits, source, left_out=left_out, notes=notes)
 
 
-def _sample(member: _Member) -> str:
-    return _sample_of(member.archive, member.name)
+def _names(where: str, archives: Sequence[str], found: Sequence[_Member]) -> tuple[list[str], tuple[str, ...]]:
+    """The names of members, with that of their archive in front where an image has the same name in two; and a note."""
+    names = [member.name for member in found]
+    twice, count = (Counter(pick_images(names)[0]).most_common(1) or [("", 0)])[0]
+    if count < 2:
+        return names, ()
+    titles = [archive.rpartition("/")[2] for archive in archives]
+    if len(set(titles)) < len(titles):
+        raise InputError(f"{where}: several archives have the same name, and {twice} is in more than one")
+    note = f"{twice} is in several archives; so all paths begin with the name of their archive"
+    return [f"{titles[member.archive]}/{member.name}" for member in found], (note,)
 
 
-def _sample_of(archive: int, name: str) -> str:
+def _only_folder(members: Sequence[_Member]) -> str:
+    """The one folder that holds everything and has folders in it, as `tar -cf photos.tar photos` makes; or nothing."""
+    tops = {member.name.partition("/")[0] for member in members}
+    return tops.pop() if len(tops) == 1 and any(member.name.count("/") > 1 for member in members) else ""
+
+
+def _sample(archive: int, name: str) -> str:
     folder, slash, base = name.rpartition("/")
     return f"{archive}:{folder}{slash}{base.partition('.')[0]}"
 
@@ -230,7 +230,7 @@ def _in_tar(
                 continue
             if name.endswith(".cls") and info.size <= _LABEL_BYTES:
                 file.seek(info.offset_data)
-                labels[_sample_of(number, name)] = file.read(info.size).decode("utf-8", "replace").strip()
+                labels[_sample(number, name)] = file.read(info.size).decode("utf-8", "replace").strip()
             seconds = float(info.mtime)
             mtime_ns = int(seconds * 1e9) if 0 <= seconds < 1 << 33 else UNKNOWN
             yield _Member(name, number, info.offset_data, info.size, info.size, mtime_ns=mtime_ns)
@@ -278,7 +278,7 @@ def _in_zip(
                 continue
             encrypted = bool(info.flag_bits & 1)
             if name.endswith(".cls") and info.file_size <= _LABEL_BYTES and not encrypted:
-                labels[_sample_of(number, name)] = zipped.read(info).decode("utf-8", "replace").strip()
+                labels[_sample(number, name)] = zipped.read(info).decode("utf-8", "replace").strip()
             if max(info.file_size, info.compress_size, info.header_offset) >= 1 << 62:
                 raise InputError(f"{archive} is damaged: {name} would have {info.file_size:,} bytes")
             method = _ENCRYPTED if encrypted else info.compress_type

@@ -665,7 +665,9 @@ def test_what_tools_make_of_archives(folder: Path, tmp_path: Path) -> None:
     found = list_images(tmp_path / "windows.zip")
     assert (found.paths, found.classes) == (["cat/0.png"], ["cat"])
     write_tar(tmp_path / "root.tar", {f"photos/{name}": data for name, data in files.items()})
-    assert "all images lie in the folder 'photos', the only class" in list_images(tmp_path / "root.tar").notes[0]
+    assert (
+        "all images lie in the folder 'photos', which is the only class" in list_images(tmp_path / "root.tar").notes[0]
+    )
     for name in ("p.tar.gz", "p.tgz", "p.tar.xz"):
         (tmp_path / name).write_bytes(b"x")
         with pytest.raises(InputError, match="a compressed tar has no places"):
