@@ -28,6 +28,7 @@ __all__ = [
 
 _MAX_RESIZED_PX = 179_000_000  # as many as Pillow decodes before it calls a file a bomb
 
+_SHOWN = 120  # characters of a library's own transform, for people
 _MAX_SIDE_PX = 8192  # of an input; more is a slip of the keyboard
 # What one may give in place of a library's own.
 OVERRIDES = {"size", "crop", "interpolation", "mean", "std"}
@@ -99,7 +100,10 @@ class Preprocessing:
 
     def __str__(self) -> str:
         if self.library_transform is not None:
-            return self.name or "the library's own transform"
+            if self.name:
+                return self.name
+            text = " ".join(str(self.library_transform).split())
+            return f"the library's own transform: {text[:_SHOWN]}{'...' if len(text) > _SHOWN else ''}"
         resize = self.resize_px if isinstance(self.resize_px, int) else "x".join(map(str, self.resize_px))
         crop = "x".join(map(str, self.crop_px))
         return f"resize {resize} {self.interpolation}, crop {crop}, mean {self.mean}, std {self.std}"
@@ -156,6 +160,9 @@ def from_open_clip(settings: Mapping[str, Any]) -> Preprocessing:
     return _checked(described, transform)
 
 
+_NO_SETTINGS = {"image_processor_type", "feature_extractor_type", "processor_class"}  # other words for the class
+
+
 @dataclass(frozen=True)
 class _HfTransform:
     """An image processor of transformers as a function of one picture."""
@@ -168,7 +175,7 @@ class _HfTransform:
 
     def __str__(self) -> str:
         settings = self.processor.to_dict()
-        chosen = {key: value for key, value in settings.items() if value is not None and not key.startswith("_")}
+        chosen = {key: value for key, value in settings.items() if value is not None and key not in _NO_SETTINGS}
         return f"{type(self.processor).__name__} {json.dumps(chosen, sort_keys=True, default=str)}"
 
 

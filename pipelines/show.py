@@ -94,7 +94,9 @@ def print_description(content: dict[str, Any], echo: Callable[[str], None]) -> N
     echo("backbone")
     echo(f"  {provenance.get('backbone', depends_on['architecture'])}, weights {provenance.get('weights', '')}")
     echo(f"  weights sha256 {depends_on['weights_sha256']}")
-    echo("  preprocessing " + ", ".join(f"{key} {value}" for key, value in depends_on["preprocessing"].items()))
+    yours = " ".join(provenance.get("configuration", {}).get("preprocessing") or {})
+    preprocessing = ", ".join(f"{key} {value}" for key, value in depends_on["preprocessing"].items())
+    echo(f"  preprocessing {preprocessing}" + (f" (asked for: {yours})" if yours else ""))
     echo(f"  {depends_on['precision']}, stored as {depends_on['stored_as']}, decoded by {depends_on['decoder']}")
     if provenance:
         versions = ", ".join(f"{name} {number}" for name, number in provenance["versions"].items())

@@ -7,7 +7,6 @@ takes: then those of DINO and DINOv2 are assumed (shorter side 256, bicubic, cen
 
 from __future__ import annotations
 
-import hashlib
 import re
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from extract.backbones.backbone import Asked, Backbone, downloading
-from extract.backbones.own_code import importing_from
+from extract.backbones.own_code import code_sha256, importing_from
 from extract.backbones.own_output import with_own_output
 from extract.errors import InputError, first_line, unknown_name
 from extract.preprocessing import OVERRIDES, Preprocessing, from_transform
@@ -63,7 +62,8 @@ def load(asked: Asked) -> Backbone:
         loaded = Weights(f"as hub/{place}:{entry} makes them", weights_sha256(model))
     else:
         model, loaded, _ = given_weights(make, weights, asked.seed, spec, lambda one: None)
-    code = _code_of(Path(folder) if local else _cached(place))
+    where_it_lies = Path(folder) if local else _cached(place)
+    code = code_sha256(where_it_lies, where_it_lies.rglob("*.py"))
     title = f"{Path(folder).name if local else place}:{entry} of code with sha256 {code}"
     transform = made[-1][1]
     notes: tuple[str, ...] = ()
@@ -122,14 +122,6 @@ def _cached(place: str) -> Path:
     folders = [Path(torch.hub.get_dir()) / f"{name}_{one}".replace("/", "_") for one in branches]
     there = [folder for folder in folders if folder.is_dir()]
     return max(there, key=lambda folder: folder.stat().st_mtime) if there else folders[0]
-
-
-def _code_of(folder: Path) -> str:
-    """sha256 over all Python files of the repository: their names and bytes."""
-    digest = hashlib.sha256()
-    for file in sorted(folder.rglob("*.py")):
-        digest.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes() + b"\0")
-    return digest.hexdigest()
 
 
 def _by_hand(place: str) -> str:

@@ -7,7 +7,8 @@ The factory takes no arguments and returns the model and its preprocessing:
         model.load_state_dict(torch.load("weights.pth", weights_only=True))
         return model, transform        # RGB picture -> (3, H, W) float32
 
-The file's own code is part of the fingerprint, and it is run: name only files that you trust.
+The code of the file, and of its neighbours that it imports, is part of the fingerprint, and it is run: name only files
+that you trust.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from extract.backbones.backbone import Asked, Backbone
-from extract.backbones.own_code import importing_from
+from extract.backbones.own_code import code_sha256, importing_from
 from extract.backbones.own_output import with_own_output
 from extract.errors import InputError, first_line, unknown_name
 from extract.preprocessing import Preprocessing, from_transform
@@ -50,13 +51,16 @@ def load(asked: Asked) -> Backbone:
         raise InputError(f"python/{name}: expected python/FILE.py:FACTORY")
     if weights == "random":
         raise InputError(f"python/{name}: the factory decides about weights; it cannot be told to make random ones")
-    with importing_from(path.parent):
-        factory, code = _factory(path, factory_name)
+    files = {path}
+    with importing_from(path.parent) as neighbours:
+        factory = _factory(path, factory_name)
+    files |= neighbours
     made: list[tuple[nn.Module, Callable[..., Tensor]]] = []
 
     def make() -> nn.Module:
-        with importing_from(path.parent):
+        with importing_from(path.parent) as neighbours:
             made.append(_made(factory, path, factory_name))
+        files.update(neighbours)
         return made[-1][0]
 
     if weights is None:
@@ -66,11 +70,9 @@ def load(asked: Asked) -> Backbone:
         loaded = Weights(f"as {path.name}:{factory_name} makes them", weights_sha256(model))
     else:
         model, loaded, _ = given_weights(make, weights, seed, f"python/{name}", lambda model: None)
-    preprocessing = _preprocessing(
-        made[-1][1], f"{path.name}:{factory_name} of a file with sha256 {code}", path, factory_name
-    )
+    title = f"{path.name}:{factory_name} of code with sha256 {code_sha256(path.parent, files)}"
+    preprocessing = _preprocessing(made[-1][1], title, path, factory_name)
     model, why, notes = with_own_output(model.eval(), preprocessing.crop_px)
-    title = f"{path.name}:{factory_name} of a file with sha256 {code}"
     return Backbone(
         spec=f"python/{path}:{factory_name}",
         architecture=f"python/{title}",
@@ -82,10 +84,9 @@ def load(asked: Asked) -> Backbone:
     )
 
 
-def _factory(path: Path, name: str) -> tuple[Callable[[], Any], str]:
-    """The factory, and the sha256 of the file it is from."""
+def _factory(path: Path, name: str) -> Callable[[], Any]:
     try:
-        code = path.read_bytes()
+        path.read_bytes()
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from error
     module_name = f"layertap_python_file_{hashlib.sha256(bytes(path)).hexdigest()[:12]}"
@@ -101,7 +102,8 @@ def _factory(path: Path, name: str) -> tuple[Callable[[], Any], str]:
     functions = {key: value for key, value in vars(module).items() if callable(value) and not key.startswith("_")}
     if name not in functions:
         raise unknown_name("factory", name, functions, str(path))
-    return functions[name], hashlib.sha256(code).hexdigest()
+    factory: Callable[[], Any] = functions[name]
+    return factory
 
 
 def _made(factory: Callable[[], Any], path: Path, name: str) -> tuple[nn.Module, Callable[..., Tensor]]:

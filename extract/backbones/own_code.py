@@ -3,33 +3,44 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ["importing_from"]
+__all__ = ["code_sha256", "importing_from"]
 
 
 @contextlib.contextmanager
-def importing_from(folder: Path) -> Iterator[None]:
+def importing_from(folder: Path) -> Iterator[set[Path]]:
     """Let code in a folder import its neighbours: those, and not what another folder has under the same names.
 
-    Its modules are forgotten afterwards; what was made of them keeps them alive.
+    Its modules are forgotten afterwards; what was made of them keeps them alive. The set that is given holds their
+    files then.
     """
+    files: set[Path] = set()
     hidden = {name: module for name, module in list(sys.modules.items()) if _is_in_the_way(name, module, folder)}
     for name in hidden:
         del sys.modules[name]
     before = set(sys.modules)
     sys.path.insert(0, str(folder))
     try:
-        yield
+        yield files
     finally:
         sys.path.remove(str(folder))
         for name in set(sys.modules) - before:
             if name.partition(".")[0] not in before and _lies_in(sys.modules[name], folder):
-                del sys.modules[name]
+                files.add(Path(str(sys.modules.pop(name).__file__)).resolve())
         sys.modules.update(hidden)
+
+
+def code_sha256(folder: Path, files: Iterable[Path]) -> str:
+    """sha256 over files of a folder, in the order of their names: name, a zero byte, content, a zero byte."""
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        digest.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes() + b"\0")
+    return digest.hexdigest()
 
 
 def _is_in_the_way(name: str, module: ModuleType, folder: Path) -> bool:

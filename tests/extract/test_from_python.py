@@ -71,7 +71,7 @@ def test_a_model_of_ones_own_runs_with_its_own_transform(file: Path, folder: Pat
     result = layertap("embed", folder, "-o", out, "-b", f"python/{file}:small", "-l", "conv", "-l", "fc",
                       "--workers", 2, "--device", "cpu")  # fmt: skip
     assert result.exit_code == 0, result.output
-    assert "input     that of net.py:small of a file with sha256 " in result.stderr
+    assert "input     that of net.py:small of code with sha256 " in result.stderr
     backbone = load_backbone(f"python/{file}:small", device="cpu")
     transform = backbone.preprocessing.library_transform
     assert transform is not None
@@ -104,7 +104,7 @@ def test_the_fingerprint_follows_code_and_weights(file: Path, folder: Path, tmp_
     assert "weights_sha256" in fails(*arguments, "--seed", 1)
     file.write_text(CODE.replace("* 2 - 1", "* 2 - 1.1"))
     error = fails(*arguments)
-    assert "architecture: python/net.py:small of a file with sha256" in error
+    assert "architecture: python/net.py:small of code with sha256" in error
     assert "weights_sha256" not in error
 
 

@@ -559,3 +559,20 @@ def test_an_image_processor_without_one_size_can_be_replaced(tmp_path: Path) -> 
     own = {"size": 64, "crop": 64, "interpolation": "bicubic", "mean": (0.5,) * 3, "std": (0.5,) * 3}
     backbone = load_backbone(f"hf/{tmp_path}", device="cpu", preprocessing=own)
     assert backbone.features([make_picture(1), make_picture(2, 30, 90)])["embedding"].shape == (2, 48)
+
+
+def test_the_code_of_neighbours_is_part_of_the_fingerprint(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from torchvision.transforms import Compose, Resize, ToTensor\n"
+        "from nets import Net\n"
+        "def net(): return Net(), Compose([Resize((32, 32)), ToTensor()])\n"
+    )
+    found = []
+    for factor in (1, 2):
+        (tmp_path / "nets.py").write_text(
+            "from torch import nn\nclass Net(nn.Module):\n"
+            f"    def forward(self, x): return x.mean((2, 3)) * {factor}.0\n"
+        )
+        found.append(load_backbone(f"python/{tmp_path}/own.py:net", device="cpu"))
+    assert found[0].weights.sha256 == found[1].weights.sha256
+    assert found[0].architecture != found[1].architecture

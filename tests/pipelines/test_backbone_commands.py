@@ -104,6 +104,7 @@ def test_preprocessing_of_ones_own_is_told_and_recorded(folder: Path, tmp_path: 
     assert result.exit_code == 0, result.stderr
     assert "input     resize 100x90 bilinear, crop 80x80, mean (0.0, 0.0, 0.0)" in result.stderr
     assert "(yours: size crop interpolation mean std)" in result.stderr
+    assert "(asked for: size crop interpolation mean std)" in layertap("show", str(tmp_path / "out")).stdout
     content = json.loads(layertap("show", str(tmp_path / "out"), "--json").stdout)
     assert content["depends_on"]["preprocessing"]["resize_px"] == [100, 90]
     assert content["provenance"]["configuration"]["preprocessing"]["std"] == [1, 1, 0.5]
