@@ -1,7 +1,7 @@
 """The command line: `layertap COMMAND`.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage or input, 3 done but rows failed and `--strict`, 4 another run holds the
-lock, 130 and 143 interrupted.
+Exit codes: 0 done, 1 failed (or every row did), 2 wrong usage or input, 3 done but rows failed and `--strict`, 4
+another run holds the lock, 130 and 143 interrupted.
 """
 
 from __future__ import annotations
@@ -129,6 +129,8 @@ def embed(ctx: click.Context, /, config: Path | None, as_json: bool, **flags: An
         print_summary(outcome, click.echo)
     if outcome.signal:
         ctx.exit(128 + outcome.signal)
+    if len(outcome.failures) == outcome.summary.n_rows:
+        raise LayertapError(f"none of the {outcome.summary.n_rows:,} images has features; the reasons are above")
     if resolved.strict and outcome.failures:
         ctx.exit(3)
 

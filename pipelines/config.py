@@ -133,7 +133,8 @@ def load_config(path: Path | None, flags: dict[str, Any]) -> EmbedConfig:
     try:
         return EmbedConfig(**{**values, **flags})
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']} (given: {e['input']!r})" for e in error.errors()
+        lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')} (given: {e['input']!r})"
+                 for e in error.errors()
                  if e["type"] != "missing"]  # fmt: skip
         if len(lines) < error.error_count():
             lines.append("images: no folder given, neither as IMAGES nor as a key of --config")

@@ -178,3 +178,16 @@ def test_diff_tells_what_differs(folder: Path, tmp_path: Path) -> None:
 )  # fmt: skip
 def test_the_default_folder_is_called_as_the_images(images: str, name: str) -> None:
     assert EmbedConfig(images=images).folder == Path("outputs") / name
+
+
+def test_a_run_in_which_every_row_failed_has_failed(tmp_path: Path) -> None:
+    (tmp_path / "p").mkdir()
+    for i in range(3):
+        (tmp_path / "p" / f"{i}.png").write_bytes(b"no picture")
+    result = layertap("embed", str(tmp_path / "p"), "-o", str(tmp_path / "out"), *SMALL)
+    assert result.exit_code == 1
+    assert "3 rows without features (3 decode error)" in result.stdout
+    assert "none of the 3 images has features" in result.stderr
+    make_picture(1).save(tmp_path / "p" / "0.png")
+    result = layertap("embed", str(tmp_path / "p"), "-o", str(tmp_path / "out"), *SMALL, "--retry-failed")
+    assert result.exit_code == 0, result.output
