@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
+from torch import Tensor
 
 from extract import defaults
 from extract.backbones import Backbone, load_backbone
@@ -230,14 +231,13 @@ def extract(
             batch_size=plan.batch_size,
             max_pixels=plan.max_pixels,
         )
-        checked: Iterator[Batch] = batches
         dtype = dataset.features[0].dtype
         with contextlib.closing(batches), ready(plan.backbone, plan.choice, dtype, plan.precision) as forward:
-            if plan.precision != "float32" and work:
-                checked = _checked_precision(plan, batches, forward, summary)
+            if plan.precision != "float32":
+                forward = _compared(plan, forward, summary)
             for one in work:
                 count = sum(1 for _ in _batches_of(one.rows, plan))
-                extract_shard(plan, one, itertools.islice(checked, count), forward, summary, on_rows, stop)
+                extract_shard(plan, one, itertools.islice(batches, count), forward, summary, on_rows, stop)
                 if summary.stopped:
                     break
         summary.seconds = time.perf_counter() - start
@@ -252,31 +252,31 @@ def extract(
     return summary
 
 
-def _checked_precision(plan: Plan, batches: Iterator[Batch], forward: Forward, summary: Summary) -> Iterator[Batch]:
-    """The batches, after the first that has images was computed in float32, too, and compared.
+def _compared(plan: Plan, forward: Forward, summary: Summary) -> Forward:
+    """A forward in lower precision, whose first call is also computed in float32, and compared.
 
     Raises:
         LayertapError: a feature points elsewhere.
     """
-    waiting = []
-    for batch in batches:
-        waiting.append(batch)
-        if len(batch.images):
-            lower = forward(batch.images)
-            with ready(plan.backbone, plan.choice, "float32") as in_full:
-                full = in_full(batch.images)
-            for name, values in full.items():
-                finite = np.isfinite(values.reshape(len(values), -1)).all(1)  # others have no direction either way
-                cosine = float(cosines(lower[name][finite], values[finite]).min(initial=1.0))
-                summary.precision_check[name] = cosine, deviation(lower[name][finite], values[finite])
-            break
-    for name, (cosine, _) in summary.precision_check.items():
-        if not cosine >= plan.min_cosine:
-            raise LayertapError(
-                f"{name} in {plan.precision} has a cosine of {cosine:.6f} to float32 for an image of the first batch; "
-                f"at least {plan.min_cosine} is wanted. Take --precision float32, or a lower --min-cosine"
-            )
-    return itertools.chain(waiting, batches)
+
+    def compute(images: Tensor) -> dict[str, NDArray[Any]]:
+        lower = forward(images)
+        if summary.precision_check:
+            return lower
+        with ready(plan.backbone, plan.choice, "float32") as in_full:
+            full = in_full(images)
+        for name, values in full.items():
+            finite = np.isfinite(values.reshape(len(values), -1)).all(1)  # others have no direction either way
+            cosine = float(cosines(lower[name][finite], values[finite]).min(initial=1.0))
+            summary.precision_check[name] = cosine, deviation(lower[name][finite], values[finite])
+            if not cosine >= plan.min_cosine:
+                raise LayertapError(
+                    f"{name} in {plan.precision} has a cosine of {cosine:.6f} to float32 for an image of the first "
+                    f"batch; at least {plan.min_cosine} is wanted. Take --precision float32, or a lower --min-cosine"
+                )
+        return lower
+
+    return compute
 
 
 @dataclass(frozen=True)

@@ -213,6 +213,8 @@ def overridden(preprocessing: Preprocessing, given: Mapping[str, Any]) -> Prepro
         UnknownNameError: no such interpolation.
         InputError: the numbers make no sense, or the library's own transform has no numbers that could be replaced.
     """
+    if not given:
+        return preprocessing
     if preprocessing.library_transform is not None and given.keys() < OVERRIDES:
         missing = ", ".join(f"--{name}" for name in sorted(OVERRIDES) if name not in given)
         raise InputError(

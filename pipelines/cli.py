@@ -208,10 +208,11 @@ def diff(first: Path, second: Path, as_json: bool) -> None:
 
     Images are the same if their bytes are, whatever they are called.
     """
+    from extract.store.comparison import compare
     from pipelines.diff import as_json as diff_as_json
-    from pipelines.diff import diff, print_diff
+    from pipelines.diff import print_diff
 
-    found = diff(first, second)
+    found = compare(first, second)
     if as_json:
         click.echo(json.dumps(diff_as_json(found), indent=1))
     else:

@@ -7,17 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from extract.store.comparison import Comparison, Similarity, compare
+from extract.store.comparison import Comparison, Similarity
 from pipelines.printing import printable
-from pipelines.progress import Progress
 
-__all__ = ["as_json", "diff", "print_diff"]
-
-
-def diff(first: Path, second: Path) -> Comparison:
-    """Run the job; progress goes to stderr."""
-    with Progress(0, "rows") as progress:
-        return compare(first, second, lambda rows: progress.advance(rows, True))
+__all__ = ["as_json", "print_diff"]
 
 
 def print_diff(found: Comparison, first: Path, second: Path, echo: Callable[[str], None]) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -14,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from extract.backbones import from_hf, from_open_clip
-from extract.errors import LayertapError, unknown_name
+from extract.backbones.from_open_clip import quiet
+from extract.errors import LayertapError, first_line, unknown_name
 from extract.layers import is_glob
+from extract.libraries import library
 
 __all__ = ["Entry", "Listed", "describe", "listed", "matching"]
 
@@ -71,7 +70,7 @@ def matching(pattern: str) -> list[str]:
     if not is_glob(source) and source not in _LISTS:
         raise unknown_name("source", source, _LISTS)
     if source == "open_clip":
-        from_open_clip.library()
+        library("open_clip", "open_clip", "open_clip/")
     if source == "hf" and name and not is_glob(name):
         return [pattern]
     if source == "timm" and "." in name:
@@ -87,20 +86,9 @@ def matching(pattern: str) -> list[str]:
 def describe(spec: str) -> Entry:
     """What is known of one backbone; nothing but the settings of a model of `hf` is downloaded."""
     source, _, name = spec.partition("/")
-    with warnings.catch_warnings(), _quiet():
+    with warnings.catch_warnings(), quiet():
         warnings.simplefilter("ignore")
         return _ENTRIES[source](spec, name)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the libraries' warnings that weights are random: there are none."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 def _without_weights(make: Callable[[], Any]) -> Any:
@@ -151,7 +139,7 @@ def _torchvision(spec: str, name: str) -> Entry:
 
 
 def _open_clip(spec: str, name: str) -> Entry:
-    open_clip = from_open_clip.library()
+    open_clip = library("open_clip", "open_clip", "open_clip/")
     config = open_clip.get_model_config(name)
     size = config["vision_cfg"]["image_size"]
     height, width = [size] * 2 if isinstance(size, int) else size
@@ -161,11 +149,11 @@ def _open_clip(spec: str, name: str) -> Entry:
 
 
 def _hf(spec: str, name: str) -> Entry:
-    transformers = from_hf.library()
+    transformers = library("transformers", "hf", "hf/")
     try:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise LayertapError(f"{spec}: its settings cannot be read: {str(error).splitlines()[0]}") from error
+        raise LayertapError(f"{spec}: its settings cannot be read: {first_line(error)}") from error
     model = _without_weights(partial(transformers.AutoModel.from_config, config))
     vision = getattr(config, "vision_config", config)
     size = getattr(vision, "image_size", None)
@@ -195,7 +183,7 @@ def _names_of_torchvision() -> Listed:
 
 def _names_of_open_clip() -> Listed:
     try:
-        open_clip = from_open_clip.library()
+        open_clip = library("open_clip", "open_clip", "open_clip/")
     except LayertapError as error:
         return Listed([], str(error))
     return Listed([f"open_clip/{name}" for name in open_clip.list_models()], "with a tag, as open_clip/ViT-B-32:openai")
@@ -203,7 +191,7 @@ def _names_of_open_clip() -> Listed:
 
 def _names_of_hf() -> Listed:
     try:
-        from_hf.library()
+        library("transformers", "hf", "hf/")
         from huggingface_hub import CacheNotFound, scan_cache_dir
     except LayertapError as error:
         return Listed([], str(error))

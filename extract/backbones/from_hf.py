@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from extract.backbones.backbone import Asked, Backbone, downloading
-from extract.backbones.own_output import with_own_output
-from extract.errors import InputError, LayertapError, first_line
+from extract.backbones.own_output import with_embedding
+from extract.errors import InputError, first_line
 from extract.layers import named_layers
+from extract.libraries import library
 from extract.preprocessing import IDENTITY, OVERRIDES, Preprocessing, from_hf, overridden
 from extract.weights import Weights, given_weights, is_named, weights_sha256
 
-__all__ = ["library", "load"]
+__all__ = ["load"]
 
 _CLASSIFIES = "ForImageClassification"
 # What a configuration also holds, and what does not bear on the features.
@@ -42,7 +43,7 @@ _BY_HAND = ("config.json", "preprocessor_config.json", "model.safetensors")
 
 def load(asked: Asked) -> Backbone:
     """NAME of the hub, or a folder; weights: a revision. Code that comes with a model is never run."""
-    transformers = library()
+    transformers = library("transformers", "hf", "hf/")
     spec, weights = asked.spec, asked.weights
     place = asked.name
     local = Path(place).expanduser().is_dir()
@@ -107,7 +108,8 @@ def load(asked: Asked) -> Backbone:
     class_token = any(getattr(embeddings, name, None) is not None for name in ("cls_token", "class_embedding"))
     why = ""
     if classifier is None:
-        model, why, _ = with_own_output(model, preprocessing.crop_px, _embed)
+        size = overridden(preprocessing, asked.preprocessing).crop_px
+        model, why = with_embedding(model, size, _embed)
     return Backbone(
         spec=f"hf/{place}",
         architecture=f"hf/{architecture}",
@@ -123,19 +125,6 @@ def load(asked: Asked) -> Backbone:
         reads_class_token=class_token,
         notes=notes,
     )
-
-
-def library() -> Any:
-    """The library.
-
-    Raises:
-        LayertapError: it is not installed.
-    """
-    try:
-        import transformers
-    except ImportError as error:
-        raise LayertapError("hf/ needs another library: pip install 'layertap[hf]'") from error
-    return transformers
 
 
 def _class_for(transformers: Any, config: Any) -> Any:

@@ -19,7 +19,7 @@ from extract.backbones.backbone import Asked, Backbone, downloading
 from extract.backbones.own_code import code_sha256, importing_from
 from extract.backbones.own_output import with_own_output
 from extract.errors import InputError, first_line, unknown_name
-from extract.preprocessing import OVERRIDES, Preprocessing, from_transform
+from extract.preprocessing import OVERRIDES, Preprocessing, from_transform, overridden
 from extract.weights import Weights, given_weights, is_named, weights_sha256
 
 __all__ = ["load"]
@@ -78,7 +78,8 @@ def load(asked: Asked) -> Backbone:
             f"{spec} does not say what pictures it takes; assumed: {_ASSUMED}. If that is wrong: --size --crop "
             "--interpolation --mean --std",
         )
-    model, why, told = with_own_output(model.eval(), preprocessing.crop_px)
+    size = overridden(preprocessing, asked.preprocessing).crop_px
+    model, why, told = with_own_output(model.eval(), size)
     return Backbone(
         spec=f"hub/{folder}:{entry}" if local else spec,
         architecture=f"hub/{title}",

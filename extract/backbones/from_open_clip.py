@@ -11,16 +11,17 @@ from torch import Tensor
 
 from extract.backbones.backbone import Asked, Backbone, downloading
 from extract.backbones.own_output import WithEmbedding
-from extract.errors import InputError, LayertapError, unknown_name
+from extract.errors import InputError, unknown_name
+from extract.libraries import library
 from extract.preprocessing import from_open_clip
 from extract.weights import Weights, given_weights, is_named, weights_sha256
 
-__all__ = ["library", "load"]
+__all__ = ["load", "quiet"]
 
 
 def load(asked: Asked) -> Backbone:
     """NAME or NAME:TAG, as open_clip has them; weights by tag. Of a file of both towers, the text tower is left out."""
-    open_clip = library()
+    open_clip = library("open_clip", "open_clip", "open_clip/")
     spec, weights = asked.spec, asked.weights
     name, _, tag = asked.name.partition(":")
     if name not in open_clip.list_models():
@@ -30,7 +31,7 @@ def load(asked: Asked) -> Backbone:
     if weights is not None and not is_named(weights):
         if tag and weights != "random":
             raise InputError(f"{spec} names the weights {tag!r}, and --weights names {weights!r}; name one")
-        with _quiet():
+        with quiet():
             found, loaded, _ = given_weights(
                 lambda: _visual(open_clip.create_model(name)), weights, asked.seed, spec, lambda model: None
             )
@@ -79,19 +80,6 @@ def load(asked: Asked) -> Backbone:
     )
 
 
-def library() -> Any:
-    """The library.
-
-    Raises:
-        LayertapError: it is not installed.
-    """
-    try:
-        import open_clip
-    except ImportError as error:
-        raise LayertapError("open_clip/ needs another library: pip install 'layertap[open_clip]'") from error
-    return open_clip
-
-
 def _visual(model: Any) -> Any:
     tower = model.visual
     if not hasattr(tower, "preprocess_cfg"):
@@ -127,11 +115,11 @@ def _by_hand(open_clip: Any, name: str, tag: str) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without open_clip's warning that weights are random, which are replaced at once, or warned of here."""
-    root, before = logging.getLogger(), logging.getLogger().level
-    root.setLevel(logging.ERROR)
+def quiet() -> Iterator[None]:
+    """Without the libraries' warnings that weights are random, where they are replaced, or not wanted at all."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
         yield
     finally:
-        root.setLevel(before)
+        logging.disable(before)

@@ -27,7 +27,7 @@ from extract.backbones.backbone import Asked, Backbone
 from extract.backbones.own_code import code_sha256, importing_from
 from extract.backbones.own_output import with_own_output
 from extract.errors import InputError, first_line, unknown_name
-from extract.preprocessing import Preprocessing, from_transform
+from extract.preprocessing import Preprocessing, from_transform, overridden
 from extract.weights import Weights, given_weights, weights_sha256
 
 __all__ = ["load"]
@@ -72,7 +72,8 @@ def load(asked: Asked) -> Backbone:
         model, loaded, _ = given_weights(make, weights, seed, f"python/{name}", lambda model: None)
     title = f"{path.name}:{factory_name} of code with sha256 {code_sha256(path.parent, files)}"
     preprocessing = _preprocessing(made[-1][1], title, path, factory_name)
-    model, why, notes = with_own_output(model.eval(), preprocessing.crop_px)
+    size = overridden(preprocessing, asked.preprocessing).crop_px
+    model, why, notes = with_own_output(model.eval(), size)
     return Backbone(
         spec=f"python/{path}:{factory_name}",
         architecture=f"python/{title}",

@@ -64,7 +64,7 @@ def load_backbone(
     return replace(
         backbone,
         model=backbone.model.eval().to(place),
-        preprocessing=overridden(backbone.preprocessing, given) if given else backbone.preprocessing,
+        preprocessing=overridden(backbone.preprocessing, given),
         device=place,
         notes=(*backbone.notes, *backbone.weights.notes),
         asked={"weights": weights, "seed": seed, "allow_missing_head": allow_missing_head, "preprocessing": given},

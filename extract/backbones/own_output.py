@@ -12,7 +12,7 @@ from extract.errors import InputError, first_line
 from extract.layers import INSIDE
 from extract.settings import evaluating
 
-__all__ = ["WithEmbedding", "with_own_output"]
+__all__ = ["WithEmbedding", "with_embedding", "with_own_output"]
 
 
 class WithEmbedding(nn.Module):
@@ -35,10 +35,25 @@ class WithEmbedding(nn.Module):
         return embedded
 
 
-def with_own_output(
-    model: nn.Module, size: tuple[int, int], embed: Callable[[Any, Tensor], Tensor] | None = None
-) -> tuple[nn.Module, str, tuple[str, ...]]:
-    """The model with a layer `embedding`, if what it returns is one, or itself; why; and what is to be told.
+def with_embedding(
+    model: nn.Module, size: tuple[int, int], embed: Callable[[Any, Tensor], Tensor]
+) -> tuple[nn.Module, str]:
+    """The model with a layer `embedding`; or itself, and why.
+
+    Args:
+        model: on the CPU.
+        size: (height, width) of its input.
+        embed: calls it with a batch (B, 3, H, W) and gives the embedding (B, D).
+
+    Raises:
+        InputError: it cannot be called with a batch of pictures.
+    """
+    why = _unfit(model, _tried(model, size, embed))
+    return (model, why) if why else (WithEmbedding(model, embed), "")
+
+
+def with_own_output(model: nn.Module, size: tuple[int, int]) -> tuple[nn.Module, str, tuple[str, ...]]:
+    """The model with what it returns as the layer `embedding`; or itself, and why; and what is to be told.
 
     A tensor (B, D) is taken for an embedding, unless a linear layer gave it, or its values are probabilities: that may
     be a classifier. It cannot always be seen, so what was taken is told.
@@ -46,44 +61,52 @@ def with_own_output(
     Args:
         model: on the CPU.
         size: (height, width) of its input.
-        embed: calls it and gives the embedding, also one of a linear layer; None: what it returns.
 
     Raises:
         InputError: it cannot be called with a batch of pictures.
     """
-    given: list[tuple[nn.Module, Any]] = []
+    given: list[tuple[str, Any]] = []
     handles = [
-        layer.register_forward_hook(lambda layer, inputs, output: given.append((layer, output)))
-        for layer in model.modules()
+        layer.register_forward_hook(lambda layer, inputs, output, name=name: given.append((name, output)))
+        for name, layer in model.named_modules()
         if isinstance(layer, nn.Linear)
     ]
     try:
-        with torch.no_grad(), evaluating(model):
-            output = (embed or _called)(model, torch.zeros(2, 3, *size))
-    except Exception as error:  # it is anybody's code
-        raise InputError(
-            f"the model cannot be run on (2, 3, {size[0]}, {size[1]}): {type(error).__name__}: {first_line(error)}"
-        ) from error
+        output = _tried(model, size, _called)
     finally:
         for handle in handles:
             handle.remove()
-    if not isinstance(output, Tensor) or output.ndim != 2 or len(output) != 2:
-        found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-        return model, f"it returns {found}, not one vector for each picture", ()
-    if hasattr(model, "embedding"):
-        return model, "it has a part of its own that is called embedding", ()
-    names = [name for name, module in model.named_modules() if given and module is given[-1][0]]
-    if embed is None and given and given[-1][1] is output:
-        return model, f"what it returns comes from the linear layer {names[0]!r}, which may be a classifier", ()
-    if embed is None and any(_are_probabilities(values) for values in (output, output.exp())):
-        return model, "what it returns are probabilities, of a classifier", ()
-    told = () if embed else (f"the embedding is what the model returns, {output.shape[1]} values",)
-    return WithEmbedding(model, embed or _called), "", told
-
-
-def _are_probabilities(values: Tensor) -> bool:
-    return bool((values >= 0).all() and ((values.sum(1) - 1).abs() < 1e-3).all())
+    why = _unfit(model, output)
+    if not why and given and given[-1][1] is output:
+        why = f"what it returns comes from the linear layer {given[-1][0]!r}, which may be a classifier"
+    if not why and any(_are_probabilities(values) for values in (output, output.exp())):
+        why = "what it returns are probabilities, of a classifier"
+    if why:
+        return model, why, ()
+    return WithEmbedding(model, _called), "", (f"the embedding is what the model returns, {output.shape[1]} values",)
 
 
 def _called(model: Any, images: Tensor) -> Any:
     return model(images)
+
+
+def _tried(model: nn.Module, size: tuple[int, int], embed: Callable[[Any, Tensor], Any]) -> Any:
+    try:
+        with torch.no_grad(), evaluating(model):
+            return embed(model, torch.zeros(2, 3, *size))
+    except Exception as error:  # it is anybody's code
+        raise InputError(
+            f"the model cannot be run on (2, 3, {size[0]}, {size[1]}): {type(error).__name__}: {first_line(error)}"
+        ) from error
+
+
+def _unfit(model: nn.Module, output: Any) -> str:
+    """Why an output is no embedding; empty if it can be one."""
+    if not isinstance(output, Tensor) or output.ndim != 2 or len(output) != 2:
+        found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        return f"it returns {found}, not one vector for each picture"
+    return "it has a part of its own that is called embedding" if hasattr(model, "embedding") else ""
+
+
+def _are_probabilities(values: Tensor) -> bool:
+    return bool((values >= 0).all() and ((values.sum(1) - 1).abs() < 1e-3).all())

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from extract.errors import InputError
+from extract.errors import InputError, LayertapError
 from extract.images.archives import ARCHIVES, list_archives
 from extract.images.arrays import list_array, split_name
 from extract.images.folders import list_folder
 from extract.images.images import Images
-from extract.images.source import Chosen, Files, file_system, is_url
+from extract.images.source import Chosen, Files, Source, file_system, is_url
 from extract.images.tables import list_table
 
 __all__ = ["list_images", "listed_again"]
@@ -85,20 +85,18 @@ def listed_again(root: str, paths: Sequence[str]) -> Images:
     """
     none = np.full(len(paths), -1, np.int64)
     if not is_url(root) and (os.path.isdir(root) or not _is_file_of_images(root)):  # noqa: PTH112
+        source: Source = Files(root, paths)
         try:
-            there = any(True for _ in os.scandir(root))  # where a disk was unmounted, an empty folder stays
-        except (OSError, UnicodeError):
-            there = False
-        if not there:
-            raise InputError(f"the images are not in {root} any more; say where they are")
-        return Images(root, list(paths), none, [], [""] * len(paths), Files(root, paths))
-    images = list_images(root)
-    row_of = {path: row for row, path in enumerate(images.paths)}
-    if gone := [path for path in paths if path not in row_of]:
-        raise InputError(f"{root} has no {gone[0]} any more")
-    return Images(
-        root, list(paths), none, [], [""] * len(paths), Chosen(images.source, [row_of[path] for path in paths])
-    )
+            source.check_there()
+        except LayertapError as error:
+            raise InputError(f"the images are not in {root} any more; say where they are") from error
+    else:
+        images = list_images(root)
+        row_of = {path: row for row, path in enumerate(images.paths)}
+        if gone := [path for path in paths if path not in row_of]:
+            raise InputError(f"{root} has no {gone[0]} any more")
+        source = Chosen(images.source, [row_of[path] for path in paths])
+    return Images(root, list(paths), none, [], [""] * len(paths), source)
 
 
 def _is_file_of_images(root: str) -> bool:

@@ -126,7 +126,7 @@ class Files:
         else:
             try:
                 there = any(True for _ in os.scandir(self._base))
-            except OSError:
+            except (OSError, ValueError):  # a name with a null character
                 there = False
         if not there:
             raise LayertapError(

@@ -13,6 +13,7 @@ from typing import Any
 from extract.errors import InputError, LayertapError, first_line
 from extract.images.images import SPLITS, Images, labels_from_values, order_of
 from extract.images.source import Files, is_url, read_remote
+from extract.libraries import library
 
 __all__ = ["list_table"]
 
@@ -97,11 +98,7 @@ def _read_csv(where: str) -> tuple[dict[str, Sequence[Any]], list[int]]:
 
 def _read_parquet(where: str) -> tuple[dict[str, Sequence[Any]], list[int]]:
     """Column -> values; it has no lines."""
-    try:
-        import pyarrow as pa
-        from pyarrow import parquet
-    except ImportError as error:
-        raise LayertapError(f"{where}: Parquet needs pyarrow: pip install 'layertap[parquet]'") from error
+    pa, parquet = (library(name, "parquet", f"{where}: Parquet") for name in ("pyarrow", "pyarrow.parquet"))
     try:
         # Without threads, which may be running still when an error ends the process.
         file = parquet.ParquetFile(pa.BufferReader(_content(where)), pre_buffer=False)

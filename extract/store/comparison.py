@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,13 +51,12 @@ class Comparison:
     features: dict[str, Similarity | str]
 
 
-def compare(first: Path, second: Path, on_rows: Callable[[int], None] = lambda rows: None) -> Comparison:
+def compare(first: Path, second: Path) -> Comparison:
     """Compare two data sets; images are the same if their bytes are, whatever they are called.
 
     Args:
         first: folder of a data set, which need not be complete.
         second: folder of another.
-        on_rows: called with a number of rows, as they are compared.
 
     Raises:
         InputError: one of them is no data set.
@@ -79,7 +77,7 @@ def compare(first: Path, second: Path, on_rows: Callable[[int], None] = lambda r
             elif not len(mine):
                 features[name] = "no image in common"
             else:
-                features[name] = _similarity(one, other, name, mine, theirs, on_rows)
+                features[name] = _similarity(one, other, name, mine, theirs)
         only = len(rows[0]) - len(mine), len(rows[1]) - len(theirs)
         return Comparison(found, len(mine), only, features)
 
@@ -93,9 +91,8 @@ def _images(reader: FeatureReader) -> tuple[NDArray[Any], NDArray[np.int64]]:
 
 
 def _similarity(
-    one: FeatureReader, other: FeatureReader, name: str, mine: NDArray[np.int64], theirs: NDArray[np.int64],
-    on_rows: Callable[[int], None],
-) -> Similarity:  # fmt: skip
+    one: FeatureReader, other: FeatureReader, name: str, mine: NDArray[np.int64], theirs: NDArray[np.int64]
+) -> Similarity:
     found, largest = np.empty(len(mine)), 0.0
     step = max(1, BLOCK_BYTES // (16 * max(1, int(np.prod(one[name].shape[1:])))))
     for start in range(0, len(mine), step):
@@ -103,6 +100,5 @@ def _similarity(
         a, b = one[name][mine[here]], other[name][theirs[here]]
         found[here] = cosines(a, b)
         largest = max(largest, deviation(b, a))
-        on_rows(len(a))
     least = int(found.argmin())
     return Similarity(float(found[least]), float(np.median(found)), one.paths[int(mine[least])], largest)

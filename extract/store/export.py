@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError
+from extract.libraries import library
 from extract.status import Status
 from extract.store.files import claim, sync_folder, take_space
 from extract.store.layout import ROW_DATA, Identity, RowNames, StoredFeature, new_shard_file, preallocated
@@ -142,11 +143,7 @@ def _to_npy(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
 
 
 def _to_parquet(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _OnRows) -> None:
-    try:
-        import pyarrow as pa
-        from pyarrow import parquet
-    except ImportError as error:
-        raise LayertapError("Parquet needs pyarrow: pip install 'layertap[parquet]'") from error
+    pa, parquet = (library(name, "parquet", "Parquet") for name in ("pyarrow", "pyarrow.parquet"))
     fields = [
         pa.field("row", pa.int64()), pa.field("path", pa.string()), pa.field("label", pa.int64()),
         pa.field("class", pa.string()), pa.field("split", pa.string()), pa.field("status", pa.string()),

@@ -12,6 +12,7 @@ import h5py
 from h5py import h5a, h5d, h5l, h5s, h5t, h5z
 
 from extract.errors import InputError, LayertapError, first_line
+from extract.libraries import library
 from extract.store.layout import FORMAT, FORMAT_VERSION, Identity
 
 __all__ = ["FILTERS", "Refuse", "attributes_of", "filters_of", "identity_of", "member", "need_libraries", "opened"]
@@ -53,10 +54,7 @@ def need_libraries(compression: str | None) -> None:
         LayertapError: the library it needs is not installed.
     """
     if compression == "blosc2":
-        try:
-            import hdf5plugin  # noqa: F401
-        except ImportError as error:
-            raise LayertapError("blosc2 needs hdf5plugin: pip install 'layertap[blosc2]'") from error
+        library("hdf5plugin", "blosc2", "blosc2")
 
 
 def member(group: h5py.Group, name: str, kind: type, refuse: Refuse) -> Any:

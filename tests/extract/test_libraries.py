@@ -576,3 +576,14 @@ def test_the_code_of_neighbours_is_part_of_the_fingerprint(tmp_path: Path) -> No
         found.append(load_backbone(f"python/{tmp_path}/own.py:net", device="cpu"))
     assert found[0].weights.sha256 == found[1].weights.sha256
     assert found[0].architecture != found[1].architecture
+
+
+def test_a_model_of_one_size_is_tried_at_the_size_that_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "hubconf.py").write_text(
+        "from torch import nn\ndef net(): return nn.Sequential(nn.Flatten(), nn.Linear(3 * 64 * 64, 5), nn.Tanh())\n"
+    )
+    with pytest.raises(InputError, match=r"cannot be run on \(2, 3, 224, 224\)"):
+        load_backbone(f"hub/{tmp_path}:net", device="cpu")
+    own = {"size": 64, "crop": 64}
+    backbone = load_backbone(f"hub/{tmp_path}:net", device="cpu", preprocessing=own)
+    assert backbone.features([make_picture(1)])["embedding"].shape == (1, 5)
