@@ -26,13 +26,14 @@ class Duplicates:
 
     Args:
         writer: of the shard; rows that are ok in it already are remembered, too.
+        settle: waits until all rows that were computed are stored.
 
     Attributes:
         count: rows that were copied.
     """
 
-    def __init__(self, writer: ShardWriter):
-        self._writer = writer
+    def __init__(self, writer: ShardWriter, settle: Callable[[], None]):
+        self._writer, self._settle = writer, settle
         self.count = 0
         good = np.flatnonzero(writer.status == Status.OK)
         hashes = writer.column("source_hash")[good]
@@ -80,6 +81,7 @@ class Duplicates:
             found, status[kept], reasons = compute(batch.only(kept))
         status[list(within)] = status[list(within.values())]
         features = {}
+        self._settle()
         for name, values in self._writer.read(np.array(list(before.values()), np.int64)).items():
             features[name] = rows = np.empty((len(batch.rows), *values.shape[1:]), values.dtype)
             if kept:

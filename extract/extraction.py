@@ -9,12 +9,14 @@ was resolved, show progress, or stop in between.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,16 +24,15 @@ from typing import Any
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
-from torch import Tensor
 
 from extract import defaults
 from extract.backbones import Backbone, load_backbone
 from extract.duplicates import Duplicates
 from extract.errors import InputError, LayertapError, first_line
-from extract.forward import Forward, ready, rows_of
+from extract.first_batch import Computation, verified
+from extract.forward import Forward, rows_of
 from extract.images import Batch, load_batches
 from extract.planning import Plan, plan
-from extract.similarity import cosines, deviation
 from extract.status import Status
 from extract.store.copying import copy_shard
 from extract.store.dataset import DataSet
@@ -58,6 +59,7 @@ def extract_features(
     device: str = defaults.DEVICE,
     dtype: str = defaults.DTYPE,
     precision: str = defaults.PRECISION,
+    compile: str = defaults.COMPILE,
     min_cosine: float = defaults.MIN_COSINE,
     limit: int | None = None,
     max_pixels: int = defaults.MAX_PIXELS,
@@ -86,7 +88,10 @@ def extract_features(
         dtype: "float32" or "float16", as stored.
         precision: "float32", "bfloat16" or "float16", as computed. Whatever is not float32 runs the first batch both
             ways, and is refused where features point elsewhere.
-        min_cosine: from which cosine on they do.
+        compile: "off": PyTorch runs the model as it is; "on": compiled, by OpenVINO on a CPU where it is installed,
+            else by inductor; or the name of either. "auto": compiled if there is so much to do that it pays, and the
+            first batch agrees.
+        min_cosine: of a feature in lower precision and in float32, from which on they point the same way.
         limit: only so many images, the first in order.
         max_pixels: an image of more is taken for a decompression bomb, and is a failed row.
         seed: of random weights.
@@ -122,6 +127,7 @@ def extract_features(
         workers=workers,
         dtype=dtype,
         precision=precision,
+        compile=compile,
         min_cosine=min_cosine,
         limit=limit,
         max_pixels=max_pixels,
@@ -154,8 +160,7 @@ class Summary:
         status: status -> number of rows of this run.
         seconds: from the first image to the last receipt.
         stages: seconds spent waiting for images, in the forward (with pooling and the copy to the CPU), and writing.
-        precision_check: feature -> (least cosine, largest deviation as a part of the largest value) between the first
-            batch in this precision and in float32; empty in float32.
+        computation: how the features were computed; None: none was.
         stopped: whether the run was asked to stop before the end.
     """
 
@@ -167,7 +172,7 @@ class Summary:
     status: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
     stages: dict[str, float] = field(default_factory=lambda: {"images": 0.0, "forward": 0.0, "write": 0.0})
-    precision_check: dict[str, tuple[float, float]] = field(default_factory=dict)
+    computation: Computation | None = None
     stopped: bool = False
 
     @property
@@ -190,6 +195,7 @@ def extract(
     *,
     retry_failed: bool = False,
     on_rows: Callable[[int, bool], None] = lambda rows, found: None,
+    on_computation: Callable[[Computation], None] = lambda computation: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Summary:
     """Compute every row of the data set that is not done.
@@ -199,6 +205,7 @@ def extract(
         retry_failed: also rows of finished shards that have no good features; such a shard is written anew, and
             replaces the old one when it is finished.
         on_rows: called with a number of rows, and whether they were found done (True) or computed now (False).
+        on_computation: called when it is known how features are computed, after the first batch.
         stop: asked after each batch; True ends the run there, in order.
 
     Raises:
@@ -231,10 +238,13 @@ def extract(
             batch_size=plan.batch_size,
             max_pixels=plan.max_pixels,
         )
-        dtype = dataset.features[0].dtype
-        with contextlib.closing(batches), ready(plan.backbone, plan.choice, dtype, plan.precision) as forward:
-            if plan.precision != "float32":
-                forward = _compared(plan, forward, summary)
+
+        def on_chosen(computation: Computation) -> None:
+            summary.computation = computation
+            on_computation(computation)
+
+        left = dataset.n_rows - summary.found
+        with contextlib.closing(batches), verified(plan, left, on_chosen) as forward:
             for one in work:
                 count = sum(1 for _ in _batches_of(one.rows, plan))
                 extract_shard(plan, one, itertools.islice(batches, count), forward, summary, on_rows, stop)
@@ -246,37 +256,10 @@ def extract(
                 "rows": summary.computed,
                 "seconds": summary.seconds,
                 "stages": summary.stages,
-                "precision_check": summary.precision_check,
+                "computation": dataclasses.asdict(summary.computation) if summary.computation else None,
             }
             dataset.add_run({"event": "ended", "started": plan.provenance["started"], **ended})
     return summary
-
-
-def _compared(plan: Plan, forward: Forward, summary: Summary) -> Forward:
-    """A forward in lower precision, whose first call is also computed in float32, and compared.
-
-    Raises:
-        LayertapError: a feature points elsewhere.
-    """
-
-    def compute(images: Tensor) -> dict[str, NDArray[Any]]:
-        lower = forward(images)
-        if summary.precision_check:
-            return lower
-        with ready(plan.backbone, plan.choice, "float32") as in_full:
-            full = in_full(images)
-        for name, values in full.items():
-            finite = np.isfinite(values.reshape(len(values), -1)).all(1)  # others have no direction either way
-            cosine = float(cosines(lower[name][finite], values[finite]).min(initial=1.0))
-            summary.precision_check[name] = cosine, deviation(lower[name][finite], values[finite])
-            if not cosine >= plan.min_cosine:
-                raise LayertapError(
-                    f"{name} in {plan.precision} has a cosine of {cosine:.6f} to float32 for an image of the first "
-                    f"batch; at least {plan.min_cosine} is wanted. Take --precision float32, or a lower --min-cosine"
-                )
-        return lower
-
-    return compute
 
 
 @dataclass(frozen=True)
@@ -307,13 +290,48 @@ def extract_shard(
     on_rows: Callable[[int, bool], None] = lambda rows, found: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Fill one shard with these batches of its rows and publish it."""
+    """Fill one shard with these batches of its rows and publish it; each is written while the next is computed."""
     part = plan.dataset.path(work.shard, work.revision, part=True)
-    if not part.exists():
+    made = not part.exists()
+    if made:
         _create_part(plan, work, part)
+    stored = summary.computed
+    try:
+        with ShardWriter(plan.dataset, work.shard, work.revision, sync_s=plan.sync_s) as writer:
+            _fill(plan, writer, batches, forward, summary, on_rows, stop)
+            if not summary.stopped:
+                with summary.timed("write"):
+                    writer.publish(plan.compress or work.compress)
+    except BaseException:
+        if made and summary.computed == stored and work.published is None:
+            part.unlink(missing_ok=True)  # nothing was stored in it
+        raise
+
+
+def _fill(
+    plan: Plan,
+    writer: ShardWriter,
+    batches: Iterator[Batch],
+    forward: Forward,
+    summary: Summary,
+    on_rows: Callable[[int, bool], None],
+    stop: Callable[[], bool],
+) -> None:
     dtype = plan.dataset.features[0].dtype
-    with ShardWriter(plan.dataset, work.shard, work.revision, sync_s=plan.sync_s) as writer:
-        duplicates = Duplicates(writer)
+    in_flight: list[tuple[Future[None], NDArray[np.uint8]]] = []  # the batch that is being written, and its status
+
+    def settle() -> None:
+        """Wait until what was computed is stored, and count it."""
+        while in_flight:
+            written, status = in_flight.pop()
+            with summary.timed("write"):
+                written.result()
+            summary.computed += len(status)
+            summary.status.update(Status(code).text for code in status.tolist())
+            on_rows(len(status), False)
+
+    duplicates = Duplicates(writer, settle)
+    with ThreadPoolExecutor(1, "writer") as background:
         while True:
             with summary.timed("images"):
                 batch = _next(batches)
@@ -321,27 +339,23 @@ def extract_shard(
                 break
             if (batch.status == Status.MISSING).any() or not (batch.status == Status.OK).any():
                 plan.images.source.check_there()  # files that are missing with their disk are no failed rows
-            _check_reachable(batch, summary)
+            _check_reachable(batch, summary, nothing_yet=not summary.computed and not in_flight)
             with summary.timed("forward"):
                 features, status, reasons = duplicates.rows_of(
                     batch, lambda images: rows_of(images, forward, plan.choice.features, dtype)
                 )
-            with summary.timed("write"):
-                source = {name: getattr(batch, name) for name in ("source_size", "source_mtime_ns", "source_hash")}
-                writer.write(batch.rows, features, status, source, reasons)
-            summary.computed += len(batch.rows)
+            source = {name: getattr(batch, name) for name in ("source_size", "source_mtime_ns", "source_hash")}
+            settle()
+            in_flight.append((background.submit(writer.write, batch.rows, features, status, source, reasons), status))
             summary.duplicates += duplicates.count
             duplicates.count = 0
-            summary.status.update(Status(code).text for code in status.tolist())
-            on_rows(len(batch.rows), False)
             if stop():
                 summary.stopped = True
-                return
-        with summary.timed("write"):
-            writer.publish(plan.compress or work.compress)
+                break
+        settle()
 
 
-def _check_reachable(batch: Batch, summary: Summary) -> None:
+def _check_reachable(batch: Batch, summary: Summary, nothing_yet: bool) -> None:
     """End the run where a network failed, so that its images are no failed rows: at many in a row, or at the start.
 
     Raises:
@@ -351,8 +365,7 @@ def _check_reachable(batch: Batch, summary: Summary) -> None:
         summary.unreachable = 0
         return
     summary.unreachable += batch.unreachable
-    nothing_yet = summary.computed == 0 and batch.unreachable == len(batch.rows)
-    if summary.unreachable >= _UNREACHABLE or nothing_yet:
+    if summary.unreachable >= _UNREACHABLE or (nothing_yet and batch.unreachable == len(batch.rows)):
         reason = next(iter(batch.reasons.values()))
         raise LayertapError(
             f"no answer for {summary.unreachable} images in a row: {reason}. What was stored before is safe; run again "

@@ -7,14 +7,16 @@ layer for which that cannot be shown is refused.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from extract.backbones import Backbone
 from extract.backbones.own_output import WithEmbedding
 from extract.errors import InputError, LayertapError, UnknownNameError, first_line
+from extract.hooks import Taps
 from extract.layers import is_glob, match_layers, named_layers
 from extract.pooling import POOLINGS, Layout, pool, recognise, resolve_pooling
 from extract.record import Record, Site, What, split_text
@@ -60,6 +62,18 @@ class Choice:
 
     features: list[Feature]
     never_run: list[str]
+
+    def kept_by(self, taps: Taps, dtype: torch.dtype) -> Taps:
+        """Taps asked to pool each tensor on its device, and to keep nothing else: a dict of features at each site."""
+        for site in dict.fromkeys(feature.site for feature in self.features):
+            taps.keep(site, reduce=_reduction([f for f in self.features if f.site == site], dtype))
+        return taps
+
+
+def _reduction(features: Sequence[Feature], dtype: torch.dtype) -> Callable[[Tensor], dict[str, Tensor]]:
+    return lambda activation: {
+        f.name: pool(f.rows.by_image(activation), f.pooling, f.layout).to(dtype) for f in features
+    }
 
 
 @dataclass(frozen=True)

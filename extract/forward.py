@@ -13,10 +13,10 @@ from torch import Tensor
 
 from extract import defaults
 from extract.backbones import Backbone
+from extract.engines import compiled
 from extract.features import Choice, Feature
 from extract.hooks import Taps
 from extract.images import Batch
-from extract.pooling import pool
 from extract.settings import evaluating, full_float32, keeping_freed_memory
 from extract.status import Status
 
@@ -27,15 +27,28 @@ Forward = Callable[[Tensor], dict[str, NDArray[Any]]]
 
 
 @contextlib.contextmanager
-def ready(backbone: Backbone, choice: Choice, dtype: str, precision: str = defaults.PRECISION) -> Iterator[Forward]:
-    """The backbone under its taps, with everything set for computing; gives the function that does it.
+def ready(
+    backbone: Backbone,
+    choice: Choice,
+    dtype: str,
+    precision: str = defaults.PRECISION,
+    engine: str = "eager",
+    batch_size: int = defaults.BATCH_SIZE,
+) -> Iterator[Forward]:
+    """The backbone, with everything set for computing; gives the function that does it.
 
     Args:
         backbone: as loaded.
         choice: of features.
         dtype: of what is returned.
-        precision: "float32", or "bfloat16" or "float16" for what PyTorch computes in it under autocast.
+        precision: "float32", "bfloat16" or "float16"; PyTorch computes in the lower ones under autocast.
+        engine: "eager", under its taps; "inductor" or "openvino", compiled.
+        batch_size: images at most that a compiled forward is given.
     """
+    if engine != "eager":
+        with evaluating(backbone.model), full_float32(), keeping_freed_memory():
+            yield compiled(engine, backbone, choice, dtype, precision, batch_size)
+        return
     lower = torch.autocast(backbone.device.type, getattr(torch, precision), enabled=precision != "float32")
     with (
         torch.inference_mode(),
@@ -43,7 +56,7 @@ def ready(backbone: Backbone, choice: Choice, dtype: str, precision: str = defau
         evaluating(backbone.model),
         full_float32(),
         keeping_freed_memory(),
-        _taps(backbone, choice, getattr(torch, dtype)) as taps,
+        choice.kept_by(Taps(backbone.model, stop=True), getattr(torch, dtype)) as taps,
     ):
 
         def forward(images: Tensor) -> dict[str, NDArray[Any]]:
@@ -51,20 +64,6 @@ def ready(backbone: Backbone, choice: Choice, dtype: str, precision: str = defau
             return {feature.name: taps.record[feature.site][feature.name].numpy() for feature in choice.features}
 
         yield forward
-
-
-def _taps(backbone: Backbone, choice: Choice, dtype: torch.dtype) -> Taps:
-    """Taps that pool each tensor on the device and copy nothing else."""
-    taps = Taps(backbone.model, stop=True)
-    for site in dict.fromkeys(feature.site for feature in choice.features):
-        taps.keep(site, reduce=_reduction([f for f in choice.features if f.site == site], dtype))
-    return taps
-
-
-def _reduction(features: Sequence[Feature], dtype: torch.dtype) -> Callable[[Tensor], dict[str, Tensor]]:
-    return lambda activation: {
-        f.name: pool(f.rows.by_image(activation), f.pooling, f.layout).to(dtype) for f in features
-    }
 
 
 def rows_of(

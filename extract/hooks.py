@@ -189,6 +189,8 @@ class Taps:
         UnknownNameError: a pattern matches no layer.
     """
 
+    _take = staticmethod(take)  # how a tensor is kept
+
     def __init__(
         self,
         model: nn.Module,
@@ -518,7 +520,7 @@ class Taps:
             return apply_edit(gradient, wish.edit, site)
         if self._forward is not None:
             with unwatched():
-                self._forward.record._put(site, take(gradient, wish.reduce, site))
+                self._forward.record._put(site, self._take(gradient, wish.reduce, site))
         return None
 
     def _call_number(self, module: nn.Module) -> int | None:
@@ -578,7 +580,7 @@ class Taps:
                 if wish.takes(path):
                     site = Site(layer, call, path, side)
                     with unwatched():
-                        forward.record._put(site, take(tensor, wish.reduce, site))
+                        forward.record._put(site, self._take(tensor, wish.reduce, site))
             forward.kept[layer, side] += 1
             forward.left -= forward.kept[layer, side] == self._to_keep[layer, side]
         if self._stoppable and self._to_keep and not forward.left:
@@ -635,7 +637,7 @@ class Taps:
                     gradient = apply_edit(gradient, edit, site)
                 for site, wish in wishes:
                     if wish.edit is None:
-                        forward.record._put(site, take(gradient, wish.reduce, site))
+                        forward.record._put(site, self._take(gradient, wish.reduce, site))
             return gradient if edits else None
 
         tensor.register_hook(on_gradient)  # type: ignore[no-untyped-call]

@@ -17,6 +17,7 @@ import xxhash
 
 from extract import defaults
 from extract.backbones import Backbone
+from extract.engines import default_engine, engine_for
 from extract.errors import InputError, unknown_name
 from extract.features import Choice, choose_features
 from extract.images import Images, list_images
@@ -44,6 +45,7 @@ class Plan:
     workers: int
     max_pixels: int
     precision: str
+    engine: str  # "eager", "inductor", "openvino", or "auto": decided when the first batch has been computed
     min_cosine: float
     compress: str | None
     sync_s: float
@@ -60,6 +62,7 @@ def plan(
     workers: int = defaults.WORKERS,
     dtype: str = defaults.DTYPE,
     precision: str = defaults.PRECISION,
+    compile: str = defaults.COMPILE,
     min_cosine: float = defaults.MIN_COSINE,
     limit: int | None = None,
     max_pixels: int = defaults.MAX_PIXELS,
@@ -90,6 +93,7 @@ def plan(
         "workers": workers,
         "dtype": dtype,
         "precision": precision,
+        "compile": compile,
         "min_cosine": min_cosine,
         "limit": limit,
         "max_pixels": max_pixels,
@@ -109,13 +113,15 @@ def plan_for(
         images: as listed.
         out: folder of the data set.
         backbone: as loaded.
-        configuration: `layers`, `batch_size`, `workers`, `dtype`, `precision`, `min_cosine`, `max_pixels`,
-            `shard_rows` and `compress`, checked; it goes into the provenance.
+        configuration: `layers`, `batch_size`, `workers`, `dtype`, `precision`, `compile`, `min_cosine`,
+            `max_pixels`, `shard_rows` and `compress`, checked; it goes into the provenance.
         sync_s: as of `plan`.
     """
     dtype, precision, shard_rows = (configuration[name] for name in ("dtype", "precision", "shard_rows"))
+    engine = _engine(configuration["compile"], precision, backbone, out)
     with evaluating(backbone.model), full_float32():
         choice = choose_features(backbone, configuration["layers"])
+    computed_in = precision if precision == "float32" else _lower_precision(precision, engine)
     stored = [
         StoredFeature(
             feature.name,
@@ -125,7 +131,7 @@ def plan_for(
                 "layer": str(feature.site),
                 "pooling": feature.pooling,
                 "axes": feature.layout.axes if feature.pooling in ("none", "flatten") else "C",
-                "source_dtype": feature.source_dtype if precision == "float32" else f"{precision} autocast",
+                "source_dtype": feature.source_dtype if precision == "float32" else computed_in,
             },
         )
         for feature in choice.features
@@ -136,7 +142,7 @@ def plan_for(
         "features": {f.name: f"{f.site} {f.pooling} {list(f.shape)}" for f in choice.features},
         "preprocessing": backbone.preprocessing.describe(),
         "decoder": "pillow: EXIF orientation applied, transparency over white",
-        "precision": precision if precision == "float32" else f"{precision} autocast",
+        "precision": computed_in,
         "stored_as": dtype,
     }
     listed = xxhash.xxh3_128_hexdigest(b"\0".join(os.fsencode(path) for path in images.paths))
@@ -162,11 +168,31 @@ def plan_for(
         configuration["workers"],
         configuration["max_pixels"],
         precision,
+        engine,
         configuration["min_cosine"],
         configuration["compress"],
         sync_s,
         provenance,
     )
+
+
+def _engine(compile: str, precision: str, backbone: Backbone, out: Path) -> str:
+    """What runs the forward; in lower precision it must be known beforehand, since the features depend on it."""
+    if compile != "auto":
+        return engine_for(compile, backbone.device, precision)
+    if precision == "float32":
+        return "auto"
+    stored = DataSet.open(out).depends_on.get("precision") if (out / "dataset.json").exists() else None
+    for engine in ("eager", "openvino"):
+        if stored == _lower_precision(precision, engine):
+            return engine
+    best = default_engine(backbone.device, precision)
+    return best if best == "openvino" else "eager"
+
+
+def _lower_precision(precision: str, engine: str) -> str:
+    """How the fingerprint calls it: PyTorch's autocast and OpenVINO compute different parts in lower precision."""
+    return f"{precision} {'openvino' if engine == 'openvino' else 'autocast'}"
 
 
 def _hash_of_labels(images: Images) -> str:

@@ -99,7 +99,10 @@ def recheck(
         workers = workers if len(batches) > 1 else 0
         loaded = load_batches(found, batches, prepare, workers=workers, max_pixels=limit)
         tolerance = TOLERANCE[plan.precision]
-        with contextlib.closing(loaded), ready(plan.backbone, plan.choice, dtype, plan.precision) as forward:
+        with (
+            contextlib.closing(loaded),
+            ready(plan.backbone, plan.choice, dtype, plan.precision, plan.engine, plan.batch_size) as forward,
+        ):
             for batch in loaded:
                 again, status, reasons = rows_of(batch, forward, plan.choice.features, dtype)
                 here = chosen[batch.rows]
@@ -146,9 +149,11 @@ def _plan(
         raise InputError(f"{dataset.out} does not say how it was made: {error} is missing in its provenance") from error
     if backbone is None:
         backbone = load_backbone(spec, device=device, **{**asked, **({"weights": weights} if weights else {})})
+    precision, _, way = dataset.depends_on["precision"].partition(" ")
     settings = {
         "layers": layers, "batch_size": defaults.BATCH_SIZE, "workers": workers, "dtype": dataset.features[0].dtype,
-        "precision": dataset.depends_on["precision"].split()[0], "min_cosine": defaults.MIN_COSINE,
+        "precision": precision, "compile": "openvino" if way == "openvino" else "off",
+        "min_cosine": defaults.MIN_COSINE,
         "max_pixels": configuration.get("max_pixels", defaults.MAX_PIXELS), "shard_rows": None, "compress": None,
     }  # fmt: skip
     return plan_for(images, dataset.out, backbone, settings)

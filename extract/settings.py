@@ -61,16 +61,26 @@ def keeping_freed_memory() -> Iterator[None]:
 
 @contextlib.contextmanager
 def full_float32() -> Iterator[None]:
-    """No TF32 on NVIDIA GPUs, which PyTorch allows in convolutions by default: it keeps 10 bits of 23."""
-    places: tuple[Any, ...] = (getattr(torch.backends.cudnn, "conv"), torch.backends.cuda.matmul)  # noqa: B009
-    before = [place.fp32_precision for place in places]
+    """No TF32 on NVIDIA GPUs, which PyTorch allows in cuDNN by default: it keeps 10 bits of 23.
+
+    Of PyTorch's two ways to say so, the newer one (`fp32_precision`) makes the older one (`allow_tf32`) raise where it
+    is read, as `torch.export` does. So the older is taken, unless the program uses the newer one already.
+    """
+    cudnn: Any = torch.backends.cudnn
+    matmul: Any = torch.backends.cuda.matmul
+    places, name, off = (cudnn, matmul), "allow_tf32", False
+    try:
+        before = [getattr(place, name) for place in places]
+    except RuntimeError:
+        places, name, off = (cudnn.conv, cudnn.rnn, matmul), "fp32_precision", "ieee"  # type: ignore[assignment]
+        before = [getattr(place, name) for place in places]
     try:
         for place in places:
-            place.fp32_precision = "ieee"
+            setattr(place, name, off)
         yield
     finally:
-        for place, precision in zip(places, before, strict=True):
-            place.fp32_precision = precision
+        for place, value in zip(places, before, strict=True):
+            setattr(place, name, value)
 
 
 class _Switch:

@@ -92,6 +92,7 @@ def _option(*names: str, **settings: Any) -> Callable[[Any], Any]:
 @_option("--device")
 @_option("--dtype", type=click.Choice(["float32", "float16"]))
 @_option("--precision", type=click.Choice(["float32", "bfloat16", "float16"]))
+@_option("--compile", type=click.Choice(["auto", "on", "off", "inductor", "openvino"]))
 @_option("--min-cosine", type=float)
 @_option("--limit", type=int)
 @_option("--max-pixels", type=int)

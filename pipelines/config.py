@@ -47,6 +47,10 @@ class EmbedConfig(BaseModel):
     precision: Literal["float32", "bfloat16", "float16"] = Field(
         defaults.PRECISION, description="Of the computation. Other than float32 is compared with it on the first batch."
     )
+    compile: Literal["auto", "on", "off", "inductor", "openvino"] = Field(
+        defaults.COMPILE,
+        description="Compile the forward; auto: if that pays. on: by OpenVINO on a CPU, else inductor.",
+    )
     min_cosine: float = Field(
         defaults.MIN_COSINE, ge=-1, le=1, description="Features that are less alike then are refused."
     )
@@ -72,6 +76,11 @@ class EmbedConfig(BaseModel):
         if isinstance(value, str) and (not value or "\0" in value):
             raise ValueError("a path is neither empty nor has it null characters")
         return value
+
+    @field_validator("compile", mode="before")
+    @classmethod
+    def _not_a_truth(cls, value: Any) -> Any:
+        return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value  # as YAML reads them
 
     @field_validator("size", "crop", mode="before")
     @classmethod

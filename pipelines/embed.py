@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,6 +18,7 @@ import click
 
 from extract.backbones import load_backbone
 from extract.extraction import Plan, Summary, extract, plan
+from extract.first_batch import Computation
 from extract.store.reader import FeatureReader
 from pipelines.config import EmbedConfig
 from pipelines.printing import print_failures
@@ -69,6 +70,7 @@ def embed(config: EmbedConfig) -> Outcome:
         workers=config.workers,
         dtype=config.dtype,
         precision=config.precision,
+        compile=config.compile,
         min_cosine=config.min_cosine,
         limit=config.limit,
         max_pixels=config.max_pixels,
@@ -84,7 +86,13 @@ def embed(config: EmbedConfig) -> Outcome:
                 click.echo(f"resuming: {rows:,} of {len(planned.images):,} rows done", err=True)
             progress.advance(rows, found)
 
-        summary = extract(planned, retry_failed=config.retry_failed, on_rows=on_rows, stop=lambda: bool(received))
+        summary = extract(
+            planned,
+            retry_failed=config.retry_failed,
+            on_rows=on_rows,
+            on_computation=lambda computation: progress.say(_described(computation, planned.precision)),
+            stop=lambda: bool(received),
+        )
     if summary.stopped:
         return Outcome(planned, summary, [], {}, received[0])
     with FeatureReader(config.folder) as reader:
@@ -117,6 +125,22 @@ def _tell(planned: Plan) -> None:
     if choice.never_run:
         lines.append(f"          left out, for they never run: {', '.join(choice.never_run)}")
     click.echo("\n".join(lines), err=True)
+
+
+_ENGINES = {"eager": "PyTorch, eager", "inductor": "PyTorch, compiled by inductor", "openvino": "OpenVINO, compiled"}
+
+
+def _described(computation: Computation, precision: str) -> str:
+    """How the features are computed, when the first batch has shown it."""
+    text = f"computed  by {_ENGINES[computation.engine]}, in {precision}"
+    if computation.why:
+        text += f" ({computation.why})"
+    for name, found in computation.agreement.items():
+        text += (
+            f"\n          {name}: cosine to eager float32 at least {found.min_cosine:.6f}, off by at most "
+            f"{found.max_deviation:.1e} of the largest value (first batch)"
+        )
+    return text
 
 
 @contextlib.contextmanager
@@ -158,11 +182,6 @@ def print_summary(outcome: Outcome, echo: Callable[[str], None]) -> None:
             echo(f"  {feature.name}  ({shape}) {feature.dtype}{how}")
         total = sum(summary.stages.values()) or 1
         shares = ", ".join(f"{stage} {seconds / total:.0%}" for stage, seconds in summary.stages.items())
-        for name, (cosine, deviation) in summary.precision_check.items():
-            echo(
-                f"  {name} in {outcome.plan.precision}: cosine to float32 at least {cosine:.6f}, values off by "
-                f"{deviation:.1e} of the largest at most (first batch)"
-            )
         if summary.duplicates:
             echo(f"{summary.duplicates:,} images are others byte for byte: computed once, stored for each")
         echo(f"{summary.seconds:.1f} s, {summary.images_per_s:.1f} images/s; time went to {shares}")
@@ -198,10 +217,7 @@ def summary_as_json(outcome: Outcome) -> dict[str, Any]:
         "weights": backbone.weights.source,
         "weights_sha256": backbone.weights.sha256,
         "precision": outcome.plan.precision,
-        "precision_check": {
-            name: {"min_cosine": cosine, "max_deviation": deviation}
-            for name, (cosine, deviation) in summary.precision_check.items()
-        },
+        "computation": asdict(summary.computation) if summary.computation else None,
         "device": str(backbone.device),
         "seconds": round(summary.seconds, 3),
         "images_per_s": round(summary.images_per_s, 2),

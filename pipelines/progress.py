@@ -50,6 +50,13 @@ class Progress:
                 f"{self._done:,} of {self._total:,} {self._unit}, {rate:.1f} {self._unit}/s, {left} left", err=True
             )
 
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        if self._bar is not None:
+            self._bar.write(text, file=sys.stderr)
+        else:
+            click.echo(text, err=True)
+
     def __enter__(self) -> Self:
         return self
 

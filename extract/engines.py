@@ -1,0 +1,133 @@
+"""What runs the forward: PyTorch as it is ("eager"), or its graph compiled by inductor or OpenVINO.
+
+Compiled code computes a batch of one size; a shorter one is filled up with black pictures, whose rows are dropped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from extract.backbones import Backbone
+from extract.errors import InputError, LayertapError, unknown_name
+from extract.features import Choice
+from extract.graph import graph_of
+from extract.libraries import library
+
+__all__ = ["COMPILE", "compiled", "default_engine", "engine_for"]
+
+COMPILE = ("auto", "on", "off", "inductor", "openvino")
+
+# (B, ...) as `Preprocessing.prepare` returns them, on the device -> the features, in order, on the device
+_Function = Callable[[Tensor], list[Tensor]]
+
+
+def engine_for(compile: str, device: torch.device, precision: str) -> str:
+    """What `compile` means: "eager", "inductor" or "openvino".
+
+    Args:
+        compile: one of `COMPILE`, but "auto".
+        device: of the backbone.
+        precision: of the computation.
+
+    Raises:
+        UnknownNameError: no such value.
+        InputError: that compiler cannot do it, or is not installed.
+    """
+    if compile not in COMPILE:
+        raise unknown_name("compile", compile, COMPILE)
+    if compile == "off":
+        return "eager"
+    if compile == "on":
+        return default_engine(device, precision)
+    if compile == "openvino":
+        if device.type != "cpu":
+            raise InputError(f"compile is openvino, which computes on the CPU here; the device is {device}")
+        if precision == "float16":
+            raise InputError("OpenVINO computes in float32 or bfloat16 on a CPU, not in float16")
+        library("openvino", "openvino", "compile=openvino")
+    return compile
+
+
+def default_engine(device: torch.device, precision: str) -> str:
+    """The faster of the compilers that are there: OpenVINO on a CPU, where it is installed; else inductor."""
+    by_openvino = device.type == "cpu" and precision != "float16" and importlib.util.find_spec("openvino")
+    return "openvino" if by_openvino else "inductor"
+
+
+def compiled(
+    engine: str, backbone: Backbone, choice: Choice, dtype: str, precision: str, batch_size: int
+) -> Callable[[Tensor], dict[str, NDArray[Any]]]:
+    """A forward as `extract.forward.ready` gives it, compiled; the first call compiles.
+
+    Args:
+        engine: "inductor" or "openvino".
+        backbone: in eval mode.
+        choice: of features.
+        dtype: of what is returned.
+        precision: of the computation.
+        batch_size: images of a batch at most.
+    """
+    function: _Function | None = None
+
+    def forward(images: Tensor) -> dict[str, NDArray[Any]]:
+        nonlocal function
+        batch = _filled(images, batch_size).to(backbone.device, non_blocking=True)
+        if function is None:
+            function = _MAKERS[engine](backbone, choice, dtype, precision, batch)
+        kept = [values[: len(images)].cpu().numpy() for values in function(batch)]
+        return {feature.name: values for feature, values in zip(choice.features, kept, strict=True)}
+
+    return forward
+
+
+def _filled(images: Tensor, count: int) -> Tensor:
+    if len(images) == count:
+        return images
+    return torch.cat([images, images.new_zeros(count - len(images), *images.shape[1:])])
+
+
+def _by_inductor(backbone: Backbone, choice: Choice, dtype: str, precision: str, images: Tensor) -> _Function:
+    graph = graph_of(backbone, choice, dtype, precision, images).module()
+    on_gpu = backbone.device.type == "cuda"
+    # Frozen weights let inductor lay them out, and fold batch norm into convolutions; CUDA graphs spare the launches.
+    options: dict[str, Any] = {"triton.cudagraphs": True} if on_gpu else {"freezing": True}
+    function = torch.compile(graph, fullgraph=True, dynamic=False, options=options)
+
+    def run(batch: Tensor) -> list[Tensor]:
+        with torch.no_grad():
+            return list(function(batch))
+
+    return run
+
+
+def _by_openvino(backbone: Backbone, choice: Choice, dtype: str, precision: str, images: Tensor) -> _Function:
+    openvino = library("openvino", "openvino", "compile=openvino")
+    model = openvino.convert_model(graph_of(backbone, choice, dtype, "float32", images))
+    wanted = {"float32": "f32", "bfloat16": "bf16"}[precision]
+    settings = {
+        "INFERENCE_PRECISION_HINT": wanted,
+        "PERFORMANCE_HINT": "LATENCY",  # all threads on one batch
+        "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+    }
+    program = openvino.Core().compile_model(model, "CPU", settings)
+    given = program.get_property("INFERENCE_PRECISION_HINT").get_type_name()
+    if given != wanted:
+        raise LayertapError(f"OpenVINO cannot compute in {precision} on this CPU; take --precision float32")
+    request = program.create_infer_request()
+    order = [program.output(i) for i in range(len(choice.features))]
+
+    def run(batch: Tensor) -> list[Tensor]:
+        results = request.infer({0: batch.numpy()}, share_inputs=True)
+        return [torch.from_numpy(np.asarray(results[output])) for output in order]
+
+    return run
+
+
+_MAKERS = {"inductor": _by_inductor, "openvino": _by_openvino}

@@ -1,0 +1,247 @@
+"""Compiled forwards against eager ones: the same features; and what happens where that cannot be."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from extract import extract_features, load_backbone
+from extract.engines import engine_for
+from extract.errors import InputError, LayertapError, UnknownNameError
+from extract.extraction import extract, plan
+from extract.features import choose_features
+from extract.first_batch import FULL_PRECISION, agreement
+from extract.forward import ready
+from extract.settings import evaluating
+from tests.conftest import make_picture
+
+openvino = pytest.mark.skipif(not importlib.util.find_spec("openvino"), reason="no openvino")
+BY_OPENVINO = pytest.param("openvino", marks=openvino)
+BY_INDUCTOR = pytest.param("inductor", marks=pytest.mark.slow)  # it calls a C++ compiler
+
+# Layers that are rewritten in place after they ran, that run more than once, that give maps, tokens and windows.
+LAYERS = {
+    "torchvision/resnet18": ["layer1.0.bn1:none", "layer1.*.relu:none", "relu", "layer?", "layer4:max_map", "avgpool"],
+    "torchvision/vgg11": ["features.*:none", "embedding"],
+    "torchvision/mobilenet_v3_small": ["features.*", "embedding"],
+    "timm/vit_tiny_patch16_224": ["blocks.*", "blocks.3.attn:none", "blocks.11:cls_token", "norm:mean_tokens"],
+    "timm/swin_tiny_patch4_window7_224": ["layers.*", "layers.0.blocks.0.attn:none", "embedding"],
+    "timm/convnext_atto": ["stages.*", "embedding"],
+    "bundled/efficientnet_lite0": ["blocks.*", "conv_stem:none", "global_pool", "classifier", "embedding"],
+}  # fmt: skip
+
+
+def _pictures(backbone: Any, count: int) -> torch.Tensor:
+    return torch.stack([backbone.preprocessing.prepare(make_picture(seed, 300, 260)) for seed in range(count)])
+
+
+def _both_ways(spec: str, engine: str, layers: list[str], dtype: str = "float32") -> tuple[dict[str, Any], ...]:
+    """Features of five pictures from an eager forward, a compiled one, and a compiled one of the first two."""
+    backbone = load_backbone(spec, weights=None if spec.startswith("bundled") else "random", device="cpu")
+    pictures = _pictures(backbone, 5)
+    with evaluating(backbone.model):
+        choice = choose_features(backbone, layers)
+    with ready(backbone, choice, dtype) as forward:
+        plain = forward(pictures)
+    with ready(backbone, choice, dtype, "float32", engine, batch_size=5) as forward:
+        return plain, forward(pictures), forward(pictures[:2])
+
+
+@pytest.mark.parametrize("engine", [BY_OPENVINO, BY_INDUCTOR])
+@pytest.mark.parametrize("spec", LAYERS)
+def test_compiled_features_are_those_of_an_eager_forward(spec: str, engine: str) -> None:
+    plain, compiled, short = _both_ways(spec, engine, LAYERS[spec])
+    assert list(compiled) == list(plain)
+    for name, found in agreement(compiled, plain).items():
+        assert compiled[name].dtype == plain[name].dtype
+        assert compiled[name].shape == plain[name].shape
+        assert found.max_deviation <= FULL_PRECISION, name
+        assert np.array_equal(short[name], compiled[name][:2]), name  # a short batch gives the same rows
+
+
+@openvino
+def test_features_are_compiled_to_float16_too() -> None:
+    plain, compiled, _ = _both_ways("torchvision/resnet18", "openvino", ["layer4", "layer1:none"], "float16")
+    for name, values in compiled.items():
+        assert values.dtype == np.float16
+        assert np.abs(values.astype(float) - plain[name]).max() <= 2**-10 * np.abs(plain[name]).max()
+
+
+@openvino
+def test_what_is_compiled_stops_at_the_last_layer() -> None:
+    """Layers behind those asked for are not computed."""
+    from extract.graph import graph_of
+
+    backbone = load_backbone("torchvision/resnet18", weights="random", device="cpu")
+    with evaluating(backbone.model):
+        early, late = (choose_features(backbone, [layer]) for layer in ("layer1", "layer4"))
+        sizes = []
+        for choice in (early, late):
+            program = graph_of(backbone, choice, "float32", "float32", _pictures(backbone, 2)).run_decompositions({})
+            sizes.append(sum(str(node.target) == "aten.conv2d.default" for node in program.graph.nodes))
+    assert sizes == [5, 20]
+
+
+NET: dict[str, Any] = {"backbone": "timm/test_resnet", "weights": "random", "batch_size": 5, "progress": False}
+
+
+@openvino
+def test_a_compiled_run_says_how_it_agrees_and_holds_the_same_features(folder: Path, tmp_path: Path) -> None:
+    eager = extract_features(folder, out=tmp_path / "eager", compile="off", **NET)
+    compiled = extract_features(folder, out=tmp_path / "compiled", compile="on", **NET)
+    assert compiled.fingerprint == eager.fingerprint  # the features are the same
+    rows, expected = compiled["embedding"][:], eager["embedding"][:]
+    assert 0 < np.abs(rows - expected).max() <= FULL_PRECISION * np.abs(expected).max()
+    ended = json.loads((tmp_path / "compiled" / "runs.jsonl").read_text().splitlines()[-1])
+    computation = ended["computation"]
+    assert computation["engine"] == "openvino"
+    assert 0 < computation["agreement"]["embedding"]["max_deviation"] <= FULL_PRECISION
+    assert computation["agreement"]["embedding"]["min_cosine"] > 1 - 1e-9
+
+
+def _run(folder: Path, out: Path, backbone: Any, rows: int = 10_000_000, **settings: Any) -> Any:
+    """A run that believes it has much to do."""
+    planned = plan(folder, out=out, backbone=backbone, batch_size=5, **settings)
+    import extract.extraction as module
+
+    real = module.verified
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "verified", lambda plan, _, on_chosen: real(plan, rows, on_chosen))
+        return extract(planned)
+
+
+@openvino
+def test_auto_compiles_long_jobs_and_leaves_short_ones_eager(folder: Path, tmp_path: Path) -> None:
+    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
+    long = _run(folder, tmp_path / "long", backbone)
+    short = _run(folder, tmp_path / "short", backbone, rows=12)
+    assert (long.computation.engine, short.computation.engine) == ("openvino", "eager")
+    assert "compiling pays from" in short.computation.why
+
+
+FACTORY = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 8, 16, 16), nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = self.conv(x).mean((2, 3))
+        if float(x.sum()) > 1e9:  # depends on the values
+            x = x * 2
+        return self.fc(x)
+
+def net():
+    torch.manual_seed(0)
+    return Net()
+
+def preprocessing(picture):
+    from torchvision.transforms.functional import pil_to_tensor
+    return pil_to_tensor(picture.resize((32, 32))).float() / 255
+"""
+
+
+@pytest.fixture
+def branching(tmp_path: Path) -> Any:
+    """A backbone that no compiler can take."""
+    (tmp_path / "nets.py").write_text(FACTORY)
+    return load_backbone(f"python/{tmp_path}/nets.py:net")
+
+
+@openvino
+def test_where_compiling_fails_auto_goes_on_eagerly_and_says_so(folder: Path, tmp_path: Path, branching: Any) -> None:
+    summary = _run(folder, tmp_path / "out", branching, layers="conv")
+    assert summary.computation.engine == "eager"
+    assert "openvino failed: " in summary.computation.why
+    assert dict(summary.status) == {"ok": 12}
+
+
+@openvino
+def test_where_compiling_fails_on_ends_the_run(folder: Path, tmp_path: Path, branching: Any) -> None:
+    with pytest.raises(LayertapError, match="cannot be compiled by openvino: .* Take --compile off"):
+        extract_features(folder, out=tmp_path / "out", backbone=branching, layers="conv", compile="on", progress=False)
+    assert not list((tmp_path / "out" / "shards").iterdir())
+
+
+def _wrong(amount: float) -> Any:
+    from extract import engines
+
+    real = engines._by_openvino
+
+    def by_openvino(*args: Any) -> Any:
+        function = real(*args)
+        return lambda batch: [values * (1 + amount) for values in function(batch)]
+
+    return by_openvino
+
+
+@openvino
+@pytest.mark.parametrize("compile", ["auto", "openvino"])
+def test_compiled_code_that_is_off_is_not_used(
+    folder: Path, tmp_path: Path, compile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from extract import engines
+
+    monkeypatch.setitem(engines._MAKERS, "openvino", _wrong(1e-4))
+    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
+    if compile == "openvino":
+        with pytest.raises(LayertapError, match="off by 1.0e-04 of the largest value .* at most 1e-05 is rounding"):
+            _run(folder, tmp_path / "out", backbone, compile=compile)
+        return
+    summary = _run(folder, tmp_path / "out", backbone, compile=compile)
+    assert "off by 1.0e-04" in summary.computation.why
+    plain = extract_features(folder, out=tmp_path / "plain", backbone=backbone, batch_size=5, progress=False)
+    stored = extract_features(folder, out=tmp_path / "out", backbone=backbone, batch_size=5, progress=False)
+    assert np.array_equal(stored["embedding"][:], plain["embedding"][:])
+
+
+@pytest.mark.parametrize("compile", ["off", BY_OPENVINO])
+def test_low_precision_that_is_refused_leaves_nothing_behind(folder: Path, tmp_path: Path, compile: str) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(LayertapError, match="has a cosine of 0.9.* at least 1.0 is wanted"):
+        extract_features(folder, out=out, precision="bfloat16", compile=compile, min_cosine=1.0, **NET)
+    assert not list((out / "shards").iterdir())
+    assert extract_features(folder, out=out, **NET)["embedding"].shape[0] == 12  # in float32, the same folder takes it
+
+
+@openvino
+def test_lower_precision_is_another_fingerprint_for_each_engine_and_auto_goes_on_as_it_began(
+    folder: Path, tmp_path: Path
+) -> None:
+    lower = {**NET, "precision": "bfloat16", "min_cosine": 0.9}
+    extract_features(folder, out=tmp_path / "torch", compile="off", limit=7, **lower)
+    found = extract_features(folder, out=tmp_path / "openvino", limit=7, **lower)
+    assert found.provenance["depends_on"]["precision"] == "bfloat16 openvino"
+    again = extract_features(folder, out=tmp_path / "torch", limit=7, **lower)
+    assert again.provenance["depends_on"]["precision"] == "bfloat16 autocast"
+    with pytest.raises(InputError, match=r"precision: bfloat16 autocast there, bfloat16 openvino now"):
+        extract_features(folder, out=tmp_path / "torch", compile="openvino", limit=7, **lower)
+
+
+def test_what_compile_means() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert engine_for("off", cpu, "float32") == "eager"
+    assert engine_for("on", gpu, "float32") == "inductor"
+    assert engine_for("on", cpu, "float16") == "inductor"
+    assert engine_for("inductor", cpu, "float32") == "inductor"
+    with pytest.raises(InputError, match="the device is cuda"):
+        engine_for("openvino", gpu, "float32")
+    with pytest.raises(UnknownNameError, match="compile 'fast' not found"):
+        engine_for("fast", cpu, "float32")
+
+
+def test_without_openvino_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    with pytest.raises(LayertapError, match=r"pip install 'layertap\[openvino\]'"):
+        engine_for("openvino", torch.device("cpu"), "float32")
