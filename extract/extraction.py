@@ -243,8 +243,7 @@ def extract(
             summary.computation = computation
             on_computation(computation)
 
-        left = dataset.n_rows - summary.found
-        with contextlib.closing(batches), verified(plan, left, on_chosen) as forward:
+        with contextlib.closing(batches), verified(plan, on_chosen) as forward:
             for one in work:
                 count = sum(1 for _ in _batches_of(one.rows, plan))
                 extract_shard(plan, one, itertools.islice(batches, count), forward, summary, on_rows, stop)

@@ -7,7 +7,6 @@ that point the same way, or the run ends before anything is stored.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,9 +24,9 @@ from extract.similarity import cosines, deviation
 __all__ = ["FULL_PRECISION", "Agreement", "Computation", "agreement", "verified"]
 
 FULL_PRECISION = 1e-5  # of the largest value: how far compiled code in float32 may be off
-# Seconds of eager work from which compiling pays: it takes OpenVINO about 3 s and inductor 10 to 60 s, and saves a
-# tenth of the work or more.
-_PAYS_FROM_S = {"openvino": 20.0, "inductor": 300.0}
+# Images from which compiling pays: it takes OpenVINO about 3 s and inductor 10 to 60 s, and saves a tenth of the work
+# or more. Numbers of images, not seconds, so that the same job is computed in the same way every time.
+_PAYS_FROM = {"openvino": 1_000, "inductor": 50_000}
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Computation:
 
     Attributes:
         engine: "eager", "inductor" or "openvino".
-        why: it was chosen; empty where it was asked for.
+        why: it is not another, which was asked for or would have been taken otherwise.
         agreement: feature -> how it agrees with eager float32 in the first batch; empty where it is that.
     """
 
@@ -69,12 +68,11 @@ def agreement(found: dict[str, NDArray[Any]], plain: dict[str, NDArray[Any]]) ->
 
 
 @contextlib.contextmanager
-def verified(plan: Plan, rows: int, on_chosen: Callable[[Computation], None]) -> Iterator[Forward]:
-    """A forward that does what the plan says, and whose first call decides what is left open there, and compares.
+def verified(plan: Plan, on_chosen: Callable[[Computation], None]) -> Iterator[Forward]:
+    """A forward that does what the plan says, and whose first call compares.
 
     Args:
         plan: its `engine` may be "auto": compiled if that pays, and agrees.
-        rows: to be computed.
         on_chosen: called when it is known how features are computed.
 
     Raises:
@@ -82,7 +80,7 @@ def verified(plan: Plan, rows: int, on_chosen: Callable[[Computation], None]) ->
             what it made is off.
     """
     dtype = plan.dataset.features[0].dtype
-    batch_size = min(plan.batch_size, rows)
+    engine, why = _chosen(plan)
     chosen: Forward | None = None
 
     with contextlib.ExitStack() as open_now:
@@ -91,10 +89,7 @@ def verified(plan: Plan, rows: int, on_chosen: Callable[[Computation], None]) ->
             nonlocal chosen
             with contextlib.ExitStack() as at_first:
                 plain = at_first.enter_context(ready(plan.backbone, plan.choice, dtype))
-                start = time.perf_counter()
                 expected = plain(images)
-                left_s = (time.perf_counter() - start) * rows / len(images)
-                engine, why = _chosen(plan, left_s)
                 if (engine, plan.precision) == ("eager", "float32"):
                     chosen = plain
                     open_now.push(at_first.pop_all())
@@ -102,7 +97,14 @@ def verified(plan: Plan, rows: int, on_chosen: Callable[[Computation], None]) ->
                     return expected
             try:  # not under the hooks of the plain one, which a compiler would see
                 forward = open_now.enter_context(
-                    ready(plan.backbone, plan.choice, dtype, plan.precision, engine, batch_size)
+                    ready(
+                        plan.backbone,
+                        plan.choice,
+                        dtype,
+                        plan.precision,
+                        engine,
+                        min(plan.batch_size, plan.dataset.shard_rows),
+                    )
                 )
                 found = forward(images)
                 computation = Computation(engine, why, agreement(found, expected))
@@ -125,14 +127,14 @@ def verified(plan: Plan, rows: int, on_chosen: Callable[[Computation], None]) ->
         yield lambda images: chosen(images) if chosen is not None else first(images)
 
 
-def _chosen(plan: Plan, left_s: float) -> tuple[str, str]:
-    """The engine, and why."""
+def _chosen(plan: Plan) -> tuple[str, str]:
+    """The engine, and why; by the size of the whole data set, so that resuming a run changes nothing."""
     if plan.engine != "auto":
         return plan.engine, ""
     best = default_engine(plan.backbone.device, plan.precision)
-    if left_s < _PAYS_FROM_S[best]:
-        return "eager", f"about {left_s:.0f} s of work; compiling pays from {_PAYS_FROM_S[best]:.0f} s"
-    return best, f"about {left_s:.0f} s of work"
+    if plan.dataset.n_rows < _PAYS_FROM[best]:
+        return "eager", f"compiling pays from {_PAYS_FROM[best]:,} images"
+    return best, ""
 
 
 def _check(plan: Plan, computation: Computation) -> None:

@@ -45,7 +45,7 @@ class Plan:
     workers: int
     max_pixels: int
     precision: str
-    engine: str  # "eager", "inductor", "openvino", or "auto": decided when the first batch has been computed
+    engine: str  # "eager", "inductor", "openvino", or "auto": compiled if that pays
     min_cosine: float
     compress: str | None
     sync_s: float

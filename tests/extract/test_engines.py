@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from extract import extract_features, load_backbone
+from extract import extract_features, first_batch, load_backbone
 from extract.engines import engine_for
 from extract.errors import InputError, LayertapError, UnknownNameError
 from extract.extraction import extract, plan
@@ -105,22 +105,18 @@ def test_a_compiled_run_says_how_it_agrees_and_holds_the_same_features(folder: P
     assert computation["agreement"]["embedding"]["min_cosine"] > 1 - 1e-9
 
 
-def _run(folder: Path, out: Path, backbone: Any, rows: int = 10_000_000, **settings: Any) -> Any:
-    """A run that believes it has much to do."""
-    planned = plan(folder, out=out, backbone=backbone, batch_size=5, **settings)
-    import extract.extraction as module
-
-    real = module.verified
+def _run(folder: Path, out: Path, backbone: Any, pays_from: int = 12, **settings: Any) -> Any:
+    """A run for which compiling pays from so many images on."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "verified", lambda plan, _, on_chosen: real(plan, rows, on_chosen))
-        return extract(planned)
+        patch.setitem(first_batch._PAYS_FROM, "openvino", pays_from)
+        return extract(plan(folder, out=out, backbone=backbone, batch_size=5, **settings))
 
 
 @openvino
 def test_auto_compiles_long_jobs_and_leaves_short_ones_eager(folder: Path, tmp_path: Path) -> None:
     backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
     long = _run(folder, tmp_path / "long", backbone)
-    short = _run(folder, tmp_path / "short", backbone, rows=12)
+    short = _run(folder, tmp_path / "short", backbone, pays_from=13)
     assert (long.computation.engine, short.computation.engine) == ("openvino", "eager")
     assert "compiling pays from" in short.computation.why
 
@@ -142,9 +138,9 @@ class Net(nn.Module):
 
 def net():
     torch.manual_seed(0)
-    return Net()
+    return Net(), transform
 
-def preprocessing(picture):
+def transform(picture):
     from torchvision.transforms.functional import pil_to_tensor
     return pil_to_tensor(picture.resize((32, 32))).float() / 255
 """
