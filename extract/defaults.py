@@ -12,6 +12,7 @@ WORKERS = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity"
 DEVICE = "auto"
 DTYPE: Literal["float32", "float16"] = "float32"
 PRECISION: Literal["float32", "bfloat16", "float16"] = "float32"
+DECODE: Literal["exact", "fast"] = "exact"
 COMPILE: Literal["auto", "on", "off", "inductor", "openvino"] = "auto"
 MIN_COSINE = 0.999  # of a feature in lower precision and in float32
 SYNC_S = 30.0  # after which Linux writes changed pages to the disk by itself (vm.dirty_expire_centisecs)

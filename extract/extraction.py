@@ -56,6 +56,7 @@ def extract_features(
     weights: str | None = None,
     batch_size: int = defaults.BATCH_SIZE,
     workers: int = defaults.WORKERS,
+    decode: str = defaults.DECODE,
     device: str = defaults.DEVICE,
     dtype: str = defaults.DTYPE,
     precision: str = defaults.PRECISION,
@@ -84,6 +85,8 @@ def extract_features(
         weights: a name, a file, or "random"; see `load_backbone`.
         batch_size: images a forward.
         workers: processes that decode; 0 decodes in this one.
+        decode: "exact": the pixels that the library's own preprocessing gives; "fast": nearly the same, compared on the
+            first images, and refused where features point elsewhere.
         device: "auto", "cpu", "cuda", "cuda:1", "mps".
         dtype: "float32" or "float16", as stored.
         precision: "float32", "bfloat16" or "float16", as computed. Whatever is not float32 runs the first batch both
@@ -91,7 +94,7 @@ def extract_features(
         compile: "off": PyTorch runs the model as it is; "on": compiled, by OpenVINO on a CPU where it is installed,
             else by inductor; or the name of either. "auto": compiled if there is so much to do that it pays, and the
             first batch agrees.
-        min_cosine: of a feature in lower precision and in float32, from which on they point the same way.
+        min_cosine: of a feature and the same one, exactly decoded, in float32, from which on they point the same way.
         limit: only so many images, the first in order.
         max_pixels: an image of more is taken for a decompression bomb, and is a failed row.
         seed: of random weights.
@@ -125,6 +128,7 @@ def extract_features(
         layers=layers,
         batch_size=batch_size,
         workers=workers,
+        decode=decode,
         dtype=dtype,
         precision=precision,
         compile=compile,
@@ -161,6 +165,7 @@ class Summary:
         seconds: from the first image to the last receipt.
         stages: seconds spent waiting for images, in the forward (with pooling and the copy to the CPU), and writing.
         computation: how the features were computed; None: none was.
+        at_once: images that were computed at once in the end, if the memory did not suffice for a batch.
         stopped: whether the run was asked to stop before the end.
     """
 
@@ -173,6 +178,7 @@ class Summary:
     seconds: float = 0.0
     stages: dict[str, float] = field(default_factory=lambda: {"images": 0.0, "forward": 0.0, "write": 0.0})
     computation: Computation | None = None
+    at_once: int | None = None
     stopped: bool = False
 
     @property
@@ -237,13 +243,17 @@ def extract(
             workers=plan.workers if summary.found < dataset.n_rows else 0,
             batch_size=plan.batch_size,
             max_pixels=plan.max_pixels,
+            at_least_px=plan.backbone.preprocessing.at_least_px,
         )
 
         def on_chosen(computation: Computation) -> None:
             summary.computation = computation
             on_computation(computation)
 
-        with contextlib.closing(batches), verified(plan, on_chosen) as forward:
+        def on_smaller(size: int) -> None:
+            summary.at_once = size
+
+        with contextlib.closing(batches), verified(plan, on_chosen, on_smaller) as forward:
             for one in work:
                 count = sum(1 for _ in _batches_of(one.rows, plan))
                 extract_shard(plan, one, itertools.islice(batches, count), forward, summary, on_rows, stop)
@@ -294,17 +304,16 @@ def extract_shard(
     made = not part.exists()
     if made:
         _create_part(plan, work, part)
-    stored = summary.computed
-    try:
-        with ShardWriter(plan.dataset, work.shard, work.revision, sync_s=plan.sync_s) as writer:
+    with ShardWriter(plan.dataset, work.shard, work.revision, sync_s=plan.sync_s) as writer:
+        try:
             _fill(plan, writer, batches, forward, summary, on_rows, stop)
-            if not summary.stopped:
-                with summary.timed("write"):
-                    writer.publish(plan.compress or work.compress)
-    except BaseException:
-        if made and summary.computed == stored and work.published is None:
-            part.unlink(missing_ok=True)  # nothing was stored in it
-        raise
+        except BaseException:
+            if made and work.published is None and (writer.status == Status.PENDING).all():
+                part.unlink(missing_ok=True)  # nothing was stored in it
+            raise
+        if not summary.stopped:
+            with summary.timed("write"):
+                writer.publish(plan.compress or work.compress)
 
 
 def _fill(
@@ -330,7 +339,8 @@ def _fill(
             on_rows(len(status), False)
 
     duplicates = Duplicates(writer, settle)
-    with ThreadPoolExecutor(1, "writer") as background:
+    with ThreadPoolExecutor(1, "writer") as background, contextlib.ExitStack() as at_the_end:
+        at_the_end.callback(settle)  # whatever happens, what was computed is stored
         while True:
             with summary.timed("images"):
                 batch = _next(batches)
@@ -351,7 +361,6 @@ def _fill(
             if stop():
                 summary.stopped = True
                 break
-        settle()
 
 
 def _check_reachable(batch: Batch, summary: Summary, nothing_yet: bool) -> None:

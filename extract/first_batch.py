@@ -7,8 +7,9 @@ that point the same way, or the run ends before anything is stored.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor
 from extract.engines import default_engine
 from extract.errors import LayertapError, first_line
 from extract.forward import Forward, ready
+from extract.images import load_batches
 from extract.planning import Plan
 from extract.similarity import cosines, deviation
 
@@ -27,6 +29,9 @@ FULL_PRECISION = 1e-5  # of the largest value: how far compiled code in float32 
 # Images from which compiling pays: it takes OpenVINO about 3 s and inductor 10 to 60 s, and saves a tenth of the work
 # or more. Numbers of images, not seconds, so that the same job is computed in the same way every time.
 _PAYS_FROM = {"openvino": 1_000, "inductor": 50_000}
+
+
+_DECODED = 16  # images that are decoded both ways
 
 
 @dataclass(frozen=True)
@@ -50,11 +55,16 @@ class Computation:
         engine: "eager", "inductor" or "openvino".
         why: it is not another, which was asked for or would have been taken otherwise.
         agreement: feature -> how it agrees with eager float32 in the first batch; empty where it is that.
+        prepared_in_s: seconds that comparing and compiling took, beside the first batch itself.
+        decoding: feature -> how that of fast decoded images agrees with that of exactly decoded ones, of the first
+            images; empty where they are exactly decoded.
     """
 
     engine: str = "eager"
     why: str = ""
     agreement: dict[str, Agreement] = field(default_factory=dict)
+    decoding: dict[str, Agreement] = field(default_factory=dict)
+    prepared_in_s: float = 0.0
 
 
 def agreement(found: dict[str, NDArray[Any]], plain: dict[str, NDArray[Any]]) -> dict[str, Agreement]:
@@ -68,12 +78,15 @@ def agreement(found: dict[str, NDArray[Any]], plain: dict[str, NDArray[Any]]) ->
 
 
 @contextlib.contextmanager
-def verified(plan: Plan, on_chosen: Callable[[Computation], None]) -> Iterator[Forward]:
+def verified(
+    plan: Plan, on_chosen: Callable[[Computation], None], on_smaller: Callable[[int], None]
+) -> Iterator[Forward]:
     """A forward that does what the plan says, and whose first call compares.
 
     Args:
         plan: its `engine` may be "auto": compiled if that pays, and agrees.
         on_chosen: called when it is known how features are computed.
+        on_smaller: as of `ready`.
 
     Raises:
         LayertapError: from the call: lower precision points elsewhere, or the compiler that was asked for failed, or
@@ -87,13 +100,19 @@ def verified(plan: Plan, on_chosen: Callable[[Computation], None]) -> Iterator[F
 
         def first(images: Tensor) -> dict[str, NDArray[Any]]:
             nonlocal chosen
+            start = time.perf_counter()
+            decoding = _of_decoding(plan)
             with contextlib.ExitStack() as at_first:
-                plain = at_first.enter_context(ready(plan.backbone, plan.choice, dtype))
+                plain = at_first.enter_context(ready(plan.backbone, plan.choice, dtype, on_smaller=on_smaller))
+                before = time.perf_counter()
                 expected = plain(images)
+                plain_s = time.perf_counter() - before
                 if (engine, plan.precision) == ("eager", "float32"):
                     chosen = plain
                     open_now.push(at_first.pop_all())
-                    on_chosen(Computation(engine, why))
+                    on_chosen(
+                        Computation(engine, why, decoding=decoding, prepared_in_s=time.perf_counter() - start - plain_s)
+                    )
                     return expected
             try:  # not under the hooks of the plain one, which a compiler would see
                 forward = open_now.enter_context(
@@ -107,7 +126,7 @@ def verified(plan: Plan, on_chosen: Callable[[Computation], None]) -> Iterator[F
                     )
                 )
                 found = forward(images)
-                computation = Computation(engine, why, agreement(found, expected))
+                computation = Computation(engine, why, agreement(found, expected), decoding)
                 _check(plan, computation)
             except Exception as error:
                 if plan.engine != "auto":
@@ -117,14 +136,57 @@ def verified(plan: Plan, on_chosen: Callable[[Computation], None]) -> Iterator[F
                         f"{plan.backbone.spec} cannot be compiled by {engine}: {first_line(error)}. Take --compile off"
                     ) from error
                 open_now.close()
-                chosen = open_now.enter_context(ready(plan.backbone, plan.choice, dtype))
-                on_chosen(Computation("eager", f"{engine} failed: {first_line(error)}"))
+                chosen = open_now.enter_context(ready(plan.backbone, plan.choice, dtype, on_smaller=on_smaller))
+                on_chosen(
+                    Computation(
+                        "eager",
+                        f"{engine} failed: {first_line(error)}",
+                        decoding=decoding,
+                        prepared_in_s=time.perf_counter() - start - plain_s,
+                    )
+                )
                 return expected
             chosen = forward
+            computation.prepared_in_s = time.perf_counter() - start - plain_s
             on_chosen(computation)
             return found
 
         yield lambda images: chosen(images) if chosen is not None else first(images)
+
+
+def _of_decoding(plan: Plan) -> dict[str, Agreement]:
+    """How features of the first images agree, decoded fast and exactly; both computed eagerly, in float32.
+
+    Raises:
+        LayertapError: they point elsewhere.
+    """
+    if not plan.backbone.preprocessing.fast:
+        return {}
+    both = []
+    for preprocessing in (plan.backbone.preprocessing, replace(plan.backbone.preprocessing, fast=False)):
+        rows = [list(range(min(_DECODED, len(plan.images))))]
+        batches = load_batches(
+            plan.images,
+            rows,
+            preprocessing.prepare,
+            workers=0,
+            max_pixels=plan.max_pixels,
+            at_least_px=preprocessing.at_least_px,
+        )
+        with contextlib.closing(batches):
+            both.append(next(batches))
+    good = [batch.images for batch in both if len(batch.images)]
+    if len(good) < 2 or len(good[0]) < len(good[1]):
+        return {}
+    with ready(plan.backbone, plan.choice, "float32") as forward:
+        found = agreement(*(forward(images) for images in good))
+    for name, one in found.items():
+        if not one.min_cosine >= plan.min_cosine:
+            raise LayertapError(
+                f"{name} of fast decoded images has a cosine of {one.min_cosine:.6f} to that of exactly decoded ones; "
+                f"at least {plan.min_cosine} is wanted. Take --decode exact, or a lower --min-cosine"
+            )
+    return found
 
 
 def _chosen(plan: Plan) -> tuple[str, str]:

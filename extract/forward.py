@@ -14,6 +14,7 @@ from torch import Tensor
 from extract import defaults
 from extract.backbones import Backbone
 from extract.engines import compiled
+from extract.errors import LayertapError
 from extract.features import Choice, Feature
 from extract.hooks import Taps
 from extract.images import Batch
@@ -34,6 +35,7 @@ def ready(
     precision: str = defaults.PRECISION,
     engine: str = "eager",
     batch_size: int = defaults.BATCH_SIZE,
+    on_smaller: Callable[[int], None] = lambda size: None,
 ) -> Iterator[Forward]:
     """The backbone, with everything set for computing; gives the function that does it.
 
@@ -44,6 +46,8 @@ def ready(
         precision: "float32", "bfloat16" or "float16"; PyTorch computes in the lower ones under autocast.
         engine: "eager", under its taps; "inductor" or "openvino", compiled.
         batch_size: images at most that a compiled forward is given.
+        on_smaller: called when the memory does not suffice for an eager forward of a batch, with the number of images
+            that are computed at once from then on.
     """
     if engine != "eager":
         with evaluating(backbone.model), full_float32(), keeping_freed_memory():
@@ -63,7 +67,29 @@ def ready(
             taps(backbone.preprocessing.to_input(images.to(backbone.device, non_blocking=True)))
             return {feature.name: taps.record[feature.site][feature.name].numpy() for feature in choice.features}
 
-        yield forward
+        yield _halving(forward, on_smaller)
+
+
+def _halving(forward: Forward, on_smaller: Callable[[int], None]) -> Forward:
+    """A forward that computes a batch in parts where the memory does not suffice for all of it."""
+    at_once: int | None = None
+
+    def compute(images: Tensor) -> dict[str, NDArray[Any]]:
+        nonlocal at_once
+        while True:
+            try:
+                parts = [forward(part) for part in torch.split(images, at_once or len(images))]
+                break
+            except torch.OutOfMemoryError as error:
+                size = at_once or len(images)
+                if size == 1:
+                    raise LayertapError(f"the memory of the device does not suffice for one image: {error}") from error
+            at_once = -(-size // 2)
+            torch.cuda.empty_cache()  # not while the error holds the tensors of its frames
+            on_smaller(at_once)
+        return parts[0] if len(parts) == 1 else {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
+
+    return compute
 
 
 def rows_of(

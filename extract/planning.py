@@ -6,7 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -30,6 +30,7 @@ from extract.store.layout import StoredFeature
 __all__ = ["Plan", "plan", "plan_for"]
 
 DTYPES = ("float32", "float16")
+DECODE = ("exact", "fast")
 PRECISIONS = ("float32", "bfloat16", "float16")
 
 
@@ -60,6 +61,7 @@ def plan(
     layers: str | Sequence[str] = defaults.LAYERS,
     batch_size: int = defaults.BATCH_SIZE,
     workers: int = defaults.WORKERS,
+    decode: str = defaults.DECODE,
     dtype: str = defaults.DTYPE,
     precision: str = defaults.PRECISION,
     compile: str = defaults.COMPILE,
@@ -77,7 +79,11 @@ def plan(
     if compress is not None and compress not in COMPRESSIONS:
         raise unknown_name("compression", compress, COMPRESSIONS)
     need_libraries(compress)
-    for kind, given, known in (("dtype", dtype, DTYPES), ("precision", precision, PRECISIONS)):
+    for kind, given, known in (
+        ("dtype", dtype, DTYPES),
+        ("precision", precision, PRECISIONS),
+        ("decode", decode, DECODE),
+    ):
         if given not in known:
             raise unknown_name(kind, given, known)
     for name, value, least in (("batch_size", batch_size, 1), ("workers", workers, 0), ("limit", limit, 1),
@@ -91,6 +97,7 @@ def plan(
         "weights": _as_found_from_anywhere(backbone.asked.get("weights")),
         "batch_size": batch_size,
         "workers": workers,
+        "decode": decode,
         "dtype": dtype,
         "precision": precision,
         "compile": compile,
@@ -113,11 +120,13 @@ def plan_for(
         images: as listed.
         out: folder of the data set.
         backbone: as loaded.
-        configuration: `layers`, `batch_size`, `workers`, `dtype`, `precision`, `compile`, `min_cosine`,
+        configuration: `layers`, `batch_size`, `workers`, `decode`, `dtype`, `precision`, `compile`, `min_cosine`,
             `max_pixels`, `shard_rows` and `compress`, checked; it goes into the provenance.
         sync_s: as of `plan`.
     """
     dtype, precision, shard_rows = (configuration[name] for name in ("dtype", "precision", "shard_rows"))
+    if configuration["decode"] == "fast":
+        backbone = replace(backbone, preprocessing=backbone.preprocessing.faster())
     engine = _engine(configuration["compile"], precision, backbone, out)
     with evaluating(backbone.model), full_float32():
         choice = choose_features(backbone, configuration["layers"])
@@ -141,7 +150,8 @@ def plan_for(
         "weights_sha256": backbone.weights.sha256,
         "features": {f.name: f"{f.site} {f.pooling} {list(f.shape)}" for f in choice.features},
         "preprocessing": backbone.preprocessing.describe(),
-        "decoder": "pillow: EXIF orientation applied, transparency over white",
+        "decoder": "pillow: EXIF orientation applied, transparency over white"
+        + ("; large JPEG files decoded smaller" if backbone.preprocessing.fast else ""),
         "precision": computed_in,
         "stored_as": dtype,
     }

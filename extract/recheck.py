@@ -97,7 +97,8 @@ def recheck(
 
         dtype = dataset.features[0].dtype
         workers = workers if len(batches) > 1 else 0
-        loaded = load_batches(found, batches, prepare, workers=workers, max_pixels=limit)
+        smaller = plan.backbone.preprocessing.at_least_px
+        loaded = load_batches(found, batches, prepare, workers=workers, max_pixels=limit, at_least_px=smaller)
         tolerance = TOLERANCE[plan.precision]
         with (
             contextlib.closing(loaded),
@@ -149,9 +150,11 @@ def _plan(
         raise InputError(f"{dataset.out} does not say how it was made: {error} is missing in its provenance") from error
     if backbone is None:
         backbone = load_backbone(spec, device=device, **{**asked, **({"weights": weights} if weights else {})})
+    decode = "fast" if dataset.depends_on["preprocessing"].get("resized_by") == "torchvision" else "exact"
     precision, _, way = dataset.depends_on["precision"].partition(" ")
     settings = {
-        "layers": layers, "batch_size": defaults.BATCH_SIZE, "workers": workers, "dtype": dataset.features[0].dtype,
+        "layers": layers, "batch_size": defaults.BATCH_SIZE, "workers": workers, "decode": decode,
+        "dtype": dataset.features[0].dtype,
         "precision": precision, "compile": "openvino" if way == "openvino" else "off",
         "min_cosine": defaults.MIN_COSINE,
         "max_pixels": configuration.get("max_pixels", defaults.MAX_PIXELS), "shard_rows": None, "compress": None,

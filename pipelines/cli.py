@@ -89,10 +89,12 @@ def _option(*names: str, **settings: Any) -> Callable[[Any], Any]:
 @_option("--std", metavar="R,G,B")
 @_option("--batch-size", type=int)
 @_option("--workers", type=int)
+@_option("--decode", type=click.Choice(["exact", "fast"]))
 @_option("--device")
 @_option("--dtype", type=click.Choice(["float32", "float16"]))
 @_option("--precision", type=click.Choice(["float32", "bfloat16", "float16"]))
 @_option("--compile", type=click.Choice(["auto", "on", "off", "inductor", "openvino"]))
+@_option("--fast/--no-fast")
 @_option("--min-cosine", type=float)
 @_option("--limit", type=int)
 @_option("--max-pixels", type=int)
@@ -134,6 +136,35 @@ def embed(ctx: click.Context, /, config: Path | None, as_json: bool, **flags: An
         raise LayertapError(f"none of the {outcome.summary.n_rows:,} images has features; the reasons are above")
     if resolved.strict and outcome.failures:
         ctx.exit(3)
+
+
+@main.command()
+@click.argument("images", required=False)
+@_option("-b", "--backbone")
+@_option("-l", "--layers", multiple=True, metavar="LAYER[:POOLING]")
+@_option("--weights")
+@_option("--device")
+@click.option("--thorough", is_flag=True, help="Also ways that are seldom the fastest and take long to compile.")
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+def bench(images: str | None, thorough: bool, as_json: bool, **flags: Any) -> None:
+    """Measure what this machine can do for a backbone, and what the pipeline makes of it.
+
+    Decoding on one core, the forward in each way there is, writing; then the whole pipeline against the bound that they
+    give together. Without IMAGES, pictures of noise are taken. Recommends flags for `layertap embed`. Takes minutes.
+
+    \b
+    layertap bench photos -b torchvision/resnet50
+    """
+    from pipelines.bench import as_json as bench_as_json
+    from pipelines.bench import bench as measure
+    from pipelines.bench import print_bench
+
+    given = {name: value for name, value in flags.items() if value not in (None, ())}
+    found = measure(images, thorough=thorough, say=lambda text: click.echo(f"measuring {text} ...", err=True), **given)
+    if as_json:
+        click.echo(json.dumps(bench_as_json(found), indent=1))
+    else:
+        print_bench(found, click.echo)
 
 
 @main.command()

@@ -42,6 +42,9 @@ class EmbedConfig(BaseModel):
     std: list[float] | None = Field(None, description="R,G,B, to be divided by.")
     batch_size: int = Field(defaults.BATCH_SIZE, strict=True, ge=1, description="Images a forward.")
     workers: int = Field(defaults.WORKERS, strict=True, ge=0, description="Processes that decode; 0: the main one.")
+    decode: Literal["exact", "fast"] = Field(
+        defaults.DECODE, description="fast: resized by torchvision, large JPEGs decoded smaller; compared with exact."
+    )
     device: str = Field(defaults.DEVICE, description="auto, cpu, cuda, cuda:N or mps.")
     dtype: Literal["float32", "float16"] = Field(defaults.DTYPE, description="Of the stored features.")
     precision: Literal["float32", "bfloat16", "float16"] = Field(
@@ -51,6 +54,7 @@ class EmbedConfig(BaseModel):
         defaults.COMPILE,
         description="Compile the forward; auto: if that pays. on: by OpenVINO on a CPU, else inductor.",
     )
+    fast: bool = Field(False, description="Measure precision, compile and decode, and take the fastest that agree.")
     min_cosine: float = Field(
         defaults.MIN_COSINE, ge=-1, le=1, description="Features that are less alike then are refused."
     )

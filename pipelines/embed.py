@@ -16,15 +16,21 @@ from typing import Any
 
 import click
 
-from extract.backbones import load_backbone
+from extract.backbones import Backbone, load_backbone
+from extract.engines import default_engine
 from extract.extraction import Plan, Summary, extract, plan
 from extract.first_batch import Computation
+from extract.planning import PRECISIONS
 from extract.store.reader import FeatureReader
+from extract.tuning import fastest
 from pipelines.config import EmbedConfig
 from pipelines.printing import print_failures
 from pipelines.progress import Progress
 
-__all__ = ["Outcome", "embed", "print_summary", "summary_as_json"]
+__all__ = ["Outcome", "bottleneck", "embed", "print_summary", "summary_as_json"]
+
+_WAITED = 0.2  # of the time: what is waited for longer is the bottleneck
+_WORTH_A_WORD_S = 10.0  # in shorter runs, starting takes most of the time
 
 
 @dataclass(frozen=True)
@@ -69,8 +75,7 @@ def embed(config: EmbedConfig) -> Outcome:
         batch_size=config.batch_size,
         workers=config.workers,
         dtype=config.dtype,
-        precision=config.precision,
-        compile=config.compile,
+        **_how(config, backbone),
         min_cosine=config.min_cosine,
         limit=config.limit,
         max_pixels=config.max_pixels,
@@ -97,6 +102,28 @@ def embed(config: EmbedConfig) -> Outcome:
         return Outcome(planned, summary, [], {}, received[0])
     with FeatureReader(config.folder) as reader:
         return Outcome(planned, summary, reader.failures, reader.compression, 0)
+
+
+def _how(config: EmbedConfig, backbone: Backbone) -> dict[str, str]:
+    """Precision, compiler and decoding: as they were asked for, or the fastest."""
+    asked = {name: str(getattr(config, name)) for name in ("precision", "compile", "decode")}
+    if not config.fast:
+        return asked
+    given = {name: value for name, value in asked.items() if name in config.model_fields_set}
+    found, measured = fastest(
+        config.images,
+        backbone=backbone,
+        layers=config.layers,
+        out=config.folder,
+        batch_size=config.batch_size,
+        min_cosine=config.min_cosine,
+        limit=config.limit,
+        precisions=[config.precision] if "precision" in given else PRECISIONS,
+    )
+    for one in measured:
+        rate = f"{one.images_per_s:8.1f} images/s" if one.images_per_s else "        -         "
+        click.echo(f"          {one.way!s:20} {rate}{f'  not taken: {one.why_not}' if one.why_not else ''}", err=True)
+    return {**found, **given}
 
 
 def _tell(planned: Plan) -> None:
@@ -135,11 +162,15 @@ def _described(computation: Computation, precision: str) -> str:
     text = f"computed  by {_ENGINES[computation.engine]}, in {precision}"
     if computation.why:
         text += f" ({computation.why})"
-    for name, found in computation.agreement.items():
-        text += (
-            f"\n          {name}: cosine to eager float32 at least {found.min_cosine:.6f}, off by at most "
-            f"{found.max_deviation:.1e} of the largest value (first batch)"
-        )
+    for other, compared in (
+        ("eager float32", computation.agreement),
+        ("those of exactly decoded images", computation.decoding),
+    ):
+        for name, found in compared.items():
+            text += (
+                f"\n          {name}: cosine to {other} at least {found.min_cosine:.6f}, off by at most "
+                f"{found.max_deviation:.1e} of the largest value (first batch)"
+            )
     return text
 
 
@@ -182,12 +213,46 @@ def print_summary(outcome: Outcome, echo: Callable[[str], None]) -> None:
             echo(f"  {feature.name}  ({shape}) {feature.dtype}{how}")
         total = sum(summary.stages.values()) or 1
         shares = ", ".join(f"{stage} {seconds / total:.0%}" for stage, seconds in summary.stages.items())
+        if summary.at_once:
+            echo(
+                f"the memory was short: {summary.at_once} images were computed at once; --batch-size {summary.at_once}"
+            )
         if summary.duplicates:
             echo(f"{summary.duplicates:,} images are others byte for byte: computed once, stored for each")
         echo(f"{summary.seconds:.1f} s, {summary.images_per_s:.1f} images/s; time went to {shares}")
+        if summary.seconds >= _WORTH_A_WORD_S:
+            echo(f"bound by {bottleneck(summary)}: {_advice(outcome)}")
     else:
         echo(f"{dataset.out} is complete: all {summary.n_rows:,} rows were done before; nothing to do")
     print_failures([failure[1:] for failure in outcome.failures], dataset.out, echo)
+
+
+def bottleneck(summary: Summary) -> str:
+    """The stage that the others wait for: "images", "write", or the forward, which is all that is left."""
+    total = sum(summary.stages.values())
+    waited = max(("images", "write"), key=lambda stage: summary.stages[stage])
+    return waited if total and summary.stages[waited] > _WAITED * total else "forward"
+
+
+def _advice(outcome: Outcome) -> str:
+    """What would make the run faster."""
+    plan, stage = outcome.plan, bottleneck(outcome.summary)
+    if stage == "write":
+        return "a faster disk, pooled layers, or --dtype float16"
+    if stage == "images":
+        cores = os.process_cpu_count() if hasattr(os, "process_cpu_count") else len(os.sched_getaffinity(0))
+        if plan.workers < (cores or 1):
+            return f"raise --workers ({plan.workers} of {cores} cores)"
+        return "more cores" if plan.backbone.preprocessing.fast else "--decode fast, or more cores"
+    on_cpu = plan.backbone.device.type == "cpu"
+    if outcome.summary.computation is not None and outcome.summary.computation.engine == "eager":
+        engine = default_engine(plan.backbone.device, plan.precision)
+        if on_cpu and engine == "inductor" and plan.precision != "float16":
+            return "pip install 'layertap[openvino]' for a faster forward, or a GPU"
+        return "--compile on, or --fast"
+    if plan.precision == "float32":
+        return "--fast, which tries lower precision" + (", or a GPU" if on_cpu else "")
+    return "a GPU" if on_cpu else "the device is busy; a larger --batch-size may help"
 
 
 def summary_as_json(outcome: Outcome) -> dict[str, Any]:
@@ -221,6 +286,8 @@ def summary_as_json(outcome: Outcome) -> dict[str, Any]:
         "device": str(backbone.device),
         "seconds": round(summary.seconds, 3),
         "images_per_s": round(summary.images_per_s, 2),
+        "at_once": summary.at_once,
+        "bottleneck": bottleneck(summary),
         "stages": {stage: round(seconds, 3) for stage, seconds in summary.stages.items()},
     }
 

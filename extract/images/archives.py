@@ -118,9 +118,9 @@ class Members:
             raise ValueError("the archive is cut short")
         return data
 
-    def decode(self, data: bytes, max_pixels: int) -> Image.Image:
+    def decode(self, data: bytes, max_pixels: int, at_least_px: int = 0) -> Image.Image:
         """As of `Source`."""
-        return decode(data, max_pixels)
+        return decode(data, max_pixels, at_least_px)
 
     def check_there(self) -> None:
         """As of `Source`: an archive that changed while it is read gives anything."""

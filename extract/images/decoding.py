@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import math
 import re
 import warnings
 import zlib
@@ -34,7 +35,7 @@ _BITS, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339  # tags of TIFF 6.0
 _WHITE_IS_ZERO = 0  # a value of _PHOTOMETRIC
 
 
-def decode(data: bytes, max_pixels: int = defaults.MAX_PIXELS) -> Image.Image:
+def decode(data: bytes, max_pixels: int = defaults.MAX_PIXELS, at_least_px: int = 0) -> Image.Image:
     """Decode the bytes of an image file to an upright RGB picture.
 
     The EXIF orientation is applied. Transparent pixels are laid over white. Of 16-bit pixels, the upper 8 bits are
@@ -43,6 +44,8 @@ def decode(data: bytes, max_pixels: int = defaults.MAX_PIXELS) -> Image.Image:
     Args:
         data: of the file.
         max_pixels: a picture of more is taken for a decompression bomb.
+        at_least_px: a JPEG may be decoded at a half, a quarter or an eighth of its size, while its shorter side keeps
+            as many pixels; 0: at its full size.
 
     Raises:
         ValueError: not an image, truncated, of a kind without a known range (float pixels), too large, or damaged, as
@@ -55,6 +58,8 @@ def decode(data: bytes, max_pixels: int = defaults.MAX_PIXELS) -> Image.Image:
             warnings.simplefilter("ignore")  # of odd metadata, and of images that are merely large
             with Image.open(io.BytesIO(data), formats=_formats()) as image:
                 _check_whole(data, str(image.format))
+                if at_least_px and image.format == "JPEG":
+                    image.draft(None, _no_smaller(image.size, at_least_px))  # the transform of its blocks does it
                 image.load()  # the whole picture: a truncated file fails here
                 _mend_transparency(image, data)
                 return to_picture(image)
@@ -85,6 +90,12 @@ def _settings_of_pillow(max_pixels: int) -> Iterator[None]:
         yield
     finally:
         Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = before
+
+
+def _no_smaller(size: tuple[int, int], at_least_px: int) -> tuple[int, int]:
+    """The size whose shorter side is `at_least_px`."""
+    shrunk = at_least_px / min(size)
+    return math.ceil(size[0] * shrunk), math.ceil(size[1] * shrunk)
 
 
 def _check_whole(data: bytes, kind: str) -> None:

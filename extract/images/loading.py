@@ -86,15 +86,16 @@ class Batch(NamedTuple):
 class _Decoded(Dataset[Item]):
     """Row -> decoded image."""
 
-    def __init__(self, source: Source, prepare: Callable[[Image.Image], Tensor], max_pixels: int):
-        self._source, self._prepare, self._max_pixels = source, prepare, max_pixels
+    def __init__(self, source: Source, prepare: Callable[[Image.Image], Tensor], max_pixels: int, at_least_px: int):
+        self._source, self._prepare = source, prepare
+        self._max_pixels, self._at_least_px = max_pixels, at_least_px
 
     def __getitem__(self, row: int) -> Item:
         size, mtime_ns, content_hash = -1, UNKNOWN, bytes(16)
         try:
             data, mtime_ns = self._source.read(row)
             size, content_hash = len(data), xxhash.xxh3_128_digest(data)
-            picture = self._source.decode(data, self._max_pixels)
+            picture = self._source.decode(data, self._max_pixels, self._at_least_px)
         except Exception as error:
             status, reason = _why(error)
             return Item(row, None, status, reason, size, mtime_ns, content_hash, isinstance(error, UnreachableError))
@@ -161,6 +162,7 @@ def load_batches(
     workers: int,
     batch_size: int = defaults.BATCH_SIZE,
     max_pixels: int = defaults.MAX_PIXELS,
+    at_least_px: int = 0,
 ) -> Generator[Batch]:
     """Decode the rows of each batch, in worker processes, and yield the batches in the order given.
 
@@ -173,6 +175,7 @@ def load_batches(
         workers: processes; 0 decodes in this one.
         batch_size: rows in most batches; so many are decoded ahead, twice for each worker.
         max_pixels: a picture of more is taken for a decompression bomb.
+        at_least_px: as of `extract.images.decoding.decode`.
     """
     at_a_time = -(-batch_size // _PIECES)
     sizes: deque[int] = deque()  # rows of each batch whose pieces the workers were given
@@ -190,7 +193,7 @@ def load_batches(
             "timeout": _GIVE_UP_S,
         }
     loader: Any = DataLoader(
-        _Decoded(images.source, prepare, max_pixels),
+        _Decoded(images.source, prepare, max_pixels, at_least_px),
         batch_sampler=pieces(),
         num_workers=workers,
         collate_fn=_collate,

@@ -55,7 +55,7 @@ class Source(Protocol):
             OSError, ValueError: it cannot be read; the message says why.
         """
 
-    def decode(self, data: bytes, max_pixels: int) -> Image.Image:
+    def decode(self, data: bytes, max_pixels: int, at_least_px: int = 0) -> Image.Image:
         """An upright RGB picture of these bytes; errors as of `extract.images.decode`."""
 
     def check_there(self) -> None:
@@ -114,9 +114,9 @@ class Files:
         finally:
             os.close(descriptor)
 
-    def decode(self, data: bytes, max_pixels: int) -> Image.Image:
+    def decode(self, data: bytes, max_pixels: int, at_least_px: int = 0) -> Image.Image:
         """As of `Source`."""
-        return decode(data, max_pixels)
+        return decode(data, max_pixels, at_least_px)
 
     def check_there(self) -> None:
         """As of `Source`: an empty folder is what stays where a disk was unmounted."""
@@ -145,9 +145,9 @@ class Chosen:
         """As of `Source`."""
         return self._source.read(int(self._rows[row]))
 
-    def decode(self, data: bytes, max_pixels: int) -> Image.Image:
+    def decode(self, data: bytes, max_pixels: int, at_least_px: int = 0) -> Image.Image:
         """As of `Source`."""
-        return self._source.decode(data, max_pixels)
+        return self._source.decode(data, max_pixels, at_least_px)
 
     def check_there(self) -> None:
         """As of `Source`."""

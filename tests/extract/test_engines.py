@@ -18,6 +18,7 @@ from extract.extraction import extract, plan
 from extract.features import choose_features
 from extract.first_batch import FULL_PRECISION, agreement
 from extract.forward import ready
+from extract.recheck import recheck
 from extract.settings import evaluating
 from tests.conftest import make_picture
 
@@ -241,3 +242,22 @@ def test_without_openvino_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "openvino", None)
     with pytest.raises(LayertapError, match=r"pip install 'layertap\[openvino\]'"):
         engine_for("openvino", torch.device("cpu"), "float32")
+
+
+def test_fast_decoding_is_compared_stored_and_refused_where_features_point_elsewhere(
+    folder: Path, tmp_path: Path
+) -> None:
+    exact = extract_features(folder, out=tmp_path / "exact", **NET)
+    fast = extract_features(folder, out=tmp_path / "fast", decode="fast", **NET)
+    assert fast.provenance["depends_on"]["preprocessing"]["resized_by"] == "torchvision"
+    found = agreement({"embedding": fast["embedding"][:]}, {"embedding": exact["embedding"][:]})["embedding"]
+    assert 0.999 < found.min_cosine < 1
+    ended = json.loads((tmp_path / "fast" / "runs.jsonl").read_text().splitlines()[-1])
+    told = ended["computation"]["decoding"]["embedding"]
+    assert told["min_cosine"] == pytest.approx(found.min_cosine, abs=1e-7)
+    assert told["max_deviation"] == pytest.approx(found.max_deviation, rel=0.01)
+    assert recheck(tmp_path / "fast", 12, backbone=load_backbone("timm/test_resnet", weights="random")).faults == []
+    with pytest.raises(InputError, match="resized_by: torchvision there, pillow now"):
+        extract_features(folder, out=tmp_path / "fast", **NET)
+    with pytest.raises(LayertapError, match="fast decoded images has a cosine of .* Take --decode exact"):
+        extract_features(folder, out=tmp_path / "no", decode="fast", min_cosine=1.0, **NET)

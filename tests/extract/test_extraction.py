@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -418,3 +419,37 @@ def test_too_little_space_is_told_before_any_image_is_read(
 def test_numbers_below_their_least_are_refused(folder: Path, tmp_path: Path, small: Backbone, name: str) -> None:
     with pytest.raises(InputError, match=f"{name} is -1"):
         plan(folder, out=tmp_path / "out", backbone=small, **{name: -1})
+
+
+def test_where_the_memory_is_short_batches_are_halved_and_no_row_is_lost(folder: Path, tmp_path: Path) -> None:
+    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
+    expected = extract_features(folder, out=tmp_path / "whole", backbone=backbone, progress=False)["embedding"][:]
+    sizes: list[int] = []
+
+    def short_of_memory(module: Any, args: Any) -> None:
+        sizes.append(len(args[0]))
+        if len(args[0]) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    planned = plan(folder, out=tmp_path / "out", backbone=backbone, batch_size=11)
+    handle = backbone.model.register_forward_pre_hook(short_of_memory)
+    summary = extract(planned)
+    handle.remove()
+    assert sizes == [11, 6, 3, 3, 3, 2, 1]
+    assert summary.at_once == 3
+    assert dict(summary.status) == {"ok": 12}
+    found = FeatureReader(tmp_path / "out")["embedding"][:]
+    assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+def test_where_not_even_one_image_fits_the_run_ends(folder: Path, tmp_path: Path) -> None:
+    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
+    planned = plan(folder, out=tmp_path / "out", backbone=backbone)
+
+    def no_memory(module: Any, args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    handle = backbone.model.register_forward_pre_hook(no_memory)
+    with pytest.raises(LayertapError, match="does not suffice for one image: CUDA out of memory"):
+        extract(planned)
+    handle.remove()

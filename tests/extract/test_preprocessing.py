@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import io
+
+import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 from timm.data import create_transform, resolve_model_data_config
 from torchvision import models
 
-from extract.preprocessing import from_timm, from_torchvision
+from extract.errors import InputError
+from extract.images.decoding import decode
+from extract.preprocessing import Preprocessing, from_timm, from_torchvision
 from tests.conftest import make_picture
 
 SIZES = [(500, 375), (100, 333), (224, 224), (31, 20)]
@@ -68,3 +74,38 @@ def test_a_picture_too_thin_to_resize_is_refused_before_the_memory_is_taken() ->
     with pytest.raises(ValueError, match="20000x1 pixels: too thin"):
         preprocessing.prepare(make_picture(1, 20000, 1))
     assert preprocessing.prepare(make_picture(1, 2000, 10)).shape == (224, 224, 3)
+
+
+def test_fast_decoding_gives_nearly_the_same_pixels() -> None:
+    """Of a photo of four million pixels, decoded at a quarter of its size; and of a small one, resized otherwise."""
+    noise = np.random.default_rng(0).integers(0, 256, (60, 80, 3)).astype(np.uint8)
+    large = Image.fromarray(noise).resize((2304, 1728), Image.Resampling.BICUBIC)
+    file = io.BytesIO()
+    large.save(file, "JPEG", quality=95)
+    exact = Preprocessing(232, (224, 224), "bilinear", (0.5,) * 3, (0.5,) * 3)
+    fast = exact.faster()
+    assert (exact.at_least_px, fast.at_least_px) == (0, 464)
+    shrunk = decode(file.getvalue(), at_least_px=fast.at_least_px)
+    assert shrunk.size == (1152, 864)  # a quarter would be below 464
+    for picture in (shrunk, large):
+        found, expected = fast.prepare(picture), exact.prepare(large)
+        assert found.shape == expected.shape == (224, 224, 3)
+        assert found.dtype == torch.uint8
+        apart = (found.int() - expected.int()).abs()
+        assert 0 < apart.float().mean() < 1  # of 255 levels
+    assert decode(file.getvalue()).size == large.size
+    assert exact.describe() != fast.describe()
+
+
+def test_a_turned_photo_is_decoded_smaller_and_upright() -> None:
+    file = io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (1200, 1000)).save(file, "JPEG", exif=exif)
+    assert decode(file.getvalue(), at_least_px=500).size == (500, 600)
+    assert decode(file.getvalue(), at_least_px=501).size == (1000, 1200)
+
+
+def test_where_there_is_no_faster_way_it_is_refused() -> None:
+    with pytest.raises(InputError, match="no faster way for the preprocessing: resize 8 lanczos"):
+        Preprocessing(8, (8, 8), "lanczos", (0.5,) * 3, (0.5,) * 3).faster()

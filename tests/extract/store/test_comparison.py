@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from extract import FeatureReader, extract_features
-from extract.errors import InputError, LayertapError
+from extract.errors import InputError
 from extract.similarity import cosines, deviation
 from extract.store.comparison import Similarity, compare
 from tests.conftest import make_picture
@@ -50,16 +50,12 @@ def test_two_weights_of_one_architecture(folder: Path, tmp_path: Path) -> None:
 
 def test_float32_and_bfloat16(folder: Path, tmp_path: Path) -> None:
     extract_features(folder, out=tmp_path / "32", **NET).close()
-    extract_features(folder, out=tmp_path / "16", precision="bfloat16", min_cosine=0.9, **NET).close()
+    extract_features(folder, out=tmp_path / "16", precision="bfloat16", compile="off", min_cosine=0.9, **NET).close()
     found = compare(tmp_path / "32", tmp_path / "16")
     assert found.changes == [("precision", "float32", "bfloat16 autocast")]
     similarity = found.features["embedding"]
     assert 0.9 < similarity.least < 1
     assert 1e-4 < similarity.deviation < 0.1
-    with pytest.raises(LayertapError, match=r"embedding in bfloat16 has a cosine of 0\.\d+ to float32"):
-        extract_features(folder, out=tmp_path / "no", precision="bfloat16", min_cosine=1, **NET)
-    with FeatureReader(tmp_path / "no", partial=True) as reader:
-        assert len(reader) == 0
 
 
 def test_images_are_known_by_their_bytes(folder: Path, tmp_path: Path) -> None:

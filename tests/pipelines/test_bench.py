@@ -1,0 +1,82 @@
+"""`layertap bench`, and `layertap embed --fast`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from extract import tuning
+from pipelines import bench as bench_module
+from pipelines.bench import _Repeated, _smallest_good
+from pipelines.cli import main
+
+openvino = pytest.mark.skipif(not importlib.util.find_spec("openvino"), reason="no openvino")
+NET = ["-b", "timm/test_resnet", "--weights", "random"]
+
+
+def _run(*args: str) -> Any:
+    result = CliRunner().invoke(main, list(args))
+    assert result.exit_code == 0, result.output
+    return result
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_it_measures_each_stage_and_the_whole(folder: Path, given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_module, "_PIPELINE_S", 0.1)
+    monkeypatch.setattr(bench_module, "_BATCH_SIZES", (4, 8))
+    monkeypatch.setattr(bench_module, "_WRITTEN_BYTES", 8 << 20)
+    monkeypatch.setattr(tuning, "_AT_LEAST_S", 0.0)
+    found = json.loads(_run("bench", *([str(folder)] if given else []), *NET, "--json").stdout)
+    assert set(found["decode"]) == {"exact", "fast"}
+    assert set(found["batches"]) == {"4", "8"}
+    assert found["forward"][0]["way"] == {"precision": "float32", "engine": "eager"}
+    assert all(one["images_per_s"] > 0 for one in found["pipelines"])
+    assert found["pipelines"][0]["way"] == {"precision": "float32", "engine": "eager"}
+    assert found["recommended"]["batch_size"] in (4, 8)
+    text = _run("bench", str(folder), *NET).stdout
+    assert "of the bound" in text
+    flags = text.splitlines()[-1].removeprefix("recommended: ").split()
+    _run("embed", str(folder), *NET, *flags, "-o", str(folder.parent / "out"), "--min-cosine", "0.9")
+
+
+def test_repeated_images_are_the_same_pictures_with_other_bytes(folder: Path) -> None:
+    from extract.images import list_images
+
+    source = list_images(folder).source
+    repeated = _Repeated(source, 12)
+    first, again = repeated.read(3)[0], repeated.read(15)[0]
+    assert first != again
+    picture = source.decode(source.read(3)[0], 10**6)
+    assert repeated.decode(first, 10**6) == repeated.decode(again, 10**6) == picture
+
+
+def test_of_batch_sizes_the_smallest_is_taken_than_which_none_is_clearly_faster() -> None:
+    assert _smallest_good({8: 50.0, 16: 98.0, 32: 100.0, 64: 99.0}) == 16
+
+
+@openvino
+def test_fast_measures_and_says_what_it_takes(folder: Path, tmp_path: Path) -> None:
+    result = _run("embed", str(folder), *NET, "--fast", "-o", str(tmp_path / "out"), "--json")
+    assert "float32, eager" in result.stderr
+    assert "bfloat16, openvino" in result.stderr
+    told = json.loads(result.stdout)
+    assert told["status"] == {"ok": 12}
+    result = _run("embed", str(folder), *NET, "--fast", "-o", str(tmp_path / "out"))
+    assert "is complete" in result.stdout
+    assert "float32, eager" not in result.stderr
+
+
+@openvino
+def test_what_is_asked_for_beside_fast_stays(folder: Path, tmp_path: Path) -> None:
+    flags = ["--precision", "float32", "--decode", "exact", "--compile", "off"]
+    result = _run("embed", str(folder), *NET, "--fast", *flags, "-o", str(tmp_path / "out"), "--json")
+    assert "bfloat16" not in result.stderr
+    told = json.loads(result.stdout)
+    assert told["precision"] == "float32"
+    assert told["computation"]["engine"] == "eager"
+    assert told["bottleneck"] in ("forward", "images", "write")
