@@ -8,7 +8,8 @@ from typing import Literal
 BACKBONE = "bundled/efficientnet_lite0"  # real ImageNet weights, there without a download
 LAYERS = ("embedding",)  # the backbone's own final vector
 BATCH_SIZE = 64
-WORKERS = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+WORKERS = min(8, CORES)
 DEVICE = "auto"
 DTYPE: Literal["float32", "float16"] = "float32"
 PRECISION: Literal["float32", "bfloat16", "float16"] = "float32"

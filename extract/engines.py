@@ -5,7 +5,9 @@ Compiled code computes a batch of one size; a shorter one is filled up with blac
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -48,17 +50,36 @@ def engine_for(compile: str, device: torch.device, precision: str) -> str:
         return default_engine(device, precision)
     if compile == "openvino":
         if device.type != "cpu":
-            raise InputError(f"compile is openvino, which computes on the CPU here; the device is {device}")
-        if precision == "float16":
-            raise InputError("OpenVINO computes in float32 or bfloat16 on a CPU, not in float16")
-        library("openvino", "openvino", "compile=openvino")
+            raise InputError(f"OpenVINO computes on the CPU here; the device is {device}. Take --device cpu")
+        _openvino()
+        if not _openvino_computes_in(precision):
+            raise InputError(f"OpenVINO does not compute in {precision} on this CPU. Take --precision float32")
     return compile
 
 
 def default_engine(device: torch.device, precision: str) -> str:
     """The faster of the compilers that are there: OpenVINO on a CPU, where it is installed; else inductor."""
-    by_openvino = device.type == "cpu" and precision != "float16" and importlib.util.find_spec("openvino")
-    return "openvino" if by_openvino else "inductor"
+    there = device.type == "cpu" and importlib.util.find_spec("openvino") is not None
+    return "openvino" if there and _openvino_computes_in(precision) else "inductor"
+
+
+def _openvino() -> Any:
+    """OpenVINO without its telemetry, which would report to its makers, from a process that it forks in mid-run."""
+    telemetry = "openvino_telemetry"
+    if "openvino" in sys.modules or telemetry in sys.modules:
+        return library("openvino", "openvino", "compile=openvino")
+    sys.modules[telemetry] = None  # type: ignore[assignment]  # as if it were not installed
+    try:
+        return library("openvino", "openvino", "compile=openvino")
+    finally:
+        del sys.modules[telemetry]
+
+
+@functools.cache
+def _openvino_computes_in(precision: str) -> bool:
+    if precision == "float32":
+        return True
+    return precision == "bfloat16" and "BF16" in _openvino().Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 
 def compiled(
@@ -72,16 +93,20 @@ def compiled(
         choice: of features.
         dtype: of what is returned.
         precision: of the computation.
-        batch_size: images of a batch at most.
+        batch_size: images that are computed at once.
     """
     function: _Function | None = None
 
-    def forward(images: Tensor) -> dict[str, NDArray[Any]]:
+    def at_once(images: Tensor) -> list[NDArray[Any]]:
         nonlocal function
         batch = _filled(images, batch_size).to(backbone.device, non_blocking=True)
         if function is None:
             function = _MAKERS[engine](backbone, choice, dtype, precision, batch)
-        kept = [values[: len(images)].cpu().numpy() for values in function(batch)]
+        return [values[: len(images)].cpu().numpy() for values in function(batch)]
+
+    def forward(images: Tensor) -> dict[str, NDArray[Any]]:
+        parts = [at_once(part) for part in torch.split(images, batch_size)]
+        kept = parts[0] if len(parts) == 1 else [np.concatenate(each) for each in zip(*parts, strict=True)]
         return {feature.name: values for feature, values in zip(choice.features, kept, strict=True)}
 
     return forward
@@ -108,7 +133,7 @@ def _by_inductor(backbone: Backbone, choice: Choice, dtype: str, precision: str,
 
 
 def _by_openvino(backbone: Backbone, choice: Choice, dtype: str, precision: str, images: Tensor) -> _Function:
-    openvino = library("openvino", "openvino", "compile=openvino")
+    openvino = _openvino()
     model = openvino.convert_model(graph_of(backbone, choice, dtype, "float32", images))
     wanted = {"float32": "f32", "bfloat16": "bf16"}[precision]
     settings = {

@@ -1,7 +1,7 @@
-"""Whatever is not plain (PyTorch as it is, in float32) computes the first batch both ways, and is compared.
+"""Whatever is not plain (PyTorch as it is, in float32, of exactly decoded images) is compared with that first.
 
-Compiled code in float32 must agree within rounding, or the run goes on without it. Lower precision must give features
-that point the same way, or the run ends before anything is stored.
+Compiled code in float32 must agree within rounding, or the run goes on without it. Lower precision and fast decoding
+must give features that point the same way, or the run ends before anything is stored.
 """
 
 from __future__ import annotations
@@ -13,38 +13,25 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from extract.engines import default_engine
-from extract.errors import LayertapError, first_line
+from extract.errors import InputError, LayertapError, first_line
 from extract.forward import Forward, ready
-from extract.images import load_batches
+from extract.images import Images, load_batches
 from extract.planning import Plan
-from extract.similarity import cosines, deviation
+from extract.preprocessing import Preprocessing
+from extract.similarity import Agreement, agreement, refusal
+from extract.status import Status
 
-__all__ = ["FULL_PRECISION", "Agreement", "Computation", "agreement", "verified"]
+__all__ = ["Computation", "decoded_both_ways", "verified"]
 
-FULL_PRECISION = 1e-5  # of the largest value: how far compiled code in float32 may be off
 # Images from which compiling pays: it takes OpenVINO about 3 s and inductor 10 to 60 s, and saves a tenth of the work
 # or more. Numbers of images, not seconds, so that the same job is computed in the same way every time.
 _PAYS_FROM = {"openvino": 1_000, "inductor": 50_000}
-
-
 _DECODED = 16  # images that are decoded both ways
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """How a feature of a batch, computed in another way, agrees with the plain one.
-
-    Attributes:
-        min_cosine: the least cosine of an image's two features.
-        max_deviation: the largest difference, as a part of the largest value.
-    """
-
-    min_cosine: float
-    max_deviation: float
 
 
 @dataclass
@@ -54,27 +41,19 @@ class Computation:
     Attributes:
         engine: "eager", "inductor" or "openvino".
         why: it is not another, which was asked for or would have been taken otherwise.
-        agreement: feature -> how it agrees with eager float32 in the first batch; empty where it is that.
+        failed: whether that other one failed, or was off.
+        agreement: feature -> how it agrees with eager float32, in the first batch; empty where it is that.
+        decoding: feature -> how that of fast decoded images agrees with eager float32 of exactly decoded ones, for the
+            first images; empty where they are exactly decoded.
         prepared_in_s: seconds that comparing and compiling took, beside the first batch itself.
-        decoding: feature -> how that of fast decoded images agrees with that of exactly decoded ones, of the first
-            images; empty where they are exactly decoded.
     """
 
     engine: str = "eager"
     why: str = ""
+    failed: bool = False
     agreement: dict[str, Agreement] = field(default_factory=dict)
     decoding: dict[str, Agreement] = field(default_factory=dict)
     prepared_in_s: float = 0.0
-
-
-def agreement(found: dict[str, NDArray[Any]], plain: dict[str, NDArray[Any]]) -> dict[str, Agreement]:
-    """How features of a batch agree with the plain ones; rows that are not finite there have no say."""
-    agreements = {}
-    for name, values in plain.items():
-        finite = np.isfinite(values.reshape(len(values), -1)).all(1)
-        cosine = float(cosines(found[name][finite], values[finite]).min(initial=1.0))
-        agreements[name] = Agreement(cosine, deviation(found[name][finite], values[finite]))
-    return agreements
 
 
 @contextlib.contextmanager
@@ -89,107 +68,90 @@ def verified(
         on_smaller: as of `ready`.
 
     Raises:
-        LayertapError: from the call: lower precision points elsewhere, or the compiler that was asked for failed, or
-            what it made is off.
+        LayertapError: from the call: lower precision or fast decoding points elsewhere, or the compiler that was asked
+            for failed, or what it made is off.
     """
-    dtype = plan.dataset.features[0].dtype
-    engine, why = _chosen(plan)
-    chosen: Forward | None = None
-
     with contextlib.ExitStack() as open_now:
+        yield _FirstThenAll(plan, on_chosen, on_smaller, open_now)
 
-        def first(images: Tensor) -> dict[str, NDArray[Any]]:
-            nonlocal chosen
-            start = time.perf_counter()
-            decoding = _of_decoding(plan)
-            with contextlib.ExitStack() as at_first:
-                plain = at_first.enter_context(ready(plan.backbone, plan.choice, dtype, on_smaller=on_smaller))
-                before = time.perf_counter()
-                expected = plain(images)
-                plain_s = time.perf_counter() - before
-                if (engine, plan.precision) == ("eager", "float32"):
-                    chosen = plain
-                    open_now.push(at_first.pop_all())
-                    on_chosen(
-                        Computation(engine, why, decoding=decoding, prepared_in_s=time.perf_counter() - start - plain_s)
-                    )
-                    return expected
-            try:  # not under the hooks of the plain one, which a compiler would see
-                forward = open_now.enter_context(
-                    ready(
-                        plan.backbone,
-                        plan.choice,
-                        dtype,
-                        plan.precision,
-                        engine,
-                        min(plan.batch_size, plan.dataset.shard_rows),
-                    )
-                )
-                found = forward(images)
-                computation = Computation(engine, why, agreement(found, expected), decoding)
-                _check(plan, computation)
+
+class _FirstThenAll:
+    """The forward of a run: compares in its first call, and computes in all of them."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        on_chosen: Callable[[Computation], None],
+        on_smaller: Callable[[int], None],
+        open_now: contextlib.ExitStack,
+    ):
+        self._plan, self._on_chosen, self._on_smaller, self._open_now = plan, on_chosen, on_smaller, open_now
+        self._dtype = plan.dataset.features[0].dtype
+        self._forward: Forward | None = None
+
+    def __call__(self, images: Tensor) -> dict[str, NDArray[Any]]:
+        found = self._first(images) if self._forward is None else self._forward(images)
+        return {name: _rounded(values, self._dtype) for name, values in found.items()}
+
+    def _first(self, images: Tensor) -> dict[str, NDArray[Any]]:
+        """Features of the first batch; decides how all others are computed."""
+        plan, start = self._plan, time.perf_counter()
+        engine, why = _engine(plan)
+        plain_way = (engine, plan.precision) == ("eager", "float32")
+        preprocessing = plan.backbone.preprocessing
+        pair = decoded_both_ways(plan.images, preprocessing, plan.max_pixels) if preprocessing.fast else None
+        expected, exactly_decoded = {}, {}
+        if pair or not plain_way:
+            with ready(plan.backbone, plan.choice, "float32") as plain:  # closed before a compiler sees the model
+                expected = {} if plain_way else plain(images)
+                exactly_decoded = plain(pair[1]) if pair else {}
+        computation, features = Computation(engine, why), None
+        if not plain_way:
+            try:
+                features = self._open(engine)(images)
+                computation.agreement = agreement(features, expected)
+                self._check(computation)
             except Exception as error:
                 if plan.engine != "auto":
                     if engine == "eager" or isinstance(error, LayertapError):
                         raise
-                    raise LayertapError(
-                        f"{plan.backbone.spec} cannot be compiled by {engine}: {first_line(error)}. Take --compile off"
-                    ) from error
-                open_now.close()
-                chosen = open_now.enter_context(ready(plan.backbone, plan.choice, dtype, on_smaller=on_smaller))
-                on_chosen(
-                    Computation(
-                        "eager",
-                        f"{engine} failed: {first_line(error)}",
-                        decoding=decoding,
-                        prepared_in_s=time.perf_counter() - start - plain_s,
-                    )
-                )
-                return expected
-            chosen = forward
-            computation.prepared_in_s = time.perf_counter() - start - plain_s
-            on_chosen(computation)
-            return found
+                    text = f"{plan.backbone.spec} cannot be compiled by {engine}: {first_line(error)}"
+                    raise LayertapError(f"{text}. Take --compile off") from error
+                self._open_now.close()
+                self._forward = None
+                computation, features = Computation("eager", f"{engine} failed: {first_line(error)}", True), None
+        forward = self._forward or self._open("eager")
+        if pair:
+            computation.decoding = agreement(forward(pair[0]), exactly_decoded)
+            if no := refusal(computation.decoding, plan.min_cosine):
+                others = "" if plan.precision == "float32" else "--precision float32, "
+                raise LayertapError(f"of fast decoded images, {no}. Take --decode exact, {others}or lower --min-cosine")
+        computation.prepared_in_s = time.perf_counter() - start
+        self._on_chosen(computation)
+        return forward(images) if features is None else features
 
-        yield lambda images: chosen(images) if chosen is not None else first(images)
+    def _open(self, engine: str) -> Forward:
+        plan = self._plan
+        # What is compared is in float32, whatever is stored.
+        dtype = self._dtype if (engine, plan.precision) == ("eager", "float32") else "float32"
+        at_most = min(plan.batch_size, plan.dataset.shard_rows)
+        opened = ready(plan.backbone, plan.choice, dtype, plan.precision, engine, at_most, self._on_smaller)
+        self._forward = self._open_now.enter_context(opened)
+        return self._forward
 
-
-def _of_decoding(plan: Plan) -> dict[str, Agreement]:
-    """How features of the first images agree, decoded fast and exactly; both computed eagerly, in float32.
-
-    Raises:
-        LayertapError: they point elsewhere.
-    """
-    if not plan.backbone.preprocessing.fast:
-        return {}
-    both = []
-    for preprocessing in (plan.backbone.preprocessing, replace(plan.backbone.preprocessing, fast=False)):
-        rows = [list(range(min(_DECODED, len(plan.images))))]
-        batches = load_batches(
-            plan.images,
-            rows,
-            preprocessing.prepare,
-            workers=0,
-            max_pixels=plan.max_pixels,
-            at_least_px=preprocessing.at_least_px,
-        )
-        with contextlib.closing(batches):
-            both.append(next(batches))
-    good = [batch.images for batch in both if len(batch.images)]
-    if len(good) < 2 or len(good[0]) < len(good[1]):
-        return {}
-    with ready(plan.backbone, plan.choice, "float32") as forward:
-        found = agreement(*(forward(images) for images in good))
-    for name, one in found.items():
-        if not one.min_cosine >= plan.min_cosine:
+    def _check(self, computation: Computation) -> None:
+        """Raises `LayertapError` where features do not agree well enough with the plain ones."""
+        plan = self._plan
+        if plan.precision == "float32":
+            if why := refusal(computation.agreement, None):
+                raise LayertapError(f"compiled by {computation.engine}, {why}. Take --compile off")
+        elif why := refusal(computation.agreement, plan.min_cosine):
             raise LayertapError(
-                f"{name} of fast decoded images has a cosine of {one.min_cosine:.6f} to that of exactly decoded ones; "
-                f"at least {plan.min_cosine} is wanted. Take --decode exact, or a lower --min-cosine"
+                f"in {plan.precision} ({computation.engine}), {why}. Take --precision float32, or lower --min-cosine"
             )
-    return found
 
 
-def _chosen(plan: Plan) -> tuple[str, str]:
+def _engine(plan: Plan) -> tuple[str, str]:
     """The engine, and why; by the size of the whole data set, so that resuming a run changes nothing."""
     if plan.engine != "auto":
         return plan.engine, ""
@@ -199,21 +161,28 @@ def _chosen(plan: Plan) -> tuple[str, str]:
     return best, ""
 
 
-def _check(plan: Plan, computation: Computation) -> None:
-    """Whether features agree well enough with the plain ones.
+def _rounded(values: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """In another dtype; what it cannot hold is infinite, and found as such later."""
+    return values if values.dtype == dtype else torch.from_numpy(values).to(getattr(torch, dtype)).numpy()
+
+
+def decoded_both_ways(images: Images, preprocessing: Preprocessing, max_pixels: int) -> tuple[Tensor, Tensor]:
+    """Of the first images that can be decoded: (B, ...) decoded fast, and (B, ...) the same exactly; at most 16.
 
     Raises:
-        LayertapError: they do not.
+        InputError: there are none.
     """
-    for name, found in computation.agreement.items():
-        if plan.precision == "float32" and not found.max_deviation <= FULL_PRECISION:
-            raise LayertapError(
-                f"{name} compiled by {computation.engine} is off by {found.max_deviation:.1e} of the largest value in "
-                f"the first batch; at most {FULL_PRECISION:.0e} is rounding. Take --compile off"
+    for first in range(0, len(images), _DECODED):
+        rows = list(range(first, min(first + _DECODED, len(images))))
+        found = []
+        for one in (preprocessing.faster(), replace(preprocessing, fast=False)):
+            batches = load_batches(
+                images, [rows], one.prepare, workers=0, max_pixels=max_pixels, at_least_px=one.at_least_px
             )
-        if plan.precision != "float32" and not found.min_cosine >= plan.min_cosine:
-            raise LayertapError(
-                f"{name} in {plan.precision} ({computation.engine}) has a cosine of {found.min_cosine:.6f} to float32 "
-                f"for an image of the first batch; at least {plan.min_cosine} is wanted. Take --precision float32, or "
-                "a lower --min-cosine"
-            )
+            with contextlib.closing(batches):
+                found.append(next(batches))
+        good = np.flatnonzero((found[0].status == Status.OK) & (found[1].status == Status.OK)).tolist()
+        if good:
+            fast, exact = (batch.only(good).images for batch in found)
+            return fast, exact
+    raise InputError(f"none of the {len(images):,} images can be decoded both fast and exactly; take --decode exact")

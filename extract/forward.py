@@ -81,7 +81,7 @@ def _halving(forward: Forward, on_smaller: Callable[[int], None]) -> Forward:
                 parts = [forward(part) for part in torch.split(images, at_once or len(images))]
                 break
             except torch.OutOfMemoryError as error:
-                size = at_once or len(images)
+                size = min(at_once or len(images), len(images))
                 if size == 1:
                     raise LayertapError(f"the memory of the device does not suffice for one image: {error}") from error
             at_once = -(-size // 2)

@@ -37,6 +37,7 @@ def graph_of(backbone: Backbone, choice: Choice, dtype: str, precision: str, ima
         Exception: anything; the code of a model may do what cannot be written down.
     """
     with torch.no_grad():
+        backbone.preprocessing.to_input(images[:1])  # makes its constants, as tensors with values
         return torch.export.export(_Kept(backbone, choice, dtype, precision), (images,), strict=False)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from extract.store.dataset import DataSet, existing_shard_rows, shard_rows_for
 from extract.store.guard import need_libraries
 from extract.store.layout import StoredFeature
 
-__all__ = ["Plan", "plan", "plan_for"]
+__all__ = ["Plan", "how_made", "plan", "plan_for"]
 
 DTYPES = ("float32", "float16")
 DECODE = ("exact", "fast")
@@ -54,7 +55,7 @@ class Plan:
 
 
 def plan(
-    images: str | os.PathLike[str],
+    images: str | os.PathLike[str] | Images,
     *,
     out: str | os.PathLike[str],
     backbone: Backbone,
@@ -72,7 +73,7 @@ def plan(
     compress: str | None = None,
     sync_s: float = defaults.SYNC_S,
 ) -> Plan:
-    """List the images and find out what the layers give; arguments and errors as of `extract_features`.
+    """List the images, if they are not listed yet, and find out what the layers give; as of `extract_features`.
 
     Nothing is written. `sync_s` is how many seconds of work a power cut may cost; 0 forces each batch to the disk.
     """
@@ -90,8 +91,10 @@ def plan(
                                ("max_pixels", max_pixels, 1), ("shard_rows", shard_rows, 1)):  # fmt: skip
         if value is not None and value < least:
             raise InputError(f"{name} is {value}; it must be at least {least}")
+    if not -1 <= min_cosine <= 1:
+        raise InputError(f"min_cosine is {min_cosine}; a cosine lies between -1 and 1")
     configuration = {
-        "images": os.fspath(images),
+        "images": images.root if isinstance(images, Images) else os.fspath(images),
         "layers": [layers] if isinstance(layers, str) else list(layers),
         **backbone.asked,
         "weights": _as_found_from_anywhere(backbone.asked.get("weights")),
@@ -107,7 +110,7 @@ def plan(
         "shard_rows": shard_rows,
         "compress": compress,
     }
-    found = list_images(images, limit)
+    found = images if isinstance(images, Images) else list_images(images, limit)
     return plan_for(found, Path(out), backbone, configuration, sync_s)
 
 
@@ -151,7 +154,7 @@ def plan_for(
         "features": {f.name: f"{f.site} {f.pooling} {list(f.shape)}" for f in choice.features},
         "preprocessing": backbone.preprocessing.describe(),
         "decoder": "pillow: EXIF orientation applied, transparency over white"
-        + ("; large JPEG files decoded smaller" if backbone.preprocessing.fast else ""),
+        + ("; JPEG files decoded smaller, to twice the size or more" if backbone.preprocessing.fast else ""),
         "precision": computed_in,
         "stored_as": dtype,
     }
@@ -192,17 +195,28 @@ def _engine(compile: str, precision: str, backbone: Backbone, out: Path) -> str:
         return engine_for(compile, backbone.device, precision)
     if precision == "float32":
         return "auto"
-    stored = DataSet.open(out).depends_on.get("precision") if (out / "dataset.json").exists() else None
-    for engine in ("eager", "openvino"):
-        if stored == _lower_precision(precision, engine):
-            return engine
+    if (out / "dataset.json").exists():
+        made = how_made(DataSet.open(out).depends_on)
+        if made["precision"] == precision:
+            return engine_for(made["compile"], backbone.device, precision)
     best = default_engine(backbone.device, precision)
     return best if best == "openvino" else "eager"
 
 
 def _lower_precision(precision: str, engine: str) -> str:
-    """How the fingerprint calls it: PyTorch's autocast and OpenVINO compute different parts in lower precision."""
-    return f"{precision} {'openvino' if engine == 'openvino' else 'autocast'}"
+    """How the fingerprint calls it: each engine computes other parts in lower precision, and rounds at other places."""
+    return f"{precision} {'autocast' if engine == 'eager' else engine}"
+
+
+def how_made(depends_on: dict[str, Any]) -> dict[str, str]:
+    """The `precision`, `compile` and `decode` of features that have this fingerprint.
+
+    In float32, "auto": whatever computes them, they are the same but for rounding.
+    """
+    precision, _, way = str(depends_on["precision"]).partition(" ")
+    fast = depends_on["preprocessing"].get("resized_by") == "torchvision"
+    compile = "auto" if precision == "float32" else "off" if way == "autocast" else way
+    return {"precision": precision, "compile": compile, "decode": "fast" if fast else "exact"}
 
 
 def _hash_of_labels(images: Images) -> str:
@@ -219,7 +233,10 @@ def _as_found_from_anywhere(weights: str | None) -> str | None:
 
 
 def _provenance(backbone: Backbone, depends_on: dict[str, Any], configuration: dict[str, Any]) -> dict[str, Any]:
-    packages = ("layertap", "torch", "torchvision", "timm", "pillow", "numpy", "h5py")
+    versions = {"python": platform.python_version()}
+    for package in ("layertap", "torch", "torchvision", "timm", "pillow", "numpy", "h5py", "openvino"):
+        with contextlib.suppress(PackageNotFoundError):  # some are optional
+            versions[package] = version(package)
     on_gpu = backbone.device.type == "cuda"
     return {
         "backbone": backbone.spec,
@@ -227,7 +244,7 @@ def _provenance(backbone: Backbone, depends_on: dict[str, Any], configuration: d
         "depends_on": depends_on,
         "configuration": configuration,
         "device": torch.cuda.get_device_name(backbone.device) if on_gpu else str(backbone.device),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
+        "versions": versions,
         "machine": {"platform": platform.platform(), "host": platform.node()},
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }

@@ -6,6 +6,7 @@ features. Resize and crop are done on uint8 by Pillow, in the workers; scaling a
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -73,13 +74,18 @@ class Preprocessing:
         """
         return 2 * (self.resize_px if isinstance(self.resize_px, int) else max(self.resize_px)) if self.fast else 0
 
+    @property
+    def can_be_faster(self) -> bool:
+        """Whether there is a faster way to do it."""
+        return self.library_transform is None and self.interpolation in ("nearest", "bilinear", "bicubic")
+
     def faster(self) -> Preprocessing:
         """The same with `fast`.
 
         Raises:
             InputError: there is no faster way to do it.
         """
-        if self.library_transform is not None or self.interpolation not in ("nearest", "bilinear", "bicubic"):
+        if not self.can_be_faster:
             raise InputError(f"decode is fast, but there is no faster way for the preprocessing: {self}")
         return replace(self, fast=True)
 
@@ -108,8 +114,7 @@ class Preprocessing:
         if images.dtype != torch.uint8:
             return images
         scaled = images.permute(0, 3, 1, 2).to(torch.float32).div_(255)  # (B, 3, H, W), channels last in memory
-        mean, std = (torch.tensor(values, device=images.device).view(3, 1, 1) for values in (self.mean, self.std))
-        return scaled.sub_(mean).div_(std)
+        return scaled.sub_(_of_channels(self.mean, images.device)).div_(_of_channels(self.std, images.device))
 
     def describe(self) -> dict[str, Any]:
         """As plain data for the fingerprint."""
@@ -133,7 +138,15 @@ class Preprocessing:
             return f"the library's own transform: {text[:_SHOWN]}{'...' if len(text) > _SHOWN else ''}"
         resize = self.resize_px if isinstance(self.resize_px, int) else "x".join(map(str, self.resize_px))
         crop = "x".join(map(str, self.crop_px))
-        return f"resize {resize} {self.interpolation}, crop {crop}, mean {self.mean}, std {self.std}"
+        how = ", fast decoding" if self.fast else ""
+        return f"resize {resize} {self.interpolation}, crop {crop}, mean {self.mean}, std {self.std}{how}"
+
+
+@functools.cache
+def _of_channels(values: tuple[float, float, float], device: torch.device) -> Tensor:
+    """(3, 1, 1), sent to the device once."""
+    with torch.inference_mode(False):
+        return torch.tensor(values, device=device).view(3, 1, 1)
 
 
 IDENTITY = Preprocessing(1, (1, 1), "bilinear", (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))  # nothing of it stays when overridden

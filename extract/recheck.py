@@ -15,7 +15,7 @@ from extract.backbones import Backbone, load_backbone
 from extract.errors import InputError
 from extract.forward import ready, rows_of
 from extract.images import Images, listed_again, load_batches
-from extract.planning import Plan, plan_for
+from extract.planning import Plan, how_made, plan_for
 from extract.similarity import deviation
 from extract.status import Status
 from extract.store.dataset import DataSet, differences
@@ -148,14 +148,14 @@ def _plan(
         asked["preprocessing"] = configuration.get("preprocessing")
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{dataset.out} does not say how it was made: {error} is missing in its provenance") from error
+    made = how_made(dataset.depends_on)
+    if made["compile"] == "openvino" and device == "auto":
+        device = "cpu"
     if backbone is None:
         backbone = load_backbone(spec, device=device, **{**asked, **({"weights": weights} if weights else {})})
-    decode = "fast" if dataset.depends_on["preprocessing"].get("resized_by") == "torchvision" else "exact"
-    precision, _, way = dataset.depends_on["precision"].partition(" ")
     settings = {
-        "layers": layers, "batch_size": defaults.BATCH_SIZE, "workers": workers, "decode": decode,
-        "dtype": dataset.features[0].dtype,
-        "precision": precision, "compile": "openvino" if way == "openvino" else "off",
+        "layers": layers, "batch_size": defaults.BATCH_SIZE, "workers": workers, "dtype": dataset.features[0].dtype,
+        **made, "compile": "off" if made["compile"] == "auto" else made["compile"],
         "min_cosine": defaults.MIN_COSINE,
         "max_pixels": configuration.get("max_pixels", defaults.MAX_PIXELS), "shard_rows": None, "compress": None,
     }  # fmt: skip

@@ -71,6 +71,7 @@ def full_float32() -> Iterator[None]:
     places, name, off = (cudnn, matmul), "allow_tf32", False
     try:
         before = [getattr(place, name) for place in places]
+        matmul_precision = torch.get_float32_matmul_precision()  # allow_tf32 does not tell "medium" from "high"
     except RuntimeError:
         places, name, off = (cudnn.conv, cudnn.rnn, matmul), "fp32_precision", "ieee"  # type: ignore[assignment]
         before = [getattr(place, name) for place in places]
@@ -81,6 +82,8 @@ def full_float32() -> Iterator[None]:
     finally:
         for place, value in zip(places, before, strict=True):
             setattr(place, name, value)
+        if name == "allow_tf32" and matmul_precision != torch.get_float32_matmul_precision():
+            torch.set_float32_matmul_precision(matmul_precision)
 
 
 class _Switch:

@@ -1,4 +1,4 @@
-"""What this machine can do for a backbone, measured: decoding, the forward in each way there is, writing.
+"""What this machine can do for a backbone, measured: decoding, and the forward in each way there is.
 
 settings, measured = fastest("photos", backbone=backbone)
 extract_features("photos", out="outputs/photos", backbone=backbone, **settings)
@@ -7,33 +7,44 @@ extract_features("photos", out="outputs/photos", backbone=backbone, **settings)
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import functools
+import gc
+import math
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from extract import defaults
 from extract.backbones import Backbone
+from extract.engines import default_engine, engine_for
 from extract.errors import InputError, first_line
 from extract.features import Choice, choose_features
-from extract.first_batch import FULL_PRECISION, Agreement, agreement
+from extract.first_batch import decoded_both_ways
 from extract.forward import ready
-from extract.images import Images, list_images, load_batches
+from extract.images import Batch, Images, list_images, load_batches
+from extract.planning import PRECISIONS, how_made
 from extract.preprocessing import Preprocessing
 from extract.settings import evaluating, full_float32
+from extract.similarity import Agreement, agreement, refusal
+from extract.status import Status
 from extract.store.dataset import DataSet
 
-__all__ = ["Measured", "Way", "decode_rate", "fastest", "forward_rates", "pictures_of", "ways_for"]
+__all__ = [
+    "Measured", "Way", "batch_rates", "best_batch_size", "best_of", "decode_rate", "fastest", "forward_rates",
+    "pictures_of", "ways_for",
+]  # fmt: skip
 
 _AT_LEAST_S = 1.0  # of repeated forwards
 _FORWARDS = 3
-_DECODED = 16  # images that are decoded both ways
+_GAIN = 1.03  # what a larger batch must gain
+_BATCH_SIZES = {"cpu": (8, 16, 32, 64, 128), "gpu": (32, 64, 128, 256, 512, 1024)}
 
 
 @dataclass(frozen=True)
@@ -43,8 +54,16 @@ class Way:
     precision: str
     engine: str
 
+    @property
+    def compile(self) -> str:
+        """What `extract_features` calls the engine."""
+        return "off" if self.engine == "eager" else self.engine
+
     def __str__(self) -> str:
         return f"{self.precision}, {self.engine}"
+
+
+_PLAIN = Way("float32", "eager")
 
 
 @dataclass(frozen=True)
@@ -53,30 +72,57 @@ class Measured:
 
     Attributes:
         way: it was computed.
-        images_per_s: of batches that lie in memory; 0 where it failed.
+        images_per_s: of batches that lie in memory; 0 where it failed, or was not timed.
         start_s: seconds until the first batch was computed, with compiling.
         agreement: feature -> how it agrees with eager float32.
+        decoding: feature -> how that of fast decoded images agrees with eager float32 of exactly decoded ones; empty
+            where there is no fast decoding.
         why_not: it may not be taken; empty: it may.
+        why_not_fast: it may not be taken with fast decoding; empty: it may, or there is none.
     """
 
     way: Way
     images_per_s: float = 0.0
     start_s: float = 0.0
     agreement: dict[str, Agreement] = field(default_factory=dict)
+    decoding: dict[str, Agreement] = field(default_factory=dict)
     why_not: str = ""
+    why_not_fast: str = ""
+
+    @property
+    def decode(self) -> str:
+        """The faster of the ways to decode that go with it."""
+        return "fast" if self.decoding and not self.why_not_fast else "exact"
 
 
-def ways_for(device: torch.device, *, thorough: bool = False) -> list[Way]:
-    """The ways to compute on a device, the plain one first.
+def ways_for(
+    device: torch.device, *, precision: str | None = None, compile: str | None = None, thorough: bool = False
+) -> list[Way]:
+    """The ways to compute on a device, those in float32 first.
 
     Args:
         device: of the backbone.
+        precision: only this.
+        compile: only what this means, as of `extract_features`; None or "auto": any.
         thorough: also those that are seldom the fastest and take long to compile: inductor on a CPU, beside OpenVINO.
+
+    Raises:
+        UnknownNameError: no such value of `compile`.
+        InputError: `compile` and `precision` do not go together.
     """
-    by_openvino = device.type == "cpu" and importlib.util.find_spec("openvino") is not None
-    engines = ["eager", *(["openvino"] if by_openvino else []), *(["inductor"] if thorough or not by_openvino else [])]
-    lower = ["bfloat16"] if device.type == "cpu" else ["bfloat16", "float16"]
-    return [Way(precision, engine) for precision in ("float32", *lower) for engine in engines]
+    ways = []
+    by_openvino = default_engine(device, "float32") == "openvino"
+    for one in [precision] if precision else PRECISIONS[: 2 if device.type == "cpu" else 3]:
+        if compile not in (None, "auto"):
+            try:
+                ways.append(Way(one, engine_for(str(compile), device, one)))
+            except InputError:
+                if precision or one == "float32":
+                    raise
+            continue
+        engines = ["eager", "openvino"] if default_engine(device, one) == "openvino" else ["eager"]
+        ways += [Way(one, engine) for engine in [*engines, *(["inductor"] if thorough or not by_openvino else [])]]
+    return ways
 
 
 def pictures_of(
@@ -87,33 +133,87 @@ def pictures_of(
     Raises:
         InputError: none of the first can be decoded.
     """
-    rows = [list(range(min(count, len(images))))]
-    batches = load_batches(
-        images, rows, preprocessing.prepare, workers=0, max_pixels=max_pixels, at_least_px=preprocessing.at_least_px
-    )
-    with contextlib.closing(batches):
-        batch = next(batches)
+    batch = _decoded(images, preprocessing, count, max_pixels)
     if not len(batch.images):
-        raise InputError(
-            f"none of the first {len(rows[0])} images can be decoded: {next(iter(batch.reasons.values()))}"
-        )
+        reason = next(iter(batch.reasons.values()))
+        raise InputError(f"none of the first {len(batch.rows)} images can be decoded: {reason}")
     return torch.cat([batch.images] * -(-count // len(batch.images)))[:count]
 
 
+def _decoded(images: Images, preprocessing: Preprocessing, count: int, max_pixels: int) -> Batch:
+    rows = [list(range(min(count, len(images))))]
+    smaller = preprocessing.at_least_px
+    batches = load_batches(images, rows, preprocessing.prepare, workers=0, max_pixels=max_pixels, at_least_px=smaller)
+    with contextlib.closing(batches):
+        return next(batches)
+
+
+def decode_rate(
+    images: Images, preprocessing: Preprocessing, count: int, max_pixels: int = defaults.MAX_PIXELS
+) -> float:
+    """Images per second that one core reads, decodes and prepares."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in a worker
+    try:
+        _decoded(images, preprocessing, 8, max_pixels)
+        start = time.perf_counter()
+        batch = _decoded(images, preprocessing, count, max_pixels)
+        return int((batch.status == Status.OK).sum()) / (time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def batch_rates(backbone: Backbone, choice: Choice, pictures: Tensor) -> dict[int, float]:
+    """Images a forward -> images per second, eagerly and in float32, until the memory ends.
+
+    Args:
+        backbone: as loaded.
+        choice: of features.
+        pictures: as `Preprocessing.prepare` makes them; repeated for larger batches.
+    """
+    rates: dict[int, float] = {}
+    for size in _BATCH_SIZES["cpu" if backbone.device.type == "cpu" else "gpu"]:
+        batch = torch.cat([pictures] * -(-size // len(pictures)))[:size]
+        too_many: list[int] = []
+        with ready(backbone, choice, "float32", on_smaller=too_many.append) as forward:
+            forward(batch)
+            if too_many:
+                break
+            rates[size] = size / _median_s(functools.partial(forward, batch))
+    if not rates:
+        raise InputError(f"the memory of {backbone.device} does not suffice for {size} images at once")
+    return rates
+
+
+def best_batch_size(rates: dict[int, float]) -> int:
+    """The smallest than which none is faster by more than noise."""
+    most = max(rates.values())
+    return next(size for size, rate in rates.items() if rate * _GAIN >= most)
+
+
 def forward_rates(
-    backbone: Backbone, choice: Choice, pictures: Tensor, ways: Iterable[Way], min_cosine: float = defaults.MIN_COSINE
+    backbone: Backbone,
+    choice: Choice,
+    pictures: Tensor,
+    ways: Iterable[Way],
+    min_cosine: float = defaults.MIN_COSINE,
+    pair: tuple[Tensor, Tensor] | None = None,
+    *,
+    refused_too: bool = False,
 ) -> list[Measured]:
-    """Time forwards of one batch, the eager one in float32 first, and compare what they give.
+    """Time forwards of one batch, and compare what they give with the plain one.
 
     Args:
         backbone: as loaded.
         choice: of features.
         pictures: a batch, as `Preprocessing.prepare` makes it.
         ways: to be timed.
-        min_cosine: from which on a feature in lower precision may be taken.
+        min_cosine: from which on a feature in lower precision, or of fast decoded images, may be taken.
+        pair: images decoded fast and exactly, as of `decoded_both_ways`; None: there is no fast decoding.
+        refused_too: time also those that may not be taken.
     """
     with ready(backbone, choice, "float32") as plain:
-        expected = plain(pictures)
+        expected, exactly_decoded = plain(pictures), plain(pair[1]) if pair else {}
     measured = []
     for way in ways:
         try:
@@ -121,13 +221,28 @@ def forward_rates(
             with ready(backbone, choice, "float32", way.precision, way.engine, len(pictures)) as forward:
                 found = agreement(forward(pictures), expected)
                 start_s = time.perf_counter() - start
-                rate = len(pictures) / _median_s(lambda forward=forward: forward(pictures))  # type: ignore[misc]
+                decoding = agreement(forward(pair[0]), exactly_decoded) if pair else {}
+                why_not = refusal(found, None if way.precision == "float32" else min_cosine)
+                rate = 0.0
+                if refused_too or not why_not:
+                    rate = len(pictures) / _median_s(functools.partial(forward, pictures))
         except Exception as error:  # a compiler may fail in any way
             measured.append(Measured(way, why_not=first_line(error)))
             continue
-        plain_way = way == Way("float32", "eager")
-        measured.append(Measured(way, rate, start_s, {} if plain_way else found, _why_not(way, found, min_cosine)))
+        finally:
+            _free(way, backbone.device)
+        told = {} if way == _PLAIN else found
+        measured.append(Measured(way, rate, start_s, told, decoding, why_not, refusal(decoding, min_cosine)))
     return measured
+
+
+def _free(way: Way, device: torch.device) -> None:
+    """Give back the memory of a forward that is not needed any more."""
+    if way.engine == "inductor":
+        torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _median_s(call: Callable[[], object]) -> float:
@@ -139,25 +254,27 @@ def _median_s(call: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def _why_not(way: Way, found: dict[str, Agreement], min_cosine: float) -> str:
-    if way.precision == "float32":
-        worst = max(one.max_deviation for one in found.values())
-        return "" if worst <= FULL_PRECISION else f"off by {worst:.1e} of the largest value, more than rounding"
-    least = min(one.min_cosine for one in found.values())
-    return "" if least >= min_cosine else f"cosine to float32 {least:.6f}, less than {min_cosine}"
+def best_of(measured: Iterable[Measured], n_images: float = math.inf, decode: str | None = None) -> Measured:
+    """The one that takes the least time for so many images, with compiling, of those that may be taken.
 
+    Args:
+        measured: as of `forward_rates`.
+        n_images: to be computed.
+        decode: "fast": only those that may be taken with it.
 
-def decode_rate(images: Images, preprocessing: Preprocessing, count: int) -> float:
-    """Images per second that one core reads, decodes and prepares."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in a worker
-    try:
-        pictures_of(images, preprocessing, min(count, 8))
-        start = time.perf_counter()
-        decoded = len(pictures_of(images, preprocessing, min(count, len(images))))
-        return decoded / (time.perf_counter() - start)
-    finally:
-        torch.set_num_threads(threads)
+    Raises:
+        InputError: none may be taken.
+    """
+    refused = []
+    best, least = None, math.inf
+    for one in measured:
+        if why_not := one.why_not or (one.why_not_fast if decode == "fast" else ""):
+            refused.append(f"{one.way}: {why_not}")
+        elif (seconds := 1 / one.images_per_s + one.start_s / n_images) < least:
+            best, least = one, seconds
+    if best is None:
+        raise InputError("no way to compute may be taken of those asked for:\n  " + "\n  ".join(refused))
+    return best
 
 
 def fastest(
@@ -166,11 +283,14 @@ def fastest(
     backbone: Backbone,
     layers: str | Sequence[str] = defaults.LAYERS,
     out: str | os.PathLike[str] | None = None,
-    batch_size: int = defaults.BATCH_SIZE,
+    batch_size: int | None = None,
+    precision: str | None = None,
+    compile: str | None = None,
+    decode: str | None = None,
     min_cosine: float = defaults.MIN_COSINE,
     limit: int | None = None,
-    precisions: Sequence[str] = ("float32", "bfloat16", "float16"),
-) -> tuple[dict[str, str], list[Measured]]:
+    max_pixels: int = defaults.MAX_PIXELS,
+) -> tuple[dict[str, Any], list[Measured]]:
     """The fastest way to compute features of these images that agrees with the plain one.
 
     Args:
@@ -178,46 +298,40 @@ def fastest(
         backbone: as loaded.
         layers: as of `extract_features`.
         out: a data set that is to be gone on with: what its features depend on stays, and nothing is measured.
-        batch_size: images a forward.
-        min_cosine: from which on features in lower precision agree.
+        batch_size: images a forward; None: the default on a CPU, measured on a GPU.
+        precision: only this; None: any.
+        compile: only this; None or "auto": any.
+        decode: only this; None: either.
+        min_cosine: from which on features in lower precision, or of fast decoded images, agree.
         limit: only so many images.
-        precisions: to choose from.
+        max_pixels: as of `extract_features`.
 
     Returns:
-        `precision`, `compile` and `decode` as `extract_features` takes them; and what was measured.
+        `precision`, `compile`, `decode` and `batch_size` as `extract_features` takes them; and what was measured.
 
     Raises:
-        InputError: as of `extract_features`.
+        InputError: as of `extract_features`, or none of the ways that are left agrees.
     """
-    found = images if isinstance(images, Images) else list_images(images, limit)
-    decode = "exact" if _no_faster(backbone.preprocessing) else "fast"
     if out is not None and (Path(out) / "dataset.json").exists():
-        depends_on = DataSet.open(Path(out)).depends_on
-        precision, _, way = str(depends_on["precision"]).partition(" ")
-        decode = "fast" if depends_on["preprocessing"].get("resized_by") == "torchvision" else "exact"
-        compile = "openvino" if way == "openvino" else "auto"
-        return {"precision": precision, "compile": compile, "decode": decode}, []
+        dataset = DataSet.open(Path(out))
+        if any(dataset.files()):
+            asked = {"precision": precision, "compile": compile, "decode": decode, "batch_size": batch_size}
+            given = {name: value for name, value in asked.items() if value is not None}
+            return {"batch_size": defaults.BATCH_SIZE, **how_made(dataset.depends_on), **given}, []
+    found = images if isinstance(images, Images) else list_images(images, limit)
+    ways = ways_for(backbone.device, precision=precision, compile=compile)
+    preprocessing = backbone.preprocessing
     with evaluating(backbone.model), full_float32():
         choice = choose_features(backbone, [layers] if isinstance(layers, str) else layers)
-    count = min(batch_size, len(found))
-    exact = pictures_of(found, backbone.preprocessing, count)
-    ways = [way for way in ways_for(backbone.device) if way.precision in precisions]
-    measured = forward_rates(backbone, choice, exact, ways, min_cosine)
-    if decode == "fast":
-        few = min(count, _DECODED)
-        fast = pictures_of(found, replace(backbone.preprocessing, fast=True), few)
-        with ready(backbone, choice, "float32") as forward:
-            agreed = agreement(forward(fast), forward(exact[:few]))
-        if min(one.min_cosine for one in agreed.values()) < min_cosine:
-            decode = "exact"
-    best = max((one for one in measured if not one.why_not), key=lambda one: one.images_per_s).way
-    compile = "off" if best.engine == "eager" else best.engine
-    return {"precision": best.precision, "compile": compile, "decode": decode}, measured
-
-
-def _no_faster(preprocessing: Preprocessing) -> bool:
-    try:
-        preprocessing.faster()
-    except InputError:
-        return True
-    return False
+    pictures = pictures_of(found, preprocessing, min(batch_size or defaults.BATCH_SIZE, len(found)), max_pixels)
+    pair = None
+    if decode == "fast" or (decode is None and preprocessing.can_be_faster):
+        pair = decoded_both_ways(found, preprocessing, max_pixels)
+    if batch_size is None:
+        on_cpu = backbone.device.type == "cpu"
+        batch_size = defaults.BATCH_SIZE if on_cpu else best_batch_size(batch_rates(backbone, choice, pictures))
+        pictures = torch.cat([pictures] * -(-batch_size // len(pictures)))[: min(batch_size, len(found))]
+    measured = forward_rates(backbone, choice, pictures, ways, min_cosine, pair)
+    best = best_of(measured, len(found), decode)
+    settings = {"precision": best.way.precision, "compile": best.way.compile, "decode": decode or best.decode}
+    return {**settings, "batch_size": batch_size}, measured

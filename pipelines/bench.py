@@ -17,18 +17,28 @@ from PIL import Image
 
 from extract import defaults
 from extract.backbones import Backbone, load_backbone
+from extract.errors import LayertapError
 from extract.extraction import extract
-from extract.features import Choice, choose_features
+from extract.features import choose_features
+from extract.first_batch import decoded_both_ways
 from extract.images import Images, list_images
 from extract.images.source import Source
-from extract.planning import plan_for
+from extract.planning import plan
 from extract.settings import evaluating, full_float32
-from extract.tuning import Measured, Way, decode_rate, forward_rates, pictures_of, ways_for
+from extract.tuning import (
+    Measured,
+    Way,
+    batch_rates,
+    best_batch_size,
+    best_of,
+    decode_rate,
+    forward_rates,
+    pictures_of,
+    ways_for,
+)  # fmt: skip
 
-__all__ = ["Bench", "as_json", "bench", "print_bench"]
+__all__ = ["Bench", "PipelineRate", "as_json", "bench", "print_bench"]
 
-_BATCH_SIZES = (8, 16, 32, 64, 128)
-_GAIN = 1.03  # what a larger batch must gain
 _DECODED = 200  # images
 _WRITTEN_BYTES = 256 << 20
 _PIPELINE_S = 20.0  # about so long the whole pipeline runs, in each way
@@ -36,14 +46,14 @@ _SYNTHETIC = 64  # images
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PipelineRate:
     """The whole pipeline, run in one way.
 
     Attributes:
         way: the forward was computed.
         decode: "exact" or "fast".
-        images_per_s: from the first image to the last, without loading the backbone or compiling.
-        bound: what decoding and forward together allow on this machine, images per second.
+        images_per_s: of the second half of the images, when what was decoded ahead while it started is used up.
+        bound: what decoding, forward and writing together allow on this machine, images per second.
     """
 
     way: Way
@@ -60,7 +70,7 @@ class Bench:
         images: where they were.
         backbone: its spec.
         device: it ran on.
-        cores: that decode.
+        cores: of this machine that may be used.
         decode: "exact" and "fast" -> rate of one core.
         forward: of batches in memory, each way.
         batches: images a forward -> rate, eager, in float32.
@@ -79,7 +89,7 @@ class Bench:
     batches: dict[int, float]
     write: float
     row_bytes: int
-    pipelines: list[Pipeline]
+    pipelines: list[PipelineRate]
     recommended: dict[str, Any]
 
 
@@ -104,44 +114,43 @@ def bench(
         thorough: also ways that are seldom the fastest and take long to compile.
         say: told what is being measured.
     """
+    if not os.access(".", os.W_OK):
+        raise LayertapError("the working directory cannot be written to; bench writes there for a while, to measure it")
     loaded = load_backbone(backbone, weights=weights, device=device)
-    with _images(images) as where, evaluating(loaded.model), full_float32():
-        choice = choose_features(loaded, list(layers))
+    preprocessing = loaded.preprocessing
+    with _images(images) as where:
         found = list_images(where)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        with evaluating(loaded.model), full_float32():
+            choice = choose_features(loaded, list(layers))
         say("decoding")
-        ways_to_decode = {"exact": loaded.preprocessing}
-        with contextlib.suppress(ValueError):
-            ways_to_decode["fast"] = loaded.preprocessing.faster()
-        decode = {name: decode_rate(found, one, _DECODED) for name, one in ways_to_decode.items()}
+        decode, pair = {"exact": decode_rate(found, preprocessing, _DECODED)}, None
+        if preprocessing.can_be_faster:
+            decode["fast"] = decode_rate(found, preprocessing.faster(), _DECODED)
+            pair = decoded_both_ways(found, preprocessing, defaults.MAX_PIXELS)
         say("batch sizes")
-        pictures = pictures_of(found, loaded.preprocessing, max(_BATCH_SIZES))
-        batches = _batch_sizes(loaded, choice, pictures)
-        batch_size = _smallest_good(batches)
+        pictures = pictures_of(found, preprocessing, 128)
+        batches = batch_rates(loaded, choice, pictures)
+        batch_size = best_batch_size(batches)
         measured = []
         for way in ways_for(loaded.device, thorough=thorough):
             say(f"forward: {way}")
-            measured += forward_rates(loaded, choice, pictures[:batch_size], [way])
+            measured += forward_rates(loaded, choice, pictures[:batch_size], [way], pair=pair, refused_too=True)
         say("writing")
         row_bytes = sum(4 * int(np.prod(feature.shape)) for feature in choice.features)
         write = _write_rate(row_bytes)
-        best = max((one for one in measured if not one.why_not), key=lambda one: one.images_per_s)
-        fast = "fast" if "fast" in decode else "exact"
+        plain, best = measured[0], best_of(measured)
         pipelines = []
-        for one, how in {(measured[0].way, "exact"): measured[0], (best.way, fast): best}.items():
-            say(f"the whole pipeline: {one[0]}, {one[1]} decoding")
-            bound = _bound(how.images_per_s, decode[one[1]], cores, write, loaded.device.type == "cpu")
-            rate = _pipeline_rate(loaded, found, layers, one[0], one[1], batch_size, bound)
-            pipelines.append(Pipeline(*one, rate, bound))
+        for (way, how), one in {(plain.way, "exact"): plain, (best.way, best.decode): best}.items():
+            say(f"the whole pipeline: {way}, {how} decoding")
+            bound = _bound(one.images_per_s, decode[how], write, loaded.device.type == "cpu")
+            rate = _pipeline_rate(loaded, found, layers, way, how, batch_size, bound)
+            pipelines.append(PipelineRate(way, how, rate, bound))
     recommended = {
-        "batch_size": batch_size,
-        "workers": defaults.WORKERS,
-        "precision": best.way.precision,
-        "compile": "off" if best.way.engine == "eager" else best.way.engine,
-        "decode": fast,
-    }
+        "batch_size": batch_size, "workers": defaults.WORKERS, "precision": best.way.precision,
+        "compile": best.way.compile, "decode": best.decode,
+    }  # fmt: skip
     return Bench(
-        images or "pictures of noise, 500x375, as JPEG", backbone, str(loaded.device), cores, decode, measured,
+        images or "pictures of noise, 500x375, as JPEG", backbone, str(loaded.device), defaults.CORES, decode, measured,
         batches, write, row_bytes, pipelines, recommended,
     )  # fmt: skip
 
@@ -160,23 +169,6 @@ def _images(given: str | None) -> Iterator[str]:
         yield folder
 
 
-def _batch_sizes(backbone: Backbone, choice: Choice, pictures: Any) -> dict[int, float]:
-    """Images a forward -> images per second, until the memory ends."""
-    rates: dict[int, float] = {}
-    for size in _BATCH_SIZES:
-        (one,) = forward_rates(backbone, choice, pictures[:size], [Way("float32", "eager")])
-        if not one.images_per_s:
-            break
-        rates[size] = one.images_per_s
-    return rates
-
-
-def _smallest_good(rates: dict[int, float]) -> int:
-    """The smallest batch than which none is faster by more than noise."""
-    most = max(rates.values())
-    return next(size for size, rate in rates.items() if rate * _GAIN >= most)
-
-
 def _write_rate(row_bytes: int) -> float:
     """Rows per second to the disk of the working directory, forced to it."""
     block = np.random.default_rng(0).bytes(4 << 20)
@@ -189,28 +181,27 @@ def _write_rate(row_bytes: int) -> float:
         return _WRITTEN_BYTES / row_bytes / (time.perf_counter() - start)
 
 
-def _bound(forward: float, decode: float, cores: int, write: float, shared: bool) -> float:
+def _bound(forward: float, decode: float, write: float, on_cpu: bool) -> float:
     """What stages of these rates allow together: on a CPU, decoding takes its time from the forward."""
-    decoding = decode * cores
-    computing = 1 / (1 / forward + 1 / decoding) if shared else min(forward, decoding)
-    return min(computing, write)
+    decoding = decode * min(defaults.CORES, defaults.WORKERS)
+    both = 1 / (1 / forward + 1 / (decode * defaults.CORES)) if on_cpu else forward
+    return min(both, decoding, write)
 
 
 def _pipeline_rate(
     backbone: Backbone, images: Images, layers: tuple[str, ...], way: Way, decode: str, batch_size: int, bound: float
 ) -> float:
-    """Images per second of a run, after its first batches."""
-    done: list[tuple[float, int]] = []
-    repeated = _repeated(images, max(4 * batch_size, int(bound * _PIPELINE_S)))
-    settings = {
-        "layers": list(layers), "batch_size": batch_size, "workers": defaults.WORKERS, "decode": decode,
-        "dtype": "float32", "precision": way.precision, "compile": "off" if way.engine == "eager" else way.engine,
-        "min_cosine": -1.0, "max_pixels": defaults.MAX_PIXELS, "shard_rows": None, "compress": None,
-    }  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="layertap-bench-") as folder:
-        planned = plan_for(repeated, Path(folder) / "out", backbone, settings)
+    """Images per second of a run, in its second half."""
+    done: list[tuple[float, int]] = []  # when rows were stored, and how many
+    repeated = _repeated(images, max(8 * batch_size, int(bound * _PIPELINE_S)))
+    with tempfile.TemporaryDirectory(prefix=".layertap-bench-", dir=".") as folder:
+        planned = plan(
+            repeated, out=Path(folder) / "out", backbone=backbone, layers=layers, batch_size=batch_size, decode=decode,
+            precision=way.precision, compile=way.compile,
+        )  # fmt: skip
         extract(planned, on_rows=lambda rows, found: done.append((time.perf_counter(), rows)))
-    return sum(rows for _, rows in done[1:]) / (done[-1][0] - done[0][0])
+    half = done[len(done) // 2 :]
+    return sum(rows for _, rows in half[1:]) / (half[-1][0] - half[0][0])
 
 
 def _repeated(images: Images, count: int) -> Images:
@@ -255,6 +246,8 @@ def print_bench(found: Bench, echo: Callable[[str], None]) -> None:
             note += f"  cosine at least {cosine:.6f}, off by {off:.1e}"
         if one.why_not:
             note += f"  not taken: {one.why_not}"
+        elif one.why_not_fast:
+            note += f"  not with fast decoding, where {one.why_not_fast}"
         echo(f"  forward, {one.way!s:18} {rate_text}{note}")
     echo(f"  write, {found.row_bytes / 1e3:.1f} kB a row       {found.write:9.0f}")
     echo("batch size -> forward: " + ", ".join(f"{size} {rate:.1f}" for size, rate in found.batches.items()))

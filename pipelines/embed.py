@@ -16,11 +16,12 @@ from typing import Any
 
 import click
 
+from extract import defaults
 from extract.backbones import Backbone, load_backbone
 from extract.engines import default_engine
 from extract.extraction import Plan, Summary, extract, plan
 from extract.first_batch import Computation
-from extract.planning import PRECISIONS
+from extract.images import Images, list_images
 from extract.store.reader import FeatureReader
 from extract.tuning import fastest
 from pipelines.config import EmbedConfig
@@ -67,15 +68,15 @@ def embed(config: EmbedConfig) -> Outcome:
         click.secho(text, fg="red", bold=True, err=True)
     for note in backbone.notes:
         click.secho(f"note: {note}", fg="yellow", err=True)
+    listed = list_images(config.images, config.limit)
     planned = plan(
-        config.images,
+        listed,
         out=config.folder,
         backbone=backbone,
         layers=config.layers,
-        batch_size=config.batch_size,
         workers=config.workers,
         dtype=config.dtype,
-        **_how(config, backbone),
+        **_how(config, listed, backbone),
         min_cosine=config.min_cosine,
         limit=config.limit,
         max_pixels=config.max_pixels,
@@ -104,26 +105,28 @@ def embed(config: EmbedConfig) -> Outcome:
         return Outcome(planned, summary, reader.failures, reader.compression, 0)
 
 
-def _how(config: EmbedConfig, backbone: Backbone) -> dict[str, str]:
-    """Precision, compiler and decoding: as they were asked for, or the fastest."""
-    asked = {name: str(getattr(config, name)) for name in ("precision", "compile", "decode")}
+def _how(config: EmbedConfig, images: Images, backbone: Backbone) -> dict[str, Any]:
+    """Precision, compiler, decoding and batch size: as they were asked for, or the fastest."""
+    asked = {name: getattr(config, name) for name in ("precision", "compile", "decode", "batch_size")}
     if not config.fast:
         return asked
-    given = {name: value for name, value in asked.items() if name in config.model_fields_set}
-    found, measured = fastest(
-        config.images,
+    click.echo("measuring what is fastest ...", err=True)
+    settings, measured = fastest(
+        images,
         backbone=backbone,
         layers=config.layers,
         out=config.folder,
-        batch_size=config.batch_size,
         min_cosine=config.min_cosine,
-        limit=config.limit,
-        precisions=[config.precision] if "precision" in given else PRECISIONS,
+        max_pixels=config.max_pixels,
+        **{name: value for name, value in asked.items() if name in config.model_fields_set},
     )
     for one in measured:
         rate = f"{one.images_per_s:8.1f} images/s" if one.images_per_s else "        -         "
-        click.echo(f"          {one.way!s:20} {rate}{f'  not taken: {one.why_not}' if one.why_not else ''}", err=True)
-    return {**found, **given}
+        why = f"  not taken: {one.why_not}" if one.why_not else ""
+        if one.why_not_fast and not one.why_not:
+            why = f"  not with fast decoding: {one.why_not_fast}"
+        click.echo(f"          {one.way!s:20} {rate}{why}", err=True)
+    return settings
 
 
 def _tell(planned: Plan) -> None:
@@ -240,12 +243,14 @@ def _advice(outcome: Outcome) -> str:
     if stage == "write":
         return "a faster disk, pooled layers, or --dtype float16"
     if stage == "images":
-        cores = os.process_cpu_count() if hasattr(os, "process_cpu_count") else len(os.sched_getaffinity(0))
-        if plan.workers < (cores or 1):
-            return f"raise --workers ({plan.workers} of {cores} cores)"
-        return "more cores" if plan.backbone.preprocessing.fast else "--decode fast, or more cores"
+        if plan.workers < defaults.CORES:
+            return f"raise --workers ({plan.workers} of {defaults.CORES} cores)"
+        preprocessing = plan.backbone.preprocessing
+        faster = preprocessing.can_be_faster and not preprocessing.fast
+        return "--decode fast, or more cores" if faster else "more cores"
     on_cpu = plan.backbone.device.type == "cpu"
-    if outcome.summary.computation is not None and outcome.summary.computation.engine == "eager":
+    computation = outcome.summary.computation or Computation()
+    if computation.engine == "eager" and not computation.failed:
         engine = default_engine(plan.backbone.device, plan.precision)
         if on_cpu and engine == "inductor" and plan.precision != "float16":
             return "pip install 'layertap[openvino]' for a faster forward, or a GPU"
@@ -287,7 +292,7 @@ def summary_as_json(outcome: Outcome) -> dict[str, Any]:
         "seconds": round(summary.seconds, 3),
         "images_per_s": round(summary.images_per_s, 2),
         "at_once": summary.at_once,
-        "bottleneck": bottleneck(summary),
+        "bottleneck": bottleneck(summary) if summary.computed else None,
         "stages": {stage: round(seconds, 3) for stage, seconds in summary.stages.items()},
     }
 

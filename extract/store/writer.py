@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -56,6 +57,7 @@ class ShardWriter:
         self._part = part = dataset.path(shard, revision, part=True)
         self._final = dataset.path(shard, revision)
         self._sync_s, self._synced = sync_s, time.monotonic()
+        self._in_use = threading.Lock()  # the file
         try:
             self._file = os.open(part, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -92,9 +94,10 @@ class ShardWriter:
 
     def _close(self) -> None:
         self._shard.close()
-        file, self._file = self._file, -1  # first, since a signal may come at any moment
-        if file >= 0:
-            os.close(file)
+        with self._in_use:  # a thread may be writing
+            file, self._file = self._file, -1  # first, since a signal may come at any moment
+            if file >= 0:
+                os.close(file)
 
     def check(self) -> int:
         """Reset to pending each stored row that does not agree with its hashes; returns how many."""
@@ -163,14 +166,15 @@ class ShardWriter:
             places.append((start, slice(done, done + stop - start)))
             done += stop - start
         try:
-            for name, values in columns.items():
-                if name == "/status" and self._sync_s == 0:
-                    os.fdatasync(self._file)  # so that no status is on the disk before its row
-                for start, here in places:
-                    self._put(name, start, values[here])
-            if time.monotonic() - self._synced >= self._sync_s:
-                os.fdatasync(self._file)
-                self._synced = time.monotonic()
+            with self._in_use:
+                for name, values in columns.items():
+                    if name == "/status" and self._sync_s == 0:
+                        os.fdatasync(self._file)  # so that no status is on the disk before its row
+                    for start, here in places:
+                        self._put(name, start, values[here])
+                if time.monotonic() - self._synced >= self._sync_s:
+                    os.fdatasync(self._file)
+                    self._synced = time.monotonic()
         except OSError as error:
             raise LayertapError(
                 f"cannot write to {self._part}: {error.strerror}; what was stored before is safe"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,10 @@ from extract.engines import engine_for
 from extract.errors import InputError, LayertapError, UnknownNameError
 from extract.extraction import extract, plan
 from extract.features import choose_features
-from extract.first_batch import FULL_PRECISION, agreement
 from extract.forward import ready
 from extract.recheck import recheck
 from extract.settings import evaluating
+from extract.similarity import FULL_PRECISION, agreement
 from tests.conftest import make_picture
 
 openvino = pytest.mark.skipif(not importlib.util.find_spec("openvino"), reason="no openvino")
@@ -36,6 +38,8 @@ LAYERS = {
     "timm/convnext_atto": ["stages.*", "embedding"],
     "bundled/efficientnet_lite0": ["blocks.*", "conv_stem:none", "global_pool", "classifier", "embedding"],
 }  # fmt: skip
+
+QUICK = ("torchvision/resnet18", "timm/vit_tiny_patch16_224", "bundled/efficientnet_lite0")
 
 
 def _pictures(backbone: Any, count: int) -> torch.Tensor:
@@ -55,7 +59,9 @@ def _both_ways(spec: str, engine: str, layers: list[str], dtype: str = "float32"
 
 
 @pytest.mark.parametrize("engine", [BY_OPENVINO, BY_INDUCTOR])
-@pytest.mark.parametrize("spec", LAYERS)
+@pytest.mark.parametrize(
+    "spec", [spec if spec in QUICK else pytest.param(spec, marks=pytest.mark.slow) for spec in LAYERS]
+)
 def test_compiled_features_are_those_of_an_eager_forward(spec: str, engine: str) -> None:
     plain, compiled, short = _both_ways(spec, engine, LAYERS[spec])
     assert list(compiled) == list(plain)
@@ -72,6 +78,41 @@ def test_features_are_compiled_to_float16_too() -> None:
     for name, values in compiled.items():
         assert values.dtype == np.float16
         assert np.abs(values.astype(float) - plain[name]).max() <= 2**-10 * np.abs(plain[name]).max()
+
+
+@openvino
+def test_a_run_that_stores_float16_is_compared_in_float32(folder: Path, tmp_path: Path) -> None:
+    """Rounding to 11 bits is far more than what compiled code may be off."""
+    found = extract_features(folder, out=tmp_path / "out", compile="on", dtype="float16", **NET)
+    plain = extract_features(folder, out=tmp_path / "plain", compile="off", dtype="float16", **NET)
+    assert found["embedding"].dtype == np.float16
+    rows, expected = (one["embedding"][:].astype(float) for one in (found, plain))
+    assert np.abs(rows - expected).max() <= 2**-10 * np.abs(expected).max()
+    ended = json.loads((tmp_path / "out" / "runs.jsonl").read_text().splitlines()[-1])
+    assert ended["computation"]["engine"] == "openvino"
+    assert ended["computation"]["agreement"]["embedding"]["max_deviation"] <= FULL_PRECISION
+
+
+@openvino
+def test_openvino_reports_to_nobody() -> None:
+    """Its telemetry would fork a process in mid-run, and send from there."""
+    program = """
+import multiprocessing.process, socket, sys
+def forbidden(*_, **__): raise SystemExit("a process or a connection")
+multiprocessing.process.BaseProcess.start = socket.socket.connect = forbidden
+import torch
+from extract import load_backbone
+from extract.features import choose_features
+from extract.forward import ready
+backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
+choice = choose_features(backbone, ["embedding"])
+pictures = torch.zeros(2, *backbone.preprocessing.crop_px, 3, dtype=torch.uint8)
+with ready(backbone, choice, "float32", "float32", "openvino", 2) as forward:
+    forward(pictures)
+print("openvino" in sys.modules, "openvino_telemetry" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "True False\n"), done.stderr
 
 
 @openvino
@@ -191,11 +232,12 @@ def test_compiled_code_that_is_off_is_not_used(
     monkeypatch.setitem(engines._MAKERS, "openvino", _wrong(1e-4))
     backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
     if compile == "openvino":
-        with pytest.raises(LayertapError, match="off by 1.0e-04 of the largest value .* at most 1e-05 is rounding"):
+        with pytest.raises(LayertapError, match="off by 1.0e-04 of the largest value; at most 1e-05 is rounding"):
             _run(folder, tmp_path / "out", backbone, compile=compile)
         return
     summary = _run(folder, tmp_path / "out", backbone, compile=compile)
     assert "off by 1.0e-04" in summary.computation.why
+    assert summary.computation.failed
     plain = extract_features(folder, out=tmp_path / "plain", backbone=backbone, batch_size=5, progress=False)
     stored = extract_features(folder, out=tmp_path / "out", backbone=backbone, batch_size=5, progress=False)
     assert np.array_equal(stored["embedding"][:], plain["embedding"][:])
@@ -208,6 +250,19 @@ def test_low_precision_that_is_refused_leaves_nothing_behind(folder: Path, tmp_p
         extract_features(folder, out=out, precision="bfloat16", compile=compile, min_cosine=1.0, **NET)
     assert not list((out / "shards").iterdir())
     assert extract_features(folder, out=out, **NET)["embedding"].shape[0] == 12  # in float32, the same folder takes it
+
+
+@pytest.mark.slow  # inductor calls a C++ compiler
+def test_what_inductor_computes_in_lower_precision_has_a_fingerprint_of_its_own(folder: Path, tmp_path: Path) -> None:
+    lower = {**NET, "precision": "bfloat16", "min_cosine": 0.9}
+    found = extract_features(folder, out=tmp_path / "out", compile="inductor", limit=7, **lower)
+    assert found.provenance["depends_on"]["precision"] == "bfloat16 inductor"
+    (tmp_path / "out" / "shards" / "000000.h5").unlink()
+    again = extract_features(folder, out=tmp_path / "out", limit=7, **lower)  # auto goes on as it began
+    assert again.fingerprint == found.fingerprint
+    assert recheck(tmp_path / "out", 7, backbone=load_backbone("timm/test_resnet", weights="random")).faults == []
+    with pytest.raises(InputError, match="precision: bfloat16 inductor there, bfloat16 autocast now"):
+        extract_features(folder, out=tmp_path / "out", compile="off", limit=7, **lower)
 
 
 @openvino
@@ -237,8 +292,6 @@ def test_what_compile_means() -> None:
 
 
 def test_without_openvino_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     monkeypatch.setitem(sys.modules, "openvino", None)
     with pytest.raises(LayertapError, match=r"pip install 'layertap\[openvino\]'"):
         engine_for("openvino", torch.device("cpu"), "float32")
@@ -259,5 +312,5 @@ def test_fast_decoding_is_compared_stored_and_refused_where_features_point_elsew
     assert recheck(tmp_path / "fast", 12, backbone=load_backbone("timm/test_resnet", weights="random")).faults == []
     with pytest.raises(InputError, match="resized_by: torchvision there, pillow now"):
         extract_features(folder, out=tmp_path / "fast", **NET)
-    with pytest.raises(LayertapError, match="fast decoded images has a cosine of .* Take --decode exact"):
+    with pytest.raises(LayertapError, match="of fast decoded images, embedding has a cosine of .* Take --decode exact"):
         extract_features(folder, out=tmp_path / "no", decode="fast", min_cosine=1.0, **NET)

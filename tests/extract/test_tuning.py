@@ -10,11 +10,23 @@ import numpy as np
 import pytest
 import torch
 
-from extract import InputError, extract_features, load_backbone, tuning
+from extract import InputError, extract_features, first_batch, load_backbone, tuning
 from extract.features import choose_features
+from extract.first_batch import decoded_both_ways
 from extract.images import list_images
 from extract.settings import evaluating
-from extract.tuning import Measured, Way, fastest, forward_rates, pictures_of, ways_for
+from extract.similarity import Agreement
+from extract.tuning import (
+    Measured,
+    Way,
+    batch_rates,
+    best_batch_size,
+    best_of,
+    fastest,
+    forward_rates,
+    pictures_of,
+    ways_for,
+)
 
 openvino = pytest.mark.skipif(not importlib.util.find_spec("openvino"), reason="no openvino")
 NET: dict[str, Any] = {"weights": "random", "device": "cpu"}
@@ -53,28 +65,28 @@ def test_ways_that_do_not_agree_or_fail_are_not_to_be_taken(folder: Path, monkey
     pictures = pictures_of(list_images(folder), backbone.preprocessing, 6)
     ways = [Way("float32", "eager"), Way("float32", "openvino"), Way("bfloat16", "eager"), Way("float32", "none")]
     plain, compiled, lower, failed = forward_rates(backbone, choice, pictures, ways, min_cosine=1.0)
-    assert (plain.why_not, plain.agreement) == ("", {})
+    assert (plain.why_not, plain.agreement, plain.decoding) == ("", {}, {})
     assert compiled.why_not == ""
     assert plain.images_per_s > 0 < compiled.images_per_s
-    assert "less than 1.0" in lower.why_not
+    assert "at least 1.0 is wanted" in lower.why_not
+    assert lower.images_per_s == 0.0  # not timed, since it may not be taken
     assert lower.agreement["embedding"].min_cosine > 0.99
     assert (failed.images_per_s, failed.why_not) == (0.0, "'none'")
 
 
 def test_the_fastest_that_agrees_is_taken(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = load_backbone("timm/test_resnet", **NET)
+    near = {"embedding": Agreement(0.9995, 1e-3)}
     rates = [
-        Measured(Way("float32", "eager"), 10.0),
-        Measured(Way("float32", "openvino"), 12.0),
-        Measured(Way("bfloat16", "openvino"), 30.0, why_not="cosine to float32 0.9, less than 0.999"),
-        Measured(Way("bfloat16", "eager"), 20.0),
+        Measured(Way("float32", "eager"), 10.0, decoding=near),
+        Measured(Way("float32", "openvino"), 12.0, decoding=near),
+        Measured(Way("bfloat16", "openvino"), 30.0, why_not="embedding has a cosine of 0.9 to eager float32"),
+        Measured(Way("bfloat16", "eager"), 20.0, decoding=near),
     ]
-    monkeypatch.setattr(tuning, "forward_rates", lambda *_: rates)
+    monkeypatch.setattr(tuning, "forward_rates", lambda *_, **__: rates)
     settings, measured = fastest(folder, backbone=backbone, min_cosine=0.9)
-    assert settings == {"precision": "bfloat16", "compile": "off", "decode": "fast"}
+    assert settings == {"precision": "bfloat16", "compile": "off", "decode": "fast", "batch_size": 64}
     assert measured is rates
-    strict, _ = fastest(folder, backbone=backbone, min_cosine=1.0)  # no decoding but the exact one agrees so well
-    assert strict["decode"] == "exact"
     reader = extract_features(
         folder, out=tmp_path / "out", backbone=backbone, progress=False, min_cosine=0.9, **settings
     )
@@ -87,7 +99,83 @@ def test_a_data_set_is_gone_on_with_as_it_began(folder: Path, tmp_path: Path, mo
     extract_features(
         folder, out=tmp_path / "out", backbone=backbone, limit=5, min_cosine=0.9, progress=False, **began
     ).close()  # type: ignore[arg-type]
-    monkeypatch.setattr(tuning, "forward_rates", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(tuning, "forward_rates", lambda *_, **__: pytest.fail("measured"))
     settings, measured = fastest(folder, backbone=backbone, out=tmp_path / "out")
-    assert settings == {**began, "compile": "auto"}
+    assert settings == {**began, "batch_size": 64}
     assert measured == []
+
+
+def test_what_takes_long_to_compile_must_win_that_back() -> None:
+    slow, soon = Measured(Way("float32", "inductor"), 20.0, start_s=30.0), Measured(Way("float32", "eager"), 10.0)
+    assert best_of([slow, soon], 100) is soon  # 35 s and 10 s
+    assert best_of([slow, soon], 1000) is slow  # 80 s and 100 s
+    assert best_of([slow, soon]) is slow
+
+
+def test_decoding_and_precision_must_agree_together() -> None:
+    near, off = {"embedding": Agreement(0.9995, 1e-3)}, {"embedding": Agreement(0.998, 1e-2)}
+    lower = Measured(Way("bfloat16", "eager"), 20.0, decoding=off, why_not_fast="embedding has a cosine of 0.998")
+    plain = Measured(Way("float32", "eager"), 10.0, decoding=near)
+    assert (best_of([plain, lower]).decode, best_of([plain, lower])) == ("exact", lower)
+    assert (best_of([plain, lower], decode="fast").decode, best_of([plain, lower], decode="fast")) == ("fast", plain)
+
+
+def test_where_nothing_agrees_each_reason_is_told(folder: Path) -> None:
+    backbone = load_backbone("timm/test_resnet", **NET)
+    with pytest.raises(InputError, match=r"(?s)may be taken of those asked for:.*bfloat16, eager: embedding has a cos"):
+        fastest(folder, backbone=backbone, precision="bfloat16", compile="off", min_cosine=1.0)
+
+
+def test_ways_are_those_that_were_asked_for() -> None:
+    cpu = torch.device("cpu")
+    assert ways_for(cpu, precision="float16", compile="off") == [Way("float16", "eager")]
+    assert ways_for(cpu, compile="off") == [Way("float32", "eager"), Way("bfloat16", "eager")]
+    assert Way("float16", "eager") in ways_for(cpu, precision="float16")
+    with pytest.raises(InputError, match="Take --device cpu"):
+        ways_for(torch.device("cuda"), compile="openvino")
+
+
+def test_broken_images_do_not_shift_those_that_are_compared(folder: Path) -> None:
+    """Each picture is compared with itself, not with its neighbour."""
+    preprocessing = load_backbone("timm/test_resnet", **NET).preprocessing
+    (folder / "ant" / "00.png").write_bytes(b"no picture")
+    images = list_images(folder)
+    fast, exact = decoded_both_ways(images, preprocessing, 10**6)
+    assert len(fast) == len(exact) == 11
+    assert float((fast.int() - exact.int()).abs().float().mean()) < 1
+    for path in folder.rglob("*.*"):
+        path.write_bytes(b"no picture")
+    with pytest.raises(InputError, match="none of the 12 images can be decoded both fast and exactly"):
+        decoded_both_ways(images, preprocessing, 10**6)
+
+
+def test_where_the_first_images_are_broken_later_ones_are_compared(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first_batch, "_DECODED", 3)
+    for path in sorted((folder / "ant").iterdir())[:4]:
+        path.write_bytes(b"no picture")
+    fast, _ = decoded_both_ways(list_images(folder), load_backbone("timm/test_resnet", **NET).preprocessing, 10**6)
+    assert len(fast) == 2  # of rows 3 to 5, the first is broken as well
+
+
+def test_batches_grow_until_the_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward that takes 20 images at most."""
+    backbone = load_backbone("timm/test_resnet", **NET)
+    with evaluating(backbone.model):
+        choice = choose_features(backbone, ["embedding"])
+    real = backbone.model.conv1.forward
+
+    def conv1(images: Any) -> Any:
+        if len(images) > 20:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(images)
+
+    monkeypatch.setattr(backbone.model.conv1, "forward", conv1)
+    monkeypatch.setattr(tuning, "_AT_LEAST_S", 0.0)
+    pictures = torch.zeros(3, *backbone.preprocessing.crop_px, 3, dtype=torch.uint8)
+    assert list(batch_rates(backbone, choice, pictures)) == [8, 16]
+
+
+def test_of_batch_sizes_the_smallest_is_taken_than_which_none_is_clearly_faster() -> None:
+    assert best_batch_size({8: 50.0, 16: 98.0, 32: 100.0, 64: 99.0}) == 16
