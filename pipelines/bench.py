@@ -193,14 +193,15 @@ def _pipeline_rate(
 ) -> float:
     """Images per second of a run, in its second half."""
     done: list[tuple[float, int]] = []  # when rows were stored, and how many
-    repeated = _repeated(images, max(8 * batch_size, int(bound * _PIPELINE_S)))
+    repeated = _repeated(images, max(12 * batch_size, int(bound * _PIPELINE_S)))
     with tempfile.TemporaryDirectory(prefix=".layertap-bench-", dir=".") as folder:
         planned = plan(
             repeated, out=Path(folder) / "out", backbone=backbone, layers=layers, batch_size=batch_size, decode=decode,
             precision=way.precision, compile=way.compile,
         )  # fmt: skip
         extract(planned, on_rows=lambda rows, found: done.append((time.perf_counter(), rows)))
-    half = done[len(done) // 2 :]
+    # A batch is told when the next one is computed, but the last one at once.
+    half = done[len(done) // 2 : -1]
     return sum(rows for _, rows in half[1:]) / (half[-1][0] - half[0][0])
 
 
