@@ -45,7 +45,8 @@ class Computation:
         agreement: feature -> how it agrees with eager float32, in the first batch; empty where it is that.
         decoding: feature -> how that of fast decoded images agrees with eager float32 of exactly decoded ones, for the
             first images; empty where they are exactly decoded.
-        prepared_in_s: seconds that comparing and compiling took, beside the first batch itself.
+        prepared_in_s: seconds that comparing and compiling took, beside the first batch itself (for which the time of
+            the plain forward is taken).
     """
 
     engine: str = "eager"
@@ -100,11 +101,13 @@ class _FirstThenAll:
         plain_way = (engine, plan.precision) == ("eager", "float32")
         preprocessing = plan.backbone.preprocessing
         pair = decoded_both_ways(plan.images, preprocessing, plan.max_pixels) if preprocessing.fast else None
-        expected, exactly_decoded = {}, {}
+        expected, exactly_decoded, plain_s = {}, {}, 0.0
         if pair or not plain_way:
             with ready(plan.backbone, plan.choice, "float32") as plain:  # closed before a compiler sees the model
-                expected = {} if plain_way else plain(images)
                 exactly_decoded = plain(pair[1]) if pair else {}
+                before = time.perf_counter()
+                expected = {} if plain_way else plain(images)
+                plain_s = time.perf_counter() - before
         computation, features = Computation(engine, why), None
         if not plain_way:
             try:
@@ -126,7 +129,8 @@ class _FirstThenAll:
             if no := refusal(computation.decoding, plan.min_cosine):
                 others = "" if plan.precision == "float32" else "--precision float32, "
                 raise LayertapError(f"of fast decoded images, {no}. Take --decode exact, {others}or lower --min-cosine")
-        computation.prepared_in_s = time.perf_counter() - start
+        computed_already = 0.0 if features is None else plain_s  # the first call does not tell compiling from computing
+        computation.prepared_in_s = time.perf_counter() - start - computed_already
         self._on_chosen(computation)
         return forward(images) if features is None else features
 
