@@ -41,7 +41,7 @@ __all__ = ["Bench", "PipelineRate", "as_json", "bench", "print_bench"]
 
 _DECODED = 200  # images
 _WRITTEN_BYTES = 256 << 20
-_PIPELINE_S = 20.0  # about so long the whole pipeline runs, in each way
+_PIPELINE_S = 30.0  # about so long the whole pipeline runs, in each way
 _SYNTHETIC = 64  # images
 
 
@@ -52,7 +52,7 @@ class PipelineRate:
     Attributes:
         way: the forward was computed.
         decode: "exact" or "fast".
-        images_per_s: of the second half of the images, when what was decoded ahead while it started is used up.
+        images_per_s: of all images, without comparing and compiling.
         bound: what decoding, forward and writing together allow on this machine, images per second.
     """
 
@@ -191,18 +191,16 @@ def _bound(forward: float, decode: float, write: float, on_cpu: bool) -> float:
 def _pipeline_rate(
     backbone: Backbone, images: Images, layers: tuple[str, ...], way: Way, decode: str, batch_size: int, bound: float
 ) -> float:
-    """Images per second of a run, in its second half."""
-    done: list[tuple[float, int]] = []  # when rows were stored, and how many
+    """Images per second of a run, from the first image to the last, without comparing and compiling."""
     repeated = _repeated(images, max(12 * batch_size, int(bound * _PIPELINE_S)))
     with tempfile.TemporaryDirectory(prefix=".layertap-bench-", dir=".") as folder:
         planned = plan(
             repeated, out=Path(folder) / "out", backbone=backbone, layers=layers, batch_size=batch_size, decode=decode,
             precision=way.precision, compile=way.compile,
         )  # fmt: skip
-        extract(planned, on_rows=lambda rows, found: done.append((time.perf_counter(), rows)))
-    # A batch is told when the next one is computed, but the last one at once.
-    half = done[len(done) // 2 : -1]
-    return sum(rows for _, rows in half[1:]) / (half[-1][0] - half[0][0])
+        summary = extract(planned)
+    prepared_in_s = summary.computation.prepared_in_s if summary.computation else 0.0
+    return summary.computed / (summary.seconds - prepared_in_s)
 
 
 def _repeated(images: Images, count: int) -> Images:

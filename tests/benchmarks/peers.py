@@ -13,11 +13,11 @@ same backbone with random weights (the bundled one has its own). IMAGES is repea
 gets a few bytes at its end that no decoder reads: layertap computes files with the same bytes only once.
 
 Two rates: of the loop, from the start of the loader to the last row written (for layertap what `embed --json` tells,
-without compiling and comparing; up to 256 images are decoded meanwhile, on a CPU at the cost of the compiler), and of the
-whole process, with the imports, the model and whatever is compiled. The loop of Ray Data
-counts from when its model is ready; it decodes before that already, which favours it, the more so the fewer images
-there are. What torch compiles is cached for the run of this script: the first round compiles, the later ones load. On a
-machine with a GPU all of them use it.
+without compiling and comparing; up to 256 images are decoded meanwhile, on a CPU at the cost of the compiler), and of
+the whole process, with the imports, the model and whatever is compiled. The loop of Ray Data counts from when its model
+is ready; it decodes before that already, which favours it, the more so the fewer images there are. What torch compiles
+is cached for the run of this script: the first round compiles, the later ones load. On a machine with a GPU all of them
+use it.
 """
 
 from __future__ import annotations
@@ -308,7 +308,7 @@ def rows_of(backbone: str, images: Path, variants: list[str], peers: dict[str, s
     for variant in variants:
         name, _, flags = variant.partition("=")
         embed = [sys.executable, "-P", "-m", "pipelines.cli", "embed", str(images), "-b", backbone, *weights, "--json"]
-    embed += ["--workers", str(WORKERS)]
+        embed += ["--workers", str(WORKERS)]
         rows[f"{US} {name}"] = Row([*embed, *shlex.split(flags), "-o"], {"versions": version})
     for name in PEERS:
         command = [peers[name], here, "--contestant", name, *given] if name in peers else []
