@@ -12,39 +12,31 @@ import contextlib
 import dataclasses
 import itertools
 import os
-import shutil
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from extract import defaults
 from extract.backbones import Backbone, load_backbone
 from extract.duplicates import Duplicates
-from extract.errors import InputError, LayertapError, first_line
+from extract.errors import LayertapError, first_line
 from extract.first_batch import Computation, verified
 from extract.forward import Forward, rows_of
 from extract.images import Batch, load_batches
 from extract.planning import Plan, plan
+from extract.shard_work import ShardWork, batches_of, check_disk_space, check_same_images, create_part, work_of
 from extract.status import Status
-from extract.store.copying import copy_shard
-from extract.store.dataset import DataSet
-from extract.store.layout import RowNames, create_shard, row_bytes
 from extract.store.reader import FeatureReader
 from extract.store.writer import ShardWriter
+from extract.summary import Summary
 
 __all__ = ["Plan", "Summary", "extract", "extract_features", "extract_shard", "plan"]
 
 _UNREACHABLE = 32  # images in a row that nobody answers for; in a list of dead links there may be some
-_SAMPLED = 16  # stored rows whose images are read again when their folder has another name than before
-RowNumbers = range | NDArray[np.int64]  # ascending
 
 
 def extract_features(
@@ -151,52 +143,6 @@ def _advance(bar: Any, rows: int, found: bool) -> None:
     bar.update(rows)
 
 
-@dataclass
-class Summary:
-    """What a run did.
-
-    Attributes:
-        n_rows: rows of the data set.
-        found: rows that were done before.
-        computed: rows of this run, failed ones included.
-        unreachable: images, up to now, that nobody answered for, without any in between that could be read.
-        duplicates: those of them that were copied, since an earlier row has an image with the same bytes.
-        status: status -> number of rows of this run.
-        seconds: from the first image to the last receipt.
-        stages: seconds spent waiting for images, in the forward (with pooling and the copy to the CPU), and writing.
-        computation: how the features were computed; None: none was.
-        at_once: images that were computed at once in the end, if the memory did not suffice for a batch.
-        stopped: whether the run was asked to stop before the end.
-    """
-
-    n_rows: int
-    found: int = 0
-    computed: int = 0
-    unreachable: int = 0
-    duplicates: int = 0
-    status: Counter[str] = field(default_factory=Counter)
-    seconds: float = 0.0
-    stages: dict[str, float] = field(default_factory=lambda: {"images": 0.0, "forward": 0.0, "write": 0.0})
-    computation: Computation | None = None
-    at_once: int | None = None
-    stopped: bool = False
-
-    @property
-    def images_per_s(self) -> float:
-        """Rate of this run."""
-        return self.computed / self.seconds if self.seconds else 0.0
-
-    @contextlib.contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
-        """Add the time of the block to a stage, without that of other stages inside."""
-        start, others = time.perf_counter(), sum(self.stages.values())
-        try:
-            yield
-        finally:
-            inside = sum(self.stages.values()) - others
-            self.stages[stage] += time.perf_counter() - start - inside
-
-
 def extract(
     plan: Plan,
     *,
@@ -223,12 +169,12 @@ def extract(
     dataset = plan.dataset
     summary = Summary(n_rows=dataset.n_rows)
     dataset.check()
-    _check_disk_space(dataset)
+    check_disk_space(dataset)
     with dataset.locked():
         existing = dataset.open_or_create()
         if existing is not None and existing.images["root"] != dataset.images["root"]:
-            _check_same_images(plan, existing)
-        work = _work(dataset, retry_failed)
+            check_same_images(plan, existing)
+        work = work_of(dataset, retry_failed)
         summary.found = dataset.n_rows - sum(len(one.rows) for one in work)
         if summary.found:
             on_rows(summary.found, True)
@@ -239,7 +185,7 @@ def extract(
         # The worker processes start here, before any shard is open.
         batches = load_batches(
             plan.images,
-            itertools.chain.from_iterable(_batches_of(one.rows, plan) for one in work),
+            itertools.chain.from_iterable(batches_of(one.rows, plan) for one in work),
             plan.backbone.preprocessing.prepare,
             workers=plan.workers if summary.found < dataset.n_rows else 0,
             batch_size=plan.batch_size,
@@ -256,7 +202,7 @@ def extract(
 
         with contextlib.closing(batches), verified(plan, on_chosen, on_smaller) as forward:
             for one in work:
-                count = sum(1 for _ in _batches_of(one.rows, plan))
+                count = sum(1 for _ in batches_of(one.rows, plan))
                 extract_shard(plan, one, itertools.islice(batches, count), forward, summary, on_rows, stop)
                 if summary.stopped:
                     break
@@ -272,25 +218,6 @@ def extract(
     return summary
 
 
-@dataclass(frozen=True)
-class ShardWork:
-    """A shard that is not finished.
-
-    Attributes:
-        shard: its number.
-        revision: of the file that is written.
-        rows: of the data set, that have no good features yet.
-        published: the finished file that the new one is to replace; None: there is none.
-        compress: how that one is compressed; None: plain.
-    """
-
-    shard: int
-    revision: int
-    rows: RowNumbers
-    published: Path | None = None
-    compress: str | None = None
-
-
 def extract_shard(
     plan: Plan,
     work: ShardWork,
@@ -304,7 +231,7 @@ def extract_shard(
     part = plan.dataset.path(work.shard, work.revision, part=True)
     made = not part.exists()
     if made:
-        _create_part(plan, work, part)
+        create_part(plan, work, part)
     with ShardWriter(plan.dataset, work.shard, work.revision, sync_s=plan.sync_s) as writer:
         try:
             _fill(plan, writer, batches, forward, summary, on_rows, stop)
@@ -392,92 +319,3 @@ def _next(batches: Iterator[Batch]) -> Batch | None:
             f"a process that decodes images died or hangs: {first_line(error)}. What was stored is safe; run again to "
             "go on. Lower workers or batch_size if memory is short, or give /dev/shm more room"
         ) from error
-
-
-def _work(dataset: DataSet, retry_failed: bool) -> list[ShardWork]:
-    """Every shard that is not finished; with `retry_failed`, also those that have rows without good features."""
-    work = []
-    for shard, where in enumerate(dataset.whereabouts()):
-        rows: RowNumbers = dataset.shard_range(shard)
-        first_row, published, compress = rows[0], None, None
-        if where.published is not None:
-            if where.part is None and not retry_failed:
-                continue
-            published = dataset.path(shard, where.published)
-            with dataset.open_shard(shard, published) as opened:
-                compress = next(iter(opened.compression.values()), None)
-                rows = first_row + np.flatnonzero(opened.column("status") != Status.OK)
-        if where.part is not None:
-            with ShardWriter(dataset, shard, where.part) as writer:
-                writer.check()
-                rows = first_row + np.flatnonzero(writer.status != Status.OK)
-            work.append(ShardWork(shard, where.part, rows, published, compress))
-        elif len(rows):
-            revision = 0 if where.published is None else where.published + 1
-            work.append(ShardWork(shard, revision, rows, published, compress))
-    return work
-
-
-def _create_part(plan: Plan, work: ShardWork, part: Path) -> None:
-    """Make the file that the rows are written to: a new one, or a copy of the finished one without them."""
-    dataset, images = plan.dataset, plan.images
-    rows = dataset.shard_range(work.shard)
-    if work.published is not None:
-        with dataset.open_shard(work.shard, work.published) as published:
-            copy_shard(published, part, pending=np.asarray(work.rows) - rows.start)
-        return
-    here = slice(rows.start, rows.stop)
-    ids = None if images.ids is None else images.ids[here]
-    names = RowNames(images.paths[here], images.labels[here], images.splits[here], images.classes, ids)
-    create_shard(part, dataset.features, dataset.identity(work.shard), names, plan.provenance)
-
-
-def _batches_of(rows: RowNumbers, plan: Plan) -> Iterator[list[int]]:
-    """The rows of one shard in batches that begin where they begin when all rows are to do.
-
-    So a run that was interrupted and resumed computes each row in the same company as one that was not.
-    """
-    start = int(rows[0]) // plan.dataset.shard_rows * plan.dataset.shard_rows if len(rows) else 0
-    for _, batch in itertools.groupby(rows, lambda row: (int(row) - start) // plan.batch_size):
-        yield [int(row) for row in batch]
-
-
-def _check_same_images(plan: Plan, existing: DataSet) -> None:
-    """Whether a few images that have rows already are the same at the new place, byte for byte.
-
-    Raises:
-        InputError: they are not; other pictures may lie under the same names.
-    """
-    for shard, where in enumerate(existing.whereabouts()):
-        file = existing.current(shard, where)
-        if file is None:
-            continue
-        with existing.open_shard(shard, file) as stored:
-            good = np.flatnonzero(stored.column("status") == Status.OK)
-            chosen = good[:: max(1, len(good) // _SAMPLED)]
-            hashes = stored.column("source_hash")[chosen]
-            first_row = stored.identity.first_row
-            for row, expected in zip((first_row + chosen).tolist(), hashes, strict=True):
-                try:
-                    same = xxhash.xxh3_128_digest(plan.images.source.read(row)[0]) == expected.tobytes()
-                except (OSError, ValueError):
-                    same = False
-                if not same:
-                    raise InputError(
-                        f"{existing.out} holds features of the images in {existing.images['root']}; those in "
-                        f"{plan.images.root} are others: {plan.images.paths[row]} differs. Choose another output folder"
-                    )
-        if len(chosen):
-            return
-
-
-def _check_disk_space(dataset: DataSet) -> None:
-    new = [shard for shard, where in enumerate(dataset.whereabouts()) if where.published is None and where.part is None]
-    needed = sum(len(dataset.shard_range(shard)) for shard in new) * row_bytes(dataset.features)
-    place = next(folder for folder in (dataset.out.absolute(), *dataset.out.absolute().parents) if folder.exists())
-    free = shutil.disk_usage(place).free
-    if needed > free:
-        raise LayertapError(
-            f"{dataset.out}: {needed / 1e6:,.1f} MB of features to come, {free / 1e6:,.1f} MB free on the disk; "
-            "pool the layers, store float16, or choose another output folder"
-        )

@@ -30,7 +30,7 @@ __all__ = ["Computation", "decoded_both_ways", "verified"]
 
 # Images from which compiling pays: it takes OpenVINO about 3 s and inductor 10 to 60 s, and saves a tenth of the work
 # or more. Numbers of images, not seconds, so that the same job is computed in the same way every time.
-_PAYS_FROM = {"openvino": 1_000, "inductor": 50_000}
+_PAYS_FROM = {"openvino": 3_000, "inductor": 50_000}
 _DECODED = 16  # images that are decoded both ways
 
 

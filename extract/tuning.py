@@ -41,8 +41,8 @@ __all__ = [
     "pictures_of", "ways_for",
 ]  # fmt: skip
 
-_AT_LEAST_S = 1.0  # of repeated forwards
-_FORWARDS = 3
+_AT_LEAST_S = 1.0  # of repeated forwards; one that takes longer is timed once, after one that is not timed
+_AT_MOST = 32  # pictures of the forwards by which a CPU is judged; more take longer and tell no more
 _GAIN = 1.03  # what a larger batch must gain
 _BATCH_SIZES = {"cpu": (8, 16, 32, 64, 128), "gpu": (32, 64, 128, 256, 512, 1024)}
 
@@ -210,9 +210,18 @@ def forward_rates(
         pair: images decoded fast and exactly, as of `decoded_both_ways`; None: there is no fast decoding.
         refused_too: time also those that may not be taken.
     """
-    with ready(backbone, choice, "float32") as plain:
-        expected, exactly_decoded = plain(pictures), plain(pair[1]) if pair else {}
+    ways = list(ways)
     measured = []
+    with ready(backbone, choice, "float32") as plain:
+        start = time.perf_counter()
+        expected, exactly_decoded = plain(pictures), plain(pair[1]) if pair else {}
+        start_s = time.perf_counter() - start
+        if _PLAIN in ways:
+            ways.remove(_PLAIN)
+            decoding = agreement(plain(pair[0]), exactly_decoded) if pair else {}
+            rate = len(pictures) / _median_s(functools.partial(plain, pictures))
+            why_not = refusal(decoding, min_cosine)
+            measured.append(Measured(_PLAIN, rate, start_s, decoding=decoding, why_not_fast=why_not))
     for way in ways:
         try:
             start = time.perf_counter()
@@ -229,8 +238,7 @@ def forward_rates(
             continue
         finally:
             _free(way, backbone.device)
-        told = {} if way == _PLAIN else found
-        measured.append(Measured(way, rate, start_s, told, decoding, why_not, refusal(decoding, min_cosine)))
+        measured.append(Measured(way, rate, start_s, found, decoding, why_not, refusal(decoding, min_cosine)))
     return measured
 
 
@@ -245,7 +253,7 @@ def _free(way: Way, device: torch.device) -> None:
 
 def _median_s(call: Callable[[], object]) -> float:
     times: list[float] = []
-    while len(times) < _FORWARDS or sum(times) < _AT_LEAST_S:
+    while not times or sum(times) < _AT_LEAST_S:
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
@@ -321,14 +329,16 @@ def fastest(
     preprocessing = backbone.preprocessing
     with evaluating(backbone.model), full_float32():
         choice = choose_features(backbone, [layers] if isinstance(layers, str) else layers)
-    pictures = pictures_of(found, preprocessing, min(batch_size or defaults.BATCH_SIZE, len(found)), max_pixels)
+    on_cpu = backbone.device.type == "cpu"
+    count = min(batch_size or defaults.BATCH_SIZE, len(found))
+    pictures = pictures_of(found, preprocessing, min(count, _AT_MOST) if on_cpu else count, max_pixels)
     pair = None
     if decode == "fast" or (decode is None and preprocessing.can_be_faster):
         pair = decoded_both_ways(found, preprocessing, max_pixels)
     if batch_size is None:
-        on_cpu = backbone.device.type == "cpu"
         batch_size = defaults.BATCH_SIZE if on_cpu else best_batch_size(batch_rates(backbone, choice, pictures))
-        pictures = torch.cat([pictures] * -(-batch_size // len(pictures)))[: min(batch_size, len(found))]
+        if not on_cpu:
+            pictures = torch.cat([pictures] * -(-batch_size // len(pictures)))[: min(batch_size, len(found))]
     measured = forward_rates(backbone, choice, pictures, ways, min_cosine, pair)
     best = best_of(measured, len(found), decode)
     settings = {"precision": best.way.precision, "compile": best.way.compile, "decode": decode or best.decode}

@@ -28,6 +28,7 @@ _GIVE_UP_S = 600  # without any image: a worker that cannot send one, or a file 
 # A worker is given one piece of a batch at a time, so that huge pictures in a row are shared among the workers. No more
 # pieces, since each that waits takes a file descriptor.
 _PIECES = 16
+_LEAST_PIECE = 4  # images; sending one by one would cost as much as decoding small ones
 _BATCHES_AHEAD = 2  # for each worker
 
 
@@ -177,7 +178,7 @@ def load_batches(
         max_pixels: a picture of more is taken for a decompression bomb.
         at_least_px: as of `extract.images.decoding.decode`.
     """
-    at_a_time = -(-batch_size // _PIECES)
+    at_a_time = max(_LEAST_PIECE, -(-batch_size // _PIECES))
     sizes: deque[int] = deque()  # rows of each batch whose pieces the workers were given
 
     def pieces() -> Iterator[list[int]]:
@@ -188,7 +189,7 @@ def load_batches(
     with_workers: dict[str, Any] = {}
     if workers:
         with_workers = {
-            "prefetch_factor": _BATCHES_AHEAD * _PIECES,
+            "prefetch_factor": max(2, -(-_BATCHES_AHEAD * batch_size // at_a_time)),
             "worker_init_fn": _leave_signals_to_the_main_process,
             "timeout": _GIVE_UP_S,
         }

@@ -1,0 +1,139 @@
+"""What is left to do: shards that are not finished, their rows in batches, and the files that they are written to."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from extract.errors import InputError, LayertapError
+from extract.planning import Plan
+from extract.status import Status
+from extract.store.copying import copy_shard
+from extract.store.dataset import DataSet
+from extract.store.layout import RowNames, create_shard, row_bytes
+from extract.store.writer import ShardWriter
+
+__all__ = ["ShardWork", "batches_of", "check_disk_space", "check_same_images", "create_part", "work_of"]
+
+_SAMPLED = 16  # stored rows whose images are read again when their folder has another name than before
+RowNumbers = range | NDArray[np.int64]  # ascending
+
+
+@dataclass(frozen=True)
+class ShardWork:
+    """A shard that is not finished.
+
+    Attributes:
+        shard: its number.
+        revision: of the file that is written.
+        rows: of the data set, that have no good features yet.
+        published: the finished file that the new one is to replace; None: there is none.
+        compress: how that one is compressed; None: plain.
+    """
+
+    shard: int
+    revision: int
+    rows: RowNumbers
+    published: Path | None = None
+    compress: str | None = None
+
+
+def work_of(dataset: DataSet, retry_failed: bool) -> list[ShardWork]:
+    """Every shard that is not finished; with `retry_failed`, also those that have rows without good features."""
+    work = []
+    for shard, where in enumerate(dataset.whereabouts()):
+        rows: RowNumbers = dataset.shard_range(shard)
+        first_row, published, compress = rows[0], None, None
+        if where.published is not None:
+            if where.part is None and not retry_failed:
+                continue
+            published = dataset.path(shard, where.published)
+            with dataset.open_shard(shard, published) as opened:
+                compress = next(iter(opened.compression.values()), None)
+                rows = first_row + np.flatnonzero(opened.column("status") != Status.OK)
+        if where.part is not None:
+            with ShardWriter(dataset, shard, where.part) as writer:
+                writer.check()
+                rows = first_row + np.flatnonzero(writer.status != Status.OK)
+            work.append(ShardWork(shard, where.part, rows, published, compress))
+        elif len(rows):
+            revision = 0 if where.published is None else where.published + 1
+            work.append(ShardWork(shard, revision, rows, published, compress))
+    return work
+
+
+def create_part(plan: Plan, work: ShardWork, part: Path) -> None:
+    """Make the file that the rows are written to: a new one, or a copy of the finished one without them."""
+    dataset, images = plan.dataset, plan.images
+    rows = dataset.shard_range(work.shard)
+    if work.published is not None:
+        with dataset.open_shard(work.shard, work.published) as published:
+            copy_shard(published, part, pending=np.asarray(work.rows) - rows.start)
+        return
+    here = slice(rows.start, rows.stop)
+    ids = None if images.ids is None else images.ids[here]
+    names = RowNames(images.paths[here], images.labels[here], images.splits[here], images.classes, ids)
+    create_shard(part, dataset.features, dataset.identity(work.shard), names, plan.provenance)
+
+
+def batches_of(rows: RowNumbers, plan: Plan) -> Iterator[list[int]]:
+    """The rows of one shard in batches that begin where they begin when all rows are to do.
+
+    So a run that was interrupted and resumed computes each row in the same company as one that was not.
+    """
+    start = int(rows[0]) // plan.dataset.shard_rows * plan.dataset.shard_rows if len(rows) else 0
+    for _, batch in itertools.groupby(rows, lambda row: (int(row) - start) // plan.batch_size):
+        yield [int(row) for row in batch]
+
+
+def check_same_images(plan: Plan, existing: DataSet) -> None:
+    """Whether a few images that have rows already are the same at the new place, byte for byte.
+
+    Raises:
+        InputError: they are not; other pictures may lie under the same names.
+    """
+    for shard, where in enumerate(existing.whereabouts()):
+        file = existing.current(shard, where)
+        if file is None:
+            continue
+        with existing.open_shard(shard, file) as stored:
+            good = np.flatnonzero(stored.column("status") == Status.OK)
+            chosen = good[:: max(1, len(good) // _SAMPLED)]
+            hashes = stored.column("source_hash")[chosen]
+            first_row = stored.identity.first_row
+            for row, expected in zip((first_row + chosen).tolist(), hashes, strict=True):
+                try:
+                    same = xxhash.xxh3_128_digest(plan.images.source.read(row)[0]) == expected.tobytes()
+                except (OSError, ValueError):
+                    same = False
+                if not same:
+                    raise InputError(
+                        f"{existing.out} holds features of the images in {existing.images['root']}; those in "
+                        f"{plan.images.root} are others: {plan.images.paths[row]} differs. Choose another output folder"
+                    )
+        if len(chosen):
+            return
+
+
+def check_disk_space(dataset: DataSet) -> None:
+    """Whether the shards that are to be made fit on the disk.
+
+    Raises:
+        LayertapError: they do not.
+    """
+    new = [shard for shard, where in enumerate(dataset.whereabouts()) if where.published is None and where.part is None]
+    needed = sum(len(dataset.shard_range(shard)) for shard in new) * row_bytes(dataset.features)
+    place = next(folder for folder in (dataset.out.absolute(), *dataset.out.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise LayertapError(
+            f"{dataset.out}: {needed / 1e6:,.1f} MB of features to come, {free / 1e6:,.1f} MB free on the disk; "
+            "pool the layers, store float16, or choose another output folder"
+        )
