@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from extract.backbones import Backbone
-from extract.errors import InputError, LayertapError, unknown_name
+from extract.errors import InputError, LayertapError, first_line, unknown_name
 from extract.features import Choice
 from extract.graph import graph_of
 from extract.libraries import library
@@ -25,6 +25,8 @@ from extract.libraries import library
 __all__ = ["COMPILE", "compiled", "default_engine", "engine_for"]
 
 COMPILE = ("auto", "on", "off", "inductor", "openvino")
+
+_WARM_UPS = 2  # with CUDA graphs, the first call runs without one, and the second records it
 
 # (B, ...) as `Preprocessing.prepare` returns them, on the device -> the features, in order, on the device
 _Function = Callable[[Tensor], list[Tensor]]
@@ -94,6 +96,9 @@ def compiled(
         dtype: of what is returned.
         precision: of the computation.
         batch_size: images that are computed at once.
+
+    Raises:
+        LayertapError: from the calls: the backbone cannot be compiled, or the memory does not suffice.
     """
     function: _Function | None = None
 
@@ -101,11 +106,21 @@ def compiled(
         nonlocal function
         batch = _filled(images, batch_size).to(backbone.device, non_blocking=True)
         if function is None:
-            function = _MAKERS[engine](backbone, choice, dtype, precision, batch)
+            try:
+                function = _MAKERS[engine](backbone, choice, dtype, precision, batch)
+                for _ in range(_WARM_UPS if backbone.device.type == "cuda" else 1):
+                    function(batch)
+            except Exception as error:  # a compiler may fail in any way
+                text = f"{backbone.spec} cannot be compiled by {engine}: {first_line(error)}"
+                raise LayertapError(text) from error
         return [values[: len(images)].cpu().numpy() for values in function(batch)]
 
     def forward(images: Tensor) -> dict[str, NDArray[Any]]:
-        parts = [at_once(part) for part in torch.split(images, batch_size)]
+        try:
+            parts = [at_once(part) for part in torch.split(images, batch_size)]
+        except torch.OutOfMemoryError as error:
+            text = f"the memory of the device does not suffice for {batch_size} images in compiled code: {error}"
+            raise LayertapError(f"{text}. Take a smaller --batch-size, or --compile off") from error
         kept = parts[0] if len(parts) == 1 else [np.concatenate(each) for each in zip(*parts, strict=True)]
         return {feature.name: values for feature, values in zip(choice.features, kept, strict=True)}
 

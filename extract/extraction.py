@@ -195,12 +195,15 @@ def extract(
 
         def on_chosen(computation: Computation) -> None:
             summary.computation = computation
+            how = dataclasses.asdict(computation)
+            dataset.add_run({"event": "computing", "started": plan.provenance["started"], "computation": how})
             on_computation(computation)
 
         def on_smaller(size: int) -> None:
             summary.at_once = size
 
-        with contextlib.closing(batches), verified(plan, on_chosen, on_smaller) as forward:
+        begun = summary.found > 0
+        with contextlib.closing(batches), verified(plan, on_chosen, on_smaller, begun) as forward:
             for one in work:
                 count = sum(1 for _ in batches_of(one.rows, plan))
                 extract_shard(plan, one, itertools.islice(batches, count), forward, summary, on_rows, stop)
@@ -212,7 +215,6 @@ def extract(
                 "rows": summary.computed,
                 "seconds": summary.seconds,
                 "stages": summary.stages,
-                "computation": dataclasses.asdict(summary.computation) if summary.computation else None,
             }
             dataset.add_run({"event": "ended", "started": plan.provenance["started"], **ended})
     return summary

@@ -59,7 +59,7 @@ class Computation:
 
 @contextlib.contextmanager
 def verified(
-    plan: Plan, on_chosen: Callable[[Computation], None], on_smaller: Callable[[int], None]
+    plan: Plan, on_chosen: Callable[[Computation], None], on_smaller: Callable[[int], None], begun: bool = False
 ) -> Iterator[Forward]:
     """A forward that does what the plan says, and whose first call compares.
 
@@ -67,13 +67,15 @@ def verified(
         plan: its `engine` may be "auto": compiled if that pays, and agrees.
         on_chosen: called when it is known how features are computed.
         on_smaller: as of `ready`.
+        begun: whether there are rows already, which were compared when the first of them was computed: then those of
+            this batch in lower precision are told, but not refused.
 
     Raises:
         LayertapError: from the call: lower precision or fast decoding points elsewhere, or the compiler that was asked
             for failed, or what it made is off.
     """
     with contextlib.ExitStack() as open_now:
-        yield _FirstThenAll(plan, on_chosen, on_smaller, open_now)
+        yield _FirstThenAll(plan, on_chosen, on_smaller, begun, open_now)
 
 
 class _FirstThenAll:
@@ -84,9 +86,11 @@ class _FirstThenAll:
         plan: Plan,
         on_chosen: Callable[[Computation], None],
         on_smaller: Callable[[int], None],
+        begun: bool,
         open_now: contextlib.ExitStack,
     ):
         self._plan, self._on_chosen, self._on_smaller, self._open_now = plan, on_chosen, on_smaller, open_now
+        self._begun = begun
         self._dtype = plan.dataset.features[0].dtype
         self._forward: Forward | None = None
 
@@ -114,15 +118,12 @@ class _FirstThenAll:
                 features = self._open(engine)(images)
                 computation.agreement = agreement(features, expected)
                 self._check(computation)
-            except Exception as error:
+            except LayertapError as error:
                 if plan.engine != "auto":
-                    if engine == "eager" or isinstance(error, LayertapError):
-                        raise
-                    text = f"{plan.backbone.spec} cannot be compiled by {engine}: {first_line(error)}"
-                    raise LayertapError(f"{text}. Take --compile off") from error
+                    raise
                 self._open_now.close()
                 self._forward = None
-                computation, features = Computation("eager", f"{engine} failed: {first_line(error)}", True), None
+                computation, features = Computation("eager", first_line(error), True), None
         forward = self._forward or self._open("eager")
         if pair:
             computation.decoding = agreement(forward(pair[0]), exactly_decoded)
@@ -137,7 +138,8 @@ class _FirstThenAll:
     def _open(self, engine: str) -> Forward:
         plan = self._plan
         # What is compared is in float32, whatever is stored.
-        dtype = self._dtype if (engine, plan.precision) == ("eager", "float32") else "float32"
+        plain = (engine, plan.precision, plan.backbone.preprocessing.fast) == ("eager", "float32", False)
+        dtype = self._dtype if plain else "float32"
         at_most = min(plan.batch_size, plan.dataset.shard_rows)
         opened = ready(plan.backbone, plan.choice, dtype, plan.precision, engine, at_most, self._on_smaller)
         self._forward = self._open_now.enter_context(opened)
@@ -149,7 +151,7 @@ class _FirstThenAll:
         if plan.precision == "float32":
             if why := refusal(computation.agreement, None):
                 raise LayertapError(f"compiled by {computation.engine}, {why}. Take --compile off")
-        elif why := refusal(computation.agreement, plan.min_cosine):
+        elif not self._begun and (why := refusal(computation.agreement, plan.min_cosine)):
             raise LayertapError(
                 f"in {plan.precision} ({computation.engine}), {why}. Take --precision float32, or lower --min-cosine"
             )

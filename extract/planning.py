@@ -18,7 +18,7 @@ import xxhash
 
 from extract import defaults
 from extract.backbones import Backbone
-from extract.engines import default_engine, engine_for
+from extract.engines import engine_for
 from extract.errors import InputError, unknown_name
 from extract.features import Choice, choose_features
 from extract.images import Images, list_images
@@ -28,7 +28,7 @@ from extract.store.dataset import DataSet, existing_shard_rows, shard_rows_for
 from extract.store.guard import need_libraries
 from extract.store.layout import StoredFeature
 
-__all__ = ["Plan", "how_made", "plan", "plan_for"]
+__all__ = ["Plan", "how_begun", "how_made", "plan", "plan_for"]
 
 DTYPES = ("float32", "float16")
 DECODE = ("exact", "fast")
@@ -195,17 +195,23 @@ def _engine(compile: str, precision: str, backbone: Backbone, out: Path) -> str:
         return engine_for(compile, backbone.device, precision)
     if precision == "float32":
         return "auto"
-    if (out / "dataset.json").exists():
-        made = how_made(DataSet.open(out).depends_on)
-        if made["precision"] == precision:
-            return engine_for(made["compile"], backbone.device, precision)
-    best = default_engine(backbone.device, precision)
-    return best if best == "openvino" else "eager"
+    made = how_begun(out)
+    if made and made["precision"] == precision:
+        return engine_for(made["compile"], backbone.device, precision)
+    return "eager"
 
 
 def _lower_precision(precision: str, engine: str) -> str:
     """How the fingerprint calls it: each engine computes other parts in lower precision, and rounds at other places."""
     return f"{precision} {'autocast' if engine == 'eager' else engine}"
+
+
+def how_begun(out: Path) -> dict[str, str] | None:
+    """As of `how_made`, of the data set in a folder; None: there is none, or it has no rows and gives way."""
+    if not (out / "dataset.json").exists():
+        return None
+    dataset = DataSet.open(out)
+    return how_made(dataset.depends_on) if any(dataset.files()) else None
 
 
 def how_made(depends_on: dict[str, Any]) -> dict[str, str]:

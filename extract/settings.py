@@ -61,29 +61,29 @@ def keeping_freed_memory() -> Iterator[None]:
 
 @contextlib.contextmanager
 def full_float32() -> Iterator[None]:
-    """No TF32 on NVIDIA GPUs, which PyTorch allows in cuDNN by default: it keeps 10 bits of 23.
+    """No TF32 on NVIDIA GPUs (10 bits of 23), which PyTorch allows in cuDNN by default; no bfloat16 on CPUs.
 
-    Of PyTorch's two ways to say so, the newer one (`fp32_precision`) makes the older one (`allow_tf32`) raise where it
-    is read, as `torch.export` does. So the older is taken, unless the program uses the newer one already.
+    Of PyTorch's two ways to say so, the newer one (`fp32_precision`) makes reading the older one raise, as
+    `torch.export` does. So the older is taken, and the newer one only for what a program has set by it.
     """
-    cudnn: Any = torch.backends.cudnn
-    matmul: Any = torch.backends.cuda.matmul
-    places, name, off = (cudnn, matmul), "allow_tf32", False
-    try:
-        before = [getattr(place, name) for place in places]
-        matmul_precision = torch.get_float32_matmul_precision()  # allow_tf32 does not tell "medium" from "high"
-    except RuntimeError:
-        places, name, off = (cudnn.conv, cudnn.rnn, matmul), "fp32_precision", "ieee"  # type: ignore[assignment]
-        before = [getattr(place, name) for place in places]
-    try:
+    backends: Any = torch.backends
+    cudnn, mkldnn = backends.cudnn, backends.mkldnn
+    places = (backends.cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)
+    with contextlib.ExitStack() as back:
+        try:
+            before = torch.get_float32_matmul_precision(), cudnn.allow_tf32
+        except RuntimeError:  # the program uses the newer way
+            pass
+        else:
+            back.callback(setattr, cudnn, "allow_tf32", before[1])
+            back.callback(torch.set_float32_matmul_precision, before[0])
+            cudnn.allow_tf32 = False
+            torch.set_float32_matmul_precision("highest")
         for place in places:
-            setattr(place, name, off)
+            if place.fp32_precision in ("tf32", "bf16"):
+                back.callback(setattr, place, "fp32_precision", place.fp32_precision)
+                place.fp32_precision = "ieee"
         yield
-    finally:
-        for place, value in zip(places, before, strict=True):
-            setattr(place, name, value)
-        if name == "allow_tf32" and matmul_precision != torch.get_float32_matmul_precision():
-            torch.set_float32_matmul_precision(matmul_precision)
 
 
 class _Switch:

@@ -53,9 +53,13 @@ def agreement(found: Mapping[str, NDArray[Any]], plain: Mapping[str, NDArray[Any
     """How features of the same images agree with the plain ones; rows that are not finite there have no say."""
     agreements = {}
     for name, values in plain.items():
-        finite = np.isfinite(values.reshape(len(values), -1)).all(1)
-        cosine = float(cosines(found[name][finite], values[finite]).min(initial=1.0))
-        agreements[name] = Agreement(cosine, deviation(found[name][finite], values[finite]))
+        cosine, apart, largest = 1.0, 0.0, 0.0
+        for expected, other in zip(values, found[name], strict=True):  # row by row, since maps are large
+            if np.isfinite(expected).all():
+                cosine = float(np.minimum(cosine, cosines(other[None], expected[None])[0]))
+                apart = float(np.maximum(apart, np.abs(other.astype(np.float64) - expected).max(initial=0)))
+                largest = max(largest, float(np.abs(expected).max(initial=0)))
+        agreements[name] = Agreement(cosine, apart / largest if largest else apart)
     return agreements
 
 

@@ -29,12 +29,11 @@ from extract.features import Choice, choose_features
 from extract.first_batch import decoded_both_ways
 from extract.forward import ready
 from extract.images import Batch, Images, list_images, load_batches
-from extract.planning import PRECISIONS, how_made
+from extract.planning import PRECISIONS, how_begun
 from extract.preprocessing import Preprocessing
 from extract.settings import evaluating, full_float32
 from extract.similarity import Agreement, agreement, refusal
 from extract.status import Status
-from extract.store.dataset import DataSet
 
 __all__ = [
     "Measured", "Way", "batch_rates", "best_batch_size", "best_of", "decode_rate", "fastest", "forward_rates",
@@ -42,7 +41,7 @@ __all__ = [
 ]  # fmt: skip
 
 _AT_LEAST_S = 1.0  # of repeated forwards; one that takes longer is timed once, after one that is not timed
-_AT_MOST = 32  # pictures of the forwards by which a CPU is judged; more take longer and tell no more
+_TIMED = 32  # pictures of the forwards that are timed on a CPU; more take longer and tell no more
 _GAIN = 1.03  # what a larger batch must gain
 _BATCH_SIZES = {"cpu": (8, 16, 32, 64, 128), "gpu": (32, 64, 128, 256, 512, 1024)}
 
@@ -204,7 +203,7 @@ def forward_rates(
     Args:
         backbone: as loaded.
         choice: of features.
-        pictures: a batch, as `Preprocessing.prepare` makes it.
+        pictures: a batch, as `Preprocessing.prepare` makes it; compared are all of them.
         ways: to be timed.
         min_cosine: from which on a feature in lower precision, or of fast decoded images, may be taken.
         pair: images decoded fast and exactly, as of `decoded_both_ways`; None: there is no fast decoding.
@@ -213,26 +212,28 @@ def forward_rates(
     ways = list(ways)
     measured = []
     with ready(backbone, choice, "float32") as plain:
+        timed = pictures if backbone.device.type != "cpu" else pictures[:_TIMED]
         start = time.perf_counter()
-        expected, exactly_decoded = plain(pictures), plain(pair[1]) if pair else {}
+        expected = plain(pictures)
         start_s = time.perf_counter() - start
+        exactly_decoded = plain(pair[1]) if pair else {}
         if _PLAIN in ways:
             ways.remove(_PLAIN)
             decoding = agreement(plain(pair[0]), exactly_decoded) if pair else {}
-            rate = len(pictures) / _median_s(functools.partial(plain, pictures))
+            rate = len(timed) / _median_s(functools.partial(plain, timed))
             why_not = refusal(decoding, min_cosine)
             measured.append(Measured(_PLAIN, rate, start_s, decoding=decoding, why_not_fast=why_not))
     for way in ways:
         try:
             start = time.perf_counter()
-            with ready(backbone, choice, "float32", way.precision, way.engine, len(pictures)) as forward:
+            with ready(backbone, choice, "float32", way.precision, way.engine, len(timed)) as forward:
                 found = agreement(forward(pictures), expected)
                 start_s = time.perf_counter() - start
                 decoding = agreement(forward(pair[0]), exactly_decoded) if pair else {}
                 why_not = refusal(found, None if way.precision == "float32" else min_cosine)
                 rate = 0.0
                 if refused_too or not why_not:
-                    rate = len(pictures) / _median_s(functools.partial(forward, pictures))
+                    rate = len(timed) / _median_s(functools.partial(forward, timed))
         except Exception as error:  # a compiler may fail in any way
             measured.append(Measured(way, why_not=first_line(error)))
             continue
@@ -318,20 +319,17 @@ def fastest(
     Raises:
         InputError: as of `extract_features`, or none of the ways that are left agrees.
     """
-    if out is not None and (Path(out) / "dataset.json").exists():
-        dataset = DataSet.open(Path(out))
-        if any(dataset.files()):
-            asked = {"precision": precision, "compile": compile, "decode": decode, "batch_size": batch_size}
-            given = {name: value for name, value in asked.items() if value is not None}
-            return {"batch_size": defaults.BATCH_SIZE, **how_made(dataset.depends_on), **given}, []
+    if out is not None and (begun := how_begun(Path(out))):
+        asked = {"precision": precision, "compile": compile, "decode": decode, "batch_size": batch_size}
+        given = {name: value for name, value in asked.items() if value is not None}
+        return {"batch_size": defaults.BATCH_SIZE, **begun, **given}, []
     found = images if isinstance(images, Images) else list_images(images, limit)
     ways = ways_for(backbone.device, precision=precision, compile=compile)
     preprocessing = backbone.preprocessing
     with evaluating(backbone.model), full_float32():
         choice = choose_features(backbone, [layers] if isinstance(layers, str) else layers)
     on_cpu = backbone.device.type == "cpu"
-    count = min(batch_size or defaults.BATCH_SIZE, len(found))
-    pictures = pictures_of(found, preprocessing, min(count, _AT_MOST) if on_cpu else count, max_pixels)
+    pictures = pictures_of(found, preprocessing, min(batch_size or defaults.BATCH_SIZE, len(found)), max_pixels)
     pair = None
     if decode == "fast" or (decode is None and preprocessing.can_be_faster):
         pair = decoded_both_ways(found, preprocessing, max_pixels)

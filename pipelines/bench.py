@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 
 from extract import defaults
@@ -131,10 +132,11 @@ def bench(
         pictures = pictures_of(found, preprocessing, 128)
         batches = batch_rates(loaded, choice, pictures)
         batch_size = best_batch_size(batches)
+        pictures = torch.cat([pictures] * -(-batch_size // len(pictures)))[:batch_size]
         measured = []
         for way in ways_for(loaded.device, thorough=thorough):
             say(f"forward: {way}")
-            measured += forward_rates(loaded, choice, pictures[:batch_size], [way], pair=pair, refused_too=True)
+            measured += forward_rates(loaded, choice, pictures, [way], pair=pair, refused_too=True)
         say("writing")
         row_bytes = sum(4 * int(np.prod(feature.shape)) for feature in choice.features)
         write = _write_rate(row_bytes)

@@ -166,13 +166,13 @@ def _described(computation: Computation, precision: str) -> str:
     if computation.why:
         text += f" ({computation.why})"
     for other, compared in (
-        ("eager float32", computation.agreement),
-        ("those of exactly decoded images", computation.decoding),
+        ("eager float32, of the first batch", computation.agreement),
+        ("eager float32 of exactly decoded images, of the first few,", computation.decoding),
     ):
         for name, found in compared.items():
             text += (
                 f"\n          {name}: cosine to {other} at least {found.min_cosine:.6f}, off by at most "
-                f"{found.max_deviation:.1e} of the largest value (first batch)"
+                f"{found.max_deviation:.1e} of the largest value"
             )
     return text
 
@@ -252,7 +252,7 @@ def _advice(outcome: Outcome) -> str:
     computation = outcome.summary.computation or Computation()
     if computation.engine == "eager" and not computation.failed:
         engine = default_engine(plan.backbone.device, plan.precision)
-        if on_cpu and engine == "inductor" and plan.precision != "float16":
+        if on_cpu and plan.precision == "float32" and engine == "inductor":
             return "pip install 'layertap[openvino]' for a faster forward, or a GPU"
         return "--compile on, or --fast"
     if plan.precision == "float32":

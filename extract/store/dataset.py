@@ -11,7 +11,8 @@
     shard_rows       rows in every shard but the last
 
 Readers ignore keys they do not know. `runs.jsonl` has a line "started" for each run that wrote to the data set, with
-versions and machine, and a line "ended" for each that ended in order.
+versions and machine, a line "computing" when its first batch has been compared, and a line "ended" if it ended in
+order.
 """
 
 from __future__ import annotations

@@ -401,7 +401,7 @@ def test_every_run_is_told_of_when_it_starts_and_ends(folder: Path, tmp_path: Pa
     count_images(folder, tmp_path / "out", small, batch_size=4)
     lines = [json.loads(line) for line in (tmp_path / "out" / "runs.jsonl").read_text().splitlines()]
     assert [(line["event"], line.get("rows", line.get("found_done"))) for line in lines] == [
-        ("started", 0), ("ended", 4), ("started", 4), ("ended", 8),
+        ("started", 0), ("computing", None), ("ended", 4), ("started", 4), ("computing", None), ("ended", 8),
     ]  # fmt: skip
 
 
