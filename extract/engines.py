@@ -1,6 +1,6 @@
 """What runs the forward: PyTorch as it is ("eager"), or its graph compiled by inductor or OpenVINO.
 
-Compiled code computes a batch of one size; a shorter one is filled up with black pictures, whose rows are dropped.
+Compiled code computes a batch of one size; a shorter one is filled up with zeros, whose rows are dropped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["COMPILE", "compiled", "default_engine", "engine_for"]
 
 COMPILE = ("auto", "on", "off", "inductor", "openvino")
 
-_WARM_UPS = 2  # with CUDA graphs, the first call runs without one, and the second records it
+_FIRST_CALLS = 3  # with CUDA graphs, the first runs without one, the second records it, and from the third on it is run
 
 # (B, ...) as `Preprocessing.prepare` returns them, on the device -> the features, in order, on the device
 _Function = Callable[[Tensor], list[Tensor]]
@@ -68,13 +68,14 @@ def default_engine(device: torch.device, precision: str) -> str:
 def _openvino() -> Any:
     """OpenVINO without its telemetry, which would report to its makers, from a process that it forks in mid-run."""
     telemetry = "openvino_telemetry"
-    if "openvino" in sys.modules or telemetry in sys.modules:
-        return library("openvino", "openvino", "compile=openvino")
+    before = sys.modules.get(telemetry)
     sys.modules[telemetry] = None  # type: ignore[assignment]  # as if it were not installed
     try:
         return library("openvino", "openvino", "compile=openvino")
     finally:
         del sys.modules[telemetry]
+        if before is not None:
+            sys.modules[telemetry] = before
 
 
 @functools.cache
@@ -105,22 +106,25 @@ def compiled(
     def at_once(images: Tensor) -> list[NDArray[Any]]:
         nonlocal function
         batch = _filled(images, batch_size).to(backbone.device, non_blocking=True)
-        if function is None:
+        if function is not None:
+            found = function(batch)
+        else:
             try:
-                function = _MAKERS[engine](backbone, choice, dtype, precision, batch)
-                for _ in range(_WARM_UPS if backbone.device.type == "cuda" else 1):
-                    function(batch)
+                made = _MAKERS[engine](backbone, choice, dtype, precision, batch)
+                for _ in range(_FIRST_CALLS if backbone.device.type == "cuda" else 1):
+                    found = made(batch)
             except Exception as error:  # a compiler may fail in any way
                 text = f"{backbone.spec} cannot be compiled by {engine}: {first_line(error)}"
                 raise LayertapError(text) from error
-        return [values[: len(images)].cpu().numpy() for values in function(batch)]
+            function = made
+        return [values[: len(images)].cpu().numpy() for values in found]
 
     def forward(images: Tensor) -> dict[str, NDArray[Any]]:
         try:
             parts = [at_once(part) for part in torch.split(images, batch_size)]
         except torch.OutOfMemoryError as error:
             text = f"the memory of the device does not suffice for {batch_size} images in compiled code: {error}"
-            raise LayertapError(f"{text}. Take a smaller --batch-size, or --compile off") from error
+            raise LayertapError(f"{text}. Take a smaller --batch-size") from error
         kept = parts[0] if len(parts) == 1 else [np.concatenate(each) for each in zip(*parts, strict=True)]
         return {feature.name: values for feature, values in zip(choice.features, kept, strict=True)}
 

@@ -117,10 +117,13 @@ class _FirstThenAll:
             try:
                 features = self._open(engine)(images)
                 computation.agreement = agreement(features, expected)
-                self._check(computation)
+                if no := self._why_not(computation):
+                    raise LayertapError(no)
             except LayertapError as error:
                 if plan.engine != "auto":
-                    raise
+                    others = [] if engine == "eager" else ["--compile off"]
+                    others += [] if plan.precision == "float32" else ["--precision float32", "a lower --min-cosine"]
+                    raise LayertapError(f"{error}. Take {' or '.join(others)}") from error
                 self._open_now.close()
                 self._forward = None
                 computation, features = Computation("eager", first_line(error), True), None
@@ -128,8 +131,9 @@ class _FirstThenAll:
         if pair:
             computation.decoding = agreement(forward(pair[0]), exactly_decoded)
             if no := refusal(computation.decoding, plan.min_cosine):
-                others = "" if plan.precision == "float32" else "--precision float32, "
-                raise LayertapError(f"of fast decoded images, {no}. Take --decode exact, {others}or lower --min-cosine")
+                too = "" if plan.precision == "float32" else "--precision float32 or "
+                text = f"of fast decoded images, {no}. Take --decode exact or {too}a lower --min-cosine"
+                raise LayertapError(text)
         computed_already = 0.0 if features is None else plain_s  # the first call does not tell compiling from computing
         computation.prepared_in_s = time.perf_counter() - start - computed_already
         self._on_chosen(computation)
@@ -145,16 +149,13 @@ class _FirstThenAll:
         self._forward = self._open_now.enter_context(opened)
         return self._forward
 
-    def _check(self, computation: Computation) -> None:
-        """Raises `LayertapError` where features do not agree well enough with the plain ones."""
-        plan = self._plan
-        if plan.precision == "float32":
-            if why := refusal(computation.agreement, None):
-                raise LayertapError(f"compiled by {computation.engine}, {why}. Take --compile off")
-        elif not self._begun and (why := refusal(computation.agreement, plan.min_cosine)):
-            raise LayertapError(
-                f"in {plan.precision} ({computation.engine}), {why}. Take --precision float32, or lower --min-cosine"
-            )
+    def _why_not(self, computation: Computation) -> str:
+        """Why the features may not be taken for the plain ones; empty: they may."""
+        if self._plan.precision == "float32":
+            why = refusal(computation.agreement, None)
+            return why and f"compiled by {computation.engine}, {why}"
+        why = "" if self._begun else refusal(computation.agreement, self._plan.min_cosine)
+        return why and f"in {self._plan.precision} ({computation.engine}), {why}"
 
 
 def _engine(plan: Plan) -> tuple[str, str]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from extract import FeatureReader, InputError, LayertapError, Status, extract_features, load_backbone
 from extract.backbones import Backbone
-from extract.extraction import extract, plan
+from extract.extraction import Summary, extract, plan
 from extract.images import list_images
 from extract.store.dataset import DataSet
 from extract.store.writer import ShardWriter
@@ -403,6 +403,15 @@ def test_every_run_is_told_of_when_it_starts_and_ends(folder: Path, tmp_path: Pa
     assert [(line["event"], line.get("rows", line.get("found_done"))) for line in lines] == [
         ("started", 0), ("computing", None), ("ended", 4), ("started", 4), ("computing", None), ("ended", 8),
     ]  # fmt: skip
+
+
+def test_a_stage_does_not_count_what_another_counts_inside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 10.0, 13.0, 20.0])
+    monkeypatch.setattr("extract.summary.time.perf_counter", lambda: next(times))
+    summary = Summary(n_rows=1)
+    with summary.timed("forward"), summary.timed("write"):
+        pass
+    assert summary.stages == {"images": 0.0, "forward": 17.0, "write": 3.0}
 
 
 def test_too_little_space_is_told_before_any_image_is_read(
