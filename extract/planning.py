@@ -28,7 +28,7 @@ from extract.store.dataset import DataSet, existing_shard_rows, shard_rows_for
 from extract.store.guard import need_libraries
 from extract.store.layout import StoredFeature
 
-__all__ = ["Plan", "how_begun", "how_made", "plan", "plan_for"]
+__all__ = ["Plan", "asked_of", "how_begun", "how_made", "plan", "plan_for"]
 
 DTYPES = ("float32", "float16")
 DECODE = ("exact", "fast")
@@ -223,6 +223,21 @@ def how_made(depends_on: dict[str, Any]) -> dict[str, str]:
     fast = depends_on["preprocessing"].get("resized_by") == "torchvision"
     compile = "auto" if precision == "float32" else "off" if way == "autocast" else way
     return {"precision": precision, "compile": compile, "decode": "fast" if fast else "exact"}
+
+
+def asked_of(configuration: dict[str, Any], weights: str | None = None) -> dict[str, Any]:
+    """What `load_backbone` was told, as a data set's provenance has it.
+
+    Args:
+        configuration: of the provenance.
+        weights: a name or file instead of those, if the file was moved.
+
+    Raises:
+        KeyError: it is not there.
+    """
+    asked = {name: configuration[name] for name in ("weights", "seed", "allow_missing_head")}
+    asked["preprocessing"] = configuration.get("preprocessing")
+    return asked | ({"weights": weights} if weights else {})
 
 
 def _hash_of_labels(images: Images) -> str:

@@ -15,7 +15,7 @@ from extract.backbones import Backbone, load_backbone
 from extract.errors import InputError
 from extract.forward import ready, rows_of
 from extract.images import Images, listed_again, load_batches
-from extract.planning import Plan, how_made, plan_for
+from extract.planning import Plan, asked_of, how_made, plan_for
 from extract.similarity import deviation
 from extract.status import Status
 from extract.store.dataset import DataSet, differences
@@ -144,15 +144,14 @@ def _plan(
     configuration = provenance.get("configuration", {})
     try:
         layers, spec = list(configuration["layers"]), str(provenance["backbone"])
-        asked = {name: configuration[name] for name in ("weights", "seed", "allow_missing_head")}
-        asked["preprocessing"] = configuration.get("preprocessing")
+        asked = asked_of(configuration, weights)
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{dataset.out} does not say how it was made: {error} is missing in its provenance") from error
     made = how_made(dataset.depends_on)
     if made["compile"] == "openvino" and device == "auto":
         device = "cpu"
     if backbone is None:
-        backbone = load_backbone(spec, device=device, **{**asked, **({"weights": weights} if weights else {})})
+        backbone = load_backbone(spec, device=device, **asked)
     settings = {
         "layers": layers, "batch_size": defaults.BATCH_SIZE, "workers": workers, "dtype": dataset.features[0].dtype,
         **made, "compile": "off" if made["compile"] == "auto" else made["compile"],

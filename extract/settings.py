@@ -13,7 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["COMPILED_CODE_OFF", "FUSED_ATTENTION_OFF", "evaluating", "full_float32", "keeping_freed_memory"]
+from extract.errors import LayertapError, first_line
+
+__all__ = [
+    "COMPILED_CODE_OFF",
+    "FUSED_ATTENTION_OFF",
+    "device_named",
+    "evaluating",
+    "full_float32",
+    "keeping_freed_memory",
+]
 
 
 @contextlib.contextmanager
@@ -124,3 +133,19 @@ def _no_compiled_code() -> Callable[[], None]:
 
 FUSED_ATTENTION_OFF = _Switch(_no_fused_attention)
 COMPILED_CODE_OFF = _Switch(_no_compiled_code)
+
+
+def device_named(name: str) -> torch.device:
+    """A device that can be used; "auto" is a GPU where there is one.
+
+    Raises:
+        LayertapError: it is not there.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise LayertapError(f"device {name!r} cannot be used: {first_line(error)}") from error
+    return device

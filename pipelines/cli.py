@@ -12,14 +12,16 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, get_args
 
 import click
+from pydantic import BaseModel
 
 from extract.errors import InputError, LayertapError, LockedError, UnknownNameError
-from pipelines.config import EmbedConfig, load_config
+from pipelines.config import EmbedConfig, ProbeConfig, load_config
 
 __all__ = ["main"]
 
@@ -64,10 +66,10 @@ def main() -> None:
     """Features of images, under any backbone, on disk: right, in order, crash-proof."""
 
 
-def _option(*names: str, **settings: Any) -> Callable[[Any], Any]:
+def _option(*names: str, model: type[BaseModel] = EmbedConfig, **settings: Any) -> Callable[[Any], Any]:
     """An option whose help and default are those of the configuration key of the same name."""
     key = names[-1].partition("/")[0].lstrip("-").replace("-", "_")
-    field = EmbedConfig.model_fields[key]
+    field = model.model_fields[key]
     text = field.description or ""
     if field.default is not None and not isinstance(field.default, bool):
         default = " ".join(field.default) if isinstance(field.default, list) else field.default
@@ -124,7 +126,7 @@ def embed(ctx: click.Context, /, config: Path | None, as_json: bool, **flags: An
     from pipelines.embed import embed, print_summary, summary_as_json
 
     given = {name: value for name, value in flags.items() if value not in (None, ())}
-    resolved = load_config(config, given)
+    resolved = load_config(EmbedConfig, config, given)
     outcome = embed(resolved)
     if as_json:
         click.echo(json.dumps(summary_as_json(outcome), indent=1))
@@ -231,6 +233,75 @@ def show(out: Path, as_json: bool) -> None:
         print_description(content, click.echo)
 
 
+_of_probe = partial(_option, model=ProbeConfig)
+
+
+@main.command()
+@click.argument("out", nargs=-1, metavar="OUT...")
+@_of_probe("-p", "--protocol", type=click.Choice(list(get_args(ProbeConfig.model_fields["protocol"].annotation))))
+@_of_probe("-l", "--layers", multiple=True, metavar="LAYER")
+@_of_probe("--labels", metavar="FILE[:COLUMN]")
+@_of_probe("--multilabel/--no-multilabel")
+@_of_probe("--test-fraction", type=float)
+@_of_probe("--drop-leaks/--keep-leaks")
+@_of_probe("--scaling", type=click.Choice(["none", "l2", "standardise"]))
+@_of_probe("--class-weight", type=click.Choice(["balanced"]))
+@_of_probe("--seed", type=int)
+@_of_probe("--similarity/--no-similarity")
+@_of_probe("-o", "--results", metavar="FOLDER")
+@_of_probe("--save", metavar="FILE.safetensors")
+@_of_probe("--device")
+@_of_probe("--max-memory-mb", type=int)
+@click.option(
+    "--config", type=click.Path(path_type=Path), help="YAML file with these words as keys; flags win over it."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
+def probe(config: Path | None, as_json: bool, **flags: Any) -> None:
+    """Tell how good the features of the data sets OUT are, layer by layer, by a protocol of the literature.
+
+    Strengths are chosen on validation images, test images are predicted once. Writes results.json, results.csv,
+    predictions.csv and pictures.
+
+    \b
+    layertap probe outputs/photos                                # every layer that is stored
+    layertap probe outputs/photos -p knn -l 'blocks.*' -l blocks.5+blocks.6
+    layertap probe outputs/photos -p ridge --labels ages.csv:age
+    layertap probe outputs/photos -l embedding --save probe.safetensors
+    """
+    from pipelines.probe_report import as_json as outcome_as_json
+    from pipelines.probe_report import print_outcome, probe_and_write
+
+    given = {name: value for name, value in flags.items() if value not in (None, ())}
+    resolved = load_config(ProbeConfig, config, given)
+    outcome, files = probe_and_write(resolved, lambda text: click.echo(text, err=True))
+    if as_json:
+        click.echo(json.dumps(outcome_as_json(outcome), indent=1))
+        return
+    print_outcome(outcome, click.echo)
+    click.echo("written: " + ", ".join(map(str, files)))
+
+
+@main.command()
+@click.argument("probe", type=click.Path(path_type=Path))
+@click.argument("images", metavar="IMAGES|OUT")
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="CSV file to write.")
+@click.option("-b", "--backbone", help="Its spec: to be given where it is code (python/, hub/), which will be run.")
+@click.option("--weights", help="Name or file of the backbone's weights, if the file was moved.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N or mps.")
+def predict(probe: Path, images: str, output: Path, **settings: Any) -> None:
+    """Predict classes of images with a PROBE that `layertap probe --save` has kept.
+
+    The features of IMAGES are computed as those were that the probe was fitted on; those of a data set OUT must have
+    been.
+
+    \b
+    layertap predict probe.safetensors new-photos -o predictions.csv
+    """
+    from pipelines.predict import run_predict
+
+    click.echo(run_predict(probe, images, output, **settings))
+
+
 @main.command()
 @click.argument("first", metavar="A", type=click.Path(path_type=Path))
 @click.argument("second", metavar="B", type=click.Path(path_type=Path))
@@ -316,9 +387,10 @@ def merge(sources: tuple[Path, ...], out: Path, shard_rows: int | None, compress
 @click.option("-o", "--out", type=click.Path(path_type=Path), default=Path("outputs/demo"), show_default=True)
 @click.pass_context
 def demo(ctx: click.Context, out: Path) -> None:
-    """Run `embed` on 1,797 scans of handwritten digits, offline, with real weights. About a minute on 2 cores."""
-    from pipelines.demo import READING, demo_config, write_digits
+    """Run `embed` and `probe` on 1,797 scans of handwritten digits, offline, with real weights. A minute on 2 cores."""
+    from pipelines.demo import READING, demo_config, demo_probe, write_digits
     from pipelines.embed import embed, print_summary
+    from pipelines.probe_report import print_outcome, probe_and_write
 
     config = demo_config(out)
     click.echo(f"{write_digits(Path(config.images)):,} digits in {config.images}", err=True)
@@ -326,6 +398,9 @@ def demo(ctx: click.Context, out: Path) -> None:
     print_summary(outcome, click.echo)
     if outcome.signal:
         ctx.exit(128 + outcome.signal)
+    found, files = probe_and_write(demo_probe(out), lambda text: click.echo(text, err=True))
+    print_outcome(found, click.echo)
+    click.echo("pictures: " + ", ".join(str(file) for file in files if file.suffix == ".png"))
     click.echo("To read it:\n\n" + READING.format(out=config.folder))
 
 

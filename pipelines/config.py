@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from extract import defaults
 from extract.errors import InputError, unknown_name
 
-__all__ = ["EmbedConfig", "load_config"]
+__all__ = ["EmbedConfig", "ProbeConfig", "load_config"]
 
 
 class EmbedConfig(BaseModel):
@@ -117,6 +117,55 @@ class EmbedConfig(BaseModel):
         return self.out or Path("outputs") / _name_of(self.images)
 
 
+class ProbeConfig(BaseModel):
+    """What `layertap probe` is told."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    out: list[str] = Field(min_length=1, description="Data sets of `layertap embed`.")
+    layers: list[str] | None = Field(
+        None,
+        min_length=1,
+        description="Repeats, takes globs; a+b: two side by side. [default: all that are stored]",
+    )
+    protocol: Literal["clip", "simclr", "dinov2-logreg", "knn", "centroid", "fewshot", "ridge"] = Field(
+        "clip", description="What is fitted, and how its strength is chosen."
+    )
+    labels: str | None = Field(
+        None, description="FILE.csv[:COLUMN] with `path` or `id`; column label. [default: the data set's own classes]"
+    )
+    multilabel: bool = Field(False, description="An image has any number of labels, with | between them.")
+    test_fraction: float | None = Field(
+        None, gt=0, lt=1, description="Draw test images. [default: the data set's splits, or 0.2 if it has none]"
+    )
+    drop_leaks: bool = Field(False, description="Leave images out of training whose bytes are in val or test.")
+    scaling: Literal["none", "l2", "standardise"] | None = Field(
+        None, description="Of the features. [default: the protocol's own]"
+    )
+    class_weight: Literal["balanced"] | None = Field(None, description="Each class weighs the same.")
+    seed: int = Field(defaults.SEED, strict=True, ge=0, lt=1 << 32, description="Of all that is drawn.")
+    similarity: bool = Field(False, description="Also how alike the layers are: linear CKA and RSA.")
+    results: Path | None = Field(None, description="Folder of the results. [default: OUT/probe/PROTOCOL]")
+    save: Path | None = Field(None, description="Keep the probe, for `layertap predict`; of one layer.")
+    device: str = Field(defaults.DEVICE, description="auto, cpu, cuda, cuda:N or mps.")
+    max_memory_mb: int | None = Field(
+        None,
+        strict=True,
+        ge=64,
+        description="Held at once; larger features are streamed. [default: half of what is free]",
+    )
+
+    @field_validator("out", "layers", mode="before")
+    @classmethod
+    def _one(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @property
+    def folder(self) -> Path:
+        """Where the results go."""
+        return self.results or Path(self.out[0]) / "probe" / self.protocol
+
+
 def _name_of(images: str) -> str:
     """What a data set of these images is called: photos, of photos/, photos.zip and s3://bucket/photos-{00..99}.tar."""
     images = re.sub(r"(\.(?:h5|hdf5)):.*$", r"\1", images, flags=re.IGNORECASE)  # the name of a data set inside
@@ -128,10 +177,14 @@ def _name_of(images: str) -> str:
     return name or "images"
 
 
-def load_config(path: Path | None, flags: dict[str, Any]) -> EmbedConfig:
+Config = TypeVar("Config", bound=BaseModel)
+
+
+def load_config(model: type[Config], path: Path | None, flags: dict[str, Any]) -> Config:
     """The configuration of a file, with flags over it.
 
     Args:
+        model: of the job.
         path: a YAML file, or None.
         flags: those that were given.
 
@@ -141,16 +194,17 @@ def load_config(path: Path | None, flags: dict[str, Any]) -> EmbedConfig:
     """
     values = _read_yaml(path) if path else {}
     for key in values:
-        if key not in EmbedConfig.model_fields:
-            raise unknown_name("key", str(key), EmbedConfig.model_fields, str(path))
+        if key not in model.model_fields:
+            raise unknown_name("key", str(key), model.model_fields, str(path))
     try:
-        return EmbedConfig(**{**values, **flags})
+        return model(**{**values, **flags})
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')} (given: {e['input']!r})"
                  for e in error.errors()
                  if e["type"] != "missing"]  # fmt: skip
         if len(lines) < error.error_count():
-            lines.append("images: no folder given, neither as IMAGES nor as a key of --config")
+            missing = next(str(e["loc"][0]) for e in error.errors() if e["type"] == "missing")
+            lines.append(f"{missing}: none given, neither as {missing.upper()} nor as a key of --config")
         raise InputError((f"{path}: " if path and not flags else "") + "\n".join(lines)) from None
 
 

@@ -1,7 +1,8 @@
-"""The main job on real pictures, offline: `layertap demo`.
+"""The main jobs on real pictures, offline: `layertap demo`.
 
 scikit-learn's handwritten digits (1,797 scans of 8x8 pixels, ten classes; Alpaydin and Kaynak, UCI repository) are
-written as an image folder, and `embed` runs on it with the bundled weights.
+written as an image folder, `embed` runs on it with the bundled weights, and `probe`
+tells how well a linear classifier tells the digits apart by these features.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import numpy as np
 from PIL import Image
 
 from extract.errors import LayertapError
-from pipelines.config import EmbedConfig
+from pipelines.config import EmbedConfig, ProbeConfig
 
-__all__ = ["READING", "demo_config", "write_digits"]
+__all__ = ["READING", "demo_config", "demo_probe", "write_digits"]
 
 READING = """\
 from extract import FeatureReader
@@ -25,6 +26,11 @@ x, y = reader["embedding"][:], reader.labels"""
 def demo_config(folder: Path) -> EmbedConfig:
     """What the demo tells `embed`."""
     return EmbedConfig(images=str(folder / "digits"), out=folder / "features")
+
+
+def demo_probe(folder: Path) -> ProbeConfig:
+    """What the demo tells `probe`."""
+    return ProbeConfig(out=[str(folder / "features")], results=folder / "probe")
 
 
 def write_digits(folder: Path) -> int:

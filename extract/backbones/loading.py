@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from extract.backbones import from_hf, from_hub, from_open_clip, from_python, from_timm, from_torchvision
 from extract.backbones.backbone import Asked, Backbone
-from extract.errors import LayertapError, first_line, unknown_name
+from extract.errors import unknown_name
 from extract.preprocessing import overridden
+from extract.settings import device_named
 
 __all__ = ["SOURCES", "load_backbone"]
 
@@ -58,7 +57,7 @@ def load_backbone(
     source, _, name = spec.partition("/")
     if source not in SOURCES or not name:
         raise unknown_name("backbone", spec, [f"{known}/..." for known in SOURCES], hint="A spec is SOURCE/NAME")
-    place = _device(device)
+    place = device_named(device)
     given = {key: value for key, value in (preprocessing or {}).items() if value is not None}
     backbone = SOURCES[source](Asked(spec, name, weights, seed, allow_missing_head, given))
     return replace(
@@ -69,14 +68,3 @@ def load_backbone(
         notes=(*backbone.notes, *backbone.weights.notes),
         asked={"weights": weights, "seed": seed, "allow_missing_head": allow_missing_head, "preprocessing": given},
     )
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device).cpu()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise LayertapError(f"device {name!r} cannot be used: {first_line(error)}") from error
-    return device

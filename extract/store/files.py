@@ -12,7 +12,16 @@ from typing import Any
 
 from extract.errors import InputError, LayertapError
 
-__all__ = ["allow_more_files", "claim", "discard", "read_json", "sync_folder", "take_space", "write_json"]
+__all__ = [
+    "allow_more_files",
+    "claim",
+    "discard",
+    "read_json",
+    "sync_folder",
+    "take_space",
+    "write_json",
+    "write_whole",
+]
 
 _JSON_BYTES = 1 << 26  # far above what a description or a receipt of a million failed rows needs
 
@@ -44,11 +53,15 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_json(path: Path, content: Any) -> None:
     """Write a small JSON file whole or not at all."""
+    write_whole(path, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a small file whole or not at all, over one of that name."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
-            file.write("\n")
+        with temporary.open("wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(path)

@@ -1,0 +1,200 @@
+"""Features of some rows, in memory or in a file, as blocks of vectors: what every probe reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from extract.errors import InputError
+
+__all__ = ["Rows", "Scaling", "Source"]
+
+_BLOCK_BYTES = 16 << 20  # of features that are read at once
+_SPARSE = 32  # times as many rows between the first and the last wanted as are wanted: these are picked one by one
+
+
+class Source(Protocol):
+    """What rows can be read from: an array, a memory map, a feature of a `FeatureReader`, an HDF5 data set."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(N, *shape)."""
+
+    def __getitem__(self, rows: Any) -> Any:
+        """A slice of rows, or sorted ones."""
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What is done to each vector first.
+
+    Attributes:
+        name: "none"; "l2": divided by its length; "standardise": less the mean, divided by the standard deviation.
+        mean: (D,) float32, for "standardise".
+        scale: (D,) float32, for "standardise"; 1 where a column is constant.
+    """
+
+    name: str = "none"
+    mean: NDArray[np.float32] | None = None
+    scale: NDArray[np.float32] | None = None
+
+    def __call__(self, block: NDArray[np.float32]) -> NDArray[np.float32]:
+        """(n, D), changed in place."""
+        if self.name == "l2":
+            lengths = np.sqrt(np.einsum("nd,nd->n", block, block, dtype=np.float64)).astype(np.float32)
+            block /= np.where(lengths > 0, lengths, 1)[:, None]
+        elif self.mean is not None and self.scale is not None:
+            block -= self.mean
+            block /= self.scale
+        return block
+
+    @staticmethod
+    def of(name: str, rows: Rows) -> Scaling:
+        """The scaling of this name, with the statistics of these rows and no others."""
+        if name != "standardise":
+            return Scaling(name)
+        mean, variance = _moments(rows)
+        scale = np.sqrt(variance)
+        scale[scale <= 1e-7 * np.abs(mean)] = 1  # rounding of a constant, in float32
+        scale[scale == 0] = 1
+        return Scaling(name, mean.astype(np.float32), scale.astype(np.float32))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows of some arrays that lie side by side, each row's values one behind the other."""
+
+    columns: tuple[Source, ...]
+    index: NDArray[np.int64]  # sorted
+
+    def read(self, start: int, stop: int) -> NDArray[np.float32]:
+        index = self.index[start:stop]
+        first, last = int(index[0]), int(index[-1]) + 1
+        blocks = []
+        for source in self.columns:
+            if last - first == len(index):
+                values = source[first:last]
+            elif last - first <= _SPARSE * len(index):
+                values = source[first:last][index - first]
+            else:
+                values = source[index]
+            blocks.append(np.asarray(values).reshape(len(index), -1))
+        block = blocks[0] if len(blocks) == 1 else np.concatenate(blocks, 1)
+        return np.array(block, np.float32, order="C")  # a copy, which may be changed
+
+
+@dataclass(frozen=True)
+class Rows:
+    """(N, D) float32, of which blocks are read when they are needed; each row is one vector, whatever its shape was.
+
+    Rows of one `Rows` lie in the order of their parts, and inside a part in that of the file.
+    """
+
+    parts: tuple[_Part, ...]
+    scaling: Scaling = Scaling()
+
+    @staticmethod
+    def of(columns: Source | Sequence[Source], index: NDArray[np.int64] | None = None) -> Rows:
+        """Rows of an array, or of several side by side.
+
+        Args:
+            columns: (N, *shape), or several of the same N.
+            index: which rows, sorted; None: all.
+        """
+        sources = tuple(columns) if isinstance(columns, list | tuple) else (columns,)
+        sources = tuple(one.detach().cpu().numpy() if isinstance(one, torch.Tensor) else one for one in sources)
+        for source in sources:
+            if not hasattr(source, "shape") or len(source.shape) < 2:
+                raise InputError(f"features are {type(source).__name__}; expected an array of shape (N, D)")
+            if source.shape[0] != sources[0].shape[0]:
+                raise InputError(f"features of {source.shape[0]} and of {sources[0].shape[0]} rows do not go together")
+        return Rows((_Part(sources, np.arange(sources[0].shape[0]) if index is None else index),))
+
+    def __len__(self) -> int:
+        return sum(len(part.index) for part in self.parts)
+
+    @property
+    def width(self) -> int:
+        """D, values of a row."""
+        return sum(int(np.prod(source.shape[1:])) for source in self.parts[0].columns)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of it, in memory."""
+        return len(self) * self.width * 4
+
+    def __add__(self, other: Rows) -> Rows:
+        return replace(self, parts=self.parts + other.parts)
+
+    def subset(self, chosen: NDArray[np.int64]) -> Rows:
+        """Some of the rows, by their sorted numbers here."""
+        parts, start = [], 0
+        for part in self.parts:
+            here = chosen[np.searchsorted(chosen, start) : np.searchsorted(chosen, start + len(part.index))] - start
+            if len(here):
+                parts.append(_Part(part.columns, part.index[here]))
+            start += len(part.index)
+        return replace(self, parts=tuple(parts))
+
+    def scaled(self, scaling: Scaling) -> Rows:
+        """The same rows, scaled when they are read."""
+        return replace(self, scaling=scaling)
+
+    def held(self) -> Rows:
+        """The same rows in memory; they are read once.
+
+        Raises:
+            InputError: a value is not finite.
+        """
+        array = np.empty((len(self), self.width), np.float32)
+        for start, block in self.blocks():
+            array[start : start + len(block)] = block
+        return Rows.of(array)
+
+    def between(self, start: int, stop: int) -> NDArray[np.float32]:
+        """(stop - start, D), a copy of its own."""
+        blocks, first = [], 0
+        for part in self.parts:
+            last = first + len(part.index)
+            if start < last and stop > first:
+                blocks.append(part.read(max(start, first) - first, min(stop, last) - first))
+            first = last
+        if not blocks:
+            return np.empty((0, self.width), np.float32)
+        return self.scaling(blocks[0] if len(blocks) == 1 else np.concatenate(blocks))
+
+    def blocks(self, block_bytes: int = _BLOCK_BYTES) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        """(first row, (n, D)) over all rows.
+
+        Raises:
+            InputError: a value is not finite.
+        """
+        size = max(1, block_bytes // (4 * self.width))
+        for start in range(0, len(self), size):
+            block = self.between(start, min(start + size, len(self)))
+            if not np.isfinite(block).all():
+                row = start + int(np.flatnonzero(~np.isfinite(block).all(1))[0])
+                raise InputError(f"row {row} of the features has NaN or infinity; leave such rows out")
+            yield start, block
+
+
+def _moments(rows: Rows) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(D,) mean and (D,) variance of columns, joined block by block (Chan, Golub and LeVeque 1983)."""
+    count, mean, squares = 0, np.zeros(rows.width), np.zeros(rows.width)
+    for _, block in rows.blocks():
+        here = block.mean(0, dtype=np.float64)
+        off = here - mean
+        total = count + len(block)
+        centred = block - here.astype(np.float32)
+        within = np.einsum("nd,nd->d", centred, centred, dtype=np.float64)
+        # What rounding the mean to float32 has added.
+        within -= len(block) * (here - here.astype(np.float32)) ** 2
+        squares += within + off**2 * (count * len(block) / total)
+        mean += off * (len(block) / total)
+        count = total
+    return mean, np.maximum(squares / max(1, count), 0)

@@ -1,0 +1,254 @@
+"""How good stored features are, layer by layer: `layertap probe OUT -p PROTOCOL`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from extract.errors import InputError
+from extract.layers import match_layers
+from extract.probe.metrics import mcnemar
+from extract.probe.model import LinearProbe
+from extract.probe.probing import ProbeResult, probe
+from extract.probe.protocols import Labelled
+from extract.probe.representations import similarities
+from extract.probe.rows import Rows
+from extract.store.dataset import DataSet
+from extract.store.reader import FeatureReader
+from pipelines.config import ProbeConfig
+from pipelines.labelling import Labelling, drop_leaks, label_rows
+
+__all__ = ["Comparison", "Outcome", "Probed", "features_described", "run_probe"]
+
+_ALIKE_ROWS = 2000  # images that representations are compared on, drawn with the seed
+
+
+@dataclass(frozen=True)
+class Probed:
+    """One feature and what its probe gave.
+
+    Attributes:
+        data_set: name of its data set.
+        layer: name of the feature; `a+b` of two side by side.
+        width: D.
+        result: of the probe.
+    """
+
+    data_set: str
+    layer: str
+    width: int
+    result: ProbeResult
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """McNemar's exact test between the best feature and another, on the test images of both.
+
+    Attributes:
+        better: (data set, layer) of the best.
+        other: (data set, layer).
+        only_better: images of which only the best finds the class.
+        only_other: likewise.
+        p: two-sided; not corrected for how many are compared.
+    """
+
+    better: tuple[str, str]
+    other: tuple[str, str]
+    only_better: int
+    only_other: int
+    p: float
+
+
+@dataclass
+class Outcome:
+    """All that a run has found so far.
+
+    Attributes:
+        config: of the run.
+        labellings: data set -> labels and splits.
+        fingerprints: data set -> that of its features.
+        test_paths: data set -> paths of its test images.
+        probed: in the order of the layers.
+        comparisons: with the best.
+        similarity: linear CKA and RSA, both (M, M) in the order of `probed`; None: not asked for.
+    """
+
+    config: ProbeConfig
+    labellings: dict[str, Labelling] = field(default_factory=dict)
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    test_paths: dict[str, list[str]] = field(default_factory=dict)
+    probed: list[Probed] = field(default_factory=list)
+    comparisons: list[Comparison] = field(default_factory=list)
+    similarity: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
+
+    @property
+    def best(self) -> Probed:
+        """The feature with the highest metric; of equal ones, the first."""
+        return max(self.probed, key=lambda one: one.result.value)
+
+
+def run_probe(
+    config: ProbeConfig, say: Callable[[str], None], on_result: Callable[[Outcome], None] = lambda outcome: None
+) -> Outcome:
+    """Probe every layer asked for, of every data set.
+
+    Args:
+        config: of the run.
+        say: told what is being done.
+        on_result: called after each layer, with what there is so far.
+
+    Raises:
+        InputError: no data set there, no labels, or a protocol that does not fit them.
+        UnknownNameError: no such layer.
+    """
+    outcome = Outcome(config)
+    with contextlib.ExitStack() as stack:
+        readers = {name: stack.enter_context(FeatureReader(path)) for name, path in _named(config.out).items()}
+        columns: dict[tuple[str, str], list[Any]] = {}
+        for name, reader in readers.items():
+            labelling = label_rows(
+                reader, config.labels, numbers=config.protocol == "ridge", multilabel=config.multilabel,
+                test_fraction=config.test_fraction, seed=config.seed,
+            )  # fmt: skip
+            outcome.labellings[name] = drop_leaks(reader, labelling) if config.drop_leaks else labelling
+            outcome.fingerprints[name] = reader.fingerprint
+            outcome.test_paths[name] = [reader.paths[row] for row in outcome.labellings[name].test.tolist()]
+            columns |= {(name, layer): parts for layer, parts in _columns(reader, config.layers, name)}
+        if config.save is not None and len(columns) > 1:
+            raise InputError(
+                f"--save keeps the probe of one layer, and there are {len(columns)}: name one with -l; taking the best "
+                "on the test images would be choosing on them"
+            )
+        if config.save is not None and config.protocol in ("knn", "fewshot"):
+            raise InputError(f"the protocol {config.protocol} has no probe that could be kept; take another to --save")
+        for number, ((name, layer), parts) in enumerate(columns.items(), 1):
+            say(f"probing {layer}" + (f" of {name}" if len(readers) > 1 else "") + f" ({number} of {len(columns)})")
+            outcome.probed.append(_probed(config, outcome.labellings[name], name, layer, parts))
+            on_result(outcome)
+        outcome.comparisons = list(_comparisons(outcome, readers))
+        if config.similarity:
+            say("comparing representations")
+            outcome.similarity = _similarity(readers, columns, config.seed)
+        if config.save is not None:
+            (one,) = outcome.probed
+            _save(one, Path(config.out[0]), config)
+    on_result(outcome)
+    return outcome
+
+
+def _named(paths: Sequence[str]) -> dict[str, Path]:
+    """A name for each data set: that of its folder, where these differ."""
+    names = [Path(path).resolve().name for path in paths]
+    if len(set(names)) < len(names):
+        names = list(paths)
+    if len(set(names)) < len(names):
+        raise InputError(f"a data set is given twice: {', '.join(paths)}")
+    return {name: Path(path) for name, path in zip(names, paths, strict=True)}
+
+
+def _columns(reader: FeatureReader, layers: Sequence[str] | None, where: str) -> Iterator[tuple[str, list[Any]]]:
+    """The features that are probed, by name, each as one or several arrays side by side."""
+    for text in reader.layers if layers is None else layers:
+        if "+" in text and text not in reader:
+            parts = [match_layers(reader.layers, part, where) for part in text.split("+")]
+            for part, found in zip(text.split("+"), parts, strict=True):
+                if len(found) > 1:
+                    raise InputError(f"{part!r} in {text!r} means {len(found)} layers; name each: {'+'.join(found)}")
+            yield text, [reader[found[0]] for found in parts]
+        else:
+            for name in match_layers(reader.layers, text, where):
+                yield name, [reader[name]]
+
+
+def _probed(config: ProbeConfig, labelling: Labelling, data_set: str, layer: str, columns: list[Any]) -> Probed:
+    sets = [Labelled(Rows.of(columns, rows), labelling.targets[rows])
+            for rows in (labelling.train, labelling.val, labelling.test)]  # fmt: skip
+    train, val, test = sets
+    result = probe(
+        train, val if len(val) else None, test, labelling.classes, labelling.task,
+        protocol=config.protocol, scaling=config.scaling, balanced=config.class_weight == "balanced", seed=config.seed,
+        device=config.device, memory_bytes=None if config.max_memory_mb is None else config.max_memory_mb << 20,
+    )  # fmt: skip
+    return Probed(data_set, layer, train.rows.width, result)
+
+
+def _comparisons(outcome: Outcome, readers: dict[str, FeatureReader]) -> Iterator[Comparison]:
+    best = outcome.best
+    for other in outcome.probed:
+        right, others = best.result.right, other.result.right
+        if other is best or right is None or others is None:
+            continue
+        if other.data_set != best.data_set:  # the images that both are tested on, known by their bytes
+            first, second = (
+                _hashes(readers[one.data_set])[outcome.labellings[one.data_set].test] for one in (best, other)
+            )
+            _, here, there = np.intersect1d(first, second, return_indices=True)
+            right, others = right[here], others[there]
+        yield Comparison((best.data_set, best.layer), (other.data_set, other.layer), *mcnemar(right, others))
+
+
+def _similarity(
+    readers: dict[str, FeatureReader], columns: dict[tuple[str, str], list[Any]], seed: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """On images that all data sets have good features of, known by their bytes."""
+    rows_of = {}
+    for name, reader in readers.items():
+        good = np.flatnonzero(reader.status == 1)
+        hashes, first = np.unique(_hashes(reader)[good], return_index=True)
+        rows_of[name] = dict(zip(hashes.tolist(), good[first].tolist(), strict=True))
+    common = sorted(set.intersection(*(set(rows) for rows in rows_of.values())))
+    drawn = np.random.default_rng(seed).permutation(len(common))[:_ALIKE_ROWS]
+
+    def each() -> Iterator[Rows]:
+        for (name, _), parts in columns.items():
+            rows = np.array([rows_of[name][common[i]] for i in drawn], np.int64)
+            order = np.argsort(rows)
+            array = Rows.of(parts, rows[order]).held().between(0, len(rows))
+            yield Rows.of(array[np.argsort(order)])
+
+    if len(drawn) < 4:
+        raise InputError(f"the data sets have {len(drawn)} images in common; --similarity needs at least 4")
+    return similarities(each())
+
+
+def _hashes(reader: FeatureReader) -> NDArray[Any]:
+    """(N,) the hash of each row's image, as 16 bytes."""
+    return np.ascontiguousarray(reader.column("source_hash")).view("V16")[:, 0]
+
+
+def features_described(dataset: DataSet, layers: Sequence[str]) -> dict[str, Any]:
+    """What the numbers of these features depend on, and of no others in the data set."""
+    depends_on = dict(dataset.depends_on)
+    return {**depends_on, "features": {name: depends_on["features"][name] for name in layers}}
+
+
+def _save(one: Probed, out: Path, config: ProbeConfig) -> None:
+    """The probe with all that is needed to compute the features of other images, in the same way."""
+    model, dataset = one.result.model, DataSet.open(out)
+    assert model is not None
+    assert config.save is not None
+    layers = [one.layer] if one.layer in dataset.depends_on["features"] else one.layer.split("+")
+    with FeatureReader(out) as reader:
+        provenance = {key: reader.provenance.get(key) for key in ("backbone", "configuration", "versions")}
+    about = {
+        "protocol": one.result.protocol,
+        "chosen": {one.result.swept: one.result.chosen} if one.result.swept else {},
+        "layers": layers,
+        "poolings": [feature.attributes["pooling"] for name in layers
+                     for feature in dataset.features if feature.name == name],
+        "depends_on": features_described(dataset, layers),
+        "provenance": provenance,
+        "n_train": one.result.n_train,
+        "metrics": {name: metric.value for name, metric in one.result.metrics.items()},
+    }  # fmt: skip
+    kept = LinearProbe(
+        model.coef_, model.intercept_, model.classes_, model.task, model.scaling, model.has_probabilities, about
+    )
+    config.save.parent.mkdir(parents=True, exist_ok=True)
+    kept.save(config.save)

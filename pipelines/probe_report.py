@@ -1,0 +1,232 @@
+"""What `layertap probe` tells: a table on the terminal, results.json, results.csv, predictions.csv."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from extract.probe.metrics import Estimate
+from extract.probe.protocols import PROTOCOLS
+from extract.store.files import write_json, write_whole
+from pipelines.config import ProbeConfig
+from pipelines.printing import SHOWN, printable
+from pipelines.probe import Outcome, Probed, run_probe
+from pipelines.probe_pictures import draw
+
+__all__ = ["as_json", "print_outcome", "probe_and_write"]
+
+_NAMES = {
+    "top1": "top-1", "top5": "top-5", "balanced_accuracy": "balanced", "macro_f1": "macro F1", "log_loss": "log loss",
+    "calibration_error": "ECE", "r2": "R²", "rmse": "RMSE", "mae": "MAE",
+}  # fmt: skip
+_NEAREST = 3  # layers that are the hardest to tell from the best; results.json has all
+_SHARES = {"top1", "top5", "balanced_accuracy"}
+_SCALED = {"none": "features as they are", "l2": "features of length 1", "standardise": "features standardised"}
+
+
+def probe_and_write(config: ProbeConfig, say: Callable[[str], None]) -> tuple[Outcome, list[Path]]:
+    """Probe, and write results after each layer, so that an interruption loses one; pictures at the end.
+
+    Returns:
+        what was found, and the files.
+    """
+    outcome = run_probe(config, say, write_results)
+    files = [config.folder / name for name in ("results.json", "results.csv")]
+    if write_predictions(outcome):
+        files.append(config.folder / "predictions.csv")
+    files += draw(outcome)
+    return outcome, files + ([config.save] if config.save else [])
+
+
+def print_outcome(outcome: Outcome, echo: Callable[[str], None]) -> None:
+    """The table and what should be known with it, for people."""
+    for name, labelling in outcome.labellings.items():
+        counts = labelling.counts
+        left = [f"{count:,} {why}" for why, count in counts.items() if why != "rows" and count]
+        sets = ", ".join(
+            f"{len(rows):,} {what}"
+            for what, rows in (("train", labelling.train), ("val", labelling.val), ("test", labelling.test))
+            if len(rows)
+        )
+        what = "numbers" if labelling.task == "regression" else f"{len(labelling.classes):,} {_kinds(labelling.task)}"
+        echo(f"{name}: {counts['rows']:,} rows, {what}; {sets}" + (f"; left out: {', '.join(left)}" if left else ""))
+        for note in labelling.notes:
+            echo(f"  {printable(note)}")
+        if labelling.leaks and not outcome.config.drop_leaks:
+            found = ", ".join(f"{count:,} images of {what}" for what, count in labelling.leaks.items())
+            echo(f"  leakage: the same bytes in two sets: {found.replace(' in ', ' are in ')} as well; --drop-leaks "
+                 "leaves them out of training")  # fmt: skip
+    first = outcome.probed[0].result
+    echo(f"{first.protocol}: {PROTOCOLS[first.protocol].about}; {_SCALED[first.scaling]}")
+    for line in _table(outcome):
+        echo("  " + line)
+    several = len(outcome.probed) > 1
+    if several:
+        best = outcome.best
+        echo(f"best: {_called(outcome, best.data_set, best.layer)}, {_shown(best.result.primary, best.result.value)}")
+        for pair in sorted(outcome.comparisons, key=lambda pair: -pair.p)[:_NEAREST]:
+            echo(
+                f"  against {_called(outcome, *pair.other)}: it alone is right on {pair.only_better:,} test images, "
+                f"the other on {pair.only_other:,}; p = {pair.p:.2g} (McNemar)"
+            )
+    notes = [(one, note) for one in outcome.probed for note in one.result.notes]
+    for one, note in notes[:SHOWN]:
+        echo((f"{_called(outcome, one.data_set, one.layer)}: " if several else "") + note)
+    if len(notes) > SHOWN:
+        echo(f"... and {len(notes) - SHOWN} more notes in results.json")
+
+
+def _kinds(task: str) -> str:
+    return "labels" if task == "multilabel" else "classes"
+
+
+def _called(outcome: Outcome, data_set: str, layer: str) -> str:
+    return f"{data_set} {layer}" if len(outcome.labellings) > 1 else layer
+
+
+def _table(outcome: Outcome) -> Iterator[str]:
+    """Layers down, metrics across, with intervals for the one that they are compared by."""
+    first = outcome.probed[0].result
+    metrics = list(first.metrics)
+    rows = [["layer", "width", *(_name(metric) for metric in metrics), *([first.swept] if first.swept else [])]]
+    for one in outcome.probed:
+        result, cells = one.result, []
+        for metric in metrics:
+            if metric not in result.metrics:  # fewer classes, or rows for fewer shots
+                cells.append("")
+                continue
+            estimate = result.metrics[metric]
+            text = _shown(metric, estimate.value)
+            ends = f"{_shown(metric, estimate.low, False)} to {_shown(metric, estimate.high, False)}"
+            cells.append(f"{text} ({ends})" if metric == result.primary or result.shots else text)
+        cells += [f"{result.chosen:.3g}"] if result.swept else []
+        rows.append([_called(outcome, one.data_set, one.layer), str(one.width), *cells])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _name(metric: str) -> str:
+    base, _, shots = metric.partition("@")
+    name = _NAMES.get(base, base)
+    return name + (f", {shots} a class" if shots else "")
+
+
+def _shown(metric: str, value: float, unit: bool = True) -> str:
+    if metric.partition("@")[0] in _SHARES:
+        return f"{100 * value:.1f}" + (" %" if unit else "")
+    return f"{value:.3f}"
+
+
+def as_json(outcome: Outcome) -> dict[str, Any]:
+    """Everything, for machines; what is not a finite number is null."""
+    content = {
+        "layertap": version("layertap"),
+        "configuration": outcome.config.model_dump(mode="json"),
+        "data_sets": {
+            name: {
+                "fingerprint": outcome.fingerprints[name],
+                "task": one.task,
+                "counts": one.counts,
+                "rows": {"train": len(one.train), "val": len(one.val), "test": len(one.test)},
+                "leaks": one.leaks,
+                "notes": one.notes,
+            }
+            for name, one in outcome.labellings.items()
+        },
+        "probes": [_probe_as_json(one) for one in outcome.probed],
+        "mcnemar": [asdict(one) for one in outcome.comparisons],
+    }
+    if outcome.similarity is not None:
+        names = [[one.data_set, one.layer] for one in outcome.probed]
+        cka, rsa = (matrix.tolist() for matrix in outcome.similarity)
+        content["similarity"] = {"features": names, "linear_cka": cka, "rsa": rsa}
+    return _finite(content)  # type: ignore[no-any-return]
+
+
+def _probe_as_json(one: Probed) -> dict[str, Any]:
+    result = one.result
+    classes = [str(name) for name in result.classes.tolist()]
+    return {
+        "data_set": one.data_set,
+        "layer": one.layer,
+        "width": one.width,
+        "protocol": result.protocol,
+        "scaling": result.scaling,
+        "rows": {"train": result.n_train, "val": result.n_val, "test": result.n_test},
+        "metrics": {name: asdict(metric) for name, metric in result.metrics.items()},
+        "chosen": {result.swept: result.chosen} if result.swept else {},
+        "curve": [list(point) for point in result.curve],
+        "shots": result.shots,
+        "objective": result.objective,
+        "classes": classes,
+        "per_class": {name: values.tolist() for name, values in result.per_class.items()},
+        "confusion": None if result.confusion is None else result.confusion.tolist(),
+        "notes": list(result.notes),
+        "seconds": round(result.seconds, 3),
+    }
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {str(key): _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def write_results(outcome: Outcome) -> None:
+    """results.json and results.csv, whole, with what there is so far."""
+    outcome.config.folder.mkdir(parents=True, exist_ok=True)
+    write_json(outcome.config.folder / "results.json", as_json(outcome))
+    head = ["data_set", "layer", "width", "protocol", "scaling", "chosen", "value", "n_train", "n_val", "n_test"]
+    lines: list[list[Any]] = [[*head, "metric", "estimate", "low", "high"]]
+    for one in outcome.probed:
+        result = one.result
+        chosen = repr(float(result.chosen)) if result.swept else ""
+        same = [one.data_set, one.layer, one.width, result.protocol, result.scaling, result.swept, chosen,
+                result.n_train, result.n_val, result.n_test]  # fmt: skip
+        lines += [[*same, name, *_numbers(metric)] for name, metric in result.metrics.items()]
+    write_whole(outcome.config.folder / "results.csv", _csv(lines))
+
+
+def _numbers(metric: Estimate) -> list[str]:
+    return [repr(float(value)) for value in (metric.value, metric.low, metric.high)]
+
+
+def write_predictions(outcome: Outcome) -> bool:
+    """predictions.csv: a line for each test image and layer; False: of few-shot there is none."""
+    file = outcome.config.folder / "predictions.csv"
+    lines: list[list[Any]] = [["data_set", "layer", "path", "label", "predicted"]]
+    for one in outcome.probed:
+        result = one.result
+        if result.predictions is None:
+            continue
+        names = [str(name) for name in result.classes.tolist()]
+        paths = outcome.test_paths[one.data_set]
+        for path, truth, found in zip(paths, result.truth, result.predictions, strict=True):
+            if result.task == "classification":
+                texts = [names[truth] if truth >= 0 else "", names[found]]
+            elif result.task == "multilabel":
+                texts = ["|".join(name for name, there in zip(names, one_of, strict=True) if there)
+                         for one_of in (truth > 0, found > 0)]  # fmt: skip
+            else:
+                texts = [repr(float(truth[0])), repr(float(found[0]))]
+            lines.append([one.data_set, one.layer, path, *texts])
+    if len(lines) == 1:
+        file.unlink(missing_ok=True)  # of an earlier run
+        return False
+    write_whole(file, _csv(lines))
+    return True
+
+
+def _csv(lines: list[list[Any]]) -> bytes:
+    text = io.StringIO(newline="")
+    csv.writer(text, lineterminator="\n").writerows(lines)
+    return text.getvalue().encode("utf-8", "surrogateescape")

@@ -1,0 +1,169 @@
+"""The protocols on real photos, against scripts of scikit-learn; what is larger than memory; leakage and chance."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+from sklearn.neighbors import NearestCentroid
+from sklearn.preprocessing import normalize
+
+from extract import FeatureReader, extract_features
+from extract.probe import linear_probe
+from tests.conftest import SHARED
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def features(tmp_path_factory):
+    """5,000 and 1,000 embeddings of CIFAR-10 by the bundled backbone: x, y, x_test, y_test."""
+    if not (SHARED / "cifar10-6k").is_dir():
+        pytest.skip("no CIFAR-10 beside the checkout")
+    extract_features(SHARED / "cifar10-6k", out=tmp_path_factory.mktemp("cifar") / "out", progress=False).close()
+    with FeatureReader(tmp_path_factory.getbasetemp() / "cifar0" / "out") as reader:
+        train, test = (np.array(reader.splits) == split for split in ("train", "test"))
+        x = reader["embedding"][:]
+        return x[train], reader.labels[train], x[test], reader.labels[test]
+
+
+def reference(x, y, strength):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it stops before it has converged where regularisation is weak
+        return LogisticRegression(C=strength, max_iter=1000).fit(x, y)
+
+
+def tenth(count):
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).numpy()
+    return order[: count // 10], order[count // 10 :]
+
+
+def objective(model, x, y, strength):
+    loss = -model.predict_log_proba(x.astype(np.float64))[np.arange(len(y)), y].sum()
+    return strength * loss + (model.coef_**2).sum() / 2
+
+
+def compare(result, x, y, x_test, y_test, strength):
+    """What the script chose, fitted on all, against what we chose; and both at our choice."""
+    assert abs(result.value - reference(x, y, strength).score(x_test, y_test)) <= 0.003
+    ours = 1 / result.chosen if result.swept == "lambda" else result.chosen
+    same = LogisticRegression(C=ours, max_iter=10_000, tol=1e-7).fit(x, y)
+    assert result.objective == pytest.approx(objective(same, x, y, ours), rel=1e-4)
+    print(f"{result.protocol}: {result.value:.4f} at C = {ours:.3g}, script {strength:.3g}; objective "
+          f"{result.objective / objective(same, x, y, ours) - 1:+.1e}")  # fmt: skip
+
+
+def test_sweeps_of_45_strengths_are_those_of_a_script(features):
+    x, y, x_test, y_test = features
+    out, left = tenth(len(x))
+    strengths = np.logspace(-6, 5, 45)
+    on_val = [reference(x[left], y[left], c).score(x[out], y[out]) for c in strengths]
+    for protocol in ("simclr", "dinov2-logreg"):
+        result = linear_probe(x, y, x_test, y_test, protocol=protocol)
+        compare(result, x, y, x_test, y_test, strengths[int(np.argmax(on_val))])
+
+
+def test_the_search_of_clip_is_that_of_a_script(features):
+    x, y, x_test, y_test = features
+    out, left = tenth(len(x))
+    known = {}
+    steps = list(range(0, 97, 16))
+    for distance in (8, 4, 2, 1, 0):
+        for step in steps:
+            known[step] = reference(x[left], y[left], 1 / 10 ** (-6 + step / 8)).score(x[out], y[out])
+        best = max(known, key=lambda step: (known[step], step))
+        steps = [step for step in (best - distance, best + distance) if 0 <= step <= 96 and step not in known]
+    compare(linear_probe(x, y, x_test, y_test, protocol="clip"), x, y, x_test, y_test, 1 / 10 ** (-6 + best / 8))
+
+
+def test_neighbours_and_centroids_are_those_of_a_script(features):
+    x, y, x_test, y_test = features
+    out, left = tenth(len(x))
+
+    def accuracy(bank, labels, queries, truth, k):
+        cosines = normalize(queries) @ normalize(bank).T
+        nearest = np.argsort(-cosines, axis=1, kind="stable")[:, :k]
+        votes = np.exp(np.take_along_axis(cosines, nearest, 1) / 0.07)
+        return (np.einsum("qk,qkc->qc", votes, np.eye(10)[labels[nearest]]).argmax(1) == truth).mean()
+
+    on_val = [accuracy(x[left], y[left], x[out], y[out], k) for k in (10, 20, 100, 200)]
+    k = (10, 20, 100, 200)[int(np.argmax(on_val))]
+    result = linear_probe(x, y, x_test, y_test, protocol="knn")
+    assert (result.chosen, result.value) == (k, pytest.approx(accuracy(x, y, x_test, y_test, k), abs=1e-9))
+    means = normalize(NearestCentroid().fit(normalize(x), y).centroids_)
+    expected = (np.argmax(normalize(x_test) @ means.T, 1) == y_test).mean()
+    assert linear_probe(x, y, x_test, y_test, protocol="centroid").value == pytest.approx(expected, abs=1e-9)
+
+
+def test_few_shot_is_that_of_a_script(features):
+    x, y, x_test, y_test = features
+    result = linear_probe(x, y, x_test, y_test, protocol="fewshot")
+    found = []
+    for repeat in range(5):
+        generator = np.random.default_rng([0, repeat])
+        order = [generator.permutation(np.flatnonzero(y == c)) for c in range(10)]
+        drawn, out = (np.concatenate([rows[part] for rows in order]) for part in (slice(5), slice(-4, None)))
+        known, steps = {}, list(range(0, 97, 16))
+        for distance in (8, 4, 2, 1, 0):
+            for step in steps:
+                known[step] = reference(x[drawn], y[drawn], 10 ** (6 - step / 8)).score(x[out], y[out])
+            best = max(known, key=lambda step: (known[step], step))
+            steps = [step for step in (best - distance, best + distance) if 0 <= step <= 96 and step not in known]
+        found.append(reference(x[drawn], y[drawn], 10 ** (6 - best / 8)).score(x_test, y_test))
+    print("few-shot, 5 a class:", result.shots[5], "script", found)
+    assert np.mean(result.shots[5]) == pytest.approx(np.mean(found), abs=0.003)
+
+
+def test_shuffled_labels_are_at_chance_within_the_interval(features):
+    x, y, x_test, y_test = features
+    shuffled = np.random.default_rng(0).permutation(y)
+    for protocol in ("clip", "knn"):
+        top1 = linear_probe(x, shuffled, x_test, y_test, protocol=protocol).metrics["top1"]
+        print(f"{protocol}, shuffled labels: {top1}")
+        assert top1.low <= 0.1 <= top1.high
+
+
+LARGE = """
+import sys
+import h5py
+import numpy as np
+from extract.probe.logistic import LogisticRegression
+from extract.probe.rows import Rows
+with h5py.File(sys.argv[1]) as file:
+    x, y = file["x"], file["y"][:]
+    fit = LogisticRegression(Rows.of(x), y, 10, memory_bytes=int(sys.argv[2])).fit([1e-4, 1e-3, 1e-2])
+    scores = [file["x_test"][:] @ w.T + b for w, b in zip(fit.weights, fit.biases)]
+    print(*[(one.argmax(1) == file["y_test"][:]).mean() for one in scores], *fit.objectives)
+lines = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
+print(int(lines["VmHWM"].split()[0]) / 1024)
+"""
+
+
+def test_features_larger_than_memory_are_streamed(features, tmp_path):
+    x, y, x_test, y_test = features
+    generator = np.random.default_rng(0)
+    with h5py.File(tmp_path / "large.h5", "w") as file:
+        large = file.create_dataset("x", (45 * len(x), x.shape[1]), np.float32)
+        for i in range(45):
+            large[i * len(x) : (i + 1) * len(x)] = x + 0.05 * x.std(0) * generator.normal(size=x.shape)
+        size = large.nbytes
+        for name, values in (("y", np.tile(y, 45)), ("x_test", x_test), ("y_test", y_test)):
+            file[name] = values
+    found, peaks = {}, {}
+    for memory in (200 << 20, 8 << 30):
+        command = [sys.executable, "-c", LARGE, str(tmp_path / "large.h5"), str(memory)]
+        run = subprocess.run(command, capture_output=True, text=True, check=True)
+        values, peak = run.stdout.splitlines()
+        found[memory], peaks[memory] = np.array(values.split(), float), float(peak)
+    streamed, held = found.values()
+    print(f"{size / 1e9:.2f} GB of features; top-1 and objectives streamed {streamed}, held {held}; MB {peaks}")
+    assert size > 1 << 30
+    assert peaks[200 << 20] < 1000 < peaks[8 << 30]
+    assert np.abs(streamed[:3] - held[:3]).max() <= 0.005
+    np.testing.assert_allclose(streamed[3:], held[3:], rtol=1e-5)

@@ -1,0 +1,126 @@
+"""Numbers against scikit-learn and scipy, and intervals against what is known of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy.stats import binomtest
+from sklearn import metrics as reference
+
+from extract.probe.metrics import (
+    average_precision,
+    by_class,
+    classification_metrics,
+    confusion_of,
+    expected_calibration_error,
+    mcnemar,
+    multilabel_metrics,
+    regression_metrics,
+)
+
+
+@pytest.fixture
+def predictions():
+    generator = np.random.default_rng(0)
+    truth = generator.integers(0, 8, 500)
+    truth[truth == 7] = 0  # a class that no test row has
+    scores = generator.normal(size=(500, 8)).astype(np.float32)
+    scores[np.arange(500), truth] += 1.5
+    return scores, truth, (np.exp(scores) / np.exp(scores).sum(1, keepdims=True)).astype(np.float32)
+
+
+def test_numbers_of_classification_are_those_of_scikit_learn(predictions):
+    scores, truth, probabilities = predictions
+    found = classification_metrics(scores, truth, probabilities, seed=0)
+    predicted = scores.argmax(1)
+    expected = {
+        "top1": reference.accuracy_score(truth, predicted),
+        "top5": reference.top_k_accuracy_score(truth, scores, k=5, labels=range(8)),
+        "balanced_accuracy": reference.recall_score(truth, predicted, labels=range(7), average="macro"),
+        "macro_f1": reference.f1_score(truth, predicted, average="macro"),
+        "log_loss": reference.log_loss(truth, probabilities.astype(np.float64), labels=range(8)),
+    }
+    for name, value in expected.items():
+        assert found[name].value == pytest.approx(value, rel=1e-5), name
+        assert found[name].low < value < found[name].high
+    each = by_class(predicted, truth, 8)
+    precision, recall, f1, n = reference.precision_recall_fscore_support(
+        truth, predicted, labels=range(8), zero_division=0
+    )
+    np.testing.assert_allclose(each["precision"], precision)
+    np.testing.assert_allclose(each["recall"], recall)
+    np.testing.assert_allclose(each["f1"], f1)
+    np.testing.assert_array_equal(each["n"], n)
+    np.testing.assert_array_equal(
+        confusion_of(predicted, truth, 8), reference.confusion_matrix(truth, predicted, labels=range(8))
+    )
+
+
+def test_the_calibration_error_is_the_mean_distance_of_confidence_and_accuracy():
+    confidence = np.array([0.95, 0.95, 0.95, 0.95, 0.55, 0.55])
+    right = np.array([True, True, True, False, True, False])
+    assert expected_calibration_error(confidence, right) == pytest.approx((4 * 0.2 + 2 * 0.05) / 6)
+    assert expected_calibration_error(np.array([1.0, 0.0]), np.array([True, False])) == 0
+
+
+def test_a_test_class_that_training_did_not_have_is_always_wrong(predictions):
+    scores, truth, probabilities = predictions
+    known = classification_metrics(scores, truth, probabilities, seed=0)["top1"].value
+    truth = truth.copy()
+    truth[scores.argmax(1) == 0] = -1
+    found = classification_metrics(scores, truth, probabilities, seed=0)
+    assert found["top1"].value == (scores.argmax(1) == truth).mean() < known
+    assert found["top5"].value < 1
+    assert np.isfinite(found["log_loss"].value)
+
+
+def test_equal_scores_give_the_first_class_and_the_same_top1_everywhere():
+    scores = np.zeros((4, 7), np.float32)
+    found = classification_metrics(scores, np.array([0, 1, 4, 5]), None, seed=0)
+    assert found["top1"].value == 0.25
+    assert found["top5"].value == 0.75
+
+
+def test_the_interval_of_an_accuracy_is_that_of_a_binomial():
+    generator = np.random.default_rng(0)
+    scores = generator.normal(size=(400, 3)).astype(np.float32)
+    truth = np.where(generator.random(400) < 0.7, scores.argmax(1), (scores.argmax(1) + 1) % 3)
+    found = classification_metrics(scores, truth, None, seed=0)["top1"]
+    half = 1.96 * np.sqrt(found.value * (1 - found.value) / 400)
+    assert found.low == pytest.approx(found.value - half, abs=0.006)
+    assert found.high == pytest.approx(found.value + half, abs=0.006)
+
+
+def test_average_precision_is_that_of_scikit_learn_with_ties_and_times():
+    generator = np.random.default_rng(0)
+    scores = generator.integers(0, 20, (200, 4)).astype(np.float32)  # many are equal
+    truth = (generator.random((200, 4)) < 0.3).astype(np.float32)
+    truth[:, 3] = 0
+    times = generator.integers(0, 3, 200).astype(float)
+    for weights in (None, times):
+        found = average_precision(scores, truth, weights)
+        for label in range(3):
+            expected = reference.average_precision_score(truth[:, label], scores[:, label], sample_weight=weights)
+            assert found[label] == pytest.approx(expected)
+        assert np.isnan(found[3])
+    mean = multilabel_metrics(scores, truth, seed=0)["mAP"]
+    assert mean.value == pytest.approx(np.mean(average_precision(scores, truth)[:3]))
+    assert mean.low < mean.value < mean.high
+
+
+def test_numbers_of_regression_are_those_of_scikit_learn():
+    generator = np.random.default_rng(0)
+    truth = generator.normal(size=(100, 2))
+    predicted = truth + 0.3 * generator.normal(size=(100, 2))
+    found = regression_metrics(predicted, truth, seed=0)
+    assert found["r2"].value == pytest.approx(reference.r2_score(truth, predicted))
+    assert found["rmse"].value == pytest.approx(np.sqrt(reference.mean_squared_error(truth, predicted)))
+    assert found["mae"].value == pytest.approx(reference.mean_absolute_error(truth, predicted))
+
+
+@pytest.mark.parametrize(("only_first", "only_second"), [(0, 0), (5, 5), (1, 9), (30, 12), (40_000, 41_000)])
+def test_mcnemar_is_the_binomial_test_of_scipy(only_first, only_second):
+    right = np.array([True] * only_first + [False] * only_second + [True, False])
+    others = np.array([False] * only_first + [True] * only_second + [True, False])
+    expected = binomtest(only_first, only_first + only_second).pvalue if only_first + only_second else 1.0
+    assert mcnemar(right, others) == (only_first, only_second, pytest.approx(expected, rel=1e-6))

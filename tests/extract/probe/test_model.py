@@ -1,0 +1,76 @@
+"""A probe that is kept is the same when it is read, and damage is named."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from extract.errors import InputError
+from extract.probe import LinearProbe, linear_probe
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    generator = np.random.default_rng(0)
+    y = generator.integers(0, 3, 200)
+    x = (generator.normal(size=(200, 6)) + 2 * np.eye(3, 6)[y]).astype(np.float32)
+    names = np.array(["ant", "bee|", "<b>"])[y]
+    return x, linear_probe(x[:150], names[:150], x[150:], names[150:], scaling="standardise").model
+
+
+def test_a_kept_probe_gives_the_same_probabilities(tmp_path, fitted):
+    x, model = fitted
+    model.save(tmp_path / "probe.safetensors")
+    again = LinearProbe.load(tmp_path / "probe.safetensors")
+    np.testing.assert_array_equal(again.predict_proba(x), model.predict_proba(x))
+    np.testing.assert_array_equal(again.predict(x), model.predict(x))
+    assert again.classes_.tolist() == sorted(["ant", "bee|", "<b>"])
+    tensors = load_file(tmp_path / "probe.safetensors")
+    assert {name: value.shape for name, value in tensors.items()} == {
+        "coef": (3, 6), "intercept": (3,), "mean": (6,), "scale": (6,)
+    }  # fmt: skip
+    expected = (x - tensors["mean"]) / tensors["scale"] @ tensors["coef"].T + tensors["intercept"]
+    np.testing.assert_allclose(again.decision_function(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_features_of_another_width_are_refused(fitted):
+    _, model = fitted
+    with pytest.raises(InputError, match="the features have 5 values; the probe was fitted on 6"):
+        model.predict(np.ones((2, 5), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t, m: (t, {}), "holds no probe"),
+        (lambda t, m: (t, {**m, "format_version": "2"}), "holds no probe"),
+        (lambda t, m: ({k: v for k, v in t.items() if k != "intercept"}, m), "intercept"),
+        (lambda t, m: ({k: v for k, v in t.items() if k != "mean"}, m), "statistics of its scaling are missing"),
+        (lambda t, m: ({**t, "mean": t["mean"][:3].copy()}, m), "another width"),
+        (lambda t, m: ({**t, "coef": t["coef"] * np.nan}, m), "not finite"),
+        (lambda t, m: (t, {**m, "classes": json.dumps(["a"])}), "1 classes"),
+        (lambda t, m: (t, {**m, "classes": "[["}), "is no probe that can be read"),
+        (lambda t, m: (t, {**m, "task": "magic"}), "unknown task"),
+    ],
+)
+def test_what_is_no_whole_probe_is_refused(tmp_path, fitted, change, message):
+    from safetensors import safe_open
+
+    path = tmp_path / "probe.safetensors"
+    fitted[1].save(path)
+    with safe_open(path, "np") as file:
+        metadata = file.metadata()
+    tensors, metadata = change(load_file(path), metadata)
+    save_file(tensors, path, metadata)
+    with pytest.raises(InputError, match=message):
+        LinearProbe.load(path)
+
+
+def test_other_files_are_no_probes(tmp_path):
+    (tmp_path / "a").write_bytes(b"no")
+    for path in (tmp_path / "a", tmp_path / "b", tmp_path):
+        with pytest.raises(InputError, match=str(path)):
+            LinearProbe.load(path)

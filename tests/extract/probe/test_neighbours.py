@@ -1,0 +1,61 @@
+"""Nearest neighbours against a brute-force computation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from extract.probe import neighbours
+from extract.probe.neighbours import neighbour_shares
+from extract.probe.rows import Rows
+
+
+def unit(n, d, seed):
+    x = np.random.default_rng(seed).normal(size=(n, d))
+    return (x / np.linalg.norm(x, axis=1, keepdims=True)).astype(np.float32)
+
+
+def brute_force(bank, labels, queries, k, n_classes):
+    """Votes of the k nearest, one query after the other."""
+    shares = np.zeros((len(queries), n_classes))
+    for i, query in enumerate(queries):
+        cosines = bank @ query
+        nearest = sorted(range(len(bank)), key=lambda row: (-cosines[row], row))[:k]
+        for row in nearest:
+            shares[i] += np.exp(np.float64(cosines[row]) / 0.07) * labels[row]
+    return shares / shares.sum(1, keepdims=True)
+
+
+@pytest.mark.parametrize("blocked", [False, True])
+def test_shares_of_votes_are_those_of_brute_force(monkeypatch, blocked):
+    if blocked:  # many small blocks of rows and of queries
+        monkeypatch.setattr(neighbours, "_COSINES", 500)
+        monkeypatch.setattr(neighbours, "_QUERIES", 7)
+    bank, queries = unit(300, 16, 0), unit(40, 16, 1)
+    labels = np.random.default_rng(2).integers(0, 5, 300)
+    ks = [1, 10, 100, 300]
+    for k, found in zip(ks, neighbour_shares(Rows.of(bank), labels, 5, Rows.of(queries), ks), strict=True):
+        expected = brute_force(bank, np.eye(5)[labels], queries, k, 5)
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+        assert (found.argmax(1) == expected.argmax(1)).all()
+
+
+def test_several_labels_share_the_votes():
+    bank, queries = unit(100, 8, 0), unit(10, 8, 1)
+    labels = (np.random.default_rng(2).random((100, 3)) < 0.4).astype(np.float32)
+    (found,) = neighbour_shares(Rows.of(bank), labels, 3, Rows.of(queries), [7])
+    cosines = queries @ bank.T
+    for i in range(10):
+        nearest = np.argsort(-cosines[i], kind="stable")[:7]
+        votes = np.exp(cosines[i, nearest].astype(np.float64) / 0.07)
+        np.testing.assert_allclose(found[i], votes @ labels[nearest] / votes.sum(), atol=1e-5)
+
+
+@pytest.mark.parametrize("block", [4, 1 << 20])
+def test_of_equally_near_rows_the_first_are_taken(monkeypatch, block):
+    monkeypatch.setattr(neighbours, "_COSINES", block)
+    bank = np.zeros((12, 2), np.float32)
+    bank[:, 0] = 1  # all the same
+    labels = np.arange(12)
+    (found,) = neighbour_shares(Rows.of(bank), labels, 12, Rows.of(bank[:1]), [3])
+    np.testing.assert_allclose(found[0], [1 / 3] * 3 + [0] * 9, atol=1e-6)

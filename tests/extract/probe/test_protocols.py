@@ -1,0 +1,284 @@
+"""Each protocol against a script of scikit-learn that follows its paper."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.multiclass import OneVsRestClassifier
+from sklearn.neighbors import NearestCentroid
+from sklearn.preprocessing import StandardScaler, normalize
+
+from extract.errors import InputError, LayertapError
+from extract.probe import PROTOCOLS, linear_probe, protocols
+
+
+@pytest.fixture(scope="module")
+def data():
+    """400 rows to train on, 100 to choose on, 150 to test on; five overlapping classes."""
+    generator = np.random.default_rng(0)
+    y = generator.integers(0, 5, 650)
+    x = (generator.normal(size=(650, 24)) + 0.9 * generator.normal(size=(5, 24))[y]) * np.logspace(-1, 1, 24)
+    x = x.astype(np.float32)
+    return x[:400], y[:400], x[400:500], y[400:500], x[500:], y[500:]
+
+
+def fitted(x, y, strength):
+    # Newton's method, since L-BFGS stops early where regularisation is weak.
+    return LogisticRegression(C=strength, solver="newton-cholesky", tol=1e-8).fit(x.astype(np.float64), y)
+
+
+def test_simclr_takes_the_best_of_45_strengths_on_val_and_fits_again(data):
+    x, y, x_val, y_val, x_test, y_test = data
+    result = linear_probe(x, y, x_test, y_test, x_val=x_val, y_val=y_val, protocol="simclr")
+    strengths = np.logspace(-6, 5, 45)
+    on_val = [fitted(x, y, c).score(x_val, y_val) for c in strengths]
+    assert [c for c, _ in result.curve] == pytest.approx(strengths.tolist())
+    assert np.abs(np.array([value for _, value in result.curve]) - on_val).max() <= 0.011  # a row of 100
+    assert np.mean([value for _, value in result.curve]) == pytest.approx(np.mean(on_val), abs=2e-3)
+    both = fitted(np.concatenate([x, x_val]), np.concatenate([y, y_val]), result.chosen)
+    assert result.value == pytest.approx(both.score(x_test, y_test), abs=0.003)
+    assert result.model is not None
+    np.testing.assert_allclose(result.model.predict_proba(x_test), both.predict_proba(x_test), atol=5e-3)
+    assert (result.n_train, result.n_val, result.n_test) == (500, 100, 150)
+
+
+def test_dinov2_holds_out_the_first_tenth_of_a_permutation_with_seed_0(data):
+    x, y, _, _, x_test, y_test = data
+    result = linear_probe(x, y, x_test, y_test, protocol="dinov2-logreg")
+    torch.manual_seed(0)
+    order = torch.randperm(400).numpy()
+    out, left = order[:40], order[40:]
+    strengths = 10 ** np.linspace(-6, 5, 45)
+    on_val = [fitted(x[left], y[left], c).score(x[out], y[out]) for c in strengths]
+    assert np.abs(np.array([value for _, value in result.curve]) - on_val).max() <= 0.026  # a row of 40
+    assert result.value == pytest.approx(fitted(x, y, result.chosen).score(x_test, y_test), abs=0.003)
+
+
+def test_clip_searches_from_coarse_to_fine(data):
+    x, y, x_val, y_val, x_test, y_test = data
+    result = linear_probe(x, y, x_test, y_test, x_val=x_val, y_val=y_val, protocol="clip")
+    exponents = [round(8 * np.log10(value)) for value, _ in result.curve]
+    assert set(range(-48, 49, 16)) <= set(exponents)
+    best = round(8 * np.log10(result.chosen))
+    assert {best - 1, best + 1} <= set(exponents)  # it was looked at on both sides, at the end
+    assert len(result.curve) <= 7 + 4 * 2
+    assert (
+        max(value for _, value in result.curve) == dict(zip(exponents, (v for _, v in result.curve), strict=True))[best]
+    )
+    both = fitted(np.concatenate([x, x_val]), np.concatenate([y, y_val]), 1 / result.chosen)
+    assert result.value == pytest.approx(both.score(x_test, y_test), abs=0.003)
+
+
+def test_knn_chooses_k_on_val_and_then_has_its_rows_too(data):
+    x, y, x_val, y_val, x_test, y_test = data
+    result = linear_probe(x, y, x_test, y_test, x_val=x_val, y_val=y_val, protocol="knn")
+
+    def accuracy(bank, labels, queries, truth, k):
+        cosines = normalize(queries.astype(np.float64)) @ normalize(bank.astype(np.float64)).T
+        nearest = np.argsort(-cosines, axis=1)[:, :k]
+        votes = np.exp(np.take_along_axis(cosines, nearest, 1) / 0.07)
+        return (np.einsum("qk,qkc->qc", votes, np.eye(5)[labels[nearest]]).argmax(1) == truth).mean()
+
+    on_val = {k: accuracy(x, y, x_val, y_val, k) for k in (10, 20, 100, 200)}
+    assert dict(result.curve) == pytest.approx(on_val)
+    assert result.chosen == max(on_val, key=lambda k: on_val[k])
+    everyone, labels = np.concatenate([x, x_val]), np.concatenate([y, y_val])
+    assert result.value == pytest.approx(accuracy(everyone, labels, x_test, y_test, int(result.chosen)))
+    assert result.model is None
+
+
+def test_centroid_is_the_nearest_class_mean_by_cosine(data):
+    x, y, _, _, x_test, y_test = data
+    result = linear_probe(x, y, x_test, y_test, protocol="centroid")
+    means = normalize(NearestCentroid().fit(normalize(x), y).centroids_)
+    np.testing.assert_array_equal(result.predictions, (normalize(x_test) @ means.T).argmax(1))
+    assert "log_loss" not in result.metrics
+
+
+def test_two_classes_have_one_vector_of_weights_in_every_protocol(data):
+    x, y, _, _, x_test, y_test = data
+    two, two_test = y < 2, y_test < 2
+    for protocol in ("clip", "centroid", "knn"):
+        result = linear_probe(x[two], y[two], x_test[two_test], y_test[two_test], protocol=protocol)
+        assert result.value > 0.8, protocol
+        if result.model is not None:
+            assert result.model.coef_.shape == (1, 24)
+            assert (result.model.predict(x_test[two_test]) == np.array([0, 1])[result.predictions]).all()
+            scores = result.model.decision_function(x_test[two_test])
+            assert ((scores > 0) == (result.predictions == 1)).all()
+
+
+def test_ridge_chooses_alpha_on_val(data):
+    x, _, x_val, _, x_test, _ = data
+    weights = np.random.default_rng(1).normal(size=24)
+    y, y_val, y_test = (
+        one @ weights + np.random.default_rng(2).normal(size=len(one)) * 20 for one in (x, x_val, x_test)
+    )
+    result = linear_probe(x, y, x_test, y_test, x_val=x_val, y_val=y_val, protocol="ridge")
+    scaler = StandardScaler().fit(x.astype(np.float64))
+    alphas = np.logspace(-5, 6, 45)
+    on_val = [Ridge(alpha=a).fit(scaler.transform(x), y).score(scaler.transform(x_val), y_val) for a in alphas]
+    np.testing.assert_allclose([value for _, value in result.curve], on_val, atol=1e-4)
+    assert result.chosen == pytest.approx(alphas[int(np.argmax(on_val))])
+    everyone = np.concatenate([x, x_val]).astype(np.float64)
+    scaler = StandardScaler().fit(everyone)
+    final = Ridge(alpha=result.chosen).fit(scaler.transform(everyone), np.concatenate([y, y_val]))
+    assert result.metrics["r2"].value == pytest.approx(final.score(scaler.transform(x_test), y_test), abs=1e-4)
+    assert result.predictions is not None
+    np.testing.assert_allclose(result.predictions[:, 0], final.predict(scaler.transform(x_test)), rtol=1e-3, atol=1e-2)
+
+
+def test_labels_that_do_not_exclude_each_other_are_judged_by_average_precision(data):
+    x, _, x_val, _, x_test, _ = data
+    directions = np.random.default_rng(3).normal(size=(24, 3)) / np.logspace(-1, 1, 24)[:, None]
+    labels = [(one @ directions + np.random.default_rng(4).normal(size=(len(one), 3)) > 1).astype(int)
+              for one in (x, x_val, x_test)]  # fmt: skip
+    result = linear_probe(x, labels[0], x_test, labels[2], x_val=x_val, y_val=labels[1], protocol="simclr")
+    both, both_labels = np.concatenate([x, x_val]), np.concatenate(labels[:2])
+    each = OneVsRestClassifier(LogisticRegression(C=result.chosen, solver="newton-cholesky")).fit(both, both_labels)
+    assert result.model is not None
+    np.testing.assert_allclose(result.model.predict_proba(x_test), each.predict_proba(x_test), atol=5e-3)
+    np.testing.assert_array_equal(result.model.predict(x_test), each.predict(x_test))
+    assert result.metrics["mAP"].value > labels[2].mean() + 0.2
+    nearest = linear_probe(x, labels[0], x_test, labels[2], protocol="knn")
+    assert nearest.metrics["mAP"].value > labels[2].mean() + 0.1
+
+
+def test_class_weights_are_those_of_scikit_learn(data):
+    x, y, _, _, x_test, y_test = data
+    few = (y != 0) | (np.arange(400) % 10 == 0)
+    result = linear_probe(x[few], y[few], x_test, y_test, protocol="dinov2-logreg", class_weight="balanced")
+    expected = LogisticRegression(C=result.chosen, class_weight="balanced", solver="newton-cholesky").fit(
+        x[few], y[few]
+    )
+    assert result.model is not None
+    np.testing.assert_allclose(result.model.predict_proba(x_test), expected.predict_proba(x_test), atol=5e-3)
+
+
+def test_few_shot_draws_nested_rows_of_each_class_and_tells_mean_and_spread(data):
+    x, y, x_val, y_val, x_test, y_test = data
+    result = linear_probe(x, y, x_test, y_test, x_val=x_val, y_val=y_val, protocol="fewshot")
+    assert list(result.shots) == [1, 2, 5, 10, 20]
+    assert all(len(values) == 5 and len(set(values)) > 1 for values in result.shots.values())
+    means = [np.mean(values) for values in result.shots.values()]
+    assert means[0] < means[2] < means[4]
+    five = result.metrics["top1@5"]
+    half = 2.776 * np.std(result.shots[5], ddof=1) / np.sqrt(5)
+    assert (five.value, five.high) == (pytest.approx(means[2]), pytest.approx(means[2] + half))
+
+
+def test_few_shot_draws_by_its_seed(data, monkeypatch):
+    x, y, _, _, x_test, y_test = data
+    monkeypatch.setattr(protocols, "SHOTS", (1,))
+    first, second, other = (
+        linear_probe(x, y, x_test, y_test, protocol="fewshot", seed=seed).shots for seed in (0, 0, 1)
+    )
+    assert first == second != other
+
+
+def test_few_shot_leaves_out_more_shots_than_a_class_has(data):
+    x, y, _, _, x_test, y_test = data
+    rows = np.concatenate([np.flatnonzero(y == 0)[:8], np.flatnonzero(y > 0)])
+    rows.sort()
+    result = linear_probe(x[rows], y[rows], x_test, y_test, protocol="fewshot")
+    assert list(result.shots) == [1, 2]  # 5 and 4 to choose on are more than 8
+    with pytest.raises(InputError, match="a class has 1 training rows"):
+        linear_probe(x[:2], [0, 1], x_test, y_test, protocol="fewshot")
+
+
+def test_scaling_is_of_the_training_rows_alone(data):
+    x, y, _, _, x_test, y_test = data
+    plain = linear_probe(x, y, x_test, y_test, protocol="dinov2-logreg", scaling="standardise")
+    moved = linear_probe(x, y, 5 * x_test + 100, y_test, protocol="dinov2-logreg", scaling="standardise")
+    assert plain.model is not None
+    assert moved.model is not None
+    np.testing.assert_array_equal(plain.model.coef_, moved.model.coef_)
+    scaler = StandardScaler().fit(x.astype(np.float64))
+    expected = fitted(scaler.transform(x), y, plain.chosen).predict_proba(scaler.transform(x_test))
+    np.testing.assert_allclose(plain.model.predict_proba(x_test), expected, atol=5e-3)
+
+
+def test_labels_of_the_test_rows_have_no_influence_on_the_probe(data):
+    x, y, x_val, y_val, x_test, y_test = data
+    for protocol in ("clip", "simclr", "knn"):
+        first, second = (
+            linear_probe(x, y, x_test, truth, x_val=x_val, y_val=y_val, protocol=protocol)
+            for truth in (y_test, np.random.default_rng(0).permutation(y_test))
+        )
+        assert (first.chosen, list(first.curve)) == (second.chosen, list(second.curve))
+        np.testing.assert_array_equal(first.predictions, second.predictions)
+
+
+def test_shuffled_labels_give_chance():
+    generator = np.random.default_rng(0)
+    x, y = generator.normal(size=(1000, 20)).astype(np.float32), np.arange(1000) % 4
+    y = generator.permutation(y)
+    for protocol in ("clip", "knn", "centroid"):
+        top1 = linear_probe(x[:600], y[:600], x[600:], y[600:], protocol=protocol).metrics["top1"]
+        assert abs(top1.value - 0.25) < 3 * np.sqrt(0.25 * 0.75 / 400), protocol
+        assert top1.high - top1.low == pytest.approx(4 * np.sqrt(0.25 * 0.75 / 400), rel=0.15)
+
+
+def test_streamed_features_give_what_held_ones_give(data):
+    x, y, x_val, y_val, x_test, y_test = data
+    for protocol in ("simclr", "knn", "centroid"):
+        held, streamed = (
+            linear_probe(x, y, x_test, y_test, x_val=x_val, y_val=y_val, protocol=protocol, memory_bytes=memory)
+            for memory in (1 << 30, 20_000)
+        )
+        assert streamed.value == pytest.approx(held.value, abs=0.0067), protocol
+
+
+def test_classes_are_of_any_kind_and_unknown_ones_count_as_wrong(data):
+    x, y, _, _, x_test, y_test = data
+    names = np.array(["ant", "bee", "cat", "dog", "eel", "fox"])
+    truth = names[y_test].copy()
+    truth[:15] = "fox"
+    result = linear_probe(x, names[y], x_test, truth, protocol="centroid")
+    assert result.model is not None
+    assert result.model.predict(x_test[:1])[0] in names
+    assert "15 test rows have a class that no training row has" in result.notes[0]
+    assert result.value <= 0.9
+    assert result.confusion is not None
+    assert result.confusion.sum() == 135
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"protocol": "svm"}, "protocol 'svm' not found"),
+        ({"scaling": "minmax"}, "scaling 'minmax' not found"),
+        ({"class_weight": "auto"}, "class_weight 'auto' not found"),
+        ({"class_weight": "balanced", "protocol": "knn"}, "class weights are for logistic regression"),
+        ({"y_train": np.zeros(400, int)}, "at least two"),
+        ({"y_train": np.zeros(399, int)}, "x_train has 400 rows, y_train 399"),
+        ({"y_train": np.linspace(0, 1, 400)}, "protocol='ridge'"),
+        ({"x_test": np.ones((150, 3), np.float32)}, "rows of different widths"),
+        ({"x_val": np.ones((3, 24), np.float32)}, "x_val and y_val go together"),
+        ({"x_val": np.ones((1, 24), np.float32), "y_val": [9]}, "y_val has the class 9"),
+        ({"device": "cuda:99"}, "device 'cuda:99' cannot be used"),
+        ({"y_train": np.full((400, 2), 3), "y_test": np.zeros((150, 2))}, "labels, 0 or 1"),
+    ],
+)
+def test_what_cannot_be_is_said(data, change, message):
+    x, y, _, _, x_test, y_test = data
+    given = {"x_train": x, "y_train": y, "x_test": x_test, "y_test": y_test, **change}
+    with pytest.raises(LayertapError, match=message):
+        linear_probe(**given)
+
+
+def test_too_few_rows_to_choose_on_and_protocols_for_another_task(data):
+    x, y, _, _, x_test, y_test = data
+    with pytest.raises(InputError, match="too few to hold a tenth out"):
+        linear_probe(x[:9], y[:9], x_test, y_test)
+    with pytest.raises(InputError, match="not for multilabel"):
+        linear_probe(x, np.eye(5)[y], x_test, np.eye(5)[y_test], protocol="centroid")
+
+
+def test_every_protocol_says_what_it_does_and_where_it_is_from():
+    for name, protocol in PROTOCOLS.items():
+        assert protocol.about, name
+        if protocol.fit is not None:
+            assert "19" in (protocol.fit.__doc__ or "") or "20" in (protocol.fit.__doc__ or ""), name

@@ -1,0 +1,74 @@
+"""Likeness of representations: what it must be by definition, and an independent computation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy.spatial.distance import pdist
+from scipy.stats import spearmanr
+
+from extract.errors import InputError
+from extract.probe import linear_cka, rsa
+from extract.probe.representations import similarities
+from extract.probe.rows import Rows
+
+
+def features(n, d, seed):
+    return np.random.default_rng(seed).normal(size=(n, d)).astype(np.float32)
+
+
+def test_a_layer_is_like_itself_rotated_scaled_and_moved():
+    x = features(100, 20, 0)
+    rotation, _ = np.linalg.qr(np.random.default_rng(1).normal(size=(20, 20)))
+    assert linear_cka(x, x) == pytest.approx(1, abs=1e-9)
+    assert rsa(x, x) == pytest.approx(1, abs=1e-9)
+    assert linear_cka(x, 3 * x @ rotation.astype(np.float32) + 7) == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("width", [20, 2000])
+def test_noise_is_like_nothing_however_wide_it_is(width):
+    assert abs(linear_cka(features(200, 20, 0), features(200, width, 1))) < 0.05
+    assert abs(rsa(features(200, 20, 0), features(200, width, 1))) < 0.05
+
+
+def test_cka_is_that_of_the_estimator_written_out():
+    x, y = features(12, 5, 0), features(12, 9, 1) + np.repeat(features(12, 1, 2), 9, 1)
+
+    def hsic(a, b):  # Song et al. 2012, equation 5
+        n = len(a)
+        k, m = (one.astype(np.float64) @ one.astype(np.float64).T for one in (a, b))
+        np.fill_diagonal(k, 0)
+        np.fill_diagonal(m, 0)
+        product = k @ m
+        one = np.ones(n)
+        inner = (
+            np.trace(product)
+            + one @ k @ one * (one @ m @ one) / ((n - 1) * (n - 2))
+            - 2 / (n - 2) * one @ product @ one
+        )
+        return inner / (n * (n - 3))
+
+    assert linear_cka(x, y) == pytest.approx(hsic(x, y) / np.sqrt(hsic(x, x) * hsic(y, y)), rel=1e-5)
+
+
+def test_rsa_is_that_of_scipy():
+    x, y = features(40, 6, 0), features(40, 8, 1)
+    y[:, 0] += 3 * x[:, 0]
+    expected = spearmanr(pdist(x, "correlation"), pdist(y, "correlation")).statistic
+    assert rsa(x, y) == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_matrix_holds_every_pair():
+    each = [features(30, 4, 0), features(30, 7, 1), features(30, 2, 2)]
+    cka, likeness = similarities(Rows.of(one) for one in each)
+    for i in range(3):
+        for j in range(3):
+            assert cka[i, j] == pytest.approx(linear_cka(each[i], each[j]), abs=1e-9)
+            assert likeness[i, j] == pytest.approx(rsa(each[i], each[j]), abs=1e-9)
+
+
+def test_other_numbers_of_images_are_refused():
+    with pytest.raises(InputError, match="features of 5 and 6 rows"):
+        linear_cka(features(5, 2, 0), features(6, 2, 0))
+    with pytest.raises(InputError, match="4 at least"):
+        rsa(features(3, 2, 0), features(3, 2, 0))

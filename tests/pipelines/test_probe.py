@@ -1,0 +1,362 @@
+"""probe and predict as a user meets them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors import safe_open
+from sklearn.linear_model import LogisticRegression
+
+from extract import FeatureReader
+from extract.probe import LinearProbe
+from tests.pipelines.test_cli import SMALL, fails, layertap
+
+COLOURS = {"ant": (200, 60, 60), "bee": (60, 200, 60), "cat": (60, 60, 200)}
+
+
+def write_pictures(root: Path, each: dict[str, int], noise: float = 60) -> None:
+    """Pictures whose class is their colour, more or less; `each` has folder -> how many of a class."""
+    generator = np.random.default_rng(0)
+    for split, count in each.items():
+        for name, colour in COLOURS.items():
+            for i in range(count):
+                pixels = np.clip(generator.normal(colour, noise, (16, 16, 3)) + generator.normal(0, noise, 3), 0, 255)
+                path = root / split / name / f"{i:02d}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(pixels.astype(np.uint8)).resize((40, 40), Image.Resampling.BICUBIC).save(path)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder `pictures` with train and test, and its data set `out` of two layers and an embedding."""
+    root = tmp_path_factory.mktemp("probe")
+    write_pictures(root / "pictures", {"train": 14, "test": 8})
+    result = layertap("embed", root / "pictures", "-o", root / "out", *SMALL, "-l", "layer1", "-l", "layer4",
+                      "-l", "embedding")  # fmt: skip
+    assert result.exit_code == 0
+    return root
+
+
+def results(folder: Path) -> dict:
+    return json.loads((folder / "results.json").read_text())
+
+
+def test_every_layer_is_probed_and_all_that_was_found_is_written(made, tmp_path):
+    result = layertap("probe", made / "out", "-o", tmp_path / "res", "--similarity")
+    assert result.exit_code == 0
+    assert "out: 66 rows, 3 classes; 42 train, 24 test" in result.stdout
+    assert "clip: logistic regression, 96 lambdas" in result.stdout
+    assert "features as they are" in result.stdout
+    assert "best: " in result.stdout
+    assert "p = " in result.stdout
+    assert "probing layer4 (2 of 3)" in result.stderr
+    content = results(tmp_path / "res")
+    assert [one["layer"] for one in content["probes"]] == ["layer1", "layer4", "embedding"]
+    assert {path.name for path in (tmp_path / "res").iterdir()} == {
+        "results.json", "results.csv", "predictions.csv", "layers.png", "curve.png", "confusion.png", "similarity.png",
+    }  # fmt: skip
+    first = content["probes"][0]
+    assert np.sum(first["confusion"]) == 24
+    assert len(first["curve"]) >= 7
+    lines = list(csv.DictReader((tmp_path / "res" / "results.csv").open()))
+    assert float(lines[0]["estimate"]) == first["metrics"][lines[0]["metric"]]["value"]
+    predictions = list(csv.DictReader((tmp_path / "res" / "predictions.csv").open()))
+    assert len(predictions) == 3 * 24
+    right = [one["label"] == one["predicted"] for one in predictions if one["layer"] == "layer1"]
+    assert np.mean(right) == pytest.approx(first["metrics"]["top1"]["value"])
+    np.testing.assert_allclose(np.diag(content["similarity"]["linear_cka"]), 1)
+    for name in ("layers", "curve", "confusion", "similarity"):
+        with Image.open(tmp_path / "res" / f"{name}.png") as picture:
+            assert np.asarray(picture.convert("L")).std() > 5  # something is drawn
+
+
+def test_the_numbers_are_those_of_scikit_learn_on_the_stored_arrays(made, tmp_path):
+    layertap("probe", made / "out", "-l", "layer4", "-p", "dinov2-logreg", "-o", tmp_path)
+    (found,) = results(tmp_path)["probes"]
+    with FeatureReader(made / "out") as reader:
+        train, test = (np.array(reader.splits) == split for split in ("train", "test"))
+        x, y = reader["layer4"][:].astype(np.float64), reader.labels
+    model = LogisticRegression(C=found["chosen"]["C"], solver="newton-cholesky", tol=1e-8).fit(x[train], y[train])
+    assert found["metrics"]["top1"]["value"] == pytest.approx(model.score(x[test], y[test]))
+    loss = -model.predict_log_proba(x[train])[np.arange(train.sum()), y[train]].sum()
+    objective = found["chosen"]["C"] * loss + (model.coef_**2).sum() / 2
+    assert found["objective"] == pytest.approx(objective, rel=1e-4)
+
+
+def test_results_go_into_the_data_set_unless_told_otherwise(made, tmp_path):
+    shutil.copytree(made / "out", tmp_path / "out")
+    result = layertap("probe", tmp_path / "out", "-l", "layer4", "-p", "centroid")
+    assert str(tmp_path / "out" / "probe" / "centroid" / "results.json") in result.stdout
+    assert layertap("verify", tmp_path / "out").exit_code == 0
+    again = layertap("embed", made / "pictures", "-o", tmp_path / "out", *SMALL, "-l", "layer1", "-l", "layer4",
+                     "-l", "embedding")  # fmt: skip
+    assert "is complete" in again.stdout
+
+
+def test_a_layer_may_be_two_side_by_side(made, tmp_path):
+    layertap("probe", made / "out", "-l", "layer1+layer4", "-p", "knn", "-o", tmp_path)
+    (one,) = results(tmp_path)["probes"]
+    with FeatureReader(made / "out") as reader:
+        assert one["width"] == reader["layer1"].shape[1] + reader["layer4"].shape[1]
+    assert "means 2 layers" in fails("probe", made / "out", "-l", "layer?+embedding", "-o", tmp_path)
+    assert "layer 'layer9' not found" in fails("probe", made / "out", "-l", "layer9", "-o", tmp_path)
+
+
+def test_two_data_sets_are_compared_on_the_images_they_share(made, tmp_path):
+    layertap("embed", made / "pictures", "-o", tmp_path / "other", *SMALL, "--seed", 1, "-l", "layer4")
+    result = layertap("probe", made / "out", tmp_path / "other", "-l", "layer4", "-p", "centroid", "--similarity",
+                      "-o", tmp_path / "res")  # fmt: skip
+    assert "other: 66 rows" in result.stdout
+    content = results(tmp_path / "res")
+    assert [(one["data_set"], one["layer"]) for one in content["probes"]] == [("out", "layer4"), ("other", "layer4")]
+    (pair,) = content["mcnemar"]
+    predictions = list(csv.DictReader((tmp_path / "res" / "predictions.csv").open()))
+    right = {name: {one["path"]: one["label"] == one["predicted"] for one in predictions if one["data_set"] == name}
+             for name in ("out", "other")}  # fmt: skip
+    better, other = pair["better"][0], pair["other"][0]
+    assert pair["only_better"] == sum(right[better][path] and not right[other][path] for path in right[better])
+    assert pair["only_other"] == sum(right[other][path] and not right[better][path] for path in right[better])
+    assert 0 < content["similarity"]["rsa"][0][1] < 1
+
+
+def test_images_without_splits_are_drawn_by_class_and_copies_stay_together(tmp_path):
+    write_pictures(tmp_path / "pictures", {"": 10})
+    for i in range(5):  # five copies of one picture
+        shutil.copy(tmp_path / "pictures/ant/00.png", tmp_path / f"pictures/ant/copy{i}.png")
+    layertap("embed", tmp_path / "pictures", "-o", tmp_path / "out", *SMALL)
+    for seed in range(6):
+        result = layertap("probe", tmp_path / "out", "-p", "centroid", "-o", tmp_path / "res", "--seed", seed)
+        assert f"20% of each class drawn for testing, with seed {seed}" in result.stdout
+        content = results(tmp_path / "res")["data_sets"]["out"]
+        assert content["leaks"] == {}
+        assert content["rows"]["test"] in (6, 11)  # two of ten a class; the five copies all or none
+    half = layertap("probe", tmp_path / "out", "-p", "centroid", "-o", tmp_path / "res", "--test-fraction", 0.5)
+    assert "50% of each class" in half.stdout
+
+
+def test_images_that_are_in_two_sets_are_counted_and_left_out_when_asked(made, tmp_path):
+    shutil.copytree(made / "pictures", tmp_path / "pictures")
+    for i in range(4):
+        shutil.copy(tmp_path / f"pictures/test/ant/0{i}.png", tmp_path / f"pictures/train/ant/leak{i}.png")
+    shutil.copy(tmp_path / "pictures/test/bee/00.png", tmp_path / "pictures/train/ant/wrong.png")
+    shutil.copy(tmp_path / "pictures/test/cat/00.png", tmp_path / "pictures/test/cat/copy.png")  # no leak
+    layertap("embed", tmp_path / "pictures", "-o", tmp_path / "out", *SMALL)
+    leaky = layertap("probe", tmp_path / "out", "-p", "centroid", "-o", tmp_path / "res")
+    assert "leakage: the same bytes in two sets: 5 images of test are in train as well; --drop-leaks" in leaky.stdout
+    assert results(tmp_path / "res")["data_sets"]["out"]["leaks"] == {"test in train": 5}
+    assert results(tmp_path / "res")["probes"][0]["rows"]["train"] == 47
+    clean = layertap("probe", tmp_path / "out", "-p", "centroid", "-o", tmp_path / "res", "--drop-leaks")
+    assert "5 rows of train and val left out" in clean.stdout
+    assert "leakage" not in clean.stdout
+    assert results(tmp_path / "res")["probes"][0]["rows"] == {"train": 42, "val": 0, "test": 25}
+
+
+def test_val_is_tested_on_where_there_is_no_test(tmp_path):
+    write_pictures(tmp_path / "pictures", {"train": 12, "val": 5})
+    layertap("embed", tmp_path / "pictures", "-o", tmp_path / "out", *SMALL)
+    result = layertap("probe", tmp_path / "out", "-p", "knn", "-o", tmp_path / "res")
+    assert "no test split: val is tested on, and nothing is chosen on it" in result.stdout
+    assert results(tmp_path / "res")["probes"][0]["rows"] == {"train": 36, "val": 3, "test": 15}
+
+
+# labels
+
+
+def labels_file(path: Path, lines: list[list[str]]) -> Path:
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(lines)
+    return path
+
+
+def test_labels_come_from_a_file_by_path_and_what_is_left_out_is_counted(made, tmp_path):
+    with FeatureReader(made / "out") as reader:
+        paths = reader.paths
+    lines = [["path", "Label"]] + [[path, "warm" if "ant" in path else "cold"] for path in paths[:-3]]
+    file = labels_file(tmp_path / "labels.csv", [*lines, [paths[-3], ""], ["nowhere.png", "warm"]])
+    result = layertap("probe", made / "out", "-l", "layer4", "-p", "centroid", "--labels", file, "-o", tmp_path / "res")
+    assert "66 rows, 2 classes; 39 train, 24 test; left out: 3 unlabelled" in result.stdout
+    assert f"1 of the 65 rows of {file} are not in the data set" in result.stdout
+
+
+def test_labels_of_a_file_may_be_several_or_numbers_and_have_splits(made, tmp_path):
+    with FeatureReader(made / "out") as reader:
+        paths = reader.paths
+    generator = np.random.default_rng(0)
+    lines = [["path", "tags", "size", "split"]]
+    for path in paths:
+        tags = ["warm"] * ("ant" in path) + ["living"] * (generator.random() < 0.5)
+        lines.append([path, "|".join(tags), str(generator.normal()), generator.choice(["train", "valid", "test"])])
+    file = labels_file(tmp_path / "labels.csv", lines)
+    layertap("probe", made / "out", "-l", "layer4", "--labels", f"{file}:tags", "--multilabel", "-o", tmp_path / "a")
+    content = results(tmp_path / "a")
+    assert content["data_sets"]["out"]["task"] == "multilabel"
+    assert content["data_sets"]["out"]["counts"]["unlabelled"] == 0  # none of the labels is an answer, too
+    assert content["probes"][0]["classes"] == ["living", "warm"]
+    assert content["probes"][0]["per_class"]["average_precision"][1] > 0.9
+    assert content["data_sets"]["out"]["rows"]["val"] > 5
+    result = layertap("probe", made / "out", "-l", "layer4", "-p", "ridge", "--labels", f"{file}:size",
+                      "-o", tmp_path / "b")  # fmt: skip
+    assert "numbers" in result.stdout
+    assert results(tmp_path / "b")["probes"][0]["metrics"]["r2"]["value"] < 0.3  # they are random
+    assert "is no number" in fails("probe", made / "out", "-p", "ridge", "--labels", f"{file}:tags")
+
+
+def test_failed_images_are_left_out_and_counted(made, tmp_path):
+    shutil.copytree(made / "pictures", tmp_path / "pictures")
+    (tmp_path / "pictures/train/ant/00.png").write_bytes(b"broken")
+    (tmp_path / "pictures/test/bee/01.png").write_bytes(b"broken, too")
+    layertap("embed", tmp_path / "pictures", "-o", tmp_path / "out", *SMALL)
+    result = layertap("probe", tmp_path / "out", "-p", "centroid")
+    assert "41 train, 23 test; left out: 2 failed" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("lines", "labels", "message"),
+    [
+        ([["path", "label"], ["x/y.png", "a"]], "{}", "none of its 1 values of 'path' is one of the data set"),
+        ([["path", "kind"], ["x/y.png", "a"]], "{}", "a column 'label'; it has 'path', 'kind'"),
+        ([["name", "label"], ["x/y.png", "a"]], "{}", "expected a column 'path' or 'id'"),
+        ([["id", "label"], ["7", "a"]], "{}", "the data set has none; give it a column 'path'"),
+        ([["path", "label"], ["a", "a"], ["a", "b"]], "{}", "the path 'a' is there twice"),
+        ([["path", "label"]], "{}", "none of its 0 values"),
+        ([["path"]], "nonsense", "expected FILE.csv, .tsv or .parquet"),
+        ([["path"]], "nowhere.csv", "nowhere.csv: no such file"),
+    ],
+)
+def test_labels_that_do_not_fit_are_explained(made, tmp_path, lines, labels, message):
+    file = labels_file(tmp_path / "labels.csv", lines)
+    assert message in fails("probe", made / "out", "--labels", labels.format(file), "-o", tmp_path)
+
+
+# what is wrong is said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--protocol", "svm"], None),
+        (["--test-fraction", 1.5], "test_fraction: "),
+        (["--save", "x.safetensors"], "--save keeps the probe of one layer, and there are 3"),
+        (["--save", "x.safetensors", "-l", "layer4", "-p", "knn"], "the protocol knn has no probe that could be kept"),
+        (["--device", "cuda:7"], "device 'cuda:7' cannot be used"),
+        (["-p", "ridge"], "is no number"),
+    ],
+)
+def test_wrong_flags_are_explained(made, tmp_path, arguments, message):
+    result = layertap("probe", made / "out", "-o", tmp_path / "res", *arguments)
+    assert result.exit_code in (1, 2)
+    assert message is None or message in result.stderr
+
+
+def test_what_is_no_data_set_is_refused(tmp_path):
+    assert "out: none given" in fails("probe")
+    assert str(tmp_path) in fails("probe", tmp_path)
+    (tmp_path / "dataset.json").write_text("{}")
+    assert str(tmp_path) in fails("probe", tmp_path)
+
+
+def test_a_config_file_has_the_words_of_the_flags(made, tmp_path):
+    config = tmp_path / "probe.yaml"
+    config.write_text(f"out: {made / 'out'}\nlayers: layer4\nprotocol: knn\nresults: {tmp_path / 'res'}\n")
+    assert layertap("probe", "--config", config, "-p", "centroid").exit_code == 0
+    assert results(tmp_path / "res")["probes"][0]["protocol"] == "centroid"
+    config.write_text("out: x\nlayer: layer4\n")
+    assert "key 'layer' not found" in fails("probe", "--config", config)
+
+
+# predict
+
+
+@pytest.fixture
+def kept(made, tmp_path):
+    file = tmp_path / "probe.safetensors"
+    result = layertap("probe", made / "out", "-l", "layer4", "-o", tmp_path / "res", "--save", file)
+    assert str(file) in result.stdout
+    return file
+
+
+def predictions(file: Path) -> dict[str, str]:
+    return {one["path"]: one["predicted"] for one in csv.DictReader(file.open())}
+
+
+def test_new_images_get_the_classes_that_their_stored_features_get(made, kept, tmp_path):
+    probed = {one["path"]: one["predicted"] for one in csv.DictReader((tmp_path / "res/predictions.csv").open())}
+    stored = layertap("predict", kept, made / "out", "-o", tmp_path / "stored.csv")
+    assert "66 images predicted" in stored.stdout
+    fresh = layertap("predict", kept, made / "pictures", "-o", tmp_path / "fresh.csv")
+    assert fresh.exit_code == 0
+    assert predictions(tmp_path / "stored.csv") == predictions(tmp_path / "fresh.csv")
+    assert {path: predictions(tmp_path / "fresh.csv")[path] for path in probed} == probed
+    one = next(csv.DictReader((tmp_path / "fresh.csv").open()))
+    assert sum(float(one[f"p({name})"]) for name in COLOURS) == pytest.approx(1, abs=1e-4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fresh.csv", "probe.safetensors", "res", "stored.csv"]
+
+
+def test_a_data_set_with_other_layers_too_will_do_but_not_one_made_otherwise(made, kept, tmp_path):
+    layertap("embed", made / "pictures", "-o", tmp_path / "one", *SMALL, "-l", "layer4")
+    assert layertap("predict", kept, tmp_path / "one", "-o", tmp_path / "a.csv").exit_code == 0
+    layertap("embed", made / "pictures", "-o", tmp_path / "seed", *SMALL, "-l", "layer4", "--seed", 3)
+    error = fails("predict", kept, tmp_path / "seed", "-o", tmp_path / "b.csv")
+    assert "made otherwise" in error
+    assert "weights_sha256" in error
+    layertap("embed", made / "pictures", "-o", tmp_path / "max", *SMALL, "-l", "layer4:max_map")
+    assert "features.layer4" in fails("predict", kept, tmp_path / "max", "-o", tmp_path / "b.csv")
+    layertap("embed", made / "pictures", "-o", tmp_path / "no", *SMALL, "-l", "layer1")
+    assert "has no layer4" in fails("predict", kept, tmp_path / "no", "-o", tmp_path / "b.csv")
+    assert not (tmp_path / "b.csv").exists()
+
+
+def test_images_that_fail_have_a_line_without_a_class(made, kept, tmp_path):
+    write_pictures(tmp_path / "new", {"": 2})
+    (tmp_path / "new/ant/00.png").write_bytes(b"broken")
+    result = layertap("predict", kept, tmp_path / "new", "-o", tmp_path / "new.csv")
+    assert "5 images predicted, 1 without features" in result.stdout
+    lines = {one["path"]: one for one in csv.DictReader((tmp_path / "new.csv").open())}
+    assert (lines["ant/00.png"]["status"], lines["ant/00.png"]["predicted"]) == ("decode error", "")
+    assert lines["ant/01.png"]["status"] == "ok"
+
+
+def test_a_kept_probe_says_what_it_is_for(made, kept):
+    about = LinearProbe.load(kept).about
+    assert (about["layers"], about["protocol"]) == (["layer4"], "clip")
+    assert about["provenance"]["backbone"] == "timm/test_resnet"
+    with FeatureReader(made / "out") as reader:
+        assert about["depends_on"]["weights_sha256"] == reader.provenance["depends_on"]["weights_sha256"]
+    with safe_open(kept, "np") as file:
+        assert file.metadata()["format"] == "layertap probe"
+
+
+def test_code_that_a_probe_names_is_not_run_unless_the_user_names_it_too(made, tmp_path):
+    code = tmp_path / "net.py"
+    code.write_text(
+        "import pathlib, torch\n"
+        "from torch import nn\n"
+        "pathlib.Path(__file__).with_suffix('.ran').touch()\n"
+        "def net():\n"
+        "    torch.manual_seed(0)\n"
+        "    return nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())\n"
+    )
+    spec = f"python/{code}:net"
+    layertap("embed", made / "pictures", "-o", tmp_path / "out", "-b", spec, "-l", "0", "--workers", 0, "--size", 32,
+             "--crop", 32)  # fmt: skip
+    layertap("probe", tmp_path / "out", "-o", tmp_path / "res", "--save", tmp_path / "p.safetensors")
+    code.with_suffix(".ran").unlink()
+    arguments = ["predict", tmp_path / "p.safetensors", made / "pictures", "-o", tmp_path / "x.csv"]
+    assert "wants to run the code of" in fails(*arguments)
+    assert not code.with_suffix(".ran").exists()
+    assert layertap(*arguments, "--backbone", spec).exit_code == 0
+    assert code.with_suffix(".ran").exists()
+    assert layertap("predict", tmp_path / "p.safetensors", tmp_path / "out", "-o", tmp_path / "y.csv").exit_code == 0
+    assert predictions(tmp_path / "x.csv") == predictions(tmp_path / "y.csv")
+
+
+def test_predict_refuses_what_is_no_probe_or_no_place(made, kept, tmp_path):
+    assert "is no probe" in fails("predict", made / "out" / "dataset.json", made / "out", "-o", tmp_path / "x.csv")
+    assert "no such folder" in fails("predict", kept, made / "out", "-o", tmp_path / "no" / "x.csv")
+    assert "nowhere" in fails("predict", kept, tmp_path / "nowhere", "-o", tmp_path / "x.csv")
