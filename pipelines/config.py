@@ -145,7 +145,9 @@ class ProbeConfig(BaseModel):
     class_weight: Literal["balanced"] | None = Field(None, description="Each class weighs the same.")
     seed: int = Field(defaults.SEED, strict=True, ge=0, lt=1 << 32, description="Of all that is drawn.")
     similarity: bool = Field(False, description="Also how alike the layers are: linear CKA and RSA.")
-    results: Path | None = Field(None, description="Folder of the results. [default: OUT/probe/PROTOCOL]")
+    results: Path | None = Field(
+        None, description="Folder of the results. [default: OUT/probe/PROTOCOL, or PROTOCOL-2 for other settings]"
+    )
     save: Path | None = Field(None, description="Keep the probe, for `layertap predict`; of one layer.")
     device: str = Field(defaults.DEVICE, description="auto, cpu, cuda, cuda:N or mps.")
     max_memory_mb: int | None = Field(
@@ -159,11 +161,6 @@ class ProbeConfig(BaseModel):
     @classmethod
     def _one(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
-
-    @property
-    def folder(self) -> Path:
-        """Where the results go."""
-        return self.results or Path(self.out[0]) / "probe" / self.protocol
 
 
 def _name_of(images: str) -> str:

@@ -11,16 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.errors import InputError
-from extract.images.images import SPLITS
+from extract.images.images import SPLITS, labels_from_values
 from extract.images.tables import read_table
 from extract.status import Status
 from extract.store.reader import FeatureReader
 from pipelines.printing import printable
 
-__all__ = ["Labelling", "drop_leaks", "label_rows"]
+__all__ = ["SEPARATOR", "Labelling", "drop_leaks", "image_hashes", "label_rows"]
 
 TEST_FRACTION = 0.2  # of each class, where a data set has no splits
-_SEPARATOR = "|"  # between labels that do not exclude each other
+SEPARATOR = "|"  # between labels that do not exclude each other
+_MOST_CLASSES = 100  # that may have hardly any rows each: more are taken for names or numbers of images
 
 
 @dataclass(frozen=True)
@@ -72,32 +73,43 @@ def label_rows(
     """
     texts, splits, notes = _own(reader) if labels is None else _from_file(reader, labels, keep_empty=multilabel)
     good = reader.status == Status.OK
+    task = "regression" if numbers else "multilabel" if multilabel else "classification"
+    if task == "classification":
+        texts = [None if text == "-1" else text for text in texts]  # as in a list of images
     labelled = np.array([text is not None for text in texts], bool)
     counts = {"rows": len(reader), "failed": int((~good).sum()), "unlabelled": int((good & ~labelled).sum())}
     used = good & labelled
     if not used.any():
         raise InputError(f"none of the {len(reader):,} rows has both features and a label: {_reasons(counts)}")
-    task = "regression" if numbers else "multilabel" if multilabel else "classification"
     classes, targets = _targets(texts, used, task, labels or "the data set")
     names = np.array(splits)
-    drawn = test_fraction is not None or not any(splits)
-    if drawn:
+    there = set(names[used].tolist()) - {""}
+    if test_fraction is not None or not there:
         fraction = TEST_FRACTION if test_fraction is None else test_fraction
         strata = targets if task == "classification" else np.zeros(len(targets), np.int64)
         chosen = _drawn(strata, _groups(reader), used, fraction, seed)
         names = np.where(chosen, "test", "train")
-        notes.append(f"{fraction:.0%} of each class drawn for testing, with seed {seed}; copies stay together")
-    elif "test" not in splits:
-        if "val" not in splits or "train" not in splits:
-            raise InputError("the data set has no test split, nor train and val; draw one with --test-fraction")
+        of = "each class" if task == "classification" else "the rows"
+        notes.append(f"{fraction:.0%} of {of} drawn for testing, with seed {seed}; copies stay together")
+        if there:
+            notes.append(f"the splits that there are ({', '.join(sorted(there))}) are not used")
+        elif any(reader.splits):
+            notes.append("the splits of the data set are not used: the list of labels has others, or none for these")
+    elif "test" not in there:
+        if not there >= {"train", "val"}:
+            raise InputError(
+                f"labelled rows are in {' and '.join(sorted(there))} only; draw some for testing with --test-fraction"
+            )
         names[names == "val"] = "test"
-        notes.append("no test split: val is tested on, and nothing is chosen on it")
+        notes.append("no labelled test images: val is tested on, and nothing is chosen on it")
     if without := int((used & (names == "")).sum()):
         counts["without a split"] = without
     sets = {name: np.flatnonzero(used & (names == name)) for name in ("train", "val", "test")}
     for name in ("train", "test"):
         if not len(sets[name]):
-            raise InputError(f"no row of {name} has both features and a label: {_reasons(counts)}")
+            raise InputError(
+                f"no row of {name} has both features and a label: {_reasons(counts)}; draw rows with --test-fraction"
+            )
     labelling = Labelling(task, classes, targets, **sets, counts=counts, leaks={}, notes=notes)
     return _known_classes(replace(labelling, leaks=_leaks(_groups(reader), labelling)))
 
@@ -110,7 +122,7 @@ def drop_leaks(reader: FeatureReader, labelling: Labelling) -> Labelling:
     copied = np.isin(groups[labelling.train], np.concatenate([groups[labelling.test], groups[val]]))
     left = replace(labelling, train=labelling.train[~copied], val=val)
     if not len(left.train):
-        raise InputError("all training rows are copies of test rows")
+        raise InputError("all training rows are copies of rows of val or test")
     dropped = len(labelling.train) - len(left.train) + len(labelling.val) - len(val)
     notes = [*labelling.notes, f"{dropped:,} rows of train and val left out, which are copies of others"]
     return _known_classes(replace(left, notes=notes))
@@ -147,7 +159,7 @@ def _from_file(
         notes.append(f"{left:,} of the {len(row_of):,} rows of {where} are not in the data set")
     values = table[column.strip().lower()]
     empty = "" if keep_empty else None
-    texts = [None if row is None else empty if values[row] in (None, "") else str(values[row]) for row in found]
+    texts = [None if row is None else _text(values[row], empty) for row in found]
     splits = reader.splits
     if "split" in table:
         splits = []
@@ -158,6 +170,14 @@ def _from_file(
                 raise InputError(f"{where}: {place}: split {split!r}; expected train, val, test or nothing")
             splits.append(SPLITS.get(split, ""))
     return texts, splits, notes
+
+
+def _text(value: Any, empty: str | None) -> str | None:
+    """What a list says: 3.0, which a column of whole numbers with gaps becomes in Parquet, is 3; NaN is nothing."""
+    if isinstance(value, float):
+        value = None if np.isnan(value) else int(value) if value.is_integer() else value
+    text = "" if value is None else str(value).strip()
+    return text or empty
 
 
 def _file_and_column(labels: str) -> tuple[str, str]:
@@ -174,14 +194,18 @@ def _file_and_column(labels: str) -> tuple[str, str]:
 def _targets(texts: Sequence[str | None], used: NDArray[np.bool_], task: str, where: str) -> tuple[Any, NDArray[Any]]:
     rows = np.flatnonzero(used).tolist()
     if task == "classification":
-        classes = sorted({str(texts[row]) for row in rows}, key=_order)
-        number = {name: i for i, name in enumerate(classes)}
         targets = np.full(len(texts), -1, np.int64)
-        targets[rows] = [number[str(texts[row])] for row in rows]
+        targets[rows], classes = labels_from_values([texts[row] for row in rows])
+        kinds = len(np.unique(targets[rows]))
+        if kinds > max(_MOST_CLASSES, len(rows) // 2):
+            raise InputError(
+                f"{where} gives {kinds:,} classes to {len(rows):,} rows; is it the right column? Numbers are predicted "
+                "with the protocol ridge"
+            )
         return np.array(classes), targets
     if task == "multilabel":
-        sets = {row: {one.strip() for one in str(texts[row]).split(_SEPARATOR)} - {""} for row in rows}
-        classes = sorted(set().union(*sets.values()), key=_order)
+        sets = {row: {one.strip() for one in str(texts[row]).split(SEPARATOR)} - {""} for row in rows}
+        classes = sorted(set().union(*sets.values()))
         number = {name: i for i, name in enumerate(classes)}
         labels = np.zeros((len(texts), len(classes)), np.float32)
         for row, names in sets.items():
@@ -198,17 +222,15 @@ def _targets(texts: Sequence[str | None], used: NDArray[np.bool_], task: str, wh
     return np.array(["target"]), values
 
 
-def _order(name: str) -> tuple[bool, int, str]:
-    """Whole numbers first, by size; then names."""
-    whole = name.isascii() and name.isdigit()
-    return not whole, int(name) if whole else 0, name
-
-
 def _groups(reader: FeatureReader) -> NDArray[np.int64]:
     """(N,) the same number for rows whose images have the same bytes."""
-    hashes = np.ascontiguousarray(reader.column("source_hash")).view("V16")[:, 0]
-    found: NDArray[np.int64] = np.unique(hashes, return_inverse=True)[1]
+    found: NDArray[np.int64] = np.unique(image_hashes(reader), return_inverse=True)[1]
     return found
+
+
+def image_hashes(reader: FeatureReader) -> NDArray[Any]:
+    """(N,) the hash of the bytes of each row's image, as 16 bytes that can be sorted and compared."""
+    return np.ascontiguousarray(reader.column("source_hash")).view("V16")[:, 0]
 
 
 def _drawn(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import shlex
 import tempfile
 from collections import Counter
@@ -15,17 +13,17 @@ import numpy as np
 
 from extract.backbones import load_backbone
 from extract.errors import InputError
-from extract.extraction import extract_features
+from extract.extraction import extract, plan
 from extract.planning import asked_of, how_made
 from extract.pooling import POOLINGS
 from extract.probe.model import LinearProbe
-from extract.probe.rows import Rows
+from extract.probe.rows import FeatureRows
 from extract.status import Status
 from extract.store.dataset import DataSet, differences
-from extract.store.files import write_whole
 from extract.store.reader import FeatureReader
 from pipelines.printing import printable
-from pipelines.probe import features_described
+from pipelines.probe_report import answer, table_file
+from pipelines.progress import Progress
 
 __all__ = ["run_predict"]
 
@@ -54,56 +52,69 @@ def run_predict(
     """
     probe = LinearProbe.load(path)
     try:
-        layers, described = list(probe.about["layers"]), dict(probe.about["depends_on"])
-        configuration = dict(probe.about["provenance"]["configuration"])
-        named, poolings = str(probe.about["provenance"]["backbone"]), list(probe.about["poolings"])
-    except (KeyError, TypeError, ValueError) as error:
+        described = dict(probe.about["depends_on"])
+        wanted = [(str(name), str(described["features"][name])) for name in probe.about["layers"]]
+        poolings = [str(pooling) for pooling in probe.about["poolings"]]
+        asked = asked_of(dict(probe.about["provenance"]["configuration"]), weights)
+        named, made = str(probe.about["provenance"]["backbone"]), dict[str, Any](how_made(described))
+        dtype, most = str(described["stored_as"]), probe.about["provenance"]["configuration"]["max_pixels"]
+        layers = [name if name.rpartition(":")[2] in POOLINGS else f"{name}:{pooling}"
+                  for (name, _), pooling in zip(wanted, poolings, strict=True)]  # fmt: skip
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{path} does not say what features it is for: {error} is missing") from error
-    if not output.parent.is_dir():
-        raise InputError(f"{output.parent}: no such folder, to write {output.name} to")
+    if output.is_dir() or not output.parent.is_dir():
+        raise InputError(f"{output} cannot be written: " + ("it is a folder" if output.is_dir() else "no such folder"))
     if (Path(images) / "dataset.json").is_file():
-        return _predict(probe, path, Path(images), layers, described, output)
+        dataset = DataSet.open(Path(images))
+        return _predict(probe, Path(images), _same_features(path, described, wanted, dataset, images), output)
     if backbone is None and named.partition("/")[0] in ("python", "hub"):
         raise InputError(
             f"{path} wants to run the code of {named!r}; if you trust it, say so: --backbone {shlex.quote(named)}"
         )
-    made: dict[str, Any] = how_made(described)
-    loaded = load_backbone(backbone or named, device=device, **asked_of(configuration, weights))
-    wanted = [name if name.rpartition(":")[2] in POOLINGS else f"{name}:{pooling}"
-              for name, pooling in zip(layers, poolings, strict=True)]  # fmt: skip
+    if made["compile"] == "openvino" and device == "auto":
+        device = "cpu"
+    loaded = load_backbone(backbone or named, device=device, **asked)
     with tempfile.TemporaryDirectory(prefix=".predict-", dir=output.parent) as folder:
         out = Path(folder) / "features"
-        reader = extract_features(
-            images, out=out, backbone=loaded, layers=wanted, dtype=described["stored_as"],
-            max_pixels=configuration["max_pixels"], min_cosine=configuration["min_cosine"], **made,
-        )  # fmt: skip
-        reader.close()
-        return _predict(probe, path, out, layers, described, output)
+        planned = plan(images, out=out, backbone=loaded, layers=layers, dtype=dtype, max_pixels=int(most), **made)
+        names = _same_features(path, described, wanted, planned.dataset, images)
+        with Progress(len(planned.images)) as progress:
+            extract(planned, on_rows=progress.advance)
+        return _predict(probe, out, names, output)
 
 
-def _predict(
-    probe: LinearProbe, path: Path, out: Path, layers: list[str], described: dict[str, Any], output: Path
-) -> str:
-    dataset = DataSet.open(out)
-    missing = [name for name in layers if name not in dataset.depends_on["features"]]
-    if missing:
-        raise InputError(f"{path} is for {', '.join(layers)}, and {out} has no {', '.join(missing)}")
-    if changed := differences(described, features_described(dataset, layers)):
+def _same_features(
+    path: Path, described: dict[str, Any], wanted: list[tuple[str, str]], dataset: DataSet, images: str
+) -> list[str]:
+    """Names, in a data set, of the features that the probe was fitted on; a name may say the pooling or not."""
+    names = []
+    for name, what in wanted:
+        there = dataset.depends_on["features"]
+        same = [other for other, is_what in there.items() if is_what == what]
+        if not same:
+            raise InputError(
+                f"{path} was fitted on {name} ({what}); {images} has no such feature, but "
+                + ", ".join(f"{other} ({is_what})" for other, is_what in list(there.items())[:5])
+            )
+        names.append(same[0])
+    others = {key: value for key, value in described.items() if key != "features"}
+    if changed := differences(others, {k: v for k, v in dataset.depends_on.items() if k != "features"}):
         raise InputError(
-            f"{path} was fitted on features that were made otherwise than those of {out}: " + "; ".join(changed)
+            f"{path} was fitted on features that were made otherwise than those of {images}: " + "; ".join(changed)
         )
-    with FeatureReader(out) as reader:
-        text = io.StringIO(newline="")
-        writer = csv.writer(text, lineterminator="\n")
-        shown = probe.has_probabilities and probe.task != "regression"
-        classes = [str(name) for name in probe.classes_.tolist()]
-        writer.writerow(["path", "status", "predicted", *(f"p({name})" for name in classes if shown)])
-        counts: Counter[str] = Counter()
+    return names
+
+
+def _predict(probe: LinearProbe, out: Path, layers: list[str], output: Path) -> str:
+    shown = probe.has_probabilities and probe.task != "regression"
+    classes = [str(name) for name in probe.classes_.tolist()]
+    counts: Counter[str] = Counter()
+    with FeatureReader(out) as reader, table_file(output) as write:
+        write(["path", "status", "predicted", *(f"p({name})" for name in classes if shown)])
         for line in _lines(probe, reader, layers, classes, shown):
-            counts[line[2] if line[1] == Status.OK.text else ""] += 1
-            writer.writerow(line)
-    write_whole(output, text.getvalue().encode("utf-8", "surrogateescape"))
-    failed = counts.pop("", 0)
+            counts[line[2] if line[1] == Status.OK.text else "\0"] += 1
+            write(line)
+    failed = counts.pop("\0", 0)
     most = ", ".join(f"{printable(name)} {count:,}" for name, count in counts.most_common(5))
     summary = f"{sum(counts.values()):,} images predicted" + (f", {failed:,} without features" if failed else "")
     return f"{summary}; written: {output}" + (f"\n{most}" if probe.task == "classification" and most else "")
@@ -116,7 +127,7 @@ def _lines(
     for start in range(0, len(reader), _ROWS):
         rows = np.arange(start, min(start + _ROWS, len(reader)))
         there = rows[good[rows]]
-        scores = probe.scores(Rows.of([reader[name] for name in layers], there)) if len(there) else None
+        scores = probe.scores(FeatureRows.of([reader[name] for name in layers], there)) if len(there) else None
         probabilities = probe.probabilities(scores) if shown and scores is not None else None
         place = {row: i for i, row in enumerate(there.tolist())}
         for row in rows.tolist():
@@ -125,11 +136,7 @@ def _lines(
                 yield [reader.paths[row], status, "", *("" for _ in classes if shown)]
                 continue
             i = place[row]
-            if probe.task == "classification":
-                predicted = classes[int(scores[i].argmax())]
-            elif probe.task == "multilabel":
-                predicted = "|".join(name for name, score in zip(classes, scores[i], strict=True) if score > 0)
-            else:
-                predicted = repr(float(scores[i][0]))
+            value = scores[i].argmax() if probe.task == "classification" else scores[i]
+            predicted = answer(value > 0 if probe.task == "multilabel" else value, classes, probe.task)
             each = [] if probabilities is None else [f"{p:.6g}" for p in probabilities[i].tolist()]
             yield [reader.paths[row], status, predicted, *each]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,14 @@ from extract.probe.model import LinearProbe
 from extract.probe.probing import ProbeResult, probe
 from extract.probe.protocols import Labelled
 from extract.probe.representations import similarities
-from extract.probe.rows import Rows
+from extract.probe.rows import FeatureRows
+from extract.status import Status
 from extract.store.dataset import DataSet
 from extract.store.reader import FeatureReader
 from pipelines.config import ProbeConfig
-from pipelines.labelling import Labelling, drop_leaks, label_rows
+from pipelines.labelling import Labelling, drop_leaks, image_hashes, label_rows
 
-__all__ = ["Comparison", "Outcome", "Probed", "features_described", "run_probe"]
+__all__ = ["Comparison", "Outcome", "Probed", "data_sets", "features_described", "run_probe"]
 
 _ALIKE_ROWS = 2000  # images that representations are compared on, drawn with the seed
 
@@ -35,15 +36,25 @@ class Probed:
 
     Attributes:
         data_set: name of its data set.
-        layer: name of the feature; `a+b` of two side by side.
+        parts: names of the features that lie side by side; mostly one.
         width: D.
         result: of the probe.
     """
 
     data_set: str
-    layer: str
+    parts: tuple[str, ...]
     width: int
     result: ProbeResult
+
+    @property
+    def layer(self) -> str:
+        """What it is called: its name, or `a+b`."""
+        return "+".join(self.parts)
+
+    @property
+    def chosen_by(self) -> float:
+        """What a layer may be chosen by: the metric on validation rows; where there are none, NaN."""
+        return max((value for _, value in self.result.curve), default=float("nan"))
 
 
 @dataclass(frozen=True)
@@ -77,6 +88,7 @@ class Outcome:
         probed: in the order of the layers.
         comparisons: with the best.
         similarity: linear CKA and RSA, both (M, M) in the order of `probed`; None: not asked for.
+        complete: whether the run came to its end.
     """
 
     config: ProbeConfig
@@ -86,11 +98,22 @@ class Outcome:
     probed: list[Probed] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)
     similarity: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
+    complete: bool = False
+
+    @property
+    def by_validation(self) -> bool:
+        """Whether the best is that on validation rows, so that its test result is of a layer chosen without it."""
+        return all(one.result.curve for one in self.probed)
 
     @property
     def best(self) -> Probed:
-        """The feature with the highest metric; of equal ones, the first."""
-        return max(self.probed, key=lambda one: one.result.value)
+        """The best feature on validation rows; without any, on the test rows. Of equal ones, the first."""
+        if self.by_validation:
+            return max(self.probed, key=lambda one: one.chosen_by)
+        shots = min((max(one.result.shots) for one in self.probed if one.result.shots), default=0)
+        return max(
+            self.probed, key=lambda one: one.result.metrics[f"top1@{shots}"].value if shots else one.result.value
+        )
 
 
 def run_probe(
@@ -109,8 +132,8 @@ def run_probe(
     """
     outcome = Outcome(config)
     with contextlib.ExitStack() as stack:
-        readers = {name: stack.enter_context(FeatureReader(path)) for name, path in _named(config.out).items()}
-        columns: dict[tuple[str, str], list[Any]] = {}
+        readers = {name: stack.enter_context(FeatureReader(path)) for name, path in data_sets(config.out).items()}
+        columns: dict[tuple[str, tuple[str, ...]], list[Any]] = {}
         for name, reader in readers.items():
             labelling = label_rows(
                 reader, config.labels, numbers=config.protocol == "ridge", multilabel=config.multilabel,
@@ -119,7 +142,8 @@ def run_probe(
             outcome.labellings[name] = drop_leaks(reader, labelling) if config.drop_leaks else labelling
             outcome.fingerprints[name] = reader.fingerprint
             outcome.test_paths[name] = [reader.paths[row] for row in outcome.labellings[name].test.tolist()]
-            columns |= {(name, layer): parts for layer, parts in _columns(reader, config.layers, name)}
+            columns |= {(name, parts): [reader[part] for part in parts]
+                        for parts in _layers(reader, config.layers, name)}  # fmt: skip
         if config.save is not None and len(columns) > 1:
             raise InputError(
                 f"--save keeps the probe of one layer, and there are {len(columns)}: name one with -l; taking the best "
@@ -127,23 +151,35 @@ def run_probe(
             )
         if config.save is not None and config.protocol in ("knn", "fewshot"):
             raise InputError(f"the protocol {config.protocol} has no probe that could be kept; take another to --save")
-        for number, ((name, layer), parts) in enumerate(columns.items(), 1):
+        alike = _common_rows(readers, config.seed) if config.similarity else {}
+        for number, ((name, parts), arrays) in enumerate(columns.items(), 1):
+            layer = "+".join(parts)
             say(f"probing {layer}" + (f" of {name}" if len(readers) > 1 else "") + f" ({number} of {len(columns)})")
-            outcome.probed.append(_probed(config, outcome.labellings[name], name, layer, parts))
+            outcome.probed.append(_probed(config, outcome.labellings[name], name, parts, arrays))
             on_result(outcome)
         outcome.comparisons = list(_comparisons(outcome, readers))
         if config.similarity:
             say("comparing representations")
-            outcome.similarity = _similarity(readers, columns, config.seed)
+            outcome.similarity = similarities(_rows_in_order(arrays, alike[name])
+                                              for (name, _), arrays in columns.items())  # fmt: skip
         if config.save is not None:
             (one,) = outcome.probed
             _save(one, Path(config.out[0]), config)
+    outcome.complete = True
     on_result(outcome)
     return outcome
 
 
-def _named(paths: Sequence[str]) -> dict[str, Path]:
-    """A name for each data set: that of its folder, where these differ."""
+def data_sets(paths: Sequence[str]) -> dict[str, Path]:
+    """A name for each data set: that of its folder, where these differ.
+
+    Raises:
+        InputError: one is none, or there twice.
+    """
+    for path in paths:
+        if not Path(path).is_dir():
+            raise InputError(f"{path} is no folder; expected a data set of `layertap embed`")
+        DataSet.open(Path(path))
     names = [Path(path).resolve().name for path in paths]
     if len(set(names)) < len(names):
         names = list(paths)
@@ -152,22 +188,24 @@ def _named(paths: Sequence[str]) -> dict[str, Path]:
     return {name: Path(path) for name, path in zip(names, paths, strict=True)}
 
 
-def _columns(reader: FeatureReader, layers: Sequence[str] | None, where: str) -> Iterator[tuple[str, list[Any]]]:
-    """The features that are probed, by name, each as one or several arrays side by side."""
+def _layers(reader: FeatureReader, layers: Sequence[str] | None, where: str) -> Iterator[tuple[str, ...]]:
+    """The features that are probed, each one name, or several that lie side by side."""
     for text in reader.layers if layers is None else layers:
         if "+" in text and text not in reader:
-            parts = [match_layers(reader.layers, part, where) for part in text.split("+")]
-            for part, found in zip(text.split("+"), parts, strict=True):
-                if len(found) > 1:
-                    raise InputError(f"{part!r} in {text!r} means {len(found)} layers; name each: {'+'.join(found)}")
-            yield text, [reader[found[0]] for found in parts]
+            found = [match_layers(reader.layers, part, where) for part in text.split("+")]
+            for part, names in zip(text.split("+"), found, strict=True):
+                if len(names) > 1:
+                    raise InputError(f"{part!r} in {text!r} means {len(names)} layers; name each: {'+'.join(names)}")
+            yield tuple(names[0] for names in found)
         else:
             for name in match_layers(reader.layers, text, where):
-                yield name, [reader[name]]
+                yield (name,)
 
 
-def _probed(config: ProbeConfig, labelling: Labelling, data_set: str, layer: str, columns: list[Any]) -> Probed:
-    sets = [Labelled(Rows.of(columns, rows), labelling.targets[rows])
+def _probed(
+    config: ProbeConfig, labelling: Labelling, data_set: str, parts: tuple[str, ...], arrays: list[Any]
+) -> Probed:
+    sets = [Labelled(FeatureRows.of(arrays, rows), labelling.targets[rows])
             for rows in (labelling.train, labelling.val, labelling.test)]  # fmt: skip
     train, val, test = sets
     result = probe(
@@ -175,7 +213,9 @@ def _probed(config: ProbeConfig, labelling: Labelling, data_set: str, layer: str
         protocol=config.protocol, scaling=config.scaling, balanced=config.class_weight == "balanced", seed=config.seed,
         device=config.device, memory_bytes=None if config.max_memory_mb is None else config.max_memory_mb << 20,
     )  # fmt: skip
-    return Probed(data_set, layer, train.rows.width, result)
+    # Of many layers, what is not told would fill the memory.
+    result = replace(result, probabilities=None, model=result.model if config.save else None)
+    return Probed(data_set, parts, train.rows.width, result)
 
 
 def _comparisons(outcome: Outcome, readers: dict[str, FeatureReader]) -> Iterator[Comparison]:
@@ -186,40 +226,33 @@ def _comparisons(outcome: Outcome, readers: dict[str, FeatureReader]) -> Iterato
             continue
         if other.data_set != best.data_set:  # the images that both are tested on, known by their bytes
             first, second = (
-                _hashes(readers[one.data_set])[outcome.labellings[one.data_set].test] for one in (best, other)
+                image_hashes(readers[one.data_set])[outcome.labellings[one.data_set].test] for one in (best, other)
             )
             _, here, there = np.intersect1d(first, second, return_indices=True)
             right, others = right[here], others[there]
-        yield Comparison((best.data_set, best.layer), (other.data_set, other.layer), *mcnemar(right, others))
+        if len(right):
+            yield Comparison((best.data_set, best.layer), (other.data_set, other.layer), *mcnemar(right, others))
 
 
-def _similarity(
-    readers: dict[str, FeatureReader], columns: dict[tuple[str, str], list[Any]], seed: int
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """On images that all data sets have good features of, known by their bytes."""
+def _common_rows(readers: dict[str, FeatureReader], seed: int) -> dict[str, NDArray[np.int64]]:
+    """Data set -> rows of the same images in the same order: some of those that all have good features of."""
     rows_of = {}
     for name, reader in readers.items():
-        good = np.flatnonzero(reader.status == 1)
-        hashes, first = np.unique(_hashes(reader)[good], return_index=True)
+        good = np.flatnonzero(reader.status == Status.OK)
+        hashes, first = np.unique(image_hashes(reader)[good], return_index=True)
         rows_of[name] = dict(zip(hashes.tolist(), good[first].tolist(), strict=True))
     common = sorted(set.intersection(*(set(rows) for rows in rows_of.values())))
+    if len(common) < 4:
+        raise InputError(f"the data sets have {len(common)} images in common; --similarity needs at least 4")
     drawn = np.random.default_rng(seed).permutation(len(common))[:_ALIKE_ROWS]
-
-    def each() -> Iterator[Rows]:
-        for (name, _), parts in columns.items():
-            rows = np.array([rows_of[name][common[i]] for i in drawn], np.int64)
-            order = np.argsort(rows)
-            array = Rows.of(parts, rows[order]).held().between(0, len(rows))
-            yield Rows.of(array[np.argsort(order)])
-
-    if len(drawn) < 4:
-        raise InputError(f"the data sets have {len(drawn)} images in common; --similarity needs at least 4")
-    return similarities(each())
+    return {name: np.array([rows[common[i]] for i in drawn], np.int64) for name, rows in rows_of.items()}
 
 
-def _hashes(reader: FeatureReader) -> NDArray[Any]:
-    """(N,) the hash of each row's image, as 16 bytes."""
-    return np.ascontiguousarray(reader.column("source_hash")).view("V16")[:, 0]
+def _rows_in_order(arrays: list[Any], rows: NDArray[np.int64]) -> FeatureRows:
+    """Rows in an order that is not that of the file, in memory."""
+    order = np.argsort(rows)
+    array = FeatureRows.of(arrays, rows[order]).between(0, len(rows))
+    return FeatureRows.of(array[np.argsort(order)])
 
 
 def features_described(dataset: DataSet, layers: Sequence[str]) -> dict[str, Any]:
@@ -233,7 +266,7 @@ def _save(one: Probed, out: Path, config: ProbeConfig) -> None:
     model, dataset = one.result.model, DataSet.open(out)
     assert model is not None
     assert config.save is not None
-    layers = [one.layer] if one.layer in dataset.depends_on["features"] else one.layer.split("+")
+    layers = list(one.parts)
     with FeatureReader(out) as reader:
         provenance = {key: reader.provenance.get(key) for key in ("backbone", "configuration", "versions")}
     about = {

@@ -12,10 +12,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from extract.probe.probing import PRIMARY
+from extract.store.files import whole_file
 from pipelines.printing import printable
 from pipelines.probe import Outcome, Probed
 
-__all__ = ["draw"]
+__all__ = ["PICTURES", "draw"]
 
 # Of Okabe and Ito: they can be told apart in the common forms of colour blindness.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -23,25 +24,23 @@ _AXIS = {"top1": "top-1 accuracy, %", "mAP": "mean average precision", "r2": "RÂ
 _NAMED_CLASSES = 40  # more do not fit beside a matrix
 
 
-def draw(outcome: Outcome) -> list[Path]:
-    """Draw what there is to see, as PNG in the folder of the results; returns the files."""
-    pictures: dict[str, Callable[[Outcome], Figure | None]] = {
-        "layers.png": _layers, "curve.png": _curve, "shots.png": _shots, "confusion.png": _confusion,
-        "similarity.png": _similarity,
-    }  # fmt: skip
+def draw(outcome: Outcome, folder: Path) -> list[Path]:
+    """Draw what there is to see, as PNG; returns the files."""
     written = []
-    for name, picture in pictures.items():
-        path = outcome.config.folder / name
+    for name, picture in PICTURES.items():
         figure = picture(outcome)
-        if figure is None:
-            path.unlink(missing_ok=True)  # of an earlier run, which said something else
-            continue
-        FigureCanvasAgg(figure)
-        temporary = path.with_name(f".{name}.new")
-        figure.savefig(temporary, format="png", dpi=150)
-        temporary.rename(path)
-        written.append(path)
+        if figure is not None:
+            FigureCanvasAgg(figure)
+            with whole_file(folder / name) as file:
+                figure.savefig(file, format="png", dpi=150)
+            written.append(folder / name)
     return written
+
+
+def _text(name: str) -> str:
+    """A name that matplotlib draws as it is: no formulas, and no underscore in front, which hides it in legends."""
+    name = printable(name).replace("$", r"\$")
+    return "\u200b" + name if name.startswith("_") else name
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Any]:
@@ -68,7 +67,7 @@ def _scale(outcome: Outcome) -> tuple[str, float]:
 
 def _title(outcome: Outcome, text: str) -> str:
     return f"{text}, {outcome.config.protocol}" + (
-        f", {next(iter(outcome.labellings))}" if len(outcome.labellings) == 1 else ""
+        f", {_text(next(iter(outcome.labellings)))}" if len(outcome.labellings) == 1 else ""
     )
 
 
@@ -86,10 +85,10 @@ def _layers(outcome: Outcome) -> Figure | None:
         ends = factor * np.array([[one.value - one.low, one.high - one.value] for one in estimates]).T
         axes.errorbar(
             places, values, np.maximum(np.nan_to_num(ends), 0), color=colour, marker="o", markersize=5, capsize=3,
-            linewidth=1.8, label=printable(name),
+            linewidth=1.8, label=_text(name),
         )  # fmt: skip
     _chance(outcome, axes)
-    axes.set_xticks(range(len(names)), [printable(name) for name in names], rotation=40, ha="right")
+    axes.set_xticks(range(len(names)), [_text(name) for name in names], rotation=40, ha="right")
     axes.set_ylabel(label)
     axes.set_title(_title(outcome, "By layer"), fontsize=11)
     axes.grid(axis="y", alpha=0.3)
@@ -145,7 +144,7 @@ def _lines(outcome: Outcome, probed: list[Probed]) -> Iterator[tuple[str, Any, s
     for one in probed:
         name = one.layer if len(data_sets) == 1 else f"{one.data_set} {one.layer}"
         style = ("-", "--", "-.", ":")[data_sets.index(one.data_set) % 4]
-        yield printable(name), shades[layers.index(one.layer)], style
+        yield _text(name), shades[layers.index(one.layer)], style
 
 
 def _shots(outcome: Outcome) -> Figure | None:
@@ -180,7 +179,7 @@ def _confusion(outcome: Outcome) -> Figure | None:
         return None
     table = best.result.confusion
     shares = 100 * table / np.maximum(table.sum(1, keepdims=True), 1)
-    names = [printable(str(name)) for name in best.result.classes.tolist()]
+    names = [_text(str(name)) for name in best.result.classes.tolist()]
     side = min(11.0, max(4.6, 2.2 + 0.36 * len(names)))
     figure, axes = _figure(side + 0.8, side)
     image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=100)
@@ -195,7 +194,7 @@ def _confusion(outcome: Outcome) -> Figure | None:
     axes.set_xlabel("predicted")
     axes.set_ylabel("class")
     called = best.layer if len(outcome.labellings) == 1 else f"{best.data_set} {best.layer}"
-    axes.set_title(_title(outcome, f"{printable(called)}: % of the test images of a class"), fontsize=10)
+    axes.set_title(_title(outcome, f"{_text(called)}: % of the test images of a class"), fontsize=10)
     figure.colorbar(image, ax=axes, shrink=0.7)
     return figure
 
@@ -205,7 +204,7 @@ def _similarity(outcome: Outcome) -> Figure | None:
     if outcome.similarity is None:
         return None
     several = len(outcome.labellings) > 1
-    names = [printable(f"{one.data_set} {one.layer}" if several else one.layer) for one in outcome.probed]
+    names = [_text(f"{one.data_set} {one.layer}" if several else one.layer) for one in outcome.probed]
     side = min(9.0, max(3.6, 1.8 + 0.34 * len(names)))
     figure = Figure(figsize=(2 * side + 0.8, side), layout="constrained")
     both = figure.subplots(1, 2)
@@ -220,3 +219,12 @@ def _similarity(outcome: Outcome) -> Figure | None:
         axes.set_title(title, fontsize=11)
         figure.colorbar(image, ax=axes, shrink=0.7)
     return figure
+
+
+PICTURES: dict[str, Callable[[Outcome], Figure | None]] = {
+    "layers.png": _layers,
+    "curve.png": _curve,
+    "shots.png": _shots,
+    "confusion.png": _confusion,
+    "similarity.png": _similarity,
+}

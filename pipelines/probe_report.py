@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import math
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from extract.errors import InputError
 from extract.probe.metrics import Estimate
 from extract.probe.protocols import PROTOCOLS
-from extract.store.files import write_json, write_whole
+from extract.store.files import read_json, whole_file, write_json
 from pipelines.config import ProbeConfig
+from pipelines.labelling import SEPARATOR
 from pipelines.printing import SHOWN, printable
-from pipelines.probe import Outcome, Probed, run_probe
-from pipelines.probe_pictures import draw
+from pipelines.probe import Outcome, Probed, data_sets, run_probe
+from pipelines.probe_pictures import PICTURES, draw
 
-__all__ = ["as_json", "print_outcome", "probe_and_write"]
+__all__ = ["answer", "as_json", "print_outcome", "probe_and_write", "table_file"]
 
 _NAMES = {
     "top1": "top-1", "top5": "top-5", "balanced_accuracy": "balanced", "macro_f1": "macro F1", "log_loss": "log loss",
@@ -27,6 +31,7 @@ _NAMES = {
 }  # fmt: skip
 _NEAREST = 3  # layers that are the hardest to tell from the best; results.json has all
 _SHARES = {"top1", "top5", "balanced_accuracy"}
+_MOST_IN_JSON = 200  # classes whose confusion matrix is written
 _SCALED = {"none": "features as they are", "l2": "features of length 1", "standardise": "features standardised"}
 
 
@@ -35,13 +40,56 @@ def probe_and_write(config: ProbeConfig, say: Callable[[str], None]) -> tuple[Ou
 
     Returns:
         what was found, and the files.
+
+    Raises:
+        InputError: as of `run_probe`; or a file cannot be written.
     """
-    outcome = run_probe(config, say, write_results)
-    files = [config.folder / name for name in ("results.json", "results.csv")]
-    if write_predictions(outcome):
-        files.append(config.folder / "predictions.csv")
-    files += draw(outcome)
+    data_sets(config.out)
+    try:
+        folder = _folder_for(config)
+        folder.mkdir(parents=True, exist_ok=True)
+        if config.save is not None:
+            if config.save.is_dir():
+                raise InputError(f"{config.save} is a folder; --save wants a file, such as probe.safetensors")
+            config.save.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InputError(
+            f"results cannot be written to {error.filename}: {error.strerror}; name a folder by -o"
+        ) from error
+    try:
+        outcome = run_probe(config, say, lambda outcome: _write_results(outcome, folder))
+    except BaseException:
+        for empty in (folder, folder.parent):  # where nothing was written, nothing is left
+            with contextlib.suppress(OSError):
+                empty.rmdir()
+        raise
+    files = [folder / name for name in ("results.json", "results.csv")]
+    if _write_predictions(outcome, folder / "predictions.csv"):
+        files.append(folder / "predictions.csv")
+    files += draw(outcome, folder)
     return outcome, files + ([config.save] if config.save else [])
+
+
+def _folder_for(config: ProbeConfig) -> Path:
+    """The folder asked for; else OUT/probe/PROTOCOL, or the next number behind it that has not other results."""
+    if config.results is not None:
+        return config.results
+    number = 1
+    while True:
+        folder = Path(config.out[0]) / "probe" / (config.protocol + (f"-{number}" if number > 1 else ""))
+        if not (folder / "results.json").exists():
+            return folder
+        with contextlib.suppress(InputError):
+            if read_json(folder / "results.json").get("configuration") == _what_is_asked(config):
+                return folder
+        number += 1
+
+
+def _what_is_asked(config: ProbeConfig) -> dict[str, Any]:
+    """What the results depend on."""
+    return config.model_dump(mode="json", exclude={"results", "save", "device", "max_memory_mb"})
 
 
 def print_outcome(outcome: Outcome, echo: Callable[[str], None]) -> None:
@@ -55,7 +103,10 @@ def print_outcome(outcome: Outcome, echo: Callable[[str], None]) -> None:
             if len(rows)
         )
         what = "numbers" if labelling.task == "regression" else f"{len(labelling.classes):,} {_kinds(labelling.task)}"
-        echo(f"{name}: {counts['rows']:,} rows, {what}; {sets}" + (f"; left out: {', '.join(left)}" if left else ""))
+        echo(
+            f"{printable(name)}: {counts['rows']:,} rows, {what}; {sets}"
+            + (f"; left out: {', '.join(left)}" if left else "")
+        )
         for note in labelling.notes:
             echo(f"  {printable(note)}")
         if labelling.leaks and not outcome.config.drop_leaks:
@@ -69,7 +120,10 @@ def print_outcome(outcome: Outcome, echo: Callable[[str], None]) -> None:
     several = len(outcome.probed) > 1
     if several:
         best = outcome.best
-        echo(f"best: {_called(outcome, best.data_set, best.layer)}, {_shown(best.result.primary, best.result.value)}")
+        by = (f"best on validation rows ({_shown(best.result.primary, best.chosen_by)})" if outcome.by_validation
+              else "best on the test rows themselves")  # fmt: skip
+        name = _called(outcome, best.data_set, best.layer)
+        echo(f"{by}: {name}, {_shown(best.result.primary, best.result.value)} on test")
         for pair in sorted(outcome.comparisons, key=lambda pair: -pair.p)[:_NEAREST]:
             echo(
                 f"  against {_called(outcome, *pair.other)}: it alone is right on {pair.only_better:,} test images, "
@@ -87,7 +141,7 @@ def _kinds(task: str) -> str:
 
 
 def _called(outcome: Outcome, data_set: str, layer: str) -> str:
-    return f"{data_set} {layer}" if len(outcome.labellings) > 1 else layer
+    return printable(f"{data_set} {layer}" if len(outcome.labellings) > 1 else layer)
 
 
 def _table(outcome: Outcome) -> Iterator[str]:
@@ -104,7 +158,8 @@ def _table(outcome: Outcome) -> Iterator[str]:
             estimate = result.metrics[metric]
             text = _shown(metric, estimate.value)
             ends = f"{_shown(metric, estimate.low, False)} to {_shown(metric, estimate.high, False)}"
-            cells.append(f"{text} ({ends})" if metric == result.primary or result.shots else text)
+            told = (metric == result.primary or result.shots) and math.isfinite(estimate.low)
+            cells.append(f"{text} ({ends})" if told else text)
         cells += [f"{result.chosen:.3g}"] if result.swept else []
         rows.append([_called(outcome, one.data_set, one.layer), str(one.width), *cells])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -128,7 +183,8 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
     """Everything, for machines; what is not a finite number is null."""
     content = {
         "layertap": version("layertap"),
-        "configuration": outcome.config.model_dump(mode="json"),
+        "complete": outcome.complete,
+        "configuration": _what_is_asked(outcome.config),
         "data_sets": {
             name: {
                 "fingerprint": outcome.fingerprints[name],
@@ -167,7 +223,7 @@ def _probe_as_json(one: Probed) -> dict[str, Any]:
         "objective": result.objective,
         "classes": classes,
         "per_class": {name: values.tolist() for name, values in result.per_class.items()},
-        "confusion": None if result.confusion is None else result.confusion.tolist(),
+        "confusion": None if result.confusion is None or len(classes) > _MOST_IN_JSON else result.confusion.tolist(),
         "notes": list(result.notes),
         "seconds": round(result.seconds, 3),
     }
@@ -181,52 +237,58 @@ def _finite(content: Any) -> Any:
     return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
-def write_results(outcome: Outcome) -> None:
-    """results.json and results.csv, whole, with what there is so far."""
-    outcome.config.folder.mkdir(parents=True, exist_ok=True)
-    write_json(outcome.config.folder / "results.json", as_json(outcome))
+def _write_results(outcome: Outcome, folder: Path) -> None:
+    """results.json and results.csv, whole, with what there is so far; what an earlier run drew goes."""
+    if len(outcome.probed) == 1 and not outcome.complete:
+        for name in ("predictions.csv", *PICTURES):
+            (folder / name).unlink(missing_ok=True)
+    write_json(folder / "results.json", as_json(outcome))
     head = ["data_set", "layer", "width", "protocol", "scaling", "chosen", "value", "n_train", "n_val", "n_test"]
-    lines: list[list[Any]] = [[*head, "metric", "estimate", "low", "high"]]
-    for one in outcome.probed:
-        result = one.result
-        chosen = repr(float(result.chosen)) if result.swept else ""
-        same = [one.data_set, one.layer, one.width, result.protocol, result.scaling, result.swept, chosen,
-                result.n_train, result.n_val, result.n_test]  # fmt: skip
-        lines += [[*same, name, *_numbers(metric)] for name, metric in result.metrics.items()]
-    write_whole(outcome.config.folder / "results.csv", _csv(lines))
+    with table_file(folder / "results.csv") as write:
+        write([*head, "metric", "estimate", "low", "high"])
+        for one in outcome.probed:
+            result = one.result
+            chosen = repr(float(result.chosen)) if result.swept else ""
+            for name, metric in result.metrics.items():
+                write([one.data_set, one.layer, one.width, result.protocol, result.scaling, result.swept, chosen,
+                       result.n_train, result.n_val, result.n_test, name, *_numbers(metric)])  # fmt: skip
 
 
 def _numbers(metric: Estimate) -> list[str]:
     return [repr(float(value)) for value in (metric.value, metric.low, metric.high)]
 
 
-def write_predictions(outcome: Outcome) -> bool:
-    """predictions.csv: a line for each test image and layer; False: of few-shot there is none."""
-    file = outcome.config.folder / "predictions.csv"
-    lines: list[list[Any]] = [["data_set", "layer", "path", "label", "predicted"]]
-    for one in outcome.probed:
-        result = one.result
-        if result.predictions is None:
-            continue
-        names = [str(name) for name in result.classes.tolist()]
-        paths = outcome.test_paths[one.data_set]
-        for path, truth, found in zip(paths, result.truth, result.predictions, strict=True):
-            if result.task == "classification":
-                texts = [names[truth] if truth >= 0 else "", names[found]]
-            elif result.task == "multilabel":
-                texts = ["|".join(name for name, there in zip(names, one_of, strict=True) if there)
-                         for one_of in (truth > 0, found > 0)]  # fmt: skip
-            else:
-                texts = [repr(float(truth[0])), repr(float(found[0]))]
-            lines.append([one.data_set, one.layer, path, *texts])
-    if len(lines) == 1:
-        file.unlink(missing_ok=True)  # of an earlier run
+def _write_predictions(outcome: Outcome, path: Path) -> bool:
+    """A line for each test image and layer; False: of few-shot there is none."""
+    if all(one.result.predictions is None for one in outcome.probed):
         return False
-    write_whole(file, _csv(lines))
+    with table_file(path) as write:
+        write(["data_set", "layer", "path", "label", "predicted"])
+        for one in outcome.probed:
+            result = one.result
+            if result.predictions is None:
+                continue
+            names = [str(name) for name in result.classes.tolist()]
+            paths = outcome.test_paths[one.data_set]
+            for name, truth, found in zip(paths, result.truth, result.predictions, strict=True):
+                write([one.data_set, one.layer, name, *(answer(value, names, result.task) for value in (truth, found))])
     return True
 
 
-def _csv(lines: list[list[Any]]) -> bytes:
-    text = io.StringIO(newline="")
-    csv.writer(text, lineterminator="\n").writerows(lines)
-    return text.getvalue().encode("utf-8", "surrogateescape")
+def answer(value: Any, names: list[str], task: str) -> str:
+    """What a probe says of an image, or somebody else: a class, labels with | between them, a number."""
+    if task == "classification":
+        return names[value] if value >= 0 else ""
+    if task == "multilabel":
+        return SEPARATOR.join(name for name, there in zip(names, value, strict=True) if there)
+    return repr(float(value[0]))
+
+
+@contextlib.contextmanager
+def table_file(path: Path) -> Iterator[Callable[[list[Any]], Any]]:
+    """Writes lines of a CSV file, which is there when all are; names of files need not be text."""
+    with whole_file(path) as file:
+        text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
+        yield csv.writer(text, lineterminator="\n").writerow
+        text.flush()
+        text.detach()

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from extract.errors import LayertapError
-from extract.probe.rows import Rows
+from extract.probe.rows import FeatureRows
 from extract.settings import full_float32
 
 __all__ = ["MAX_ITERATIONS", "Fit", "LogisticRegression"]
@@ -31,7 +31,7 @@ __all__ = ["MAX_ITERATIONS", "Fit", "LogisticRegression"]
 MAX_ITERATIONS = 1000  # of CLIP (appendix A.3) and DINOv2 (eval/log_regression.py)
 _TOLERANCE = 1e-6  # of what the features have gained: what the next step may promise when it is left out
 _HISTORY = 10  # steps from which the curvature is estimated, as in scikit-learn
-_VECTORS = 2 * _HISTORY + 8  # as long as the variables of a strength, that it needs
+_VECTORS = 4 * _HISTORY + 12  # as long as the variables of a strength, that it needs; the history is copied at times
 _BLOCK_BYTES = 4 << 20  # scores that are computed at once: about what a core's cache holds
 _LEAST_ROWS = 512  # of a block: with fewer, reading the weights takes longer than computing with them
 _MOST_SHRINKS = 30  # of a step that does not help
@@ -50,7 +50,8 @@ class Fit:
         biases: (M, K) float32.
         objectives: (M,) what was minimised, as it stands above.
         iterations: (M,) steps that were taken.
-        converged: (M,) whether the next step promised no more than a millionth of what was gained.
+        converged: (M,) whether the next step promised no more than a millionth of what was gained, or no step along
+            the slope gained anything any more, in float32.
     """
 
     weights: NDArray[np.float32]
@@ -69,13 +70,20 @@ class LogisticRegression:
         n_classes: K; two classes have one vector of weights, as in scikit-learn.
         sample_weight: (N,) float32; None: all 1.
         device: to compute on.
-        memory_bytes: of features and variables that may be held; half for each.
+        memory_bytes: of features and variables that may be held; half for each. Beside it, a matrix of D squared in
+            double precision, up to D = 6,000.
     """
 
     def __init__(
-        self, rows: Rows, targets: NDArray[Any], n_classes: int, *, sample_weight: NDArray[np.float32] | None = None,
-        device: str | torch.device = "cpu", memory_bytes: int = 4 << 30,
-    ):  # fmt: skip
+        self,
+        rows: FeatureRows,
+        targets: NDArray[Any],
+        n_classes: int,
+        *,
+        sample_weight: NDArray[np.float32] | None = None,
+        device: str | torch.device = "cpu",
+        memory_bytes: int = 4 << 30,
+    ):
         self._device, self._memory_bytes = torch.device(device), memory_bytes // 2
         if targets.ndim == 1 and n_classes == 2:
             targets = targets[:, None].astype(np.float32)
@@ -95,7 +103,8 @@ class LogisticRegression:
             LayertapError: the objective is not finite at its start: the features are too large for float32.
         """
         order = np.argsort(strengths, kind="stable")
-        at_once = max(1, self._memory_bytes // (4 * self._problem.n_variables * _VECTORS))
+        scores = _LEAST_ROWS * self._problem.n_outputs * 4 * 4  # four of them are held at a time
+        at_once = max(1, self._memory_bytes // (4 * self._problem.n_variables * _VECTORS + scores))
         solved = []
         with torch.inference_mode(), full_float32():
             for first in range(0, len(order), at_once):
@@ -120,7 +129,7 @@ class _Features:
         variances: (R,) of the rows along the axes.
     """
 
-    rows: Rows | None
+    rows: FeatureRows | None
     held: Tensor | None
     mean: Tensor
     axes: Tensor | None
@@ -129,19 +138,21 @@ class _Features:
 
     def blocks(self, size: int) -> Iterator[tuple[int, Tensor]]:
         """(first row, (n, R) if held, else (n, D))."""
-        for start in range(0, self.count, size):
-            stop = min(start + size, self.count)
-            if self.held is not None:
-                yield start, self.held[start:stop]
-            elif self.rows is not None:
-                yield start, torch.from_numpy(self.rows.between(start, stop)).to(self.mean.device)
+        if self.held is not None:
+            for start in range(0, self.count, size):
+                yield start, self.held[start : start + size]
+        elif self.rows is not None:
+            for first, array in self.rows.blocks():  # large pieces of the file, in which small ones are computed
+                block = torch.from_numpy(array).to(self.mean.device)
+                for start in range(0, len(block), size):
+                    yield first + start, block[start : start + size]
 
     def along(self, weights: Tensor) -> Tensor:
         """(..., R) along the axes, as (..., D)."""
         return weights if self.axes is None else weights @ self.axes.T
 
 
-def _features(rows: Rows, device: torch.device, memory_bytes: int) -> _Features:
+def _features(rows: FeatureRows, device: torch.device, memory_bytes: int) -> _Features:
     count, width = len(rows), rows.width
     mean = torch.zeros(width, dtype=torch.float64, device=device)
     for _, array in rows.blocks():
@@ -169,7 +180,7 @@ def _features(rows: Rows, device: torch.device, memory_bytes: int) -> _Features:
     return _Features(None, held, mean, axes, variances, count)
 
 
-def _of_few(rows: Rows, mean: Tensor) -> _Features:
+def _of_few(rows: FeatureRows, mean: Tensor) -> _Features:
     """Of fewer rows than columns: the axes lie in the space of the rows."""
     centred = torch.from_numpy(rows.between(0, len(rows))).to(mean.device).double() - mean
     found, vectors = torch.linalg.eigh(centred @ centred.T)

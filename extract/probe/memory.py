@@ -8,17 +8,45 @@ from pathlib import Path
 
 __all__ = ["free_bytes"]
 
+_GROUPS = Path("/sys/fs/cgroup")
+_UNLIMITED = 1 << 60  # version 1 says so by a number near 2^63
+
 
 def free_bytes() -> int:
-    """What this process may still take: of the machine, and of the control group that a container or scheduler set."""
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")]
-    with contextlib.suppress(OSError, ValueError, IndexError):
+    """What this process may still take: of the machine, and of the control groups that a container or scheduler set.
+
+    What the file cache would give back counts as free.
+    """
+    found = [_of_the_machine()]
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, kinds, name = line.split(":", 2)
+            if kinds == "":
+                found += _of_group(_GROUPS, name, "memory.max", "memory.current", "inactive_file")
+            elif "memory" in kinds.split(","):
+                found += _of_group(
+                    _GROUPS / "memory", name, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+                )
+    return max(0, min(found))
+
+
+def _of_the_machine() -> int:
+    with contextlib.suppress(OSError, ValueError, KeyError):
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        found = [int(lines["MemAvailable"].split()[0]) * 1024]  # also what the file cache gives back
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        group = Path("/proc/self/cgroup").read_text().splitlines()[-1].rpartition(":")[2].strip("/")
-        for folder in (Path("/sys/fs/cgroup") / group, Path("/sys/fs/cgroup")):
-            limit = folder / "memory.max"
-            if limit.exists() and (text := limit.read_text().strip()) != "max":
-                found.append(max(0, int(text) - int((folder / "memory.current").read_text())))
-    return min(found)
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # not Linux
+
+
+def _of_group(root: Path, name: str, limit: str, usage: str, cache: str) -> list[int]:
+    """Of the group and those above it that have a limit."""
+    found = []
+    # In a container, the group's own folder may be the root.
+    folders = [root / part for part in (Path(name.strip("/")), *Path(name.strip("/")).parents)]
+    for folder in dict.fromkeys([*folders, root]):
+        with contextlib.suppress(OSError, ValueError):
+            most = int((folder / limit).read_text())  # "max" is no number
+            if most < _UNLIMITED:
+                lines = [line.split() for line in (folder / "memory.stat").read_text().splitlines()]
+                reclaimable = int(dict(line for line in lines if len(line) == 2).get(cache, 0))
+                found.append(most - int((folder / usage).read_text()) + reclaimable)
+    return found

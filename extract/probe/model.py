@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from extract.errors import InputError
-from extract.probe.rows import Rows, Scaling, Source
+from extract.probe.rows import FeatureRows, Scaling, Source
 from extract.store.files import write_whole
 
 __all__ = ["LinearProbe"]
@@ -52,7 +52,7 @@ class LinearProbe:
         """D."""
         return int(self.coef_.shape[1])
 
-    def decision_function(self, x: Source | Rows) -> NDArray[np.float32]:
+    def decision_function(self, x: Source | FeatureRows) -> NDArray[np.float32]:
         """(N, K) scores; (N,) for two classes, positive for the second.
 
         Args:
@@ -61,7 +61,7 @@ class LinearProbe:
         Raises:
             InputError: rows of another width, or values that are not finite.
         """
-        rows = x if isinstance(x, Rows) else Rows.of(x)
+        rows = x if isinstance(x, FeatureRows) else FeatureRows.of(x)
         if rows.width != self.n_features_in_:
             raise InputError(f"the features have {rows.width} values; the probe was fitted on {self.n_features_in_}")
         scores = np.empty((len(rows), len(self.coef_)), np.float32)
@@ -73,7 +73,7 @@ class LinearProbe:
     def _one_score(self) -> bool:
         return self.task == "classification" and len(self.coef_) == 1
 
-    def scores(self, x: Source | Rows) -> NDArray[np.float32]:
+    def scores(self, x: Source | FeatureRows) -> NDArray[np.float32]:
         """(N, K) as `decision_function`, but of two classes also two columns: 0, and its score."""
         scores = self.decision_function(x)
         return np.stack([np.zeros_like(scores), scores], 1) if scores.ndim == 1 else scores
@@ -87,7 +87,7 @@ class LinearProbe:
         above = np.exp(scores - scores.max(1, keepdims=True))
         return np.asarray(above / above.sum(1, keepdims=True), np.float32)
 
-    def predict_proba(self, x: Source | Rows) -> NDArray[np.float32]:
+    def predict_proba(self, x: Source | FeatureRows) -> NDArray[np.float32]:
         """(N, K) probabilities; each label's own where several may be there.
 
         Raises:
@@ -98,7 +98,7 @@ class LinearProbe:
             raise InputError("this probe has scores, but no probabilities")
         return found
 
-    def predict(self, x: Source | Rows) -> NDArray[Any]:
+    def predict(self, x: Source | FeatureRows) -> NDArray[Any]:
         """(N,) classes; (N, K) 0 or 1 of several labels; (N,) or (N, K) values of regression."""
         scores = self.scores(x)
         if self.task == "classification":
@@ -144,7 +144,7 @@ class LinearProbe:
             )  # fmt: skip
         except FileNotFoundError as error:
             raise InputError(f"{path}: no such file") from error
-        except (SafetensorError, OSError, KeyError, ValueError) as error:
+        except (SafetensorError, OSError, KeyError, ValueError, TypeError, RecursionError) as error:
             if isinstance(error, InputError):
                 raise
             raise InputError(f"{path} is no probe that can be read: {error}") from error
@@ -157,6 +157,9 @@ def _wrong(probe: LinearProbe) -> Iterator[str]:
     """What does not fit together."""
     if probe.task not in _TASKS or probe.scaling.name not in ("none", "l2", "standardise"):
         yield f"unknown task {probe.task!r} or scaling {probe.scaling.name!r}"
+    if probe.classes_.ndim != 1 or not isinstance(probe.about, dict):
+        yield "its classes are no list, or what it is about is missing"
+        return
     if probe.coef_.ndim != 2 or probe.coef_.dtype != np.float32 or probe.intercept_.shape != probe.coef_.shape[:1]:
         yield "its weights have other shapes than (K, D) and (K,)"
         return
@@ -170,7 +173,10 @@ def _wrong(probe: LinearProbe) -> Iterator[str]:
         yield f"it has {len(probe.classes_)} classes, and weights of {expected}"
     if not all(np.isfinite(one).all() for one in (probe.coef_, probe.intercept_, *columns)):
         yield "a number is not finite"
+    if probe.scaling.scale is not None and not (probe.scaling.scale > 0).all():
+        yield "a standard deviation is not above zero"
 
 
 def _logistic(scores: NDArray[np.float32]) -> NDArray[np.float32]:
-    return np.asarray(0.5 * (1 + np.tanh(0.5 * scores)), np.float32)
+    small = np.exp(-np.abs(scores))  # exact also where the probability is tiny
+    return np.asarray(np.where(scores > 0, 1, small) / (1 + small), np.float32)

@@ -9,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from extract.probe.rows import Rows
+from extract.probe.rows import FeatureRows
+from extract.settings import full_float32
 
 __all__ = ["TEMPERATURE", "neighbour_shares"]
 
@@ -19,33 +20,35 @@ _QUERIES = 1024  # that are compared at once
 
 
 def neighbour_shares(
-    bank: Rows,
+    bank: FeatureRows,
     targets: NDArray[np.int64] | NDArray[np.float32],
     n_classes: int,
-    queries: Rows,
+    queries: FeatureRows,
     ks: Sequence[int],
     device: str | torch.device = "cpu",
+    memory_bytes: int = 1 << 30,
 ) -> list[NDArray[np.float32]]:
     """For each k, the share of the votes that each class has among the k rows nearest by cosine.
 
     A neighbour's vote weighs exp(cosine / 0.07). Of equally near rows, the first is nearer.
 
     Args:
-        bank: (N, D), scaled to length 1.
+        bank: (N, D).
         targets: (N,) classes, or (N, K) of 0 and 1.
         n_classes: K.
-        queries: (Q, D), scaled to length 1.
+        queries: (Q, D).
         ks: numbers of neighbours, N at most.
         device: to compute on.
+        memory_bytes: of rows and cosines that are held at once.
 
     Returns:
         (Q, K) for each k; rows sum to 1 where a row has one class.
     """
     most = max(ks)
     found = [np.zeros((len(queries), n_classes), np.float32) for _ in ks]
-    with torch.inference_mode():
-        for start, array in queries.blocks(4 * queries.width * _QUERIES):
-            cosines, rows = _nearest_rows(bank, torch.from_numpy(array).to(device), most)
+    with torch.inference_mode(), full_float32():
+        for start, array in queries.blocks(min(4 * queries.width * _QUERIES, memory_bytes // 8)):
+            cosines, rows = _nearest_rows(bank, _unit(array, device), most, memory_bytes // 8)
             # Less the largest, which the shares do not depend on, so that nothing overflows.
             votes = ((cosines - cosines[:, :1]) / TEMPERATURE).double().exp().cpu().numpy()
             total, everyone = np.zeros((len(array), n_classes)), np.arange(len(array))
@@ -60,12 +63,19 @@ def neighbour_shares(
     return found
 
 
-def _nearest_rows(bank: Rows, block: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """(q, most) cosines and rows of the nearest, the nearest first."""
+def _unit(array: NDArray[np.float32], device: str | torch.device) -> Tensor:
+    """(n, D) of length 1; one without a direction stays zero."""
+    rows = torch.from_numpy(array).to(device)
+    lengths: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    return rows.div_(lengths.clamp(min=torch.finfo(torch.float32).tiny))
+
+
+def _nearest_rows(bank: FeatureRows, block: Tensor, most: int, block_bytes: int) -> tuple[Tensor, Tensor]:
+    """(q, most) cosines and rows of the nearest, the nearest first; of the bank, so many bytes are read at once."""
     cosines = torch.empty(len(block), 0, device=block.device)
     rows = torch.empty(len(block), 0, dtype=torch.int64, device=block.device)
-    for first, others in bank.blocks(4 * bank.width * max(1, _COSINES // len(block))):
-        here = block @ torch.from_numpy(others).to(block.device).T
+    for first, others in bank.blocks(min(4 * bank.width * max(1, _COSINES // len(block)), block_bytes)):
+        here = block @ _unit(others, block.device).T
         numbers = torch.arange(first, first + len(others), device=block.device).expand(len(block), -1)
         cosines, rows = torch.cat([cosines, here], 1), torch.cat([rows, numbers], 1)
         if cosines.shape[1] > most:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from extract.errors import InputError, unknown_name
+from extract.errors import InputError, LayertapError, first_line, unknown_name
 from extract.probe.memory import free_bytes
 from extract.probe.metrics import (
     Estimate,
@@ -23,8 +23,8 @@ from extract.probe.metrics import (
     regression_metrics,
 )
 from extract.probe.model import LinearProbe
-from extract.probe.protocols import PROTOCOLS, Fitted, Labelled, Settings, few_shot
-from extract.probe.rows import Rows, Source
+from extract.probe.protocols import PROTOCOLS, Fitted, Labelled, Protocol, Settings, few_shot
+from extract.probe.rows import FeatureRows, Source
 from extract.settings import device_named
 
 __all__ = ["ProbeResult", "linear_probe", "probe"]
@@ -52,7 +52,7 @@ class ProbeResult:
         curve: (value, top-1, mAP or R^2 on the validation rows) for all that were tried.
         shots: of few-shot: rows of a class -> top-1 of each draw.
         n_train, n_val, n_test: rows; of the training rows, those of validation included that were refitted with.
-        predictions: (N,) numbers of classes; (N, K) scores of labels; (N, K) numbers; None of few-shot.
+        predictions: (N,) numbers of classes; (N, K) labels, 0 or 1; (N, K) numbers; None of few-shot.
         truth: (N,) numbers of classes, -1 where training had no such class; (N, K) labels or numbers.
         probabilities: (N, K), where there are any.
         objective: what logistic regression minimised, for the chosen value, on training and validation rows.
@@ -159,7 +159,7 @@ def linear_probe(
         if x is None or y is None:
             pieces.append(None)
             continue
-        rows = Rows.of(x)
+        rows = FeatureRows.of(x)
         if len(rows) != len(y):
             raise InputError(f"x_{name} has {len(rows):,} rows, y_{name} {len(y):,}")
         pieces.append(Labelled(rows, y))
@@ -212,6 +212,8 @@ def probe(
         raise unknown_name("scaling", scaling, SCALINGS)
     if balanced and (task != "classification" or protocol in ("knn", "centroid")):
         raise InputError(f"class weights are for logistic regression of classes, not for {protocol} of {task}")
+    if val is not None and not len(val):
+        val = None
     if not len(test) or not len(train):
         raise InputError(f"{len(train):,} rows to train on and {len(test):,} to test on; both need some")
     if task == "classification" and len(classes) < 2:
@@ -220,26 +222,44 @@ def probe(
     if len(set(widths.values())) > 1:
         raise InputError(f"rows of different widths: {widths}")
     place = device_named(device)
-    if device == "auto" and place.type == "mps":
-        place = torch.device("cpu")  # Metal has no double precision
+    if place.type == "mps":
+        if device != "auto":
+            raise InputError("probes need double precision, which mps has not; take --device cpu")
+        place = torch.device("cpu")
+    memory_bytes = free_bytes() // 2 if memory_bytes is None else memory_bytes
+    if place.type == "cuda":
+        memory_bytes = min(memory_bytes, torch.cuda.mem_get_info(place)[0] // 2)
     settings = Settings(
-        task, classes, scaling or kind.scaling, balanced, seed, place,
-        free_bytes() // 2 if memory_bytes is None else memory_bytes,
+        task, classes, scaling or kind.scaling, balanced, seed, place, memory_bytes
     )  # fmt: skip
     # What fits is read once; a third, since what is fitted on is held along its principal axes too.
-    if sum(one.rows.nbytes for one in (train, val, test) if one is not None) <= settings.memory_bytes // 3:
+    held_bytes = sum(one.rows.nbytes for one in (train, val, test) if one is not None)
+    if held_bytes <= memory_bytes // 3:
+        settings = replace(settings, memory_bytes=memory_bytes - held_bytes)
         train, test = (Labelled(one.rows.held(), one.targets) for one in (train, test))
         val = None if val is None else Labelled(val.rows.held(), val.targets)
-    n_val = 0 if val is None else len(val)
-    notes = []
+    notes: list[str] = []
     if task == "classification" and (unknown := int((test.targets < 0).sum())):
         notes.append(f"{unknown:,} test rows have a class that no training row has; they count as wrong")
+    try:
+        return _fitted_and_tested(kind, train, val, test, settings, protocol, notes, started)
+    except torch.OutOfMemoryError as error:
+        raise LayertapError(
+            f"the memory of {place} does not suffice: {first_line(error)}; set --max-memory-mb (memory_bytes)"
+        ) from error
+
+
+def _fitted_and_tested(
+    kind: Protocol, train: Labelled, val: Labelled | None, test: Labelled, settings: Settings, protocol: str,
+    notes: list[str], started: float,
+) -> ProbeResult:  # fmt: skip
+    n_val = 0 if val is None else len(val)
     if kind.fit is None:
         shots = few_shot(train, val, test, settings)
         metrics = {f"top1@{n}": _over_draws(values) for n, values in shots.items()}
         return ProbeResult(
-            protocol, task, settings.scaling, metrics, classes, len(train), n_val, len(test), test.targets,
-            shots=shots, notes=notes, seconds=time.perf_counter() - started,
+            protocol, settings.task, settings.scaling, metrics, settings.classes, len(train), n_val, len(test),
+            test.targets, shots=shots, notes=notes, seconds=time.perf_counter() - started,
         )  # fmt: skip
     fitted = kind.fit(train, val, settings)
     return _tested(fitted, train, n_val, test, settings, protocol, notes, started)
@@ -259,6 +279,7 @@ def _tested(
         per_class = dict(by_class(predictions, truth, k))
         confusion = confusion_of(predictions, truth, k) if k <= _MOST_IN_A_TABLE else None
     elif settings.task == "multilabel":
+        predictions = (scores > fitted.threshold).astype(np.int64)
         metrics = multilabel_metrics(scores, truth, settings.seed)
         per_class = {"n": truth.sum(0).astype(np.int64), "average_precision": average_precision(scores, truth)}
     else:
@@ -295,6 +316,8 @@ def _encoded(
                       for one in (train, val, test)]  # fmt: skip
         names = np.array([f"target {i}" for i in range(np.prod(train.shape[1:], dtype=int))])
         return "regression", names, tuple(as_numbers)  # type: ignore[return-value]
+    if train.ndim == 2 and train.shape[1] == 1:  # a column of classes
+        return _encoded(train[:, 0], None if val is None else val[:, 0], test[:, 0], numbers)
     if train.ndim == 2:
         if any(not np.isin(one, (0, 1)).all() for one in given):
             raise InputError("targets of shape (N, K) are labels, 0 or 1; of numbers, take protocol='ridge'")
@@ -308,9 +331,15 @@ def _encoded(
         if one is None:
             encoded.append(None)
             continue
-        places = np.minimum(np.searchsorted(classes, one), len(classes) - 1)
-        found = np.where(classes[places] == one, places, -1)
+        comparable = (one.dtype.kind in "US") == (classes.dtype.kind in "US")
+        places = np.minimum(np.searchsorted(classes, one), len(classes) - 1) if comparable else np.zeros(len(one), int)
+        found = np.where(classes[places] == one, places, -1) if comparable else places - 1
         if name == "val" and (found < 0).any():
             raise InputError(f"y_val has the class {one[found < 0][0].item()!r}, which y_train has not")
+        if not (found >= 0).any() and len(one):
+            raise InputError(
+                f"no class of y_{name} is one of y_train: {one[0].item()!r} ({one.dtype}) there, {classes[0].item()!r} "
+                f"({train.dtype}) here"
+            )
         encoded.append(found)
     return "classification", classes, (np.searchsorted(classes, train), encoded[0], encoded[1])  # type: ignore[return-value]

@@ -1,8 +1,9 @@
 """The protocols by which papers tell how good features are: what is fitted, on what, and how its strength is chosen.
 
 In each of them: statistics for scaling come from the rows that are fitted on, hyper-parameters are chosen on validation
-rows, and test rows are predicted once, at the end. Where no validation rows are given, a tenth of the training rows is
-held out for the choice, as DINOv2 does (`torch.randperm` with the seed, the first tenth).
+rows, and test rows are predicted at the end, by the probe that was chosen without them. Where no validation rows are
+given, a tenth of the training rows is held out for the choice, as DINOv2 does (the first of `torch.randperm` with the
+seed).
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from extract.probe.metrics import average_precision
 from extract.probe.model import LinearProbe
 from extract.probe.neighbours import neighbour_shares
 from extract.probe.ridge import fit_ridge
-from extract.probe.rows import Rows, Scaling
+from extract.probe.rows import FeatureRows, Scaling
 
 __all__ = ["PROTOCOLS", "SHOTS", "Fitted", "Labelled", "Protocol", "Settings"]
 
 SHOTS = (1, 2, 5, 10, 20)
 _KS = (10, 20, 100, 200)
 _REPEATS = 5  # seeds of a few-shot probe
+_FEW = 50  # rows, on which an accuracy is known to no better than 14 points
 _SCORES = 1 << 26  # that are held at once while strengths are compared
 
 
@@ -40,7 +42,7 @@ class Labelled:
         targets: (N,) int64 classes; (N, K) float32 labels of 0 and 1; (N, K) float64 numbers.
     """
 
-    rows: Rows
+    rows: FeatureRows
     targets: NDArray[Any]
 
     def __len__(self) -> int:
@@ -77,7 +79,7 @@ class Settings:
     memory_bytes: int
 
 
-Scorer = Callable[[Rows], tuple[NDArray[np.float32], NDArray[np.float32] | None]]
+Scorer = Callable[[FeatureRows], tuple[NDArray[np.float32], NDArray[np.float32] | None]]
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class Fitted:
         curve: (value, what it gave on the validation rows), by value.
         n_val: rows that it was chosen on.
         model: that can be kept; None: it is as large as its training rows.
+        threshold: scores above it say that a label is there.
         objective: that was minimised, for the chosen value.
         notes: what a reader of the numbers should know.
     """
@@ -101,6 +104,7 @@ class Fitted:
     curve: Sequence[tuple[float, float]] = ()
     n_val: int = 0
     model: LinearProbe | None = None
+    threshold: float = 0.0
     objective: float | None = None
     notes: Sequence[str] = field(default_factory=list)
 
@@ -136,8 +140,8 @@ def simclr(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
 def dinov2_logreg(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
     """Logistic regression, C of 10^linspace(-6, 5, 45), chosen on a tenth of the training rows, refitted on all.
 
-    DINOv2 (Oquab et al. 2023), `dinov2/eval/log_regression.py`: 1,000 iterations at most; the tenth is drawn with
-    seed 0, also where there are validation rows: these are then trained on.
+    DINOv2 (Oquab et al. 2023), `dinov2/eval/log_regression.py`: 1,000 iterations at most; its seed is 0, as is ours
+    unless another is asked for. Where there are validation rows, they are trained on.
     """
     train, val = held_out(train if val is None else train + val, None, settings)
     return _refitted(train, val, settings, _swept(train, val, settings, 10 ** np.linspace(-6, 5, 45)), "C")
@@ -158,25 +162,24 @@ def knn(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
 
     DINO (Caron et al. 2021), `eval_knn.py`; k is chosen on validation rows, which are then neighbours too.
     """
-    ks = [k for k in _KS if k <= len(train)] or [len(train)]
     fit, chosen_on = held_out(train, val, settings)
-    ks = [k for k in ks if k <= len(fit)] or [len(fit)]
-    device, n_classes = settings.device, len(settings.classes)
-    bank = fit.rows.scaled(Scaling.of(settings.scaling, fit.rows))
-    queries = chosen_on.rows.scaled(Scaling.of(settings.scaling, fit.rows))
-    shares = neighbour_shares(bank, fit.targets, n_classes, queries, ks, device)
+    ks = [k for k in _KS if k <= len(fit)] or [len(fit)]
+    n_classes, where = len(settings.classes), (settings.device, settings.memory_bytes)
+    scaling = Scaling.of(settings.scaling, fit.rows)
+    bank, queries = fit.rows.scaled(scaling), chosen_on.rows.scaled(scaling)
+    shares = neighbour_shares(bank, fit.targets, n_classes, queries, ks, *where)
     curve = [(float(k), primary(one, chosen_on.targets, settings.task)) for k, one in zip(ks, shares, strict=True)]
     k = ks[int(np.nanargmax([value for _, value in curve]))]
     everyone = fit + chosen_on
     scaling = Scaling.of(settings.scaling, everyone.rows)
 
-    def scores(rows: Rows) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+    def scores(rows: FeatureRows) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
         (found,) = neighbour_shares(
-            everyone.rows.scaled(scaling), everyone.targets, n_classes, rows.scaled(scaling), [k], device
+            everyone.rows.scaled(scaling), everyone.targets, n_classes, rows.scaled(scaling), [k], *where
         )
         return found, None  # shares of votes are no probabilities: most are exactly 0
 
-    return Fitted(scores, "k", k, curve, len(chosen_on))
+    return Fitted(scores, "k", k, curve, len(chosen_on), threshold=0.5, notes=_on_few(len(chosen_on)))
 
 
 def centroid(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
@@ -214,7 +217,13 @@ def ridge(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
     weights, biases = fit_ridge(everyone.rows.scaled(scaling), everyone.targets, [alpha])
     model = LinearProbe(weights[0], biases[0], settings.classes, settings.task, scaling, has_probabilities=False)
     return Fitted(
-        _scorer(model), "alpha", alpha, curve, len(chosen_on), model, notes=_at_the_end("alpha", alpha, curve)
+        _scorer(model),
+        "alpha",
+        alpha,
+        curve,
+        len(chosen_on),
+        model,
+        notes=_at_the_end("alpha", alpha, curve) + _on_few(len(chosen_on)) + _on_few(len(chosen_on)),
     )
 
 
@@ -268,8 +277,8 @@ def few_shot(train: Labelled, val: Labelled | None, test: Labelled, settings: Se
     fewest_val = fewest if val is None else int(np.bincount(val.targets, minlength=n_classes).min())
     for repeat in range(_REPEATS):
         generator = np.random.default_rng([settings.seed, repeat])
-        order = _by_class(train.targets, n_classes, generator)
-        order_val = None if val is None else _by_class(val.targets, n_classes, generator)
+        order = _shuffled_by_class(train.targets, n_classes, generator)
+        order_val = None if val is None else _shuffled_by_class(val.targets, n_classes, generator)
         for shots in SHOTS:
             n_val = min(shots, 4)
             if shots + (0 if val is not None else n_val) > fewest or (val is not None and n_val > fewest_val):
@@ -327,7 +336,9 @@ def _swept(train: Labelled, val: Labelled, settings: Settings, strengths: NDArra
     fit = problem.fit(strengths.tolist())
     values = _compared(fit.weights, fit.biases, scaling, val, settings)
     best = int(np.argmax(values))
-    model = LinearProbe(fit.weights[best], fit.biases[best], settings.classes, settings.task, scaling)
+    # Copies, or the weights of all strengths would be kept with these.
+    weights, biases = fit.weights[best].copy(), fit.biases[best].copy()
+    model = LinearProbe(weights, biases, settings.classes, settings.task, scaling)
     return _Sweep(list(zip(strengths.tolist(), values, strict=True)), float(strengths[best]), model)
 
 
@@ -357,16 +368,20 @@ def _refitted(train: Labelled, val: Labelled, settings: Settings, sweep: _Sweep,
     model = LinearProbe(fit.weights[0], fit.biases[0], settings.classes, settings.task, scaling)
     curve = sweep.curve if swept == "C" else [(1 / c, value) for c, value in reversed(sweep.curve)]
     chosen = sweep.best_strength if swept == "C" else 1 / sweep.best_strength
-    notes = _at_the_end(swept, chosen, curve)
+    notes = _at_the_end(swept, chosen, curve) + _on_few(len(val))
     if not fit.converged[0]:
         notes.append(f"{swept} = {chosen:.3g} had not converged after {int(fit.iterations[0]):,} iterations")
     objective = float(fit.objectives[0])
-    return Fitted(_scorer(model), swept, chosen, curve, len(val), model, objective, notes)
+    return Fitted(_scorer(model), swept, chosen, curve, len(val), model, objective=objective, notes=notes)
 
 
 def _at_the_end(swept: str, chosen: float, curve: Sequence[tuple[float, float]]) -> list[str]:
     values = [value for value, _ in curve]
     return [f"{swept} = {chosen:.3g} is an end of its range"] if chosen in (min(values), max(values)) else []
+
+
+def _on_few(count: int) -> list[str]:
+    return [f"chosen on {count} rows only"] if count < _FEW else []
 
 
 def _compared(
@@ -392,7 +407,7 @@ def _compared(
 
 
 def _scorer(model: LinearProbe) -> Scorer:
-    def scores(rows: Rows) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+    def scores(rows: FeatureRows) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
         found = model.scores(rows)
         return found, model.probabilities(found)
 
@@ -404,6 +419,10 @@ def _balanced(targets: NDArray[np.int64], n_classes: int) -> NDArray[np.float32]
     return (len(targets) / (np.count_nonzero(counts) * counts[targets])).astype(np.float32)
 
 
-def _by_class(targets: NDArray[np.int64], n_classes: int, generator: np.random.Generator) -> list[NDArray[np.int64]]:
+def _shuffled_by_class(
+    targets: NDArray[np.int64], n_classes: int, generator: np.random.Generator
+) -> list[NDArray[np.int64]]:
     """The rows of each class in random order."""
-    return [generator.permutation(np.flatnonzero(targets == one)) for one in range(n_classes)]
+    order = np.argsort(targets, kind="stable")
+    edges = np.searchsorted(targets[order], np.arange(1, n_classes))
+    return [generator.permutation(rows) for rows in np.split(order, edges)]

@@ -8,14 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.errors import InputError
-from extract.probe.rows import Rows, Source
+from extract.probe.rows import FeatureRows, Source
 
 __all__ = ["linear_cka", "rsa", "similarities"]
 
 _WORK_BYTES = 64 << 20  # of rows in double precision
 
 
-def linear_cka(x: Source | Rows, y: Source | Rows) -> float:
+def linear_cka(x: Source | FeatureRows, y: Source | FeatureRows) -> float:
     """Linear centred kernel alignment of two features of the same images: 1 where one is the other, rotated and scaled.
 
     Kornblith et al. 2019, with the unbiased estimator of HSIC of Song et al. 2012 (as Nguyen, Raghu and Kornblith
@@ -32,7 +32,7 @@ def linear_cka(x: Source | Rows, y: Source | Rows) -> float:
     return _cka(*_grams(x, y))
 
 
-def rsa(x: Source | Rows, y: Source | Rows) -> float:
+def rsa(x: Source | FeatureRows, y: Source | FeatureRows) -> float:
     """Representational similarity: the rank correlation of how far images lie apart in one feature and in the other.
 
     Kriegeskorte, Mur and Bandettini 2008: Spearman's correlation of 1 - Pearson's r between all pairs of images.
@@ -49,7 +49,7 @@ def rsa(x: Source | Rows, y: Source | Rows) -> float:
     return _correlation(_ranked_distances(first), _ranked_distances(second))
 
 
-def similarities(features: Iterable[Rows]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def similarities(features: Iterable[FeatureRows]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """(M, M) linear CKA and (M, M) RSA between all features, each of the same images in the same order.
 
     (N, N) float64 and half as many ranks are held of each; features are taken one at a time.
@@ -66,8 +66,8 @@ def similarities(features: Iterable[Rows]) -> tuple[NDArray[np.float64], NDArray
     return cka, likeness
 
 
-def _as_rows(x: Source | Rows) -> Rows:
-    return x if isinstance(x, Rows) else Rows.of(x)
+def _as_rows(x: Source | FeatureRows) -> FeatureRows:
+    return x if isinstance(x, FeatureRows) else FeatureRows.of(x)
 
 
 def _check(first: int, second: int) -> None:
@@ -75,13 +75,13 @@ def _check(first: int, second: int) -> None:
         raise InputError(f"features of {first} and {second} rows; expected the same images, 4 at least")
 
 
-def _grams(x: Source | Rows, y: Source | Rows) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _grams(x: Source | FeatureRows, y: Source | FeatureRows) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     first, second = _as_rows(x), _as_rows(y)
     _check(len(first), len(second))
     return _gram(first), _gram(second)
 
 
-def _gram(rows: Rows) -> NDArray[np.float64]:
+def _gram(rows: FeatureRows) -> NDArray[np.float64]:
     """(N, N) products of the rows, less their mean, with a diagonal of zeros, centred as the estimator wants it."""
     count = len(rows)
     mean = sum((block.sum(0, dtype=np.float64) for _, block in rows.blocks()), np.zeros(rows.width)) / count
@@ -107,7 +107,7 @@ def _cka(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:
     return float(np.vdot(first, second)) / scale if scale else float("nan")
 
 
-def _ranked_distances(rows: Rows) -> NDArray[np.float64]:
+def _ranked_distances(rows: FeatureRows) -> NDArray[np.float64]:
     """(N (N - 1) / 2,) ranks of the distances between all pairs, equal ones sharing theirs, less their mean."""
     count = len(rows)
     _check(count, count)

@@ -8,22 +8,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.errors import InputError
-from extract.probe.rows import Rows
+from extract.probe.rows import FeatureRows
 
 __all__ = ["fit_ridge"]
 
-_WIDEST = 12_000  # values of a row, or rows: of a matrix whose eigenvectors are found
+_WIDEST = 8_000  # values of a row, or rows: of a matrix whose eigenvectors are found
+_MOST_BYTES = 8 << 30  # of rows in double precision, where there are fewer of them than columns
 
 
 def fit_ridge(
-    rows: Rows, targets: NDArray[np.float64], alphas: Sequence[float]
+    rows: FeatureRows, targets: NDArray[np.float64], alphas: Sequence[float]
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """What scikit-learn's `Ridge(alpha)` minimises, |X w + b - y|^2 + alpha |w|^2, for every alpha.
 
     One decomposition serves them all.
 
     Args:
-        rows: (N, D), read twice.
+        rows: (N, D), read in two passes.
         targets: (N, K).
         alphas: M of them, above zero.
 
@@ -34,10 +35,10 @@ def fit_ridge(
         InputError: both N and D are too large for a matrix of their products.
     """
     count, width = len(rows), rows.width
-    if min(count, width) > _WIDEST:
+    if min(count, width) > _WIDEST or (count < width and 8 * count * width > _MOST_BYTES):
         raise InputError(
-            f"ridge regression of {count:,} rows of {width:,} values needs a matrix of {min(count, width):,} squared; "
-            f"at most {_WIDEST:,} is possible: store the layer with a pooling"
+            f"ridge regression of {count:,} rows of {width:,} values needs too much memory; with at most {_WIDEST:,} "
+            "values it can be had for any number of rows: store the layer with a pooling"
         )
     mean = sum((block.sum(0, dtype=np.float64) for _, block in rows.blocks()), np.zeros(width)) / count
     about = targets.mean(0)

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from extract.errors import InputError
 
-__all__ = ["Rows", "Scaling", "Source"]
+__all__ = ["FeatureRows", "Scaling", "Source"]
 
 _BLOCK_BYTES = 16 << 20  # of features that are read at once
-_SPARSE = 32  # times as many rows between the first and the last wanted as are wanted: these are picked one by one
+_SPARSE = 4  # times as many rows between the first and the last wanted as are wanted: these are picked one by one
 
 
 class Source(Protocol):
@@ -54,7 +54,7 @@ class Scaling:
         return block
 
     @staticmethod
-    def of(name: str, rows: Rows) -> Scaling:
+    def of(name: str, rows: FeatureRows) -> Scaling:
         """The scaling of this name, with the statistics of these rows and no others."""
         if name != "standardise":
             return Scaling(name)
@@ -84,22 +84,25 @@ class _Part:
             else:
                 values = source[index]
             blocks.append(np.asarray(values).reshape(len(index), -1))
-        block = blocks[0] if len(blocks) == 1 else np.concatenate(blocks, 1)
-        return np.array(block, np.float32, order="C")  # a copy, which may be changed
+            if forget := getattr(source, "forget", None):  # of a memory map, so that it does not fill the memory
+                forget(first, last)
+        if len(blocks) > 1:
+            return np.concatenate(blocks, 1, dtype=np.float32)
+        return np.array(blocks[0], np.float32, order="C")  # a copy, which may be changed
 
 
 @dataclass(frozen=True)
-class Rows:
+class FeatureRows:
     """(N, D) float32, of which blocks are read when they are needed; each row is one vector, whatever its shape was.
 
-    Rows of one `Rows` lie in the order of their parts, and inside a part in that of the file.
+    Rows lie in the order of the parts, and inside a part in that of the file.
     """
 
     parts: tuple[_Part, ...]
     scaling: Scaling = Scaling()
 
     @staticmethod
-    def of(columns: Source | Sequence[Source], index: NDArray[np.int64] | None = None) -> Rows:
+    def of(columns: Source | Sequence[Source], index: NDArray[np.int64] | None = None) -> FeatureRows:
         """Rows of an array, or of several side by side.
 
         Args:
@@ -111,9 +114,11 @@ class Rows:
         for source in sources:
             if not hasattr(source, "shape") or len(source.shape) < 2:
                 raise InputError(f"features are {type(source).__name__}; expected an array of shape (N, D)")
+            if 0 in source.shape[1:]:
+                raise InputError(f"features of shape {tuple(source.shape)} have no values")
             if source.shape[0] != sources[0].shape[0]:
                 raise InputError(f"features of {source.shape[0]} and of {sources[0].shape[0]} rows do not go together")
-        return Rows((_Part(sources, np.arange(sources[0].shape[0]) if index is None else index),))
+        return FeatureRows((_Part(sources, np.arange(sources[0].shape[0]) if index is None else index),))
 
     def __len__(self) -> int:
         return sum(len(part.index) for part in self.parts)
@@ -128,10 +133,10 @@ class Rows:
         """Of all of it, in memory."""
         return len(self) * self.width * 4
 
-    def __add__(self, other: Rows) -> Rows:
+    def __add__(self, other: FeatureRows) -> FeatureRows:
         return replace(self, parts=self.parts + other.parts)
 
-    def subset(self, chosen: NDArray[np.int64]) -> Rows:
+    def subset(self, chosen: NDArray[np.int64]) -> FeatureRows:
         """Some of the rows, by their sorted numbers here."""
         parts, start = [], 0
         for part in self.parts:
@@ -141,11 +146,11 @@ class Rows:
             start += len(part.index)
         return replace(self, parts=tuple(parts))
 
-    def scaled(self, scaling: Scaling) -> Rows:
+    def scaled(self, scaling: Scaling) -> FeatureRows:
         """The same rows, scaled when they are read."""
         return replace(self, scaling=scaling)
 
-    def held(self) -> Rows:
+    def held(self) -> FeatureRows:
         """The same rows in memory; they are read once.
 
         Raises:
@@ -154,7 +159,7 @@ class Rows:
         array = np.empty((len(self), self.width), np.float32)
         for start, block in self.blocks():
             array[start : start + len(block)] = block
-        return Rows.of(array)
+        return FeatureRows.of(array)
 
     def between(self, start: int, stop: int) -> NDArray[np.float32]:
         """(stop - start, D), a copy of its own."""
@@ -168,13 +173,13 @@ class Rows:
             return np.empty((0, self.width), np.float32)
         return self.scaling(blocks[0] if len(blocks) == 1 else np.concatenate(blocks))
 
-    def blocks(self, block_bytes: int = _BLOCK_BYTES) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    def blocks(self, block_bytes: int | None = None) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """(first row, (n, D)) over all rows.
 
         Raises:
             InputError: a value is not finite.
         """
-        size = max(1, block_bytes // (4 * self.width))
+        size = max(1, (block_bytes or _BLOCK_BYTES) // (4 * self.width))
         for start in range(0, len(self), size):
             block = self.between(start, min(start + size, len(self)))
             if not np.isfinite(block).all():
@@ -183,7 +188,7 @@ class Rows:
             yield start, block
 
 
-def _moments(rows: Rows) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _moments(rows: FeatureRows) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """(D,) mean and (D,) variance of columns, joined block by block (Chan, Golub and LeVeque 1983)."""
     count, mean, squares = 0, np.zeros(rows.width), np.zeros(rows.width)
     for _, block in rows.blocks():

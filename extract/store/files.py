@@ -7,8 +7,9 @@ import errno
 import json
 import os
 import resource
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from extract.errors import InputError, LayertapError
 
@@ -19,6 +20,7 @@ __all__ = [
     "read_json",
     "sync_folder",
     "take_space",
+    "whole_file",
     "write_json",
     "write_whole",
 ]
@@ -58,10 +60,17 @@ def write_json(path: Path, content: Any) -> None:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a small file whole or not at all, over one of that name."""
+    with whole_file(path) as file:
+        file.write(content)
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that is given its name when it is whole, over one that has it; until then it has another."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
         with temporary.open("wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(path)

@@ -21,7 +21,7 @@ from sklearn.preprocessing import FunctionTransformer, StandardScaler
 
 from extract import FeatureReader
 from extract.probe.logistic import LogisticRegression
-from extract.probe.rows import Rows, Scaling
+from extract.probe.rows import FeatureRows, Scaling
 
 STRENGTHS = np.logspace(-6, 5, 45)
 
@@ -29,9 +29,9 @@ STRENGTHS = np.logspace(-6, 5, 45)
 def ours(x, y, x_val, y_val, scaling):
     """Accuracies on the validation rows, one for each strength."""
     started = time.perf_counter()
-    scale = Scaling.of(scaling, Rows.of(x))
-    fit = LogisticRegression(Rows.of(x).scaled(scale), y, int(y.max()) + 1).fit(STRENGTHS.tolist())
-    seen = Rows.of(x_val).scaled(scale).between(0, len(x_val))
+    scale = Scaling.of(scaling, FeatureRows.of(x))
+    fit = LogisticRegression(FeatureRows.of(x).scaled(scale), y, int(y.max()) + 1).fit(STRENGTHS.tolist())
+    seen = FeatureRows.of(x_val).scaled(scale).between(0, len(x_val))
     found = [float(((seen @ w.T + b).argmax(1) == y_val).mean()) for w, b in zip(fit.weights, fit.biases, strict=True)]
     return time.perf_counter() - started, found
 

@@ -53,7 +53,7 @@ def test_every_layer_is_probed_and_all_that_was_found_is_written(made, tmp_path)
     assert "out: 66 rows, 3 classes; 42 train, 24 test" in result.stdout
     assert "clip: logistic regression, 96 lambdas" in result.stdout
     assert "features as they are" in result.stdout
-    assert "best: " in result.stdout
+    assert "best on validation rows (" in result.stdout
     assert "p = " in result.stdout
     assert "probing layer4 (2 of 3)" in result.stderr
     content = results(tmp_path / "res")
@@ -161,7 +161,7 @@ def test_val_is_tested_on_where_there_is_no_test(tmp_path):
     write_pictures(tmp_path / "pictures", {"train": 12, "val": 5})
     layertap("embed", tmp_path / "pictures", "-o", tmp_path / "out", *SMALL)
     result = layertap("probe", tmp_path / "out", "-p", "knn", "-o", tmp_path / "res")
-    assert "no test split: val is tested on, and nothing is chosen on it" in result.stdout
+    assert "no labelled test images: val is tested on, and nothing is chosen on it" in result.stdout
     assert results(tmp_path / "res")["probes"][0]["rows"] == {"train": 36, "val": 3, "test": 15}
 
 
@@ -234,6 +234,90 @@ def test_labels_that_do_not_fit_are_explained(made, tmp_path, lines, labels, mes
     assert message in fails("probe", made / "out", "--labels", labels.format(file), "-o", tmp_path)
 
 
+def test_numbers_and_names_of_images_are_not_taken_for_classes(made, tmp_path):
+    with FeatureReader(made / "out") as reader:
+        paths = reader.paths
+    file = labels_file(tmp_path / "many.csv", [["path", "age"], *([path, str(i / 7)] for i, path in enumerate(paths))])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipelines.labelling._MOST_CLASSES", 10)
+        assert "gives 66 classes to 66 rows" in fails("probe", made / "out", "--labels", f"{file}:age")
+
+
+def test_labels_of_lists_are_read_as_embed_reads_them(made, tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    with FeatureReader(made / "out") as reader:
+        paths = reader.paths
+    numbers = [None if i % 10 == 0 else -1.0 if i % 10 == 1 else float("ant" in path) for i, path in enumerate(paths)]
+    parquet.write_table(pa.table({"path": paths, "label": numbers}), tmp_path / "labels.parquet")
+    layertap("probe", made / "out", "-l", "layer4", "-p", "centroid", "--labels", tmp_path / "labels.parquet",
+             "-o", tmp_path / "res")  # fmt: skip
+    content = results(tmp_path / "res")
+    assert content["probes"][0]["classes"] == ["0", "1"]
+    assert content["data_sets"]["out"]["counts"]["unlabelled"] == 14
+
+
+def test_unlabelled_test_images_leave_val_to_test_on(tmp_path):
+    write_pictures(tmp_path / "pictures", {"train": 8, "val": 4})
+    (tmp_path / "pictures/test").mkdir()
+    shutil.copy(tmp_path / "pictures/val/ant/00.png", tmp_path / "pictures/test/new.png")
+    layertap("embed", tmp_path / "pictures", "-o", tmp_path / "out", *SMALL)
+    result = layertap("probe", tmp_path / "out", "-p", "centroid")
+    assert "24 train, 12 test; left out: 1 unlabelled" in result.stdout
+    assert "val is tested on" in result.stdout
+
+
+# results
+
+
+def test_results_of_other_settings_are_not_written_over(made, tmp_path):
+    shutil.copytree(made / "out", tmp_path / "out")
+    for layer, folder in (("layer4", "centroid"), ("layer1", "centroid-2"), ("layer4", "centroid")):
+        result = layertap("probe", tmp_path / "out", "-p", "centroid", "-l", layer)
+        assert str(tmp_path / "out" / "probe" / folder / "results.json") in result.stdout
+
+
+def test_an_interruption_leaves_the_results_of_the_layers_that_are_done(made, tmp_path, monkeypatch):
+    layertap("probe", made / "out", "-p", "knn", "-o", tmp_path / "res")
+    assert results(tmp_path / "res")["complete"]
+    from pipelines import probe as job
+
+    real, calls = job.probe, []
+
+    def interrupted(*args, **settings):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*args, **settings)
+
+    monkeypatch.setattr(job, "probe", interrupted)
+    assert layertap("probe", made / "out", "-p", "centroid", "-o", tmp_path / "res").exit_code == 130
+    content = results(tmp_path / "res")
+    assert not content["complete"]
+    assert [one["layer"] for one in content["probes"]] == ["layer1"]
+    assert sorted(path.name for path in (tmp_path / "res").iterdir()) == ["results.csv", "results.json"]
+
+
+def test_where_nothing_is_written_nothing_is_left(made, tmp_path):
+    shutil.copytree(made / "out", tmp_path / "out")
+    fails("probe", tmp_path / "out", "-p", "ridge")
+    assert not (tmp_path / "out" / "probe").exists()
+    (tmp_path / "file").write_text("")
+    assert "cannot be written" in fails("probe", made / "out", "-o", tmp_path / "file" / "res")
+    assert "is a folder" in fails("probe", made / "out", "-l", "layer4", "-o", tmp_path / "res", "--save", tmp_path)
+
+
+def test_names_that_are_formulas_elsewhere_are_drawn_as_they_are(tmp_path):
+    write_pictures(tmp_path / "pictures", {"": 6})
+    (tmp_path / "pictures/ant").rename(tmp_path / "pictures/$\\frac{a}$")
+    (tmp_path / "pictures/bee").rename(tmp_path / "pictures/_<img>")
+    layertap("embed", tmp_path / "pictures", "-o", tmp_path / "$x_$", *SMALL, "-l", "layer4", "-l", "layer1")
+    result = layertap("probe", tmp_path / "$x_$", "-p", "knn", "-o", tmp_path / "res")
+    assert result.exit_code == 0
+    assert "confusion.png" in result.stdout
+
+
 # what is wrong is said
 
 
@@ -256,6 +340,8 @@ def test_wrong_flags_are_explained(made, tmp_path, arguments, message):
 
 def test_what_is_no_data_set_is_refused(tmp_path):
     assert "out: none given" in fails("probe")
+    assert "nowhere is no folder" in fails("probe", tmp_path / "nowhere")
+    assert not (tmp_path / "nowhere").exists()
     assert str(tmp_path) in fails("probe", tmp_path)
     (tmp_path / "dataset.json").write_text("{}")
     assert str(tmp_path) in fails("probe", tmp_path)
@@ -306,9 +392,10 @@ def test_a_data_set_with_other_layers_too_will_do_but_not_one_made_otherwise(mad
     assert "made otherwise" in error
     assert "weights_sha256" in error
     layertap("embed", made / "pictures", "-o", tmp_path / "max", *SMALL, "-l", "layer4:max_map")
-    assert "features.layer4" in fails("predict", kept, tmp_path / "max", "-o", tmp_path / "b.csv")
+    error = fails("predict", kept, tmp_path / "max", "-o", tmp_path / "b.csv")
+    assert "has no such feature, but layer4 (layer4 max_map [96])" in error
     layertap("embed", made / "pictures", "-o", tmp_path / "no", *SMALL, "-l", "layer1")
-    assert "has no layer4" in fails("predict", kept, tmp_path / "no", "-o", tmp_path / "b.csv")
+    assert "has no such feature, but layer1" in fails("predict", kept, tmp_path / "no", "-o", tmp_path / "b.csv")
     assert not (tmp_path / "b.csv").exists()
 
 
@@ -320,6 +407,44 @@ def test_images_that_fail_have_a_line_without_a_class(made, kept, tmp_path):
     lines = {one["path"]: one for one in csv.DictReader((tmp_path / "new.csv").open())}
     assert (lines["ant/00.png"]["status"], lines["ant/00.png"]["predicted"]) == ("decode error", "")
     assert lines["ant/01.png"]["status"] == "ok"
+
+
+def test_poolings_stored_side_by_side_are_found_again_by_what_they_are(made, tmp_path):
+    layertap("embed", made / "pictures", "-o", tmp_path / "two", *SMALL, "-l", "layer4", "-l", "layer4:max_map")
+    layertap("embed", made / "pictures", "-o", tmp_path / "one", *SMALL, "-l", "layer4:max_map")
+    file = tmp_path / "probe.safetensors"
+    layertap("probe", tmp_path / "two", "-l", "layer4:max_map", "-o", tmp_path / "res", "--save", file)
+    for given, name in ((made / "pictures", "a"), (tmp_path / "two", "b"), (tmp_path / "one", "c")):
+        assert layertap("predict", file, given, "-o", tmp_path / f"{name}.csv").exit_code == 0
+    assert predictions(tmp_path / "a.csv") == predictions(tmp_path / "b.csv") == predictions(tmp_path / "c.csv")
+
+
+def test_a_probe_of_two_layers_side_by_side_and_of_the_embedding_predicts(made, tmp_path):
+    for layers in ("layer1+lay*4", "embedding"):
+        file = tmp_path / "probe.safetensors"
+        result = layertap("probe", made / "out", "-l", layers, "-o", tmp_path / "res", "--save", file)
+        assert result.exit_code == 0
+        layertap("predict", file, made / "out", "-o", tmp_path / "a.csv")
+        layertap("predict", file, made / "pictures", "-o", tmp_path / "b.csv")
+        assert predictions(tmp_path / "a.csv") == predictions(tmp_path / "b.csv")
+    assert results(tmp_path / "res")["probes"][0]["layer"] == "embedding"
+
+
+def test_images_without_any_label_are_no_failures(made, tmp_path):
+    with FeatureReader(made / "out") as reader:
+        paths = reader.paths
+    lines = [["path", "label"]] + [[path, "warm|hot" if "ant" in path else ""] for path in paths]
+    file = labels_file(tmp_path / "labels.csv", lines)
+    for protocol in ("clip", "knn"):
+        arguments = [] if protocol == "knn" else ["--save", tmp_path / "p.safetensors"]
+        layertap("probe", made / "out", "-l", "layer4", "-p", protocol, "--labels", file, "--multilabel",
+                 "-o", tmp_path / "res", *arguments)  # fmt: skip
+        found = list(csv.DictReader((tmp_path / "res" / "predictions.csv").open()))
+        assert {one["label"] for one in found} == {"", "hot|warm"}
+        if protocol == "knn":
+            assert np.mean([one["predicted"] == one["label"] for one in found]) > 0.85
+    result = layertap("predict", tmp_path / "p.safetensors", made / "out", "-o", tmp_path / "x.csv")
+    assert "66 images predicted;" in result.stdout
 
 
 def test_a_kept_probe_says_what_it_is_for(made, kept):
@@ -337,14 +462,16 @@ def test_code_that_a_probe_names_is_not_run_unless_the_user_names_it_too(made, t
     code.write_text(
         "import pathlib, torch\n"
         "from torch import nn\n"
+        "from torchvision import transforms\n"
         "pathlib.Path(__file__).with_suffix('.ran').touch()\n"
         "def net():\n"
         "    torch.manual_seed(0)\n"
-        "    return nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())\n"
+        "    model = nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())\n"
+        "    return model, transforms.Compose([transforms.Resize((32, 32)), transforms.ToTensor()])\n"
     )
     spec = f"python/{code}:net"
-    layertap("embed", made / "pictures", "-o", tmp_path / "out", "-b", spec, "-l", "0", "--workers", 0, "--size", 32,
-             "--crop", 32)  # fmt: skip
+    embedded = layertap("embed", made / "pictures", "-o", tmp_path / "out", "-b", spec, "-l", "3", "--workers", 0)
+    assert embedded.exit_code == 0, embedded.stderr
     layertap("probe", tmp_path / "out", "-o", tmp_path / "res", "--save", tmp_path / "p.safetensors")
     code.with_suffix(".ran").unlink()
     arguments = ["predict", tmp_path / "p.safetensors", made / "pictures", "-o", tmp_path / "x.csv"]

@@ -134,10 +134,10 @@ import sys
 import h5py
 import numpy as np
 from extract.probe.logistic import LogisticRegression
-from extract.probe.rows import Rows
+from extract.probe.rows import FeatureRows
 with h5py.File(sys.argv[1]) as file:
     x, y = file["x"], file["y"][:]
-    fit = LogisticRegression(Rows.of(x), y, 10, memory_bytes=int(sys.argv[2])).fit([1e-4, 1e-3, 1e-2])
+    fit = LogisticRegression(FeatureRows.of(x), y, 10, memory_bytes=int(sys.argv[2])).fit([1e-4, 1e-3, 1e-2])
     scores = [file["x_test"][:] @ w.T + b for w, b in zip(fit.weights, fit.biases)]
     print(*[(one.argmax(1) == file["y_test"][:]).mean() for one in scores], *fit.objectives)
 lines = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from sklearn.linear_model import LogisticRegression as Reference
 
+from extract.probe import logistic, rows
 from extract.probe.logistic import LogisticRegression
-from extract.probe.rows import Rows, Scaling
+from extract.probe.rows import FeatureRows, Scaling
 
 STRENGTHS = [1e-6, 1e-3, 1.0, 100.0]
 
@@ -36,11 +37,19 @@ def reference(x, y, strength):
     return fitted.coef_, fitted.intercept_
 
 
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """So that every pass is over several blocks."""
+    monkeypatch.setattr(logistic, "_LEAST_ROWS", 7)
+    monkeypatch.setattr(logistic, "_BLOCK_BYTES", 20_000)
+    monkeypatch.setattr(rows, "_BLOCK_BYTES", 10_000)
+
+
 @pytest.mark.parametrize("k", [2, 4])
 @pytest.mark.parametrize("memory_bytes", [1 << 30, 10_000], ids=["held", "streamed"])
 def test_every_strength_reaches_the_objective_of_scikit_learn(k, memory_bytes):
     x, y = data(k=k)
-    fit = LogisticRegression(Rows.of(x), y, k, memory_bytes=memory_bytes).fit(STRENGTHS[::-1])
+    fit = LogisticRegression(FeatureRows.of(x), y, k, memory_bytes=memory_bytes).fit(STRENGTHS[::-1])
     for i, strength in enumerate(STRENGTHS[::-1]):
         best = objective(*reference(x, y, strength), x, y, strength)
         found = objective(fit.weights[i], fit.biases[i], x, y, strength)
@@ -51,7 +60,7 @@ def test_every_strength_reaches_the_objective_of_scikit_learn(k, memory_bytes):
 
 def test_where_classes_overlap_the_weights_are_those_of_scikit_learn():
     x, y = data()
-    fit = LogisticRegression(Rows.of(x), y, 4).fit([0.01, 1.0])
+    fit = LogisticRegression(FeatureRows.of(x), y, 4).fit([0.01, 1.0])
     for i, strength in enumerate([0.01, 1.0]):
         weights, biases = reference(x, y, strength)
         size = np.abs(x @ weights.T).max()
@@ -65,7 +74,7 @@ def test_weak_regularisation_of_separable_classes_does_not_stop_early():
     generator = np.random.default_rng(0)
     y = generator.integers(0, 3, 60)
     x = (generator.normal(size=(60, 200)) + 3 * np.eye(3, 200)[y]).astype(np.float32)  # fewer rows than columns
-    fit = LogisticRegression(Rows.of(x), y, 3).fit([1e4])
+    fit = LogisticRegression(FeatureRows.of(x), y, 3).fit([1e4])
     best = objective(*reference(x, y, 1e4), x, y, 1e4)
     assert objective(fit.weights[0], fit.biases[0], x, y, 1e4) <= best * (1 + 1e-3)
 
@@ -75,7 +84,7 @@ def test_labels_that_do_not_exclude_each_other_are_as_many_problems_of_one_label
     x, _ = data()
     generator = np.random.default_rng(1)
     labels = (x[:, :3] + generator.normal(size=(len(x), 3)) > 3).astype(np.float32)
-    fit = LogisticRegression(Rows.of(x), labels, 3, memory_bytes=memory_bytes).fit([0.1])
+    fit = LogisticRegression(FeatureRows.of(x), labels, 3, memory_bytes=memory_bytes).fit([0.1])
     for label in range(3):
         y = labels[:, label].astype(int)
         best = objective(*reference(x, y, 0.1), x, y, 0.1)
@@ -83,10 +92,11 @@ def test_labels_that_do_not_exclude_each_other_are_as_many_problems_of_one_label
         assert found <= best * (1 + 1e-4)
 
 
-def test_rows_may_weigh_differently():
+@pytest.mark.parametrize("memory_bytes", [1 << 30, 10_000], ids=["held", "streamed"])
+def test_rows_may_weigh_differently(memory_bytes):
     x, y = data(n=300)
     times = np.random.default_rng(2).uniform(0.1, 4, len(x)).astype(np.float32)
-    fit = LogisticRegression(Rows.of(x), y, 4, sample_weight=times).fit([0.1])
+    fit = LogisticRegression(FeatureRows.of(x), y, 4, sample_weight=times, memory_bytes=memory_bytes).fit([0.1])
     fitted = Reference(C=0.1, solver="newton-cholesky", tol=1e-8).fit(x.astype(np.float64), y, sample_weight=times)
     best = objective(fitted.coef_, fitted.intercept_, x, y, 0.1, times)
     assert objective(fit.weights[0], fit.biases[0], x, y, 0.1, times) <= best * (1 + 1e-4)
@@ -95,14 +105,14 @@ def test_rows_may_weigh_differently():
 def test_columns_that_are_constant_or_copies_do_no_harm():
     x, y = data(n=200, d=10)
     x = np.concatenate([x, x[:, :2], np.full((200, 1), 7, np.float32), np.zeros((200, 1), np.float32)], 1)
-    fit = LogisticRegression(Rows.of(x), y, 4).fit([1.0])
+    fit = LogisticRegression(FeatureRows.of(x), y, 4).fit([1.0])
     best = objective(*reference(x, y, 1.0), x, y, 1.0)
     assert objective(fit.weights[0], fit.biases[0], x, y, 1.0) <= best * (1 + 1e-4)
 
 
 def test_rows_that_are_all_the_same_give_the_frequencies_of_the_classes():
     y = np.array([0] * 30 + [1] * 60 + [2] * 10)
-    fit = LogisticRegression(Rows.of(np.ones((100, 5), np.float32)), y, 3).fit([1.0])
+    fit = LogisticRegression(FeatureRows.of(np.ones((100, 5), np.float32)), y, 3).fit([1.0])
     scores = np.ones(5, np.float32) @ fit.weights[0].T + fit.biases[0]
     shares = np.exp(scores) / np.exp(scores).sum()
     np.testing.assert_allclose(shares, [0.3, 0.6, 0.1], atol=2e-3)
@@ -110,7 +120,7 @@ def test_rows_that_are_all_the_same_give_the_frequencies_of_the_classes():
 
 def test_scaled_rows_are_what_is_fitted():
     x, y = data()
-    scaled = Rows.of(x).scaled(Scaling.of("standardise", Rows.of(x)))
+    scaled = FeatureRows.of(x).scaled(Scaling.of("standardise", FeatureRows.of(x)))
     plain = ((x - x.mean(0, dtype=np.float64)) / x.std(0, dtype=np.float64)).astype(np.float32)
-    first, second = (LogisticRegression(rows, y, 4).fit([0.3]) for rows in (scaled, Rows.of(plain)))
+    first, second = (LogisticRegression(given, y, 4).fit([0.3]) for given in (scaled, FeatureRows.of(plain)))
     np.testing.assert_allclose(first.objectives, second.objectives, rtol=1e-5)

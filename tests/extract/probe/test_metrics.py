@@ -43,6 +43,7 @@ def test_numbers_of_classification_are_those_of_scikit_learn(predictions):
     for name, value in expected.items():
         assert found[name].value == pytest.approx(value, rel=1e-5), name
         assert found[name].low < value < found[name].high
+    assert np.isnan(found["calibration_error"].low)  # drawing rows again makes it larger
     each = by_class(predicted, truth, 8)
     precision, recall, f1, n = reference.precision_recall_fscore_support(
         truth, predicted, labels=range(8), zero_division=0
@@ -72,6 +73,12 @@ def test_a_test_class_that_training_did_not_have_is_always_wrong(predictions):
     assert found["top1"].value == (scores.argmax(1) == truth).mean() < known
     assert found["top5"].value < 1
     assert np.isfinite(found["log_loss"].value)
+
+
+def test_the_log_loss_of_sure_and_wrong_answers_is_not_cut_off():
+    scores = np.array([[0, 400], [400, 0]], np.float32)
+    sure = np.array([[0, 1], [1, 0]], np.float32)
+    assert classification_metrics(scores, np.array([0, 0]), sure, seed=0)["log_loss"].value == pytest.approx(200)
 
 
 def test_equal_scores_give_the_first_class_and_the_same_top1_everywhere():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -87,6 +89,18 @@ def test_knn_chooses_k_on_val_and_then_has_its_rows_too(data):
     everyone, labels = np.concatenate([x, x_val]), np.concatenate([y, y_val])
     assert result.value == pytest.approx(accuracy(everyone, labels, x_test, y_test, int(result.chosen)))
     assert result.model is None
+
+
+def test_knn_goes_by_cosine_also_of_standardised_features(data):
+    x, y, x_val, y_val, x_test, y_test = data
+    result = linear_probe(x, y, x_test, y_test, x_val=x_val, y_val=y_val, protocol="knn", scaling="standardise")
+    everyone, labels = np.concatenate([x, x_val]), np.concatenate([y, y_val])
+    scaler = StandardScaler().fit(everyone)
+    cosines = normalize(scaler.transform(x_test)) @ normalize(scaler.transform(everyone)).T
+    nearest = np.argsort(-cosines, axis=1)[:, : int(result.chosen)]
+    votes = np.exp(np.take_along_axis(cosines, nearest, 1) / 0.07)
+    expected = np.einsum("qk,qkc->qc", votes, np.eye(5)[labels[nearest]]).argmax(1)
+    assert (result.predictions == expected).mean() > 0.99
 
 
 def test_centroid_is_the_nearest_class_mean_by_cosine(data):
@@ -231,6 +245,19 @@ def test_streamed_features_give_what_held_ones_give(data):
         assert streamed.value == pytest.approx(held.value, abs=0.0067), protocol
 
 
+def test_few_rows_to_choose_on_are_told_and_none_is_as_if_not_given(data):
+    x, y, _, _, x_test, y_test = data
+    assert "chosen on 40 rows only" in linear_probe(x, y, x_test, y_test, protocol="knn").notes
+    empty = linear_probe(x, y, x_test, y_test, x_val=x[:0], y_val=y[:0], protocol="knn")
+    assert empty.n_val == 40
+
+
+def test_a_column_of_classes_is_classes(data):
+    x, y, _, _, x_test, y_test = data
+    found = linear_probe(x, y[:, None] % 2, x_test, y_test[:, None] % 2, protocol="centroid")
+    assert found.task == "classification"
+
+
 def test_classes_are_of_any_kind_and_unknown_ones_count_as_wrong(data):
     x, y, _, _, x_test, y_test = data
     names = np.array(["ant", "bee", "cat", "dog", "eel", "fox"])
@@ -259,6 +286,9 @@ def test_classes_are_of_any_kind_and_unknown_ones_count_as_wrong(data):
         ({"x_val": np.ones((3, 24), np.float32)}, "x_val and y_val go together"),
         ({"x_val": np.ones((1, 24), np.float32), "y_val": [9]}, "y_val has the class 9"),
         ({"device": "cuda:99"}, "device 'cuda:99' cannot be used"),
+        ({"y_test": ["a"] * 150}, "no class of y_test is one of y_train: 'a'"),
+        ({"device": "mps"}, "cannot be used|mps has not"),
+        ({"x_train": np.ones((400, 0), np.float32)}, "have no values"),
         ({"y_train": np.full((400, 2), 3), "y_test": np.zeros((150, 2))}, "labels, 0 or 1"),
     ],
 )
@@ -281,4 +311,4 @@ def test_every_protocol_says_what_it_does_and_where_it_is_from():
     for name, protocol in PROTOCOLS.items():
         assert protocol.about, name
         if protocol.fit is not None:
-            assert "19" in (protocol.fit.__doc__ or "") or "20" in (protocol.fit.__doc__ or ""), name
+            assert re.search(r"[A-Z][a-z]+ .*(19|20)\d\d", protocol.fit.__doc__ or ""), name

@@ -10,7 +10,7 @@ from scipy.stats import spearmanr
 from extract.errors import InputError
 from extract.probe import linear_cka, rsa
 from extract.probe.representations import similarities
-from extract.probe.rows import Rows
+from extract.probe.rows import FeatureRows
 
 
 def features(n, d, seed):
@@ -60,7 +60,7 @@ def test_rsa_is_that_of_scipy():
 
 def test_the_matrix_holds_every_pair():
     each = [features(30, 4, 0), features(30, 7, 1), features(30, 2, 2)]
-    cka, likeness = similarities(Rows.of(one) for one in each)
+    cka, likeness = similarities(FeatureRows.of(one) for one in each)
     for i in range(3):
         for j in range(3):
             assert cka[i, j] == pytest.approx(linear_cka(each[i], each[j]), abs=1e-9)

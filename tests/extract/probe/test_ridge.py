@@ -9,7 +9,7 @@ from sklearn.linear_model import Ridge
 from extract.errors import InputError
 from extract.probe import ridge
 from extract.probe.ridge import fit_ridge
-from extract.probe.rows import Rows
+from extract.probe.rows import FeatureRows
 
 
 @pytest.mark.parametrize(("n", "d"), [(200, 12), (12, 200)])
@@ -18,7 +18,7 @@ def test_weights_are_those_of_scikit_learn_for_every_alpha(n, d):
     x = (generator.normal(size=(n, d)) + 5).astype(np.float32)
     y = x[:, :2].astype(np.float64) @ [[1.0, 0.5], [2.0, -1.0]] + generator.normal(size=(n, 2)) + 100
     alphas = [1e-3, 1.0, 1e4]
-    weights, biases = fit_ridge(Rows.of(x), y, alphas)
+    weights, biases = fit_ridge(FeatureRows.of(x), y, alphas)
     for i, alpha in enumerate(alphas):
         expected = Ridge(alpha=alpha, solver="svd").fit(x.astype(np.float64), y)
         np.testing.assert_allclose(weights[i], expected.coef_, rtol=1e-3, atol=1e-5)
@@ -30,4 +30,4 @@ def test_weights_are_those_of_scikit_learn_for_every_alpha(n, d):
 def test_what_needs_too_large_a_matrix_is_refused(monkeypatch):
     monkeypatch.setattr(ridge, "_WIDEST", 10)
     with pytest.raises(InputError, match="store the layer with a pooling"):
-        fit_ridge(Rows.of(np.ones((20, 30), np.float32)), np.ones((20, 1)), [1.0])
+        fit_ridge(FeatureRows.of(np.ones((20, 30), np.float32)), np.ones((20, 1)), [1.0])

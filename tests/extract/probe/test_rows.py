@@ -1,4 +1,4 @@
-"""Rows read in blocks are the rows of the arrays, whatever they lie in."""
+"""FeatureRows read in blocks are the rows of the arrays, whatever they lie in."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from sklearn.preprocessing import StandardScaler, normalize
 
 from extract.errors import InputError
-from extract.probe.rows import Rows, Scaling
+from extract.probe.rows import FeatureRows, Scaling
 
 
 def test_blocks_are_the_rows_of_every_kind_of_source(tmp_path):
@@ -19,7 +19,7 @@ def test_blocks_are_the_rows_of_every_kind_of_source(tmp_path):
         stored = file.create_dataset("x", data=x)
         for source in (x, torch.from_numpy(x), np.load(tmp_path / "x.npy", mmap_mode="r"), stored):
             for index in (None, np.array([0, 3, 4, 49]), np.arange(10, 20)):
-                rows = Rows.of(source, index)
+                rows = FeatureRows.of(source, index)
                 found = np.concatenate([block for _, block in rows.blocks(block_bytes=72)])
                 expected = x if index is None else x[index]
                 np.testing.assert_array_equal(found, expected.reshape(len(expected), 6).astype(np.float32))
@@ -37,16 +37,16 @@ def test_sparse_rows_are_picked_and_dense_ones_cut_out():
             return np.arange(20_000, dtype=np.float32).reshape(10_000, 2)[rows]
 
     source = Counting()
-    assert Rows.of(source, np.array([0, 9_999])).between(0, 2)[:, 0].tolist() == [0, 19_998]
+    assert FeatureRows.of(source, np.array([0, 9_999])).between(0, 2)[:, 0].tolist() == [0, 19_998]
     assert source.slices == 0
-    assert Rows.of(source, np.array([5, 9])).between(0, 2)[:, 0].tolist() == [10, 18]
+    assert FeatureRows.of(source, np.array([5, 9])).between(0, 2)[:, 0].tolist() == [10, 18]
     assert source.slices == 1
 
 
 def test_rows_of_several_parts_subsets_and_columns_side_by_side():
     a = np.arange(12, dtype=np.float32).reshape(6, 2)
     b = 100 + np.arange(6, dtype=np.float32).reshape(6, 1)
-    rows = Rows.of([a, b], np.array([1, 2, 5])) + Rows.of([a, b], np.array([0, 3]))
+    rows = FeatureRows.of([a, b], np.array([1, 2, 5])) + FeatureRows.of([a, b], np.array([0, 3]))
     expected = np.concatenate([a, b], 1)[[1, 2, 5, 0, 3]]
     np.testing.assert_array_equal(rows.between(0, 5), expected)
     np.testing.assert_array_equal(rows.between(2, 4), expected[2:4])
@@ -57,14 +57,14 @@ def test_rows_of_several_parts_subsets_and_columns_side_by_side():
 
 def test_what_is_read_is_a_copy():
     x = np.ones((4, 2), np.float32)
-    Rows.of(x).scaled(Scaling("l2")).between(0, 4)
+    FeatureRows.of(x).scaled(Scaling("l2")).between(0, 4)
     assert (x == 1).all()
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e4])
 def test_scalings_are_those_of_scikit_learn(offset):
     x = (np.random.default_rng(0).normal(size=(300, 5)) * [1, 2, 3, 4, 0] + offset).astype(np.float32)
-    rows = Rows.of(x)
+    rows = FeatureRows.of(x)
     expected = StandardScaler().fit_transform(x.astype(np.float64))
     expected[:, 4] = 0
     found = rows.scaled(Scaling.of("standardise", rows)).between(0, 300)
@@ -75,7 +75,7 @@ def test_scalings_are_those_of_scikit_learn(offset):
 def test_statistics_are_those_of_the_rows_they_are_taken_of():
     x = np.concatenate([np.zeros((5, 1)), np.full((5, 1), 10.0)]).astype(np.float32)
     x[0] = 2
-    scaling = Scaling.of("standardise", Rows.of(x, np.arange(5)))
+    scaling = Scaling.of("standardise", FeatureRows.of(x, np.arange(5)))
     assert scaling.mean is not None
     assert scaling.mean[0] == pytest.approx(0.4)
 
@@ -84,8 +84,8 @@ def test_errors_name_the_row_and_the_shape():
     x = np.ones((5, 2), np.float32)
     x[3, 1] = np.inf
     with pytest.raises(InputError, match="row 3 of the features has NaN or infinity"):
-        Rows.of(x).held()
+        FeatureRows.of(x).held()
     with pytest.raises(InputError, match=r"expected an array of shape \(N, D\)"):
-        Rows.of(np.ones(5))
+        FeatureRows.of(np.ones(5))
     with pytest.raises(InputError, match="6 and of 5 rows"):
-        Rows.of([np.ones((5, 2)), np.ones((6, 2))])
+        FeatureRows.of([np.ones((5, 2)), np.ones((6, 2))])
