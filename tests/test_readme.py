@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -76,3 +77,14 @@ def test_the_reading_example_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert found["features"].shape == (11, 1280)
     assert found["ok"].all()
     assert list(found["classes"]) == ["a", "b"]
+
+
+def test_the_probe_example_probes() -> None:
+    generator = np.random.default_rng(0)
+    y = generator.integers(0, 3, 150)
+    x = (generator.normal(size=(150, 8)) + 2 * np.eye(3, 8)[y]).astype(np.float32)
+    found: dict[str, Any] = {"x_train": x[:100], "y_train": y[:100], "x_test": x[100:], "y_test": y[100:]}
+    for code in examples("Linear probes"):
+        exec(code, found)
+    assert found["result"].value > 0.7
+    assert len(found["result"].curve) == 45

@@ -93,11 +93,12 @@ def test_a_config_file_has_the_same_words_and_flags_win(folder: Path, tmp_path: 
         assert reader.provenance["configuration"]["batch_size"] == 5
 
 
-def test_the_quickstart_configuration_is_valid() -> None:
-    from pipelines.config import load_config
+def test_the_configurations_that_come_with_it_are_valid() -> None:
+    from pipelines.config import EmbedConfig, ProbeConfig, load_config
 
-    config = load_config(Path(__file__).parents[2] / "configs" / "quickstart.yaml", {})
-    assert config.backbone == "bundled/efficientnet_lite0"
+    folder = Path(__file__).parents[2] / "configs"
+    assert load_config(EmbedConfig, folder / "quickstart.yaml", {}).backbone == "bundled/efficientnet_lite0"
+    assert load_config(ProbeConfig, folder / "probe.yaml", {}).layers == ["blocks.*", "embedding"]
 
 
 def test_every_key_of_the_configuration_is_a_flag() -> None:
@@ -207,7 +208,7 @@ def test_weights_with_wrong_keys(folder: Path, tmp_path: Path) -> None:
         ("- a", "holds no keys"),
         ("a: [", "is no YAML"),
         ("images: x\nbatch_size: many\ndtype: float8", "batch_size: Input should be a valid integer"),
-        ("backbone: timm/test_resnet", "images: no folder given"),
+        ("backbone: timm/test_resnet", "images: none given"),
         ('images: ""', "a path is neither empty"),
         ('images: "a\\0b"', "a path is neither empty"),
         ("images: x\nlimit: true", "limit: Input should be a valid integer"),
@@ -220,7 +221,7 @@ def test_wrong_config_files(tmp_path: Path, content: str, message: str) -> None:
 
 def test_a_missing_config_file_and_missing_images(tmp_path: Path) -> None:
     assert "No such file" in fails("embed", "--config", tmp_path / "c.yaml")
-    assert "images: no folder given" in fails("embed")
+    assert "images: none given" in fails("embed")
 
 
 def test_another_run_on_the_same_output_exits_with_4(folder: Path, tmp_path: Path) -> None:
@@ -336,11 +337,15 @@ def test_show_of_something_else(tmp_path: Path) -> None:
     assert "does not exist" in fails("show", tmp_path / "nothing")
 
 
+@pytest.mark.slow
 def test_the_demo_ends_with_lines_that_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = layertap("demo")
     assert result.exit_code == 0
     assert "(1797, 1280) float32" in result.stdout
+    assert "confusion.png" in result.stdout
+    accuracy = json.loads((tmp_path / "outputs/demo/probe/results.json").read_text())["probes"][0]["metrics"]["top1"]
+    assert accuracy["value"] > 0.9
     names: dict[str, np.ndarray] = {}
     exec(result.stdout.split("To read it:")[1], names)
     assert names["x"].shape == (1797, 1280)
