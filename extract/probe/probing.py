@@ -23,7 +23,7 @@ from extract.probe.metrics import (
     regression_metrics,
 )
 from extract.probe.model import LinearProbe
-from extract.probe.protocols import PROTOCOLS, Fitted, Labelled, Protocol, Settings, few_shot
+from extract.probe.protocols import PROTOCOLS, Fitted, Labelled, Settings, few_shot
 from extract.probe.rows import FeatureRows, Source
 from extract.settings import device_named
 
@@ -221,54 +221,57 @@ def probe(
     widths = {name: one.rows.width for name, one in (("train", train), ("val", val), ("test", test)) if one is not None}
     if len(set(widths.values())) > 1:
         raise InputError(f"rows of different widths: {widths}")
-    place = device_named(device)
-    if place.type == "mps":
-        if device != "auto":
-            raise InputError("probes need double precision, which mps has not; take --device cpu")
-        place = torch.device("cpu")
+    place = _place(device)
     memory_bytes = free_bytes() // 2 if memory_bytes is None else memory_bytes
     if place.type == "cuda":
         memory_bytes = min(memory_bytes, torch.cuda.mem_get_info(place)[0] // 2)
-    settings = Settings(
-        task, classes, scaling or kind.scaling, balanced, seed, place, memory_bytes
-    )  # fmt: skip
+    settings = Settings(task, classes, scaling or kind.scaling, balanced, seed, place, memory_bytes)
     # What fits is read once; a third, since what is fitted on is held along its principal axes too.
     held_bytes = sum(one.rows.nbytes for one in (train, val, test) if one is not None)
     if held_bytes <= memory_bytes // 3:
         settings = replace(settings, memory_bytes=memory_bytes - held_bytes)
         train, test = (Labelled(one.rows.held(), one.targets) for one in (train, test))
         val = None if val is None else Labelled(val.rows.held(), val.targets)
-    notes: list[str] = []
-    if task == "classification" and (unknown := int((test.targets < 0).sum())):
-        notes.append(f"{unknown:,} test rows have a class that no training row has; they count as wrong")
     try:
-        return _fitted_and_tested(kind, train, val, test, settings, protocol, notes, started)
+        if kind.fit is None:
+            result = _few_shot(train, val, test, settings, protocol)
+        else:
+            result = _tested(kind.fit(train, val, settings), test, settings, protocol)
     except torch.OutOfMemoryError as error:
         raise LayertapError(
             f"the memory of {place} does not suffice: {first_line(error)}; set --max-memory-mb (memory_bytes)"
         ) from error
+    notes = list(result.notes)
+    if task == "classification" and (unknown := int((test.targets < 0).sum())):
+        notes.append(f"{unknown:,} test rows have a class that no training row has; they count as wrong")
+    return replace(result, notes=notes, seconds=time.perf_counter() - started)
 
 
-def _fitted_and_tested(
-    kind: Protocol, train: Labelled, val: Labelled | None, test: Labelled, settings: Settings, protocol: str,
-    notes: list[str], started: float,
-) -> ProbeResult:  # fmt: skip
-    n_val = 0 if val is None else len(val)
-    if kind.fit is None:
-        shots = few_shot(train, val, test, settings)
-        metrics = {f"top1@{n}": _over_draws(values) for n, values in shots.items()}
-        return ProbeResult(
-            protocol, settings.task, settings.scaling, metrics, settings.classes, len(train), n_val, len(test),
-            test.targets, shots=shots, notes=notes, seconds=time.perf_counter() - started,
-        )  # fmt: skip
-    fitted = kind.fit(train, val, settings)
-    return _tested(fitted, train, n_val, test, settings, protocol, notes, started)
+def _place(device: str) -> torch.device:
+    place = device_named(device)
+    if place.type == "mps" and device != "auto":
+        raise InputError("probes need double precision, which mps has not; take --device cpu")
+    return torch.device("cpu") if place.type == "mps" else place
 
 
-def _tested(
-    fitted: Fitted, train: Labelled, n_val: int, test: Labelled, settings: Settings, protocol: str, notes: list[str],
-    started: float,
-) -> ProbeResult:  # fmt: skip
+def _few_shot(train: Labelled, val: Labelled | None, test: Labelled, settings: Settings, protocol: str) -> ProbeResult:
+    shots = few_shot(train, val, test, settings)
+    return ProbeResult(
+        protocol=protocol,
+        task=settings.task,
+        scaling=settings.scaling,
+        metrics={f"top1@{n}": _over_draws(values) for n, values in shots.items()},
+        classes=settings.classes,
+        n_train=len(train),
+        n_val=0 if val is None else len(val),
+        n_test=len(test),
+        truth=test.targets,
+        shots=shots,
+    )
+
+
+def _tested(fitted: Fitted, test: Labelled, settings: Settings, protocol: str) -> ProbeResult:
+    """The test rows are predicted here, and nowhere else."""
     scores, probabilities = fitted.scores(test.rows)
     truth, k = test.targets, len(settings.classes)
     per_class: dict[str, NDArray[Any]] = {}
@@ -276,20 +279,35 @@ def _tested(
     if settings.task == "classification":
         metrics = classification_metrics(scores, truth, probabilities, settings.seed)
         predictions = scores.argmax(1)
-        per_class = dict(by_class(predictions, truth, k))
+        per_class = by_class(predictions, truth, k)
         confusion = confusion_of(predictions, truth, k) if k <= _MOST_IN_A_TABLE else None
     elif settings.task == "multilabel":
-        predictions = (scores > fitted.threshold).astype(np.int64)
         metrics = multilabel_metrics(scores, truth, settings.seed)
+        predictions = (scores > fitted.threshold).astype(np.int64)
         per_class = {"n": truth.sum(0).astype(np.int64), "average_precision": average_precision(scores, truth)}
     else:
         metrics = regression_metrics(scores.astype(np.float64), truth, settings.seed)
     return ProbeResult(
-        protocol, settings.task, settings.scaling, metrics, settings.classes,
-        len(train) + n_val, fitted.n_val, len(test), truth,
-        fitted.swept, fitted.chosen, fitted.curve, per_class, confusion, {}, predictions, probabilities,
-        fitted.objective, fitted.model, [*notes, *fitted.notes], time.perf_counter() - started,
-    )  # fmt: skip
+        protocol=protocol,
+        task=settings.task,
+        scaling=settings.scaling,
+        metrics=metrics,
+        classes=settings.classes,
+        n_train=fitted.n_train,
+        n_val=fitted.n_val,
+        n_test=len(test),
+        truth=truth,
+        swept=fitted.swept,
+        chosen=fitted.chosen,
+        curve=fitted.curve,
+        per_class=per_class,
+        confusion=confusion,
+        predictions=predictions,
+        probabilities=probabilities,
+        objective=fitted.objective,
+        model=fitted.model,
+        notes=fitted.notes,
+    )
 
 
 # The 0.975 quantile of Student's t for 1 to 9 degrees of freedom (any table; NIST/SEMATECH e-Handbook, 1.3.6.7.2).

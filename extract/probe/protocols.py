@@ -88,6 +88,7 @@ class Fitted:
 
     Attributes:
         scores: rows -> (N, K) scores, (N, K) probabilities or None.
+        n_train: rows that it was fitted on in the end.
         swept: what was chosen: "C", "lambda", "alpha", "k"; empty: nothing.
         chosen: its value.
         curve: (value, what it gave on the validation rows), by value.
@@ -99,6 +100,7 @@ class Fitted:
     """
 
     scores: Scorer
+    n_train: int
     swept: str = ""
     chosen: float = float("nan")
     curve: Sequence[tuple[float, float]] = ()
@@ -179,7 +181,7 @@ def knn(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
         )
         return found, None  # shares of votes are no probabilities: most are exactly 0
 
-    return Fitted(scores, "k", k, curve, len(chosen_on), threshold=0.5, notes=_on_few(len(chosen_on)))
+    return Fitted(scores, len(everyone), "k", k, curve, len(chosen_on), threshold=0.5, notes=_on_few(len(chosen_on)))
 
 
 def centroid(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
@@ -198,7 +200,7 @@ def centroid(train: Labelled, val: Labelled | None, settings: Settings) -> Fitte
         means = means[1:] - means[:1]
     zero = np.zeros(len(means), np.float32)
     model = LinearProbe(means, zero, settings.classes, settings.task, scaling, has_probabilities=False)
-    return Fitted(_scorer(model), model=model)
+    return Fitted(_scorer(model), len(train), model=model)
 
 
 def ridge(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
@@ -216,15 +218,8 @@ def ridge(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
     scaling = Scaling.of(settings.scaling, everyone.rows)
     weights, biases = fit_ridge(everyone.rows.scaled(scaling), everyone.targets, [alpha])
     model = LinearProbe(weights[0], biases[0], settings.classes, settings.task, scaling, has_probabilities=False)
-    return Fitted(
-        _scorer(model),
-        "alpha",
-        alpha,
-        curve,
-        len(chosen_on),
-        model,
-        notes=_at_the_end("alpha", alpha, curve) + _on_few(len(chosen_on)) + _on_few(len(chosen_on)),
-    )
+    notes = _at_the_end("alpha", alpha, curve) + _on_few(len(chosen_on))
+    return Fitted(_scorer(model), len(everyone), "alpha", alpha, curve, len(chosen_on), model, notes=notes)
 
 
 _CLASSES = ("classification", "multilabel")
@@ -371,8 +366,8 @@ def _refitted(train: Labelled, val: Labelled, settings: Settings, sweep: _Sweep,
     notes = _at_the_end(swept, chosen, curve) + _on_few(len(val))
     if not fit.converged[0]:
         notes.append(f"{swept} = {chosen:.3g} had not converged after {int(fit.iterations[0]):,} iterations")
-    objective = float(fit.objectives[0])
-    return Fitted(_scorer(model), swept, chosen, curve, len(val), model, objective=objective, notes=notes)
+    objective, n_train = float(fit.objectives[0]), len(train) + len(val)
+    return Fitted(_scorer(model), n_train, swept, chosen, curve, len(val), model, objective=objective, notes=notes)
 
 
 def _at_the_end(swept: str, chosen: float, curve: Sequence[tuple[float, float]]) -> list[str]:

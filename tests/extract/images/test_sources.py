@@ -112,6 +112,7 @@ def test_the_same_pictures_in_every_form_are_the_same_rows(
         assert one.source_size.tolist() == other.source_size.tolist()
 
 
+@pytest.mark.slow
 def test_photos_give_identical_features_in_every_form(photos: Path, tmp_path: Path) -> None:
     """Two hundred photos as folder, CSV, Parquet, tar, two tars, zip and memory://."""
     local = tmp_path / "photos"
