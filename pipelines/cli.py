@@ -6,6 +6,7 @@ another run holds the lock, 130 and 143 interrupted.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import signal
@@ -26,6 +27,9 @@ from pipelines.config import EmbedConfig, ProbeConfig, load_config
 __all__ = ["main"]
 
 # torch, timm and h5py are imported inside the commands: `layertap --help` does not wait for them.
+
+
+_OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 
 
 class _TerminatedError(BaseException):
@@ -52,6 +56,11 @@ class _Commands(click.Group):
             ctx.exit(
                 4 if isinstance(error, LockedError) else 2 if isinstance(error, InputError | UnknownNameError) else 1
             )
+        except OSError as error:
+            if error.errno not in _OF_THE_DISK:
+                raise
+            click.secho(f"error: {error.filename or 'a file'} cannot be written: {error.strerror}", fg="red", err=True)
+            ctx.exit(1)
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             ctx.exit(130)

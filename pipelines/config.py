@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from extract import defaults
 from extract.errors import InputError, unknown_name
@@ -156,6 +156,12 @@ class ProbeConfig(BaseModel):
         ge=64,
         description="Held at once; larger features are streamed. [default: half of what is free]",
     )
+
+    @model_validator(mode="after")
+    def _one_task(self) -> Self:
+        if self.multilabel and self.protocol == "ridge":
+            raise ValueError("--multilabel: ridge predicts numbers, not labels")
+        return self
 
     @field_validator("out", "layers", mode="before")
     @classmethod

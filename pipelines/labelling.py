@@ -21,7 +21,7 @@ __all__ = ["SEPARATOR", "Labelling", "drop_leaks", "image_hashes", "label_rows"]
 
 TEST_FRACTION = 0.2  # of each class, where a data set has no splits
 SEPARATOR = "|"  # between labels that do not exclude each other
-_MOST_CLASSES = 100  # that may have hardly any rows each: more are taken for names or numbers of images
+_MOST_CLASSES = 20  # that may have hardly any rows each: more are taken for names or numbers of images
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Labelling:
     Attributes:
         task: "classification", "multilabel" or "regression".
         classes: (K,) names.
+        unseen: those of classes that training does not have: of the targets -1, -2, ...
         targets: (N,) int64, (N, K) float32 or (N, K) float64, of all rows; of those that are left out, anything.
         train: rows, sorted; likewise val and test, which of rows that are left out have none.
         counts: "rows", and why rows were left out: "failed", "unlabelled", "without a split".
@@ -47,6 +48,7 @@ class Labelling:
     counts: dict[str, int]
     leaks: dict[str, int]
     notes: list[str]
+    unseen: tuple[str, ...] = ()
 
 
 def label_rows(
@@ -106,11 +108,15 @@ def label_rows(
         counts["without a split"] = without
     sets = {name: np.flatnonzero(used & (names == name)) for name in ("train", "val", "test")}
     for name in ("train", "test"):
+        if not len(sets[name]) and (test_fraction is not None or not there):
+            raise InputError("each class has one image only; none can be drawn for testing")
         if not len(sets[name]):
             raise InputError(
                 f"no row of {name} has both features and a label: {_reasons(counts)}; draw rows with --test-fraction"
             )
-    labelling = Labelling(task, classes, targets, **sets, counts=counts, leaks={}, notes=notes)
+    labelling = Labelling(
+        task, classes, targets, sets["train"], sets["val"], sets["test"], counts=counts, leaks={}, notes=notes
+    )
     return _known_classes(replace(labelling, leaks=_leaks(_groups(reader), labelling)))
 
 
@@ -143,7 +149,7 @@ def _from_file(
     names = reader.paths if key == "path" else reader.ids
     if names is None:
         raise InputError(f"{where} has ids, but the data set has none; give it a column 'path'")
-    row_of = {str(name): row for row, name in enumerate(table[key])}
+    row_of = {_relative(reader, str(name)) if key == "path" else str(name): row for row, name in enumerate(table[key])}
     if len(row_of) < len(table[key]):
         twice = next(name for name, count in Counter(map(str, table[key])).items() if count > 1)
         raise InputError(f"{where}: the {key} {twice!r} is there twice")
@@ -178,6 +184,14 @@ def _text(value: Any, empty: str | None) -> str | None:
         value = None if np.isnan(value) else int(value) if value.is_integer() else value
     text = "" if value is None else str(value).strip()
     return text or empty
+
+
+def _relative(reader: FeatureReader, path: str) -> str:
+    """A path as the data set has it: without ./ in front, and without the folder of the images."""
+    root = str(reader.provenance.get("configuration", {}).get("images", ""))
+    for front in (root.rstrip("/") + "/" if root.startswith("/") else "./", "./"):
+        path = path.removeprefix(front)
+    return path
 
 
 def _file_and_column(labels: str) -> tuple[str, str]:
@@ -275,13 +289,23 @@ def _known_classes(labelling: Labelling) -> Labelling:
     if labelling.task != "classification":
         return labelling
     there = np.bincount(labelling.targets[labelling.train], minlength=len(labelling.classes)) > 0
-    number = np.append(np.where(there, np.cumsum(there) - 1, -1), -1)
-    targets = number[labelling.targets]
+    unseen = np.cumsum(np.logical_not(there)) + len(labelling.unseen)
+    number = np.append(np.where(there, np.cumsum(there) - 1, -unseen), -1)
+    # What an earlier pass found to be unseen stays.
+    targets = np.where(labelling.targets >= 0, number[labelling.targets], labelling.targets)
     known = targets[labelling.val] >= 0
     notes = labelling.notes
     if not known.all():
         notes = [*notes, f"{int((~known).sum()):,} rows of val have a class that train has not, and are left out"]
-    return replace(labelling, classes=labelling.classes[there], targets=targets, val=labelling.val[known], notes=notes)
+    names = (*labelling.unseen, *labelling.classes[np.logical_not(there)].tolist())
+    return replace(
+        labelling,
+        classes=labelling.classes[there],
+        targets=targets,
+        val=labelling.val[known],
+        notes=notes,
+        unseen=names,
+    )
 
 
 def _reasons(counts: dict[str, int]) -> str:

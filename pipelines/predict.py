@@ -27,6 +27,7 @@ from pipelines.progress import Progress
 
 __all__ = ["run_predict"]
 
+_HEAD = b"path,status,predicted"
 _ROWS = 4096  # that are predicted at once
 
 
@@ -57,11 +58,14 @@ def run_predict(
         poolings = [str(pooling) for pooling in probe.about["poolings"]]
         asked = asked_of(dict(probe.about["provenance"]["configuration"]), weights)
         named, made = str(probe.about["provenance"]["backbone"]), dict[str, Any](how_made(described))
-        dtype, most = str(described["stored_as"]), probe.about["provenance"]["configuration"]["max_pixels"]
+        dtype, most = str(described["stored_as"]), int(probe.about["provenance"]["configuration"]["max_pixels"])
         layers = [name if name.rpartition(":")[2] in POOLINGS else f"{name}:{pooling}"
                   for (name, _), pooling in zip(wanted, poolings, strict=True)]  # fmt: skip
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"{path} does not say what features it is for: {error} is missing") from error
+        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise InputError(f"{path} does not say what features it is for: {what}") from error
+    if output.is_file() and not output.open("rb").read(len(_HEAD)) == _HEAD:
+        raise InputError(f"{output} is there already, and holds no predictions; name another file")
     if output.is_dir() or not output.parent.is_dir():
         raise InputError(f"{output} cannot be written: " + ("it is a folder" if output.is_dir() else "no such folder"))
     if (Path(images) / "dataset.json").is_file():
@@ -76,7 +80,7 @@ def run_predict(
     loaded = load_backbone(backbone or named, device=device, **asked)
     with tempfile.TemporaryDirectory(prefix=".predict-", dir=output.parent) as folder:
         out = Path(folder) / "features"
-        planned = plan(images, out=out, backbone=loaded, layers=layers, dtype=dtype, max_pixels=int(most), **made)
+        planned = plan(images, out=out, backbone=loaded, layers=layers, dtype=dtype, max_pixels=most, **made)
         names = _same_features(path, described, wanted, planned.dataset, images)
         with Progress(len(planned.images)) as progress:
             extract(planned, on_rows=progress.advance)

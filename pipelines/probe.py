@@ -183,7 +183,7 @@ def data_sets(paths: Sequence[str]) -> dict[str, Path]:
     names = [Path(path).resolve().name for path in paths]
     if len(set(names)) < len(names):
         names = list(paths)
-    if len(set(names)) < len(names):
+    if len({Path(path).resolve() for path in paths}) < len(paths):
         raise InputError(f"a data set is given twice: {', '.join(paths)}")
     return {name: Path(path) for name, path in zip(names, paths, strict=True)}
 

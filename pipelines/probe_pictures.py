@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ __all__ = ["PICTURES", "draw"]
 # Of Okabe and Ito: they can be told apart in the common forms of colour blindness.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _AXIS = {"top1": "top-1 accuracy, %", "mAP": "mean average precision", "r2": "R²"}
+_LONGEST = 28  # characters of a name
 _NAMED_CLASSES = 40  # more do not fit beside a matrix
 
 
@@ -31,7 +33,8 @@ def draw(outcome: Outcome, folder: Path) -> list[Path]:
         figure = picture(outcome)
         if figure is not None:
             FigureCanvasAgg(figure)
-            with whole_file(folder / name) as file:
+            with whole_file(folder / name) as file, warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Glyph .* missing from font")  # emoji are drawn as boxes
                 figure.savefig(file, format="png", dpi=150)
             written.append(folder / name)
     return written
@@ -39,7 +42,8 @@ def draw(outcome: Outcome, folder: Path) -> list[Path]:
 
 def _text(name: str) -> str:
     """A name that matplotlib draws as it is: no formulas, and no underscore in front, which hides it in legends."""
-    name = printable(name).replace("$", r"\$")
+    name = printable(name)
+    name = (name if len(name) <= _LONGEST else name[: _LONGEST - 1] + "…").replace("$", r"\$")
     return "\u200b" + name if name.startswith("_") else name
 
 
@@ -76,7 +80,7 @@ def _layers(outcome: Outcome) -> Figure | None:
     if len(outcome.probed) < 2:
         return None
     names = list(dict.fromkeys(one.layer for one in outcome.probed))
-    figure, axes = _figure(max(5.0, 1.6 + 0.55 * len(names)), 4.2)
+    figure, axes = _figure(min(16.0, max(5.0, 1.6 + 0.55 * len(names))), 4.2)
     label, factor = _scale(outcome)
     for name, colour, probed in _by_data_set(outcome):
         places = [names.index(one.layer) for one in probed]
@@ -88,7 +92,15 @@ def _layers(outcome: Outcome) -> Figure | None:
             linewidth=1.8, label=_text(name),
         )  # fmt: skip
     _chance(outcome, axes)
-    axes.set_xticks(range(len(names)), [_text(name) for name in names], rotation=40, ha="right")
+    axes.set_xticks(
+        range(len(names)),
+        [_text(name) for name in names],
+        rotation=40 if len(names) <= 26 else 90,
+        ha="right" if len(names) <= 26 else "center",
+        fontsize=8,
+    )
+    if axes.get_ylim()[0] < -1 and factor == 1.0:
+        axes.set_ylim(-1, None)  # worse than that says no more
     axes.set_ylabel(label)
     axes.set_title(_title(outcome, "By layer"), fontsize=11)
     axes.grid(axis="y", alpha=0.3)
@@ -109,10 +121,10 @@ def _chance(outcome: Outcome, axes: Any) -> None:
 
 def _curve(outcome: Outcome) -> Figure | None:
     """What each strength gave on the validation rows, the chosen one marked; a line for each layer."""
-    probed = [one for one in outcome.probed if one.result.curve]
+    probed = [one for one in outcome.probed if len(one.result.curve) > 1]
     if not probed:
         return None
-    figure, axes = _figure(7.2 if len(probed) > 1 else 5.6, 4.2)
+    figure, axes = _figure(*_size_with_legend(len(probed)))
     label, factor = _scale(outcome)
     for (name, colour, style), one in zip(_lines(outcome, probed), probed, strict=True):
         strengths, values = np.array(one.result.curve).T
@@ -132,8 +144,7 @@ def _curve(outcome: Outcome) -> Figure | None:
     axes.set_ylabel(f"{label}, on validation rows")
     axes.set_title(_title(outcome, f"By {probed[0].result.swept}") + "; dots: chosen", fontsize=11)
     axes.grid(alpha=0.3)
-    if len(probed) > 1:
-        axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    _legend(axes, len(probed))
     return figure
 
 
@@ -147,12 +158,25 @@ def _lines(outcome: Outcome, probed: list[Probed]) -> Iterator[tuple[str, Any, s
         yield _text(name), shades[layers.index(one.layer)], style
 
 
+_IN_A_COLUMN = 20  # names of a legend
+
+
+def _size_with_legend(count: int) -> tuple[float, float]:
+    return (5.6, 4.2) if count < 2 else (5.6 + 1.7 * -(-count // _IN_A_COLUMN), 4.4)
+
+
+def _legend(axes: Any, count: int) -> None:
+    if count > 1:
+        columns = -(-count // _IN_A_COLUMN)
+        axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), ncols=columns)
+
+
 def _shots(outcome: Outcome) -> Figure | None:
     """Few-shot: the mean over draws by rows of a class, and each draw; a line for each layer."""
     probed = [one for one in outcome.probed if one.result.shots]
     if not probed:
         return None
-    figure, axes = _figure(7.2 if len(probed) > 1 else 5.6, 4.2)
+    figure, axes = _figure(*_size_with_legend(len(probed)))
     for (name, colour, style), one in zip(_lines(outcome, probed), probed, strict=True):
         shots = np.array(list(one.result.shots))
         values = 100 * np.array([one.result.shots[n] for n in shots.tolist()])
@@ -167,8 +191,7 @@ def _shots(outcome: Outcome) -> Figure | None:
     axes.set_ylabel(_AXIS["top1"])
     axes.set_title(_title(outcome, "By shots") + "; mean and range of draws", fontsize=11)
     axes.grid(alpha=0.3)
-    if len(probed) > 1:
-        axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    _legend(axes, len(probed))
     return figure
 
 
@@ -191,8 +214,9 @@ def _confusion(outcome: Outcome) -> Figure | None:
             if shares[i, j] >= 0.5:
                 axes.text(j, i, f"{shares[i, j]:.0f}", ha="center", va="center", fontsize=8,
                           color="white" if shares[i, j] > 55 else "black")  # fmt: skip
-    axes.set_xlabel("predicted")
-    axes.set_ylabel("class")
+    number = "" if len(names) <= _NAMED_CLASSES else ", by its place in `classes` of results.json"
+    axes.set_xlabel("predicted" + number)
+    axes.set_ylabel("class" + number)
     called = best.layer if len(outcome.labellings) == 1 else f"{best.data_set} {best.layer}"
     axes.set_title(_title(outcome, f"{_text(called)}: % of the test images of a class"), fontsize=10)
     figure.colorbar(image, ax=axes, shrink=0.7)

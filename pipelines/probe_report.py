@@ -7,7 +7,7 @@ import csv
 import io
 import math
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 from extract.errors import InputError
 from extract.probe.metrics import Estimate
+from extract.probe.model import LinearProbe
 from extract.probe.protocols import PROTOCOLS
 from extract.store.files import read_json, whole_file, write_json
 from pipelines.config import ProbeConfig
@@ -49,9 +50,13 @@ def probe_and_write(config: ProbeConfig, say: Callable[[str], None]) -> tuple[Ou
         folder = _folder_for(config)
         folder.mkdir(parents=True, exist_ok=True)
         if config.save is not None:
-            if config.save.is_dir():
-                raise InputError(f"{config.save} is a folder; --save wants a file, such as probe.safetensors")
+            if config.save.is_dir() or config.save.suffix != ".safetensors":
+                raise InputError(f"--save {config.save}: expected the name of a file that ends in .safetensors")
+            if config.save.exists():
+                LinearProbe.load(config.save)  # only probes are written over
             config.save.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=config.save.parent):
+                pass
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
@@ -79,7 +84,9 @@ def _folder_for(config: ProbeConfig) -> Path:
     number = 1
     while True:
         folder = Path(config.out[0]) / "probe" / (config.protocol + (f"-{number}" if number > 1 else ""))
-        if not (folder / "results.json").exists():
+        with contextlib.suppress(FileExistsError):
+            folder.parent.mkdir(exist_ok=True)
+            folder.mkdir()  # of two runs at once, one
             return folder
         with contextlib.suppress(InputError):
             if read_json(folder / "results.json").get("configuration") == _what_is_asked(config):
@@ -271,14 +278,16 @@ def _write_predictions(outcome: Outcome, path: Path) -> bool:
             names = [str(name) for name in result.classes.tolist()]
             paths = outcome.test_paths[one.data_set]
             for name, truth, found in zip(paths, result.truth, result.predictions, strict=True):
-                write([one.data_set, one.layer, name, *(answer(value, names, result.task) for value in (truth, found))])
+                unseen = outcome.labellings[one.data_set].unseen
+                texts = [answer(value, names, result.task, unseen) for value in (truth, found)]
+                write([one.data_set, one.layer, name, *texts])
     return True
 
 
-def answer(value: Any, names: list[str], task: str) -> str:
+def answer(value: Any, names: list[str], task: str, unseen: Sequence[str] = ()) -> str:
     """What a probe says of an image, or somebody else: a class, labels with | between them, a number."""
     if task == "classification":
-        return names[value] if value >= 0 else ""
+        return str(names[value] if value >= 0 else unseen[-1 - value])
     if task == "multilabel":
         return SEPARATOR.join(name for name, there in zip(names, value, strict=True) if there)
     return repr(float(value[0]))

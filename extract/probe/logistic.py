@@ -170,6 +170,8 @@ def _features(rows: FeatureRows, device: torch.device, memory_bytes: int) -> _Fe
     for _, array in rows.blocks():
         centred = torch.from_numpy(array).to(device) - mean
         moments += centred.T @ centred
+    if not bool(moments.isfinite().all()):
+        raise LayertapError("the features are too large to be summed in float32; scale them")
     found, axes = torch.linalg.eigh(moments / count)
     axes, variances = axes.float(), _bounded(found)
     if not in_memory:

@@ -53,7 +53,7 @@ def classification_metrics(
 
     Args:
         scores: (N, K).
-        truth: (N,) classes; -1: one that training did not have, which is always wrong.
+        truth: (N,) classes; -1, -2, ...: those that training did not have, which are always wrong.
         probabilities: (N, K); None: the probe has none.
         seed: of the intervals.
     """
@@ -66,7 +66,7 @@ def classification_metrics(
     hits = {"top1": known & (before == 0)}
     if k > 5:
         hits["top5"] = known & (before < 5)
-    classes = np.where(known, truth, k)  # one more, of those that training did not have
+    classes, n_classes = _all_classes(truth, k)
     columns: dict[str, NDArray[Any]] = {**hits}
     if probabilities is not None:
         # From the scores: a probability of 1e-50 has none in float32.
@@ -76,7 +76,7 @@ def classification_metrics(
 
     def of(rows: NDArray[np.int64] | slice) -> dict[str, float]:
         found = {name: _mean(values[rows]) for name, values in columns.items()}
-        n, recall, _, f1, there = _by_class(classes[rows], predicted[rows], k + 1)
+        n, recall, _, f1, there = _by_class(classes[rows], n_classes, predicted[rows])
         found["balanced_accuracy"] = float(recall[n > 0].mean())
         found["macro_f1"] = float(f1[there].mean())
         return found
@@ -197,12 +197,17 @@ def confusion_of(predicted: NDArray[np.int64], truth: NDArray[np.int64], n_class
 
 def by_class(predicted: NDArray[np.int64], truth: NDArray[np.int64], n_classes: int) -> dict[str, NDArray[Any]]:
     """(K,) recall, precision and f1 of each class, 0 where nothing can be said, as of scikit-learn; n: its rows."""
-    n, recall, precision, f1, _ = _by_class(np.where(truth >= 0, truth, n_classes), predicted, n_classes + 1)
-    return {"n": n[:-1], "recall": recall[:-1], "precision": precision[:-1], "f1": f1[:-1]}
+    n, recall, precision, f1, _ = (one[:n_classes] for one in _by_class(*_all_classes(truth, n_classes), predicted))
+    return {"n": n, "recall": recall, "precision": precision, "f1": f1}
+
+
+def _all_classes(truth: NDArray[np.int64], n_classes: int) -> tuple[NDArray[np.int64], int]:
+    """The classes with those that training did not have behind them, and how many there are in all."""
+    return np.where(truth >= 0, truth, n_classes - 1 - truth), n_classes + max(0, -int(truth.min(initial=0)))
 
 
 def _by_class(
-    truth: NDArray[np.int64], predicted: NDArray[np.int64], n_classes: int
+    truth: NDArray[np.int64], n_classes: int, predicted: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], NDArray[np.bool_]]:
     """(K,) rows, recall, precision, f1, and whether the class is there or was predicted."""
     n, said, right = (np.bincount(one, minlength=n_classes) for one in (truth, predicted, truth[truth == predicted]))
@@ -217,10 +222,12 @@ def _with_intervals(
 ) -> dict[str, Estimate]:
     values = of(slice(None))
     generator = np.random.default_rng(seed)
-    drawn = [of(generator.integers(0, count, count)) for _ in range(resamples)]
+    with np.errstate(all="ignore"):  # a draw may lack a class, or have one row many times
+        drawn = [of(generator.integers(0, count, count)) for _ in range(resamples)]
     found = {}
     for name, value in values.items():
-        low, high = np.nanpercentile([one[name] for one in drawn], [2.5, 97.5])
+        there = [one[name] for one in drawn if math.isfinite(one[name])]
+        low, high = np.percentile(there, [2.5, 97.5]) if there else (math.nan, math.nan)
         found[name] = Estimate(value, float(low), float(high))
     return found
 

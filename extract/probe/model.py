@@ -30,8 +30,8 @@ class LinearProbe:
     """scale(x) @ coef_.T + intercept_, named as scikit-learn names it.
 
     Attributes:
-        coef_: (K, D) float32; (1, D) for two classes.
-        intercept_: (K,) float32.
+        coef_: (K, D) float32, float64 of regression; (1, D) for two classes.
+        intercept_: (K,), likewise.
         classes_: (K,) what `predict` answers with; of several labels, their names; of regression, those of the targets.
         task: "classification", "multilabel" or "regression".
         scaling: of the features, with statistics of the rows that it was fitted on.
@@ -39,8 +39,8 @@ class LinearProbe:
         about: what else is kept in the file: protocol, layers, fingerprint of the features, results.
     """
 
-    coef_: NDArray[np.float32]
-    intercept_: NDArray[np.float32]
+    coef_: NDArray[Any]
+    intercept_: NDArray[Any]
     classes_: NDArray[Any]
     task: str = "classification"
     scaling: Scaling = field(default_factory=Scaling)
@@ -52,7 +52,7 @@ class LinearProbe:
         """D."""
         return int(self.coef_.shape[1])
 
-    def decision_function(self, x: Source | FeatureRows) -> NDArray[np.float32]:
+    def decision_function(self, x: Source | FeatureRows) -> NDArray[Any]:
         """(N, K) scores; (N,) for two classes, positive for the second.
 
         Args:
@@ -64,7 +64,7 @@ class LinearProbe:
         rows = x if isinstance(x, FeatureRows) else FeatureRows.of(x)
         if rows.width != self.n_features_in_:
             raise InputError(f"the features have {rows.width} values; the probe was fitted on {self.n_features_in_}")
-        scores = np.empty((len(rows), len(self.coef_)), np.float32)
+        scores = np.empty((len(rows), len(self.coef_)), self.coef_.dtype)
         for start, block in rows.scaled(self.scaling).blocks():
             scores[start : start + len(block)] = block @ self.coef_.T + self.intercept_
         return scores[:, 0] if self._one_score else scores
@@ -73,7 +73,7 @@ class LinearProbe:
     def _one_score(self) -> bool:
         return self.task == "classification" and len(self.coef_) == 1
 
-    def scores(self, x: Source | FeatureRows) -> NDArray[np.float32]:
+    def scores(self, x: Source | FeatureRows) -> NDArray[Any]:
         """(N, K) as `decision_function`, but of two classes also two columns: 0, and its score."""
         scores = self.decision_function(x)
         return np.stack([np.zeros_like(scores), scores], 1) if scores.ndim == 1 else scores
@@ -157,10 +157,18 @@ def _wrong(probe: LinearProbe) -> Iterator[str]:
     """What does not fit together."""
     if probe.task not in _TASKS or probe.scaling.name not in ("none", "l2", "standardise"):
         yield f"unknown task {probe.task!r} or scaling {probe.scaling.name!r}"
+    if probe.classes_.dtype.kind not in "Uif" or len(set(probe.classes_.ravel().tolist())) < probe.classes_.size:
+        yield "its classes are no names, or there twice"
+        return
     if probe.classes_.ndim != 1 or not isinstance(probe.about, dict):
         yield "its classes are no list, or what it is about is missing"
         return
-    if probe.coef_.ndim != 2 or probe.coef_.dtype != np.float32 or probe.intercept_.shape != probe.coef_.shape[:1]:
+    expected_dtype = np.float64 if probe.task == "regression" else np.float32
+    if (
+        probe.coef_.ndim != 2
+        or probe.intercept_.shape != probe.coef_.shape[:1]
+        or {probe.coef_.dtype, probe.intercept_.dtype} != {np.dtype(expected_dtype)}
+    ):
         yield "its weights have other shapes than (K, D) and (K,)"
         return
     columns: Sequence[Any] = [one for one in (probe.scaling.mean, probe.scaling.scale) if one is not None]

@@ -31,6 +31,7 @@ __all__ = ["ProbeResult", "linear_probe", "probe"]
 
 PRIMARY = {"classification": "top1", "multilabel": "mAP", "regression": "r2"}
 _MOST_IN_A_TABLE = 1000  # classes in a confusion matrix, which has their square of numbers
+_LARGEST = 1e100  # target: its square must be finite, and their sum
 SCALINGS = ("none", "l2", "standardise")
 
 
@@ -53,7 +54,7 @@ class ProbeResult:
         shots: of few-shot: rows of a class -> top-1 of each draw.
         n_train, n_val, n_test: rows; of the training rows, those of validation included that were refitted with.
         predictions: (N,) numbers of classes; (N, K) labels, 0 or 1; (N, K) numbers; None of few-shot.
-        truth: (N,) numbers of classes, -1 where training had no such class; (N, K) labels or numbers.
+        truth: (N,) numbers of classes, below 0 where training had no such class; (N, K) labels or numbers.
         probabilities: (N, K), where there are any.
         objective: what logistic regression minimised, for the chosen value, on training and validation rows.
         model: the probe, to be used and saved; None: k nearest neighbours, few-shot.
@@ -149,8 +150,12 @@ def linear_probe(
         raise InputError("x_val and y_val go together")
     if class_weight not in (None, "balanced"):
         raise unknown_name("class_weight", str(class_weight), ["balanced"])
-    kind = PROTOCOLS.get(protocol)
-    numbers = kind is not None and kind.tasks == ("regression",)
+    if not isinstance(protocol, str) or protocol not in PROTOCOLS:
+        raise unknown_name("protocol", str(protocol), PROTOCOLS)
+    kind = PROTOCOLS[protocol]
+    numbers = kind.tasks == ("regression",)
+    if not isinstance(seed, int) or not 0 <= seed < 1 << 32:
+        raise InputError(f"seed is {seed!r}; expected a whole number from 0 to {(1 << 32) - 1}")
     train, test = np.asarray(y_train), np.asarray(y_test)
     val = None if y_val is None else np.asarray(y_val)
     task, classes, encoded = _encoded(train, val, test, numbers)
@@ -159,7 +164,8 @@ def linear_probe(
         if x is None or y is None:
             pieces.append(None)
             continue
-        rows = FeatureRows.of(x)
+        # A list of rows is an array; `FeatureRows` takes a list for arrays that lie side by side.
+        rows = FeatureRows.of(np.asarray(x) if isinstance(x, list | tuple) else x)
         if len(rows) != len(y):
             raise InputError(f"x_{name} has {len(rows):,} rows, y_{name} {len(y):,}")
         pieces.append(Labelled(rows, y))
@@ -191,7 +197,7 @@ def probe(
     Args:
         train: targets of classes are numbers in `classes`.
         val: likewise, or None.
-        test: likewise; -1 where training has no such class.
+        test: likewise; -1, -2, ... for classes that training does not have.
         classes: (K,) of anything.
         task: "classification", "multilabel" or "regression".
         protocol: this and what follows as of `linear_probe`.
@@ -216,6 +222,8 @@ def probe(
         val = None
     if not len(test) or not len(train):
         raise InputError(f"{len(train):,} rows to train on and {len(test):,} to test on; both need some")
+    if task == "regression" and (constant := np.flatnonzero(np.ptp(train.targets, axis=0) == 0)).size:
+        raise InputError(f"{classes[constant[0]]} is {train.targets[0, constant[0]]:g} in all training rows")
     if task == "classification" and len(classes) < 2:
         raise InputError(f"the training rows have {len(classes)} class; a probe needs at least two")
     widths = {name: one.rows.width for name, one in (("train", train), ("val", val), ("test", test)) if one is not None}
@@ -325,11 +333,21 @@ def _encoded(
 ) -> tuple[str, NDArray[Any], tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any]]]:
     """The task, the classes, and the targets as numbers of them."""
     given = [one for one in (train, val, test) if one is not None]
+    if not train.size or not test.size:
+        raise InputError(f"{len(train):,} rows to train on and {len(test):,} to test on; both need some")
+    if any(one.dtype.kind == "f" and not np.isfinite(one).all() for one in given):
+        raise InputError("a target is NaN or infinite; leave such rows out")
+    if any(one.dtype.kind == "O" for one in given):
+        kinds = sorted({type(value).__name__ for one in given for value in one.ravel().tolist()})
+        if kinds != ["str"]:
+            raise InputError(f"targets are of several kinds ({', '.join(kinds)}); expected all text, or all numbers")
     if any(one.ndim not in (1, 2) or one.ndim != train.ndim or one.shape[1:] != train.shape[1:] for one in given):
         raise InputError(f"targets of shapes {', '.join(str(one.shape) for one in given)}; expected (N,) or (N, K)")
     if numbers:
-        if any(one.dtype.kind not in "iufb" or not np.isfinite(one).all() for one in given):
-            raise InputError("the targets of regression are finite numbers")
+        if any(
+            one.dtype.kind not in "iufb" or np.abs(one.astype(np.float64)).max(initial=0) > _LARGEST for one in given
+        ):
+            raise InputError("the targets of regression are finite numbers, below 1e100")
         as_numbers = [None if one is None else one.reshape(len(one), -1).astype(np.float64)
                       for one in (train, val, test)]  # fmt: skip
         names = np.array([f"target {i}" for i in range(np.prod(train.shape[1:], dtype=int))])
@@ -352,6 +370,9 @@ def _encoded(
         comparable = (one.dtype.kind in "US") == (classes.dtype.kind in "US")
         places = np.minimum(np.searchsorted(classes, one), len(classes) - 1) if comparable else np.zeros(len(one), int)
         found = np.where(classes[places] == one, places, -1) if comparable else places - 1
+        # -1, -2, ...: classes that training does not have, each its own.
+        number = np.unique(one[found < 0], return_inverse=True)[1]
+        found[found < 0] = -1 - number
         if name == "val" and (found < 0).any():
             raise InputError(f"y_val has the class {one[found < 0][0].item()!r}, which y_train has not")
         if not (found >= 0).any() and len(one):

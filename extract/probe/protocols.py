@@ -363,7 +363,7 @@ def _refitted(train: Labelled, val: Labelled, settings: Settings, sweep: _Sweep,
     model = LinearProbe(fit.weights[0], fit.biases[0], settings.classes, settings.task, scaling)
     curve = sweep.curve if swept == "C" else [(1 / c, value) for c, value in reversed(sweep.curve)]
     chosen = sweep.best_strength if swept == "C" else 1 / sweep.best_strength
-    notes = _at_the_end(swept, chosen, curve) + _on_few(len(val))
+    notes = _at_the_end(swept, chosen, curve) + _on_few(len(val)) + _tied(curve)
     if not fit.converged[0]:
         notes.append(f"{swept} = {chosen:.3g} had not converged after {int(fit.iterations[0]):,} iterations")
     objective, n_train = float(fit.objectives[0]), len(train) + len(val)
@@ -375,12 +375,23 @@ def _at_the_end(swept: str, chosen: float, curve: Sequence[tuple[float, float]])
     return [f"{swept} = {chosen:.3g} is an end of its range"] if chosen in (min(values), max(values)) else []
 
 
+def _tied(curve: Sequence[tuple[float, float]]) -> list[str]:
+    """Where the validation rows hardly choose."""
+    values = [value for _, value in curve]
+    equal = values.count(max(values))
+    if equal <= len(values) // 3 or len(values) < 3:
+        return []
+    return [
+        f"{equal} of {len(values)} strengths are equally good on the validation rows; the strongest of them is taken"
+    ]
+
+
 def _on_few(count: int) -> list[str]:
     return [f"chosen on {count} rows only"] if count < _FEW else []
 
 
 def _compared(
-    weights: NDArray[np.float32], biases: NDArray[np.float32], scaling: Scaling, val: Labelled, settings: Settings
+    weights: NDArray[Any], biases: NDArray[Any], scaling: Scaling, val: Labelled, settings: Settings
 ) -> list[float]:
     """What each of (M, K, D) and (M, K) gives on the validation rows, some at a time."""
     k = weights.shape[1]
@@ -388,7 +399,7 @@ def _compared(
     found = []
     for first in range(0, len(weights), at_once):
         some, shift = weights[first : first + at_once], biases[first : first + at_once]
-        scores = np.empty((len(val), len(some), k), np.float32)
+        scores = np.empty((len(val), len(some), k), some.dtype)
         for start, block in val.rows.scaled(scaling).blocks():
             scores[start : start + len(block)] = (block @ some.reshape(-1, some.shape[2]).T).reshape(
                 -1, len(some), k

@@ -18,7 +18,7 @@ _MOST_BYTES = 8 << 30  # of rows in double precision, where there are fewer of t
 
 def fit_ridge(
     rows: FeatureRows, targets: NDArray[np.float64], alphas: Sequence[float]
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """What scikit-learn's `Ridge(alpha)` minimises, |X w + b - y|^2 + alpha |w|^2, for every alpha.
 
     One decomposition serves them all.
@@ -29,7 +29,7 @@ def fit_ridge(
         alphas: M of them, above zero.
 
     Returns:
-        (M, K, D) weights and (M, K) biases.
+        (M, K, D) weights and (M, K) biases, in double precision: a year in seconds has no place in float32.
 
     Raises:
         InputError: both N and D are too large for a matrix of their products.
@@ -57,4 +57,4 @@ def fit_ridge(
         values, back = np.linalg.eigh(moments)
         along = back.T @ products
     weights = np.stack([(back @ (along / (np.maximum(values, 0) + alpha)[:, None])).T for alpha in alphas])
-    return weights.astype(np.float32), (about - weights @ mean).astype(np.float32)
+    return weights, about - weights @ mean

@@ -110,10 +110,13 @@ class FeatureRows:
             index: which rows, sorted; None: all.
         """
         sources = tuple(columns) if isinstance(columns, list | tuple) else (columns,)
-        sources = tuple(one.detach().cpu().numpy() if isinstance(one, torch.Tensor) else one for one in sources)
+        sources = tuple(_numpy(one) if isinstance(one, torch.Tensor) else one for one in sources)
         for source in sources:
             if not hasattr(source, "shape") or len(source.shape) < 2:
-                raise InputError(f"features are {type(source).__name__}; expected an array of shape (N, D)")
+                shape = getattr(source, "shape", "")
+                raise InputError(f"features are {type(source).__name__} {shape}; expected an array of shape (N, D)")
+            if np.dtype(getattr(source, "dtype", np.float32)).kind not in "fiub":
+                raise InputError(f"features are of {source.dtype}; expected real numbers")
             if 0 in source.shape[1:]:
                 raise InputError(f"features of shape {tuple(source.shape)} have no values")
             if source.shape[0] != sources[0].shape[0]:
@@ -186,6 +189,11 @@ class FeatureRows:
                 row = start + int(np.flatnonzero(~np.isfinite(block).all(1))[0])
                 raise InputError(f"row {row} of the features has NaN or infinity; leave such rows out")
             yield start, block
+
+
+def _numpy(tensor: torch.Tensor) -> NDArray[Any]:
+    plain = tensor.detach().cpu()
+    return np.asarray((plain.float() if plain.dtype == torch.bfloat16 else plain).numpy())
 
 
 def _moments(rows: FeatureRows) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -66,7 +66,14 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that is given its name when it is whole, over one that has it; until then it has another."""
+    """A file that is given its name when it is whole, over one that has it; until then it has another.
+
+    Raises:
+        InputError: the name is that of a device, a pipe or a folder.
+    """
+    path = path.resolve() if path.is_symlink() else path
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path} is no regular file, and is not written over")
     temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
         with temporary.open("wb") as file:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -305,7 +306,41 @@ def test_where_nothing_is_written_nothing_is_left(made, tmp_path):
     assert not (tmp_path / "out" / "probe").exists()
     (tmp_path / "file").write_text("")
     assert "cannot be written" in fails("probe", made / "out", "-o", tmp_path / "file" / "res")
-    assert "is a folder" in fails("probe", made / "out", "-l", "layer4", "-o", tmp_path / "res", "--save", tmp_path)
+    for name in (tmp_path, tmp_path / "probe.txt"):
+        error = fails("probe", made / "out", "-l", "layer4", "-o", tmp_path / "res", "--save", name)
+        assert "ends in .safetensors" in error
+
+
+def test_only_files_of_the_same_kind_are_written_over(made, kept, tmp_path):
+    other = tmp_path / "labels.safetensors"
+    other.write_text("path,label")
+    assert "no probe" in fails("probe", made / "out", "-l", "layer4", "-o", tmp_path / "res", "--save", other)
+    table = tmp_path / "list.csv"
+    table.write_text("path\nx.png\n")
+    for taken in (table, kept, made / "out" / "dataset.json"):
+        before = taken.read_bytes()
+        assert "name another file" in fails("predict", kept, made / "out", "-o", taken)
+        assert taken.read_bytes() == before
+    fifo = tmp_path / "pipe"
+    os.mkfifo(fifo)
+    assert "no regular file" in fails("predict", kept, made / "out", "-o", fifo)
+    for _ in range(2):  # its own is
+        assert layertap("predict", kept, made / "out", "-o", tmp_path / "mine.csv").exit_code == 0
+    (tmp_path / "link.csv").symlink_to("mine.csv")
+    assert layertap("predict", kept, made / "out", "-o", tmp_path / "link.csv").exit_code == 0
+    assert (tmp_path / "link.csv").is_symlink()
+
+
+def test_classes_that_training_lacks_keep_their_names(made, tmp_path):
+    with FeatureReader(made / "out") as reader:
+        paths = reader.paths
+    names = {path: "zebra" if "test/ant/00" in path else "yak" if "test/ant/01" in path else path.split("/")[1]
+             for path in paths}  # fmt: skip
+    file = labels_file(tmp_path / "labels.csv", [["path", "label"], *map(list, names.items())])
+    result = layertap("probe", made / "out", "-l", "layer4", "-p", "centroid", "--labels", file, "-o", tmp_path / "res")
+    assert "2 test rows have a class that no training row has" in result.stdout
+    found = {one["path"]: one["label"] for one in csv.DictReader((tmp_path / "res/predictions.csv").open())}
+    assert all(names[path] == label for path, label in found.items())
 
 
 def test_names_that_are_formulas_elsewhere_are_drawn_as_they_are(tmp_path):
@@ -330,6 +365,7 @@ def test_names_that_are_formulas_elsewhere_are_drawn_as_they_are(tmp_path):
         (["--save", "x.safetensors", "-l", "layer4", "-p", "knn"], "the protocol knn has no probe that could be kept"),
         (["--device", "cuda:7"], "device 'cuda:7' cannot be used"),
         (["-p", "ridge"], "is no number"),
+        (["-p", "ridge", "--multilabel"], "ridge predicts numbers, not labels"),
     ],
 )
 def test_wrong_flags_are_explained(made, tmp_path, arguments, message):

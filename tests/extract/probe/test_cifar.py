@@ -6,7 +6,6 @@ import subprocess
 import sys
 import warnings
 
-import h5py
 import numpy as np
 import pytest
 import torch
@@ -14,9 +13,13 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import NearestCentroid
 from sklearn.preprocessing import normalize
 
-from extract import FeatureReader, extract_features
+from extract import Status, extract_features
 from extract.probe import linear_probe
+from extract.store.dataset import DataSet
+from extract.store.layout import RowNames, StoredFeature, create_shard
+from extract.store.writer import ShardWriter
 from tests.conftest import SHARED
+from tests.extract.store.rows import no_files
 
 pytestmark = pytest.mark.slow
 
@@ -26,8 +29,9 @@ def features(tmp_path_factory):
     """5,000 and 1,000 embeddings of CIFAR-10 by the bundled backbone: x, y, x_test, y_test."""
     if not (SHARED / "cifar10-6k").is_dir():
         pytest.skip("no CIFAR-10 beside the checkout")
-    extract_features(SHARED / "cifar10-6k", out=tmp_path_factory.mktemp("cifar") / "out", progress=False).close()
-    with FeatureReader(tmp_path_factory.getbasetemp() / "cifar0" / "out") as reader:
+    with extract_features(
+        SHARED / "cifar10-6k", out=tmp_path_factory.mktemp("cifar") / "out", progress=False
+    ) as reader:
         train, test = (np.array(reader.splits) == split for split in ("train", "test"))
         x = reader["embedding"][:]
         return x[train], reader.labels[train], x[test], reader.labels[test]
@@ -132,33 +136,52 @@ def test_shuffled_labels_are_at_chance_within_the_interval(features):
 
 LARGE = """
 import sys
-import h5py
 import numpy as np
+from extract import FeatureReader
 from extract.probe.logistic import LogisticRegression
-from extract.probe.rows import FeatureRows
-with h5py.File(sys.argv[1]) as file:
-    x, y = file["x"], file["y"][:]
-    fit = LogisticRegression(FeatureRows.of(x), y, 10, memory_bytes=int(sys.argv[2])).fit([1e-4, 1e-3, 1e-2])
-    scores = [file["x_test"][:] @ w.T + b for w, b in zip(fit.weights, fit.biases)]
-    print(*[(one.argmax(1) == file["y_test"][:]).mean() for one in scores], *fit.objectives)
+from extract.probe.rows import FeatureRows, Scaling
+with FeatureReader(sys.argv[1]) as reader, np.load(sys.argv[2]) as test:
+    rows = FeatureRows.of(reader["embedding"])
+    rows = rows.scaled(Scaling.of("standardise", rows))
+    fit = LogisticRegression(rows, reader.labels.copy(), 10, memory_bytes=int(sys.argv[3])).fit([1e-6, 1e-5, 1e-4])
+    x = rows.scaling(test["x"].copy())
+    print(*[((x @ w.T + b).argmax(1) == test["y"]).mean() for w, b in zip(fit.weights, fit.biases)], *fit.objectives)
 lines = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
 print(int(lines["VmHWM"].split()[0]) / 1024)
 """
 
 
-def test_features_larger_than_memory_are_streamed(features, tmp_path):
+def large_data_set(out, x, y, times):
+    """The rows so many times, each time with other noise, in a data set of shards of 512 MB."""
+    feature = StoredFeature("embedding", x.shape[1:], "float32", {"layer": "embedding", "pooling": "none"})
+    count, generator = times * len(x), np.random.default_rng(0)
+    paths = [f"{i:07d}" for i in range(count)]
+    images = {"root": "/photos", "count": count, "paths_xxh3": "0" * 32}
+    data = DataSet(out=out, depends_on={"weights": "w"}, features=[feature], images=images, shard_rows=100_000)
+    data.open_or_create()
+    for shard in range(data.n_shards):
+        rows = data.shard_range(shard)
+        names = RowNames(
+            [paths[i] for i in rows], y[np.array(rows) % len(y)], ["train"] * len(rows), list("0123456789")
+        )
+        create_shard(data.path(shard, part=True), [feature], data.identity(shard), names, {})
+        with ShardWriter(data, shard) as writer:
+            for start in range(rows.start, rows.stop, len(x)):
+                here = np.arange(start, min(start + len(x), rows.stop))
+                noise = 0.05 * x.std(0) * generator.normal(size=(len(here), x.shape[1]))
+                values = {"embedding": (x[here % len(x)] + noise).astype(np.float32)}
+                writer.write(here, values, np.full(len(here), Status.OK, "uint8"), no_files(len(here)), {})
+            writer.publish()
+    return count * feature.row_bytes
+
+
+def test_data_sets_larger_than_memory_are_streamed(features, tmp_path):
     x, y, x_test, y_test = features
-    generator = np.random.default_rng(0)
-    with h5py.File(tmp_path / "large.h5", "w") as file:
-        large = file.create_dataset("x", (45 * len(x), x.shape[1]), np.float32)
-        for i in range(45):
-            large[i * len(x) : (i + 1) * len(x)] = x + 0.05 * x.std(0) * generator.normal(size=x.shape)
-        size = large.nbytes
-        for name, values in (("y", np.tile(y, 45)), ("x_test", x_test), ("y_test", y_test)):
-            file[name] = values
+    size = large_data_set(tmp_path / "large", x, y, 45)
+    np.savez(tmp_path / "test.npz", x=x_test, y=y_test)
     found, peaks = {}, {}
     for memory in (200 << 20, 8 << 30):
-        command = [sys.executable, "-c", LARGE, str(tmp_path / "large.h5"), str(memory)]
+        command = [sys.executable, "-c", LARGE, str(tmp_path / "large"), str(tmp_path / "test.npz"), str(memory)]
         run = subprocess.run(command, capture_output=True, text=True, check=True)
         values, peak = run.stdout.splitlines()
         found[memory], peaks[memory] = np.array(values.split(), float), float(peak)

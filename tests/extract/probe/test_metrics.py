@@ -75,6 +75,20 @@ def test_a_test_class_that_training_did_not_have_is_always_wrong(predictions):
     assert np.isfinite(found["log_loss"].value)
 
 
+def test_several_classes_that_training_did_not_have_count_one_by_one(predictions):
+    scores, truth, _ = predictions
+    names = truth.copy()
+    names[truth == 5], names[truth == 6] = 105, 106
+    unseen = np.where(truth == 5, -1, np.where(truth == 6, -2, truth))
+    found = classification_metrics(scores, unseen, None, seed=0)
+    predicted, labels = scores.argmax(1), np.unique(names)
+    recall = reference.recall_score(names, predicted, labels=labels, average="macro", zero_division=0)
+    assert found["balanced_accuracy"].value == pytest.approx(recall)
+    assert found["macro_f1"].value == pytest.approx(
+        reference.f1_score(names, predicted, average="macro", zero_division=0)
+    )
+
+
 def test_the_log_loss_of_sure_and_wrong_answers_is_not_cut_off():
     scores = np.array([[0, 400], [400, 0]], np.float32)
     sure = np.array([[0, 1], [1, 0]], np.float32)

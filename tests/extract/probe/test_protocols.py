@@ -144,6 +144,19 @@ def test_ridge_chooses_alpha_on_val(data):
     np.testing.assert_allclose(result.predictions[:, 0], final.predict(scaler.transform(x_test)), rtol=1e-3, atol=1e-2)
 
 
+def test_ridge_of_numbers_far_from_zero_loses_nothing(data):
+    x, _, _, _, x_test, _ = data
+    weights = np.random.default_rng(1).normal(size=24)
+    plain, shifted = (
+        linear_probe(x, scale * (x @ weights) + offset, x_test, scale * (x_test @ weights) + offset, protocol="ridge")
+        for scale, offset in ((1.0, 0.0), (10.0, 1.7e9))
+    )
+    assert shifted.value == pytest.approx(plain.value, abs=1e-4)
+    assert plain.value > 0.99
+    with pytest.raises(InputError, match="is 3 in all training rows"):
+        linear_probe(x, np.full(len(x), 3.0), x_test, np.arange(len(x_test)), protocol="ridge")
+
+
 def test_labels_that_do_not_exclude_each_other_are_judged_by_average_precision(data):
     x, _, x_val, _, x_test, _ = data
     directions = np.random.default_rng(3).normal(size=(24, 3)) / np.logspace(-1, 1, 24)[:, None]
@@ -287,6 +300,12 @@ def test_classes_are_of_any_kind_and_unknown_ones_count_as_wrong(data):
         ({"x_val": np.ones((1, 24), np.float32), "y_val": [9]}, "y_val has the class 9"),
         ({"device": "cuda:99"}, "device 'cuda:99' cannot be used"),
         ({"y_test": ["a"] * 150}, "no class of y_test is one of y_train: 'a'"),
+        ({"y_train": np.full(400, np.nan)}, "a target is NaN"),
+        ({"y_train": np.array([None, "a"] * 200)}, "targets are of several kinds"),
+        ({"seed": -1}, "seed is -1"),
+        ({"protocol": None}, "protocol 'None' not found"),
+        ({"x_train": np.ones((400, 24), complex)}, "expected real numbers"),
+        ({"x_train": np.ones((0, 24)), "y_train": []}, "0 rows to train on"),
         ({"device": "mps"}, "cannot be used|mps has not"),
         ({"x_train": np.ones((400, 0), np.float32)}, "have no values"),
         ({"y_train": np.full((400, 2), 3), "y_test": np.zeros((150, 2))}, "labels, 0 or 1"),
