@@ -47,16 +47,10 @@ def probe_and_write(config: ProbeConfig, say: Callable[[str], None]) -> tuple[Ou
     """
     data_sets(config.out)
     try:
+        if config.save is not None:
+            _check_file(config.save)
         folder = _folder_for(config)
         folder.mkdir(parents=True, exist_ok=True)
-        if config.save is not None:
-            if config.save.is_dir() or config.save.suffix != ".safetensors":
-                raise InputError(f"--save {config.save}: expected the name of a file that ends in .safetensors")
-            if config.save.exists():
-                LinearProbe.load(config.save)  # only probes are written over
-            config.save.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=config.save.parent):
-                pass
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
@@ -77,6 +71,17 @@ def probe_and_write(config: ProbeConfig, say: Callable[[str], None]) -> tuple[Ou
     return outcome, files + ([config.save] if config.save else [])
 
 
+def _check_file(path: Path) -> None:
+    """Before anything is computed: whether a probe can be kept there."""
+    if path.is_dir() or path.suffix != ".safetensors":
+        raise InputError(f"--save {path}: expected the name of a file that ends in .safetensors")
+    if path.exists():
+        LinearProbe.load(path)  # only probes are written over
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=path.parent):
+        pass
+
+
 def _folder_for(config: ProbeConfig) -> Path:
     """The folder asked for; else OUT/probe/PROTOCOL, or the next number behind it that has not other results."""
     if config.results is not None:
@@ -88,7 +93,7 @@ def _folder_for(config: ProbeConfig) -> Path:
             folder.parent.mkdir(exist_ok=True)
             folder.mkdir()  # of two runs at once, one
             return folder
-        with contextlib.suppress(InputError):
+        with contextlib.suppress(InputError, FileNotFoundError):  # damaged, or a run is just beginning there
             if read_json(folder / "results.json").get("configuration") == _what_is_asked(config):
                 return folder
         number += 1

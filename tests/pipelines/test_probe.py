@@ -274,7 +274,8 @@ def test_unlabelled_test_images_leave_val_to_test_on(tmp_path):
 
 def test_results_of_other_settings_are_not_written_over(made, tmp_path):
     shutil.copytree(made / "out", tmp_path / "out")
-    for layer, folder in (("layer4", "centroid"), ("layer1", "centroid-2"), ("layer4", "centroid")):
+    (tmp_path / "out" / "probe" / "centroid-2").mkdir(parents=True)  # another run has just taken it
+    for layer, folder in (("layer4", "centroid"), ("layer1", "centroid-3"), ("layer4", "centroid")):
         result = layertap("probe", tmp_path / "out", "-p", "centroid", "-l", layer)
         assert str(tmp_path / "out" / "probe" / folder / "results.json") in result.stdout
 
@@ -303,6 +304,7 @@ def test_an_interruption_leaves_the_results_of_the_layers_that_are_done(made, tm
 def test_where_nothing_is_written_nothing_is_left(made, tmp_path):
     shutil.copytree(made / "out", tmp_path / "out")
     fails("probe", tmp_path / "out", "-p", "ridge")
+    fails("probe", tmp_path / "out", "-l", "layer4", "--save", tmp_path / "probe.txt")
     assert not (tmp_path / "out" / "probe").exists()
     (tmp_path / "file").write_text("")
     assert "cannot be written" in fails("probe", made / "out", "-o", tmp_path / "file" / "res")
