@@ -59,7 +59,7 @@ class _Commands(click.Group):
         except OSError as error:
             if error.errno not in _OF_THE_DISK:
                 raise
-            click.secho(f"error: {error.filename or 'a file'} cannot be written: {error.strerror}", fg="red", err=True)
+            click.secho(f"error: {error.filename or 'writing'}: {error.strerror}", fg="red", err=True)
             ctx.exit(1)
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
@@ -268,8 +268,8 @@ _of_probe = partial(_option, model=ProbeConfig)
 def probe(config: Path | None, as_json: bool, **flags: Any) -> None:
     """Tell how good the features of the data sets OUT are, layer by layer, by a protocol of the literature.
 
-    Strengths are chosen on validation images, test images are predicted once. Writes results.json, results.csv,
-    predictions.csv and pictures.
+    Strengths are chosen on validation images; test images are predicted by what was chosen without them. Writes
+    results.json, results.csv, predictions.csv and pictures.
 
     \b
     layertap probe outputs/photos                                # every layer that is stored

@@ -74,7 +74,7 @@ def label_rows(
         InputError: the file fits no row, a label is no number, or no rows are left.
     """
     texts, splits, notes = _own(reader) if labels is None else _from_file(reader, labels, keep_empty=multilabel)
-    good = reader.status == Status.OK
+    good, groups = reader.status == Status.OK, _groups(reader)
     task = "regression" if numbers else "multilabel" if multilabel else "classification"
     if task == "classification":
         texts = [None if text == "-1" else text for text in texts]  # as in a list of images
@@ -89,7 +89,7 @@ def label_rows(
     if test_fraction is not None or not there:
         fraction = TEST_FRACTION if test_fraction is None else test_fraction
         strata = targets if task == "classification" else np.zeros(len(targets), np.int64)
-        chosen = _drawn(strata, _groups(reader), used, fraction, seed)
+        chosen = _drawn(strata, groups, used, fraction, seed)
         names = np.where(chosen, "test", "train")
         of = "each class" if task == "classification" else "the rows"
         notes.append(f"{fraction:.0%} of {of} drawn for testing, with seed {seed}; copies stay together")
@@ -117,7 +117,7 @@ def label_rows(
     labelling = Labelling(
         task, classes, targets, sets["train"], sets["val"], sets["test"], counts=counts, leaks={}, notes=notes
     )
-    return _known_classes(replace(labelling, leaks=_leaks(_groups(reader), labelling)))
+    return _known_classes(replace(labelling, leaks=_leaks(groups, labelling)))
 
 
 def drop_leaks(reader: FeatureReader, labelling: Labelling) -> Labelling:
@@ -188,10 +188,8 @@ def _text(value: Any, empty: str | None) -> str | None:
 
 def _relative(reader: FeatureReader, path: str) -> str:
     """A path as the data set has it: without ./ in front, and without the folder of the images."""
-    root = str(reader.provenance.get("configuration", {}).get("images", ""))
-    for front in (root.rstrip("/") + "/" if root.startswith("/") else "./", "./"):
-        path = path.removeprefix(front)
-    return path
+    root = str(reader.provenance.get("configuration", {}).get("images", "")).rstrip("/")
+    return path.removeprefix("./").removeprefix(f"{root}/" if root.startswith("/") else "")
 
 
 def _file_and_column(labels: str) -> tuple[str, str]:

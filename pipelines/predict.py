@@ -64,7 +64,7 @@ def run_predict(
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise InputError(f"{path} does not say what features it is for: {what}") from error
-    if output.is_file() and not output.open("rb").read(len(_HEAD)) == _HEAD:
+    if output.is_file() and not _holds_predictions(output):
         raise InputError(f"{output} is there already, and holds no predictions; name another file")
     if output.is_dir() or not output.parent.is_dir():
         raise InputError(f"{output} cannot be written: " + ("it is a folder" if output.is_dir() else "no such folder"))
@@ -85,6 +85,11 @@ def run_predict(
         with Progress(len(planned.images)) as progress:
             extract(planned, on_rows=progress.advance)
         return _predict(probe, out, names, output)
+
+
+def _holds_predictions(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_HEAD)) == _HEAD
 
 
 def _same_features(

@@ -124,7 +124,7 @@ def run_probe(
     Args:
         config: of the run.
         say: told what is being done.
-        on_result: called after each layer, with what there is so far.
+        on_result: called before the first layer and after each, with what there is so far.
 
     Raises:
         InputError: no data set there, no labels, or a protocol that does not fit them.
@@ -152,6 +152,7 @@ def run_probe(
         if config.save is not None and config.protocol in ("knn", "fewshot"):
             raise InputError(f"the protocol {config.protocol} has no probe that could be kept; take another to --save")
         alike = _common_rows(readers, config.seed) if config.similarity else {}
+        on_result(outcome)
         for number, ((name, parts), arrays) in enumerate(columns.items(), 1):
             layer = "+".join(parts)
             say(f"probing {layer}" + (f" of {name}" if len(readers) > 1 else "") + f" ({number} of {len(columns)})")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import itertools
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -49,8 +50,7 @@ def probe_and_write(config: ProbeConfig, say: Callable[[str], None]) -> tuple[Ou
     try:
         if config.save is not None:
             _check_file(config.save)
-        folder = _folder_for(config)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder, made = _folder_for(config)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
@@ -60,9 +60,11 @@ def probe_and_write(config: ProbeConfig, say: Callable[[str], None]) -> tuple[Ou
     try:
         outcome = run_probe(config, say, lambda outcome: _write_results(outcome, folder))
     except BaseException:
-        for empty in (folder, folder.parent):  # where nothing was written, nothing is left
-            with contextlib.suppress(OSError):
-                empty.rmdir()
+        if made and not _probes_in(folder):  # of a run that has found nothing, nothing is left
+            (folder / "results.json").unlink(missing_ok=True)
+            for one in made:
+                with contextlib.suppress(OSError):
+                    one.rmdir()
         raise
     files = [folder / name for name in ("results.json", "results.csv")]
     if _write_predictions(outcome, folder / "predictions.csv"):
@@ -82,21 +84,39 @@ def _check_file(path: Path) -> None:
         pass
 
 
-def _folder_for(config: ProbeConfig) -> Path:
-    """The folder asked for; else OUT/probe/PROTOCOL, or the next number behind it that has not other results."""
+def _folder_for(config: ProbeConfig) -> tuple[Path, list[Path]]:
+    """Where the results go, and which folders were made for them.
+
+    The folder asked for; else OUT/probe/PROTOCOL, or the next number behind it that has not other results.
+    """
     if config.results is not None:
-        return config.results
-    number = 1
-    while True:
-        folder = Path(config.out[0]) / "probe" / (config.protocol + (f"-{number}" if number > 1 else ""))
-        with contextlib.suppress(FileExistsError):
-            folder.parent.mkdir(exist_ok=True)
-            folder.mkdir()  # of two runs at once, one
-            return folder
-        with contextlib.suppress(InputError, FileNotFoundError):  # damaged, or a run is just beginning there
-            if read_json(folder / "results.json").get("configuration") == _what_is_asked(config):
-                return folder
-        number += 1
+        made = [one for one in (config.results, config.results.parent) if not one.exists()]
+        config.results.mkdir(parents=True, exist_ok=True)
+        return config.results, made
+    parent = Path(config.out[0]) / "probe"
+    made = [] if parent.exists() else [parent]
+    parent.mkdir(exist_ok=True)
+    for number in itertools.count(1):
+        folder = parent / (config.protocol + (f"-{number}" if number > 1 else ""))
+        try:
+            folder.mkdir()  # of two runs at once, one makes it
+            return folder, [folder, *made]
+        except FileExistsError:
+            if _read(folder).get("configuration") == _what_is_asked(config):
+                return folder, made
+    raise AssertionError("there is always a next number")
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    """The results there; empty: there are none that can be read."""
+    try:
+        return read_json(folder / "results.json")
+    except (InputError, FileNotFoundError, NotADirectoryError):
+        return {}
+
+
+def _probes_in(folder: Path) -> bool:
+    return bool(_read(folder).get("probes"))
 
 
 def _what_is_asked(config: ProbeConfig) -> dict[str, Any]:
@@ -251,6 +271,10 @@ def _finite(content: Any) -> Any:
 
 def _write_results(outcome: Outcome, folder: Path) -> None:
     """results.json and results.csv, whole, with what there is so far; what an earlier run drew goes."""
+    if not outcome.probed:
+        if not _probes_in(folder):  # the folder is taken; what an earlier run found stays until there is something new
+            write_json(folder / "results.json", as_json(outcome))
+        return
     if len(outcome.probed) == 1 and not outcome.complete:
         for name in ("predictions.csv", *PICTURES):
             (folder / name).unlink(missing_ok=True)

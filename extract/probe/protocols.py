@@ -171,7 +171,7 @@ def knn(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
     bank, queries = fit.rows.scaled(scaling), chosen_on.rows.scaled(scaling)
     shares = neighbour_shares(bank, fit.targets, n_classes, queries, ks, *where)
     curve = [(float(k), primary(one, chosen_on.targets, settings.task)) for k, one in zip(ks, shares, strict=True)]
-    k = ks[int(np.nanargmax([value for _, value in curve]))]
+    k = ks[int(np.argmax([value for _, value in curve]))]
     everyone = fit + chosen_on
     scaling = Scaling.of(settings.scaling, everyone.rows)
 
@@ -193,7 +193,9 @@ def centroid(train: Labelled, val: Labelled | None, settings: Settings) -> Fitte
     scaling = Scaling.of(settings.scaling, train.rows)
     sums = np.zeros((len(settings.classes), train.rows.width))
     for start, block in train.rows.scaled(scaling).blocks():
-        np.add.at(sums, train.targets[start : start + len(block)], block)
+        here = train.targets[start : start + len(block)]
+        for one in np.unique(here):
+            sums[one] += block[here == one].sum(0, dtype=np.float64)
     lengths = np.linalg.norm(sums, axis=1, keepdims=True)
     means = (sums / np.where(lengths > 0, lengths, 1)).astype(np.float32)
     if len(means) == 2:
@@ -218,7 +220,7 @@ def ridge(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
     scaling = Scaling.of(settings.scaling, everyone.rows)
     weights, biases = fit_ridge(everyone.rows.scaled(scaling), everyone.targets, [alpha])
     model = LinearProbe(weights[0], biases[0], settings.classes, settings.task, scaling, has_probabilities=False)
-    notes = _at_the_end("alpha", alpha, curve) + _on_few(len(chosen_on))
+    notes = _at_the_end("alpha", alpha, curve) + _on_few(len(chosen_on)) + _tied("alpha", curve)
     return Fitted(_scorer(model), len(everyone), "alpha", alpha, curve, len(chosen_on), model, notes=notes)
 
 
@@ -363,7 +365,7 @@ def _refitted(train: Labelled, val: Labelled, settings: Settings, sweep: _Sweep,
     model = LinearProbe(fit.weights[0], fit.biases[0], settings.classes, settings.task, scaling)
     curve = sweep.curve if swept == "C" else [(1 / c, value) for c, value in reversed(sweep.curve)]
     chosen = sweep.best_strength if swept == "C" else 1 / sweep.best_strength
-    notes = _at_the_end(swept, chosen, curve) + _on_few(len(val)) + _tied(curve)
+    notes = _at_the_end(swept, chosen, curve) + _on_few(len(val)) + _tied(swept, curve)
     if not fit.converged[0]:
         notes.append(f"{swept} = {chosen:.3g} had not converged after {int(fit.iterations[0]):,} iterations")
     objective, n_train = float(fit.objectives[0]), len(train) + len(val)
@@ -375,14 +377,15 @@ def _at_the_end(swept: str, chosen: float, curve: Sequence[tuple[float, float]])
     return [f"{swept} = {chosen:.3g} is an end of its range"] if chosen in (min(values), max(values)) else []
 
 
-def _tied(curve: Sequence[tuple[float, float]]) -> list[str]:
+def _tied(swept: str, curve: Sequence[tuple[float, float]]) -> list[str]:
     """Where the validation rows hardly choose."""
     values = [value for _, value in curve]
     equal = values.count(max(values))
     if equal <= len(values) // 3 or len(values) < 3:
         return []
     return [
-        f"{equal} of {len(values)} strengths are equally good on the validation rows; the strongest of them is taken"
+        f"{equal} of {len(values)} values of {swept} are equally good on the validation rows; the one that penalises "
+        "most is taken"
     ]
 
 

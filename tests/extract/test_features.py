@@ -172,8 +172,17 @@ def test_no_mixture_or_order_of_images_passes_for_rows(change) -> None:
         learn_rows(Net(), torch.randn(4, 3, 2, 2), ["changed"])
 
 
-@pytest.mark.parametrize("name", ["resnet18", "vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "mixer_s32_224",
-                                  "convnext_atto", "tf_efficientnet_lite0"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "resnet18",
+        "vit_tiny_patch16_224",
+        pytest.param("swin_tiny_patch4_window7_224", marks=pytest.mark.slow),
+        pytest.param("mixer_s32_224", marks=pytest.mark.slow),
+        "convnext_atto",
+        "tf_efficientnet_lite0",
+    ],
+)
 def test_the_layers_of_real_networks_are_not_refused(name: str) -> None:
     backbone = load_backbone(f"timm/{name}", weights="random", device="cpu")
     size = backbone.preprocessing.crop_px

@@ -25,6 +25,7 @@ def _run(*args: str) -> Any:
     return result
 
 
+@pytest.mark.slow
 def test_it_measures_each_stage_and_the_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_module, "_PIPELINE_S", 0.1)
     monkeypatch.setattr(tuning, "_BATCH_SIZES", {"cpu": (4, 8)})

@@ -101,6 +101,17 @@ def test_the_configurations_that_come_with_it_are_valid() -> None:
     assert load_config(ProbeConfig, folder / "probe.yaml", {}).layers == ["blocks.*", "embedding"]
 
 
+def test_the_protocols_that_can_be_named_are_those_that_there_are() -> None:
+    from typing import get_args
+
+    from extract.probe import PROTOCOLS
+    from pipelines.config import ProbeConfig
+
+    assert list(get_args(ProbeConfig.model_fields["protocol"].annotation)) == list(PROTOCOLS)
+    flags = {parameter.name for parameter in main.commands["probe"].params}
+    assert flags == {*ProbeConfig.model_fields, "config", "as_json"}
+
+
 def test_every_key_of_the_configuration_is_a_flag() -> None:
     from pipelines.config import EmbedConfig
 
@@ -272,7 +283,14 @@ def stored(part: Path) -> int:
         return 0
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, -9, marks=pytest.mark.slow),
+    ],
+)
 def test_an_interrupted_run_keeps_its_rows_and_goes_on(tmp_path: Path, number: signal.Signals, code: int) -> None:
     run = start_slow_run(tmp_path)
     os.killpg(run.pid, number)  # the whole group, as Ctrl-C in a terminal does

@@ -6,6 +6,8 @@ import csv
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -353,6 +355,38 @@ def test_names_that_are_formulas_elsewhere_are_drawn_as_they_are(tmp_path):
     result = layertap("probe", tmp_path / "$x_$", "-p", "knn", "-o", tmp_path / "res")
     assert result.exit_code == 0
     assert "confusion.png" in result.stdout
+
+
+def test_a_run_that_is_killed_before_its_first_result_leaves_its_folder_to_the_next(made, tmp_path, monkeypatch):
+    shutil.copytree(made / "out", tmp_path / "out")
+    code = (
+        "import os, signal, sys\n"
+        "from pipelines import probe as job\n"
+        "job.probe = lambda *args, **settings: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "from pipelines.cli import main\n"
+        "main(sys.argv[1:])\n"
+    )
+    command = [sys.executable, "-c", code, "probe", str(tmp_path / "out"), "-p", "centroid"]
+    assert subprocess.run(command, capture_output=True).returncode == -9
+    assert results(tmp_path / "out/probe/centroid") | {"probes": []} == results(tmp_path / "out/probe/centroid")
+    assert layertap("probe", tmp_path / "out", "-p", "centroid").exit_code == 0
+    assert [path.name for path in (tmp_path / "out/probe").iterdir()] == ["centroid"]
+    assert results(tmp_path / "out/probe/centroid")["complete"]
+
+
+def test_folders_of_the_users_own_stay_and_so_do_results_until_there_are_new_ones(made, tmp_path, monkeypatch):
+    (tmp_path / "mine" / "empty").mkdir(parents=True)
+    fails("probe", made / "out", "-p", "ridge", "-o", tmp_path / "mine" / "empty")
+    assert (tmp_path / "mine" / "empty").is_dir()
+    layertap("probe", made / "out", "-p", "knn", "-o", tmp_path / "res")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "res").iterdir()}
+
+    def interrupted(*args, **settings):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pipelines.probe.probe", interrupted)
+    assert layertap("probe", made / "out", "-p", "centroid", "-o", tmp_path / "res").exit_code == 130
+    assert {path.name: path.read_bytes() for path in (tmp_path / "res").iterdir()} == before
 
 
 # what is wrong is said
