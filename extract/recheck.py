@@ -87,13 +87,10 @@ def recheck(
         batches = [list(range(start, min(start + defaults.BATCH_SIZE, len(chosen)))) for start in starts]
         prepare, limit = plan.backbone.preprocessing.prepare, plan.max_pixels
         compared, largest, faults = 0, 0.0, []
-        whereabouts = dataset.whereabouts()
 
-        def fault(what: str, remedy: Remedy, row: int, path: str) -> None:
-            shard = row // dataset.shard_rows
-            file = dataset.current(shard, whereabouts[shard])
-            name = "" if file is None else file.relative_to(dataset.out).as_posix()
-            faults.append(Fault(what, remedy, shard, name, row, path))
+        def fault(what: str, remedy: Remedy, position: int, path: str) -> None:
+            file, shard, row = reader.place_of(position)
+            faults.append(Fault(what, remedy, shard, file.relative_to(out).as_posix(), row, path))
 
         dtype = dataset.features[0].dtype
         workers = workers if len(batches) > 1 else 0
@@ -109,7 +106,7 @@ def recheck(
                 here = chosen[batch.rows]
                 stored = {name: reader[name][here] for name in reader.layers}
                 hashes = reader.column("source_hash")[here]
-                for i, row in enumerate(reader.rows[here].tolist()):
+                for i, row in enumerate(here.tolist()):
                     if status[i] in (Status.MISSING, Status.DECODE_ERROR):
                         what = f"its image cannot be read any more: {reasons.get(int(batch.rows[i]), '')}"
                         fault(what, Remedy.NONE, row, found.paths[batch.rows[i]])

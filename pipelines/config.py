@@ -13,11 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from extract import defaults
 from extract.errors import InputError, unknown_name
 
-__all__ = ["EmbedConfig", "ProbeConfig", "load_config"]
+__all__ = ["EmbedConfig", "FeaturesConfig", "ProbeConfig", "checked", "load_config", "read_yaml"]
 
 
-class EmbedConfig(BaseModel):
-    """What `layertap embed` is told."""
+class FeaturesConfig(BaseModel):
+    """Which features of which images, and how they are computed: what `embed` and `sync` are both told."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -54,11 +54,9 @@ class EmbedConfig(BaseModel):
         defaults.COMPILE,
         description="Compile the forward; auto: if that pays. on: by OpenVINO on a CPU, else inductor.",
     )
-    fast: bool = Field(False, description="Measure precision, compile and decode, and take the fastest that agree.")
     min_cosine: float = Field(
         defaults.MIN_COSINE, ge=-1, le=1, description="Features that are less alike then are refused."
     )
-    limit: int | None = Field(None, strict=True, ge=1, description="Only the first so many images.")
     max_pixels: int = Field(defaults.MAX_PIXELS, strict=True, ge=1, description="An image of more is not decoded.")
     seed: int = Field(defaults.SEED, strict=True, ge=0, lt=1 << 63, description="Of random weights.")
     shard_rows: int | None = Field(None, strict=True, ge=1, description="Images in a file. [default: at most 1 GB]")
@@ -70,7 +68,6 @@ class EmbedConfig(BaseModel):
         ge=0,
         description="Seconds of work that a power cut may cost; 0: each batch is forced to the disk.",
     )
-    retry_failed: bool = Field(False, description="Try images again that failed in an earlier run.")
     strict: bool = Field(False, description="Exit with 3 if a row failed.")
 
     @field_validator("images", "out", mode="before")
@@ -115,6 +112,14 @@ class EmbedConfig(BaseModel):
     def folder(self) -> Path:
         """Where the data set goes."""
         return self.out or Path("outputs") / _name_of(self.images)
+
+
+class EmbedConfig(FeaturesConfig):
+    """What `layertap embed` is told."""
+
+    fast: bool = Field(False, description="Measure precision, compile and decode, and take the fastest that agree.")
+    limit: int | None = Field(None, strict=True, ge=1, description="Only the first so many images.")
+    retry_failed: bool = Field(False, description="Try images again that failed in an earlier run.")
 
 
 class ProbeConfig(BaseModel):
@@ -195,23 +200,38 @@ def load_config(model: type[Config], path: Path | None, flags: dict[str, Any]) -
         InputError: the file is no YAML mapping, or a value is wrong; every wrong key is named.
         UnknownNameError: a key that does not exist.
     """
-    values = _read_yaml(path) if path else {}
+    values = read_yaml(path) if path else {}
     for key in values:
         if key not in model.model_fields:
             raise unknown_name("key", str(key), model.model_fields, str(path))
+    return checked(model, {**values, **flags}, f"{path}" if path and not flags else "")
+
+
+def checked(model: type[Config], values: dict[str, Any], where: str = "") -> Config:
+    """A configuration of these values.
+
+    Raises:
+        InputError: a value is wrong; every wrong key is named.
+    """
     try:
-        return model(**{**values, **flags})
+        return model(**values)
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')} (given: {e['input']!r})"
+                 if e["loc"] else e["msg"].removeprefix("Value error, ")
                  for e in error.errors()
                  if e["type"] != "missing"]  # fmt: skip
         if len(lines) < error.error_count():
             missing = next(str(e["loc"][0]) for e in error.errors() if e["type"] == "missing")
-            lines.append(f"{missing}: none given, neither as {missing.upper()} nor as a key of --config")
-        raise InputError((f"{path}: " if path and not flags else "") + "\n".join(lines)) from None
+            lines.append(f"{missing}: none given" + ("" if where else f", neither as {missing.upper()} nor as a key"))
+        raise InputError((f"{where}: " if where else "") + "\n".join(lines)) from None
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The keys and values of a config file.
+
+    Raises:
+        InputError: it is no YAML mapping.
+    """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shlex
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import click
@@ -25,10 +20,11 @@ from extract.images import Images, list_images
 from extract.store.reader import FeatureReader
 from extract.tuning import fastest
 from pipelines.config import EmbedConfig
+from pipelines.held_signals import signals_held
 from pipelines.printing import print_failures
 from pipelines.progress import Progress
 
-__all__ = ["Outcome", "bottleneck", "embed", "print_summary", "summary_as_json"]
+__all__ = ["Outcome", "bottleneck", "described", "embed", "print_summary", "summary_as_json", "warn_of"]
 
 _WAITED = 0.2  # of the time: what is waited for longer is the bottleneck
 _WORTH_A_WORD_S = 10.0  # in shorter runs, starting takes most of the time
@@ -63,11 +59,7 @@ def embed(config: EmbedConfig) -> Outcome:
         allow_missing_head=config.allow_missing_head,
         preprocessing=config.preprocessing,
     )
-    if backbone.weights.random:
-        text = f"WARNING: {backbone.weights.source} weights: these features mean nothing; use them for tests only"
-        click.secho(text, fg="red", bold=True, err=True)
-    for note in backbone.notes:
-        click.secho(f"note: {note}", fg="yellow", err=True)
+    warn_of(backbone)
     listed = list_images(config.images, config.limit)
     planned = plan(
         listed,
@@ -85,7 +77,7 @@ def embed(config: EmbedConfig) -> Outcome:
         sync_s=config.sync_s,
     )
     _tell(planned)
-    with Progress(len(planned.images)) as progress, _signals_held() as received:
+    with Progress(len(planned.images)) as progress, signals_held() as received:
 
         def on_rows(rows: int, found: bool) -> None:
             if found and rows < len(planned.images):
@@ -96,13 +88,22 @@ def embed(config: EmbedConfig) -> Outcome:
             planned,
             retry_failed=config.retry_failed,
             on_rows=on_rows,
-            on_computation=lambda computation: progress.say(_described(computation, planned.precision)),
+            on_computation=lambda computation: progress.say(described(computation, planned.precision)),
             stop=lambda: bool(received),
         )
     if summary.stopped:
         return Outcome(planned, summary, [], {}, received[0])
     with FeatureReader(config.folder) as reader:
         return Outcome(planned, summary, reader.failures, reader.compression, 0)
+
+
+def warn_of(backbone: Backbone) -> None:
+    """What must be known of a backbone before anything is computed with it."""
+    if backbone.weights.random:
+        text = f"WARNING: {backbone.weights.source} weights: these features mean nothing; use them for tests only"
+        click.secho(text, fg="red", bold=True, err=True)
+    for note in backbone.notes:
+        click.secho(f"note: {note}", fg="yellow", err=True)
 
 
 def _how(config: EmbedConfig, images: Images, backbone: Backbone) -> dict[str, Any]:
@@ -160,7 +161,7 @@ def _tell(planned: Plan) -> None:
 _ENGINES = {"eager": "PyTorch, eager", "inductor": "PyTorch, compiled by inductor", "openvino": "OpenVINO, compiled"}
 
 
-def _described(computation: Computation, precision: str) -> str:
+def described(computation: Computation, precision: str) -> str:
     """How the features are computed, when the first batch has shown it."""
     text = f"computed  by {_ENGINES[computation.engine]}, in {precision}"
     if computation.why:
@@ -175,28 +176,6 @@ def _described(computation: Computation, precision: str) -> str:
                 f"{found.max_deviation:.1e} of the largest value"
             )
     return text
-
-
-@contextlib.contextmanager
-def _signals_held() -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM are noted in the list, so that the batch in flight is finished; a second one is not held."""
-    received: list[int] = []
-
-    if threading.current_thread() is not threading.main_thread():
-        yield received  # signals go to the main thread, whose business they are then
-        return
-
-    def note(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        signal.signal(number, before[number])
-        os.write(2, b"\nfinishing the batch in flight ...\n")  # what was interrupted may be printing, too
-
-    before: dict[int, Any] = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def print_summary(outcome: Outcome, echo: Callable[[str], None]) -> None:

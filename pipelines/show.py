@@ -19,19 +19,21 @@ __all__ = ["describe", "print_description"]
 def describe(out: Path) -> dict[str, Any]:
     """Everything `show` tells, as plain data; a data set that is not complete is described as far as it is."""
     dataset = DataSet.open(out)
-    finished = [path for path in dataset.published() if path is not None]
+    parts = dataset.parts()
+    finished = [path for part in parts for path in part.published() if path is not None]
     sizes = []
-    for *_, file in dataset.files():
+    for *_, file in (file for part in parts for file in part.files()):
         with contextlib.suppress(FileNotFoundError):  # a run may just be publishing it
             sizes.append(file.stat().st_size)
     content: dict[str, Any] = {
         "out": str(out),
-        "complete": len(finished) == dataset.n_shards,
+        "complete": len(finished) == sum(part.n_shards for part in parts),
+        "version": dataset.version.number if dataset.version else None,
         "rows": dataset.n_rows,
-        "shards": dataset.n_shards,
+        "shards": sum(part.n_shards for part in parts),
         "shards_finished": len(finished),
         "bytes": sum(sizes),
-        "put_aside": sorted(file.name for file in out.glob("shards/*.h5*.damaged*")),
+        "put_aside": sorted(file.name for part in parts for file in part.out.glob("shards/*.h5*.damaged*")),
         "features": {
             feature.name: {
                 "shape": [dataset.n_rows, *feature.shape],
@@ -68,7 +70,9 @@ def describe(out: Path) -> dict[str, Any]:
 def print_description(content: dict[str, Any], echo: Callable[[str], None]) -> None:
     """The description, for people."""
     state = "complete" if content["complete"] else f"unfinished: {content['rows_done']:,} rows done"
-    shards = f"{content['shards']} shard" + ("s" if content["shards"] > 1 else "")
+    shards = f"{content['shards']} shard" + ("" if content["shards"] == 1 else "s")
+    if content["version"]:
+        shards += f", version {content['version']}"
     echo(f"{content['out']}: {content['rows']:,} rows in {shards}, {content['bytes'] / 1e6:,.1f} MB, {state}")
     if content["put_aside"]:
         names = ", ".join(content["put_aside"][:SHOWN])

@@ -8,9 +8,30 @@ never replaced by a made-up picture and never dropped from the count.
 
 from __future__ import annotations
 
-from extract.images.decoding import decode, to_picture
-from extract.images.images import Images
-from extract.images.listing import list_images, listed_again
-from extract.images.loading import Batch, load_batches
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from extract.images.decoding import decode, to_picture
+    from extract.images.images import Images
+    from extract.images.listing import list_images, listed_again
+    from extract.images.loading import Batch, load_batches
+
+# Imported when first used: looking through a folder does not wait for torch.
+_HOMES = {
+    "Batch": "loading",
+    "Images": "images",
+    "decode": "decoding",
+    "list_images": "listing",
+    "listed_again": "listing",
+    "load_batches": "loading",
+    "to_picture": "decoding",
+}
 
 __all__ = ["Batch", "Images", "decode", "list_images", "listed_again", "load_batches", "to_picture"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'extract.images' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"extract.images.{_HOMES[name]}"), name)

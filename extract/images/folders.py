@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from extract.errors import InputError, LayertapError, first_line
@@ -12,7 +12,7 @@ from extract.images.decoding import IMAGE_SUFFIXES
 from extract.images.images import Images, is_litter, labels_from_folders, order_of
 from extract.images.source import Files, file_system, is_url
 
-__all__ = ["list_folder", "pick_images"]
+__all__ = ["entries_below", "list_folder", "pick_images"]
 
 
 def list_folder(where: str) -> Images:
@@ -46,7 +46,25 @@ def pick_images(names: Iterable[str]) -> tuple[list[str], Counter[str]]:
 
 
 def _files_below(root: str) -> Iterator[str]:
-    """Relative paths of all files below a folder; links are followed, but not into a folder that holds them."""
+    """Relative paths of all files below a folder."""
+
+    def refuse(folder: str, error: OSError) -> None:
+        where = os.path.join(root, folder)  # noqa: PTH118
+        raise InputError(f"{where}: the folder cannot be read: {error.strerror}") from error
+
+    for relative, _ in entries_below(root, refuse):
+        yield relative
+
+
+def entries_below(root: str, on_unreadable: Callable[[str, OSError], None]) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """All files below a folder, as (relative path, entry); hidden files and litter are left out.
+
+    Links are followed, but not into a folder that holds them.
+
+    Args:
+        root: the folder.
+        on_unreadable: called with the relative path of a folder that cannot be read, and why.
+    """
     waiting: list[tuple[str, frozenset[tuple[int, int]]]] = [("", frozenset())]
     while waiting:
         folder, above = waiting.pop()
@@ -59,7 +77,8 @@ def _files_below(root: str) -> Iterator[str]:
             with os.scandir(full) as scan:
                 entries = list(scan)
         except OSError as error:
-            raise InputError(f"{full}: the folder cannot be read: {error.strerror}") from error
+            on_unreadable(folder, error)
+            continue
         for entry in entries:
             if is_litter(entry.name):
                 continue
@@ -67,7 +86,7 @@ def _files_below(root: str) -> Iterator[str]:
             if _is_folder(entry):
                 waiting.append((relative, above | {identity}))
             else:
-                yield relative
+                yield relative, entry
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

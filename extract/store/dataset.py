@@ -9,6 +9,8 @@
     images           root, count, paths_xxh3: xxh3-128 of the sorted paths, labels_xxh3: of labels, splits, classes and
                      ids; merged_from: of a merged data set, root, count and paths_xxh3 of its sources
     shard_rows       rows in every shard but the last
+    version          of a data set that is kept in step with a folder, which has no shards of its own; see `version.py`.
+                     Then, and only then, the file is written anew
 
 Readers ignore keys they do not know. `runs.jsonl` has a line "started" for each run that wrote to the data set, with
 versions and machine, a line "computing" when its first batch has been compared, and a line "ended" if it ended in
@@ -18,25 +20,21 @@ order.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import hashlib
 import json
-import os
 import re
-import socket
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from extract.errors import InputError, LayertapError, LockedError
+from extract.errors import InputError, LayertapError
 from extract.status import Status
 from extract.store.files import read_json, sync_folder, write_json
 from extract.store.layout import FORMAT, FORMAT_VERSION, Identity, StoredFeature, row_bytes
+from extract.store.locking import locked
 from extract.store.shard import Shard
+from extract.store.version import Version, pass_folder
 
 __all__ = [
     "DataSet",
@@ -86,6 +84,7 @@ class DataSet:
     features: list[StoredFeature]
     images: dict[str, Any]
     shard_rows: int
+    version: Version | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -99,8 +98,22 @@ class DataSet:
 
     @property
     def n_shards(self) -> int:
-        """Shards when complete."""
-        return -(-self.n_rows // self.shard_rows)
+        """Shards when complete; of a data set of passes, those are theirs."""
+        return 0 if self.version else -(-self.n_rows // self.shard_rows)
+
+    def parts(self) -> list[DataSet]:
+        """The data sets that have the shards: this one, or the passes of its version.
+
+        Raises:
+            InputError: a pass is missing, or has other features.
+        """
+        if self.version is None:
+            return [self]
+        found = [DataSet.open(pass_folder(self.out, number)) for number in self.version.passes]
+        for one in found:
+            if one.depends_on != self.depends_on or one.features != self.features or one.version:
+                raise InputError(f"{one.out} does not belong to {self.out}: it holds other features")
+        return found
 
     def path(self, shard: int, revision: int = 0, *, part: bool = False) -> Path:
         """The name of a shard's file: 000000.h5, written anew 000000-r1.h5; while being written .part is behind it."""
@@ -197,14 +210,16 @@ class DataSet:
             raise InputError(f"{out} {missing}") from error
         try:
             if content["format"] != FORMAT or content["format_version"] != FORMAT_VERSION:
-                version = f"{content['format']} format version {content['format_version']}"
-                raise InputError(f"{path}: {version}; this layertap reads {FORMAT} format version {FORMAT_VERSION}")
+                kind = f"{content['format']} format version {content['format_version']}"
+                raise InputError(f"{path}: {kind}; this layertap reads {FORMAT} format version {FORMAT_VERSION}")
             features = [_feature(one) for one in content["features"]]
             images, depends_on, shard_rows = content["images"], content["depends_on"], content["shard_rows"]
+            version = Version.of(content["version"]) if "version" in content else None
             whole = isinstance(images["root"], str) and isinstance(images["paths_xxh3"], str) and features
-            if not whole or int(images["count"]) < 1 or int(shard_rows) < 1 or not isinstance(depends_on, dict):
+            least = 0 if version else 1
+            if not whole or int(images["count"]) < least or int(shard_rows) < 1 or not isinstance(depends_on, dict):
                 raise ValueError("a value is missing or out of range")
-            found = cls(out, depends_on, features, images, int(shard_rows))
+            found = cls(out, depends_on, features, images, int(shard_rows), version)
             if found.n_shards > _SHARDS:
                 raise ValueError(f"{found.n_shards:,} shards")
             if content["fingerprint"] != found.fingerprint:
@@ -230,6 +245,11 @@ class DataSet:
             )
         if (self.out / "dataset.json").exists():
             existing = DataSet.open(self.out)
+            if existing.version:
+                raise InputError(
+                    f"{self.out} is kept in step with {existing.images['root']} by `layertap sync`; choose another "
+                    "output folder"
+                )
             if ("merged_from" in existing.images) != ("merged_from" in self.images) and any(existing.files()):
                 how = (
                     "was merged from others; merge again to go on"
@@ -263,14 +283,19 @@ class DataSet:
             self.out.mkdir(parents=True, exist_ok=True)
             (self.out / "shards").mkdir(exist_ok=True)
             if existing is None:
-                write_json(self.out / "dataset.json", self._content())
+                self.write()
                 sync_folder(self.out.parent)
             self._clean()
         except OSError as error:
             raise LayertapError(f"cannot write to {self.out}: {error.strerror}") from error
         return existing
 
+    def write(self) -> None:
+        """Write `dataset.json`; that publishes the version, where there is one."""
+        write_json(self.out / "dataset.json", self._content())
+
     def _content(self) -> dict[str, Any]:
+        version = {"version": asdict(self.version)} if self.version else {}
         return {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
@@ -279,6 +304,7 @@ class DataSet:
             "features": [asdict(feature) for feature in self.features],
             "images": self.images,
             "shard_rows": self.shard_rows,
+            **version,
         }
 
     def _differences(self, other: DataSet) -> list[str]:
@@ -293,52 +319,9 @@ class DataSet:
 
         return differences(compared(self), compared(other))
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the data set for writing.
-
-        A POSIX lock: it ends with this process, however that ends, and is not passed on to worker processes.
-
-        Raises:
-            LockedError: another process, or another thread of this one, holds it; who and since when is said.
-        """
-        try:
-            self.out.mkdir(parents=True, exist_ok=True)
-            name = (os.getpid(), self.out.resolve())
-            with _HELD_GUARD:  # a POSIX lock does not keep threads of one process apart
-                if name in _HELD:
-                    raise LockedError(f"{self.out} is locked by another thread of this process")
-                _HELD.add(name)
-        except OSError as error:
-            raise LayertapError(f"cannot write to {self.out}: {error.strerror}") from error
-        try:
-            with self._lock_file():
-                yield
-        finally:
-            _HELD.discard(name)
-
-    @contextlib.contextmanager
-    def _lock_file(self) -> Iterator[None]:
-        try:
-            file = (self.out / ".lock").open("a+", encoding="utf-8")
-        except OSError as error:
-            raise LayertapError(f"cannot write to {self.out}: {error.strerror}") from error
-        with file:
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno not in (errno.EACCES, errno.EAGAIN):
-                    raise LayertapError(f"{self.out} cannot be locked: {error.strerror}") from error
-                file.seek(0)
-                raise LockedError(f"{self.out} is locked by {file.read().strip() or 'another process'}") from error
-            file.truncate(0)
-            now = datetime.now(UTC).isoformat(timespec="seconds")
-            file.write(f"pid {os.getpid()} on {socket.gethostname()} since {now}\n")
-            file.flush()
-            try:
-                yield
-            finally:
-                file.truncate(0)
+    def locked(self) -> contextlib.AbstractContextManager[None]:
+        """Hold the data set for writing; errors as of `extract.store.locking.locked`."""
+        return locked(self.out)
 
     def _clean(self) -> None:
         """Remove what an interrupted run left half made, and what a later revision has replaced."""
@@ -383,10 +366,6 @@ class DataSet:
                 file.write(json.dumps(run) + "\n")
         except OSError as error:
             raise LayertapError(f"cannot write to {self.out / 'runs.jsonl'}: {error.strerror}") from error
-
-
-_HELD: set[tuple[int, Path]] = set()  # data sets that a process holds; a forked one inherits this set, not the locks
-_HELD_GUARD = threading.Lock()
 
 
 def existing_shard_rows(out: Path) -> int | None:

@@ -13,13 +13,11 @@ import xxhash
 from numpy.typing import NDArray
 
 from extract.errors import InputError
-from extract.status import Status
 from extract.store.dataset import DataSet, existing_shard_rows, shard_rows_for
 from extract.store.guard import need_libraries
-from extract.store.layout import RowNames, create_shard
+from extract.store.layout import RowNames
 from extract.store.reader import FeatureReader
-from extract.store.shard import BLOCK_BYTES, runs
-from extract.store.writer import SOURCE, ShardWriter
+from extract.store.row_copying import copy_rows
 
 __all__ = ["merge"]
 
@@ -81,25 +79,9 @@ def merge(
                 {"out": str(source.resolve()), "images": d.images} for source, d in zip(sources, datasets, strict=True)
             ],
         }
-        reasons = {row: why for row, _, _, why in reader.failures}
         with merged.locked():
             merged.open_or_create()
-            for shard, where in enumerate(merged.whereabouts()):
-                here = merged.shard_range(shard)
-                if where.published is not None and where.part is None:
-                    on_rows(len(here), True)
-                    continue
-                revision = where.part or 0
-                if where.part is None:
-                    names = rows.names(reader, here)
-                    create_shard(
-                        merged.path(shard, part=True), merged.features, merged.identity(shard), names, provenance
-                    )
-                with ShardWriter(merged, shard, revision) as writer:
-                    _fill(writer, reader, rows, here, on_rows)
-                    origins = rows.source[here.start : here.stop].tolist()
-                    writer.give_reasons({row: reasons[o] for row, o in zip(here, origins, strict=True) if o in reasons})
-                    writer.publish(compress)
+            copy_rows(reader, rows.source, merged, lambda here: rows.names(reader, here), provenance, compress, on_rows)
     return merged
 
 
@@ -172,18 +154,3 @@ def _check_same_rows(merged: DataSet, reader: FeatureReader, rows: _Rows) -> Non
             raise InputError(
                 f"{merged.out} holds another {path} than the data sets to be merged; merge into a new folder"
             )
-
-
-def _fill(
-    writer: ShardWriter, reader: FeatureReader, rows: _Rows, here: range, on_rows: Callable[[int, bool], None]
-) -> None:
-    """Write the pending rows of one shard."""
-    writer.check()
-    todo = np.flatnonzero(writer.status == Status.PENDING)
-    on_rows(len(here) - len(todo), True)
-    for start, stop in runs(todo, max(1, BLOCK_BYTES // max(1, sum(reader[name].row_bytes for name in reader.layers)))):
-        source = rows.source[here.start + start : here.start + stop]
-        features = reader.checked(source)
-        columns = {name: reader.column(name)[source] for name in SOURCE}
-        writer.write(np.arange(here.start + start, here.start + stop), features, reader.status[source], columns)
-        on_rows(stop - start, False)

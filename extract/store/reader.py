@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from extract.errors import InputError, LayertapError, unknown_name
+from extract.errors import InputError, unknown_name
 from extract.status import Status
 from extract.store.batches import Shuffle, batches
-from extract.store.dataset import DataSet
-from extract.store.files import allow_more_files
 from extract.store.layout import ROW_DATA, StoredFeature
+from extract.store.parts import Part, open_parts
 from extract.store.receipt import reasons_of
-from extract.store.row_hash import hash_records, hash_rows, wrong_rows
-from extract.store.shard import Shard
+from extract.store.row_hash import hash_records, hash_rows
 
 if TYPE_CHECKING:
     from extract.store.torch_dataset import FeatureDataset
@@ -55,44 +53,32 @@ class FeatureReader:
         if not paths:
             raise InputError("no data set given: the list of folders is empty")
         self._name = ", ".join(map(str, paths))
-        self._shards: list[Shard] = []
-        self._sets: list[int] = []  # of each shard: which of the paths it is from
-        first_rows: list[int] = []
+        self._parts: list[Part] = []
+        self._sets: list[int] = []  # of each part: which of the paths it is from
         features: list[StoredFeature] | None = None
         fingerprint, base = "", 0
         try:
             for number, one in enumerate(paths):
-                if one.is_dir():
-                    dataset = DataSet.open(one)
-                    found, found_fingerprint, n_rows = dataset.features, dataset.fingerprint, dataset.n_rows
-                    opened = list(_open_shards(dataset, partial))
-                else:
-                    shard = Shard(one)
-                    found, found_fingerprint, n_rows = shard.features, shard.identity.fingerprint, len(shard)
-                    opened = [(shard.identity.first_row, shard)]
-                self._shards += [shard for _, shard in opened]
+                opened = open_parts(one, partial)
+                self._parts += [part.after(base) for part in opened.parts]
                 if features is None:
-                    features, fingerprint = found, found_fingerprint
-                elif found_fingerprint != fingerprint or _described(found) != _described(features):
+                    features, fingerprint = opened.features, opened.fingerprint
+                elif opened.fingerprint != fingerprint or _described(opened.features) != _described(features):
                     raise InputError(
                         f"{one} and {paths[0]} have different fingerprints; their features do not go together"
                     )
-                first_rows += [base + first for first, _ in opened]
-                self._sets += [number] * len(opened)
-                base += n_rows
-            done = [_done(shard, partial) for shard in self._shards]
+                self._sets += [number] * len(opened.parts)
+                base += opened.n_rows
         except BaseException:
             self.close()
             raise
+        self._shards = [part.shard for part in self._parts]
         self._features, self._fingerprint = features or [], fingerprint
         self._row_data: dict[str, NDArray[Any]] = {}
-        lengths = [len(rows) for rows in done]
-        self._starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        self._starts = np.concatenate([[0], np.cumsum([len(part.rows) for part in self._parts])]).astype(np.int64)
         # Where rows are left out: of each shard, which of its rows there are.
-        self._chosen = [
-            None if len(rows) == len(shard) else rows for rows, shard in zip(done, self._shards, strict=True)
-        ]
-        self._rows = [first + rows for first, rows in zip(first_rows, done, strict=True)]
+        self._chosen = [part.chosen for part in self._parts]
+        self._rows = [part.rows for part in self._parts]
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -119,22 +105,23 @@ class FeatureReader:
     @cached_property
     def paths(self) -> list[str]:
         """Paths of the images, relative to their folder; undecodable bytes as in `os.fsdecode`."""
-        return self._texts("path")
+        return [path for part in self._parts for path in part.paths]
 
     @cached_property
     def splits(self) -> list[str]:
         """train, val, test or empty, for each row."""
-        return self._texts("split")
+        return [split for part in self._parts for split in part.splits]
 
     @cached_property
     def ids(self) -> list[str] | None:
         """What a list of images called each row besides its path; None if it did not."""
-        return self._texts("id") if self._shards and all(shard.has_ids for shard in self._shards) else None
+        ids = [part.ids for part in self._parts]
+        return [name for one in ids for name in one or ()] if ids and None not in ids else None
 
     @cached_property
     def classes(self) -> list[str]:
         """Names of the classes."""
-        named = {tuple(shard.text("classes")) for shard in self._shards}
+        named = {tuple(part.classes) for part in self._parts}
         if len(named) == 1:
             return list(named.pop())
         return sorted({name for one in named for name in one}, key=os.fsencode)
@@ -144,11 +131,9 @@ class FeatureReader:
         """(N,) index into `classes`; -1 unknown."""
         number = {name: i for i, name in enumerate(self.classes)}
         found = []
-        for shard, labels in zip(self._shards, self._columns("label"), strict=True):
-            here = np.array([*(number[name] for name in shard.text("classes")), -1], np.int64)  # -1 stays -1
-            if len(labels) and not (labels.min() >= -1 and labels.max() < len(here) - 1):
-                raise InputError(f"{shard.path} is damaged: a label is not the number of a class")
-            found.append(here[labels])
+        for part in self._parts:
+            here = np.array([*(number[name] for name in part.classes), -1], np.int64)  # -1 stays -1
+            found.append(here[part.labels])
         return _frozen(np.concatenate([np.empty(0, np.int64), *found]))
 
     @property
@@ -177,7 +162,8 @@ class FeatureReader:
         if name not in known:
             raise unknown_name("column", name, known, self._name)
         if name not in self._row_data:
-            self._row_data[name] = _frozen(np.concatenate([known[name], *self._columns(name)]))
+            columns = [part.column(name) for part in self._parts]
+            self._row_data[name] = _frozen(np.concatenate([known[name], *columns]))
         return self._row_data[name]
 
     @property
@@ -189,16 +175,20 @@ class FeatureReader:
     def failures(self) -> list[tuple[int, str, str, str]]:
         """Rows without good features: (row, path, status, reason)."""
         found = []
-        reasons: tuple[int, dict[int, str]] = -1, {}
+        reasons: tuple[Path | None, dict[int, str]] = None, {}
         for row in np.flatnonzero(self.status != Status.OK).tolist():
-            part = int(np.searchsorted(self._starts, row, "right")) - 1
-            shard = self._shards[part]
-            if reasons[0] != part:
-                reasons = part, reasons_of(shard.path)
-            local = int(self._local(part, np.array([row - self._starts[part]]))[0])
-            why = reasons[1].get(shard.identity.first_row + local, "")
-            found.append((row, self.paths[row], Status(self.status[row]).text, why))
+            file, _, its_row = self.place_of(row)
+            if reasons[0] != file:
+                reasons = file, reasons_of(file)
+            found.append((row, self.paths[row], Status(self.status[row]).text, reasons[1].get(its_row, "")))
         return found
+
+    def place_of(self, row: int) -> tuple[Path, int, int]:
+        """The file that holds a row, the number of the shard that it is, and which row of its data set this is."""
+        part = int(np.searchsorted(self._starts, row, "right")) - 1
+        local = self._local(part, np.array([row - self._starts[part]]))
+        shard = self._shards[part]
+        return shard.path, shard.identity.shard, shard.identity.first_row + int(local[0])
 
     @property
     def compression(self) -> dict[str, tuple[str, float]]:
@@ -220,7 +210,8 @@ class FeatureReader:
         """
         features = {layer: self[layer].take(rows) for layer in self.layers}
         beside = {name: self.column(name)[rows] for name, *_ in ROW_DATA}
-        paths = [os.fsencode(self.paths[row]) for row in rows.tolist()]
+        own_paths = self._own_paths
+        paths = [os.fsencode(own_paths[row]) for row in rows.tolist()]
         agree = (hash_rows(features) == beside["row_hash"]) & (hash_records(paths, beside) == beside["record_hash"])
         if not agree.all():
             row = int(rows[np.flatnonzero(~agree)[0]])
@@ -292,23 +283,15 @@ class FeatureReader:
         chosen = self._chosen[part]
         return rows if chosen is None else chosen[rows]
 
-    def _columns(self, name: str) -> list[NDArray[Any]]:
-        return [
-            column if chosen is None else column[chosen]
-            for column, chosen in zip((shard.column(name) for shard in self._shards), self._chosen, strict=True)
-        ]
-
-    def _texts(self, name: str) -> list[str]:
-        return [
-            text
-            for shard, chosen in zip(self._shards, self._chosen, strict=True)
-            for text in shard.text(name, ... if chosen is None else chosen)
-        ]
+    @cached_property
+    def _own_paths(self) -> list[str]:
+        """The paths that the hashes of the rows are over."""
+        return [path for part in self._parts for path in part.own_paths()]
 
     def close(self) -> None:
         """Close the files; arrays that were read stay valid."""
-        for shard in self._shards:
-            shard.close()
+        for part in self._parts:
+            part.shard.close()
 
     def __enter__(self) -> Self:
         return self
@@ -435,60 +418,6 @@ class FeatureArray:
         if chosen is None:
             return reader._shards[part].read(name, start, stop, out)
         return reader._shards[part].take(name, chosen[start:stop], out)
-
-
-def _open_shards(dataset: DataSet, partial: bool) -> Iterator[tuple[int, Shard]]:
-    """The shards of a data set that can be read: (first row, shard)."""
-    whereabouts = dataset.whereabouts()
-    if not partial and any(where.published is None for where in whereabouts):
-        whereabouts = dataset.whereabouts()  # a file that is given its name while a folder is listed can be missed
-    allow_more_files(len(whereabouts))
-    for shard, where in enumerate(whereabouts):
-        if where.published is not None:
-            path = dataset.path(shard, where.published)
-        elif partial and where.part is not None:
-            path = dataset.path(shard, where.part, part=True)
-        elif partial:
-            continue
-        else:
-            path = dataset.current(shard, where) or dataset.path(shard)
-            state = "unfinished" if where.part is not None else "missing"
-            raise LayertapError(
-                f"{path} is {state} (shard {shard} of {dataset.n_shards}); run the same command again to finish "
-                "it, or read what there is with partial=True"
-            )
-        try:
-            opened = dataset.open_shard(shard, path)
-        except InputError:
-            # It may just have been published, or written anew: then it has another name now.
-            now = dataset.whereabouts()[shard]
-            if now == where or now.published is None:
-                raise
-            opened = dataset.open_shard(shard, dataset.path(shard, now.published))
-        yield dataset.shard_range(shard).start, opened
-
-
-def _done(shard: Shard, partial: bool) -> NDArray[np.int64]:
-    """The rows of a shard that are not pending."""
-    part = shard.path.suffix == ".part"
-    if part:
-        shard.keep_columns()
-    status = shard.column("status")
-    if not np.isin(status, list(Status)).all():
-        raise InputError(f"{shard.path} is damaged: it has rows of a status that does not exist")
-    done = np.flatnonzero(status != Status.PENDING)
-    if len(done) < len(shard) and not part:
-        raise InputError(
-            f"{shard.path} is damaged: {len(shard) - len(done)} rows are pending in a finished file; "
-            "`layertap verify --repair`, and then the command that made the data set, mend it"
-        )
-    if len(done) < len(shard) and not partial:
-        raise LayertapError(
-            f"{shard.path} is unfinished: {len(shard) - len(done)} rows are pending; run the same command again to "
-            "finish it, or read what there is with partial=True"
-        )
-    # A row that a power cut tore apart says that it is done, but does not agree with its hashes.
-    return np.setdiff1d(done, wrong_rows(shard, done)) if part else done
 
 
 def _described(features: Sequence[StoredFeature]) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,11 @@ from extract.status import Status
 from extract.store.copying import copy_shard
 from extract.store.dataset import DataSet, Whereabouts
 from extract.store.files import read_json, sync_folder
+from extract.store.reader import FeatureReader
 from extract.store.receipt import reasons_of, size_and_hash, write_receipt
 from extract.store.row_hash import checked
 from extract.store.shard import MEDIA_ERRORS, Shard
+from extract.store.version import pass_folder, read_rows
 from extract.store.writer import ShardWriter
 
 __all__ = ["Fault", "Remedy", "Verification", "repair", "verify"]
@@ -64,7 +66,8 @@ class Verification:
 
     Attributes:
         dataset: what was looked at.
-        faults: none, if all is well.
+        faults: none, if all is well. Of a data set that is kept in step with a folder, shards and rows are those of the
+            pass that the file belongs to.
         rows: status -> number of rows, of the shards that can be read.
     """
 
@@ -85,7 +88,36 @@ def verify(out: Path, on_rows: Callable[[int], None] = lambda rows: None) -> Ver
         LayertapError: a library for its compression is missing, or files cannot be opened.
     """
     dataset = DataSet.open(out)
+    return _verify_version(dataset, on_rows) if dataset.version else _verify_shards(dataset, on_rows)
+
+
+def _verify_version(dataset: DataSet, on_rows: Callable[[int], None]) -> Verification:
+    """Of a data set that is kept in step with a folder: its table, and every pass."""
     found = Verification(dataset)
+    assert dataset.version is not None
+    for number in dataset.version.passes:
+        folder = pass_folder(dataset.out, number)
+        name = folder.relative_to(dataset.out).as_posix()
+        try:
+            one = _verify_shards(DataSet.open(folder), on_rows)
+        except InputError as error:
+            found.faults.append(Fault(str(error).removeprefix(f"{folder} "), Remedy.NONE, file=name))
+            continue
+        found.faults += [replace(fault, file=f"{name}/{fault.file}") for fault in one.faults]
+    try:
+        table = read_rows(dataset)
+        if xxhash.xxh3_128_hexdigest(b"\0".join(sorted(map(os.fsencode, table.paths)))) != dataset.images["paths_xxh3"]:
+            found.faults.append(Fault("the paths of the version are not those of dataset.json", Remedy.NONE))
+        if not found.faults:
+            with FeatureReader(dataset.out) as reader:
+                found.rows.update(Status(code).text for code in reader.status.tolist())
+    except (LayertapError, FileNotFoundError) as error:
+        found.faults.append(Fault(f"its version cannot be read: {error}", Remedy.NONE))
+    return found
+
+
+def _verify_shards(dataset: DataSet, on_rows: Callable[[int], None]) -> Verification:
+    out, found = dataset.out, Verification(dataset)
     listed, whole = xxhash.xxh3_128(), True
     classes: list[str] | None = None
     for number, where in enumerate(dataset.whereabouts()):
@@ -232,7 +264,7 @@ def _faults_of_receipt(shard: Shard, name: str, of_rows: Collection[Fault]) -> l
 
 
 def repair(found: Verification) -> int:
-    """Make rows that are wrong pending, so that `embed` computes them again; returns how many there are.
+    """Make rows that are wrong pending, so that `embed` or `sync` computes them again; returns how many there are.
 
     A published shard with wrong rows is put aside (`.damaged`), and a copy without those rows takes its place as a
     `.part`. One that cannot be read is put aside as a whole. Each shard is looked at again first, under the lock.
@@ -241,6 +273,24 @@ def repair(found: Verification) -> int:
         LockedError: another process writes to the data set.
         LayertapError: the disk is full or refuses.
     """
+    if found.dataset.version:
+        with found.dataset.locked():
+            return sum(_repair_shards(one) for one in _by_pass(found))
+    return _repair_shards(found)
+
+
+def _by_pass(found: Verification) -> Iterator[Verification]:
+    """The faults of each pass, as those of a data set of its own."""
+    for folder in sorted({fault.file.rpartition("/shards/")[0] for fault in found.faults if "/shards/" in fault.file}):
+        faults = [
+            replace(fault, file=fault.file.removeprefix(f"{folder}/"))
+            for fault in found.faults
+            if fault.file.startswith(f"{folder}/")
+        ]
+        yield Verification(DataSet.open(found.dataset.out / folder), faults)
+
+
+def _repair_shards(found: Verification) -> int:
     dataset, pending = found.dataset, 0
     with dataset.locked():
         whereabouts = dataset.whereabouts()

@@ -1,0 +1,70 @@
+"""One writer at a time to a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+from extract.errors import LayertapError, LockedError
+
+__all__ = ["locked"]
+
+_HELD: set[tuple[int, Path]] = set()  # folders that a process holds; a forked one inherits this set, not the locks
+_HELD_GUARD = threading.Lock()
+
+
+@contextlib.contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Hold a folder for writing; it is made if need be.
+
+    A POSIX lock: it ends with this process, however that ends, and is not passed on to worker processes.
+
+    Raises:
+        LockedError: another process, or another thread of this one, holds it; who and since when is said.
+        LayertapError: the folder cannot be written to.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        name = (os.getpid(), out.resolve())
+        with _HELD_GUARD:  # a POSIX lock does not keep threads of one process apart
+            if name in _HELD:
+                raise LockedError(f"{out} is locked by another thread of this process")
+            _HELD.add(name)
+    except OSError as error:
+        raise LayertapError(f"cannot write to {out}: {error.strerror}") from error
+    try:
+        with _lock_file(out):
+            yield
+    finally:
+        _HELD.discard(name)
+
+
+@contextlib.contextmanager
+def _lock_file(out: Path) -> Iterator[None]:
+    try:
+        file = (out / ".lock").open("a+", encoding="utf-8")
+    except OSError as error:
+        raise LayertapError(f"cannot write to {out}: {error.strerror}") from error
+    with file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise LayertapError(f"{out} cannot be locked: {error.strerror}") from error
+            file.seek(0)
+            raise LockedError(f"{out} is locked by {file.read().strip() or 'another process'}") from error
+        file.truncate(0)
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        file.write(f"pid {os.getpid()} on {socket.gethostname()} since {now}\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            file.truncate(0)

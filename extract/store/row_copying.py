@@ -1,0 +1,77 @@
+"""Rows of a reader copied into another data set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from extract.status import Status
+from extract.store.dataset import DataSet
+from extract.store.layout import RowNames, create_shard
+from extract.store.reader import FeatureReader
+from extract.store.shard import BLOCK_BYTES, runs
+from extract.store.writer import SOURCE, ShardWriter
+
+__all__ = ["copy_rows"]
+
+
+def copy_rows(
+    reader: FeatureReader,
+    source: NDArray[np.int64],
+    dataset: DataSet,
+    names: Callable[[range], RowNames],
+    provenance: dict[str, Any],
+    compress: str | None = None,
+    on_rows: Callable[[int, bool], None] = lambda rows, found: None,
+) -> None:
+    """Fill a data set, whose folder is there and locked, with rows of a reader; called again, it goes on where it was.
+
+    Args:
+        reader: of the rows.
+        source: (N,) the row of the reader that each row of the data set is.
+        dataset: to be filled.
+        names: what rows of it are called.
+        provenance: for its shards.
+        compress: as of `ShardWriter.publish`.
+        on_rows: called with a number of rows, and whether they were found done (True) or copied now (False).
+
+    Raises:
+        InputError: a row does not agree with its hashes.
+        LayertapError: the disk is full or refuses.
+    """
+    reasons = {row: why for row, _, _, why in reader.failures}
+    for shard, where in enumerate(dataset.whereabouts()):
+        here = dataset.shard_range(shard)
+        if where.published is not None and where.part is None:
+            on_rows(len(here), True)
+            continue
+        if where.part is None:
+            path = dataset.path(shard, part=True)
+            create_shard(path, dataset.features, dataset.identity(shard), names(here), provenance)
+        with ShardWriter(dataset, shard, where.part or 0) as writer:
+            _fill(writer, reader, source, here, on_rows)
+            origins = source[here.start : here.stop].tolist()
+            writer.give_reasons({row: reasons[o] for row, o in zip(here, origins, strict=True) if o in reasons})
+            writer.publish(compress)
+
+
+def _fill(
+    writer: ShardWriter,
+    reader: FeatureReader,
+    source: NDArray[np.int64],
+    here: range,
+    on_rows: Callable[[int, bool], None],
+) -> None:
+    """Write the pending rows of one shard."""
+    writer.check()
+    todo = np.flatnonzero(writer.status == Status.PENDING)
+    on_rows(len(here) - len(todo), True)
+    for start, stop in runs(todo, max(1, BLOCK_BYTES // max(1, sum(reader[name].row_bytes for name in reader.layers)))):
+        rows = np.arange(here.start + start, here.start + stop)
+        features = reader.checked(source[rows])
+        columns = {name: reader.column(name)[source[rows]] for name in SOURCE}
+        writer.write(rows, features, reader.status[source[rows]], columns)
+        on_rows(stop - start, False)

@@ -1,0 +1,506 @@
+"""One pass: look at a folder, compute what is new, and publish a version of the data set that has what the folder has.
+
+Whatever stops a pass, the version that was published before stays as it is, what was computed is not computed again,
+and the next pass goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from extract.errors import InputError, LayertapError
+from extract.images.images import Images
+from extract.images.source import Files
+from extract.status import Status
+from extract.store.dataset import DataSet, changes, differences
+from extract.store.locking import locked
+from extract.store.version import pass_folder
+from extract.sync.compaction import compact_passes, rewrite
+from extract.sync.drift import Drift, drift_of
+from extract.sync.guards import Guards
+from extract.sync.hashing import MOVED, hashes_of
+from extract.sync.manifest import Feature, Manifest, Planned, Stored, add_passes, stored_rows
+from extract.sync.publishing import publish, remove_what_is_not_needed
+from extract.sync.scan import NO_FILE, Scan, Seen
+
+if TYPE_CHECKING:
+    from extract.planning import Plan
+
+__all__ = ["Report", "VanishedError", "sync"]
+
+_S = 1_000_000_000  # nanoseconds
+# A file system may count time in steps of 2 s (FAT), within which a file can change twice and look the same.
+_STEP_NS = 2 * _S
+_NO_HASH = bytes(16)
+_RECHECKED = 16  # stored rows, when other libraries are installed
+_MAX_DEAD = 0.5  # of the rows of a pass; then it is written anew without them
+_OURS = {".lock", "manifest.sqlite", "manifest.sqlite-wal", "manifest.sqlite-shm", "manifest.sqlite.damaged", "passes",
+         "versions", "runs.jsonl", "schedule.json"}  # fmt: skip
+
+
+class VanishedError(LayertapError):
+    """So much of a folder is gone that it is rather the folder that is not there."""
+
+
+@dataclass
+class Report:
+    """What a pass has found and done, in numbers of files.
+
+    Attributes:
+        added, changed, renamed, deleted: against the version before; a copy is added, and computed only if it is new.
+        unchanged: those that are as they were, touched ones among them.
+        failed: rows of the new version without good features.
+        waiting: left for the next pass, because they are being written.
+        computed: images that went through the backbone, or were to.
+        rows: of the data set.
+        version: that is published; 0: none.
+        seconds: that it took.
+        unreadable: what below the folder could not be read -> why; its rows stay as they were.
+        stopped: whether it was asked to stop before the end.
+        notes: what somebody should know of.
+        drift: how the features of new images differ from the others.
+    """
+
+    added: int = 0
+    changed: int = 0
+    renamed: int = 0
+    deleted: int = 0
+    unchanged: int = 0
+    failed: int = 0
+    waiting: int = 0
+    computed: int = 0
+    rows: int = 0
+    version: int = 0
+    seconds: float = 0.0
+    unreadable: dict[str, str] = field(default_factory=dict)
+    stopped: bool = False
+    notes: list[str] = field(default_factory=list)
+    drift: list[Drift] = field(default_factory=list)
+
+
+class _Resolved(NamedTuple):
+    """A file, and the stored row that has its features."""
+
+    seen: Seen
+    settled: bool
+    feature: int
+    hash: bytes
+
+
+class _StoppedError(Exception):
+    """The pass was asked to stop."""
+
+
+def sync(
+    root: str,
+    out: Path,
+    plan_for: Callable[[Images, Path], Plan],
+    configuration: dict[str, Any],
+    *,
+    guards: Guards | None = None,
+    force: bool = False,
+    dry_run: bool = False,
+    on_plan: Callable[[Plan, int], None] = lambda plan, found: None,
+    on_rows: Callable[[int, bool], None] = lambda rows, found: None,
+    on_computation: Callable[[Any], None] = lambda computation: None,
+    stop: Callable[[], bool] = lambda: False,
+    now_ns: Callable[[], int] = time.time_ns,
+) -> Report:
+    """Bring the data set `out` into step with the folder `root`.
+
+    Args:
+        root: the folder.
+        out: of the data set; made if need be.
+        plan_for: how to compute features of images into a folder; called only where there are any to compute.
+        configuration: what the features depend on, as it was asked for: where it is as the last time, and there is
+            nothing to compute, `plan_for` is not called.
+        guards: None: as they are by default.
+        force: go on though most files are gone, or the folder is another one.
+        dry_run: only tell; nothing is written.
+        on_plan: called before images are computed.
+        on_rows: as of `extract.extraction.extract`.
+        on_computation: as of the same.
+        stop: as of the same.
+        now_ns: tells the time.
+
+    Raises:
+        VanishedError: of the files, more than `max_vanish` are gone; nothing was done.
+        InputError: no images there, or `out` holds something else.
+        LockedError: another process writes to `out`.
+        LayertapError: the folder is not there, the disk is full, an image source or the backbone fails.
+    """
+    start = time.perf_counter()
+    one = _Pass(root, out, plan_for, configuration, guards or Guards(), force, on_plan, on_rows, on_computation, stop,
+                now_ns)  # fmt: skip
+    if dry_run and not out.exists():
+        with Manifest(None) as manifest:
+            one.run(manifest, dry_run=True)
+    else:
+        with locked(out):
+            one.check_out()
+            with Manifest(None if dry_run and not (out / "manifest.sqlite").exists() else out) as manifest:
+                one.run(manifest, dry_run)
+    one.report.seconds = time.perf_counter() - start
+    return one.report
+
+
+@dataclass
+class _Pass:
+    """The state of one pass."""
+
+    root: str
+    out: Path
+    plan_for: Callable[[Images, Path], Plan]
+    configuration: dict[str, Any]
+    guards: Guards
+    force: bool
+    on_plan: Callable[[Plan, int], None]
+    on_rows: Callable[[int, bool], None]
+    on_computation: Callable[[Any], None]
+    stop: Callable[[], bool]
+    now_ns: Callable[[], int]
+    report: Report = field(default_factory=Report)
+    published: DataSet | None = None
+    computed_pass: int = 0
+
+    def check_out(self) -> None:
+        """See that the folder holds a data set of ours, or nothing.
+
+        Raises:
+            InputError: it does not.
+        """
+        if (self.out / "dataset.json").exists():
+            self.published = DataSet.open(self.out)
+            if self.published.version is None:
+                raise InputError(f"{self.out} holds a data set of `layertap embed`; choose another output folder")
+            if (there := self.published.images["root"]) != self.root and not self.force:
+                raise InputError(
+                    f"{self.out} is kept in step with {there}, and {self.root} is another folder. If it was moved, "
+                    "--force; else choose another output folder"
+                )
+        elif any(entry.name not in _OURS and not entry.name.endswith(".new") for entry in self.out.iterdir()):
+            raise InputError(
+                f"{self.out} is not empty and no data set of `layertap sync`; choose another output folder"
+            )
+
+    def run(self, manifest: Manifest, dry_run: bool) -> None:
+        """All of it; the report tells what came of it."""
+        self._mend(manifest)
+        scanned_ns = self.now_ns()
+        scan = Scan(self.root)
+        n_seen = manifest.see(scan.files())
+        self.report.unreadable = scan.unreadable
+        for path in scan.unreadable:
+            manifest.keep_below(os.fsencode(path))
+        if not n_seen and not manifest.n_files():
+            raise InputError(f"{self.root}: no images. Images end in .jpg, .png, .tif, .webp and others")
+        if not n_seen and not self.force:
+            raise VanishedError(
+                f"{self.root} has no images any more, of {manifest.n_files():,} (an unmounted disk?); nothing was "
+                "done. If they are really gone, --force"
+            )
+        if not dry_run:
+            self._check_configuration(manifest)
+            try:
+                self._finish_what_was_begun(manifest)
+            except _StoppedError:
+                self.report.stopped = True
+                return
+        try:
+            self._diff_and_compute(manifest, scanned_ns, dry_run)
+        except _StoppedError:
+            self.report.stopped = True
+            return
+        if not dry_run:
+            self._publish(manifest)
+            if self.computed_pass and self.published and self.report.rows:
+                self.report.drift = drift_of(self.out, self.computed_pass)
+            self._compact(manifest)
+            remove_what_is_not_needed(self.out, manifest)
+        self.report.failed = manifest.n_failed()
+
+    # Before
+
+    def _mend(self, manifest: Manifest) -> None:
+        """A manifest that does not fit what is published is made anew; passes that are not there are forgotten."""
+        number = self.published.version.number if self.published and self.published.version else 0
+        if manifest.version < number and not manifest.made_anew:
+            if manifest.version or manifest.n_files():
+                manifest.start_anew(f"it is older than version {number}, which is published")
+            else:
+                manifest.made_anew = "it was lost"
+        if manifest.made_anew and self.published:
+            add_passes(manifest, self.out, self.published.fingerprint, self.now_ns())
+            with manifest.transaction():
+                manifest.version = number
+        if manifest.made_anew:
+            self.report.notes.append(f"manifest.sqlite was made anew: {manifest.made_anew}")
+        for one in manifest.passes():
+            folder = pass_folder(self.out, one)
+            if not (folder / "dataset.json").exists():
+                with manifest.transaction():
+                    manifest.forget_pass(one)
+                    manifest.version += 1
+            elif None in DataSet.open(folder).published():  # a repair took rows out of it, or a file is gone
+                rewrite(self.out, manifest, [one], unused_before_ns=0)
+
+    def _check_configuration(self, manifest: Manifest) -> None:
+        """Whether features that are asked for now are those that are stored."""
+        if manifest.configuration == self.configuration or self.published is None:
+            return
+        some = Images(self.root, ["x"], np.full(1, -1), [], [""], Files(self.root, ["x"]))
+        self._check_fits(self.plan_for(some, self.out / "passes" / "none").dataset)
+        with manifest.transaction():
+            manifest.configuration = self.configuration
+
+    def _check_fits(self, dataset: DataSet) -> None:
+        if self.published and (changed := differences(self.published.depends_on, dataset.depends_on)):
+            raise InputError(
+                f"{self.out} holds other features; rows that differ in these do not mix:\n  "
+                + "\n  ".join(changed)
+                + "\nChoose another output folder, or delete this one."
+            )
+
+    def _check_versions(self, manifest: Manifest, plan: Plan) -> None:
+        """Whether libraries that were installed since compute the same: some stored rows are computed again.
+
+        Raises:
+            LayertapError: they do not.
+        """
+        before, now = manifest.versions, plan.provenance["versions"]
+        if before == now:
+            return
+        if before and self.published and self.published.n_rows:
+            from extract.recheck import recheck
+            from extract.store.verify import Remedy
+
+            found = recheck(self.out, _RECHECKED, images=self.root, backbone=plan.backbone, workers=0)
+            others = ", ".join(f"{name} {old} -> {new}" for name, old, new in changes(before, now))
+            apart = [one for one in found.faults if one.remedy is Remedy.ROW and "is the same" in one.what]
+            if apart:
+                raise LayertapError(
+                    f"{self.out}: with what is installed now ({others}), stored features come out otherwise: "
+                    f"{apart[0].path}: {apart[0].what}. Install the versions from before, or begin a new data set"
+                )
+            self.report.notes.append(
+                f"installed since: {others}; {found.n_rows} stored rows, computed again, differ by {found.largest:.1e} "
+                "of their largest value at most"
+            )
+        with manifest.transaction():
+            manifest.versions = now
+
+    def _finish_what_was_begun(self, manifest: Manifest) -> None:
+        """A pass that was interrupted is computed to its end."""
+        number, planned = manifest.planned()
+        if not planned:
+            return
+        try:
+            resolved = self._computed(manifest, number, planned)
+        except InputError:
+            if self.published is not None:
+                raise
+            resolved = None  # it was begun with other settings, and nothing of it is published
+        if resolved is None:
+            shutil.rmtree(pass_folder(self.out, number), ignore_errors=True)
+            with manifest.transaction():
+                manifest.set_planned(0, [])
+            return
+        self._apply(manifest, resolved, [], changed=True)
+
+    # What is new
+
+    def _diff_and_compute(self, manifest: Manifest, scanned_ns: int, dry_run: bool) -> None:
+        report, retry_before_ns = self.report, scanned_ns - int(self.guards.retry_after_s * _S)
+        candidates, waiting = self._settled(manifest, list(manifest.to_look_at(retry_before_ns)), scanned_ns)
+        before = {seen.path: old for seen, old in candidates if old is not None}
+        resolved, todo, moved = self._known(manifest, candidates, scanned_ns, retry_before_ns)
+        gone = manifest.gone()
+        gone_hashes = Counter(content for _, content in gone)
+        for one in resolved:
+            old = before.get(one.seen.path)
+            if old is None and gone_hashes[one.hash] > 0 and one.hash != _NO_HASH:
+                gone_hashes[one.hash] -= 1
+                report.renamed += 1
+            elif old is None:
+                report.added += 1
+            elif old.hash != one.hash:
+                report.changed += 1
+        again = sum((old := before.get(one.seen.path)) is not None and old.status != Status.OK for one in todo)
+        report.deleted = len(gone) - report.renamed
+        n_files = manifest.n_files()
+        if report.deleted > self.guards.max_vanish * n_files and not self.force:
+            raise VanishedError(
+                f"{self.root}: {report.deleted:,} of {n_files:,} images are gone, more than "
+                f"{self.guards.max_vanish:.0%} (max_vanish; an unmounted disk?); nothing was done. If they are really "
+                "gone, --force"
+            )
+        if dry_run:
+            report.computed = len(todo)
+            new = sum(one.seen.path not in before for one in todo)
+            report.added, report.changed = report.added + new, report.changed + len(todo) - new - again
+            report.waiting = len(waiting) + len(moved)
+            report.rows = n_files - len(gone) + report.added + report.renamed
+            report.unchanged = report.rows - report.added - report.changed - report.renamed
+            report.version = manifest.version
+            return
+        if todo:
+            number = manifest.next_pass()
+            with manifest.transaction():
+                manifest.configuration = self.configuration
+                manifest.set_planned(number, todo)
+            computed = self._computed(manifest, number, todo)
+            accepted = {one.seen.path for one in computed}
+            moved += [one.seen for one in todo if one.seen.path not in accepted]
+            resolved += computed
+        else:
+            with manifest.transaction():
+                manifest.configuration = self.configuration
+        changed = bool(gone) or any(
+            (old := before.get(one.seen.path)) is None or old.id != one.feature for one in resolved
+        )
+        report.waiting = len(waiting) + len(moved)
+        self._apply(manifest, resolved, [path for path, _ in gone], changed=changed)
+        with manifest.transaction():
+            manifest.set_waiting([*waiting, *((seen, scanned_ns) for seen in moved)])
+        report.rows = manifest.n_files()
+        report.unchanged = report.rows - report.added - report.changed - report.renamed
+
+    def _settled(
+        self, manifest: Manifest, candidates: list[tuple[Seen, Feature | None]], scanned_ns: int
+    ) -> tuple[list[tuple[Seen, Feature | None]], list[tuple[Seen, int]]]:
+        """Those that can be looked at now; and those that must wait, with since when they look as they do."""
+        settle_ns = int(self.guards.settle_s * _S)
+        if not settle_ns:
+            return candidates, []
+        before, ready, waiting = manifest.waiting(), [], []
+        for seen, old in candidates:
+            if scanned_ns - seen.mtime_ns >= settle_ns or seen.size == NO_FILE:
+                ready.append((seen, old))
+                continue
+            # Of a time in the future, nothing is learnt but by waiting.
+            known, since_ns = before.get(seen.path, (None, scanned_ns))
+            if known == seen and scanned_ns - since_ns >= settle_ns:
+                ready.append((seen, old))
+            else:
+                waiting.append((seen, since_ns if known == seen else scanned_ns))
+        return ready, waiting
+
+    def _known(
+        self, manifest: Manifest, candidates: Sequence[tuple[Seen, Feature | None]], scanned_ns: int,
+        retry_before_ns: int,
+    ) -> tuple[list[_Resolved], list[Planned], list[Seen]]:  # fmt: skip
+        """Of these files, those whose features are stored; those to be computed; and those that change just now.
+
+        Only a file that is as large as an image that is stored can be that image; no other is read for its hash.
+        """
+        resolved: list[_Resolved] = []
+        todo: list[Planned] = []
+        moved: list[Seen] = []
+        to_hash: list[Seen] = []
+        for seen, _ in candidates:
+            if seen.size >= 0 and manifest.knows_size(seen.size):
+                to_hash.append(seen)
+            else:
+                todo.append(Planned(seen, _is_settled(seen, scanned_ns)))
+        for seen, content in zip(to_hash, hashes_of(self.root, to_hash), strict=True):
+            if self.stop():
+                raise _StoppedError
+            settled = _is_settled(seen, scanned_ns)
+            found = manifest.with_hash(content) if isinstance(content, bytes) else None
+            if content is MOVED:
+                moved.append(seen)
+            elif found is not None and (found.status == Status.OK or found.tried_ns >= retry_before_ns):
+                resolved.append(_Resolved(seen, settled, found.id, found.hash))
+            else:
+                todo.append(Planned(seen, settled))
+        return resolved, sorted(todo), moved
+
+    def _computed(self, manifest: Manifest, number: int, planned: Sequence[Planned]) -> list[_Resolved]:
+        """Compute a pass, and take its rows over; those of files that have changed meanwhile are for nobody yet.
+
+        Raises:
+            _StoppedError: before the end.
+        """
+        from extract.extraction import extract
+
+        folder = pass_folder(self.out, number)
+        paths = [one.seen.path.decode("utf-8", "surrogateescape") for one in planned]
+        none = np.full(len(paths), -1, np.int64)
+        images = Images(self.root, paths, none, [], [""] * len(paths), Files(self.root, paths))
+        plan = self.plan_for(images, folder)
+        self._check_fits(plan.dataset)
+        self._check_versions(manifest, plan)
+        self.on_plan(plan, len(planned))
+        summary = extract(plan, on_rows=self.on_rows, on_computation=self.on_computation, stop=self.stop)
+        if summary.stopped:
+            raise _StoppedError
+        rows = list(stored_rows(DataSet.open(folder)))
+        self.computed_pass = number
+        self.report.computed += summary.computed - summary.duplicates
+        now_ns, found = self.now_ns(), []
+        with manifest.transaction():
+            ids = manifest.add_pass(number, rows, now_ns)
+            for one, row, feature in zip(planned, rows, ids, strict=True):
+                if not _is_of(row, one.seen):
+                    continue
+                old = manifest.feature_of(one.seen.path)
+                self.report.added += old is None
+                self.report.changed += old is not None and old.hash != row.hash
+                if old and row.status != Status.OK and old.status == row.status and old.hash == row.hash:
+                    manifest.tried_again(old.id, now_ns)
+                    feature = old.id
+                found.append(_Resolved(one.seen, one.settled, feature, row.hash))
+            manifest.set_planned(0, [])
+        return found
+
+    def _apply(
+        self, manifest: Manifest, resolved: Iterable[_Resolved], gone: Sequence[bytes], *, changed: bool
+    ) -> None:
+        with manifest.transaction():
+            manifest.set_files((one.seen, one.settled, one.feature) for one in resolved)
+            manifest.remove_files(gone)
+            manifest.note_unused(self.now_ns())
+            if changed:
+                manifest.version += 1
+
+    # After
+
+    def _publish(self, manifest: Manifest) -> None:
+        """Make what the manifest says the version that readers see, if it is not."""
+        self.published = publish(self.out, self.root, manifest, self.published)
+        if self.published and self.published.version:
+            self.report.version = self.published.version.number
+
+    def _compact(self, manifest: Manifest) -> None:
+        """Write passes anew of which most is dead, and small ones where there are many: a version of its own."""
+        if self.published is None:
+            return
+        unused_before_ns = self.now_ns() - int(self.guards.keep_gone_s * _S)
+        _, self.published = compact_passes(self.out, manifest, self.published, _MAX_DEAD, unused_before_ns)
+        if self.published.version:
+            self.report.version = self.published.version.number
+
+
+def _is_settled(seen: Seen, scanned_ns: int) -> bool:
+    """Whether a later change of a file must show in its times: they are older than the steps in which time is counted.
+
+    A time of modification in the future was set by a program, and tells nothing; that of the change cannot be set.
+    """
+    latest = max((at for at in (seen.mtime_ns, seen.ctime_ns) if at <= scanned_ns), default=scanned_ns)
+    return seen.ctime_ns <= scanned_ns and latest < scanned_ns - _STEP_NS
+
+
+def _is_of(row: Stored, seen: Seen) -> bool:
+    """Whether a row was computed from the file as it was seen."""
+    if row.size >= 0:
+        return (row.size, row.mtime_ns) == (seen.size, seen.mtime_ns)
+    return row.status != Status.MISSING or seen.size == NO_FILE  # else it went while we computed

@@ -1,0 +1,58 @@
+"""What the manifest says becomes the version that readers see."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from extract.errors import LayertapError
+from extract.images.images import labels_from_folders
+from extract.store.dataset import DataSet
+from extract.store.files import discard
+from extract.store.version import RowTable, is_whole, pass_folder, table_path, write_rows
+from extract.sync.manifest import Manifest
+
+__all__ = ["publish", "remove_what_is_not_needed"]
+
+
+def publish(out: Path, root: str, manifest: Manifest, published: DataSet | None) -> DataSet | None:
+    """Publish what the manifest says, if it is not published yet; returns what is published then.
+
+    Raises:
+        LayertapError: the disk is full or refuses.
+    """
+    number = published.version.number if published and published.version else 0
+    whole = published is not None and is_whole(published) and published.images["root"] == root
+    if (number == manifest.version and whole) or not manifest.version:
+        return published
+    if number >= manifest.version:
+        with manifest.transaction():
+            manifest.version = number + 1
+    rows = list(manifest.rows())
+    paths = [path.decode("utf-8", "surrogateescape") for path, _, _ in rows]
+    labels, classes, splits = labels_from_folders(paths)
+    places = np.array([place for _, *place in rows], np.int64).reshape(-1, 2)
+    of = published or DataSet.open(pass_folder(out, manifest.passes()[0]))
+    version = write_rows(out, manifest.version, RowTable(paths, labels, splits, classes, places[:, 0], places[:, 1]))
+    listed = xxhash.xxh3_128_hexdigest(b"\0".join(sorted(path for path, _, _ in rows)))
+    images = {"root": root, "count": len(rows), "paths_xxh3": listed}
+    dataset = DataSet(out, of.depends_on, of.features, images, of.shard_rows, version)
+    try:
+        dataset.write()
+    except OSError as error:
+        raise LayertapError(f"cannot write to {out}: {error.strerror}") from error
+    return dataset
+
+
+def remove_what_is_not_needed(out: Path, manifest: Manifest) -> None:
+    """Remove tables of earlier versions, and passes that no row is known of; who has them open can still read them."""
+    for table in (out / "versions").glob("*"):
+        if table != table_path(out, manifest.version):
+            discard(table)
+    known, (planned, _) = set(manifest.passes()), manifest.planned()
+    for folder in (out / "passes").glob("*"):
+        if not folder.name.isdecimal() or int(folder.name) not in known | {planned}:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,35 @@
+"""Ctrl-C and SIGTERM, held until the batch in flight is finished."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+__all__ = ["signals_held"]
+
+
+@contextlib.contextmanager
+def signals_held() -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM are noted in the list, so that the batch in flight is finished; a second one is not held."""
+    received: list[int] = []
+
+    if threading.current_thread() is not threading.main_thread():
+        yield received  # signals go to the main thread, whose business they are then
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        signal.signal(number, before[number])
+        os.write(2, b"\nfinishing the batch in flight ...\n")  # what was interrupted may be printing, too
+
+    before: dict[int, Any] = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

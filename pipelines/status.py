@@ -1,0 +1,150 @@
+"""How a data set that is kept in step with a folder is doing: `layertap status OUT`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from extract.errors import InputError, LayertapError
+from extract.status import Status
+from extract.store.dataset import DataSet
+from extract.store.files import read_json
+from extract.store.layout import row_bytes
+from extract.store.reader import FeatureReader
+from extract.store.version import read_rows
+from pipelines.printing import print_failures
+
+__all__ = ["describe_status", "print_status"]
+
+_LAST_RUNS = 10
+
+
+def describe_status(out: Path) -> dict[str, Any]:
+    """Everything `status` tells, as plain data.
+
+    Raises:
+        InputError: no data set of `layertap sync` there.
+        LayertapError: it cannot be read.
+    """
+    runs = read_runs(out)
+    content: dict[str, Any] = {"out": str(out), "runs": runs[-_LAST_RUNS:], "next": _next_run(out)}
+    if not (out / "dataset.json").exists() and runs:
+        return {**content, "version": 0, "rows": 0, "status": {}, "failures": [], "bytes": _bytes(out)}
+    dataset = DataSet.open(out)
+    if dataset.version is None:
+        raise InputError(f"{out} is not kept in step with a folder; `layertap show` tells what is inside")
+    with FeatureReader(out) as reader:
+        status = Counter(Status(code).text for code in reader.status.tolist())
+        failures = reader.failures
+    table = read_rows(dataset)
+    needed = len(np.unique(np.stack([table.passes, table.rows]), axis=1).T)
+    stored = sum(part.n_rows for part in dataset.parts())
+    return {
+        **content,
+        "images": dataset.images["root"],
+        "version": dataset.version.number,
+        "rows": dataset.n_rows,
+        "status": dict(status),
+        "failures": [{"path": path, "status": text, "reason": reason} for _, path, text, reason in failures],
+        "passes": len(dataset.version.passes),
+        "stored_rows": stored,
+        "dead_rows": stored - needed,
+        "dead_bytes": (stored - needed) * row_bytes(dataset.features),
+        "bytes": _bytes(out),
+    }
+
+
+def read_runs(out: Path) -> list[dict[str, Any]]:
+    """The runs that `runs.jsonl` tells of, the last one last; a line that a power cut tore apart is left out."""
+    found = []
+    try:
+        lines = (out / "runs.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise LayertapError(f"cannot read {out / 'runs.jsonl'}: {error.strerror}") from error
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            run = json.loads(line)
+            if isinstance(run, dict) and "event" in run and "started" in run:
+                found.append(run)
+    return found
+
+
+def _next_run(out: Path) -> dict[str, Any] | None:
+    """What the scheduler that is running has noted; None: there is none."""
+    try:
+        noted = read_json(out / "schedule.json")
+        alive = Path(f"/proc/{int(noted['pid'])}").exists() or not Path("/proc").exists()
+        return {**noted, "alive": alive}
+    except (OSError, LayertapError, KeyError, ValueError):
+        return None
+
+
+def _bytes(out: Path) -> int:
+    total = 0
+    for path in out.rglob("*"):
+        with contextlib.suppress(OSError):  # it may be removed just now
+            total += path.stat().st_size if path.is_file() else 0
+    return total
+
+
+def print_status(content: dict[str, Any], echo: Callable[[str], None]) -> None:
+    """The status, for people."""
+    out = content["out"]
+    if not content["version"]:
+        echo(f"{out}: nothing is published yet")
+    else:
+        counts = ", ".join(f"{count:,} {status}" for status, count in content["status"].items()) or "none"
+        echo(f"{out}: version {content['version']}, in step with {content['images']}")
+        echo(f"rows      {content['rows']:,}: {counts}")
+        dead = content["dead_rows"]
+        share = dead / max(1, content["stored_rows"])
+        echo(
+            f"disk      {content['bytes'] / 1e6:,.1f} MB in {content['passes']} passes; {dead:,} stored rows "
+            f"({share:.0%}, {content['dead_bytes'] / 1e6:,.1f} MB) are of images that are gone or replaced"
+        )
+        if share > 0.2:
+            echo(f"          to remove them: layertap compact {out}")
+    planned = content["next"]
+    if planned and planned["alive"]:
+        echo(f"next run  {_local(planned['next'])}, by the scheduler of process {planned['pid']} ({planned['config']})")
+    elif planned:
+        click.secho(f"next run  none: the scheduler of process {planned['pid']} has died", fg="red")
+    else:
+        echo("next run  no `layertap schedule` is running for it")
+    if content["runs"]:
+        echo("last runs")
+        for run in content["runs"]:
+            echo(f"  {_local(run['started'])}  {_of_run(run)}")
+    for one in next((run.get("drift", []) for run in reversed(content["runs"]) if run.get("drift")), []):
+        how = "UNLIKE the others: another camera, or a wrong folder?" if one["far"] else "like the others"
+        echo(
+            f"drift     {one['layer']}: the last {one['new_rows']:,} new rows are {how} (mean {one['shift']:.2f} "
+            f"standard deviations away, spread {one['spread']:.2f})"
+        )
+    failures = [(one["path"], one["status"], one["reason"]) for one in content["failures"]]
+    print_failures(failures, Path(out), echo)
+
+
+def _of_run(run: dict[str, Any]) -> str:
+    if run["event"] == "failed":
+        return f"FAILED after {run['seconds']:.1f} s: {run['error']}"
+    if run["event"] == "stopped":
+        return f"stopped after {run['seconds']:.1f} s"
+    names = ("added", "changed", "renamed", "deleted")
+    changes = ", ".join(f"{run[name]:,} {name}" for name in names if run.get(name)) or "nothing new"
+    failed = f", {run['failed']:,} failed" if run.get("failed") else ""
+    return f"{changes}{failed}; {run['computed']:,} computed, {run['seconds']:.1f} s"
+
+
+def _local(text: str) -> str:
+    return datetime.fromisoformat(text).astimezone().isoformat(" ", timespec="seconds")

@@ -1,0 +1,263 @@
+"""A folder that changes in every way, and passes that are killed: what is stored is what a fresh extraction gives."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+
+from extract import FeatureReader
+from extract.extraction import extract
+from extract.images import list_images
+from extract.status import Status
+from tests.extract.sync.tiny import one_pass, picture, planner
+
+NAMES = st.sampled_from(
+    ["a/1.ppm", "a/2.ppm", "a/b/3.ppm", "c/4.ppm", "c/\udcff.ppm", "6.ppm", "train/7.ppm", "c/8.ppm"]
+)
+SEEDS = st.integers(0, 5)
+CALLS_OF_A_PASS = 40_000  # of Python functions, about
+
+
+class LivingFolder(RuleBasedStateMachine):
+    """The rules are what people do to the folder; `check` follows each completed pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.home = Path(tempfile.mkdtemp(prefix="living"))
+        self.root, self.out = self.home / "root", self.home / "out"
+        self.root.mkdir()
+        (self.root / "anchor.ppm").write_bytes(picture(99))  # the folder is never quite empty
+        self.plan_for = planner()
+        self.ahead_ns = 0
+        self.stored: set[bytes] = set()  # hashes of all images that a completed pass has seen
+        self.deleted: dict[str, bytes] = {}
+        self.computed: list[bytes] = []
+        self.passes = self.kills = 0
+
+    def teardown(self) -> None:
+        STATISTICS["sequences"] += 1
+        STATISTICS["passes"] += self.passes
+        STATISTICS["kills"] += self.kills
+        shutil.rmtree(self.home)
+
+    def path(self, name: str) -> Path:
+        return self.root / name
+
+    def there(self, choice: int) -> Path | None:
+        files = sorted(path for path in self.root.rglob("*.ppm") if path.is_file() and path.name != "anchor.ppm")
+        return files[choice % len(files)] if files else None
+
+    # What people do
+
+    @rule(name=NAMES, seed=SEEDS, height=st.sampled_from([8, 9]))
+    def write(self, name: str, seed: int, height: int) -> None:
+        self.path(name).parent.mkdir(parents=True, exist_ok=True)
+        self.path(name).write_bytes(picture(seed, height))
+
+    @rule(choice=st.integers(0, 7), seed=SEEDS, keep_mtime=st.booleans())
+    def edit_in_place_with_the_same_size(self, choice: int, seed: int, keep_mtime: bool) -> None:
+        if (path := self.there(choice)) is None:
+            return
+        before = path.stat()
+        with path.open("r+b") as file:
+            file.seek(12)
+            file.write(np.random.default_rng(seed).integers(0, 256, 150).astype(np.uint8).tobytes())
+        if keep_mtime:
+            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+    @rule(choice=st.integers(0, 7))
+    def touch(self, choice: int) -> None:
+        if path := self.there(choice):
+            path.touch()
+
+    @rule(choice=st.integers(0, 7), name=NAMES)
+    def rename(self, choice: int, name: str) -> None:
+        if path := self.there(choice):
+            self.path(name).parent.mkdir(parents=True, exist_ok=True)
+            path.rename(self.path(name))
+
+    @rule(first=st.integers(0, 7), second=st.integers(0, 7))
+    def swap(self, first: int, second: int) -> None:
+        one, other = self.there(first), self.there(second)
+        if one and other and one != other:
+            one.rename(self.root / "swap")
+            other.rename(one)
+            (self.root / "swap").rename(other)
+
+    @rule(choice=st.integers(0, 7), name=NAMES, keep_times=st.booleans())
+    def copy(self, choice: int, name: str, keep_times: bool) -> None:
+        path = self.there(choice)
+        if path and path != self.path(name):
+            self.path(name).parent.mkdir(parents=True, exist_ok=True)
+            (shutil.copy2 if keep_times else shutil.copy)(path, self.path(name))
+
+    @rule(choice=st.integers(0, 7))
+    def delete(self, choice: int) -> None:
+        if path := self.there(choice):
+            self.deleted[str(path.relative_to(self.root))] = path.read_bytes()
+            path.unlink()
+
+    @rule(choice=st.integers(0, 7))
+    def restore(self, choice: int) -> None:
+        if self.deleted:
+            name = sorted(self.deleted)[choice % len(self.deleted)]
+            self.path(name).parent.mkdir(parents=True, exist_ok=True)
+            self.path(name).write_bytes(self.deleted.pop(name))
+
+    @rule(choice=st.integers(0, 7))
+    def corrupt(self, choice: int) -> None:
+        if path := self.there(choice):
+            with path.open("r+b") as file:
+                file.truncate(100)
+
+    @rule(choice=st.integers(0, 7), seed=SEEDS)
+    def mend(self, choice: int, seed: int) -> None:
+        if (path := self.there(choice)) and path.stat().st_size == 100:
+            path.write_bytes(picture(seed))
+
+    @rule()
+    def rename_a_folder(self) -> None:
+        if (self.root / "a").is_dir() and not (self.root / "z").exists():
+            (self.root / "a").rename(self.root / "z")
+
+    @rule(choice=st.integers(0, 7))
+    def link(self, choice: int) -> None:
+        path, name = self.there(choice), self.root / "link.ppm"
+        if path and path != name:
+            name.unlink(missing_ok=True)
+            name.symlink_to(path)
+
+    @rule()
+    def some_time_passes(self) -> None:
+        time.sleep(0.012)  # as the times of files are counted; ten seconds, as far as a pass can tell
+        self.ahead_ns += 10_000_000_000
+
+    # Passes
+
+    @rule()
+    def complete_a_pass_without_a_reader(self) -> None:
+        self.complete_a_pass(reader_open=False)
+
+    @rule(reader_open=st.booleans())
+    def complete_a_pass(self, reader_open: bool) -> None:
+        before = self.snapshot() if reader_open and (self.out / "dataset.json").exists() else None
+        known = set(self.stored)
+        self.computed.clear()
+        report = self.run()
+        good = [one for one in self.computed if one not in known]
+        assert sorted(good) == sorted(self.computed), "an image was computed again that had not changed"
+        self.passes += 1
+        if before is not None:
+            reader, paths, features = before
+            assert reader.paths == paths
+            np.testing.assert_array_equal(reader["fc"][:], features)
+            reader.close()
+        self.check(report)
+
+    @rule(share=st.floats(0, 1.2))
+    def kill_a_pass(self, share: float) -> None:
+        child = os.fork()
+        if child == 0:
+            left = int(share * CALLS_OF_A_PASS)
+
+            def count(*_: Any) -> None:
+                nonlocal left
+                left -= 1
+                if left <= 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            try:
+                sys.setprofile(count)
+                self.run()
+            finally:
+                os._exit(0)
+        _, status = os.waitpid(child, 0)
+        self.kills += os.WIFSIGNALED(status)
+
+    # What must hold
+
+    def run(self) -> Any:
+        import extract.extraction as extraction
+
+        original = extraction.rows_of
+
+        def noting(batch: Any, *args: Any) -> Any:
+            self.computed += [
+                batch.source_hash[i].tobytes() for i in range(len(batch.rows)) if batch.status[i] == Status.OK
+            ]
+            return original(batch, *args)
+
+        extraction.rows_of = noting
+        try:
+            return one_pass(self.root, self.out, self.plan_for, now_ns=lambda: time.time_ns() + self.ahead_ns)
+        finally:
+            extraction.rows_of = original
+
+    def snapshot(self) -> tuple[FeatureReader, list[str], np.ndarray]:
+        reader = FeatureReader(self.out)
+        return reader, reader.paths, reader["fc"][:]
+
+    def check(self, report: Any) -> None:
+        fresh = self.home / "fresh"
+        extract(self.plan_for(list_images(self.root), fresh))
+        with FeatureReader(self.out) as found, FeatureReader(fresh) as expected:
+            order = sorted(range(len(found)), key=lambda row: os.fsencode(found.paths[row]))
+            assert [found.paths[row] for row in order] == expected.paths
+            np.testing.assert_array_equal(found.status[order], expected.status)
+            for layer in found.layers:
+                np.testing.assert_allclose(found[layer][:][order], expected[layer][:], rtol=1e-5, atol=1e-6)
+            assert [found.classes[found.labels[row]] if found.labels[row] >= 0 else None for row in order] == [
+                expected.classes[label] if label >= 0 else None for label in expected.labels
+            ]
+            assert [found.splits[row] for row in order] == expected.splits
+            assert report.rows == len(expected)
+            assert report.failed == int((expected.status != Status.OK).sum())
+            for path in expected.paths:
+                content = (self.root / path).read_bytes() if (self.root / path).exists() else b""
+                self.stored.add(xxhash.xxh3_128_digest(content))
+            assert len(list(self.root.rglob("*.ppm"))) == len(expected)
+        shutil.rmtree(fresh)
+
+
+STATISTICS = {"sequences": 0, "passes": 0, "kills": 0}
+
+
+@pytest.mark.parametrize("count", [15, pytest.param(320, marks=pytest.mark.slow)])
+def test_after_each_pass_the_data_set_is_what_a_fresh_extraction_gives(count: int) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a child that is forked has no other threads
+    for name in STATISTICS:
+        STATISTICS[name] = 0
+    try:
+        run_state_machine_as_test(
+            LivingFolder,
+            settings=settings(
+                max_examples=count,
+                stateful_step_count=40,
+                deadline=None,
+                database=None,
+                derandomize=True,
+                phases=[Phase.generate],
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+    finally:
+        torch.set_num_threads(threads)
+    print(STATISTICS)
+    assert STATISTICS["sequences"] >= count
+    assert STATISTICS["passes"] > count
+    assert STATISTICS["kills"] > count // 3
