@@ -28,7 +28,7 @@ from extract.store.dataset import DataSet
 from extract.store.version import pass_folder
 from extract.sync.scan import Seen
 
-__all__ = ["Feature", "Manifest", "Planned", "Stored", "add_passes", "stored_rows"]
+__all__ = ["Candidate", "Feature", "Manifest", "Planned", "Stored", "add_passes", "stored_rows"]
 
 _FORMAT = 1
 _SCHEMA = """
@@ -59,6 +59,20 @@ class Feature(NamedTuple):
     hash: bytes
     status: int
     tried_ns: int
+
+
+class Candidate(NamedTuple):
+    """A file that is to be looked at.
+
+    Attributes:
+        seen: the file.
+        before: what its path had; None, if it is new.
+        same: whether its size and times are as they were.
+    """
+
+    seen: Seen
+    before: Feature | None
+    same: bool
 
 
 class Stored(NamedTuple):
@@ -223,24 +237,23 @@ class Manifest:
         )
         return found.rowcount
 
-    def to_look_at(self, retry_before_ns: int) -> Iterator[tuple[Seen, Feature | None]]:
+    def to_look_at(self, retry_before_ns: int) -> Iterator[Candidate]:
         """Files that are new, or may have changed, or whose failure is to be tried again, sorted by path.
 
         Args:
             retry_before_ns: rows that failed, and were tried before that time, are tried again.
-
-        Yields:
-            The file, and what its path had before; None, if it is new.
         """
         found = self._sql.execute(
-            "SELECT s.path, s.size, s.mtime_ns, s.ctime_ns, x.id, x.hash, x.status, x.tried_ns "
+            "SELECT s.path, s.size, s.mtime_ns, s.ctime_ns, x.id, x.hash, x.status, x.tried_ns, "
+            "f.size = s.size AND f.mtime_ns = s.mtime_ns AND f.ctime_ns = s.ctime_ns "
             "FROM seen s LEFT JOIN files f ON f.path = s.path LEFT JOIN features x ON x.id = f.feature "
             "WHERE x.id IS NULL OR NOT f.settled OR f.size != s.size OR f.mtime_ns != s.mtime_ns "
             "OR f.ctime_ns != s.ctime_ns OR (x.status != ? AND x.tried_ns < ?) ORDER BY s.path",
             (int(Status.OK), retry_before_ns),
         )
-        for *seen, number, content, status, tried_ns in found:
-            yield Seen(*seen), None if number is None else Feature(number, content, status, tried_ns)
+        for *seen, number, content, status, tried_ns, same in found:
+            before = None if number is None else Feature(number, content, status, tried_ns)
+            yield Candidate(Seen(*seen), before, bool(same))
 
     def gone(self) -> list[tuple[bytes, bytes]]:
         """Paths that were there and are not, with the hashes of what they had."""

@@ -28,7 +28,7 @@ from extract.sync.compaction import compact_passes, rewrite
 from extract.sync.drift import Drift, drift_of
 from extract.sync.guards import Guards
 from extract.sync.hashing import MOVED, hashes_of
-from extract.sync.manifest import Feature, Manifest, Planned, Stored, add_passes, stored_rows
+from extract.sync.manifest import Candidate, Manifest, Planned, Stored, add_passes, stored_rows
 from extract.sync.publishing import publish, remove_what_is_not_needed
 from extract.sync.scan import NO_FILE, Scan, Seen
 
@@ -321,7 +321,7 @@ class _Pass:
     def _diff_and_compute(self, manifest: Manifest, scanned_ns: int, dry_run: bool) -> None:
         report, retry_before_ns = self.report, scanned_ns - int(self.guards.retry_after_s * _S)
         candidates, waiting = self._settled(manifest, list(manifest.to_look_at(retry_before_ns)), scanned_ns)
-        before = {seen.path: old for seen, old in candidates if old is not None}
+        before = {one.seen.path: one.before for one in candidates if one.before is not None}
         resolved, todo, moved = self._known(manifest, candidates, scanned_ns, retry_before_ns)
         gone = manifest.gone()
         gone_hashes = Counter(content for _, content in gone)
@@ -375,27 +375,28 @@ class _Pass:
         report.unchanged = report.rows - report.added - report.changed - report.renamed
 
     def _settled(
-        self, manifest: Manifest, candidates: list[tuple[Seen, Feature | None]], scanned_ns: int
-    ) -> tuple[list[tuple[Seen, Feature | None]], list[tuple[Seen, int]]]:
+        self, manifest: Manifest, candidates: list[Candidate], scanned_ns: int
+    ) -> tuple[list[Candidate], list[tuple[Seen, int]]]:
         """Those that can be looked at now; and those that must wait, with since when they look as they do."""
         settle_ns = int(self.guards.settle_s * _S)
         if not settle_ns:
             return candidates, []
         before, ready, waiting = manifest.waiting(), [], []
-        for seen, old in candidates:
-            if scanned_ns - seen.mtime_ns >= settle_ns or seen.size == NO_FILE:
-                ready.append((seen, old))
+        for one in candidates:
+            seen = one.seen
+            if scanned_ns - seen.mtime_ns >= settle_ns or one.same or seen.size == NO_FILE:
+                ready.append(one)
                 continue
             # Of a time in the future, nothing is learnt but by waiting.
             known, since_ns = before.get(seen.path, (None, scanned_ns))
             if known == seen and scanned_ns - since_ns >= settle_ns:
-                ready.append((seen, old))
+                ready.append(one)
             else:
                 waiting.append((seen, since_ns if known == seen else scanned_ns))
         return ready, waiting
 
     def _known(
-        self, manifest: Manifest, candidates: Sequence[tuple[Seen, Feature | None]], scanned_ns: int,
+        self, manifest: Manifest, candidates: Sequence[Candidate], scanned_ns: int,
         retry_before_ns: int,
     ) -> tuple[list[_Resolved], list[Planned], list[Seen]]:  # fmt: skip
         """Of these files, those whose features are stored; those to be computed; and those that change just now.
@@ -406,7 +407,7 @@ class _Pass:
         todo: list[Planned] = []
         moved: list[Seen] = []
         to_hash: list[Seen] = []
-        for seen, _ in candidates:
+        for seen, _, _ in candidates:
             if seen.size >= 0 and manifest.knows_size(seen.size):
                 to_hash.append(seen)
             else:

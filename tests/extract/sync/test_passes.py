@@ -1,0 +1,672 @@
+"""What one pass does about files that come, change, move and go; about folders that cannot be believed; and readers."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import shutil
+import sqlite3
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from extract import FeatureReader, InputError, LayertapError, LockedError
+from extract.extraction import extract
+from extract.images import list_images
+from extract.status import Status
+from extract.store.dataset import DataSet
+from extract.store.verify import repair, verify
+from extract.sync.compaction import compact
+from extract.sync.drift import drift_of
+from extract.sync.guards import Guards
+from extract.sync.passes import Report, VanishedError
+from extract.sync.scan import Scan, Seen
+from tests.extract.sync.tiny import EAGER, one_pass, picture, planner
+
+HOUR = 3600 * 10**9
+
+
+class Home:
+    """A folder with pictures, the data set that follows it, and a clock that can be put forward."""
+
+    def __init__(self, path: Path):
+        self.path, self.root, self.out = path, path / "root", path / "out"
+        self.ahead_ns = 0
+        self.settings: dict[str, Any] = {"guards": EAGER}
+        self.plan_for = planner()
+        self.planned: list[int] = []  # how many images each call had to compute
+
+    def write(self, name: str, seed: int, height: int = 8) -> Path:
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(picture(seed, height))
+        return path
+
+    def sync(self, **settings: Any) -> Report:
+        def counting(images: Any, out: Path) -> Any:
+            self.planned.append(len(images))
+            return self.plan_for(images, out)
+
+        self.planned.clear()
+        settings = self.settings | {"now_ns": lambda: time.time_ns() + self.ahead_ns} | settings
+        return one_pass(self.root, self.out, counting, **settings)
+
+    def paths(self) -> list[str]:
+        with FeatureReader(self.out) as reader:
+            return sorted(reader.paths)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    home = Home(tmp_path)
+    for i in range(10):
+        home.write(f"{'ab'[i % 2]}/{i}.ppm", i)
+    return home
+
+
+def test_a_first_pass_takes_all_and_a_second_one_loads_nothing(home: Home) -> None:
+    report = home.sync()
+    assert (report.added, report.computed, report.rows, report.version) == (10, 10, 10, 1)
+    before = {path: path.stat().st_mtime_ns for path in home.out.rglob("*.h5")}
+    report = home.sync()
+    assert (report.unchanged, report.computed, report.version, home.planned) == (10, 0, 1, [])
+    assert {path: path.stat().st_mtime_ns for path in home.out.rglob("*.h5")} == before
+
+
+def test_it_is_read_with_plain_h5py(home: Home) -> None:
+    home.sync()
+    (home.root / "a/0.ppm").rename(home.root / "b/renamed.ppm")
+    home.write("a/new.ppm", 50)
+    home.sync()
+    with h5py.File(home.out / "versions/000002.h5") as file:
+        table = {path.decode(): (int(number), int(row), int(label)) for path, number, row, label in zip(
+            file["path"][:], file["pass"][:], file["row"][:], file["label"][:], strict=True)}  # fmt: skip
+        assert [name.decode() for name in file["classes"][:]] == ["a", "b"]
+    assert table["b/renamed.ppm"] == (1, 0, 1)
+    assert table["a/new.ppm"] == (2, 0, 0)
+    with h5py.File(home.out / "passes/000001/shards/000000.h5") as file:
+        first = file["features/fc"][0]
+    with FeatureReader(home.out) as reader:
+        np.testing.assert_array_equal(reader["fc"][reader.paths.index("b/renamed.ppm")], first)
+
+
+def test_what_is_renamed_copied_touched_swapped_or_restored_is_not_computed(home: Home) -> None:
+    home.sync()
+    root = home.root
+    (root / "a").rename(root / "c")  # a folder, whole
+    shutil.copy(root / "b/1.ppm", root / "b/copy.ppm")
+    (root / "b/3.ppm").touch()
+    (root / "b/5.ppm").rename(root / "x")
+    (root / "b/7.ppm").rename(root / "b/5.ppm")
+    (root / "x").rename(root / "b/7.ppm")
+    content = (root / "b/9.ppm").read_bytes()
+    (root / "b/9.ppm").unlink()
+    report = home.sync()
+    assert (report.renamed, report.added, report.changed, report.deleted) == (5, 1, 2, 1)
+    assert report.unchanged == 2
+    assert report.computed == 0
+    (root / "b/9.ppm").write_bytes(content)
+    report = home.sync()
+    assert (report.added, report.computed) == (1, 0)
+    with FeatureReader(home.out) as reader:
+        assert reader.classes == ["b", "c"]
+        assert [reader.classes[label] for label in reader.labels] == [path[0] for path in reader.paths]
+
+
+def test_a_failed_image_is_tried_again_when_it_changes_or_after_a_while(home: Home) -> None:
+    home.settings["guards"] = Guards(settle_s=0, retry_after_s=3600)
+    bad = home.root / "a/bad.ppm"
+    bad.write_bytes(b"P6 8 8 255\n..")
+    report = home.sync()
+    assert (report.failed, report.added) == (1, 11)
+    assert home.sync().computed == 0
+    home.ahead_ns = 2 * HOUR
+    report = home.sync()
+    assert home.planned == [1]
+    assert (report.computed, report.failed, report.changed, report.version) == (1, 1, 0, 1)  # as before
+    assert home.sync().computed == 0  # the time counts from the last try
+    shutil.copy(bad, home.root / "a/bad2.ppm")
+    report = home.sync()
+    assert (report.computed, report.failed, report.added) == (0, 2, 1)  # bytes that are known to be bad
+    bad.write_bytes(picture(77))
+    report = home.sync()
+    assert (report.computed, report.failed, report.changed) == (1, 1, 1)
+    with FeatureReader(home.out) as reader:
+        assert [path for _, path, _, _ in reader.failures] == ["a/bad2.ppm"]
+        assert reader.failures[0][3]
+
+
+# files that are being written
+
+
+def test_a_file_waits_until_it_is_left_alone(home: Home) -> None:
+    home.settings["guards"] = Guards(settle_s=60)
+    report = home.sync()
+    assert (report.waiting, report.rows, report.version) == (10, 0, 0)
+    assert not (home.out / "dataset.json").exists()
+    home.ahead_ns = 61 * 10**9
+    assert home.sync().added == 10
+    home.write("a/0.ppm", 60)  # now, as the file system says; the pass's clock is ahead
+    home.ahead_ns = 0
+    report = home.sync()
+    assert (report.waiting, report.changed, report.unchanged) == (1, 0, 10)  # the row of before stays
+    home.ahead_ns = 61 * 10**9
+    assert home.sync().changed == 1
+
+
+def test_times_in_the_future_do_not_make_a_file_wait_forever(home: Home) -> None:
+    home.sync()
+    home.settings["guards"] = Guards(settle_s=60)
+    path = home.write("a/new.ppm", 60)
+    os.utime(path, (4e9, 4e9))
+    assert home.sync().waiting == 1
+    home.ahead_ns = 61 * 10**9
+    assert home.sync().added == 1
+    assert home.sync().added == 0
+
+
+def test_a_file_that_changes_while_it_is_computed_waits_for_the_next_pass(home: Home, monkeypatch: Any) -> None:
+    home.sync()
+    home.write("a/0.ppm", 60, height=9)
+    home.write("a/grows.ppm", 61, height=10)
+    home.write("a/goes.ppm", 62, height=11)
+
+    def meanwhile(plan: Any, count: int) -> None:
+        home.write("a/0.ppm", 63, height=12)
+        home.write("a/grows.ppm", 64, height=13)
+        (home.root / "a/goes.ppm").unlink()
+
+    report = home.sync(on_plan=meanwhile)
+    assert (report.changed, report.added, report.waiting, report.rows) == (0, 0, 3, 10)
+    report = home.sync()
+    assert (report.changed, report.added, report.waiting, report.rows) == (1, 1, 0, 11)
+    same_as_fresh(home)
+
+
+def test_a_change_within_the_steps_of_a_clock_is_found(home: Home, monkeypatch: Any) -> None:
+    """On a file system that counts time in steps of two seconds, a second change in a step shows in nothing."""
+    step = 2 * 10**9
+    real_files, real_fstat = Scan.files, os.fstat
+
+    def coarse_files(self: Scan) -> Any:
+        for seen in real_files(self):
+            yield Seen(seen.path, seen.size, seen.mtime_ns // step * step, seen.ctime_ns // step * step)
+
+    def coarse_fstat(descriptor: int) -> Any:
+        found = real_fstat(descriptor)
+        names = {name: getattr(found, name) for name in dir(found) if name.startswith("st_")}
+        times = {name: names[name] // step * step for name in ("st_mtime_ns", "st_ctime_ns")}
+        return SimpleNamespace(**names | times)
+
+    monkeypatch.setattr(Scan, "files", coarse_files)
+    monkeypatch.setattr(os, "fstat", coarse_fstat)
+    while True:  # until both changes are in one step
+        began = time.time_ns() // step
+        home.write("a/0.ppm", 70)
+        home.sync()
+        home.write("a/0.ppm", 71)
+        if time.time_ns() // step == began:
+            break
+    report = home.sync()
+    assert (report.changed, report.computed) == (1, 1)
+    same_as_fresh(home)
+
+
+def test_files_that_have_not_changed_for_long_are_not_opened(home: Home, monkeypatch: Any) -> None:
+    home.sync()
+    time.sleep(0.02)
+    home.ahead_ns = HOUR
+    home.sync()  # reads all once more, since they were young
+    opened = []
+    real_open = os.open
+    monkeypatch.setattr(os, "open", lambda path, *args, **more: opened.append(path) or real_open(path, *args, **more))
+    assert home.sync().unchanged == 10
+    assert not [path for path in opened if os.fsencode(path).endswith(b".ppm")]
+
+
+# folders that cannot be believed
+
+
+def test_a_folder_that_is_gone_or_empty_takes_nothing_with_it(home: Home) -> None:
+    home.sync()
+    home.root.rename(home.path / "unmounted")
+    with pytest.raises(LayertapError, match="cannot be read: No such file"):
+        home.sync(force=True)
+    home.root.mkdir()
+    with pytest.raises(VanishedError, match=r"no images any more, of 10 \(an unmounted disk\?\)"):
+        home.sync()
+    assert len(home.paths()) == 10
+    report = home.sync(force=True)
+    assert (report.deleted, report.rows, home.paths()) == (10, 0, [])
+    assert verify(home.out).faults == []
+    home.root.rmdir()
+    (home.path / "unmounted").rename(home.root)
+    report = home.sync()
+    assert (report.added, report.computed, home.planned) == (10, 0, [])  # every row is taken up again by its hash
+    same_as_fresh(home)
+
+
+def test_a_quarter_gone_is_too_much_unless_it_is_forced(home: Home) -> None:
+    home.settings["guards"] = Guards(settle_s=0)
+    home.write("c/10.ppm", 10)
+    home.write("c/11.ppm", 11)
+    home.sync()
+    for name in ("a/0.ppm", "a/2.ppm", "b/1.ppm"):
+        (home.root / name).unlink()
+    home.write("c/12.ppm", 12)
+    with pytest.raises(VanishedError, match="3 of 12 images are gone, more than 20%"):
+        home.sync()
+    assert "a/0.ppm" in home.paths()
+    assert "c/12.ppm" not in home.paths()
+    report = home.sync(force=True)
+    assert (report.deleted, report.added, report.rows) == (3, 1, 10)
+    (home.root / "c").rename(home.root / "d")  # a rename is no loss
+    assert home.sync().renamed == 3
+
+
+def test_what_lies_in_a_folder_that_cannot_be_read_stays(home: Home, monkeypatch: Any) -> None:
+    home.sync()
+    real = os.scandir
+
+    def refusing(path: Any) -> Any:
+        if str(path).endswith("/b"):
+            raise PermissionError(13, "Permission denied")
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    home.write("a/new.ppm", 60)
+    report = home.sync()
+    assert report.unreadable == {"b": "Permission denied"}
+    assert (report.added, report.deleted, report.rows) == (1, 0, 11)
+    monkeypatch.undo()
+    assert home.sync().unchanged == 11
+
+
+def test_links_loops_and_strange_names(home: Home) -> None:
+    (home.root / "a/loop").symlink_to(home.root)
+    (home.root / "linked").symlink_to(home.path / "elsewhere")
+    (home.path / "elsewhere").mkdir()
+    (home.path / "elsewhere/x.ppm").write_bytes(picture(80))
+    (home.root / "a/nowhere.ppm").symlink_to("nothing")
+    (home.root / "a/itself.ppm").symlink_to("itself.ppm")
+    os.mkfifo(home.root / "a/pipe.ppm")
+    for name in (b"a/\xff\xfe.ppm", "a/\u00fc\U0001f600.ppm".encode(), b"a/new\nline.ppm", b"a/'quote\".ppm"):
+        Path(os.fsdecode(os.fsencode(home.root) + b"/" + name)).write_bytes(picture(len(name)))
+    (home.root / ".hidden.ppm").write_bytes(picture(81))
+    report = home.sync()
+    assert (report.rows, report.failed) == (18, 3)
+    same_as_fresh(home)
+    assert home.sync().unchanged == 18
+    (home.root / "a/nothing").write_bytes(picture(82))
+    assert home.sync().failed == 2
+    same_as_fresh(home)
+
+
+def test_another_folder_is_not_taken_for_the_one_before(home: Home) -> None:
+    home.sync()
+    other = home.path / "other"
+    shutil.copytree(home.root, other)
+    home.root.rename(home.path / "old")
+    home.root = other
+    with pytest.raises(InputError, match="is another folder"):
+        home.sync()
+    report = home.sync(force=True)
+    assert (report.unchanged, report.computed, report.rows) == (10, 0, 10)
+    assert DataSet.open(home.out).images["root"] == str(other)
+
+
+def test_a_folder_of_something_else_is_left_alone(home: Home) -> None:
+    home.out.mkdir()
+    (home.out / "letter.txt").write_text("dear")
+    with pytest.raises(InputError, match="not empty and no data set"):
+        home.sync()
+    (home.out / "letter.txt").unlink()
+    shutil.rmtree(home.out)
+    extract(planner()(list_images(home.root), home.out))
+    with pytest.raises(InputError, match="holds a data set of `layertap embed`"):
+        home.sync()
+    shutil.rmtree(home.out)
+    home.sync()
+    with pytest.raises(InputError, match="is kept in step with .* by `layertap sync`"):
+        extract(planner()(list_images(home.root), home.out))
+
+
+# settings
+
+
+def test_other_features_do_not_mix(home: Home) -> None:
+    home.sync()
+    home.plan_for = planner(layers=["conv"])
+    assert home.sync().unchanged == 10  # nothing says that it is asked for other ones
+    import tests.extract.sync.tiny as tiny
+
+    before = tiny.CONFIGURATION
+    try:
+        tiny.CONFIGURATION = {"layers": "conv"}
+        with pytest.raises(InputError, match="holds other features"):
+            home.sync()
+        home.write("a/new.ppm", 60)
+        with pytest.raises(InputError, match="features.fc"):
+            home.sync()
+    finally:
+        tiny.CONFIGURATION = before
+    home.plan_for = planner(batch_size=3)
+    assert home.sync().added == 1
+
+
+def test_libraries_that_compute_otherwise_are_refused_and_others_are_told(home: Home, monkeypatch: Any) -> None:
+    home.sync()
+    home.write("a/new.ppm", 60)
+
+    def with_versions(number: str, scale: float = 1) -> Callable[..., Any]:
+        from dataclasses import replace
+
+        def plan_for(images: Any, out: Path) -> Any:
+            plan = planner()(images, out)
+            versions = plan.provenance["versions"] | {"torch": number}
+            return replace(plan, provenance=plan.provenance | {"versions": versions})
+
+        return plan_for
+
+    home.plan_for = with_versions("9.9")
+    report = home.sync()
+    assert "-> 9.9; 10 stored rows, computed again, differ by" in report.notes[0]
+    assert home.sync().notes == []
+    home.write("a/newer.ppm", 61)
+    home.plan_for = with_versions("9.10")
+    import extract.recheck as rechecking
+
+    real = rechecking.rows_of
+
+    def apart(*args: Any) -> Any:
+        features, status, reasons = real(*args)
+        return {name: values * 1.1 for name, values in features.items()}, status, reasons
+
+    monkeypatch.setattr(rechecking, "rows_of", apart)
+    with pytest.raises(LayertapError, match=r"torch 9.9 -> 9.10\), stored features come out otherwise"):
+        home.sync()
+    monkeypatch.undo()
+    assert home.sync().added == 1
+
+
+def test_a_dry_run_tells_and_writes_nothing(home: Home) -> None:
+    report = home.sync(dry_run=True)
+    assert (report.added, report.computed, report.rows) == (10, 10, 10)
+    assert not home.out.exists()
+    home.sync()
+    (home.root / "a/0.ppm").rename(home.root / "a/00.ppm")
+    (home.root / "a/2.ppm").unlink()
+    home.write("a/4.ppm", 60)
+    home.write("a/new.ppm", 61)
+    files = {path: path.read_bytes() for path in home.out.rglob("*") if path.is_file()}
+    report = home.sync(dry_run=True)
+    told = (report.added, report.changed, report.renamed, report.deleted, report.unchanged, report.computed)
+    assert told == (1, 1, 1, 1, 7, 2)
+    assert home.planned == []
+    after = {path: path.read_bytes() for path in home.out.rglob("*") if path.is_file()}
+    assert {path.name for path in after.keys() ^ files.keys()} <= {".lock"}
+    assert {path.name for path in files if after[path] != files[path]} <= {"manifest.sqlite"}
+    report = home.sync()
+    assert (report.added, report.changed, report.renamed, report.deleted, report.unchanged, report.computed) == told
+
+
+# the manifest
+
+
+@pytest.mark.parametrize("how", ["lost", "damaged", "of another time", "empty"])
+def test_a_manifest_that_is_no_use_is_made_anew_without_computing(home: Home, how: str) -> None:
+    home.sync()
+    manifest = home.out / "manifest.sqlite"
+    old = manifest.read_bytes()
+    home.write("a/0.ppm", 60)
+    home.sync()
+    if how == "lost":
+        manifest.unlink()
+    else:
+        manifest.write_bytes({"damaged": b"x" * 5000, "of another time": old, "empty": b""}[how])
+    report = home.sync()
+    assert report.computed == 0
+    assert "manifest.sqlite was made anew" in report.notes[0]
+    assert report.rows == 10
+    same_as_fresh(home)
+    assert home.sync().notes == []
+
+
+def test_a_manifest_of_a_later_format_is_not_read(home: Home) -> None:
+    home.sync()
+    with sqlite3.connect(home.out / "manifest.sqlite") as sql:
+        sql.execute("UPDATE meta SET value = 2 WHERE name = 'format'")
+    sql.close()
+    assert "of format 2" in home.sync().notes[0]
+
+
+def test_what_is_missing_of_the_data_set_is_made_again(home: Home) -> None:
+    home.sync()
+    home.write("a/new.ppm", 60)
+    home.sync()
+    shutil.rmtree(home.out / "passes/000002")
+    with pytest.raises(LayertapError, match="000002"):
+        FeatureReader(home.out)
+    assert home.sync().computed == 1
+    (home.out / "passes/000001/shards/000001.h5").unlink()
+    report = home.sync()
+    assert report.computed == 3  # the rows of that file
+    same_as_fresh(home)
+    version = DataSet.open(home.out).version
+    assert version is not None
+    (home.out / f"versions/{version.number:06d}.h5").write_bytes(b"damaged")
+    with pytest.raises(InputError, match="the next `layertap sync` mends it"):
+        FeatureReader(home.out)
+    assert home.sync().computed == 0
+    same_as_fresh(home)
+    (home.out / "dataset.json").unlink()
+    assert home.sync().computed == 0
+    same_as_fresh(home)
+
+
+def test_rows_that_verify_finds_damaged_are_computed_again(home: Home) -> None:
+    home.sync()
+    assert verify(home.out).faults == []
+    with h5py.File(home.out / "passes/000001/shards/000001.h5", "r+") as file:
+        file["features/fc"][1] += 1
+        path = file["path"][1].decode()
+    found = verify(home.out)
+    assert found.faults[0].path == path
+    assert found.faults[0].file == "passes/000001/shards/000001.h5"
+    assert repair(found) == 1
+    report = home.sync()
+    assert report.computed == 1
+    assert verify(home.out).faults == []
+    same_as_fresh(home)
+
+
+# readers
+
+
+def test_a_reader_sees_one_version_throughout(home: Home) -> None:
+    home.sync()
+    with FeatureReader(home.out) as reader:
+        paths, features = reader.paths, reader["fc"][:]
+        (home.root / "a/0.ppm").unlink()
+        for i in range(12):  # passes that are joined, too
+            home.write(f"c/{i}.ppm", 100 + i)
+            home.sync()
+        compact(home.out, max_dead=0)
+        assert [folder.name for folder in (home.out / "passes").iterdir()] != ["000001"]
+        assert not (home.out / "passes/000001").exists()
+        np.testing.assert_array_equal(reader["fc"][:], features)
+        np.testing.assert_array_equal(reader["fc"][[3, 1, 3]], features[[3, 1, 3]])
+        assert reader.paths == paths
+        child = multiprocessing.get_context("fork").Process(
+            target=np.testing.assert_array_equal, args=(reader["fc"][:], features)
+        )
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+    assert len(home.paths()) == 21
+    same_as_fresh(home)
+
+
+def test_a_reader_can_be_pickled_and_goes_on_with_its_version(home: Home) -> None:
+    home.sync()
+    with FeatureReader(home.out) as reader:
+        features, frozen = reader["fc"][:], pickle.dumps(reader)
+    home.write("a/new.ppm", 60)
+    (home.root / "a/0.ppm").unlink()
+    home.sync()
+    with pickle.loads(frozen) as reader:
+        assert "a/0.ppm" in reader.paths
+        assert "a/new.ppm" not in reader.paths
+        np.testing.assert_array_equal(reader["fc"][:], features)
+
+
+def test_readers_that_open_while_versions_change_always_succeed(home: Home) -> None:
+    home.sync()
+    stop = multiprocessing.get_context("fork").Event()
+    reader = multiprocessing.get_context("fork").Process(target=_open_until, args=(home.out, stop))
+    reader.start()
+    for i in range(20):
+        home.write(f"c/{i}.ppm", 100 + i)
+        (home.root / f"c/{i - 1}.ppm").unlink(missing_ok=True)
+        home.sync()
+        if i % 3 == 0:
+            compact(home.out, max_dead=0)
+    stop.set()
+    reader.join()
+    assert reader.exitcode == 0
+
+
+def _open_until(out: Path, stop: Any) -> None:
+    opened = 0
+    while not stop.is_set():
+        with FeatureReader(out) as reader:
+            good = reader.status == Status.OK
+            assert len(set(reader.paths)) == len(reader) >= 10
+            assert np.isfinite(reader["fc"][:][good]).all()
+        opened += 1
+    assert opened > 5
+
+
+def test_two_passes_at_once_are_one(home: Home) -> None:
+    def second(plan: Any, count: int) -> None:
+        child = multiprocessing.get_context("fork").Process(target=_locked_out, args=(home, os.getpid()))
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+
+    home.sync()
+    home.write("a/new.ppm", 60)
+    assert home.sync(on_plan=second).added == 1
+
+
+def _locked_out(home: Home, pid: int) -> None:
+    with pytest.raises(LockedError, match=f"locked by pid {pid} on .* since 20"):
+        home.sync()
+    with pytest.raises(LockedError):
+        compact(home.out, 0)
+
+
+# compaction
+
+
+def test_compacting_removes_rows_that_are_not_needed_and_nothing_else(home: Home) -> None:
+    home.sync()
+    for i in range(0, 10, 2):
+        (home.root / f"a/{i}.ppm").unlink()
+    home.write("b/1.ppm", 60)
+    home.sync()
+    done = compact(home.out, max_dead=0.7)
+    assert done.removed == 0
+    done = compact(home.out, max_dead=0.5)
+    assert (done.removed, done.rows) == (6, 4)
+    assert verify(home.out).faults == []
+    same_as_fresh(home)
+    assert home.sync().computed == 0
+    assert compact(home.out, max_dead=0).removed == 0
+
+
+def test_rows_of_images_that_are_gone_are_kept_for_a_while(home: Home) -> None:
+    home.settings["guards"] = Guards(settle_s=0, max_vanish=1, keep_gone_s=3600)
+    home.sync()
+    content = {path: path.read_bytes() for path in home.root.rglob("a/*.ppm")}
+    for path in content:
+        path.unlink()
+    (home.root / "b/1.ppm").unlink()
+    home.sync()
+    for path, data in content.items():
+        path.write_bytes(data)
+    assert home.sync().computed == 0
+    for path in content:
+        path.unlink()
+    home.sync()
+    home.ahead_ns = 2 * HOUR
+    home.sync()  # more than half of the pass has not been needed for more than an hour
+    with FeatureReader(home.out) as reader:
+        assert sum(part.n_rows for part in DataSet.open(home.out).parts()) == len(reader) == 4
+    for path, data in content.items():
+        path.write_bytes(data)
+    assert home.sync().computed == 5
+
+
+def test_many_small_passes_are_joined(home: Home) -> None:
+    home.plan_for = planner(shard_rows=1000)
+    for i in range(40):
+        home.write(f"c/{i}.ppm", 100 + i)
+        home.sync()
+    version = DataSet.open(home.out).version
+    assert version is not None
+    assert len(version.passes) < 16
+    assert len(home.paths()) == 50
+    assert verify(home.out).faults == []
+    same_as_fresh(home)
+
+
+# drift
+
+
+def test_images_of_another_kind_are_told_from_more_of_the_same(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    for i in range(60):
+        home.write(f"{i}.ppm", i)
+    assert home.sync().drift == []
+    for i in range(60, 80):
+        home.write(f"{i}.ppm", i)
+    report = home.sync()
+    assert [(one.layer, one.far, one.new_rows, one.old_rows) for one in report.drift] == [
+        ("conv", False, 20, 60),
+        ("fc", False, 20, 60),
+    ]
+    for i in range(20):  # nearly black
+        pixels = np.random.default_rng(i).integers(0, 20, 192).astype(np.uint8)
+        (home.root / f"dark{i}.ppm").write_bytes(b"P6 8 8 255\n" + pixels.tobytes())
+    report = home.sync()
+    assert [one.far for one in report.drift] == [True, True]
+    number = max(DataSet.open(home.out).version.passes)  # type: ignore[union-attr]
+    with FeatureReader(home.out) as reader:
+        dark = np.array(["dark" in path for path in reader.paths])
+        new, old = reader["fc"][dark].astype(float), reader["fc"][~dark].astype(float)
+    apart = (new.mean(0) - old.mean(0)) ** 2 / ((new.var(0) + old.var(0)) / 2)
+    found = next(one for one in drift_of(home.out, number) if one.layer == "fc")
+    assert found.shift == pytest.approx(np.sqrt(apart.mean() - 1 / 20 - 1 / 80))
+    assert found.spread == pytest.approx(np.sqrt(new.var(0).sum() / old.var(0).sum()))
+
+
+def same_as_fresh(home: Home) -> None:
+    """The data set is what a fresh extraction of the folder gives."""
+    fresh = home.path / "fresh"
+    extract(planner()(list_images(home.root), fresh))
+    with FeatureReader(home.out) as found, FeatureReader(fresh) as expected:
+        order = sorted(range(len(found)), key=lambda row: os.fsencode(found.paths[row]))
+        assert [found.paths[row] for row in order] == expected.paths
+        np.testing.assert_array_equal(found.status[order], expected.status)
+        for layer in found.layers:
+            np.testing.assert_allclose(found[layer][:][order], expected[layer][:], rtol=1e-5, atol=1e-6)
+        assert DataSet.open(home.out).images["paths_xxh3"] == DataSet.open(fresh).images["paths_xxh3"]
+    shutil.rmtree(fresh)
