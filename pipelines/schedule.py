@@ -39,6 +39,8 @@ from pipelines.sync_config import ScheduleConfig, SyncFile, load_sync_file
 
 __all__ = ["CronTrigger", "Scheduler", "trigger_of"]
 
+# However many passes were due, one is made up for, and however late it is.
+JOBS = {"coalesce": True, "max_instances": 1, "misfire_grace_time": None}
 _HEARTBEAT_S = 30
 _LOG_BYTES, _LOGS = 10_000_000, 5
 _HOOK_S = 60
@@ -99,7 +101,7 @@ class Scheduler:
         self.scheduler = BackgroundScheduler(
             timezone=UTC,
             executors={"default": ThreadPoolExecutor(1), "heartbeat": ThreadPoolExecutor(1)},
-            job_defaults={"coalesce": True, "max_instances": 1, "misfire_grace_time": None},
+            job_defaults=JOBS,
         )
 
     @property

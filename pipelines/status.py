@@ -10,7 +10,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import click
 import numpy as np
 
 from extract.errors import InputError, LayertapError
@@ -118,7 +117,7 @@ def print_status(content: dict[str, Any], echo: Callable[[str], None]) -> None:
     if planned and planned["alive"]:
         echo(f"next run  {_local(planned['next'])}, by the scheduler of process {planned['pid']} ({planned['config']})")
     elif planned:
-        click.secho(f"next run  none: the scheduler of process {planned['pid']} has died", fg="red")
+        echo(f"next run  none: the scheduler of process {planned['pid']} has died")
     else:
         echo("next run  no `layertap schedule` is running for it")
     if content["runs"]:

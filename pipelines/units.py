@@ -70,7 +70,7 @@ def as_cron(file: SyncFile) -> str:
         *_hooks_left_out(schedule, "cron sends what a pass prints by mail, to MAILTO"),
     ]
     if schedule.timezone:
-        lines.append(f"CRON_TZ={schedule.timezone}")
+        lines += ["# understood by cronie; other crons go by the clock of the machine", f"CRON_TZ={schedule.timezone}"]
     return "\n".join([*lines, f"{schedule.cron or _cron_of(schedule.every or 0, file.path)} {command}"])
 
 

@@ -46,7 +46,12 @@ class LivingFolder(RuleBasedStateMachine):
         self.stored: set[bytes] = set()  # hashes of all images that a completed pass has seen
         self.deleted: dict[str, bytes] = {}
         self.computed: list[bytes] = []
+        self.at_kills: list[dict[Path, bytes]] = []  # since the last completed pass
         self.passes = self.kills = 0
+
+    def contents(self) -> dict[Path, bytes]:
+        files = (path for path in self.root.rglob("*.ppm") if path.is_file())
+        return {path: xxhash.xxh3_128_digest(path.read_bytes()) for path in files}
 
     def teardown(self) -> None:
         STATISTICS["sequences"] += 1
@@ -58,7 +63,8 @@ class LivingFolder(RuleBasedStateMachine):
         return self.root / name
 
     def there(self, choice: int) -> Path | None:
-        files = sorted(path for path in self.root.rglob("*.ppm") if path.is_file() and path.name != "anchor.ppm")
+        names = ("anchor.ppm", "link.ppm")
+        files = sorted(path for path in self.root.rglob("*.ppm") if path.is_file() and path.name not in names)
         return files[choice % len(files)] if files else None
 
     # What people do
@@ -155,9 +161,14 @@ class LivingFolder(RuleBasedStateMachine):
     @rule(reader_open=st.booleans())
     def complete_a_pass(self, reader_open: bool) -> None:
         before = self.snapshot() if reader_open and (self.out / "dataset.json").exists() else None
-        known = set(self.stored)
+        # A pass that was killed is finished first; of its files, those that have changed meanwhile are computed as they
+        # are now, though these bytes may be known.
+        now = self.contents()
+        changed = {now[path] for kill in self.at_kills for path in kill.keys() & now.keys() if kill[path] != now[path]}
+        known = self.stored - changed
         self.computed.clear()
         report = self.run()
+        self.at_kills.clear()
         good = [one for one in self.computed if one not in known]
         assert sorted(good) == sorted(self.computed), "an image was computed again that had not changed"
         self.passes += 1
@@ -186,7 +197,9 @@ class LivingFolder(RuleBasedStateMachine):
             finally:
                 os._exit(0)
         _, status = os.waitpid(child, 0)
-        self.kills += os.WIFSIGNALED(status)
+        if os.WIFSIGNALED(status):
+            self.kills += 1
+            self.at_kills.append(self.contents())
 
     # What must hold
 

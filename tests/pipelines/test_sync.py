@@ -1,0 +1,276 @@
+"""sync, status, compact and watch, on the command line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from extract import FeatureReader
+from pipelines.sync_config import load_sync_file
+from pipelines.watch import tells_of_changes
+from tests.conftest import make_picture
+from tests.pipelines.test_cli import fails, layertap
+
+SMALL = {"backbone": "timm/test_resnet", "weights": "random", "workers": 0, "device": "cpu", "settle": 0}
+
+
+def write(path: Path, **values: Any) -> Path:
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+@pytest.fixture
+def config(folder: Path, tmp_path: Path) -> Path:
+    return write(tmp_path / "sync.yaml", images=str(folder), out=str(tmp_path / "out"), max_vanish=1, **SMALL)
+
+
+def test_sync_tells_what_it_did_and_everything_else_reads_it(config: Path, folder: Path, tmp_path: Path) -> None:
+    result = layertap("sync", config)
+    assert result.exit_code == 0
+    assert (
+        f"{tmp_path / 'out'}: version 1, 12 rows: 12 added, 0 changed, 0 renamed, 0 deleted, 0 failed" in result.stdout
+    )
+    assert "12 images computed" in result.stdout
+    (folder / "ant/00.png").rename(folder / "bee/moved.png")
+    (folder / "ant/03.jpg").unlink()
+    make_picture(90).save(folder / "ant/new.png")
+    (folder / "bee/bad.png").write_bytes(b"no picture")
+    told = json.loads(layertap("sync", config, "--dry-run", "--json").stdout)[0]
+    done = json.loads(layertap("sync", config, "--json").stdout)[0]
+    names = ("added", "changed", "renamed", "deleted", "computed", "rows")
+    assert [told[name] for name in names] == [done[name] for name in names] == [2, 0, 1, 1, 2, 13]
+    assert (done["failed"], done["exit_code"], done["version"]) == (1, 0, 2)
+    out = tmp_path / "out"
+    assert "version 2" in layertap("show", out).stdout
+    assert "13 rows" in layertap("show", out).stdout
+    assert layertap("verify", out, "--sample", 5).exit_code == 0
+    assert layertap("export", out, "--to", "npy", "-o", tmp_path / "npy").exit_code == 0
+    assert layertap("merge", out, "-o", tmp_path / "merged").exit_code == 0
+    arguments = ["-b", SMALL["backbone"], "--weights", "random", "--workers", 0, "--device", "cpu"]
+    assert layertap("embed", folder, "-o", tmp_path / "fresh", *arguments).exit_code == 0
+    assert "same fingerprint" in layertap("diff", out, tmp_path / "fresh").stdout
+    with FeatureReader(tmp_path / "merged") as merged, FeatureReader(tmp_path / "fresh") as fresh:
+        assert merged.paths == fresh.paths
+        np.testing.assert_allclose(merged["embedding"][:], fresh["embedding"][:], rtol=1e-5, atol=1e-6)
+    assert "is kept in step with" in fails("embed", folder, "-o", out, *arguments)
+
+
+def test_status_tells_of_runs_rows_failures_and_disk(config: Path, folder: Path, tmp_path: Path) -> None:
+    layertap("sync", config)
+    for name in ("ant/00.png", "ant/03.jpg", "ant/06.png"):
+        (folder / name).unlink()
+    (folder / "bee/bad.png").write_bytes(b"no picture")
+    layertap("sync", config)
+    out = tmp_path / "out"
+    text = layertap("status", out).stdout
+    assert "version 2, in step with" in text
+    assert "10: 9 ok, 1 decode error" in text
+    assert "3 stored rows (23%" in text
+    assert f"layertap compact {out}" in text
+    assert "12 added; 12 computed" in text
+    assert "1 added, 3 deleted, 1 failed; 1 computed" in text
+    assert "bee/bad.png: decode error: not an image" in text
+    content = json.loads(layertap("status", out, "--json").stdout)
+    assert (content["dead_rows"], content["stored_rows"], content["next"]) == (3, 13, None)
+    assert [run["event"] for run in content["runs"]] == ["synced", "synced"]
+    result = layertap("compact", out)
+    assert "3 rows removed" in result.stdout
+    assert json.loads(layertap("status", out, "--json").stdout)["dead_rows"] == 0
+    shutil.rmtree(folder)
+    assert fails("sync", config, code=1).startswith(f"error: {folder}: the folder cannot be read")
+    assert "FAILED after" in layertap("status", out).stdout
+    (out / "schedule.json").write_text('{"next": "2030-01-01T00:00:00+00:00", "pid": 4194999, "config": "x.yaml"}')
+    assert (
+        "the scheduler of process 4194999 has died" in layertap("status", out).stderr + layertap("status", out).stdout
+    )
+
+
+def test_status_is_for_data_sets_that_follow_a_folder(folder: Path, tmp_path: Path) -> None:
+    assert "does not exist" in fails("status", tmp_path / "nothing")
+    layertap("embed", folder, "-o", tmp_path / "out", "-b", "timm/test_resnet", "--weights", "random", "--workers", 0)
+    assert "`layertap show`" in fails("status", tmp_path / "out")
+    assert "not kept in step" in fails("compact", tmp_path / "out")
+
+
+def test_one_folder_that_fails_does_not_keep_the_others_from_their_pass(folder: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        shutil.copytree(folder, tmp_path / name)
+    sets = [{"images": str(tmp_path / name), "out": str(tmp_path / f"out-{name}")} for name in ("one", "gone", "two")]
+    sets[2]["backbone"] = "timm/test_vit"
+    config = write(tmp_path / "sync.yaml", data_sets=sets, **SMALL)
+    result = layertap("sync", config, "--json")
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert [one["exit_code"] for one in found] == [0, 1, 0]
+    assert "No such file" in found[1]["error"]
+    assert not (tmp_path / "out-gone" / "dataset.json").exists()
+    shutil.rmtree(tmp_path / "one")
+    (tmp_path / "one").mkdir()
+    result = layertap("sync", config, "--json")
+    assert "an unmounted disk?" in result.stderr
+    assert [one["exit_code"] for one in json.loads(result.stdout)] == [1, 1, 0]
+    assert "one data set" in fails("sync", config, "--force")
+    assert layertap("sync", config, "--force", "--only", tmp_path / "out-one").exit_code == 0
+    with FeatureReader(tmp_path / "out-one") as one, FeatureReader(tmp_path / "out-two") as two:
+        assert (len(one), len(two)) == (0, 12)
+    assert "out-twoo" in fails("sync", config, "--only", tmp_path / "out-twoo")
+
+
+def test_rows_that_fail_make_an_exit_code_where_it_is_strict(config: Path, folder: Path, tmp_path: Path) -> None:
+    (folder / "bee/bad.png").write_bytes(b"no picture")
+    assert layertap("sync", config).exit_code == 0
+    assert layertap("sync", write(config, **yaml.safe_load(config.read_text()), strict=True)).exit_code == 3
+
+
+def test_a_second_sync_at_once_exits_with_4_and_names_the_first(config: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from extract.store.locking import locked\n"
+        "with locked(Path(sys.argv[1])):\n"
+        "    print('held', flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "out")], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        message = fails("sync", config, code=4)
+        assert f"is locked by pid {holder.pid} on " in message
+        assert " since 20" in message
+        holder.kill()  # its lock ends with it
+    assert layertap("sync", config).exit_code == 0
+    assert [json.loads(line)["event"] for line in (tmp_path / "out/runs.jsonl").read_text().splitlines()] == ["synced"]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"imagse": "x"}, "key 'imagse' not found"),
+        ({"images": "s3://bucket/x"}, "a folder of this machine, not a URL"),
+        ({"images": "x", "out": "x/out"}, "lies inside x"),
+        ({"images": "x", "settle": "5 parsecs"}, "expected seconds, or a time such as 90s"),
+        ({"images": "x", "max_vanish": 2}, "max_vanish"),
+        ({"out": "x"}, "images: none given"),
+        ({"data_sets": "x"}, "expected a list"),
+        ({"images": "x", "data_sets": [{"out": "o"}, {"images": "y", "out": "o/."}]}, "have the same out"),
+        ({"data_sets": [{"images": "x"}, {"images": "y", "batch": 3}]}, "data set 2"),
+        ({"images": "x", "schedule": {"cron": "61 * * * *"}}, "no cron line"),
+        ({"images": "x", "schedule": {"cron": "* * * * *", "every": "5m"}}, "either cron or every"),
+        ({"images": "x", "schedule": {"every": "5m", "timezone": "Europe/Atlantis"}}, "no such time zone"),
+        ({"images": "x", "schedule": {"evry": "5m"}}, "key 'evry' not found"),
+        ({"images": "x", "limit": 3}, "key 'limit' not found"),
+    ],
+)
+def test_a_wrong_config_says_what_is_wrong(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+    assert message in fails("sync", write(tmp_path / "sync.yaml", **values))
+
+
+def test_times_have_units(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "s.yaml", images="x", settle="1.5m", retry_after="36h", keep_gone="2d", schedule={"every": 90}
+    )
+    found = load_sync_file(file)
+    assert (found.data_sets[0].settle, found.data_sets[0].retry_after, found.data_sets[0].keep_gone) == (
+        90,
+        129600,
+        172800,
+    )
+    assert found.schedule is not None
+    assert found.schedule.every == 90
+
+
+def test_the_config_that_comes_with_it_is_valid() -> None:
+    found = load_sync_file(Path(__file__).parents[2] / "configs" / "nightly.yaml")
+    assert found.data_sets[0].backbone == "bundled/efficientnet_lite0"
+    assert found.schedule is not None
+    assert found.schedule.jitter == 300
+
+
+def test_a_pass_without_changes_imports_no_torch(config: Path) -> None:
+    layertap("sync", config)
+    code = "import sys; from pipelines.cli import main\ntry: main()\nexcept SystemExit: print('torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code, "sync", str(config)], capture_output=True, text=True)
+    assert run.stdout.splitlines()[-1] == "False"
+
+
+def test_a_pass_that_is_stopped_finishes_its_batch_and_the_next_goes_on(folder: Path, tmp_path: Path) -> None:
+    for i in range(300):
+        make_picture(1000 + i).save(folder / f"ant/more{i}.png")
+    config = write(tmp_path / "sync.yaml", images=str(folder), out=str(tmp_path / "out"), **SMALL | {"batch_size": 4})
+    command = [sys.executable, "-m", "pipelines.cli", "sync", str(config)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("computed"):
+                break
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        output, errors = process.communicate()
+    assert process.returncode == 143, errors
+    assert "stopped; what was computed is stored" in output
+    result = json.loads(layertap("sync", config, "--json").stdout)[0]
+    assert result["rows"] == 312
+    assert 0 < result["computed"] < 312
+    assert layertap("verify", tmp_path / "out").exit_code == 0
+
+
+def test_watch_picks_up_what_changes(config: Path, folder: Path, tmp_path: Path) -> None:
+    values = yaml.safe_load(config.read_text())
+    write(config, **values | {"settle": 1})
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "pipelines.cli", "watch", str(config)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            _until(lambda: _rows(out) == 12)
+            make_picture(90).save(folder / "ant/new.png")
+            _until(lambda: _rows(out) == 13)
+            (folder / "ant/new.png").rename(folder / "bee/new.png")
+            (folder / "ant/00.png").unlink()
+            _until(lambda: _rows(out) == 12)
+            with FeatureReader(out) as reader:
+                assert "bee/new.png" in reader.paths
+            process.send_signal(signal.SIGINT)
+            output, errors = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 130, errors
+    assert output.count("version") >= 3
+
+
+def _until(holds: Any, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def _rows(out: Path) -> int:
+    if not (out / "dataset.json").exists():
+        return 0
+    with FeatureReader(out) as reader:
+        return len(reader)
+
+
+def test_folders_on_servers_are_polled(tmp_path: Path) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        "1 0 8:1 / / rw - ext4 /dev/sda1 rw\n"
+        "2 1 0:5 / /mnt/nas rw shared:1 - nfs4 nas:/ rw\n"
+        "3 1 0:6 / /mnt/with\\040space rw - fuse.sshfs x rw\n"
+        "4 2 8:2 / /mnt/nas/local rw - xfs /dev/sdb rw\n"
+    )
+    assert tells_of_changes(Path("/home/photos"), mounts)
+    assert not tells_of_changes(Path("/mnt/nas/photos"), mounts)
+    assert not tells_of_changes(Path("/mnt/with space/photos"), mounts)
+    assert tells_of_changes(Path("/mnt/nas/local/photos"), mounts)
+    assert tells_of_changes(Path("/mnt/nasty"), mounts)
