@@ -97,6 +97,7 @@ class Scheduler:
         self._stopped, self._reread = threading.Event(), threading.Event()
         self._child: subprocess.Popen[str] | None = None
         self._child_guard = threading.Lock()
+        self._passing = threading.Lock()  # held during a pass, and until its end is told
         self._last_seen = datetime.now(UTC)
         self.scheduler = BackgroundScheduler(
             timezone=UTC,
@@ -149,7 +150,10 @@ class Scheduler:
             if self._child is not None:
                 log.info("stopping: the pass finishes its batch")
                 self._child.terminate()
-        self.scheduler.shutdown(wait=True)
+        with self._passing:
+            pass
+        # Without waiting: it would hold locks that the heartbeat may be waiting for.
+        self.scheduler.shutdown(wait=False)
         for one in self._file.data_sets:
             (one.folder / "schedule.json").unlink(missing_ok=True)
         log.info("stopped")
@@ -157,6 +161,10 @@ class Scheduler:
     # What happens
 
     def _pass(self) -> None:
+        with self._passing:
+            self._pass_and_tell()
+
+    def _pass_and_tell(self) -> None:
         if self._stopped.wait(random.uniform(0, self.config.jitter)):
             return
         log.info("a pass begins")
@@ -265,8 +273,8 @@ class Scheduler:
 
     def _note_next(self) -> None:
         """Leave word for `layertap status`."""
-        job = self.scheduler.get_job("pass")
-        if job is None or job.next_run_time is None or self._stopped.is_set():
+        job = None if self._stopped.is_set() else self.scheduler.get_job("pass")
+        if job is None or job.next_run_time is None:
             return
         noted = {"next": job.next_run_time.isoformat(timespec="seconds"), "pid": os.getpid(),
                  "host": socket.gethostname(), "config": str(self.path)}  # fmt: skip
