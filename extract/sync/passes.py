@@ -44,7 +44,7 @@ _NO_HASH = bytes(16)
 _RECHECKED = 16  # stored rows, when other libraries are installed
 _MAX_DEAD = 0.5  # of the rows of a pass; then it is written anew without them
 _OURS = {".lock", "manifest.sqlite", "manifest.sqlite-wal", "manifest.sqlite-shm", "manifest.sqlite.damaged", "passes",
-         "versions", "runs.jsonl", "schedule.json"}  # fmt: skip
+         "versions", "runs.jsonl", "schedule.json", "probe"}  # fmt: skip
 
 
 class VanishedError(LayertapError):

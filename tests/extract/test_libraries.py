@@ -259,7 +259,12 @@ def twenty(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", CASES)
+LARGE = ("open_clip/RN50", "open_clip/MobileCLIP2-S0")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LARGE else name for name in CASES]
+)
 def test_preprocessing_and_features_are_the_librarys_own(name: str, twenty: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
     case = CASES[name](tmp_path)

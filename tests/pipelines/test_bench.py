@@ -57,6 +57,7 @@ def test_repeated_images_are_the_same_pictures_with_other_bytes(folder: Path) ->
     assert repeated.decode(first, 10**6) == repeated.decode(again, 10**6) == picture
 
 
+@pytest.mark.slow
 @openvino
 def test_fast_measures_and_says_what_it_takes(folder: Path, tmp_path: Path) -> None:
     result = _run("embed", str(folder), *NET, "--fast", "-o", str(tmp_path / "out"), "--json")

@@ -238,6 +238,7 @@ def test_the_process_makes_passes_tells_of_them_and_stops_in_order(folder: Path,
     assert next(line["result"]["added"] for line in lines if "added" in line.get("result", {})) == 12
 
 
+@pytest.mark.slow
 def test_a_process_that_slept_makes_one_pass(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     config = write(tmp_path / "s.yaml", images=str(folder), out=str(out), schedule={"every": "3s"}, **SMALL)

@@ -203,6 +203,7 @@ def test_a_pass_without_changes_imports_no_torch(config: Path) -> None:
     assert run.stdout.splitlines()[-1] == "False"
 
 
+@pytest.mark.slow
 def test_a_pass_that_is_stopped_finishes_its_batch_and_the_next_goes_on(folder: Path, tmp_path: Path) -> None:
     for i in range(300):
         make_picture(1000 + i).save(folder / f"ant/more{i}.png")
@@ -224,6 +225,7 @@ def test_a_pass_that_is_stopped_finishes_its_batch_and_the_next_goes_on(folder: 
     assert layertap("verify", tmp_path / "out").exit_code == 0
 
 
+@pytest.mark.slow
 def test_watch_picks_up_what_changes(config: Path, folder: Path, tmp_path: Path) -> None:
     values = yaml.safe_load(config.read_text())
     write(config, **values | {"settle": 1})

@@ -625,6 +625,7 @@ def test_the_line_of_a_wrong_value_is_told(tmp_path: Path) -> None:
         list_images(tmp_path / "l.csv")
 
 
+@pytest.mark.slow  # it waits for a server that does not answer
 def test_a_server_that_dies_ends_the_run_and_its_rows_stay_pending(folder: Path, tmp_path: Path) -> None:
     lines = [f"http://127.0.0.1:9/{i}.png" for i in range(5)]
     (tmp_path / "dead.csv").write_text("path\n" + "\n".join(lines))

@@ -617,13 +617,13 @@ def test_rows_of_images_that_are_gone_are_kept_for_a_while(home: Home) -> None:
 
 def test_many_small_passes_are_joined(home: Home) -> None:
     home.plan_for = planner(shard_rows=1000)
-    for i in range(40):
+    for i in range(25):
         home.write(f"c/{i}.ppm", 100 + i)
         home.sync()
     version = DataSet.open(home.out).version
     assert version is not None
     assert len(version.passes) < 16
-    assert len(home.paths()) == 50
+    assert len(home.paths()) == 35
     assert verify(home.out).faults == []
     same_as_fresh(home)
 
