@@ -337,12 +337,12 @@ def compact(out: Path, max_dead: float) -> None:
 
     Who has it open goes on reading what there was.
     """
-    from extract.store.version import passes_bytes
+    from extract.store.files import bytes_below
     from extract.sync.compaction import compact as compact_out
 
-    before = passes_bytes(out)
+    before = bytes_below(out / "passes")
     done = compact_out(out, max_dead)
-    freed = (before - passes_bytes(out)) / 1e6
+    freed = (before - bytes_below(out / "passes")) / 1e6
     click.echo(f"{out}: {done.removed:,} rows removed, {done.rows:,} copied; {freed:,.1f} MB smaller")
 
 

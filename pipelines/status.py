@@ -15,7 +15,7 @@ import numpy as np
 from extract.errors import InputError, LayertapError
 from extract.status import Status
 from extract.store.dataset import DataSet
-from extract.store.files import read_json
+from extract.store.files import bytes_below, read_json
 from extract.store.layout import row_bytes
 from extract.store.reader import FeatureReader
 from extract.store.version import read_rows
@@ -36,7 +36,7 @@ def describe_status(out: Path) -> dict[str, Any]:
     runs = read_runs(out)
     content: dict[str, Any] = {"out": str(out), "runs": runs[-_LAST_RUNS:], "next": _next_run(out)}
     if not (out / "dataset.json").exists() and runs:
-        return {**content, "version": 0, "rows": 0, "status": {}, "failures": [], "bytes": _bytes(out)}
+        return {**content, "version": 0, "rows": 0, "status": {}, "failures": [], "bytes": bytes_below(out)}
     dataset = DataSet.open(out)
     if dataset.version is None:
         raise InputError(f"{out} is not kept in step with a folder; `layertap show` tells what is inside")
@@ -57,7 +57,7 @@ def describe_status(out: Path) -> dict[str, Any]:
         "stored_rows": stored,
         "dead_rows": stored - needed,
         "dead_bytes": (stored - needed) * row_bytes(dataset.features),
-        "bytes": _bytes(out),
+        "bytes": bytes_below(out),
     }
 
 
@@ -86,14 +86,6 @@ def _next_run(out: Path) -> dict[str, Any] | None:
         return {**noted, "alive": alive}
     except (OSError, LayertapError, KeyError, ValueError):
         return None
-
-
-def _bytes(out: Path) -> int:
-    total = 0
-    for path in out.rglob("*"):
-        with contextlib.suppress(OSError):  # it may be removed just now
-            total += path.stat().st_size if path.is_file() else 0
-    return total
 
 
 def print_status(content: dict[str, Any], echo: Callable[[str], None]) -> None:

@@ -87,11 +87,7 @@ def measured(scheduler: subprocess.Popen[bytes], out: Path) -> dict[str, float] 
         files = len(list(Path(f"/proc/{scheduler.pid}/fd").iterdir()))
     except (OSError, IndexError, ValueError):
         return None
-    disk = 0
-    for path in out.rglob("*"):
-        with contextlib.suppress(OSError):
-            disk += path.stat().st_size if path.is_file() else 0
-    return {"memory MB": memory, "open files": files, "disk MB": disk / 1e6}
+    return {"memory MB": memory, "open files": files, "disk MB": bytes_below(out) / 1e6}
 
 
 def children_of(process: int) -> list[int]:

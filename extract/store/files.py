@@ -15,6 +15,7 @@ from extract.errors import InputError, LayertapError
 
 __all__ = [
     "allow_more_files",
+    "bytes_below",
     "claim",
     "discard",
     "read_json",
@@ -140,6 +141,16 @@ def claim(path: Path, name: Path) -> None:
     else:
         sync_folder(name.parent)  # so that a power cut does not take both names
         path.unlink()
+
+
+def bytes_below(folder: Path) -> int:
+    """The sizes of all files in a folder, while others may be removing some."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(place, name)).st_size  # noqa: PTH118
+    return total
 
 
 def allow_more_files(count: int) -> None:

@@ -60,11 +60,16 @@ def _lock_file(out: Path) -> Iterator[None]:
                 raise LayertapError(f"{out} cannot be locked: {error.strerror}") from error
             file.seek(0)
             raise LockedError(f"{out} is locked by {file.read().strip() or 'another process'}") from error
-        file.truncate(0)
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        file.write(f"pid {os.getpid()} on {socket.gethostname()} since {now}\n")
-        file.flush()
+        _note(file.fileno(), f"pid {os.getpid()} on {socket.gethostname()} since {now}\n")
         try:
             yield
         finally:
-            file.truncate(0)
+            _note(file.fileno(), "")
+
+
+def _note(descriptor: int, text: str) -> None:
+    """Say who holds the lock; on a full disk, nobody does."""
+    with contextlib.suppress(OSError):
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, text.encode())

@@ -16,7 +16,6 @@ that are the same, byte for byte.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 from collections.abc import Sequence
@@ -36,7 +35,7 @@ from extract.store.guard import member
 if TYPE_CHECKING:
     from extract.store.dataset import DataSet
 
-__all__ = ["RowTable", "Version", "is_whole", "pass_folder", "passes_bytes", "read_rows", "table_path", "write_rows"]
+__all__ = ["RowTable", "Version", "is_whole", "pass_folder", "read_rows", "table_path", "write_rows"]
 
 _FORMAT = "layertap version"
 _COLUMNS = {"path": "S", "split": "S", "classes": "S", "label": "i", "pass": "i", "row": "i"}  # kinds of NumPy
@@ -92,15 +91,6 @@ class RowTable:
 def pass_folder(out: Path, number: int) -> Path:
     """The data set that one pass has computed."""
     return out / "passes" / f"{number:06d}"
-
-
-def passes_bytes(out: Path) -> int:
-    """What the passes take on the disk."""
-    total = 0
-    for path in (out / "passes").rglob("*"):
-        with contextlib.suppress(OSError):  # it may be removed just now
-            total += path.stat().st_size if path.is_file() else 0
-    return total
 
 
 def table_path(out: Path, number: int) -> Path:
