@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from extract import FeatureReader, extract_features
 from extract.status import Status
+from extract.store.files import bytes_below
 from extract.store.verify import verify
 from tests.extract.sync.tiny import CODE, picture
 
