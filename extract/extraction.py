@@ -147,6 +147,7 @@ def extract(
     plan: Plan,
     *,
     retry_failed: bool = False,
+    begun: bool = False,
     on_rows: Callable[[int, bool], None] = lambda rows, found: None,
     on_computation: Callable[[Computation], None] = lambda computation: None,
     stop: Callable[[], bool] = lambda: False,
@@ -157,6 +158,8 @@ def extract(
         plan: what to compute.
         retry_failed: also rows of finished shards that have no good features; such a shard is written anew, and
             replaces the old one when it is finished.
+        begun: whether others rows are stored elsewhere that these go with: as with those of an earlier run, features in
+            lower precision are compared, but not refused.
         on_rows: called with a number of rows, and whether they were found done (True) or computed now (False).
         on_computation: called when it is known how features are computed, after the first batch.
         stop: asked after each batch; True ends the run there, in order.
@@ -202,7 +205,7 @@ def extract(
         def on_smaller(size: int) -> None:
             summary.at_once = size
 
-        begun = summary.found > 0
+        begun = begun or summary.found > 0
         with contextlib.closing(batches), verified(plan, on_chosen, on_smaller, begun) as forward:
             for one in work:
                 count = sum(1 for _ in batches_of(one.rows, plan))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,13 @@ class Recheck:
         n_rows: rows that were compared.
         largest: deviation in any feature of any of them, as a part of the largest value of the row.
         faults: rows that differ by more than `TOLERANCE`, or whose image cannot be read.
+        apart: those of them whose image is the same as when they were stored.
     """
 
     n_rows: int
     largest: float
     faults: list[Fault]
+    apart: list[Fault] = field(default_factory=list)
 
 
 def recheck(
@@ -82,11 +84,12 @@ def recheck(
         found = _listed(root, [reader.paths[row] for row in chosen], out)
         plan = _plan(dataset, reader.provenance, found, backbone, weights, device, workers)
         if changed := differences(dataset.depends_on, plan.dataset.depends_on):
-            return Recheck(0, 0.0, [Fault(f"made with another {line}", Remedy.NONE) for line in changed])
+            others = [Fault(f"made with another {line}", Remedy.NONE) for line in changed]
+            return Recheck(0, 0.0, others, others)
         starts = range(0, len(chosen), defaults.BATCH_SIZE)
         batches = [list(range(start, min(start + defaults.BATCH_SIZE, len(chosen)))) for start in starts]
         prepare, limit = plan.backbone.preprocessing.prepare, plan.max_pixels
-        compared, largest, faults = 0, 0.0, []
+        compared, largest, faults, apart = 0, 0.0, [], []
 
         def fault(what: str, remedy: Remedy, position: int, path: str) -> None:
             file, shard, row = reader.place_of(position)
@@ -112,18 +115,20 @@ def recheck(
                         fault(what, Remedy.NONE, row, found.paths[batch.rows[i]])
                         continue
                     compared += 1
+                    same_image = batch.source_hash[i].tobytes() == hashes[i].tobytes()
                     if status[i] == Status.NOT_FINITE:
                         what = f"features computed again are not finite: {reasons.get(int(batch.rows[i]), '')}"
                         fault(what, Remedy.ROW, row, found.paths[batch.rows[i]])
+                        apart += faults[-1:] if same_image else []
                         continue
                     off = max(deviation(values[i], stored[name][i]) for name, values in again.items())
                     largest = max(largest, off)
                     if not off <= tolerance:
-                        changed_since = batch.source_hash[i].tobytes() != hashes[i].tobytes()
-                        why = "its image has changed since" if changed_since else "its image is the same"
+                        why = "its image is the same" if same_image else "its image has changed since"
                         what = f"features computed again differ by {off:.1e}; {why}"
                         fault(what, Remedy.ROW, row, found.paths[batch.rows[i]])
-    return Recheck(compared, largest, faults)
+                        apart += faults[-1:] if same_image else []
+    return Recheck(compared, largest, faults, apart)
 
 
 def _listed(root: str, paths: list[str], out: Path) -> Images:

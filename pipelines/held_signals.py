@@ -6,11 +6,14 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 __all__ = ["signals_held"]
+
+_AT_ONCE_S = 0.5
 
 
 @contextlib.contextmanager
@@ -22,9 +25,17 @@ def signals_held() -> Iterator[list[int]]:
         yield received  # signals go to the main thread, whose business they are then
         return
 
+    at: list[float] = []
+
     def note(number: int, frame: FrameType | None) -> None:
+        if at and time.monotonic() - at[0] < _AT_ONCE_S:  # the same, by another way: to the process, and to its group
+            return
+        if at:
+            signal.signal(number, before[number])
+            os.kill(os.getpid(), number)
+            return
+        at.append(time.monotonic())
         received.append(number)
-        signal.signal(number, before[number])
         os.write(2, b"\nfinishing the batch in flight ...\n")  # what was interrupted may be printing, too
 
     before: dict[int, Any] = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}

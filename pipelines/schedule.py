@@ -7,6 +7,7 @@ what ends it, ends only it.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import logging
 import logging.handlers
@@ -15,8 +16,8 @@ import random
 import signal
 import socket
 import subprocess
-import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta, tzinfo
@@ -25,6 +26,7 @@ from types import FrameType
 from typing import Any
 from zoneinfo import ZoneInfo
 
+from apscheduler.events import EVENT_JOB_MAX_INSTANCES
 from apscheduler.executors.pool import ThreadPoolExecutor
 from apscheduler.schedulers.background import BackgroundScheduler
 from apscheduler.triggers.base import BaseTrigger
@@ -35,13 +37,15 @@ from tzlocal import get_localzone
 from extract.errors import InputError, LayertapError, first_line
 from extract.store.files import write_json
 from pipelines.status import read_runs
-from pipelines.sync_config import ScheduleConfig, SyncFile, load_sync_file
+from pipelines.sync_config import LAYERTAP, ScheduleConfig, SyncFile, load_sync_file
 
 __all__ = ["CronTrigger", "Scheduler", "trigger_of"]
 
 # However many passes were due, one is made up for, and however late it is.
 JOBS = {"coalesce": True, "max_instances": 1, "misfire_grace_time": None}
 _HEARTBEAT_S = 30
+_HANGS_HOURS = 24
+_LOOK_S = 0.5  # between looks whether a signal has come
 _LOG_BYTES, _LOGS = 10_000_000, 5
 _HOOK_S = 60
 _MOMENT = timedelta(microseconds=1)
@@ -94,14 +98,17 @@ class Scheduler:
         self.path = path
         self._file = _scheduled(path)
         self._run = run or self._in_a_process
-        self._stopped, self._reread = threading.Event(), threading.Event()
+        self._stopped = threading.Event()
+        self._asked: set[int] = set()  # signals; no lock is taken where they are received
         self._child: subprocess.Popen[str] | None = None
         self._child_guard = threading.Lock()
         self._passing = threading.Lock()  # held during a pass, and until its end is told
         self._last_seen = datetime.now(UTC)
+        self._began, self._told_of_hanging = time.monotonic(), False
+        self._noted: dict[Path, dict[str, Any]] = {}
         self.scheduler = BackgroundScheduler(
             timezone=UTC,
-            executors={"default": ThreadPoolExecutor(1), "heartbeat": ThreadPoolExecutor(1)},
+            executors={"default": ThreadPoolExecutor(1)},
             job_defaults=JOBS,
         )
 
@@ -114,14 +121,19 @@ class Scheduler:
     def run_until_stopped(self) -> int:
         """Work until SIGTERM or Ctrl-C, and let the batch in flight be finished; returns 0."""
         _log_as(self.config)
-        handlers = {signal.SIGTERM: self._on_stop, signal.SIGINT: self._on_stop, signal.SIGHUP: self._on_reread}
-        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        before = {number: signal.signal(number, self._on_signal) for number in numbers}
         try:
             self.start()
-            while not self._stopped.wait(1):
-                if self._reread.is_set():
-                    self._reread.clear()
+            beat = time.monotonic()
+            while not self._asked & {signal.SIGTERM, signal.SIGINT}:
+                time.sleep(_LOOK_S)
+                if signal.SIGHUP in self._asked:
+                    self._asked.discard(signal.SIGHUP)
                     self._read_again()
+                if time.monotonic() - beat >= _HEARTBEAT_S:
+                    beat = time.monotonic()
+                    self._beat()
             self.stop()
         finally:
             for number, handler in before.items():
@@ -135,8 +147,7 @@ class Scheduler:
         trigger = trigger_of(self.config, last or now)
         due = last is None or trigger.get_next_fire_time(last, last + _MOMENT) <= now
         due = due and self.config.catch_up
-        # The heartbeat also wakes the scheduler, whose clock stands still while the machine sleeps.
-        self.scheduler.add_job(self._beat, "interval", seconds=_HEARTBEAT_S, id="heartbeat", executor="heartbeat")
+        self.scheduler.add_listener(self._on_skipped, EVENT_JOB_MAX_INSTANCES)
         first = now if due else trigger.get_next_fire_time(None, now + _MOMENT)
         self.scheduler.add_job(self._pass, trigger, id="pass", next_run_time=first)
         self.scheduler.start()
@@ -152,10 +163,8 @@ class Scheduler:
                 self._child.terminate()
         with self._passing:
             pass
-        # Without waiting: it would hold locks that the heartbeat may be waiting for.
         self.scheduler.shutdown(wait=False)
-        for one in self._file.data_sets:
-            (one.folder / "schedule.json").unlink(missing_ok=True)
+        self._forget_next(self._file)
         log.info("stopped")
 
     # What happens
@@ -168,6 +177,7 @@ class Scheduler:
         if self._stopped.wait(random.uniform(0, self.config.jitter)):
             return
         log.info("a pass begins")
+        self._began, self._told_of_hanging = time.monotonic(), False
         try:
             code, output = self._run()
         except OSError as error:  # no memory for a process
@@ -176,7 +186,7 @@ class Scheduler:
         self._note_next()
 
     def _in_a_process(self) -> tuple[int, str]:
-        command = [sys.executable, "-m", "pipelines.cli", "sync", str(self.path), "--json"]
+        command = [*LAYERTAP, "sync", str(self.path), "--json"]
         with self._child_guard:
             if self._stopped.is_set():
                 return 0, "[]"
@@ -205,19 +215,29 @@ class Scheduler:
             found = []
         for one in found:
             log.info("%s", _in_words(one), extra={"result": one})
-        stopped = code in (128 + signal.SIGTERM, 128 + signal.SIGINT)
-        if stopped and self._stopped.is_set():
+        if self._stopped.is_set() and code:
             return
         if code:
             how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
             log.error("the pass failed, %s", how)
         else:
             log.info("the pass is done")
-        told = json.dumps(
-            {"config": str(self.path), "host": socket.gethostname(), "exit_code": code, "data_sets": found}
-        )
+        self._call_hooks(code, found)
+
+    def _call_hooks(self, code: int, found: list[Any]) -> None:
+        about = {"config": str(self.path), "host": socket.gethostname()}
+        told = json.dumps({**about, "exit_code": code, "data_sets": found})
         for hook in self.config.on_failure if code else self.config.on_success:
             _call(hook, told, code)
+
+    def _on_skipped(self, event: Any) -> None:
+        """A pass is due, and the one before is still at work: if that goes on for a day, it hangs."""
+        hours = (time.monotonic() - self._began) / 3600
+        what = f"a pass is due, and left out: the one before has been at work for {hours:.1f} hours"
+        log.warning("%s", what)
+        if hours >= _HANGS_HOURS and not self._told_of_hanging:
+            self._told_of_hanging = True
+            threading.Thread(target=self._call_hooks, args=(1, [{"error": what}]), daemon=True).start()
 
     def _beat(self) -> None:
         """Show that we are alive, and look whether the clock was set."""
@@ -230,6 +250,7 @@ class Scheduler:
         if now < self._last_seen - timedelta(seconds=_CLOCK_S):
             self.on_clock_set_back(now)
         self._last_seen = now
+        self.scheduler.wakeup()  # its clock stands still while the machine sleeps, and may have been set
         self._note_next()
 
     def on_clock_set_back(self, now: datetime) -> None:
@@ -249,11 +270,14 @@ class Scheduler:
     def _read_again(self) -> None:
         """Take over the config file as it is now, if there is nothing wrong with it."""
         try:
-            self._file = _scheduled(self.path)
+            file = _scheduled(self.path)
+            assert file.schedule is not None
+            _log_as(file.schedule)
         except LayertapError as error:
             log.error("the config is not taken over: %s", error)
             return
-        _log_as(self.config)
+        self._forget_next(self._file)
+        self._file = file
         now = datetime.now(UTC)
         trigger = trigger_of(self.config, self._last_began(now) or now)
         self.scheduler.reschedule_job("pass", trigger=trigger)
@@ -279,15 +303,20 @@ class Scheduler:
         noted = {"next": job.next_run_time.isoformat(timespec="seconds"), "pid": os.getpid(),
                  "host": socket.gethostname(), "config": str(self.path)}  # fmt: skip
         for one in self._file.data_sets:
-            if (one.folder / "dataset.json").exists():
+            path = one.folder / "schedule.json"
+            if (one.folder / "dataset.json").exists() and (not path.exists() or self._noted.get(path) != noted):
                 with contextlib.suppress(OSError):  # the pass says it, if the disk is full
-                    write_json(one.folder / "schedule.json", noted)
+                    write_json(path, noted)
+                    self._noted[path] = noted
 
-    def _on_stop(self, number: int, frame: FrameType | None) -> None:
-        self._stopped.set()
+    @staticmethod
+    def _forget_next(file: SyncFile) -> None:
+        for one in file.data_sets:
+            with contextlib.suppress(OSError):
+                (one.folder / "schedule.json").unlink(missing_ok=True)
 
-    def _on_reread(self, number: int, frame: FrameType | None) -> None:
-        self._reread.set()
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._asked.add(number)
 
 
 def _scheduled(path: Path) -> SyncFile:
@@ -320,7 +349,7 @@ def _call(hook: str, told: str, code: int) -> None:
                               env={**os.environ, "LAYERTAP_EXIT_CODE": str(code)})  # fmt: skip
         if done.returncode:
             log.error("%s: exit code %d: %s", hook, done.returncode, (done.stderr or done.stdout).strip()[-500:])
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
+    except (OSError, ValueError, subprocess.SubprocessError, http.client.HTTPException) as error:
         log.error("%s: %s", hook, first_line(error))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 from collections import Counter
 from collections.abc import Callable
 from datetime import datetime
@@ -17,6 +18,7 @@ from extract.status import Status
 from extract.store.dataset import DataSet
 from extract.store.files import bytes_below, read_json
 from extract.store.layout import row_bytes
+from extract.store.parts import of_one_version
 from extract.store.reader import FeatureReader
 from extract.store.version import read_rows
 from pipelines.printing import print_failures
@@ -37,17 +39,24 @@ def describe_status(out: Path) -> dict[str, Any]:
     content: dict[str, Any] = {"out": str(out), "runs": runs[-_LAST_RUNS:], "next": _next_run(out)}
     if not (out / "dataset.json").exists() and runs:
         return {**content, "version": 0, "rows": 0, "status": {}, "failures": [], "bytes": bytes_below(out)}
-    dataset = DataSet.open(out)
+    return {**content, **of_one_version(out, _of_version)}
+
+
+def _of_version(dataset: DataSet) -> dict[str, Any]:
     if dataset.version is None:
-        raise InputError(f"{out} is not kept in step with a folder; `layertap show` tells what is inside")
+        raise InputError(f"{dataset.out} is not kept in step with a folder; `layertap show` tells what is inside")
+    out = dataset.out
     with FeatureReader(out) as reader:
         status = Counter(Status(code).text for code in reader.status.tolist())
         failures = reader.failures
     table = read_rows(dataset)
     needed = len(np.unique(np.stack([table.passes, table.rows]), axis=1).T)
-    stored = sum(part.n_rows for part in dataset.parts())
+    stored = 0
+    for folder in (out / "passes").glob("[0-9]" * 6):
+        with contextlib.suppress(LayertapError):  # it may be removed just now
+            one = DataSet.open(folder)
+            stored += one.n_rows if None not in one.published() else 0  # else it is being computed
     return {
-        **content,
         "images": dataset.images["root"],
         "version": dataset.version.number,
         "rows": dataset.n_rows,
@@ -71,9 +80,10 @@ def read_runs(out: Path) -> list[dict[str, Any]]:
     except OSError as error:
         raise LayertapError(f"cannot read {out / 'runs.jsonl'}: {error.strerror}") from error
     for line in lines:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError):
             run = json.loads(line)
-            if isinstance(run, dict) and "event" in run and "started" in run:
+            datetime.fromisoformat(run["started"])
+            if {"event", "seconds"} <= run.keys():
                 found.append(run)
     return found
 
@@ -82,9 +92,13 @@ def _next_run(out: Path) -> dict[str, Any] | None:
     """What the scheduler that is running has noted; None: there is none."""
     try:
         noted = read_json(out / "schedule.json")
-        alive = Path(f"/proc/{int(noted['pid'])}").exists() or not Path("/proc").exists()
-        return {**noted, "alive": alive}
-    except (OSError, LayertapError, KeyError, ValueError):
+        datetime.fromisoformat(noted["next"])
+        here = noted["host"] == socket.gethostname() and Path("/proc").exists()
+        alive = not here or b"schedule" in Path(f"/proc/{int(noted['pid'])}/cmdline").read_bytes()
+        return {**noted, "config": str(noted["config"]), "alive": alive}
+    except FileNotFoundError as error:  # of the process
+        return None if str(error.filename).endswith("json") or not error.filename else {**noted, "alive": False}
+    except (OSError, LayertapError, LookupError, ValueError, TypeError):
         return None
 
 
@@ -128,13 +142,13 @@ def print_status(content: dict[str, Any], echo: Callable[[str], None]) -> None:
 
 def _of_run(run: dict[str, Any]) -> str:
     if run["event"] == "failed":
-        return f"FAILED after {run['seconds']:.1f} s: {run['error']}"
+        return f"FAILED after {run['seconds']:.1f} s: {run.get('error', '')}"
     if run["event"] == "stopped":
         return f"stopped after {run['seconds']:.1f} s"
     names = ("added", "changed", "renamed", "deleted")
     changes = ", ".join(f"{run[name]:,} {name}" for name in names if run.get(name)) or "nothing new"
     failed = f", {run['failed']:,} failed" if run.get("failed") else ""
-    return f"{changes}{failed}; {run['computed']:,} computed, {run['seconds']:.1f} s"
+    return f"{changes}{failed}; {run.get('computed', 0):,} computed, {run['seconds']:.1f} s"
 
 
 def _local(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from extract.errors import InputError, LayertapError, LockedError, UnknownNameError
+from extract.errors import InputError, LayertapError, LockedError, UnknownNameError, first_line
 from extract.sync.passes import Report, sync
 from pipelines.held_signals import signals_held
 from pipelines.sync_config import SyncConfig
@@ -52,7 +53,7 @@ class Synced:
             wrong = isinstance(self.error, InputError | UnknownNameError)
             return 4 if isinstance(self.error, LockedError) else 2 if wrong else 1
         assert self.report is not None
-        if self.report.unreadable:
+        if self.report.unreadable or 0 < self.report.rows == self.report.failed:
             return 1
         return 3 if self.config.strict and self.report.failed else 0
 
@@ -108,7 +109,11 @@ def _sync_one(config: SyncConfig, force: bool, dry_run: bool, telling: Telling, 
             synced = Synced(config, report)
         except LayertapError as error:
             synced = Synced(config, error=error)
-    if not dry_run and not isinstance(synced.error, LockedError):
+        except Exception as error:  # a mistake of ours, or of a library: it must not keep the others from their pass
+            traceback.print_exc()
+            synced = Synced(config, error=LayertapError(f"{type(error).__name__}: {first_line(error)}"))
+    ours = (config.folder / "manifest.sqlite").exists()  # else the folder was refused
+    if ours and not dry_run and not isinstance(synced.error, LockedError):
         with contextlib.suppress(OSError):  # where nothing can be written, that has been said
             add_run(config.folder, _run_of(synced, started, time.perf_counter() - start))
     return synced
@@ -141,8 +146,6 @@ def add_run(out: Path, run: dict[str, Any]) -> None:
 
     from extract.store.files import write_whole
 
-    if not out.is_dir():
-        return
     path = out / "runs.jsonl"
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(run) + "\n")
@@ -156,6 +159,7 @@ class Telling:
 
     def __init__(self) -> None:
         self._backbone: Backbone | None = None
+        self._asked: dict[str, Any] = {}  # with which it was loaded
         self._progress: Any = None
 
     def __enter__(self) -> Telling:
@@ -172,7 +176,9 @@ class Telling:
         from extract.extraction import plan
         from pipelines.embed import warn_of
 
-        if self._backbone is None:
+        asked = configuration_of(config)
+        if self._backbone is None or self._asked != asked:  # the file of its weights may have been replaced
+            self._asked = asked
             self._backbone = load_backbone(
                 config.backbone,
                 weights=config.weights,
@@ -223,7 +229,8 @@ def print_synced(synced: Synced, echo: Callable[[str], None]) -> None:
     counts = {name: getattr(report, name) for name in ("added", "changed", "renamed", "deleted", "failed", "unchanged")}
     text = ", ".join(f"{count:,} {name}" for name, count in counts.items())
     waiting = f", {report.waiting:,} waiting until they are written" if report.waiting else ""
-    computed = f"; {report.computed:,} images computed" if report.computed else ""
+    done = "to be computed" if report.dry_run else "computed"
+    computed = f"; {report.computed:,} images {done}" if report.computed else ""
     echo(f"{out}: version {report.version}, {report.rows:,} rows: {text}{waiting}{computed}, {report.seconds:.1f} s")
     for one in report.drift:
         if one.far:

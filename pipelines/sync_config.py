@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,8 +16,11 @@ from extract.errors import InputError, unknown_name
 from extract.sync.guards import Guards
 from pipelines.config import FeaturesConfig, checked, read_yaml
 
-__all__ = ["ScheduleConfig", "SyncConfig", "SyncFile", "chosen", "load_sync_file"]
+__all__ = ["LAYERTAP", "ScheduleConfig", "SyncConfig", "SyncFile", "chosen", "load_sync_file"]
 
+# This program, without what lies in the working directory.
+LAYERTAP = (sys.executable, "-P", "-m", "pipelines.cli")
+_LONGEST_S = 86400.0 * 36500
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -26,6 +30,13 @@ def seconds(value: Any) -> Any:
         return float(found[1]) * _UNITS[found[2] or "s"]
     if isinstance(value, str):
         raise ValueError("expected seconds, or a time such as 90s, 15m, 36h or 30d")
+    return value
+
+
+def finite(value: float) -> float:
+    """The number, if it is one that a time can be counted with."""
+    if not value <= _LONGEST_S:
+        raise ValueError(f"expected at most {_LONGEST_S / 86400:.0f}d")
     return value
 
 
@@ -45,6 +56,11 @@ class SyncConfig(FeaturesConfig):
         Guards.keep_gone_s, ge=0, description="Features that no file needs are kept, for files that come back."
     )
 
+    @field_validator("max_vanish", "settle", "retry_after", "keep_gone")
+    @classmethod
+    def _finite(cls, value: float) -> float:
+        return finite(value)
+
     @field_validator("settle", "retry_after", "keep_gone", mode="before")
     @classmethod
     def _seconds(cls, value: Any) -> Any:
@@ -54,7 +70,7 @@ class SyncConfig(FeaturesConfig):
     def _apart(self) -> Self:
         if "://" in self.images:
             raise ValueError("images: sync follows a folder of this machine, not a URL")
-        if Path(self.folder).absolute().is_relative_to(Path(self.images).absolute()):
+        if self.folder.resolve().is_relative_to(Path(self.images).resolve()):
             raise ValueError(f"out: {self.folder} lies inside {self.images}, which would look for images there")
         return self
 
@@ -90,6 +106,11 @@ class ScheduleConfig(BaseModel):
     def _seconds(cls, value: Any) -> Any:
         return seconds(value)
 
+    @field_validator("every", "jitter")
+    @classmethod
+    def _finite(cls, value: float | None) -> float | None:
+        return value if value is None else finite(value)
+
     @field_validator("on_success", "on_failure", mode="before")
     @classmethod
     def _one(cls, value: Any) -> Any:
@@ -115,6 +136,8 @@ class ScheduleConfig(BaseModel):
         try:
             if value is not None:
                 CronSim(value, datetime.now(UTC))
+                if len(value.split()) != 5:
+                    raise CronSimError("seconds")
         except CronSimError as error:
             raise ValueError("no cron line; expected minute, hour, day, month and weekday, as 30 2 * * *") from error
         return value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 from cronsim import CronSim
 
 from extract.errors import InputError
-from pipelines.sync_config import ScheduleConfig, SyncFile
+from pipelines.sync_config import LAYERTAP, ScheduleConfig, SyncFile
 
 __all__ = ["as_cron", "as_systemd"]
 
@@ -38,9 +37,10 @@ def as_systemd(file: SyncFile) -> str:
         "",
         "[Service]",
         "Type=oneshot",
-        f"WorkingDirectory={_escaped(str(Path.cwd()))}",
+        f"WorkingDirectory={str(Path.cwd()).replace('%', '%%')}",
         "ExecStart=" + " ".join(f'"{_escaped(word)}"' for word in _command(file)),
         "# a pass that is told to stop finishes its batch first",
+        "KillMode=mixed",
         "SuccessExitStatus=143",
         "TimeoutStopSec=10min",
         "",
@@ -86,7 +86,7 @@ def _name(file: SyncFile) -> str:
 
 
 def _command(file: SyncFile) -> list[str]:
-    return [sys.executable, "-m", "pipelines.cli", "sync", str(file.path.resolve())]
+    return [*LAYERTAP, "sync", str(file.path.resolve())]
 
 
 def _hooks_left_out(schedule: ScheduleConfig, instead: str) -> list[str]:
@@ -111,10 +111,10 @@ def _calendar(line: str, timezone: str | None, path: Path) -> list[str]:
     days = _listed(parsed.days, range(1, 32))
     week = ",".join(_DAYS[day] for day in sorted({day % 7 for day in of_week}))
     time = f"{hours}:{minutes}:00" + (f" {timezone}" if timezone else "")
-    by_week, by_month = f"{week} *-{months}-* {time}", f"*-{months}-{days} {time}"
-    if week_days.startswith("*"):
-        return [by_month]
-    return [by_week] if month_days.startswith("*") else [by_month, by_week]
+    week = "" if len(set(of_week) - {7}) == 7 else f"{week} "
+    if month_days.startswith("*") or week_days.startswith("*"):  # both must fit; else, either
+        return [f"{week}*-{months}-{days} {time}"]
+    return [f"*-{months}-{days} {time}", f"{week}*-{months}-* {time}"]
 
 
 def _listed(values: Iterable[int], every: range) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
@@ -14,6 +15,7 @@ import click
 from extract.errors import first_line
 from extract.images.images import is_litter
 from extract.libraries import library
+from extract.sync.passes import Report
 from pipelines.held_signals import signals_held
 from pipelines.sync import Synced, Telling, sync_all
 from pipelines.sync_config import SyncConfig
@@ -59,7 +61,8 @@ def watch(configs: Sequence[SyncConfig], on_synced: Callable[[Synced], None]) ->
         if not tells_of_changes(Path(config.root)):
             click.echo(f"{config.images} is on a file system that does not tell of changes; it is polled", err=True)
     tellings = {id(config): Telling() for config in configs}
-    due: dict[int, float] = dict.fromkeys(map(id, configs), 0.0)
+    due = dict.fromkeys(map(id, configs), 0.0)
+    resting = dict.fromkeys(map(id, configs), 0.0)
     stop = threading.Event()
     with signals_held() as received:
         changed = _Changes(watchfiles, configs, stop)
@@ -67,8 +70,14 @@ def watch(configs: Sequence[SyncConfig], on_synced: Callable[[Synced], None]) ->
             while not received:
                 now = time.monotonic()
                 for config in configs:
-                    if not received and (changed.take(config) or due[id(config)] <= now):
-                        due[id(config)] = time.monotonic() + _pass_of(config, tellings[id(config)], on_synced, received)
+                    # Where passes take long, they take no more than half of the time.
+                    if received or resting[id(config)] > now:
+                        continue
+                    if changed.take(config) or due[id(config)] <= now:
+                        began = time.monotonic()
+                        wait = _pass_of(config, tellings[id(config)], on_synced, received)
+                        due[id(config)] = time.monotonic() + wait
+                        resting[id(config)] = time.monotonic() + (time.monotonic() - began)
                 changed.wait(_NOTHING_MS / 1000)
         finally:
             stop.set()
@@ -82,11 +91,15 @@ def _pass_of(config: SyncConfig, telling: Telling, on_synced: Callable[[Synced],
     if number:
         received.append(number)
     report = one.report
-    if report is None or report.added or report.changed or report.renamed or report.deleted or report.stopped:
+    if report is None or one.exit_code or report.notes or report.stopped or _has_news(report):
         on_synced(one)
     if report is not None and report.waiting:
         return max(0.5, config.settle)
     return _FULL_PASS_S if report is not None else min(_FULL_PASS_S, 60.0)
+
+
+def _has_news(report: Report) -> bool:
+    return bool(report.added or report.changed or report.renamed or report.deleted)
 
 
 class _Changes:
@@ -128,13 +141,14 @@ class _Changes:
                     force_polling=polled,
                     poll_delay_ms=_POLL_MS,
                     raise_interrupt=False,
+                    ignore_permission_denied=True,
                 ):
                     with self._guard:
                         self._changed.add(id(config))
                     self._news.set()
             except FileNotFoundError:  # the passes say so
                 self._stop.wait(_GONE_S)
-            except OSError as error:  # no more watches
+            except (OSError, RuntimeError) as error:  # no more watches
                 if not polled:
                     click.echo(f"{config.images} cannot be watched ({first_line(error)}); it is polled", err=True)
                 polled = True
@@ -148,6 +162,8 @@ def tells_of_changes(root: Path, mounts: Path = Path("/proc/self/mountinfo")) ->
     except OSError:  # not Linux
         return True
     best, kind = "", ""
+    with contextlib.suppress(OSError, RuntimeError):
+        root = root.resolve()
     for line in lines:
         fields, _, behind = line.partition(" - ")
         point = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), fields.split()[4])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,9 @@ from extract.store.row_hash import wrong_rows
 from extract.store.shard import Shard
 from extract.store.version import read_rows
 
-__all__ = ["Opened", "Part", "open_parts"]
+__all__ = ["Opened", "Part", "of_one_version", "open_parts"]
+
+T = TypeVar("T")
 
 _ATTEMPTS = 5  # at a data set of which a new version is published at that moment
 
@@ -109,38 +111,47 @@ class Opened:
 
 def open_parts(path: Path, partial: bool) -> Opened:
     """Open a data set folder or a shard; arguments and errors as of `FeatureReader`."""
+    if path.is_dir():
+        return of_one_version(path, lambda dataset: _of_data_set(dataset, partial))
     with contextlib.ExitStack() as on_error:
-        if not path.is_dir():
-            shard = on_error.enter_context(Shard(path))
-            part = _part(shard, shard.identity.first_row, partial)
-            opened = Opened([part], shard.features, shard.identity.fingerprint, len(shard))
-        else:
-            dataset, parts = _of_data_set(path, partial, on_error)
-            opened = Opened(parts, dataset.features, dataset.fingerprint, dataset.n_rows)
-        on_error.pop_all()  # the shards stay open
-        return opened
+        shard = on_error.enter_context(Shard(path))
+        part = _part(shard, shard.identity.first_row, partial)
+        on_error.pop_all()  # it stays open
+    return Opened([part], shard.features, shard.identity.fingerprint, len(shard))
 
 
-def _of_data_set(path: Path, partial: bool, on_error: contextlib.ExitStack) -> tuple[DataSet, list[Part]]:
-    attempt = 0
-    while True:
-        dataset = DataSet.open(path)
+def of_one_version(out: Path, look: Callable[[DataSet], T]) -> T:
+    """What `look` finds of a data set; if a later version is published meanwhile, it looks at that one.
+
+    Raises:
+        InputError: a file of the version is missing.
+    """
+    for attempt in range(_ATTEMPTS):
+        dataset = DataSet.open(out)
         try:
-            if dataset.version is None:
-                shards = _open_shards(dataset, partial)
-                return dataset, [_part(on_error.enter_context(shard), first, partial) for first, shard in shards]
-            parts = []
-            for part in _of_version(dataset):
-                on_error.enter_context(part.shard)
-                parts.append(part)
-            return dataset, parts
+            found = look(dataset)
         except (LayertapError, FileNotFoundError) as error:
-            attempt += 1
-            if DataSet.open(path).version != dataset.version and attempt < _ATTEMPTS:
-                continue  # files of this version were removed while they were being opened: there is a later one
+            if DataSet.open(out).version != dataset.version and attempt + 1 < _ATTEMPTS:
+                continue
             if isinstance(error, FileNotFoundError):
                 raise InputError(f"{error.filename} is missing; the next `layertap sync` mends it") from error
             raise
+        return found
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _of_data_set(dataset: DataSet, partial: bool) -> Opened:
+    parts: list[Part] = []
+    with contextlib.ExitStack() as on_error:
+        if dataset.version is None:
+            for first, shard in _open_shards(dataset, partial):
+                parts.append(_part(on_error.enter_context(shard), first, partial))
+        else:
+            for part in _of_version(dataset):
+                on_error.enter_context(part.shard)
+                parts.append(part)
+        on_error.pop_all()  # the shards stay open
+    return Opened(parts, dataset.features, dataset.fingerprint, dataset.n_rows)
 
 
 def _of_version(dataset: DataSet) -> Iterator[Part]:
@@ -156,6 +167,7 @@ def _of_version(dataset: DataSet) -> Iterator[Part]:
         start, stop = np.searchsorted(table.passes, [number, number + 1]).tolist()
         shards = table.rows[start:stop] // one.shard_rows
         whereabouts = one.whereabouts()
+        allow_more_files(len(whereabouts))
         for shard in np.unique(shards).tolist():
             if shard >= len(whereabouts):
                 raise InputError(f"{one.out} has no shard {shard}; the next `layertap sync` mends it")
@@ -165,6 +177,8 @@ def _of_version(dataset: DataSet) -> Iterator[Part]:
             try:
                 _done(opened, partial=False)
                 chosen = table.rows[first:last] - opened.identity.first_row
+                if chosen.max() >= len(opened):
+                    raise InputError(f"{path} has no row {chosen.max()}, which the version names")
                 names = RowNames(
                     table.paths[first:last], table.labels[first:last], table.splits[first:last], table.classes
                 )

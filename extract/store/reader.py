@@ -217,7 +217,7 @@ class FeatureReader:
             row = int(rows[np.flatnonzero(~agree)[0]])
             raise InputError(
                 f"row {row} ({self.paths[row]}) of {self._name} is damaged: it does not agree with its hashes; "
-                "`layertap verify --repair` and `embed` mend it"
+                "`layertap verify --repair`, and then `embed` or `sync`, mend it"
             )
         return features
 

@@ -421,6 +421,8 @@ def _unpickled(path: Path, identity: Identity) -> Shard:
     allow_more_files(1)
     if path.suffix == ".part" and not path.exists():
         path = path.with_suffix("")  # it was published since
+    if not path.exists() and path.parts[-4:-3] == ("passes",):
+        raise InputError(f"{path} is no more: its data set was compacted since the reader was pickled; open it again")
     shard = Shard(path)
     if path.suffix == ".part":
         shard.keep_columns()

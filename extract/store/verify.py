@@ -19,6 +19,7 @@ from extract.status import Status
 from extract.store.copying import copy_shard
 from extract.store.dataset import DataSet, Whereabouts
 from extract.store.files import read_json, sync_folder
+from extract.store.parts import of_one_version
 from extract.store.reader import FeatureReader
 from extract.store.receipt import reasons_of, size_and_hash, write_receipt
 from extract.store.row_hash import checked
@@ -87,8 +88,12 @@ def verify(out: Path, on_rows: Callable[[int], None] = lambda rows: None) -> Ver
         InputError: it is no data set, or its description is damaged.
         LayertapError: a library for its compression is missing, or files cannot be opened.
     """
-    dataset = DataSet.open(out)
-    return _verify_version(dataset, on_rows) if dataset.version else _verify_shards(dataset, on_rows)
+    found = of_one_version(
+        out, lambda dataset: (_verify_version if dataset.version else _verify_shards)(dataset, on_rows)
+    )
+    if found.faults and DataSet.open(out).version != found.dataset.version:
+        return verify(out, on_rows)  # files of that version were removed meanwhile
+    return found
 
 
 def _verify_version(dataset: DataSet, on_rows: Callable[[int], None]) -> Verification:

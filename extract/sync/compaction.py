@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
+import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from extract.errors import InputError
+from extract.errors import InputError, LayertapError
 from extract.store.copying import COMPRESSIONS
 from extract.store.dataset import DataSet, shard_rows_for
 from extract.store.layout import RowNames
@@ -55,16 +57,24 @@ def passes_to_compact(sizes: Mapping[int, tuple[int, int]], max_dead: float, sha
         shard_rows: rows of a file of full size.
     """
     chosen = {number for number, (kept, known) in sizes.items() if known - kept > max_dead * known}
-    by_tier: dict[int, list[int]] = {}
+    by_tier: dict[int, list[list[int]]] = {}
     for number, (kept, _) in sizes.items():
         if kept < shard_rows:
-            by_tier.setdefault(int(math.log(max(1, kept), _FANOUT)), []).append(number)
-    joined: list[int] = []
-    for tier in sorted(by_tier):
-        joined += by_tier[tier]
-        if len(joined) >= _FANOUT:
+            by_tier.setdefault(_tier(kept), []).append([number])
+    tier = 0
+    while by_tier and tier <= max(by_tier):
+        groups = by_tier.pop(tier, [])
+        if len(groups) >= _FANOUT:  # joined, they are one of a larger size
+            joined = [number for group in groups for number in group]
             chosen.update(joined)
+            size = _tier(sum(sizes[number][0] for number in joined))
+            by_tier.setdefault(max(tier + 1, size), []).append(joined)
+        tier += 1
     return sorted(chosen)
+
+
+def _tier(rows: int) -> int:
+    return int(math.log(max(1, rows), _FANOUT))
 
 
 def compact(
@@ -74,8 +84,9 @@ def compact(
 ) -> Compacted:
     """Remove the rows that no file needs any more from the passes that have more than a share of them.
 
-    Each pass is written anew by itself, and its old files are removed when a version without them is published; who
-    reads an earlier version goes on reading it. Killed at any moment, the data set is as before, or as after.
+    Each large pass is written anew by itself, small ones together; their old files are removed when a version without
+    them is published. Who reads an earlier version goes on reading it. Killed at any moment, the data set is as before,
+    or as after.
 
     Args:
         out: folder of the data set.
@@ -93,9 +104,16 @@ def compact(
     with locked(out):
         published = DataSet.open(out)
         with Manifest(out) as manifest:
-            if manifest.version < (published.version.number if published.version else 0):
+            if manifest.made_anew or manifest.version < (published.version.number if published.version else 0):
                 raise InputError(f"{out}/manifest.sqlite is lost or damaged; `layertap sync` makes it anew")
-            return compact_passes(out, manifest, published, max_dead, time.time_ns(), on_rows)[0]
+            try:
+                return compact_passes(out, manifest, published, max_dead, time.time_ns(), on_rows)[0]
+            except (sqlite3.Error, ValueError, TypeError) as error:  # not one of ours; InputError is a ValueError
+                if isinstance(error, LayertapError):
+                    raise
+                raise LayertapError(
+                    f"{out}/manifest.sqlite: {error}; delete it, and `layertap sync` makes it anew"
+                ) from error
 
 
 def compact_passes(
@@ -109,8 +127,9 @@ def compact_passes(
     """As `compact`, under its lock; returns what was done, and what is published then."""
     total = Compacted()
     sizes = manifest.sizes_of_passes(unused_before_ns)
-    chosen = passes_to_compact(sizes, max_dead, published.shard_rows)
-    small = [one for one in chosen if sizes[one][0] < published.shard_rows]
+    full = shard_rows_for(published.features)
+    chosen = passes_to_compact(sizes, max_dead, full)
+    small = [one for one in chosen if sizes[one][0] < full]
     for passes in filter(None, [small, *([one] for one in chosen if one not in small)]):
         done = rewrite(out, manifest, passes, unused_before_ns, on_rows)
         total = Compacted(total.passes + done.passes, total.rows + done.rows, total.removed + done.removed)
@@ -139,8 +158,31 @@ def rewrite(
     if not passes:
         return Compacted()
     known = sum(size for one, (_, size) in manifest.sizes_of_passes(unused_before_ns).items() if one in set(passes))
+    number = manifest.next_pass()
+    try:
+        ids = _copy_kept_rows(out, manifest, passes, number, unused_before_ns, on_rows)
+    except BaseException:
+        shutil.rmtree(pass_folder(out, number), ignore_errors=True)
+        raise
+    with manifest.transaction():
+        manifest.move_rows(ids, number)
+        for one in passes:
+            manifest.forget_pass(one)  # the rows that were not kept
+        manifest.version += 1
+    return Compacted(len(passes), len(ids), known - len(ids))
+
+
+def _copy_kept_rows(
+    out: Path,
+    manifest: Manifest,
+    passes: Sequence[int],
+    number: int,
+    unused_before_ns: int,
+    on_rows: Callable[[int, bool], None],
+) -> list[int]:
+    """Write the rows that are to be kept as a new pass; returns what the manifest calls them, in order."""
+    ids: list[int] = []
     folders = [pass_folder(out, one) for one in passes]
-    number, ids = manifest.next_pass(), []
     with FeatureReader(folders, partial=True) as reader:
         bases = np.cumsum([0, *(DataSet.open(folder).n_rows for folder in folders)])
         places: list[int] = []
@@ -160,12 +202,7 @@ def rewrite(
             packed = sorted({how for how, _ in reader.compression.values()})
             compress = packed[0] if packed and packed[0] in COMPRESSIONS else None
             _write(pass_folder(out, number), reader, np.array(places, np.int64), paths, passes, compress, on_rows)
-    with manifest.transaction():
-        manifest.move_rows(ids, number)
-        for one in passes:
-            manifest.forget_pass(one)  # the rows that were not kept
-        manifest.version += 1
-    return Compacted(len(passes), len(ids), known - len(ids))
+    return ids
 
 
 def _write(

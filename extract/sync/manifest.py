@@ -15,22 +15,26 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
+from urllib.parse import quote
 
 import numpy as np
 
-from extract.errors import LayertapError
+from extract.errors import InputError, LayertapError
 from extract.status import Status
 from extract.store.dataset import DataSet
-from extract.store.version import pass_folder
+from extract.store.reader import FeatureReader
+from extract.store.version import read_rows
 from extract.sync.scan import Seen
 
-__all__ = ["Candidate", "Feature", "Manifest", "Planned", "Stored", "add_passes", "stored_rows"]
+__all__ = ["Candidate", "Feature", "Manifest", "Planned", "Stored", "rebuild", "stored_rows"]
 
 _FORMAT = 1
+_UNKNOWN = -2  # in place of a size: whatever the file is, it must be looked at
 _SCHEMA = """
     CREATE TABLE meta(name TEXT PRIMARY KEY, value) WITHOUT ROWID;
     CREATE TABLE features(
@@ -104,21 +108,28 @@ class Manifest:
     """The manifest of one data set; a context manager.
 
     Args:
-        out: folder of the data set; None: one in memory, which is lost.
+        out: folder of the data set.
+        copy: only one in memory, which is lost in the end.
+        made_anew: what is wrong with the file that is there: it is put aside, and an empty one begun.
 
     Raises:
         LayertapError: the file cannot be written to.
     """
 
-    def __init__(self, out: Path | None):
+    def __init__(self, out: Path, *, copy: bool = False, made_anew: str = ""):
         self._out = out
-        self._path = None if out is None else out / "manifest.sqlite"
+        self._path: Path | None = None if copy else out / "manifest.sqlite"
         self.made_anew = ""
         try:
-            self._open()
+            if made_anew:
+                self.start_anew(made_anew)
+            else:
+                self._open()
+            if copy and (out / "manifest.sqlite").exists():
+                self._copy_from(out / "manifest.sqlite")
         except sqlite3.DatabaseError as error:
-            if isinstance(error, sqlite3.OperationalError) or self._path is None:
-                raise LayertapError(f"cannot open {self._path}: {error}") from error
+            if isinstance(error, sqlite3.OperationalError):
+                raise LayertapError(f"cannot open {out / 'manifest.sqlite'}: {error}") from error
             self.start_anew(str(error))
 
     def _open(self) -> None:
@@ -141,11 +152,20 @@ class Manifest:
             self._sql.close()
             raise
 
+    def _copy_from(self, path: Path) -> None:
+        with contextlib.closing(sqlite3.connect(f"file:{quote(os.fspath(path))}?mode=rw", uri=True)) as source:
+            source.backup(self._sql)
+        if self._get("format", 0) != _FORMAT:
+            raise sqlite3.DatabaseError(f"it is of format {self._get('format', 0)}, not {_FORMAT}")
+
     def start_anew(self, why: str) -> None:
-        """Put the file aside, and begin with an empty one; `add_passes` fills it."""
-        assert self._path is not None
+        """Put the file aside, and begin with an empty one; `rebuild` fills it."""
         with contextlib.suppress(AttributeError, sqlite3.Error):
             self._sql.close()
+        self.made_anew = why
+        if self._path is None:
+            self._open()
+            return
         try:
             for suffix in ("-wal", "-shm"):
                 self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
@@ -153,7 +173,6 @@ class Manifest:
             self._open()
         except (OSError, sqlite3.Error) as error:
             raise LayertapError(f"{self._path} is damaged ({why}), and cannot be made anew: {error}") from error
-        self.made_anew = why
 
     def __enter__(self) -> Self:
         return self
@@ -168,10 +187,11 @@ class Manifest:
             self._sql.execute("BEGIN IMMEDIATE")
             try:
                 yield
+                self._sql.execute("COMMIT")
             except BaseException:
-                self._sql.execute("ROLLBACK")
+                if self._sql.in_transaction:  # after some errors, SQLite has rolled back by itself
+                    self._sql.execute("ROLLBACK")
                 raise
-            self._sql.execute("COMMIT")
         except sqlite3.OperationalError as error:
             raise LayertapError(f"cannot write to {self._path}: {error}") from error
 
@@ -215,9 +235,16 @@ class Manifest:
 
     def next_pass(self) -> int:
         """A number that no pass has had."""
-        number = max(int(self._get("passes", 0)), max(self.passes(), default=0)) + 1
-        self._set("passes", number)
+        folders = (self._out / "passes").glob("[0-9]" * 6)
+        number = max(int(self._get("passes", 0)), *self.passes(), *(int(folder.name) for folder in folders), 0) + 1
+        with self.transaction():
+            self._set("passes", number)
         return number
+
+    def clear(self) -> None:
+        """Forget all rows and files."""
+        for table in ("features", "files", "waiting", "planned"):
+            self._sql.execute(f"DELETE FROM {table}")
 
     # What was seen
 
@@ -230,6 +257,10 @@ class Manifest:
 
     def keep_below(self, folder: bytes) -> int:
         """Take the files below a folder that cannot be read for unchanged; returns how many they are."""
+        with self.transaction():
+            return self._keep_below(folder)
+
+    def _keep_below(self, folder: bytes) -> int:
         found = self._sql.execute(
             "INSERT OR IGNORE INTO seen SELECT path, size, mtime_ns, ctime_ns FROM files "
             "WHERE path = ? OR (path >= ? AND path < ?)",
@@ -237,19 +268,26 @@ class Manifest:
         )
         return found.rowcount
 
-    def to_look_at(self, retry_before_ns: int) -> Iterator[Candidate]:
+    def is_as_seen(self, one: Seen) -> bool:
+        """Whether the last scan saw a file just so."""
+        found = self._sql.execute("SELECT size, mtime_ns, ctime_ns FROM seen WHERE path = ?", one[:1]).fetchone()
+        return bool(found == one[1:])
+
+    def to_look_at(self, retry_before_ns: int, unread_before_ns: int) -> Iterator[Candidate]:
         """Files that are new, or may have changed, or whose failure is to be tried again, sorted by path.
 
         Args:
             retry_before_ns: rows that failed, and were tried before that time, are tried again.
+            unread_before_ns: the same, of files that could not even be read.
         """
         found = self._sql.execute(
             "SELECT s.path, s.size, s.mtime_ns, s.ctime_ns, x.id, x.hash, x.status, x.tried_ns, "
             "f.size = s.size AND f.mtime_ns = s.mtime_ns AND f.ctime_ns = s.ctime_ns "
             "FROM seen s LEFT JOIN files f ON f.path = s.path LEFT JOIN features x ON x.id = f.feature "
             "WHERE x.id IS NULL OR NOT f.settled OR f.size != s.size OR f.mtime_ns != s.mtime_ns "
-            "OR f.ctime_ns != s.ctime_ns OR (x.status != ? AND x.tried_ns < ?) ORDER BY s.path",
-            (int(Status.OK), retry_before_ns),
+            "OR f.ctime_ns != s.ctime_ns OR (x.status != ? AND x.tried_ns < iif(x.size < 0 AND s.size >= 0, ?, ?)) "
+            "ORDER BY s.path",
+            (int(Status.OK), unread_before_ns, retry_before_ns),
         )
         for *seen, number, content, status, tried_ns, same in found:
             before = None if number is None else Feature(number, content, status, tried_ns)
@@ -320,14 +358,6 @@ class Manifest:
         """Drop the rows of a pass, and the files that had them."""
         self._sql.execute("DELETE FROM files WHERE feature IN (SELECT id FROM features WHERE pass = ?)", (number,))
         self._sql.execute("DELETE FROM features WHERE pass = ?", (number,))
-
-    def forget_rows(self, number: int, rows: Iterable[int]) -> None:
-        """Drop some rows of a pass, and the files that had them."""
-        for row in rows:
-            self._sql.execute(
-                "DELETE FROM files WHERE feature IN (SELECT id FROM features WHERE pass = ? AND row = ?)", (number, row)
-            )
-            self._sql.execute("DELETE FROM features WHERE pass = ? AND row = ?", (number, row))
 
     # Files
 
@@ -434,14 +464,43 @@ def stored_rows(dataset: DataSet) -> Iterator[Stored]:
                 yield Stored(hashes[i].tobytes(), int(sizes[i]), int(times[i]), first + i, int(status[i]))
 
 
-def add_passes(manifest: Manifest, out: Path, fingerprint: str, now_ns: int) -> int:
-    """Take over all finished passes of a data set, for a manifest that was lost; returns how many rows they have."""
-    count = 0
-    for folder in sorted((out / "passes").glob("[0-9]" * 6)):
-        with contextlib.suppress(LayertapError):  # what cannot be read is computed again
-            dataset = DataSet.open(pass_folder(out, int(folder.name)))
-            if dataset.fingerprint == fingerprint:
-                rows = list(stored_rows(dataset))
-                with manifest.transaction():
-                    count += len(manifest.add_pass(int(folder.name), rows, now_ns))
-    return count
+def rebuild(manifest: Manifest, out: Path, published: DataSet, now_ns: int) -> None:
+    """Fill a manifest that was lost: stored rows from the passes, files from the version that is published.
+
+    All or nothing. The files are to be looked at again, each once: their times are not known.
+
+    Raises:
+        LayertapError: a file cannot be read just now.
+    """
+    with manifest.transaction():
+        manifest.clear()
+        ids: dict[tuple[int, int], int] = {}
+        for folder in sorted((out / "passes").glob("[0-9]" * 6)):
+            number = int(folder.name)
+            try:
+                dataset = DataSet.open(folder)
+                if dataset.fingerprint != published.fingerprint:
+                    continue
+                with FeatureReader(folder, partial=True) as reader:
+                    columns = [reader.column(f"source_{name}") for name in ("hash", "size", "mtime_ns")]
+                    rows = [
+                        Stored(content.tobytes(), int(size), int(mtime_ns), row, status)
+                        for content, size, mtime_ns, row, status in zip(
+                            *columns, reader.rows.tolist(), reader.status.tolist(), strict=True
+                        )
+                    ]
+            except InputError:  # damaged: its images are computed again
+                continue
+            found = manifest.add_pass(number, rows, now_ns)
+            ids |= {(number, row.row): one for row, one in zip(rows, found, strict=True)}
+        with contextlib.suppress(InputError, FileNotFoundError):
+            table = read_rows(published)
+            places = zip(table.paths, table.passes.tolist(), table.rows.tolist(), strict=True)
+            manifest.set_files(
+                (Seen(os.fsencode(path), _UNKNOWN, 0, 0), False, ids[place])
+                for path, *at in places
+                if (place := (at[0], at[1])) in ids
+            )
+        manifest.note_unused(now_ns)
+        assert published.version is not None
+        manifest.version = published.version.number

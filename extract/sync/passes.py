@@ -6,8 +6,10 @@ and the next pass goes on.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -28,7 +30,7 @@ from extract.sync.compaction import compact_passes, rewrite
 from extract.sync.drift import Drift, drift_of
 from extract.sync.guards import Guards
 from extract.sync.hashing import MOVED, hashes_of
-from extract.sync.manifest import Candidate, Manifest, Planned, Stored, add_passes, stored_rows
+from extract.sync.manifest import Candidate, Manifest, Planned, Stored, rebuild, stored_rows
 from extract.sync.publishing import publish, remove_what_is_not_needed
 from extract.sync.scan import NO_FILE, Scan, Seen
 
@@ -41,6 +43,7 @@ _S = 1_000_000_000  # nanoseconds
 # A file system may count time in steps of 2 s (FAT), within which a file can change twice and look the same.
 _STEP_NS = 2 * _S
 _NO_HASH = bytes(16)
+_UNREAD_S = 3600.0  # after which a file that could not be read is tried again, if not sooner
 _RECHECKED = 16  # stored rows, when other libraries are installed
 _MAX_DEAD = 0.5  # of the rows of a pass; then it is written anew without them
 _OURS = {".lock", "manifest.sqlite", "manifest.sqlite-wal", "manifest.sqlite-shm", "manifest.sqlite.damaged", "passes",
@@ -66,6 +69,7 @@ class Report:
         seconds: that it took.
         unreadable: what below the folder could not be read -> why; its rows stay as they were.
         stopped: whether it was asked to stop before the end.
+        dry_run: whether this is what a pass would do.
         notes: what somebody should know of.
         drift: how the features of new images differ from the others.
     """
@@ -83,6 +87,7 @@ class Report:
     seconds: float = 0.0
     unreadable: dict[str, str] = field(default_factory=dict)
     stopped: bool = False
+    dry_run: bool = False
     notes: list[str] = field(default_factory=list)
     drift: list[Drift] = field(default_factory=list)
 
@@ -138,19 +143,23 @@ def sync(
         LockedError: another process writes to `out`.
         LayertapError: the folder is not there, the disk is full, an image source or the backbone fails.
     """
-    start = time.perf_counter()
-    one = _Pass(root, out, plan_for, configuration, guards or Guards(), force, on_plan, on_rows, on_computation, stop,
-                now_ns)  # fmt: skip
-    if dry_run and not out.exists():
-        with Manifest(None) as manifest:
-            one.run(manifest, dry_run=True)
-    else:
-        with locked(out):
-            one.check_out()
-            with Manifest(None if dry_run and not (out / "manifest.sqlite").exists() else out) as manifest:
-                one.run(manifest, dry_run)
-    one.report.seconds = time.perf_counter() - start
-    return one.report
+    start, damage = time.perf_counter(), ""
+    while True:
+        one = _Pass(root, out, plan_for, configuration, guards or Guards(), force, dry_run, on_plan, on_rows,
+                    on_computation, stop, now_ns, Report(dry_run=dry_run))  # fmt: skip
+        one.check_out()
+        try:
+            with contextlib.nullcontext() if dry_run and not out.exists() else locked(out):
+                one.check_out()
+                with Manifest(out, copy=dry_run, made_anew=damage) as manifest:
+                    one.run(manifest)
+        except sqlite3.DatabaseError as error:
+            if isinstance(error, sqlite3.OperationalError) or damage or dry_run:
+                raise LayertapError(f"{out / 'manifest.sqlite'}: {error}") from error
+            damage = str(error)  # found only now; it is made anew
+            continue
+        one.report.seconds = time.perf_counter() - start
+        return one.report
 
 
 @dataclass
@@ -163,12 +172,13 @@ class _Pass:
     configuration: dict[str, Any]
     guards: Guards
     force: bool
+    dry_run: bool
     on_plan: Callable[[Plan, int], None]
     on_rows: Callable[[int, bool], None]
     on_computation: Callable[[Any], None]
     stop: Callable[[], bool]
     now_ns: Callable[[], int]
-    report: Report = field(default_factory=Report)
+    report: Report
     published: DataSet | None = None
     computed_pass: int = 0
 
@@ -187,13 +197,19 @@ class _Pass:
                     f"{self.out} is kept in step with {there}, and {self.root} is another folder. If it was moved, "
                     "--force; else choose another output folder"
                 )
-        elif any(entry.name not in _OURS and not entry.name.endswith(".new") for entry in self.out.iterdir()):
+        elif self.out.is_dir() and any(not _is_ours(entry.name) for entry in self.out.iterdir()):
             raise InputError(
                 f"{self.out} is not empty and no data set of `layertap sync`; choose another output folder"
             )
 
-    def run(self, manifest: Manifest, dry_run: bool) -> None:
+    def run(self, manifest: Manifest) -> None:
         """All of it; the report tells what came of it."""
+        try:
+            self._run(manifest)
+        except _StoppedError:
+            self.report.stopped = True
+
+    def _run(self, manifest: Manifest) -> None:
         self._mend(manifest)
         scanned_ns = self.now_ns()
         scan = Scan(self.root)
@@ -201,6 +217,9 @@ class _Pass:
         self.report.unreadable = scan.unreadable
         for path in scan.unreadable:
             manifest.keep_below(os.fsencode(path))
+        for path in scan.nowhere:
+            if manifest.keep_below(os.fsencode(path)):
+                scan.unreadable[path] = "a link that leads nowhere now"
         if not n_seen and not manifest.n_files():
             raise InputError(f"{self.root}: no images. Images end in .jpg, .png, .tif, .webp and others")
         if not n_seen and not self.force:
@@ -208,25 +227,21 @@ class _Pass:
                 f"{self.root} has no images any more, of {manifest.n_files():,} (an unmounted disk?); nothing was "
                 "done. If they are really gone, --force"
             )
-        if not dry_run:
+        if not self.dry_run:
             self._check_configuration(manifest)
-            try:
-                self._finish_what_was_begun(manifest)
-            except _StoppedError:
-                self.report.stopped = True
-                return
-        try:
-            self._diff_and_compute(manifest, scanned_ns, dry_run)
-        except _StoppedError:
-            self.report.stopped = True
-            return
-        if not dry_run:
-            self._publish(manifest)
-            if self.computed_pass and self.published and self.report.rows:
-                self.report.drift = drift_of(self.out, self.computed_pass)
-            self._compact(manifest)
-            remove_what_is_not_needed(self.out, manifest)
+            self._finish_what_was_begun(manifest)
+        self._diff_and_compute(manifest, scanned_ns)
         self.report.failed = manifest.n_failed()
+        if self.dry_run:
+            return
+        self._publish(manifest)
+        remove_what_is_not_needed(self.out, manifest)
+        if self.computed_pass and self.published and self.report.rows:
+            self.report.drift = drift_of(self.out, self.computed_pass)
+        try:
+            self._compact(manifest)
+        except LayertapError as error:  # the pass is done, and this one is tried again after the next
+            self.report.notes.append(f"its passes cannot be compacted: {error}")
 
     # Before
 
@@ -238,19 +253,21 @@ class _Pass:
                 manifest.start_anew(f"it is older than version {number}, which is published")
             else:
                 manifest.made_anew = "it was lost"
-        if manifest.made_anew and self.published:
-            add_passes(manifest, self.out, self.published.fingerprint, self.now_ns())
-            with manifest.transaction():
-                manifest.version = number
         if manifest.made_anew:
             self.report.notes.append(f"manifest.sqlite was made anew: {manifest.made_anew}")
+            if self.published:
+                rebuild(manifest, self.out, self.published, self.now_ns())
+                if not self.dry_run:
+                    remove_what_is_not_needed(self.out, manifest)
         for one in manifest.passes():
-            folder = pass_folder(self.out, one)
-            if not (folder / "dataset.json").exists():
+            try:
+                whole = None not in DataSet.open(pass_folder(self.out, one)).published()
+            except InputError:  # it is gone, or its description is damaged
                 with manifest.transaction():
                     manifest.forget_pass(one)
                     manifest.version += 1
-            elif None in DataSet.open(folder).published():  # a repair took rows out of it, or a file is gone
+                continue
+            if not whole and not self.dry_run:  # a repair took rows out of it, or a file is gone
                 rewrite(self.out, manifest, [one], unused_before_ns=0)
 
     def _check_configuration(self, manifest: Manifest) -> None:
@@ -279,18 +296,19 @@ class _Pass:
         before, now = manifest.versions, plan.provenance["versions"]
         if before == now:
             return
-        if before and self.published and self.published.n_rows:
+        if before and self.published and manifest.n_failed() < manifest.n_files():
             from extract.recheck import recheck
-            from extract.store.verify import Remedy
 
             found = recheck(self.out, _RECHECKED, images=self.root, backbone=plan.backbone, workers=0)
             others = ", ".join(f"{name} {old} -> {new}" for name, old, new in changes(before, now))
-            apart = [one for one in found.faults if one.remedy is Remedy.ROW and "is the same" in one.what]
-            if apart:
+            if found.apart:
                 raise LayertapError(
                     f"{self.out}: with what is installed now ({others}), stored features come out otherwise: "
-                    f"{apart[0].path}: {apart[0].what}. Install the versions from before, or begin a new data set"
+                    f"{found.apart[0].path}: {found.apart[0].what}. Install the versions from before, or begin a new "
+                    "data set"
                 )
+            if not found.n_rows:  # all images that were looked at have changed; the next pass tries again
+                return
             self.report.notes.append(
                 f"installed since: {others}; {found.n_rows} stored rows, computed again, differ by {found.largest:.1e} "
                 "of their largest value at most"
@@ -303,24 +321,26 @@ class _Pass:
         number, planned = manifest.planned()
         if not planned:
             return
+        folder = pass_folder(self.out, number)
+        plan = self._plan(folder, planned)
         try:
-            resolved = self._computed(manifest, number, planned)
-        except InputError:
-            if self.published is not None:
-                raise
-            resolved = None  # it was begun with other settings, and nothing of it is published
-        if resolved is None:
-            shutil.rmtree(pass_folder(self.out, number), ignore_errors=True)
+            plan.dataset.check()
+        except InputError:  # it was begun with other settings, or is damaged, and nothing of it is published
+            shutil.rmtree(folder, ignore_errors=True)
             with manifest.transaction():
                 manifest.set_planned(0, [])
             return
+        # Of files that have changed or gone since, the rows are known by their hashes, and no more.
+        resolved = self._computed(manifest, number, planned, plan, accept=manifest.is_as_seen)
         self._apply(manifest, resolved, [], changed=True)
 
     # What is new
 
-    def _diff_and_compute(self, manifest: Manifest, scanned_ns: int, dry_run: bool) -> None:
-        report, retry_before_ns = self.report, scanned_ns - int(self.guards.retry_after_s * _S)
-        candidates, waiting = self._settled(manifest, list(manifest.to_look_at(retry_before_ns)), scanned_ns)
+    def _diff_and_compute(self, manifest: Manifest, scanned_ns: int) -> None:
+        report, retry_before_ns = self.report, _before(scanned_ns, self.guards.retry_after_s)
+        unread_before_ns = max(retry_before_ns, _before(scanned_ns, _UNREAD_S))
+        to_look_at = list(manifest.to_look_at(retry_before_ns, unread_before_ns))
+        candidates, waiting = self._settled(manifest, to_look_at, scanned_ns)
         before = {one.seen.path: one.before for one in candidates if one.before is not None}
         resolved, todo, moved = self._known(manifest, candidates, scanned_ns, retry_before_ns)
         gone = manifest.gone()
@@ -337,13 +357,17 @@ class _Pass:
         again = sum((old := before.get(one.seen.path)) is not None and old.status != Status.OK for one in todo)
         report.deleted = len(gone) - report.renamed
         n_files = manifest.n_files()
-        if report.deleted > self.guards.max_vanish * n_files and not self.force:
+        # A link that led to an image and leads nowhere is as good as gone.
+        vanished = report.deleted + sum(
+            one.seen.size == NO_FILE and one.before is not None and one.before.status == Status.OK for one in candidates
+        )
+        if vanished > self.guards.max_vanish * n_files and not self.force:
             raise VanishedError(
-                f"{self.root}: {report.deleted:,} of {n_files:,} images are gone, more than "
+                f"{self.root}: {vanished:,} of {n_files:,} images are gone, more than "
                 f"{self.guards.max_vanish:.0%} (max_vanish; an unmounted disk?); nothing was done. If they are really "
                 "gone, --force"
             )
-        if dry_run:
+        if self.dry_run:
             report.computed = len(todo)
             new = sum(one.seen.path not in before for one in todo)
             report.added, report.changed = report.added + new, report.changed + len(todo) - new - again
@@ -357,7 +381,7 @@ class _Pass:
             with manifest.transaction():
                 manifest.configuration = self.configuration
                 manifest.set_planned(number, todo)
-            computed = self._computed(manifest, number, todo)
+            computed = self._computed(manifest, number, todo, self._plan(pass_folder(self.out, number), todo))
             accepted = {one.seen.path for one in computed}
             moved += [one.seen for one in todo if one.seen.path not in accepted]
             resolved += computed
@@ -425,7 +449,22 @@ class _Pass:
                 todo.append(Planned(seen, settled))
         return resolved, sorted(todo), moved
 
-    def _computed(self, manifest: Manifest, number: int, planned: Sequence[Planned]) -> list[_Resolved]:
+    def _plan(self, folder: Path, planned: Sequence[Planned]) -> Plan:
+        """How to compute these files into a folder.
+
+        Raises:
+            InputError: features that are asked for are others than those that are stored.
+        """
+        paths = [os.fsdecode(one.seen.path) for one in planned]
+        none = np.full(len(paths), -1, np.int64)
+        plan = self.plan_for(Images(self.root, paths, none, [], [""] * len(paths), Files(self.root, paths)), folder)
+        self._check_fits(plan.dataset)
+        return plan
+
+    def _computed(
+        self, manifest: Manifest, number: int, planned: Sequence[Planned], plan: Plan,
+        accept: Callable[[Seen], bool] = lambda seen: True,
+    ) -> list[_Resolved]:  # fmt: skip
         """Compute a pass, and take its rows over; those of files that have changed meanwhile are for nobody yet.
 
         Raises:
@@ -433,25 +472,25 @@ class _Pass:
         """
         from extract.extraction import extract
 
-        folder = pass_folder(self.out, number)
-        paths = [one.seen.path.decode("utf-8", "surrogateescape") for one in planned]
-        none = np.full(len(paths), -1, np.int64)
-        images = Images(self.root, paths, none, [], [""] * len(paths), Files(self.root, paths))
-        plan = self.plan_for(images, folder)
-        self._check_fits(plan.dataset)
         self._check_versions(manifest, plan)
         self.on_plan(plan, len(planned))
-        summary = extract(plan, on_rows=self.on_rows, on_computation=self.on_computation, stop=self.stop)
+        summary = extract(
+            plan,
+            begun=self.published is not None,
+            on_rows=self.on_rows,
+            on_computation=self.on_computation,
+            stop=self.stop,
+        )
         if summary.stopped:
             raise _StoppedError
-        rows = list(stored_rows(DataSet.open(folder)))
+        rows = list(stored_rows(DataSet.open(pass_folder(self.out, number))))
         self.computed_pass = number
         self.report.computed += summary.computed - summary.duplicates
         now_ns, found = self.now_ns(), []
         with manifest.transaction():
             ids = manifest.add_pass(number, rows, now_ns)
             for one, row, feature in zip(planned, rows, ids, strict=True):
-                if not _is_of(row, one.seen):
+                if not _is_of(row, one.seen) or not accept(one.seen):
                     continue
                 old = manifest.feature_of(one.seen.path)
                 self.report.added += old is None
@@ -485,10 +524,19 @@ class _Pass:
         """Write passes anew of which most is dead, and small ones where there are many: a version of its own."""
         if self.published is None:
             return
-        unused_before_ns = self.now_ns() - int(self.guards.keep_gone_s * _S)
+        unused_before_ns = _before(self.now_ns(), self.guards.keep_gone_s)
         _, self.published = compact_passes(self.out, manifest, self.published, _MAX_DEAD, unused_before_ns)
         if self.published.version:
             self.report.version = self.published.version.number
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a file is one of those that passes make, or was being made by one that was killed."""
+    return name in _OURS or name.endswith(".new")
+
+
+def _before(now_ns: int, seconds: float) -> int:
+    return now_ns - int(seconds * _S)
 
 
 def _is_settled(seen: Seen, scanned_ns: int) -> bool:

@@ -10,7 +10,7 @@ import xxhash
 
 from extract.errors import LayertapError
 from extract.images.images import labels_from_folders
-from extract.store.dataset import DataSet
+from extract.store.dataset import DataSet, shard_rows_for
 from extract.store.files import discard
 from extract.store.version import RowTable, is_whole, pass_folder, table_path, write_rows
 from extract.sync.manifest import Manifest
@@ -35,11 +35,13 @@ def publish(out: Path, root: str, manifest: Manifest, published: DataSet | None)
     paths = [path.decode("utf-8", "surrogateescape") for path, _, _ in rows]
     labels, classes, splits = labels_from_folders(paths)
     places = np.array([place for _, *place in rows], np.int64).reshape(-1, 2)
+    if published is None and not rows:  # all of it was lost
+        return None
     of = published or DataSet.open(pass_folder(out, manifest.passes()[0]))
     version = write_rows(out, manifest.version, RowTable(paths, labels, splits, classes, places[:, 0], places[:, 1]))
     listed = xxhash.xxh3_128_hexdigest(b"\0".join(sorted(path for path, _, _ in rows)))
     images = {"root": root, "count": len(rows), "paths_xxh3": listed}
-    dataset = DataSet(out, of.depends_on, of.features, images, of.shard_rows, version)
+    dataset = DataSet(out, of.depends_on, of.features, images, shard_rows_for(of.features), version)
     try:
         dataset.write()
     except OSError as error:

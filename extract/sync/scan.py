@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -41,10 +43,12 @@ class Scan:
     Attributes:
         root: the folder.
         unreadable: what below it cannot be read -> why; what lies there is not known, and not gone.
+        nowhere: links that lead nowhere and may have led to a folder.
     """
 
     root: str
     unreadable: dict[str, str] = field(default_factory=dict)
+    nowhere: list[str] = field(default_factory=list)
 
     def files(self) -> Iterator[Seen]:
         """All of them, in no order.
@@ -53,16 +57,22 @@ class Scan:
             LayertapError: the folder itself is not there, or cannot be read.
         """
         for relative, entry in entries_below(self.root, self._on_unreadable):
-            if os.path.splitext(relative)[1].lower() not in IMAGE_SUFFIXES:  # noqa: PTH122  a Path each is slow
+            image = os.path.splitext(relative)[1].lower() in IMAGE_SUFFIXES  # noqa: PTH122  a Path each is slow
+            if not image and not _is_link(entry):
                 continue
             try:
                 found = entry.stat()
             except OSError as error:
-                if not isinstance(error, _GONE) and not _is_link(entry):
+                if not isinstance(error, _GONE) and error.errno != errno.ELOOP:
                     self.unreadable[relative] = error.strerror or str(error)
+                elif not image:
+                    self.nowhere.append(relative)
                 elif _is_link(entry):  # to nowhere, or to itself
-                    found = entry.stat(follow_symlinks=False)
-                    yield Seen(os.fsencode(relative), NO_FILE, found.st_mtime_ns, found.st_ctime_ns)
+                    with contextlib.suppress(FileNotFoundError):  # it went just now
+                        found = entry.stat(follow_symlinks=False)
+                        yield Seen(os.fsencode(relative), NO_FILE, found.st_mtime_ns, found.st_ctime_ns)
+                continue
+            if not image:
                 continue
             size = found.st_size if stat.S_ISREG(found.st_mode) else 0
             yield Seen(os.fsencode(relative), size, found.st_mtime_ns, found.st_ctime_ns)

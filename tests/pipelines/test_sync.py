@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -89,7 +90,8 @@ def test_status_tells_of_runs_rows_failures_and_disk(config: Path, folder: Path,
     shutil.rmtree(folder)
     assert fails("sync", config, code=1).startswith(f"error: {folder}: the folder cannot be read")
     assert "FAILED after" in layertap("status", out).stdout
-    (out / "schedule.json").write_text('{"next": "2030-01-01T00:00:00+00:00", "pid": 4194999, "config": "x.yaml"}')
+    noted = {"next": "2030-01-01T00:00:00+00:00", "pid": 4194999, "config": "x.yaml", "host": socket.gethostname()}
+    (out / "schedule.json").write_text(json.dumps(noted))
     assert (
         "the scheduler of process 4194999 has died" in layertap("status", out).stderr + layertap("status", out).stdout
     )
@@ -160,6 +162,8 @@ def test_a_second_sync_at_once_exits_with_4_and_names_the_first(config: Path, tm
         ({"images": "x", "out": "x/out"}, "lies inside x"),
         ({"images": "x", "settle": "5 parsecs"}, "expected seconds, or a time such as 90s"),
         ({"images": "x", "max_vanish": 2}, "max_vanish"),
+        ({"images": "x", "keep_gone": float("inf")}, "expected at most 36500d"),
+        ({"images": "x", "schedule": {"cron": "0 0 2 * * *"}}, "no cron line"),
         ({"out": "x"}, "images: none given"),
         ({"data_sets": "x"}, "expected a list"),
         ({"images": "x", "data_sets": [{"out": "o"}, {"images": "y", "out": "o/."}]}, "have the same out"),

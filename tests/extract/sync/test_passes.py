@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import pickle
@@ -16,6 +17,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+import xxhash
 
 from extract import FeatureReader, InputError, LayertapError, LockedError
 from extract.extraction import extract
@@ -23,9 +25,11 @@ from extract.images import list_images
 from extract.status import Status
 from extract.store.dataset import DataSet
 from extract.store.verify import repair, verify
-from extract.sync.compaction import compact
+from extract.sync import scan as scanning
+from extract.sync.compaction import compact, passes_to_compact
 from extract.sync.drift import drift_of
 from extract.sync.guards import Guards
+from extract.sync.manifest import Manifest
 from extract.sync.passes import Report, VanishedError
 from extract.sync.scan import Scan, Seen
 from tests.extract.sync.tiny import EAGER, one_pass, picture, planner
@@ -487,7 +491,166 @@ def test_rows_that_verify_finds_damaged_are_computed_again(home: Home) -> None:
     same_as_fresh(home)
 
 
+def test_guards_hold_when_the_manifest_was_lost(home: Home) -> None:
+    home.settings["guards"] = Guards(settle_s=0)
+    home.sync()
+    (home.out / "manifest.sqlite").unlink()
+    for i in range(0, 10, 2):
+        (home.root / f"a/{i}.ppm").unlink()
+    with pytest.raises(VanishedError, match="5 of 10 images are gone"):
+        home.sync()
+    assert len(home.paths()) == 10
+    report = home.sync(force=True)
+    assert (report.deleted, report.added, report.changed, report.unchanged, report.computed) == (5, 0, 0, 5, 0)
+
+
+def test_a_manifest_is_made_anew_as_a_whole_or_not_at_all(home: Home, monkeypatch: Any) -> None:
+    home.sync()
+    home.write("a/new.ppm", 60)
+    home.sync()
+    (home.out / "manifest.sqlite").unlink()
+    real = Manifest.add_pass
+
+    def killed(self: Manifest, number: int, *args: Any) -> Any:
+        if number == 2:
+            raise KeyboardInterrupt
+        return real(self, number, *args)
+
+    monkeypatch.setattr(Manifest, "add_pass", killed)
+    with pytest.raises(KeyboardInterrupt):
+        home.sync()
+    monkeypatch.undo()
+    assert (home.sync().computed, home.sync().unchanged) == (0, 11)
+
+
+def test_a_pass_is_never_given_the_number_of_another(home: Home) -> None:
+    home.sync()
+    for i in range(8):
+        home.write(f"c/{i}.ppm", 100 + i, height=9)
+    assert home.sync(stop=lambda: (home.out / "passes/000002").exists()).stopped
+    (home.out / "manifest.sqlite").unlink()
+    home.write("c/9.ppm", 110)
+    report = home.sync()
+    assert report.rows == 19
+    assert report.computed < 9  # the batch that was done is known
+    same_as_fresh(home)
+
+
+def test_damage_inside_the_manifest_is_found_and_mended(home: Home) -> None:
+    for i in range(200):
+        home.write(f"c/{i}.ppm", 100 + i)
+    home.sync()
+    path = home.out / "manifest.sqlite"
+    content = bytearray(path.read_bytes())
+    content[2 * 4096 :] = b"\x55" * (len(content) - 2 * 4096)
+    path.write_bytes(content)
+    report = home.sync()
+    assert "was made anew" in report.notes[0]
+    assert (report.computed, report.unchanged) == (0, 210)
+
+
+def test_the_rows_of_an_interrupted_first_pass_survive_an_error_of_the_settings(home: Home) -> None:
+    assert home.sync(stop=lambda: True).stopped
+    before = {path.name for path in home.out.rglob("*.h5*")}
+    assert before
+    good = home.plan_for
+
+    def without_weights(images: Any, out: Path) -> Any:
+        raise InputError("the weights are not there")
+
+    home.plan_for = without_weights
+    with pytest.raises(InputError, match="the weights are not there"):
+        home.sync()
+    assert {path.name for path in home.out.rglob("*.h5*")} == before
+    home.plan_for = good
+    report = home.sync()
+    assert (report.rows, report.added) == (10, 10)
+    assert 0 < report.computed < 10
+
+
+def test_files_that_go_while_an_interrupted_pass_waits_are_no_loss(home: Home) -> None:
+    home.settings["guards"] = Guards(settle_s=0)
+    assert home.sync(stop=lambda: True).stopped
+    for i in range(0, 8, 2):
+        (home.root / f"a/{i}.ppm").unlink()
+    report = home.sync()
+    assert (report.rows, report.added, report.deleted, report.unchanged) == (6, 6, 0, 0)
+    same_as_fresh(home)
+
+
+def test_links_whose_targets_are_away_are_gone_or_kept_but_not_failed(home: Home) -> None:
+    home.settings["guards"] = Guards(settle_s=0, max_vanish=0.5)
+    away = home.path / "disk"
+    away.mkdir()
+    for i in range(4):
+        (away / f"{i}.ppm").write_bytes(picture(200 + i))
+        (home.root / f"a/link{i}.ppm").symlink_to(away / f"{i}.ppm")
+    (home.root / "linked").symlink_to(away)
+    home.sync()
+    away.rename(home.path / "unmounted")
+    report = home.sync()
+    assert report.unreadable == {"linked": "a link that leads nowhere now"}
+    assert (report.rows, report.failed, report.deleted) == (18, 4, 0)
+    home.settings["guards"] = Guards(settle_s=0, max_vanish=0.2)
+    (home.path / "unmounted").rename(away)
+    assert home.sync().failed == 0
+    away.rename(home.path / "unmounted")
+    with pytest.raises(VanishedError, match="4 of 18 images are gone"):
+        home.sync()
+
+
+def test_a_link_that_goes_during_the_scan_is_not_there(home: Home, monkeypatch: Any) -> None:
+    link = home.root / "a/link.ppm"
+    link.symlink_to("nowhere")
+    monkeypatch.setattr(scanning, "_is_link", lambda entry: link.unlink(missing_ok=True) or True)
+    assert home.sync().rows == 10
+
+
+def test_a_damaged_row_does_not_stop_passes(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    for i in range(9):
+        home.write(f"c/{i}.ppm", 100 + i)
+        report = home.sync()
+        if i == 0:
+            with h5py.File(home.out / "passes/000001/shards/000000.h5", "r+") as file:
+                file["features/fc"][0] += 1
+    assert report.rows == 9
+    assert "cannot be compacted" in report.notes[0]
+    assert "`layertap verify --repair`" in report.notes[0]
+    known = {f"{number:06d}" for number in DataSet.open(home.out).version.passes}  # type: ignore[union-attr]
+    assert {folder.name for folder in (home.out / "passes").iterdir()} == known
+    repair(verify(home.out))
+    report = home.sync()
+    assert (report.computed, report.notes) == (1, [])
+    same_as_fresh(home)
+
+
+def test_small_passes_are_joined_whatever_the_first_one_was() -> None:
+    full = 100_000
+    assert passes_to_compact({1: (3, 3), 2: (5, 5)}, 0.5, full) == []
+    eight = dict.fromkeys(range(2, 10), (2, 2))
+    assert passes_to_compact({1: (90_000, 90_000), 10: (9_000, 9_000), **eight}, 0.5, full) == list(range(2, 10))
+    several = dict.fromkeys(range(20, 27), (8**2, 8**2))  # with the eight joined, they are eight
+    assert passes_to_compact({**dict.fromkeys(range(1, 9), (8, 8)), **several}, 0.5, full) == [
+        *range(1, 9),
+        *range(20, 27),
+    ]
+    assert passes_to_compact({1: (4, 10), 2: (6, 10)}, 0.5, 5) == [1]
+
+
 # readers
+
+
+def test_rows_that_a_version_cannot_have_are_refused(home: Home) -> None:
+    home.sync()
+    path = home.out / "versions/000001.h5"
+    with h5py.File(path, "r+") as file:
+        file["row"][-1] = 11
+    description = json.loads((home.out / "dataset.json").read_text())
+    description["version"]["rows_xxh3"] = xxhash.xxh3_128_hexdigest(path.read_bytes())
+    (home.out / "dataset.json").write_text(json.dumps(description))
+    with pytest.raises(InputError, match="has no row"):
+        FeatureReader(home.out)
 
 
 def test_a_reader_sees_one_version_throughout(home: Home) -> None:
@@ -525,6 +688,9 @@ def test_a_reader_can_be_pickled_and_goes_on_with_its_version(home: Home) -> Non
         assert "a/0.ppm" in reader.paths
         assert "a/new.ppm" not in reader.paths
         np.testing.assert_array_equal(reader["fc"][:], features)
+    compact(home.out, max_dead=0)
+    with pytest.raises(InputError, match="was compacted since the reader was pickled"):
+        pickle.loads(frozen)
 
 
 def test_readers_that_open_while_versions_change_always_succeed(home: Home) -> None:
