@@ -62,7 +62,7 @@ with tempfile.TemporaryDirectory() as out, Manifest(Path(out)) as manifest:
         return times.user + times.system
     start = cpu()
     manifest.see(seen())
-    assert not list(manifest.to_look_at(0)) and not manifest.gone()
+    assert not list(manifest.to_look_at(0, 0)) and not manifest.gone()
     print(cpu() - start)
 """
 
