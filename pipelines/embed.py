@@ -19,12 +19,12 @@ from extract.first_batch import Computation
 from extract.images import Images, list_images
 from extract.store.reader import FeatureReader
 from extract.tuning import fastest
-from pipelines.config import EmbedConfig
+from pipelines.config import EmbedConfig, FeaturesConfig
 from pipelines.held_signals import signals_held
 from pipelines.printing import print_failures
 from pipelines.progress import Progress
 
-__all__ = ["Outcome", "bottleneck", "described", "embed", "print_summary", "summary_as_json", "warn_of"]
+__all__ = ["Outcome", "backbone_of", "bottleneck", "described", "embed", "print_summary", "summary_as_json"]
 
 _WAITED = 0.2  # of the time: what is waited for longer is the bottleneck
 _WORTH_A_WORD_S = 10.0  # in shorter runs, starting takes most of the time
@@ -51,15 +51,7 @@ class Outcome:
 
 def embed(config: EmbedConfig) -> Outcome:
     """Run the job; what is going on is told on stderr."""
-    backbone = load_backbone(
-        config.backbone,
-        weights=config.weights,
-        device=config.device,
-        seed=config.seed,
-        allow_missing_head=config.allow_missing_head,
-        preprocessing=config.preprocessing,
-    )
-    warn_of(backbone)
+    backbone = backbone_of(config)
     listed = list_images(config.images, config.limit)
     planned = plan(
         listed,
@@ -97,13 +89,22 @@ def embed(config: EmbedConfig) -> Outcome:
         return Outcome(planned, summary, reader.failures, reader.compression, 0)
 
 
-def warn_of(backbone: Backbone) -> None:
-    """What must be known of a backbone before anything is computed with it."""
+def backbone_of(config: FeaturesConfig) -> Backbone:
+    """The backbone that a job is told to use; what must be known of it is told on stderr."""
+    backbone = load_backbone(
+        config.backbone,
+        weights=config.weights,
+        device=config.device,
+        seed=config.seed,
+        allow_missing_head=config.allow_missing_head,
+        preprocessing=config.preprocessing,
+    )
     if backbone.weights.random:
         text = f"WARNING: {backbone.weights.source} weights: these features mean nothing; use them for tests only"
         click.secho(text, fg="red", bold=True, err=True)
     for note in backbone.notes:
         click.secho(f"note: {note}", fg="yellow", err=True)
+    return backbone
 
 
 def _how(config: EmbedConfig, images: Images, backbone: Backbone) -> dict[str, Any]:

@@ -172,22 +172,13 @@ class Telling:
 
     def plan(self, config: SyncConfig, images: Images, folder: Path) -> Plan:
         """How to compute features of images into a folder."""
-        from extract.backbones import load_backbone
         from extract.extraction import plan
-        from pipelines.embed import warn_of
+        from pipelines.embed import backbone_of
 
         asked = configuration_of(config)
         if self._backbone is None or self._asked != asked:  # the file of its weights may have been replaced
             self._asked = asked
-            self._backbone = load_backbone(
-                config.backbone,
-                weights=config.weights,
-                device=config.device,
-                seed=config.seed,
-                allow_missing_head=config.allow_missing_head,
-                preprocessing=config.preprocessing,
-            )
-            warn_of(self._backbone)
+            self._backbone = backbone_of(config)
         names = ("layers", "workers", "dtype", "precision", "compile", "decode", "batch_size", "min_cosine",
                  "max_pixels", "shard_rows", "compress", "sync_s")  # fmt: skip
         return plan(images, out=folder, backbone=self._backbone, **{name: getattr(config, name) for name in names})

@@ -258,14 +258,11 @@ class Manifest:
     def keep_below(self, folder: bytes) -> int:
         """Take the files below a folder that cannot be read for unchanged; returns how many they are."""
         with self.transaction():
-            return self._keep_below(folder)
-
-    def _keep_below(self, folder: bytes) -> int:
-        found = self._sql.execute(
-            "INSERT OR IGNORE INTO seen SELECT path, size, mtime_ns, ctime_ns FROM files "
-            "WHERE path = ? OR (path >= ? AND path < ?)",
-            (folder, folder + b"/", folder + b"0"),  # "0" is what follows "/"
-        )
+            found = self._sql.execute(
+                "INSERT OR IGNORE INTO seen SELECT path, size, mtime_ns, ctime_ns FROM files "
+                "WHERE path = ? OR (path >= ? AND path < ?)",
+                (folder, folder + b"/", folder + b"0"),  # "0" is what follows "/"
+            )
         return found.rowcount
 
     def is_as_seen(self, one: Seen) -> bool:
@@ -374,15 +371,12 @@ class Manifest:
 
     def note_unused(self, now_ns: int) -> None:
         """Note since when no file needs a row; of rows that failed, nothing is kept."""
-        unused = "id NOT IN (SELECT feature FROM files)"
-        self._sql.execute(f"DELETE FROM features WHERE status != ? AND {unused}", (int(Status.OK),))
+        used = "id IN (SELECT feature FROM files)"
+        self._sql.execute(f"DELETE FROM features WHERE status != ? AND NOT {used}", (int(Status.OK),))
         self._sql.execute(
-            f"UPDATE features SET unused_since_ns = ? WHERE unused_since_ns IS NULL AND {unused}", (now_ns,)
+            f"UPDATE features SET unused_since_ns = ? WHERE unused_since_ns IS NULL AND NOT {used}", (now_ns,)
         )
-        self._sql.execute(
-            "UPDATE features SET unused_since_ns = NULL WHERE unused_since_ns IS NOT NULL AND NOT "
-            "(id NOT IN (SELECT feature FROM files))"
-        )
+        self._sql.execute(f"UPDATE features SET unused_since_ns = NULL WHERE unused_since_ns IS NOT NULL AND {used}")
 
     def rows(self) -> Iterator[tuple[bytes, int, int]]:
         """The rows of the data set, as (path, pass, row), sorted by pass, row and path."""

@@ -376,18 +376,16 @@ class _Pass:
             report.unchanged = report.rows - report.added - report.changed - report.renamed
             report.version = manifest.version
             return
+        with manifest.transaction():
+            manifest.configuration = self.configuration
         if todo:
             number = manifest.next_pass()
             with manifest.transaction():
-                manifest.configuration = self.configuration
                 manifest.set_planned(number, todo)
             computed = self._computed(manifest, number, todo, self._plan(pass_folder(self.out, number), todo))
             accepted = {one.seen.path for one in computed}
             moved += [one.seen for one in todo if one.seen.path not in accepted]
             resolved += computed
-        else:
-            with manifest.transaction():
-                manifest.configuration = self.configuration
         changed = bool(gone) or any(
             (old := before.get(one.seen.path)) is None or old.id != one.feature for one in resolved
         )

@@ -32,7 +32,7 @@ from extract.sync.guards import Guards
 from extract.sync.manifest import Manifest
 from extract.sync.passes import Report, VanishedError
 from extract.sync.scan import Scan, Seen
-from tests.extract.sync.tiny import EAGER, one_pass, picture, planner
+from tests.extract.sync.tiny import EAGER, one_pass, picture, planner, same_as_fresh
 
 HOUR = 3600 * 10**9
 
@@ -191,7 +191,7 @@ def test_a_file_that_changes_while_it_is_computed_waits_for_the_next_pass(home: 
     assert (report.changed, report.added, report.waiting, report.rows) == (0, 0, 3, 10)
     report = home.sync()
     assert (report.changed, report.added, report.waiting, report.rows) == (1, 1, 0, 11)
-    same_as_fresh(home)
+    same_as_fresh(home.root, home.out)
 
 
 def test_a_change_within_the_steps_of_a_clock_is_found(home: Home, monkeypatch: Any) -> None:
@@ -220,7 +220,7 @@ def test_a_change_within_the_steps_of_a_clock_is_found(home: Home, monkeypatch: 
             break
     report = home.sync()
     assert (report.changed, report.computed) == (1, 1)
-    same_as_fresh(home)
+    same_as_fresh(home.root, home.out)
 
 
 def test_files_that_have_not_changed_for_long_are_not_opened(home: Home, monkeypatch: Any) -> None:
@@ -254,7 +254,7 @@ def test_a_folder_that_is_gone_or_empty_takes_nothing_with_it(home: Home) -> Non
     (home.path / "unmounted").rename(home.root)
     report = home.sync()
     assert (report.added, report.computed, home.planned) == (10, 0, [])  # every row is taken up again by its hash
-    same_as_fresh(home)
+    same_as_fresh(home.root, home.out)
 
 
 def test_a_quarter_gone_is_too_much_unless_it_is_forced(home: Home) -> None:
@@ -306,11 +306,11 @@ def test_links_loops_and_strange_names(home: Home) -> None:
     (home.root / ".hidden.ppm").write_bytes(picture(81))
     report = home.sync()
     assert (report.rows, report.failed) == (18, 3)
-    same_as_fresh(home)
+    same_as_fresh(home.root, home.out)
     assert home.sync().unchanged == 18
     (home.root / "a/nothing").write_bytes(picture(82))
     assert home.sync().failed == 2
-    same_as_fresh(home)
+    same_as_fresh(home.root, home.out)
 
 
 def test_another_folder_is_not_taken_for_the_one_before(home: Home) -> None:
@@ -439,7 +439,7 @@ def test_a_manifest_that_is_no_use_is_made_anew_without_computing(home: Home, ho
     assert report.computed == 0
     assert "manifest.sqlite was made anew" in report.notes[0]
     assert report.rows == 10
-    same_as_fresh(home)
+    same_as_fresh(home.root, home.out)
     assert home.sync().notes == []
 
 
@@ -462,17 +462,17 @@ def test_what_is_missing_of_the_data_set_is_made_again(home: Home) -> None:
     (home.out / "passes/000001/shards/000001.h5").unlink()
     report = home.sync()
     assert report.computed == 3  # the rows of that file
-    same_as_fresh(home)
+    same_as_fresh(home.root, home.out)
     version = DataSet.open(home.out).version
     assert version is not None
     (home.out / f"versions/{version.number:06d}.h5").write_bytes(b"damaged")
     with pytest.raises(InputError, match="the next `layertap sync` mends it"):
         FeatureReader(home.out)
     assert home.sync().computed == 0
-    same_as_fresh(home)
+    same_as_fresh(home.root, home.out)
     (home.out / "dataset.json").unlink()
     assert home.sync().computed == 0
-    same_as_fresh(home)
+    same_as_fresh(home.root, home.out)
 
 
 def test_rows_that_verify_finds_damaged_are_computed_again(home: Home) -> None:
@@ -488,7 +488,7 @@ def test_rows_that_verify_finds_damaged_are_computed_again(home: Home) -> None:
     report = home.sync()
     assert report.computed == 1
     assert verify(home.out).faults == []
-    same_as_fresh(home)
+    same_as_fresh(home.root, home.out)
 
 
 def test_guards_hold_when_the_manifest_was_lost(home: Home) -> None:
@@ -533,7 +533,7 @@ def test_a_pass_is_never_given_the_number_of_another(home: Home) -> None:
     report = home.sync()
     assert report.rows == 19
     assert report.computed < 9  # the batch that was done is known
-    same_as_fresh(home)
+    same_as_fresh(home.root, home.out)
 
 
 def test_damage_inside_the_manifest_is_found_and_mended(home: Home) -> None:
@@ -575,7 +575,7 @@ def test_files_that_go_while_an_interrupted_pass_waits_are_no_loss(home: Home) -
         (home.root / f"a/{i}.ppm").unlink()
     report = home.sync()
     assert (report.rows, report.added, report.deleted, report.unchanged) == (6, 6, 0, 0)
-    same_as_fresh(home)
+    same_as_fresh(home.root, home.out)
 
 
 def test_links_whose_targets_are_away_are_gone_or_kept_but_not_failed(home: Home) -> None:
@@ -622,7 +622,7 @@ def test_a_damaged_row_does_not_stop_passes(tmp_path: Path) -> None:
     repair(verify(home.out))
     report = home.sync()
     assert (report.computed, report.notes) == (1, [])
-    same_as_fresh(home)
+    same_as_fresh(home.root, home.out)
 
 
 def test_small_passes_are_joined_whatever_the_first_one_was() -> None:
@@ -674,7 +674,7 @@ def test_a_reader_sees_one_version_throughout(home: Home) -> None:
         child.join()
         assert child.exitcode == 0
     assert len(home.paths()) == 21
-    same_as_fresh(home)
+    same_as_fresh(home.root, home.out)
 
 
 def test_a_reader_can_be_pickled_and_goes_on_with_its_version(home: Home) -> None:
@@ -753,7 +753,7 @@ def test_compacting_removes_rows_that_are_not_needed_and_nothing_else(home: Home
     done = compact(home.out, max_dead=0.5)
     assert (done.removed, done.rows) == (6, 4)
     assert verify(home.out).faults == []
-    same_as_fresh(home)
+    same_as_fresh(home.root, home.out)
     assert home.sync().computed == 0
     assert compact(home.out, max_dead=0).removed == 0
 
@@ -791,7 +791,7 @@ def test_many_small_passes_are_joined(home: Home) -> None:
     assert len(version.passes) < 16
     assert len(home.paths()) == 35
     assert verify(home.out).faults == []
-    same_as_fresh(home)
+    same_as_fresh(home.root, home.out)
 
 
 # drift
@@ -822,17 +822,3 @@ def test_images_of_another_kind_are_told_from_more_of_the_same(tmp_path: Path) -
     found = next(one for one in drift_of(home.out, number) if one.layer == "fc")
     assert found.shift == pytest.approx(np.sqrt(apart.mean() - 1 / 20 - 1 / 80))
     assert found.spread == pytest.approx(np.sqrt(new.var(0).sum() / old.var(0).sum()))
-
-
-def same_as_fresh(home: Home) -> None:
-    """The data set is what a fresh extraction of the folder gives."""
-    fresh = home.path / "fresh"
-    extract(planner()(list_images(home.root), fresh))
-    with FeatureReader(home.out) as found, FeatureReader(fresh) as expected:
-        order = sorted(range(len(found)), key=lambda row: os.fsencode(found.paths[row]))
-        assert [found.paths[row] for row in order] == expected.paths
-        np.testing.assert_array_equal(found.status[order], expected.status)
-        for layer in found.layers:
-            np.testing.assert_allclose(found[layer][:][order], expected[layer][:], rtol=1e-5, atol=1e-6)
-        assert DataSet.open(home.out).images["paths_xxh3"] == DataSet.open(fresh).images["paths_xxh3"]
-    shutil.rmtree(fresh)

@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from extract import Backbone, load_backbone
-from extract.extraction import plan
+from extract import Backbone, FeatureReader, load_backbone
+from extract.extraction import extract, plan
+from extract.images import list_images
 from extract.planning import Plan
+from extract.store.dataset import DataSet
 from extract.sync.guards import Guards
 from extract.sync.passes import Report, sync
 
@@ -69,3 +71,26 @@ def planner(**settings: Any) -> Callable[..., Plan]:
 def one_pass(root: Path, out: Path, plan_for: Callable[..., Plan], **settings: Any) -> Report:
     """A pass that waits for nothing and believes everything."""
     return sync(os.fspath(root), out, plan_for, CONFIGURATION, **({"guards": EAGER} | settings))
+
+
+def same_as_fresh(root: Path, out: Path) -> FeatureReader:
+    """Assert that a data set is what a fresh extraction of the folder gives; returns that, open."""
+    with tempfile.TemporaryDirectory() as folder:
+        fresh = Path(folder) / "fresh"
+        extract(planner()(list_images(root), fresh))
+        expected = FeatureReader(fresh)
+        paths_xxh3 = DataSet.open(fresh).images["paths_xxh3"]
+    with FeatureReader(out) as found:
+        order = sorted(range(len(found)), key=lambda row: os.fsencode(found.paths[row]))
+        assert [found.paths[row] for row in order] == expected.paths
+        np.testing.assert_array_equal(found.status[order], expected.status)
+        for layer in found.layers:
+            np.testing.assert_allclose(found[layer][:][order], expected[layer][:], rtol=1e-5, atol=1e-6)
+        names = [
+            [reader.classes[label] if label >= 0 else None for label in reader.labels[rows]]
+            for reader, rows in ((found, order), (expected, slice(None)))
+        ]
+        assert names[0] == names[1]
+        assert [found.splits[row] for row in order] == expected.splits
+    assert DataSet.open(out).images["paths_xxh3"] == paths_xxh3
+    return expected
