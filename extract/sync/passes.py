@@ -11,11 +11,10 @@ import os
 import shutil
 import sqlite3
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,10 +26,10 @@ from extract.store.dataset import DataSet, changes, differences
 from extract.store.locking import locked
 from extract.store.version import pass_folder
 from extract.sync.compaction import compact_passes, rewrite
+from extract.sync.difference import Resolved, StoppedError, before, difference
 from extract.sync.drift import Drift, drift_of
 from extract.sync.guards import Guards
-from extract.sync.hashing import MOVED, hashes_of
-from extract.sync.manifest import Candidate, Manifest, Planned, Stored, rebuild, stored_rows
+from extract.sync.manifest import Manifest, Planned, Stored, rebuild, stored_rows
 from extract.sync.publishing import publish, remove_what_is_not_needed
 from extract.sync.scan import NO_FILE, Scan, Seen
 
@@ -39,11 +38,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Report", "VanishedError", "sync"]
 
-_S = 1_000_000_000  # nanoseconds
-# A file system may count time in steps of 2 s (FAT), within which a file can change twice and look the same.
-_STEP_NS = 2 * _S
-_NO_HASH = bytes(16)
-_UNREAD_S = 3600.0  # after which a file that could not be read is tried again, if not sooner
 _RECHECKED = 16  # stored rows, when other libraries are installed
 _MAX_DEAD = 0.5  # of the rows of a pass; then it is written anew without them
 _OURS = {".lock", "manifest.sqlite", "manifest.sqlite-wal", "manifest.sqlite-shm", "manifest.sqlite.damaged", "passes",
@@ -90,19 +84,6 @@ class Report:
     dry_run: bool = False
     notes: list[str] = field(default_factory=list)
     drift: list[Drift] = field(default_factory=list)
-
-
-class _Resolved(NamedTuple):
-    """A file, and the stored row that has its features."""
-
-    seen: Seen
-    settled: bool
-    feature: int
-    hash: bytes
-
-
-class _StoppedError(Exception):
-    """The pass was asked to stop."""
 
 
 def sync(
@@ -206,7 +187,7 @@ class _Pass:
         """All of it; the report tells what came of it."""
         try:
             self._run(manifest)
-        except _StoppedError:
+        except StoppedError:
             self.report.stopped = True
 
     def _run(self, manifest: Manifest) -> None:
@@ -230,7 +211,7 @@ class _Pass:
         if not self.dry_run:
             self._check_configuration(manifest)
             self._finish_what_was_begun(manifest)
-        self._diff_and_compute(manifest, scanned_ns)
+        self._compute_what_is_new(manifest, scanned_ns)
         self.report.failed = manifest.n_failed()
         if self.dry_run:
             return
@@ -336,116 +317,58 @@ class _Pass:
 
     # What is new
 
-    def _diff_and_compute(self, manifest: Manifest, scanned_ns: int) -> None:
-        report, retry_before_ns = self.report, _before(scanned_ns, self.guards.retry_after_s)
-        unread_before_ns = max(retry_before_ns, _before(scanned_ns, _UNREAD_S))
-        to_look_at = list(manifest.to_look_at(retry_before_ns, unread_before_ns))
-        candidates, waiting = self._settled(manifest, to_look_at, scanned_ns)
-        before = {one.seen.path: one.before for one in candidates if one.before is not None}
-        resolved, todo, moved = self._known(manifest, candidates, scanned_ns, retry_before_ns)
-        gone = manifest.gone()
-        gone_hashes = Counter(content for _, content in gone)
-        for one in resolved:
-            old = before.get(one.seen.path)
-            if old is None and gone_hashes[one.hash] > 0 and one.hash != _NO_HASH:
-                gone_hashes[one.hash] -= 1
-                report.renamed += 1
-            elif old is None:
-                report.added += 1
-            elif old.hash != one.hash:
-                report.changed += 1
-        again = sum((old := before.get(one.seen.path)) is not None and old.status != Status.OK for one in todo)
-        report.deleted = len(gone) - report.renamed
+    def _compute_what_is_new(self, manifest: Manifest, scanned_ns: int) -> None:
+        """Compute what is not known, and note which stored row each file has.
+
+        Raises:
+            VanishedError: too much is gone.
+            StoppedError: before the end.
+        """
+        found, report = difference(self.root, manifest, self.guards, scanned_ns, self.stop), self.report
         n_files = manifest.n_files()
-        # A link that led to an image and leads nowhere is as good as gone.
-        vanished = report.deleted + sum(
-            one.seen.size == NO_FILE and one.before is not None and one.before.status == Status.OK for one in candidates
-        )
-        if vanished > self.guards.max_vanish * n_files and not self.force:
+        if found.vanished > self.guards.max_vanish * n_files and not self.force:
             raise VanishedError(
-                f"{self.root}: {vanished:,} of {n_files:,} images are gone, more than "
+                f"{self.root}: {found.vanished:,} of {n_files:,} images are gone, more than "
                 f"{self.guards.max_vanish:.0%} (max_vanish; an unmounted disk?); nothing was done. If they are really "
                 "gone, --force"
             )
+        # What was begun before may have added some already.
+        report.added += found.added
+        report.changed += found.changed
+        report.renamed += found.renamed
+        report.deleted = len(found.gone) - found.renamed
+        resolved, moved = found.resolved, found.moved
         if self.dry_run:
-            report.computed = len(todo)
-            new = sum(one.seen.path not in before for one in todo)
-            report.added, report.changed = report.added + new, report.changed + len(todo) - new - again
-            report.waiting = len(waiting) + len(moved)
-            report.rows = n_files - len(gone) + report.added + report.renamed
-            report.unchanged = report.rows - report.added - report.changed - report.renamed
+            report.computed = len(found.todo)
+            new = sum(one.seen.path not in found.stored for one in found.todo)
+            report.added += new
+            report.changed += len(found.todo) - new - found.tried_again
+            report.rows = n_files - len(found.gone) + report.added + report.renamed
             report.version = manifest.version
-            return
-        with manifest.transaction():
-            manifest.configuration = self.configuration
-        if todo:
-            number = manifest.next_pass()
+        else:
             with manifest.transaction():
-                manifest.set_planned(number, todo)
-            computed = self._computed(manifest, number, todo, self._plan(pass_folder(self.out, number), todo))
-            accepted = {one.seen.path for one in computed}
-            moved += [one.seen for one in todo if one.seen.path not in accepted]
-            resolved += computed
-        changed = bool(gone) or any(
-            (old := before.get(one.seen.path)) is None or old.id != one.feature for one in resolved
-        )
-        report.waiting = len(waiting) + len(moved)
-        self._apply(manifest, resolved, [path for path, _ in gone], changed=changed)
-        with manifest.transaction():
-            manifest.set_waiting([*waiting, *((seen, scanned_ns) for seen in moved)])
-        report.rows = manifest.n_files()
+                manifest.configuration = self.configuration
+            if found.todo:
+                computed = self._computed_anew(manifest, found.todo)
+                accepted = {one.seen.path for one in computed}
+                moved = moved + [one.seen for one in found.todo if one.seen.path not in accepted]
+                resolved = resolved + computed
+            changed = bool(found.gone) or any(
+                (old := found.stored.get(one.seen.path)) is None or old.id != one.feature for one in resolved
+            )
+            self._apply(manifest, resolved, found.gone, changed=changed)
+            with manifest.transaction():
+                manifest.set_waiting([*found.waiting, *((seen, scanned_ns) for seen in moved)])
+            report.rows = manifest.n_files()
+        report.waiting = len(found.waiting) + len(moved)
         report.unchanged = report.rows - report.added - report.changed - report.renamed
 
-    def _settled(
-        self, manifest: Manifest, candidates: list[Candidate], scanned_ns: int
-    ) -> tuple[list[Candidate], list[tuple[Seen, int]]]:
-        """Those that can be looked at now; and those that must wait, with since when they look as they do."""
-        settle_ns = int(self.guards.settle_s * _S)
-        if not settle_ns:
-            return candidates, []
-        before, ready, waiting = manifest.waiting(), [], []
-        for one in candidates:
-            seen = one.seen
-            if scanned_ns - seen.mtime_ns >= settle_ns or one.same or seen.size == NO_FILE:
-                ready.append(one)
-                continue
-            # Of a time in the future, nothing is learnt but by waiting.
-            known, since_ns = before.get(seen.path, (None, scanned_ns))
-            if known == seen and scanned_ns - since_ns >= settle_ns:
-                ready.append(one)
-            else:
-                waiting.append((seen, since_ns if known == seen else scanned_ns))
-        return ready, waiting
-
-    def _known(
-        self, manifest: Manifest, candidates: Sequence[Candidate], scanned_ns: int,
-        retry_before_ns: int,
-    ) -> tuple[list[_Resolved], list[Planned], list[Seen]]:  # fmt: skip
-        """Of these files, those whose features are stored; those to be computed; and those that change just now.
-
-        Only a file that is as large as an image that is stored can be that image; no other is read for its hash.
-        """
-        resolved: list[_Resolved] = []
-        todo: list[Planned] = []
-        moved: list[Seen] = []
-        to_hash: list[Seen] = []
-        for seen, _, _ in candidates:
-            if seen.size >= 0 and manifest.knows_size(seen.size):
-                to_hash.append(seen)
-            else:
-                todo.append(Planned(seen, _is_settled(seen, scanned_ns)))
-        for seen, content in zip(to_hash, hashes_of(self.root, to_hash), strict=True):
-            if self.stop():
-                raise _StoppedError
-            settled = _is_settled(seen, scanned_ns)
-            found = manifest.with_hash(content) if isinstance(content, bytes) else None
-            if content is MOVED:
-                moved.append(seen)
-            elif found is not None and (found.status == Status.OK or found.tried_ns >= retry_before_ns):
-                resolved.append(_Resolved(seen, settled, found.id, found.hash))
-            else:
-                todo.append(Planned(seen, settled))
-        return resolved, sorted(todo), moved
+    def _computed_anew(self, manifest: Manifest, todo: Sequence[Planned]) -> list[Resolved]:
+        """These files, computed by a pass of their own."""
+        number = manifest.next_pass()
+        with manifest.transaction():
+            manifest.set_planned(number, todo)
+        return self._computed(manifest, number, todo, self._plan(pass_folder(self.out, number), todo))
 
     def _plan(self, folder: Path, planned: Sequence[Planned]) -> Plan:
         """How to compute these files into a folder.
@@ -462,11 +385,11 @@ class _Pass:
     def _computed(
         self, manifest: Manifest, number: int, planned: Sequence[Planned], plan: Plan,
         accept: Callable[[Seen], bool] = lambda seen: True,
-    ) -> list[_Resolved]:  # fmt: skip
+    ) -> list[Resolved]:  # fmt: skip
         """Compute a pass, and take its rows over; those of files that have changed meanwhile are for nobody yet.
 
         Raises:
-            _StoppedError: before the end.
+            StoppedError: before the end.
         """
         from extract.extraction import extract
 
@@ -480,7 +403,7 @@ class _Pass:
             stop=self.stop,
         )
         if summary.stopped:
-            raise _StoppedError
+            raise StoppedError
         rows = list(stored_rows(DataSet.open(pass_folder(self.out, number))))
         self.computed_pass = number
         self.report.computed += summary.computed - summary.duplicates
@@ -496,13 +419,11 @@ class _Pass:
                 if old and row.status != Status.OK and old.status == row.status and old.hash == row.hash:
                     manifest.tried_again(old.id, now_ns)
                     feature = old.id
-                found.append(_Resolved(one.seen, one.settled, feature, row.hash))
+                found.append(Resolved(one.seen, one.settled, feature, row.hash))
             manifest.set_planned(0, [])
         return found
 
-    def _apply(
-        self, manifest: Manifest, resolved: Iterable[_Resolved], gone: Sequence[bytes], *, changed: bool
-    ) -> None:
+    def _apply(self, manifest: Manifest, resolved: Iterable[Resolved], gone: Sequence[bytes], *, changed: bool) -> None:
         with manifest.transaction():
             manifest.set_files((one.seen, one.settled, one.feature) for one in resolved)
             manifest.remove_files(gone)
@@ -522,7 +443,7 @@ class _Pass:
         """Write passes anew of which most is dead, and small ones where there are many: a version of its own."""
         if self.published is None:
             return
-        unused_before_ns = _before(self.now_ns(), self.guards.keep_gone_s)
+        unused_before_ns = before(self.now_ns(), self.guards.keep_gone_s)
         _, self.published = compact_passes(self.out, manifest, self.published, _MAX_DEAD, unused_before_ns)
         if self.published.version:
             self.report.version = self.published.version.number
@@ -531,19 +452,6 @@ class _Pass:
 def _is_ours(name: str) -> bool:
     """Whether a file is one of those that passes make, or was being made by one that was killed."""
     return name in _OURS or name.endswith(".new")
-
-
-def _before(now_ns: int, seconds: float) -> int:
-    return now_ns - int(seconds * _S)
-
-
-def _is_settled(seen: Seen, scanned_ns: int) -> bool:
-    """Whether a later change of a file must show in its times: they are older than the steps in which time is counted.
-
-    A time of modification in the future was set by a program, and tells nothing; that of the change cannot be set.
-    """
-    latest = max((at for at in (seen.mtime_ns, seen.ctime_ns) if at <= scanned_ns), default=scanned_ns)
-    return seen.ctime_ns <= scanned_ns and latest < scanned_ns - _STEP_NS
 
 
 def _is_of(row: Stored, seen: Seen) -> bool:
