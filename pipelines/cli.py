@@ -12,16 +12,16 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, get_args
 
 import click
-from pydantic import BaseModel
 
 from extract.errors import InputError, LayertapError, LockedError, UnknownNameError
+from pipelines.cli_looking import inspect
+from pipelines.cli_options import given, option
 from pipelines.config import EmbedConfig, ProbeConfig, load_config
 
 __all__ = ["main"]
@@ -75,46 +75,38 @@ def main() -> None:
     """Features of images, under any backbone, on disk: right, in order, crash-proof."""
 
 
-def _option(*names: str, model: type[BaseModel] = EmbedConfig, **settings: Any) -> Callable[[Any], Any]:
-    """An option whose help and default are those of the configuration key of the same name."""
-    key = names[-1].partition("/")[0].lstrip("-").replace("-", "_")
-    field = model.model_fields[key]
-    text = field.description or ""
-    if field.default is not None and not isinstance(field.default, bool):
-        default = " ".join(field.default) if isinstance(field.default, list) else field.default
-        text += f" [default: {default}]"
-    return click.option(*names, help=text, default=None, **settings)
+main.add_command(inspect)
 
 
 @main.command()
 @click.argument("images", required=False)
-@_option("-b", "--backbone")
-@_option("-l", "--layers", multiple=True, metavar="LAYER[:POOLING]")
-@_option("-o", "--out")
-@_option("--weights")
-@_option("--allow-missing-head/--no-allow-missing-head")
-@_option("--size", metavar="PX|HxW")
-@_option("--crop", metavar="PX|HxW")
-@_option("--interpolation")
-@_option("--mean", metavar="R,G,B")
-@_option("--std", metavar="R,G,B")
-@_option("--batch-size", type=int)
-@_option("--workers", type=int)
-@_option("--decode", type=click.Choice(["exact", "fast"]))
-@_option("--device")
-@_option("--dtype", type=click.Choice(["float32", "float16"]))
-@_option("--precision", type=click.Choice(["float32", "bfloat16", "float16"]))
-@_option("--compile", type=click.Choice(["auto", "on", "off", "inductor", "openvino"]))
-@_option("--fast/--no-fast")
-@_option("--min-cosine", type=float)
-@_option("--limit", type=int)
-@_option("--max-pixels", type=int)
-@_option("--seed", type=int)
-@_option("--shard-rows", type=int)
-@_option("--compress", type=click.Choice(["gzip", "lzf", "blosc2"]))
-@_option("--sync-s", type=float)
-@_option("--retry-failed/--no-retry-failed")
-@_option("--strict/--no-strict")
+@option("-b", "--backbone")
+@option("-l", "--layers", multiple=True, metavar="LAYER[:POOLING]")
+@option("-o", "--out")
+@option("--weights")
+@option("--allow-missing-head/--no-allow-missing-head")
+@option("--size", metavar="PX|HxW")
+@option("--crop", metavar="PX|HxW")
+@option("--interpolation")
+@option("--mean", metavar="R,G,B")
+@option("--std", metavar="R,G,B")
+@option("--batch-size", type=int)
+@option("--workers", type=int)
+@option("--decode", type=click.Choice(["exact", "fast"]))
+@option("--device")
+@option("--dtype", type=click.Choice(["float32", "float16"]))
+@option("--precision", type=click.Choice(["float32", "bfloat16", "float16"]))
+@option("--compile", type=click.Choice(["auto", "on", "off", "inductor", "openvino"]))
+@option("--fast/--no-fast")
+@option("--min-cosine", type=float)
+@option("--limit", type=int)
+@option("--max-pixels", type=int)
+@option("--seed", type=int)
+@option("--shard-rows", type=int)
+@option("--compress", type=click.Choice(["gzip", "lzf", "blosc2"]))
+@option("--sync-s", type=float)
+@option("--retry-failed/--no-retry-failed")
+@option("--strict/--no-strict")
 @click.option(
     "--config", type=click.Path(path_type=Path), help="YAML file with these words as keys; flags win over it."
 )
@@ -134,8 +126,7 @@ def embed(ctx: click.Context, /, config: Path | None, as_json: bool, **flags: An
     """
     from pipelines.embed import embed, print_summary, summary_as_json
 
-    given = {name: value for name, value in flags.items() if value not in (None, ())}
-    resolved = load_config(EmbedConfig, config, given)
+    resolved = load_config(EmbedConfig, config, given(flags))
     outcome = embed(resolved)
     if as_json:
         click.echo(json.dumps(summary_as_json(outcome), indent=1))
@@ -151,10 +142,10 @@ def embed(ctx: click.Context, /, config: Path | None, as_json: bool, **flags: An
 
 @main.command()
 @click.argument("images", required=False)
-@_option("-b", "--backbone")
-@_option("-l", "--layers", multiple=True, metavar="LAYER[:POOLING]")
-@_option("--weights")
-@_option("--device")
+@option("-b", "--backbone")
+@option("-l", "--layers", multiple=True, metavar="LAYER[:POOLING]")
+@option("--weights")
+@option("--device")
 @click.option("--thorough", is_flag=True, help="Also ways that are seldom the fastest and take long to compile.")
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 def bench(images: str | None, thorough: bool, as_json: bool, **flags: Any) -> None:
@@ -170,8 +161,9 @@ def bench(images: str | None, thorough: bool, as_json: bool, **flags: Any) -> No
     from pipelines.bench import bench as measure
     from pipelines.bench import print_bench
 
-    given = {name: value for name, value in flags.items() if value not in (None, ())}
-    found = measure(images, thorough=thorough, say=lambda text: click.echo(f"measuring {text} ...", err=True), **given)
+    found = measure(
+        images, thorough=thorough, say=lambda text: click.echo(f"measuring {text} ...", err=True), **given(flags)
+    )
     if as_json:
         click.echo(json.dumps(bench_as_json(found), indent=1))
     else:
@@ -360,7 +352,7 @@ def show(out: Path, as_json: bool) -> None:
         print_description(content, click.echo)
 
 
-_of_probe = partial(_option, model=ProbeConfig)
+_of_probe = partial(option, model=ProbeConfig)
 
 
 @main.command()
@@ -398,8 +390,7 @@ def probe(config: Path | None, as_json: bool, **flags: Any) -> None:
     from pipelines.probe_report import as_json as outcome_as_json
     from pipelines.probe_report import print_outcome, probe_and_write
 
-    given = {name: value for name, value in flags.items() if value not in (None, ())}
-    resolved = load_config(ProbeConfig, config, given)
+    resolved = load_config(ProbeConfig, config, given(flags))
     outcome, files = probe_and_write(resolved, lambda text: click.echo(text, err=True))
     if as_json:
         click.echo(json.dumps(outcome_as_json(outcome), indent=1))
@@ -498,8 +489,8 @@ def export(out: Path, to: str, output: Path | None, layers: tuple[str, ...]) -> 
 @main.command()
 @click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="Folder of the new data set.")
-@_option("--shard-rows", type=int)
-@_option("--compress", type=click.Choice(["gzip", "lzf", "blosc2"]))
+@option("--shard-rows", type=int)
+@option("--compress", type=click.Choice(["gzip", "lzf", "blosc2"]))
 def merge(sources: tuple[Path, ...], out: Path, shard_rows: int | None, compress: str | None) -> None:
     """Copy the rows of complete data sets of one fingerprint into a new one, sorted by path.
 

@@ -13,24 +13,28 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from extract import defaults
 from extract.errors import InputError, unknown_name
 
-__all__ = ["EmbedConfig", "FeaturesConfig", "ProbeConfig", "checked", "load_config", "read_yaml"]
+__all__ = [
+    "BackboneConfig",
+    "EmbedConfig",
+    "FeaturesConfig",
+    "InspectConfig",
+    "LookConfig",
+    "ProbeConfig",
+    "checked",
+    "load_config",
+    "read_yaml",
+]
 
 
-class FeaturesConfig(BaseModel):
-    """Which features of which images, and how they are computed: what `embed` and `sync` are both told."""
+class BackboneConfig(BaseModel):
+    """Which images go through which backbone: what all jobs that compute anything are told."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     images: str = Field(
         description="Folder, .csv or .parquet list, .tar or .zip archives, .npy or .h5 array, or a URL."
     )
-    out: Path | None = Field(None, description="Folder of the data set. [default: outputs/<name of IMAGES>]")
     backbone: str = Field(defaults.BACKBONE, description="SOURCE/NAME; see `layertap backbones`.")
-    layers: list[str] = Field(
-        list(defaults.LAYERS),
-        min_length=1,
-        description="Repeats, takes globs. Poolings: auto none flatten mean_map max_map cls_token mean_tokens.",
-    )
     weights: str | None = Field(None, min_length=1, description="Name, file, or 'random'. [default: the source's own]")
     allow_missing_head: bool = Field(False, description="Go on if a weights file lacks the classifier.")
     size: int | list[int] | None = Field(
@@ -42,46 +46,17 @@ class FeaturesConfig(BaseModel):
     std: list[float] | None = Field(None, description="R,G,B, to be divided by.")
     batch_size: int = Field(defaults.BATCH_SIZE, strict=True, ge=1, description="Images a forward.")
     workers: int = Field(defaults.WORKERS, strict=True, ge=0, description="Processes that decode; 0: the main one.")
-    decode: Literal["exact", "fast"] = Field(
-        defaults.DECODE, description="fast: resized by torchvision, large JPEGs decoded smaller; compared with exact."
-    )
     device: str = Field(defaults.DEVICE, description="auto, cpu, cuda, cuda:N or mps.")
-    dtype: Literal["float32", "float16"] = Field(defaults.DTYPE, description="Of the stored features.")
-    precision: Literal["float32", "bfloat16", "float16"] = Field(
-        defaults.PRECISION, description="Of the computation. Other than float32 is compared with it on the first batch."
-    )
-    compile: Literal["auto", "on", "off", "inductor", "openvino"] = Field(
-        defaults.COMPILE,
-        description="Compile the forward; auto: if that pays. on: by OpenVINO on a CPU, else inductor.",
-    )
-    min_cosine: float = Field(
-        defaults.MIN_COSINE, ge=-1, le=1, description="Features that are less alike then are refused."
-    )
     max_pixels: int = Field(defaults.MAX_PIXELS, strict=True, ge=1, description="An image of more is not decoded.")
     seed: int = Field(defaults.SEED, strict=True, ge=0, lt=1 << 63, description="Of random weights.")
-    shard_rows: int | None = Field(None, strict=True, ge=1, description="Images in a file. [default: at most 1 GB]")
-    compress: Literal["gzip", "lzf", "blosc2"] | None = Field(
-        None, description="Pack each finished file. [default: plain, which is faster to read]"
-    )
-    sync_s: float = Field(
-        defaults.SYNC_S,
-        ge=0,
-        description="Seconds of work that a power cut may cost; 0: each batch is forced to the disk.",
-    )
-    strict: bool = Field(False, description="Exit with 3 if a row failed.")
 
-    @field_validator("images", "out", mode="before")
+    @field_validator("images", "out", mode="before", check_fields=False)
     @classmethod
     def _a_path(cls, value: Any) -> Any:
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
         if isinstance(value, str) and (not value or "\0" in value):
             raise ValueError("a path is neither empty nor has it null characters")
         return value
-
-    @field_validator("compile", mode="before")
-    @classmethod
-    def _not_a_truth(cls, value: Any) -> Any:
-        return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value  # as YAML reads them
 
     @field_validator("size", "crop", mode="before")
     @classmethod
@@ -97,16 +72,56 @@ class FeaturesConfig(BaseModel):
     def _three_numbers(cls, value: Any) -> Any:
         return value.split(",") if isinstance(value, str) else value
 
-    @field_validator("layers", mode="before")
-    @classmethod
-    def _one_layer(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
-
     @property
     def preprocessing(self) -> dict[str, Any]:
         """What is to replace the library's own."""
         names = ("size", "crop", "interpolation", "mean", "std")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+class FeaturesConfig(BackboneConfig):
+    """Which features of which images, and how they are computed: what `embed` and `sync` are both told."""
+
+    out: Path | None = Field(None, description="Folder of the data set. [default: outputs/<name of IMAGES>]")
+    layers: list[str] = Field(
+        list(defaults.LAYERS),
+        min_length=1,
+        description="Repeats, takes globs. Poolings: auto none flatten mean_map max_map cls_token mean_tokens.",
+    )
+    decode: Literal["exact", "fast"] = Field(
+        defaults.DECODE, description="fast: resized by torchvision, large JPEGs decoded smaller; compared with exact."
+    )
+    dtype: Literal["float32", "float16"] = Field(defaults.DTYPE, description="Of the stored features.")
+    precision: Literal["float32", "bfloat16", "float16"] = Field(
+        defaults.PRECISION, description="Of the computation. Other than float32 is compared with it on the first batch."
+    )
+    compile: Literal["auto", "on", "off", "inductor", "openvino"] = Field(
+        defaults.COMPILE,
+        description="Compile the forward; auto: if that pays. on: by OpenVINO on a CPU, else inductor.",
+    )
+    min_cosine: float = Field(
+        defaults.MIN_COSINE, ge=-1, le=1, description="Features that are less alike then are refused."
+    )
+    shard_rows: int | None = Field(None, strict=True, ge=1, description="Images in a file. [default: at most 1 GB]")
+    compress: Literal["gzip", "lzf", "blosc2"] | None = Field(
+        None, description="Pack each finished file. [default: plain, which is faster to read]"
+    )
+    sync_s: float = Field(
+        defaults.SYNC_S,
+        ge=0,
+        description="Seconds of work that a power cut may cost; 0: each batch is forced to the disk.",
+    )
+    strict: bool = Field(False, description="Exit with 3 if a row failed.")
+
+    @field_validator("compile", mode="before")
+    @classmethod
+    def _not_a_truth(cls, value: Any) -> Any:
+        return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value  # as YAML reads them
+
+    @field_validator("layers", mode="before")
+    @classmethod
+    def _one_layer(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
 
     @property
     def folder(self) -> Path:
@@ -120,6 +135,36 @@ class EmbedConfig(FeaturesConfig):
     fast: bool = Field(False, description="Measure precision, compile and decode, and take the fastest that agree.")
     limit: int | None = Field(None, strict=True, ge=1, description="Only the first so many images.")
     retry_failed: bool = Field(False, description="Try images again that failed in an earlier run.")
+
+
+class LookConfig(BackboneConfig):
+    """What all jobs are told that look at what a backbone does: `inspect`, `draw` and `ablate`."""
+
+    layers: list[str] | None = Field(None, min_length=1, description="Repeats, takes globs. [default: all]")
+    batch_size: int = Field(16, strict=True, ge=1, description="Images a forward.")
+    sample: int | None = Field(256, description="So many images, evenly spread; or 'all'.")
+
+    @field_validator("sample", mode="before")
+    @classmethod
+    def _a_number_or_all(cls, value: Any) -> Any:
+        if value == "all":
+            return None
+        if not re.fullmatch(r"[1-9]\d*", str(value), re.ASCII):
+            raise ValueError("expected a number of images, or all")
+        return int(value)
+
+
+class InspectConfig(LookConfig):
+    """What `layertap inspect` is told."""
+
+    grad: bool = Field(False, description="Gradients too, of a loss.")
+    loss: str = Field(
+        "cross_entropy",
+        description="Or FILE.py:FUNCTION, of what the model returns and the labels (B,), -1 for none.",
+    )
+    csv: Path | None = Field(None, description="Write the table to this file, too.")
+    pictures: Path | None = Field(None, description="Draw pictures into this folder.")
+    format: Literal["png", "svg", "pdf"] = Field("png", description="Of pictures.")
 
 
 class ProbeConfig(BaseModel):

@@ -19,7 +19,7 @@ from extract.first_batch import Computation
 from extract.images import Images, list_images
 from extract.store.reader import FeatureReader
 from extract.tuning import fastest
-from pipelines.config import EmbedConfig, FeaturesConfig
+from pipelines.config import BackboneConfig, EmbedConfig
 from pipelines.held_signals import signals_held
 from pipelines.printing import print_failures
 from pipelines.progress import Progress
@@ -89,7 +89,7 @@ def embed(config: EmbedConfig) -> Outcome:
         return Outcome(planned, summary, reader.failures, reader.compression, 0)
 
 
-def backbone_of(config: FeaturesConfig) -> Backbone:
+def backbone_of(config: BackboneConfig) -> Backbone:
     """The backbone that a job is told to use; what must be known of it is told on stderr."""
     backbone = load_backbone(
         config.backbone,

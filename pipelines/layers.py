@@ -11,6 +11,7 @@ import torch
 from extract.backbones import load_backbone
 from extract.layer_table import LayerRow, layer_table
 from extract.layers import match_layers, named_layers
+from pipelines.tables import print_aligned
 
 __all__ = ["as_json", "list_layers", "print_table"]
 
@@ -37,8 +38,4 @@ def print_table(rows: Sequence[LayerRow], echo: Callable[[str], None]) -> None:
             (f"{part} " if part else "") + "x".join(map(str, shape)) for part, shape in row.shapes.items()
         )
         cells.append((row.name, row.type, shapes, f"{row.bytes:,}", f"{row.parameters:,}", "; ".join(row.notes)))
-    widths = [max(len(line[column]) for line in cells) for column in range(5)]
-    for line in cells:
-        left = "  ".join(cell.ljust(width) for cell, width in zip(line[:3], widths, strict=False))
-        right = "  ".join(cell.rjust(width) for cell, width in zip(line[3:5], widths[3:], strict=True))
-        echo(f"{left}  {right}  {line[5]}".rstrip())
+    print_aligned(cells, "<<<>><", echo)

@@ -22,8 +22,9 @@ from extract.status import Status
 from extract.store.dataset import DataSet, differences
 from extract.store.reader import FeatureReader
 from pipelines.printing import printable
-from pipelines.probe_report import answer, table_file
+from pipelines.probe_report import answer
 from pipelines.progress import Progress
+from pipelines.tables import table_file
 
 __all__ = ["run_predict"]
 

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib import colormaps
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from extract.probe.probing import PRIMARY
-from extract.store.files import whole_file
-from pipelines.printing import printable
+from pipelines.drawing import COLOURS, cycled, drawable, new_figure, save_figure
 from pipelines.probe import Outcome, Probed
 
 __all__ = ["PICTURES", "draw"]
 
-# Of Okabe and Ito: they can be told apart in the common forms of colour blindness.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _AXIS = {"top1": "top-1 accuracy, %", "mAP": "mean average precision", "r2": "R²"}
-_LONGEST = 28  # characters of a name
 _NAMED_CLASSES = 40  # more do not fit beside a matrix
 
 
@@ -32,35 +26,13 @@ def draw(outcome: Outcome, folder: Path) -> list[Path]:
     for name, picture in PICTURES.items():
         figure = picture(outcome)
         if figure is not None:
-            FigureCanvasAgg(figure)
-            with whole_file(folder / name) as file, warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Glyph .* missing from font")  # emoji are drawn as boxes
-                figure.savefig(file, format="png", dpi=150)
-            written.append(folder / name)
+            written.append(save_figure(figure, folder / name))
     return written
 
 
-def _text(name: str) -> str:
-    """A name that matplotlib draws as it is: no formulas, and no underscore in front, which hides it in legends."""
-    name = printable(name)
-    name = (name if len(name) <= _LONGEST else name[: _LONGEST - 1] + "…").replace("$", r"\$")
-    return "\u200b" + name if name.startswith("_") else name
-
-
-def _figure(width: float, height: float) -> tuple[Figure, Any]:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
 def _by_data_set(outcome: Outcome) -> Iterator[tuple[str, str, list[Probed]]]:
-    for colour, name in zip(_cycled(len(outcome.labellings)), outcome.labellings, strict=True):
+    for colour, name in zip(cycled(len(outcome.labellings)), outcome.labellings, strict=True):
         yield name, colour, [one for one in outcome.probed if one.data_set == name]
-
-
-def _cycled(count: int) -> list[str]:
-    return [_COLOURS[i % len(_COLOURS)] for i in range(count)]
 
 
 def _scale(outcome: Outcome) -> tuple[str, float]:
@@ -71,7 +43,7 @@ def _scale(outcome: Outcome) -> tuple[str, float]:
 
 def _title(outcome: Outcome, text: str) -> str:
     return f"{text}, {outcome.config.protocol}" + (
-        f", {_text(next(iter(outcome.labellings)))}" if len(outcome.labellings) == 1 else ""
+        f", {drawable(next(iter(outcome.labellings)))}" if len(outcome.labellings) == 1 else ""
     )
 
 
@@ -80,7 +52,7 @@ def _layers(outcome: Outcome) -> Figure | None:
     if len(outcome.probed) < 2:
         return None
     names = list(dict.fromkeys(one.layer for one in outcome.probed))
-    figure, axes = _figure(min(16.0, max(5.0, 1.6 + 0.55 * len(names))), 4.2)
+    figure, axes = new_figure(min(16.0, max(5.0, 1.6 + 0.55 * len(names))), 4.2)
     label, factor = _scale(outcome)
     for name, colour, probed in _by_data_set(outcome):
         places = [names.index(one.layer) for one in probed]
@@ -89,12 +61,12 @@ def _layers(outcome: Outcome) -> Figure | None:
         ends = factor * np.array([[one.value - one.low, one.high - one.value] for one in estimates]).T
         axes.errorbar(
             places, values, np.maximum(np.nan_to_num(ends), 0), color=colour, marker="o", markersize=5, capsize=3,
-            linewidth=1.8, label=_text(name),
+            linewidth=1.8, label=drawable(name),
         )  # fmt: skip
     _chance(outcome, axes)
     axes.set_xticks(
         range(len(names)),
-        [_text(name) for name in names],
+        [drawable(name) for name in names],
         rotation=40 if len(names) <= 26 else 90,
         ha="right" if len(names) <= 26 else "center",
         fontsize=8,
@@ -124,7 +96,7 @@ def _curve(outcome: Outcome) -> Figure | None:
     probed = [one for one in outcome.probed if len(one.result.curve) > 1]
     if not probed:
         return None
-    figure, axes = _figure(*_size_with_legend(len(probed)))
+    figure, axes = new_figure(*_size_with_legend(len(probed)))
     label, factor = _scale(outcome)
     for (name, colour, style), one in zip(_lines(outcome, probed), probed, strict=True):
         strengths, values = np.array(one.result.curve).T
@@ -151,11 +123,11 @@ def _curve(outcome: Outcome) -> Figure | None:
 def _lines(outcome: Outcome, probed: list[Probed]) -> Iterator[tuple[str, Any, str]]:
     """Name, colour and style of each line: a colour for each layer, a style for each data set."""
     layers, data_sets = list(dict.fromkeys(one.layer for one in probed)), list(outcome.labellings)
-    shades = colormaps["viridis"](np.linspace(0, 0.9, len(layers))) if len(layers) > 1 else [_COLOURS[0]]
+    shades = colormaps["viridis"](np.linspace(0, 0.9, len(layers))) if len(layers) > 1 else [COLOURS[0]]
     for one in probed:
         name = one.layer if len(data_sets) == 1 else f"{one.data_set} {one.layer}"
         style = ("-", "--", "-.", ":")[data_sets.index(one.data_set) % 4]
-        yield _text(name), shades[layers.index(one.layer)], style
+        yield drawable(name), shades[layers.index(one.layer)], style
 
 
 _IN_A_COLUMN = 20  # names of a legend
@@ -176,7 +148,7 @@ def _shots(outcome: Outcome) -> Figure | None:
     probed = [one for one in outcome.probed if one.result.shots]
     if not probed:
         return None
-    figure, axes = _figure(*_size_with_legend(len(probed)))
+    figure, axes = new_figure(*_size_with_legend(len(probed)))
     for (name, colour, style), one in zip(_lines(outcome, probed), probed, strict=True):
         shots = np.array(list(one.result.shots))
         values = 100 * np.array([one.result.shots[n] for n in shots.tolist()])
@@ -202,9 +174,9 @@ def _confusion(outcome: Outcome) -> Figure | None:
         return None
     table = best.result.confusion
     shares = 100 * table / np.maximum(table.sum(1, keepdims=True), 1)
-    names = [_text(str(name)) for name in best.result.classes.tolist()]
+    names = [drawable(str(name)) for name in best.result.classes.tolist()]
     side = min(11.0, max(4.6, 2.2 + 0.36 * len(names)))
-    figure, axes = _figure(side + 0.8, side)
+    figure, axes = new_figure(side + 0.8, side)
     image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=100)
     if len(names) <= _NAMED_CLASSES:
         axes.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=8)
@@ -218,7 +190,7 @@ def _confusion(outcome: Outcome) -> Figure | None:
     axes.set_xlabel("predicted" + number)
     axes.set_ylabel("class" + number)
     called = best.layer if len(outcome.labellings) == 1 else f"{best.data_set} {best.layer}"
-    axes.set_title(_title(outcome, f"{_text(called)}: % of the test images of a class"), fontsize=10)
+    axes.set_title(_title(outcome, f"{drawable(called)}: % of the test images of a class"), fontsize=10)
     figure.colorbar(image, ax=axes, shrink=0.7)
     return figure
 
@@ -228,7 +200,7 @@ def _similarity(outcome: Outcome) -> Figure | None:
     if outcome.similarity is None:
         return None
     several = len(outcome.labellings) > 1
-    names = [_text(f"{one.data_set} {one.layer}" if several else one.layer) for one in outcome.probed]
+    names = [drawable(f"{one.data_set} {one.layer}" if several else one.layer) for one in outcome.probed]
     side = min(9.0, max(3.6, 1.8 + 0.34 * len(names)))
     figure = Figure(figsize=(2 * side + 0.8, side), layout="constrained")
     both = figure.subplots(1, 2)

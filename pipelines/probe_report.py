@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
-import io
 import itertools
 import math
 import tempfile
@@ -18,14 +16,15 @@ from extract.errors import InputError
 from extract.probe.metrics import Estimate
 from extract.probe.model import LinearProbe
 from extract.probe.protocols import PROTOCOLS
-from extract.store.files import read_json, whole_file, write_json
+from extract.store.files import read_json, write_json
 from pipelines.config import ProbeConfig
 from pipelines.labelling import SEPARATOR
 from pipelines.printing import SHOWN, printable
 from pipelines.probe import Outcome, Probed, data_sets, run_probe
 from pipelines.probe_pictures import PICTURES, draw
+from pipelines.tables import table_file
 
-__all__ = ["answer", "as_json", "print_outcome", "probe_and_write", "table_file"]
+__all__ = ["answer", "as_json", "print_outcome", "probe_and_write"]
 
 _NAMES = {
     "top1": "top-1", "top5": "top-5", "balanced_accuracy": "balanced", "macro_f1": "macro F1", "log_loss": "log loss",
@@ -320,13 +319,3 @@ def answer(value: Any, names: list[str], task: str, unseen: Sequence[str] = ()) 
     if task == "multilabel":
         return SEPARATOR.join(name for name, there in zip(names, value, strict=True) if there)
     return repr(float(value[0]))
-
-
-@contextlib.contextmanager
-def table_file(path: Path) -> Iterator[Callable[[list[Any]], Any]]:
-    """Writes lines of a CSV file, which is there when all are; names of files need not be text."""
-    with whole_file(path) as file:
-        text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
-        yield csv.writer(text, lineterminator="\n").writerow
-        text.flush()
-        text.detach()

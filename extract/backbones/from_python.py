@@ -13,9 +13,6 @@ that you trust.
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from extract.backbones.backbone import Asked, Backbone
-from extract.backbones.own_code import code_sha256, importing_from
+from extract.backbones.own_code import code_sha256, function_from, importing_from
 from extract.backbones.own_output import with_own_output
-from extract.errors import InputError, first_line, unknown_name
+from extract.errors import InputError, first_line
 from extract.preprocessing import Preprocessing, from_transform, overridden
 from extract.weights import Weights, given_weights, weights_sha256
 
@@ -53,7 +50,7 @@ def load(asked: Asked) -> Backbone:
         raise InputError(f"python/{name}: the factory decides about weights; it cannot be told to make random ones")
     files = {path}
     with importing_from(path.parent) as neighbours:
-        factory = _factory(path, factory_name)
+        factory = function_from(path, factory_name, "factory")
     files |= neighbours
     made: list[tuple[nn.Module, Callable[..., Tensor]]] = []
 
@@ -83,28 +80,6 @@ def load(asked: Asked) -> Backbone:
         no_embedding=why,
         notes=notes,
     )
-
-
-def _factory(path: Path, name: str) -> Callable[[], Any]:
-    try:
-        path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}") from error
-    module_name = f"layertap_python_file_{hashlib.sha256(bytes(path)).hexdigest()[:12]}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # so that what it defines can be sent to worker processes
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise InputError(f"{path} cannot be imported: {type(error).__name__}: {first_line(error)}") from error
-    functions = {key: value for key, value in vars(module).items() if callable(value) and not key.startswith("_")}
-    if name not in functions:
-        raise unknown_name("factory", name, functions, str(path))
-    factory: Callable[[], Any] = functions[name]
-    return factory
 
 
 def _made(factory: Callable[[], Any], path: Path, name: str) -> tuple[nn.Module, Callable[..., Tensor]]:

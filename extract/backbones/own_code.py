@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-__all__ = ["code_sha256", "importing_from"]
+from extract.errors import InputError, first_line, unknown_name
+
+__all__ = ["code_sha256", "function_from", "importing_from"]
 
 
 @contextlib.contextmanager
@@ -33,6 +37,39 @@ def importing_from(folder: Path) -> Iterator[set[Path]]:
             if name.partition(".")[0] not in before and _lies_in(sys.modules[name], folder):
                 files.add(Path(str(sys.modules.pop(name).__file__)).resolve())
         sys.modules.update(hidden)
+
+
+def function_from(path: Path, name: str, kind: str = "function") -> Callable[..., Any]:
+    """A function of a Python file, which is run; anything that can be called will do.
+
+    Args:
+        path: of the file.
+        name: of the function.
+        kind: what it is for, in errors.
+
+    Raises:
+        InputError: the file cannot be read or imported.
+        UnknownNameError: it has no such function.
+    """
+    try:
+        path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from error
+    module_name = f"layertap_python_file_{hashlib.sha256(bytes(path)).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # so that what it defines can be sent to worker processes
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise InputError(f"{path} cannot be imported: {type(error).__name__}: {first_line(error)}") from error
+    functions = {key: value for key, value in vars(module).items() if callable(value) and not key.startswith("_")}
+    if name not in functions:
+        raise unknown_name(kind, name, functions, str(path))
+    function: Callable[..., Any] = functions[name]
+    return function
 
 
 def code_sha256(folder: Path, files: Iterable[Path]) -> str:

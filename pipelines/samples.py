@@ -1,0 +1,99 @@
+"""Some of many images, through a backbone's own preprocessing: what `inspect`, `draw` and `ablate` look at."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import click
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from extract.backbones import Backbone
+from extract.errors import InputError
+from extract.images import Images, list_images, load_batches
+from extract.status import Status
+from pipelines.config import LookConfig
+from pipelines.printing import SHOWN, printable
+
+__all__ = ["Sample", "evenly", "sample_of"]
+
+
+@dataclass
+class Sample:
+    """The chosen rows of a list of images.
+
+    Attributes:
+        images: all of them.
+        backbone: whose preprocessing they go through.
+        rows: that were chosen.
+        batch_size, workers, max_pixels: as of `embed`.
+        seen: rows that could be decoded, so far, in order.
+        failed: row -> why not.
+    """
+
+    images: Images
+    backbone: Backbone
+    rows: list[int]
+    batch_size: int
+    workers: int
+    max_pixels: int
+    seen: list[int] = field(default_factory=list)
+    failed: dict[int, str] = field(default_factory=dict)
+
+    def batches(self) -> Iterator[tuple[Tensor, NDArray[np.int64]]]:
+        """Inputs (B, 3, H, W) on the device, and their rows; those of one batch are decoded while another is used.
+
+        Raises:
+            InputError: none of them can be decoded.
+        """
+        preprocessing = self.backbone.preprocessing
+        starts = range(0, len(self.rows), self.batch_size)
+        loaded = load_batches(
+            self.images,
+            [self.rows[start : start + self.batch_size] for start in starts],
+            preprocessing.prepare,
+            workers=self.workers if len(self.rows) > self.batch_size else 0,
+            batch_size=self.batch_size,
+            max_pixels=self.max_pixels,
+            at_least_px=preprocessing.at_least_px,
+        )
+        self.seen.clear()
+        with contextlib.closing(loaded):
+            for batch in loaded:
+                good = batch.rows[batch.status == Status.OK]
+                self.seen += good.tolist()
+                self.failed |= batch.reasons
+                if len(good):
+                    yield preprocessing.to_input(batch.images.to(self.backbone.device)), good
+        if not self.seen:
+            row, reason = next(iter(self.failed.items()))
+            raise InputError(f"none of the images can be decoded; {printable(self.images.paths[row])}: {reason}")
+
+    def name(self, position: int) -> str:
+        """Path of an image, by its position among those that were decoded."""
+        return printable(self.images.paths[self.seen[position]])
+
+    def tell_failures(self) -> None:
+        """Print what could not be decoded on stderr."""
+        for row, reason in list(self.failed.items())[:SHOWN]:
+            click.echo(f"left out: {printable(self.images.paths[row])}: {reason}", err=True)
+        if len(self.failed) > SHOWN:
+            click.echo(f"          ... and {len(self.failed) - SHOWN:,} more", err=True)
+
+
+def sample_of(config: LookConfig, backbone: Backbone) -> Sample:
+    """The images that a job is told to look at."""
+    images = list_images(config.images)
+    for note in images.notes:
+        click.secho(f"note: {note}", fg="yellow", err=True)
+    count = len(images) if config.sample is None else min(config.sample, len(images))
+    rows = evenly(len(images), count)
+    return Sample(images, backbone, rows, config.batch_size, config.workers, config.max_pixels)
+
+
+def evenly(total: int, count: int) -> list[int]:
+    """So many of the numbers below a total, evenly spread, from the first to the last."""
+    return [int(number) for number in np.linspace(0, total - 1, count).round()]

@@ -1,0 +1,290 @@
+"""What is told of networks: against plain hooks and autograd, and of networks with faults that were put there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from extract import load_backbone
+from extract.errors import InputError, UnknownNameError
+from extract.images import list_images, load_batches
+from extract.inspection import Inspection, inspect_model
+
+IMAGES, CLASSES = 120, 10
+
+
+class Times(nn.Module):
+    """A block whose own code, and no layer in it, makes everything larger."""
+
+    def __init__(self, factor: float):
+        super().__init__()
+        self.conv = nn.Conv2d(16, 16, 3, padding=1)
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x) * self.factor
+
+
+class SquareRoot(nn.Module):
+    """Harmless, as long as no image is darker than it should be."""
+
+    def forward(self, x: Tensor, picture: Tensor) -> Tensor:
+        return x * torch.sqrt(picture.mean((1, 2, 3), keepdim=True) + 0.25)
+
+
+class Net(nn.Module):
+    """A healthy network, with places for faults."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 16, 3, padding=1)
+        self.relu1 = nn.ReLU(inplace=True)
+        self.block = Times(1.0)
+        self.norm = nn.GroupNorm(4, 16)
+        self.relu2 = nn.ReLU()
+        self.conv3 = nn.Conv2d(16, 32, 3, stride=2)
+        self.gate = nn.Sigmoid()
+        self.conv4 = nn.Conv2d(32, 32, 3)
+        self.root = SquareRoot()
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(32, CLASSES)
+        for parameter in self.parameters():
+            if parameter.ndim > 1:
+                nn.init.kaiming_normal_(parameter, nonlinearity="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv3(self.relu2(self.norm(self.block(self.relu1(self.conv1(x))))))
+        return self.fc(self.pool(self.root(self.conv4(h * self.gate(h)), x)).flatten(1))
+
+
+def kill_a_channel(net: Net) -> None:
+    with torch.no_grad():
+        net.conv1.weight[5] = 0
+        net.conv1.bias[5] = -1.0
+
+
+def explode(net: Net) -> None:
+    net.block.factor = 1e5
+
+
+def freeze(net: Net) -> None:
+    net.conv4.requires_grad_(False)
+
+
+def saturate(net: Net) -> None:
+    class Shifted(nn.Sigmoid):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + 40)
+
+    net.gate.forward = Shifted().forward  # type: ignore[method-assign]
+
+
+FAULTS: dict[str, tuple[Callable[[Net], None], tuple[str, str]]] = {
+    "dead": (kill_a_channel, ("dead", "conv1")),
+    "exploding": (explode, ("exploding", "block")),
+    "frozen": (freeze, ("frozen", "conv4")),
+    "saturated": (saturate, ("saturated", "gate")),
+}
+
+
+def inspected(net: nn.Module, *, dark: int | None = None, grad: bool = True, size: int = 40) -> Inspection:
+    generator = torch.Generator().manual_seed(0)
+    images, labels = torch.rand(IMAGES, 3, 32, 32, generator=generator), torch.arange(IMAGES) % CLASSES
+    if dark is not None:
+        images[dark] = -0.5
+    batches = list(zip(images.split(size), labels.split(size), strict=True))
+    return inspect_model(net, batches, loss=F.cross_entropy if grad else None)
+
+
+def net(*faults: str) -> Net:
+    torch.manual_seed(0)
+    made = Net()
+    for fault in faults:
+        FAULTS[fault][0](made)
+    return made
+
+
+def found(inspection: Inspection) -> list[tuple[str, str]]:
+    return [(finding.kind, finding.layer) for finding in inspection.findings]
+
+
+def test_nothing_is_found_in_a_healthy_network() -> None:
+    assert found(inspected(net())) == []
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_is_found_and_nothing_else(fault: str) -> None:
+    assert found(inspected(net(fault))) == [FAULTS[fault][1]]
+
+
+def test_all_faults_together_are_each_found_and_nothing_else() -> None:
+    inspection = inspected(net(*FAULTS), dark=57)
+    assert sorted(found(inspection)) == sorted([("not finite", "root"), *(where for _, where in FAULTS.values())])
+    assert "the first in image 57" in str(inspection.findings[0])
+
+
+def test_the_image_that_gives_nan_is_named_and_the_layer_where_it_begins() -> None:
+    inspection = inspect_model(
+        nn.Sequential(nn.Linear(4, 4), SquareRootOfEach(), nn.Linear(4, 4)),
+        [torch.ones(8, 4), torch.cat([torch.ones(5, 4), -torch.full((1, 4), 1e3), torch.ones(2, 4)])],
+        name_of=lambda position: f"photo-{position:03d}.jpg",
+    )
+    [finding] = inspection.findings
+    assert str(finding).startswith("1: ")
+    assert "first in photo-013.jpg" in finding.text
+
+
+class SquareRootOfEach(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x.abs().sum(1, keepdim=True) > 100, torch.nan, x)
+
+
+def test_gradients_that_vanish_in_a_chain_of_sigmoids_are_found() -> None:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(14):
+        layers += [nn.Linear(16, 16), nn.Sigmoid()]
+    inspection = inspect_model(nn.Sequential(*layers, nn.Linear(16, 3)), [(torch.randn(50, 16), torch.arange(50) % 3)],
+                               loss=F.cross_entropy)  # fmt: skip
+    # The signal dies in them, too: from the tenth on, all inputs give the same.
+    assert {finding.kind for finding in inspection.findings} == {"vanishing gradients", "dead"}
+
+
+def test_gradients_that_explode_are_found() -> None:
+    torch.manual_seed(0)
+
+    class Steep(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(x * 1e5) * 1e-5 + x * 1e4 - (x * 1e4).detach() + x
+
+    model = nn.Sequential(nn.Linear(8, 8), Steep(), nn.Linear(8, 3))
+    inspection = inspect_model(model, [(torch.randn(50, 8), torch.arange(50) % 3)], loss=F.cross_entropy)
+    assert found(inspection) == [("exploding gradients", "1")]
+
+
+def test_a_parameter_that_the_loss_does_not_depend_on_is_named() -> None:
+    class Spare(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 3)
+            self.spare = nn.Parameter(torch.ones(2))
+
+    inspection = inspect_model(nn.Sequential(Spare()), [(torch.randn(30, 4), torch.arange(30) % 3)],
+                               loss=F.cross_entropy)  # fmt: skip
+    [finding] = inspection.findings
+    assert (finding.kind, finding.layer, finding.text.split()[0]) == ("no gradient", "0", "spare")
+
+
+def test_numbers_are_those_of_plain_hooks_and_autograd() -> None:
+    model = net().eval()
+    images = torch.rand(24, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    labels = torch.arange(24) % CLASSES
+    inspection = inspect_model(model, [(images, labels)], loss=F.cross_entropy)
+    outputs: dict[str, Tensor] = {}
+    model.relu1.inplace = False  # a bare hook would see conv1 overwritten
+
+    def keep(name: str, output: Tensor) -> None:
+        output.retain_grad()
+        outputs[name] = output
+
+    for name, module in model.named_modules():
+        if name:
+            module.register_forward_hook(lambda m, a, out, name=name: keep(name, out))
+    loss = F.cross_entropy(model(images.clone().requires_grad_()), labels)
+    loss.backward()
+    assert inspection.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert {one.name for one in inspection.tensors} == set(outputs)
+    for one in inspection.tensors:
+        values = outputs[one.name].detach().double().numpy()
+        gradients = outputs[one.name].grad.double().numpy()  # type: ignore[union-attr]
+        np.testing.assert_allclose(one.activations.std, values.std(), rtol=1e-4)
+        assert one.activations.max == pytest.approx(values.max(), rel=1e-5)
+        norms = np.sqrt((gradients.reshape(24, -1) ** 2).sum(1))
+        assert one.gradient_norm == pytest.approx(np.sqrt((norms**2).mean()), rel=1e-4)
+    for parameter in inspection.parameters:
+        gradient = model.get_parameter(parameter.name).grad
+        assert gradient is not None
+        assert parameter.gradient_norm == pytest.approx(float(gradient.norm()), rel=1e-4)
+        assert parameter.norm == pytest.approx(float(model.get_parameter(parameter.name).norm()), rel=1e-5)
+
+
+def test_the_size_of_batches_does_not_matter() -> None:
+    one, other = inspected(net(), size=40, grad=False), inspected(net(), size=7, grad=False)
+    for a, b in zip(one.tensors, other.tensors, strict=True):
+        assert a.name == b.name
+        np.testing.assert_allclose(a.activations.channel_mean, b.activations.channel_mean, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(a.activations.std, b.activations.std, rtol=1e-5)
+        assert a.norm_ratio == pytest.approx(b.norm_ratio, rel=1e-4)
+
+
+def test_the_model_comes_out_as_it_went_in() -> None:
+    model = net("frozen").train()
+    inspected(model)
+    assert all(module.training for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["conv4.weight", "conv4.bias"]
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_frozen_network_has_gradients_of_activations_and_no_finding() -> None:
+    inspection = inspected(net().requires_grad_(False))
+    assert found(inspection) == []
+    assert all(one.gradients is not None for one in inspection.tensors)
+
+
+def test_rows_that_are_not_images_count_by_batch() -> None:
+    class Mixed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x - x.mean(0, keepdim=True)
+
+    inspection = inspect_model(nn.Sequential(Mixed(), nn.Linear(4, 2)), [torch.randn(6, 4), torch.randn(6, 4)])
+    assert [one.by_image for one in inspection.tensors] == [False, False]
+    assert inspection.tensors[0].activations.images == 2
+
+
+def test_wrong_input_is_refused_with_reasons() -> None:
+    model = nn.Sequential(nn.Linear(4, 2))
+    with pytest.raises(InputError, match="no batch"):
+        inspect_model(model, [])
+    with pytest.raises(InputError, match="a batch is str"):
+        inspect_model(model, ["photo.jpg"])
+    with pytest.raises(UnknownNameError, match="'fc'"):
+        inspect_model(model, [torch.zeros(2, 4)], "fc")
+    with pytest.raises(InputError, match=r"the loss gave \(2, 2\)"):
+        inspect_model(model, [torch.zeros(2, 4)], loss=lambda output, targets: output)
+
+
+def test_on_real_photos_the_bundled_backbone_gives_no_alarm_and_its_dead_channels_are_dead(photos: Path) -> None:
+    backbone = load_backbone("bundled/efficientnet_lite0")
+    images = list_images(photos)
+    rows = list(range(0, 200, 5))
+
+    def batches() -> list[Tensor]:
+        loaded = load_batches(images, [rows[:20], rows[20:]], backbone.preprocessing.prepare, workers=0)
+        return [backbone.preprocessing.to_input(batch.images) for batch in loaded]
+
+    def cross_entropy(output: Tensor, targets: object) -> Tensor:
+        return F.cross_entropy(output, output.argmax(1))
+
+    inspection = inspect_model(backbone.model, batches(), loss=cross_entropy)
+    assert [finding for finding in inspection.findings if finding.grave or finding.kind != "dead"] == []
+    seen: dict[str, list[Tensor]] = {}
+    for finding in inspection.findings:
+        layer = backbone.model.get_submodule(finding.layer)
+        layer.register_forward_hook(
+            lambda m, a, out, name=finding.layer: seen.setdefault(name, []).append(out.detach().clone())
+        )
+    with torch.no_grad():
+        for batch in batches():
+            backbone.model(batch)
+    assert len(seen) >= 5
+    for name, values in seen.items():
+        by_channel = torch.cat(values).transpose(0, 1).flatten(1)
+        spread = (by_channel.amax(1) - by_channel.amin(1)) / by_channel.std()
+        dead = next(one for one in inspection.tensors if one.name == name).activations.dead
+        assert spread[dead].max() < 1e-5

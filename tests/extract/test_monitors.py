@@ -1,0 +1,234 @@
+"""Monitors of a training: what they tell against autograd, that they change nothing, and their alarms."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from extract.errors import InputError, LayertapError
+from extract.monitors import ActivationMonitor, Alarm, GradientMonitor
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Dropout(0.3), nn.Conv2d(8, 8, 3), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3),
+    )  # fmt: skip
+
+
+def train(
+    model: nn.Module, steps: int = 8, monitor: Any = None, before_step: Callable[[int], None] = lambda step: None
+) -> list[float]:
+    """A loop as anybody writes it, with an evaluation in its middle; returns the losses."""
+    optimiser = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    generator = torch.Generator().manual_seed(1)
+    torch.manual_seed(2)  # of dropout
+    losses = []
+
+    def loop() -> None:
+        for step in range(steps):
+            before_step(step)
+            images, labels = torch.randn(12, 3, 8, 8, generator=generator), torch.arange(12) % 3
+            loss = F.cross_entropy(model(images), labels)
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            losses.append(loss.item())
+            if step == 3:
+                model.eval()
+                with torch.no_grad():
+                    model(images)
+                model.train()
+
+    if monitor is None:
+        loop()
+    else:
+        with monitor:
+            loop()
+    return losses
+
+
+MONITORS = [ActivationMonitor, GradientMonitor]
+
+
+@pytest.mark.parametrize("kind", MONITORS)
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("wrap", [lambda model: model, lambda model: torch.compile(model, backend="eager")])
+def test_a_training_is_the_same_with_a_monitor(kind: Any, every: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    plain, watched = net(), net()
+    seen: list[int] = []
+    losses = train(wrap(watched), monitor=kind(wrap(watched), every=every, to=lambda step, rows: seen.append(step)))
+    assert losses == train(wrap(plain)) or kind is None
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, watched.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("kind", MONITORS)
+def test_each_step_that_is_due_is_seen_once_and_evaluations_are_not(kind: Any) -> None:
+    seen: list[int] = []
+    model = net()
+    monitor = kind(model, every=3, to=lambda step, rows: seen.append(step))
+    train(model, 8, monitor)
+    assert seen == [0, 3, 6]
+    assert monitor.step == 8
+
+
+def test_gradients_are_those_of_autograd() -> None:
+    model, rows = net(), []
+    images, labels = torch.randn(12, 3, 8, 8), torch.arange(12) % 3
+    torch.manual_seed(3)
+    with GradientMonitor(model, every=1, to=lambda step, found: rows.extend(found)):
+        F.cross_entropy(model(images), labels).backward()
+    by_name = {(row["layer"], row["of"]): row for row in rows}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for name, gradient in gradients.items():
+        assert gradient is not None
+        layer, _, own = name.rpartition(".")
+        norm = float(gradient.norm())
+        assert by_name[layer, own]["norm"] == pytest.approx(norm, rel=1e-5)
+        if size := model.get_parameter(name).norm().item():
+            assert by_name[layer, own]["ratio"] == pytest.approx(norm / size, rel=1e-5)
+    outputs: dict[str, Tensor] = {}
+
+    def keep(name: str, output: Tensor) -> None:
+        output.retain_grad()
+        outputs[name] = output
+
+    for name, layer in model.named_children():
+        if hasattr(layer, "inplace"):
+            layer.inplace = False
+        layer.register_forward_hook(lambda m, a, out, name=name: keep(name, out))
+    torch.manual_seed(3)
+    model[1].reset_running_stats()
+    F.cross_entropy(model(images), labels).backward()
+    for name, output in outputs.items():
+        if name != "3":  # dropout is watched neither
+            assert output.grad is not None
+            assert by_name[name, "output"]["norm"] == pytest.approx(float(output.grad.norm()), rel=1e-5)
+
+
+def test_activations_are_those_of_a_copying_hook() -> None:
+    model, rows = net(), []
+    kept: dict[str, np.ndarray] = {}
+    for name, layer in model.named_children():
+        layer.register_forward_hook(
+            lambda m, a, out, name=name: kept.update({name: out.detach().double().numpy().copy()})
+        )
+    with ActivationMonitor(model, every=1, to=lambda step, found: rows.extend(found)):
+        model(torch.randn(12, 3, 8, 8))
+    assert [row["layer"] for row in rows] == [name for name in kept if name != "3"]
+    for row in rows:
+        values = kept[row["layer"]]
+        for key, expected in {"mean": values.mean(), "std": values.std(), "min": values.min(), "max": values.max(),
+                              "zeros": (values == 0).mean(), "rms": np.sqrt((values**2).mean())}.items():  # fmt: skip
+            assert row[key] == pytest.approx(expected, rel=1e-4, abs=1e-6), (row["layer"], key)
+
+
+def test_nan_raises_one_alarm_that_names_the_first_layer() -> None:
+    model, alarms = net(), []
+
+    def spoil(step: int) -> None:
+        if step == 4:
+            with torch.no_grad():
+                model[4].weight[0, 0, 0, 0] = torch.nan
+
+    train(model, 8, ActivationMonitor(model, every=2, on_alarm=alarms.append), spoil)
+    assert [(alarm.step, alarm.kind, alarm.layer) for alarm in alarms] == [
+        (4, "not finite", "4"),
+        (6, "not finite", "0"),  # by then NaN gradients have reached all weights
+    ]
+
+
+def test_dead_channels_raise_an_alarm_after_three_looks() -> None:
+    model, alarms = net(), []
+    with torch.no_grad():
+        model[4].bias.fill_(-1e3)
+    train(model, 6, ActivationMonitor(model, every=1, on_alarm=alarms.append))
+    assert [(alarm.step, alarm.kind, alarm.layer) for alarm in alarms] == [(2, "dead", "5")]
+
+
+@pytest.mark.parametrize(("kind", "layer"), [(ActivationMonitor, "4"), (GradientMonitor, "4")])
+def test_explosions_raise_an_alarm(kind: Any, layer: str) -> None:
+    model, alarms = net(), []
+
+    def blow_up(step: int) -> None:
+        if step == 5:
+            with torch.no_grad():
+                model[4].weight.mul_(1e6)
+
+    train(model, 7, kind(model, every=1, on_alarm=alarms.append), blow_up)
+    assert alarms[0].step == 5
+    assert alarms[0].kind == "exploding"
+    if kind is ActivationMonitor:
+        assert alarms[0].layer == layer
+
+
+def test_alarms_are_warnings_where_nobody_takes_them() -> None:
+    model = net()
+    with torch.no_grad():
+        model[8].bias[0] = torch.inf
+    with pytest.warns(RuntimeWarning, match=r"step 0: 8: 12 values are not finite"):
+        train(model, 1, ActivationMonitor(model))
+
+
+def test_a_csv_file_grows_and_other_columns_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "gradients.csv"
+    for _ in range(2):
+        model = net()
+        train(model, 3, GradientMonitor(model, every=2, to=file))
+    with file.open() as lines:
+        rows = list(csv.DictReader(lines))
+    assert [row["step"] for row in rows if (row["layer"], row["of"]) == ("8", "weight")] == ["0", "2", "0", "2"]
+    model = net()
+    with pytest.raises(InputError, match="other columns"):
+        train(model, 1, ActivationMonitor(model, to=file))
+    with pytest.raises(InputError, match="expected a .csv file"):
+        GradientMonitor(net(), to=tmp_path / "runs")
+
+
+def test_tensorboard_gets_a_scalar_for_each_number(tmp_path: Path) -> None:
+    writer_of = pytest.importorskip("torch.utils.tensorboard")
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    model, rows = net(), {}
+    with writer_of.SummaryWriter(str(tmp_path)) as writer:
+        train(model, 3, GradientMonitor(model, every=2, to=writer))
+    train(net(), 3, GradientMonitor(model := net(), every=2, to=lambda step, found: rows.update({step: found})))
+    events = accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [event.step for event in events.Scalars("8/weight/norm")] == [0, 2]
+    assert "8/output/std" in events.Tags()["scalars"]
+
+
+def test_hooks_are_gone_afterwards_also_after_an_error() -> None:
+    model = net()
+    with pytest.raises(RuntimeError), GradientMonitor(model, every=1):
+        model(torch.randn(2, 3, 8, 8))
+        model(torch.randn(2, 5, 8, 8))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert not any(p._backward_hooks for p in model.parameters())
+
+
+def test_wrong_use_is_refused() -> None:
+    model = net()
+    with pytest.raises(InputError, match="at least 1"):
+        ActivationMonitor(model, every=0)
+    monitor = ActivationMonitor(model)
+    with monitor, pytest.raises(LayertapError, match="in use already"):
+        monitor.__enter__()
+    compiled = net()
+    compiled.compile(backend="eager")
+    with pytest.raises(InputError, match=r"torch.compile\(model\)"):
+        ActivationMonitor(compiled).__enter__()
+
+
+def test_an_alarm_reads_as_a_sentence() -> None:
+    assert str(Alarm(7, "dead", "relu", "all is lost")) == "step 7: relu: all is lost"
