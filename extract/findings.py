@@ -22,6 +22,7 @@ __all__ = ["Finding", "findings_of"]
 
 # A channel that gives exactly zero may be one that few images excite; so many must have been seen.
 _IMAGES_FOR_ZERO = 100
+_RECTIFIED = 0.01  # of the values of the other channels: so many are zero behind a ReLU, and hardly any elsewhere
 _VALUES_FOR_CONSTANT = 20  # of any other constant, a few say enough
 # A normalisation makes rounding errors large, and a channel that was constant is not, until the next activation.
 _LAYERS_BACK = 4
@@ -134,7 +135,10 @@ def _dead(tensors: Sequence[TensorReport]) -> list[Finding]:
         if not one.by_image or numbers.channels < 2:
             continue
         zero = (numbers.low == 0) & (numbers.high == 0)
-        enough = (numbers.count >= _VALUES_FOR_CONSTANT) & (~zero | (numbers.images >= _IMAGES_FOR_ZERO))
+        # Where other channels are zero here and there, as after a ReLU, one that is zero on few images is just rare.
+        others = numbers.total - int(numbers.count[zero].sum())
+        rare = zero & (numbers.zeros * numbers.total - numbers.count[zero].sum() > _RECTIFIED * others)
+        enough = (numbers.count >= _VALUES_FOR_CONSTANT) & (~rare | (numbers.images >= _IMAGES_FOR_ZERO))
         dead = {channel for channel in numbers.dead.tolist() if enough[channel]}
         known = before.setdefault(numbers.channels, deque(maxlen=_LAYERS_BACK))
         new = dead.difference(*known)

@@ -20,7 +20,7 @@ from typing import Any, get_args
 import click
 
 from extract.errors import InputError, LayertapError, LockedError, UnknownNameError
-from pipelines.cli_looking import inspect
+from pipelines.cli_looking import ablate, draw, inspect
 from pipelines.cli_options import given, option
 from pipelines.config import EmbedConfig, ProbeConfig, load_config
 
@@ -75,7 +75,8 @@ def main() -> None:
     """Features of images, under any backbone, on disk: right, in order, crash-proof."""
 
 
-main.add_command(inspect)
+for _command in (inspect, draw, ablate):
+    main.add_command(_command)
 
 
 @main.command()

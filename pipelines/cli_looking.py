@@ -1,4 +1,4 @@
-"""Commands that look inside a backbone: `layertap inspect`."""
+"""Commands that look inside a backbone: `layertap inspect`, `draw` and `ablate`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 import click
 
 from pipelines.cli_options import given, option
-from pipelines.config import InspectConfig, LookConfig, checked
+from pipelines.config import AblateConfig, DrawConfig, InspectConfig, LookConfig, checked
 
-__all__ = ["inspect"]
+__all__ = ["ablate", "draw", "inspect"]
 
 
-def _looking(command: Callable[..., Any]) -> Callable[..., Any]:
+def _looking(command: Callable[..., Any], model: type[LookConfig] = LookConfig) -> Callable[..., Any]:
     """The arguments and options of all of them."""
-    of_look = partial(option, model=LookConfig)
+    of_look = partial(option, model=model)
     options = [
         click.argument("backbone"),
         click.argument("images"),
@@ -41,6 +41,7 @@ _of_inspect = partial(option, model=InspectConfig)
 @_looking
 @_of_inspect("--grad/--no-grad")
 @_of_inspect("--loss", metavar="cross_entropy|FILE.py:FUNCTION")
+@_of_inspect("--labels", metavar="FILE[:COLUMN]")
 @_of_inspect("--csv", type=click.Path(path_type=Path), metavar="FILE")
 @_of_inspect("--pictures", type=click.Path(path_type=Path), metavar="FOLDER")
 @_of_inspect("--format", type=click.Choice(["png", "svg", "pdf"]))
@@ -67,3 +68,73 @@ def inspect(as_json: bool, **flags: Any) -> None:
         print_inspection(inspected, click.echo)
         if inspected.written:
             click.echo("written: " + ", ".join(map(str, inspected.written)))
+
+
+_of_draw = partial(option, model=DrawConfig)
+
+
+@click.command()
+@click.argument(
+    "kind",
+    type=click.Choice(["maps", "channels", "top", "filters", "attention", "rollout", "gradcam", "tokens"]),
+)
+@partial(_looking, model=DrawConfig)
+@_of_draw("--channels", metavar="0,3,17")
+@_of_draw("--target", type=int, metavar="CLASS")
+@_of_draw("-o", "--out", type=click.Path(path_type=Path), metavar="FOLDER")
+@_of_draw("--format", type=click.Choice(["png", "svg", "pdf"]))
+def draw(kind: str, **flags: Any) -> None:
+    """Draw what BACKBONE sees in IMAGES: a picture for each layer.
+
+    \b
+    maps       channels of a layer, beside the image
+    channels   the mean of each channel on each image, as a heat map
+    top        the images that excite a channel most
+    filters    of the first convolution
+    attention  what the class token looks at, head by head
+    rollout    the same through all layers
+    gradcam    what speaks for a class, over the image
+    tokens     main directions of patches or positions, as colours
+
+    \b
+    layertap draw maps bundled/efficientnet_lite0 cat.jpg
+    layertap draw gradcam torchvision/resnet50 photos --sample 4
+    layertap draw top bundled/efficientnet_lite0 photos -l blocks.4 --channels 3,40
+    """
+    from pipelines.draw import draw as run_draw
+
+    for path in run_draw(kind, checked(DrawConfig, given(flags))):
+        click.echo(path)
+
+
+_of_ablate = partial(option, model=AblateConfig)
+
+
+@click.command()
+@partial(_looking, model=AblateConfig)
+@_of_ablate("--edit", metavar="EDIT")
+@_of_ablate("--channels", metavar="0,3,17|all")
+@_of_ablate("--labels", metavar="FILE[:COLUMN]")
+@_of_ablate("--csv", type=click.Path(path_type=Path), metavar="FILE")
+@_of_ablate("--picture", type=click.Path(path_type=Path), metavar="FILE")
+@click.option("--json", "as_json", is_flag=True, help="Print all of it as JSON.")
+def ablate(as_json: bool, **flags: Any) -> None:
+    """Tell what BACKBONE does on IMAGES without a layer, or with it changed: layer by layer, or channel by channel.
+
+    The effect on the embedding and on later layers (cosine to what they were), on the class that is found, and on
+    accuracy, where it is known which classes are right.
+
+    \b
+    layertap ablate bundled/efficientnet_lite0 photos -l 'blocks.*'
+    layertap ablate bundled/efficientnet_lite0 photos -l blocks.2 --edit mean --channels all --picture channels.png
+    layertap ablate torchvision/resnet50 photos -l 'layer?' --edit noise:0.1
+    """
+    from pipelines.ablate import ablate as run_ablate
+    from pipelines.ablate import as_json as ablated_as_json
+    from pipelines.ablate import print_ablated
+
+    ablated = run_ablate(checked(AblateConfig, given(flags)))
+    if as_json:
+        click.echo(json.dumps(ablated_as_json(ablated), indent=1))
+    else:
+        print_ablated(ablated, click.echo)

@@ -14,7 +14,9 @@ from extract import defaults
 from extract.errors import InputError, unknown_name
 
 __all__ = [
+    "AblateConfig",
     "BackboneConfig",
+    "DrawConfig",
     "EmbedConfig",
     "FeaturesConfig",
     "InspectConfig",
@@ -162,9 +164,44 @@ class InspectConfig(LookConfig):
         "cross_entropy",
         description="Or FILE.py:FUNCTION, of what the model returns and the labels (B,), -1 for none.",
     )
+    labels: str | None = Field(
+        None, description="FILE.csv[:COLUMN] with `path`; numbers of outputs. [default: the images' classes]"
+    )
     csv: Path | None = Field(None, description="Write the table to this file, too.")
     pictures: Path | None = Field(None, description="Draw pictures into this folder.")
     format: Literal["png", "svg", "pdf"] = Field("png", description="Of pictures.")
+
+
+class AblateConfig(LookConfig):
+    """What `layertap ablate` is told."""
+
+    layers: list[str] | None = Field(None, min_length=1, description="To edit, one by one; repeats, takes globs.")
+    sample: int | None = Field(64, description="So many images, evenly spread; or 'all'.")
+    edit: str = Field("zero", description="zero, mean (of all images), noise:STD, scale:FACTOR or prune:FRACTION.")
+    channels: str | None = Field(None, description="0,3,17 or all: these channels, one by one. [default: whole layers]")
+    labels: str | None = Field(
+        None, description="FILE.csv[:COLUMN] with `path`; numbers of outputs. [default: the images' classes]"
+    )
+    csv: Path | None = Field(None, description="Write the table to this file, too.")
+    picture: Path | None = Field(None, description="Draw it; .png, .svg or .pdf.")
+
+
+class DrawConfig(LookConfig):
+    """What `layertap draw` is told."""
+
+    layers: list[str] | None = Field(
+        None, min_length=1, description="Of which to draw. [default: the first or last that suits]"
+    )
+    sample: int | None = Field(9, description="So many images, evenly spread; or 'all'.")
+    channels: list[int] | None = Field(None, description="0,3,17: only these. [default: those that differ most]")
+    target: int | None = Field(None, ge=0, description="Class to explain. [default: the most likely of each image]")
+    out: Path = Field(Path("outputs/pictures"), description="Folder.")
+    format: Literal["png", "svg", "pdf"] = Field("png", description="Of the picture.")
+
+    @field_validator("channels", mode="before")
+    @classmethod
+    def _several_numbers(cls, value: Any) -> Any:
+        return value.split(",") if isinstance(value, str) else value
 
 
 class ProbeConfig(BaseModel):

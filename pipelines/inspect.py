@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -18,6 +20,7 @@ from extract.errors import InputError
 from extract.findings import Finding
 from extract.inspection import Inspection, Loss, TensorReport, inspect_model
 from extract.layers import match_layers, named_layers
+from pipelines.classes import n_outputs, targets_of
 from pipelines.config import InspectConfig
 from pipelines.embed import backbone_of
 from pipelines.printing import SHOWN
@@ -58,11 +61,11 @@ def inspect(config: InspectConfig) -> Inspected:
     if config.layers is not None:
         names = match_layers(named_layers(backbone.model), config.layers, backbone.spec)
     sample = sample_of(config, backbone)
-    described, loss = _loss(config, backbone, sample) if config.grad else ("", None)
+    described, loss, targets = _loss(config, backbone, sample) if config.grad else ("", None, None)
     with Progress(len(sample.rows)) as progress:
         inspection = inspect_model(
             backbone.model,
-            _with_labels(sample),
+            _with_targets(sample, targets),
             names,
             loss=loss,
             on_batch=lambda images: progress.advance(images, False),
@@ -81,13 +84,14 @@ def inspect(config: InspectConfig) -> Inspected:
     return Inspected(inspection, backbone.spec, (inspection.images, len(sample.images)), failed, described, written)
 
 
-def _with_labels(sample: Sample) -> Iterator[tuple[Tensor, Tensor]]:
-    for inputs, rows in sample.batches():
-        yield inputs, torch.from_numpy(sample.images.labels[rows]).to(inputs.device)
+def _with_targets(sample: Sample, targets: NDArray[np.int64] | None) -> Iterator[tuple[Tensor, Tensor]]:
+    for batch in sample.batches():
+        own = np.full(len(batch.rows), -1) if targets is None else targets[batch.rows]
+        yield batch.inputs, torch.from_numpy(own).to(batch.inputs.device)
 
 
-def _loss(config: InspectConfig, backbone: Backbone, sample: Sample) -> tuple[str, Loss]:
-    """What the loss is, in words, and the function.
+def _loss(config: InspectConfig, backbone: Backbone, sample: Sample) -> tuple[str, Loss, NDArray[np.int64] | None]:
+    """What the loss is, in words; the function; and the targets of all images, if there are any.
 
     Raises:
         InputError: it needs classes, and the backbone gives none.
@@ -98,28 +102,20 @@ def _loss(config: InspectConfig, backbone: Backbone, sample: Sample) -> tuple[st
             raise InputError(f"loss {config.loss!r}: expected cross_entropy or FILE.py:FUNCTION")
         path = Path(file).resolve()
         with importing_from(path.parent):
-            return f"{path.name}:{name}", function_from(path, name)
-    if backbone.classifier is None:
+            return f"{path.name}:{name}", function_from(path, name), sample.images.labels
+    if not n_outputs(backbone):
         raise InputError(f"{backbone.spec} gives no classes, so cross_entropy is not defined; --loss FILE.py:FUNCTION")
-    labels, classes = sample.images.labels[sample.rows], len(sample.images.classes)
-    labelled = classes > 1 and bool((labels >= 0).all())
 
     def cross_entropy(output: Tensor, targets: Tensor) -> Tensor:
-        if output.ndim != 2:
-            raise InputError(f"the model gives {tuple(output.shape)}, not (images, classes); --loss FILE.py:FUNCTION")
-        if labelled and output.shape[1] == classes:
-            return F.cross_entropy(output, targets)
-        return F.cross_entropy(output, output.argmax(1))
+        if not isinstance(output, Tensor) or output.ndim != 2:
+            raise InputError(f"{backbone.spec} does not give (images, classes); --loss FILE.py:FUNCTION")
+        # Of an image that nobody has labelled, what the model itself finds.
+        return F.cross_entropy(output, torch.where(targets >= 0, targets, output.detach().argmax(1)))
 
-    width = _n_outputs(backbone)
-    if labelled and width == classes:
-        return "cross-entropy of the classes of the images", cross_entropy
-    return "cross-entropy of the classes that the model itself finds most likely", cross_entropy
-
-
-def _n_outputs(backbone: Backbone) -> int:
-    head = named_layers(backbone.model)[str(backbone.classifier)]
-    return int(getattr(head, "out_features", 0) or getattr(head, "out_channels", 0))
+    targets = targets_of(backbone, sample.images, config.labels)
+    if targets is not None and (targets.numbers[sample.rows] >= 0).any():
+        return f"cross-entropy of {targets.source}", cross_entropy, targets.numbers
+    return "cross-entropy of the classes that the model itself finds", cross_entropy, None
 
 
 def as_json(inspected: Inspected) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from extract.status import Status
 from extract.store.reader import FeatureReader
 from pipelines.printing import printable
 
-__all__ = ["SEPARATOR", "Labelling", "drop_leaks", "image_hashes", "label_rows"]
+__all__ = ["SEPARATOR", "Labelling", "drop_leaks", "file_and_column", "image_hashes", "label_rows"]
 
 TEST_FRACTION = 0.2  # of each class, where a data set has no splits
 SEPARATOR = "|"  # between labels that do not exclude each other
@@ -143,7 +143,7 @@ def _from_file(
     reader: FeatureReader, labels: str, *, keep_empty: bool
 ) -> tuple[list[str | None], list[str], list[str]]:
     """Text of each row's label, splits, and notes, from a list; an empty label is one, or means that there is none."""
-    where, column = _file_and_column(labels)
+    where, column = file_and_column(labels)
     table, lines = read_table(where, column)
     key = "path" if "path" in table else "id"
     names = reader.paths if key == "path" else reader.ids
@@ -192,7 +192,7 @@ def _relative(reader: FeatureReader, path: str) -> str:
     return path.removeprefix("./").removeprefix(f"{root}/" if root.startswith("/") else "")
 
 
-def _file_and_column(labels: str) -> tuple[str, str]:
+def file_and_column(labels: str) -> tuple[str, str]:
     """labels.csv -> its column `label`; labels.csv:age -> its column `age`."""
     for ending in (".csv", ".tsv", ".parquet"):
         if labels.lower().endswith(ending):

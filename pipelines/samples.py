@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import click
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -18,7 +20,21 @@ from extract.status import Status
 from pipelines.config import LookConfig
 from pipelines.printing import SHOWN, printable
 
-__all__ = ["Sample", "evenly", "sample_of"]
+__all__ = ["Sample", "Seen", "evenly", "sample_of"]
+
+
+class Seen(NamedTuple):
+    """A batch of images that could be decoded.
+
+    Attributes:
+        inputs: (B, 3, H, W) on the device.
+        rows: (B,) of them.
+        pixels: (B, H, W, 3) uint8, what the backbone sees of them.
+    """
+
+    inputs: Tensor
+    rows: NDArray[np.int64]
+    pixels: NDArray[np.uint8]
 
 
 @dataclass
@@ -43,8 +59,8 @@ class Sample:
     seen: list[int] = field(default_factory=list)
     failed: dict[int, str] = field(default_factory=dict)
 
-    def batches(self) -> Iterator[tuple[Tensor, NDArray[np.int64]]]:
-        """Inputs (B, 3, H, W) on the device, and their rows; those of one batch are decoded while another is used.
+    def batches(self) -> Iterator[Seen]:
+        """Batch after batch; the next is decoded while one is used.
 
         Raises:
             InputError: none of them can be decoded.
@@ -67,7 +83,8 @@ class Sample:
                 self.seen += good.tolist()
                 self.failed |= batch.reasons
                 if len(good):
-                    yield preprocessing.to_input(batch.images.to(self.backbone.device)), good
+                    inputs = preprocessing.to_input(batch.images.to(self.backbone.device))
+                    yield Seen(inputs, good, _pixels(batch.images, self.backbone))
         if not self.seen:
             row, reason = next(iter(self.failed.items()))
             raise InputError(f"none of the images can be decoded; {printable(self.images.paths[row])}: {reason}")
@@ -92,6 +109,21 @@ def sample_of(config: LookConfig, backbone: Backbone) -> Sample:
     count = len(images) if config.sample is None else min(config.sample, len(images))
     rows = evenly(len(images), count)
     return Sample(images, backbone, rows, config.batch_size, config.workers, config.max_pixels)
+
+
+def _pixels(prepared: Tensor, backbone: Backbone) -> NDArray[np.uint8]:
+    """Pictures of what `prepare` returned: inputs of a library's transform are scaled back."""
+    if prepared.dtype == torch.uint8:
+        return prepared.numpy()
+    low, high = prepared.amin((1, 2, 3), keepdim=True), prepared.amax((1, 2, 3), keepdim=True)
+    if prepared.shape[1] == 3 and (means := backbone.preprocessing.mean):
+        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (means, backbone.preprocessing.std))
+        back = prepared * std + mean
+        if bool(((back > -0.01) & (back < 1.01)).all()):
+            low, high, prepared = torch.tensor(0.0), torch.tensor(1.0), back
+    scaled = (prepared - low) / (high - low).clamp(min=1e-12)
+    found: NDArray[np.uint8] = (scaled * 255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).numpy()
+    return found
 
 
 def evenly(total: int, count: int) -> list[int]:

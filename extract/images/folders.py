@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import numpy as np
+
 from extract.errors import InputError, LayertapError, first_line
 from extract.images.decoding import IMAGE_SUFFIXES
 from extract.images.images import Images, is_litter, labels_from_folders, order_of
@@ -16,15 +18,20 @@ __all__ = ["entries_below", "list_folder", "pick_images"]
 
 
 def list_folder(where: str) -> Images:
-    """Every image below a folder; links are followed, hidden files and litter left out, other files counted."""
+    """Every image below a folder; links are followed, hidden files and litter left out, other files counted.
+
+    A file is a folder of one image.
+    """
     if is_url(where):
         root, names = where.rstrip("/"), _names_behind(where)
     else:
         folder = Path(where)
+        if folder.is_file() and folder.suffix.lower() in IMAGE_SUFFIXES:
+            root, paths = str(folder.parent.resolve()), [folder.name]
+            return Images(root, paths, np.full(1, -1, np.int64), [], [""], Files(root, paths))
         if not folder.is_dir():
-            raise InputError(
-                f"{where}: " + ("not a folder, list, archive or array" if folder.exists() else "no such folder or file")
-            )
+            there = "not an image, folder, list, archive or array"
+            raise InputError(f"{where}: {there if folder.exists() else 'no such folder or file'}")
         root, names = str(folder.resolve()), _files_below(where)
     paths, left_out = pick_images(names)
     paths = [paths[i] for i in order_of(paths)]

@@ -29,9 +29,9 @@ def list_images(where: str | os.PathLike[str], limit: int | None = None) -> Imag
     """List images, in the byte order of their paths.
 
     Args:
-        where: a folder; a `.csv`, `.tsv` or `.parquet` list with a column `path`; a `.tar` or `.zip` archive, or
-            several as a pattern (`shards-{000..099}.tar`, `parts/*.zip`); an `.npy` array or `FILE.h5:NAME` of uint8
-            pictures; or the URL of a folder, list or archive (`s3://bucket/photos`, `https://...`).
+        where: a folder, or one image; a `.csv`, `.tsv` or `.parquet` list with a column `path`; a `.tar` or `.zip`
+            archive, or several as a pattern (`shards-{000..099}.tar`, `parts/*.zip`); an `.npy` array or `FILE.h5:NAME`
+            of uint8 pictures; or the URL of a folder, list or archive (`s3://bucket/photos`, `https://...`).
         limit: at most so many images, the first in order.
 
     Raises:

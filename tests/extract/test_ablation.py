@@ -1,0 +1,133 @@
+"""Effects of edits, against forwards of a model that is edited by hand."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from extract import Backbone, edits, load_backbone
+from extract.ablation import ablation, mean_activations
+from extract.errors import InputError, UnknownNameError
+from tests.conftest import make_picture
+
+
+@pytest.fixture(scope="module")
+def lite() -> Backbone:
+    return load_backbone("bundled/efficientnet_lite0")
+
+
+@pytest.fixture(scope="module")
+def inputs(lite: Backbone) -> Tensor:
+    prepared = [lite.preprocessing.prepare(make_picture(seed, 300, 260)) for seed in range(6)]
+    return lite.preprocessing.to_input(torch.stack(prepared))
+
+
+class Changed(nn.Module):
+    """A layer, and something behind it."""
+
+    def __init__(self, layer: nn.Module, change: object):
+        super().__init__()
+        self.layer, self.change = layer, change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(self.layer(x))  # type: ignore[operator, no-any-return]
+
+
+def by_hand(model: nn.Module, name: str, change: object, inputs: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Embedding, scores, and what the blocks give, of a copy in which one layer is another."""
+    model = copy.deepcopy(model).eval()
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, Changed(model.get_submodule(name), change))
+    kept: dict[str, Tensor] = {}
+    for number, block in enumerate(model.blocks):  # type: ignore[arg-type]
+        block.register_forward_hook(lambda m, a, out, number=number: kept.update({f"blocks.{number}": out.clone()}))
+    model.classifier.register_forward_pre_hook(lambda m, args: kept.update(embedding=args[0].clone()))  # type: ignore[union-attr]
+    with torch.no_grad():
+        scores = model(inputs)
+    return kept.pop("embedding"), scores, kept
+
+
+def cosine(one: Tensor, other: Tensor) -> float:
+    return float(F.cosine_similarity(one.flatten(1).double(), other.flatten(1).double()).mean())
+
+
+def without_channel(h: Tensor, channel: int) -> Tensor:
+    h = h.clone()
+    h[:, channel] = 0
+    return h
+
+
+@pytest.mark.parametrize(
+    ("edit", "change"),
+    [(edits.ablate(), torch.zeros_like), (edits.scale(1.3), lambda h: 1.3 * h), (edits.prune(0.5), edits.prune(0.5))],
+)
+def test_effects_are_those_of_a_model_changed_by_hand(
+    lite: Backbone, inputs: Tensor, edit: edits.Edit, change: object
+) -> None:
+    targets = torch.tensor([1, 2, -1, 3, -1, 5])
+    plain = by_hand(lite.model, "blocks.2", lambda h: h, inputs)
+    targets[0] = plain[1][0].argmax()  # one is right
+    batches = [(inputs[:4], targets[:4]), (inputs[4:], targets[4:])]
+    found = ablation(lite, batches, ["blocks.4", "blocks.2"], edit)
+    assert [effect.layer for effect in found.effects] == ["blocks.2", "blocks.4"]  # in the order of computing
+    assert (found.images, found.targets, found.accuracy) == (6, 4, 0.25)
+    for effect in found.effects:
+        embedding, scores, later = by_hand(lite.model, effect.layer, change, inputs)
+        assert effect.cosine == pytest.approx(cosine(embedding, plain[0]), abs=1e-4)
+        same = (scores.argmax(1) == plain[1].argmax(1)).float().mean()
+        assert effect.same_class == pytest.approx(float(same))
+        right = (scores.argmax(1) == targets)[targets >= 0].float().mean()
+        assert effect.accuracy == pytest.approx(float(right))
+        wanted = {"blocks.4"} if effect.layer == "blocks.2" else set()
+        assert set(effect.later) == wanted
+        for name in wanted:
+            assert effect.later[name] == pytest.approx(cosine(later[name], plain[2][name]), abs=1e-4)
+
+
+def test_channels_are_edited_one_by_one(lite: Backbone, inputs: Tensor) -> None:
+    found = ablation(lite, [(inputs, None)], ["conv_stem"], edits.ablate(), channels=[3, 11])
+    plain = by_hand(lite.model, "conv_stem", lambda h: h, inputs)[0]
+    for effect, channel in zip(found.effects, [3, 11], strict=True):
+        assert effect.channel == channel
+        expected = by_hand(lite.model, "conv_stem", lambda h, c=channel: without_channel(h, c), inputs)[0]
+        assert effect.cosine == pytest.approx(cosine(expected, plain), abs=1e-5)
+        assert math.isnan(effect.accuracy)
+    assert found.effects[1].cosine > 0.99999  # its filter has no weights
+
+
+def test_means_are_over_all_images_however_they_come(lite: Backbone, inputs: Tensor) -> None:
+    means = mean_activations(lite, [(inputs[:1], None), (inputs[1:], None)], ["blocks.2", "blocks.4"])
+    _, _, kept = by_hand(lite.model, "conv_stem", lambda h: h, inputs)
+    for name, mean in means.items():
+        np.testing.assert_allclose(mean, kept[name].mean(0, keepdim=True), atol=1e-4)
+
+
+def test_noise_is_the_same_each_time_and_leaves_the_generator_alone(lite: Backbone, inputs: Tensor) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    one, two = (ablation(lite, [(inputs[:2], None)], ["blocks.2"], edits.noise(1.0)).effects for _ in range(2))
+    assert torch.equal(torch.rand(3), expected)
+    assert one == two or one[0].cosine == two[0].cosine
+
+
+def test_one_edit_for_each_layer_by_its_name(lite: Backbone, inputs: Tensor) -> None:
+    found = ablation(
+        lite, [(inputs[:2], None)], ["blocks.2", "blocks.4"], {"blocks.2": edits.ablate(), "blocks.4": edits.scale(1)}
+    )
+    assert [effect.cosine > 0.999 for effect in found.effects] == [False, True]
+
+
+def test_wrong_layers_and_channels_are_refused(lite: Backbone, inputs: Tensor) -> None:
+    with pytest.raises(UnknownNameError, match=r"blocks\.9"):
+        ablation(lite, [(inputs, None)], ["blocks.9"], edits.ablate())
+    with pytest.raises(InputError, match="there are channels 0 to 31"):
+        ablation(lite, [(inputs, None)], ["conv_stem"], edits.ablate(), channels=[32])
+    with pytest.raises(InputError, match="no batch"):
+        ablation(lite, [], ["conv_stem"], edits.ablate())

@@ -1,0 +1,141 @@
+"""Grad-CAM, attention rollout and colours of tokens, against what is written out here."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from extract import Backbone, load_backbone
+from extract.attribution import attentions, grad_cam, map_of, principal_colours, rollout
+from extract.errors import InputError
+from tests.conftest import make_picture
+
+
+@pytest.fixture(scope="module")
+def lite() -> Backbone:
+    return load_backbone("bundled/efficientnet_lite0")
+
+
+@pytest.fixture(scope="module")
+def vit() -> Backbone:
+    return load_backbone("timm/vit_tiny_patch16_224", weights="random", seed=3)
+
+
+def inputs_of(backbone: Backbone, count: int = 2) -> Tensor:
+    prepared = [backbone.preprocessing.prepare(make_picture(seed, 300, 260)) for seed in range(count)]
+    return backbone.preprocessing.to_input(torch.stack(prepared))
+
+
+def written_out_cam(model: nn.Module, layer: nn.Module, inputs: Tensor, classes: list[int]) -> np.ndarray:
+    """Equations 1 and 2 of Selvaraju et al., image by image, with loops over channels."""
+    found = []
+    for image, number in zip(inputs, classes, strict=True):
+        kept: list[Tensor] = []
+        handle = layer.register_forward_hook(lambda m, a, out, kept=kept: kept.append(out))
+        score = model(image[None].clone().requires_grad_())[0, number]
+        handle.remove()
+        kept[0].retain_grad()
+        score.backward()
+        activation, gradient = kept[0].detach()[0].double(), kept[0].grad[0].double()  # type: ignore[index]  # (C, h, w)
+        cam = torch.zeros(activation.shape[1:], dtype=torch.float64)
+        for channel in range(len(activation)):
+            alpha = gradient[channel].mean()
+            cam += alpha * activation[channel]
+        found.append(cam.clamp(min=0).numpy())
+    model.zero_grad()
+    return np.stack(found)
+
+
+def test_grad_cam_is_that_of_the_paper(lite: Backbone) -> None:
+    inputs = inputs_of(lite)
+    cam, classes = grad_cam(lite, inputs, "blocks.6")
+    with torch.no_grad():
+        assert classes.tolist() == lite.model(inputs).argmax(1).tolist()
+    expected = written_out_cam(lite.model, lite.model.get_submodule("blocks.6"), inputs, classes.tolist())
+    assert cam.shape == (2, 7, 7)
+    np.testing.assert_allclose(cam, expected, atol=1e-4 * expected.max())
+    other, _ = grad_cam(lite, inputs, "blocks.6", [10, 700])
+    np.testing.assert_allclose(
+        other, written_out_cam(lite.model, lite.model.get_submodule("blocks.6"), inputs, [10, 700]), atol=1e-5
+    )
+    assert all(parameter.grad is None for parameter in lite.model.parameters())
+
+
+def test_grad_cam_of_a_transformer_is_over_its_patches(vit: Backbone) -> None:
+    cam, _ = grad_cam(vit, inputs_of(vit), "blocks.11.norm1")
+    assert cam.shape == (2, 14, 14)
+    assert cam.max() > 0
+    with pytest.raises(InputError, match="class token"):
+        grad_cam(vit, inputs_of(vit), "norm")
+
+
+def test_grad_cam_refuses_what_has_no_positions_or_no_such_class(lite: Backbone) -> None:
+    inputs = inputs_of(lite)
+    with pytest.raises(InputError, match="no positions"):
+        grad_cam(lite, inputs, "classifier")
+    with pytest.raises(InputError, match="from 0 to 999 for each of 2 images"):
+        grad_cam(lite, inputs, "blocks.6", [1000, 1])
+
+
+def test_attention_and_rollout_are_those_written_out(vit: Backbone) -> None:
+    inputs = inputs_of(vit)
+    weights = attentions(vit, inputs)
+    expected: list[Tensor] = []
+
+    def by_hand(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        x = args[0]
+        batch, tokens, width = x.shape
+        heads = module.num_heads
+        q, k, _ = module.qkv(x).reshape(batch, tokens, 3, heads, width // heads).permute(2, 0, 3, 1, 4)
+        expected.append((q @ k.transpose(-2, -1) / (width // heads) ** 0.5).softmax(-1))
+
+    handles = [block.attn.register_forward_pre_hook(by_hand) for block in vit.model.blocks]
+    with torch.no_grad():
+        vit.model(inputs)
+    for handle in handles:
+        handle.remove()
+    assert len(weights) == len(expected) == 12
+    for found, wanted in zip(weights, expected, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+    rolled = [np.eye(197) for _ in range(2)]
+    for wanted in expected:  # Abnar and Zuidema: A = 0.5 W + 0.5 I, and A of the layer times what came before
+        for i in range(2):
+            a = 0.5 * wanted[i].double().mean(0).numpy() + 0.5 * np.eye(197)
+            rolled[i] = (a / a.sum(1, keepdims=True)) @ rolled[i]
+    found = rollout(weights)
+    np.testing.assert_allclose(found, np.stack(rolled), atol=1e-5)
+    np.testing.assert_allclose(found.sum(-1), 1, atol=1e-5)
+
+
+def test_what_has_no_attention_or_windows_of_it_says_so(lite: Backbone) -> None:
+    with pytest.raises(InputError, match="no attention"):
+        attentions(lite, inputs_of(lite, 1))
+    with pytest.raises(InputError, match="49x49, 98x98"):
+        rollout([torch.full((1, 2, 49, 49), 1 / 49), torch.full((1, 2, 98, 98), 1 / 98)])
+
+
+def test_colours_are_the_main_directions() -> None:
+    generator = torch.Generator().manual_seed(0)
+    maps = torch.randn(2, 6, 5, 9, generator=generator) * torch.tensor([9.0, 5, 3, 1, 1, 1, 1, 1, 1]) + 50
+    colours = principal_colours(maps)
+    flat = maps.reshape(-1, 9).double().numpy()
+    _, _, right = np.linalg.svd(flat - flat.mean(0), full_matrices=False)
+    for channel in range(3):
+        direction = right[channel] * np.sign(right[channel][np.abs(right[channel]).argmax()])
+        values = (flat - flat.mean(0)) @ direction
+        low, high = np.percentile(values, [1, 99])
+        expected = np.clip((values - low) / (high - low), 0, 1)
+        np.testing.assert_allclose(colours[..., channel].ravel(), expected, atol=1e-4)
+    assert principal_colours(maps[..., :2]).shape == (2, 6, 5, 3)
+    assert np.isfinite(principal_colours(torch.ones(1, 2, 2, 4))).all()
+
+
+def test_tokens_become_the_grid_they_are_of() -> None:
+    tokens = torch.arange(2 * (1 + 8) * 3).reshape(2, 9, 3).float()
+    grid = map_of(tokens, "TC", 1, (224, 448))
+    assert grid.shape == (2, 2, 4, 3)
+    assert torch.equal(grid[0, 1, 0], tokens[0, 1 + 4])
+    with pytest.raises(InputError, match="no grid"):
+        map_of(tokens[:, :8], "TC", 1, (224, 224))

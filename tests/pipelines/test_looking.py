@@ -1,0 +1,212 @@
+"""`layertap inspect`, `draw` and `ablate`, as somebody types them."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+from pipelines.cli import main
+from pipelines.samples import evenly
+from tests.conftest import make_picture
+
+NET = '''
+import torch
+from torch import nn
+from torchvision import transforms
+
+class Odd(nn.Module):
+    """NaN where a picture is nearly black."""
+    def forward(self, h):
+        return h / (h.abs().sum((1, 2, 3), keepdim=True) > 1e-3)
+
+def make(odd=False):
+    torch.manual_seed(0)
+    net = nn.Sequential()
+    net.add_module("conv1", nn.Conv2d(3, 8, 3, stride=2, padding=1, bias=False))
+    net.add_module("relu1", nn.ReLU(inplace=True))
+    if odd:
+        net.add_module("odd", Odd())
+    net.add_module("conv2", nn.Conv2d(8, 6, 3, stride=2, padding=1))
+    net.add_module("relu2", nn.ReLU())
+    net.add_module("pool", nn.AdaptiveAvgPool2d(1))
+    net.add_module("flatten", nn.Flatten())
+    net.add_module("fc", nn.Linear(6, 3))
+    with torch.no_grad():
+        net.conv1.weight[2] = 0
+    return net, transforms.Compose([transforms.Resize((32, 32)), transforms.ToTensor()])
+
+def odd():
+    return make(odd=True)
+
+def loss(output, labels):
+    return output.square().mean()
+'''
+
+
+@pytest.fixture
+def net(tmp_path: Path) -> Path:
+    file = tmp_path / "net.py"
+    file.write_text(NET)
+    return file
+
+
+def run(*args: object, code: int = 0) -> str:
+    result = CliRunner().invoke(main, [str(arg) for arg in args])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_findings_come_first_then_the_table(net: Path, folder: Path) -> None:
+    output = run("inspect", f"python/{net}:make", folder, "--workers", 0)
+    lines = output.splitlines()
+    assert "12 images" in lines[0]
+    found = next(line for line in lines if "conv1: 1 of 8 channels" in line)
+    assert lines.index(found) < next(i for i, line in enumerate(lines) if line.startswith("layer"))
+
+
+def test_json_and_csv_hold_the_same_numbers(net: Path, folder: Path, tmp_path: Path) -> None:
+    table = tmp_path / "table.csv"
+    output = run(
+        "inspect",
+        f"python/{net}:make",
+        folder,
+        "--grad",
+        "--loss",
+        f"{net}:loss",
+        "--json",
+        "--csv",
+        table,
+        "--workers",
+        0,
+    )
+    content = json.loads(output[output.index("{") :])
+    assert content["loss"]["of"] == "net.py:loss"
+    assert [one["layer"] for one in content["layers"]] == ["conv1", "relu1", "conv2", "relu2", "pool", "flatten", "fc"]
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row, line in zip(rows, content["layers"], strict=True):
+        assert float(row["std"]) == line["std"]
+        assert float(row["gradient_norm"]) == line["gradient_norm"]
+    assert {one["name"] for one in content["parameters"]} == {
+        "conv1.weight", "conv2.weight", "conv2.bias", "fc.weight", "fc.bias"
+    }  # fmt: skip
+
+
+def test_the_picture_that_gives_nan_is_named(net: Path, folder: Path) -> None:
+    Image.new("RGB", (40, 40)).save(folder / "bee" / "black.png")
+    (folder / "ant" / "broken.jpg").write_bytes(b"\xff\xd8\xff")
+    output = run("inspect", f"python/{net}:odd", folder, "--workers", 0)
+    assert "! odd: " in output
+    assert "first in bee/black.png" in output
+    assert "left out: ant/broken.jpg" in output
+
+
+def test_a_loss_needs_classes_or_code(net: Path, folder: Path) -> None:
+    output = run("inspect", f"python/{net}:make", folder, "--grad", code=2)
+    assert "--loss FILE.py:FUNCTION" in output
+    assert "expected cross_entropy or" in run(
+        "inspect", f"python/{net}:make", folder, "--grad", "--loss", "mse", code=2
+    )
+    assert "'losss'" in run("inspect", f"python/{net}:make", folder, "--grad", "--loss", f"{net}:losss", code=2)
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+def test_pictures_of_an_inspection(net: Path, folder: Path, tmp_path: Path, suffix: str) -> None:
+    out = tmp_path / "inside"
+    run("inspect", f"python/{net}:make", folder, "--workers", 0, "--grad", "--loss", f"{net}:loss", "--pictures", out,
+        "--format", suffix)  # fmt: skip
+    names = sorted(path.name for path in out.iterdir())
+    assert names == [f"{name}.{suffix}" for name in ("activations", "gradient-flow", "gradients", "layers")]
+    start = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[suffix]
+    assert all(path.read_bytes().startswith(start) for path in out.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["maps", "channels", "top", "filters", "tokens"])
+def test_each_kind_of_picture_is_drawn(net: Path, folder: Path, tmp_path: Path, kind: str) -> None:
+    output = run("draw", kind, f"python/{net}:make", folder, "-o", tmp_path / "p", "--workers", 0)
+    [path] = (tmp_path / "p").iterdir()
+    assert str(path) in output
+    with Image.open(path) as picture:
+        pixels = np.asarray(picture.convert("RGB"))
+    assert pixels.std() > 5
+    assert path.name.startswith(kind)
+
+
+def test_one_picture_alone_and_chosen_layers_and_channels(net: Path, tmp_path: Path) -> None:
+    make_picture(3).save(tmp_path / "one.png")
+    output = run("draw", "maps", f"python/{net}:make", tmp_path / "one.png", "-l", "relu*", "--channels", "0,5", "-o",
+                 tmp_path / "p", "--workers", 0)  # fmt: skip
+    assert sorted(path.name for path in (tmp_path / "p").iterdir()) == ["maps-relu1.png", "maps-relu2.png"]
+    assert len(output.splitlines()) == 2
+
+
+def test_what_cannot_be_drawn_is_refused(net: Path, folder: Path) -> None:
+    of = (f"python/{net}:make", folder, "--workers", 0)
+    assert "no map, and no patches" in run("draw", "maps", *of, "-l", "fc", code=2)
+    assert "channels 0 to 7" in run("draw", "maps", *of, "-l", "conv1", "--channels", 8, code=2)
+    assert "no attention" in run("draw", "rollout", *of, code=2)
+    assert "'conv9'" in run("draw", "maps", *of, "-l", "conv9", code=2)
+    assert "expected a number of images, or all" in run("draw", "maps", *of, "--sample", "0", code=2)
+
+
+def test_attention_rollout_and_grad_cam_of_a_transformer(folder: Path, tmp_path: Path) -> None:
+    for kind in ("attention", "rollout", "gradcam"):
+        run("draw", kind, "timm/vit_tiny_patch16_224", folder, "--weights", "random", "--sample", 2, "--workers", 0,
+            "-o", tmp_path / "p")  # fmt: skip
+    assert len(list((tmp_path / "p").iterdir())) == 3
+
+
+def test_ablation_by_layer_and_by_channel(net: Path, folder: Path, tmp_path: Path) -> None:
+    picture, table = tmp_path / "a.png", tmp_path / "a.csv"
+    of = ("ablate", f"python/{net}:make", folder, "--workers", 0)
+    output = run(*of, "-l", "conv?", "-l", "relu2", "--edit", "scale:0.5", "--picture", picture, "--csv", table)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    with table.open(newline="") as file:
+        assert [row["layer"] for row in csv.DictReader(file)] == ["conv1", "conv2", "relu2"]
+    assert "relu2" in output
+    output = run(*of, "-l", "conv1", "--channels", "all", "--edit", "mean")
+    line = next(line for line in output.splitlines() if "conv1 channel 2" in line)
+    assert "1.0000" in line  # it is constant, so its mean is what it gives
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ((), "no layer named"),
+        (("-l", "conv1", "--edit", "nois:1"), "expected zero, mean"),
+        (("-l", "conv1", "--edit", "scale:x"), "'x' is no number"),
+        (("-l", "conv1", "--edit", "prune:2"), "from 0 to 1"),
+        (("-l", "conv?", "--channels", "all"), "for one layer"),
+        (("-l", "conv1", "--channels", "a"), "expected numbers"),
+        (("-l", "conv1", "--channels", "9"), "channels 0 to 7"),
+        (("-l", "conv1", "--picture", "a.jpg"), "ends in"),
+    ],
+)
+def test_wrong_words_for_an_ablation(net: Path, folder: Path, args: tuple[str, ...], says: str) -> None:
+    assert says in run("ablate", f"python/{net}:make", folder, *args, "--workers", 0, code=2)
+
+
+def test_photos_in_folders_of_wordnet_ids_have_right_classes(photos: Path, tmp_path: Path) -> None:
+    output = run("ablate", "bundled/efficientnet_lite0", photos, "-l", "blocks.6", "--sample", 16, "--edit", "scale:1",
+                 "--json")  # fmt: skip
+    content = json.loads(output[output.index("{") :])
+    assert content["accuracy"] >= 0.75  # 88.3 % of 1,000 photos (timm's own loop)
+    assert content["effects"][0]["accuracy"] == content["accuracy"]
+    labels = tmp_path / "labels.csv"
+    names = sorted(path.relative_to(photos).as_posix() for path in photos.rglob("*.JPEG"))
+    labels.write_text("path,label\n" + "".join(f"{name},0\n" for name in names))
+    output = run("ablate", "bundled/efficientnet_lite0", photos, "-l", "blocks.6", "--sample", 8, "--labels", labels,
+                 "--json")  # fmt: skip
+    assert json.loads(output[output.index("{") :])["accuracy"] <= 0.25
+
+
+def test_a_sample_is_spread_evenly() -> None:
+    assert evenly(100, 5) == [0, 25, 50, 74, 99]
+    assert evenly(3, 3) == [0, 1, 2]
+    assert evenly(7, 1) == [0]
