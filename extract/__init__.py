@@ -13,12 +13,17 @@ if TYPE_CHECKING:
     from extract.errors import InputError, LayertapError, LockedError, UnknownNameError
     from extract.extraction import extract_features
     from extract.hooks import Taps
+    from extract.inspection import inspect_model
+    from extract.monitors import ActivationMonitor, GradientMonitor
     from extract.record import Record, Site
     from extract.status import Status
     from extract.store.reader import FeatureReader
 
 # Imported when first used: `from extract import FeatureReader` does not wait for torch.
 _HOMES = {
+    "ActivationMonitor": "extract.monitors",
+    "GradientMonitor": "extract.monitors",
+    "inspect_model": "extract.inspection",
     "Backbone": "extract.backbones",
     "load_backbone": "extract.backbones",
     "InputError": "extract.errors",
@@ -34,8 +39,10 @@ _HOMES = {
 }
 
 __all__ = [
+    "ActivationMonitor",
     "Backbone",
     "FeatureReader",
+    "GradientMonitor",
     "InputError",
     "LayertapError",
     "LockedError",
@@ -45,6 +52,7 @@ __all__ = [
     "Taps",
     "UnknownNameError",
     "extract_features",
+    "inspect_model",
     "load_backbone",
 ]
 

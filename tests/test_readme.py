@@ -27,8 +27,27 @@ def names() -> dict[str, Any]:
     return found
 
 
-def test_there_are_five_examples_of_hooks() -> None:
-    assert len(examples("Hooks by example")) == 5
+def test_there_are_eight_examples_of_hooks() -> None:
+    assert len(examples("Hooks by example")) == 8
+
+
+def test_the_histogram_holds_every_gradient(names: dict[str, Any]) -> None:
+    assert names["counts"].sum() == 600  # one for each of the images
+
+
+def test_a_smoothed_gradient_is_a_moving_average(names: dict[str, Any]) -> None:
+    assert names["smoothed"].shape == (1, 8)
+    assert names["smoothed"].abs().sum() > 0
+
+
+def test_moments_are_of_all_batches(names: dict[str, Any]) -> None:
+    assert set(names["moments"]) == {"0", "1", "2"}
+    assert names["inspection"].images == 500
+
+
+def test_the_naive_hook_loses_what_the_inplace_relu_rewrites(names: dict[str, Any]) -> None:
+    assert names["lost"] == 0
+    assert 50 < names["there"] < 250
 
 
 def test_layer_shapes_of_resnet50(capsys: pytest.CaptureFixture[str]) -> None:
