@@ -430,6 +430,40 @@ def predict(probe: Path, images: str, output: Path, **settings: Any) -> None:
 
 
 @main.command()
+@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("query", metavar="ROW|PATH|IMAGE")
+@click.option("-k", type=click.IntRange(min=1), default=10, show_default=True, help="Images to find.")
+@click.option("-l", "--layer", help="By its features. [default: embedding, or the only one]")
+@click.option("--itself", is_flag=True, help="A row of the data set may find itself, too.")
+@click.option("-b", "--backbone", help="Its spec: to be given where it is code (python/, hub/), which will be run.")
+@click.option("--weights", help="Name or file of the backbone's weights, if the file was moved.")
+@click.option("--images", help="Where the images lie, if they were moved; for the picture.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N or mps.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Draw the images found: a .png, .svg or .pdf.")
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+def search(out: Path, query: str, as_json: bool, **settings: Any) -> None:
+    """Find the images of the data set OUT that are nearest to one, by cosine, exactly.
+
+    What is searched for is the number of a row, the path of an image in the data set, or else an image file, whose
+    features are computed as those of the data set were.
+
+    \b
+    layertap search outputs/photos 17
+    layertap search outputs/photos new.jpg -k 20 -o gallery.png
+    """
+    from pipelines.search import as_json as found_as_json
+    from pipelines.search import print_found, run_search
+
+    found = run_search(out, query, **settings)
+    if as_json:
+        click.echo(json.dumps(found_as_json(found), indent=1))
+    else:
+        print_found(found, click.echo)
+        if settings["output"]:
+            click.echo(f"drawn: {settings['output']}")
+
+
+@main.command()
 @click.argument("first", metavar="A", type=click.Path(path_type=Path))
 @click.argument("second", metavar="B", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")

@@ -1,4 +1,4 @@
-"""Text for the terminal that several jobs print."""
+"""Text that several jobs print on the terminal, or draw."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-__all__ = ["SHOWN", "print_failures", "printable"]
+__all__ = ["SHOWN", "drawable", "print_failures", "printable"]
 
 SHOWN = 10  # lines of a list on the terminal; --json has all of them
+_LONGEST = 28  # characters of a name in a picture
 
 
 def print_failures(failures: Sequence[tuple[str, str, str]], out: Path, echo: Callable[[str], None]) -> None:
@@ -28,3 +29,10 @@ def print_failures(failures: Sequence[tuple[str, str, str]], out: Path, echo: Ca
 def printable(path: str) -> str:
     """A path that cannot break the terminal or the line: control characters and undecodable bytes are escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in path)
+
+
+def drawable(name: str) -> str:
+    """A name that matplotlib draws as it is: no formulas, and no underscore in front, which hides it in legends."""
+    name = printable(name)
+    name = (name if len(name) <= _LONGEST else name[: _LONGEST - 1] + "…").replace("$", r"\$")
+    return "\u200b" + name if name.startswith("_") else name

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from extract.probe.probing import PRIMARY
 from extract.store.files import whole_file
-from pipelines.printing import printable
+from pipelines.printing import drawable
 from pipelines.probe import Outcome, Probed
 
 __all__ = ["PICTURES", "draw"]
@@ -22,7 +22,6 @@ __all__ = ["PICTURES", "draw"]
 # Of Okabe and Ito: they can be told apart in the common forms of colour blindness.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _AXIS = {"top1": "top-1 accuracy, %", "mAP": "mean average precision", "r2": "R²"}
-_LONGEST = 28  # characters of a name
 _NAMED_CLASSES = 40  # more do not fit beside a matrix
 
 
@@ -38,13 +37,6 @@ def draw(outcome: Outcome, folder: Path) -> list[Path]:
                 figure.savefig(file, format="png", dpi=150)
             written.append(folder / name)
     return written
-
-
-def _text(name: str) -> str:
-    """A name that matplotlib draws as it is: no formulas, and no underscore in front, which hides it in legends."""
-    name = printable(name)
-    name = (name if len(name) <= _LONGEST else name[: _LONGEST - 1] + "…").replace("$", r"\$")
-    return "\u200b" + name if name.startswith("_") else name
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Any]:
@@ -71,7 +63,7 @@ def _scale(outcome: Outcome) -> tuple[str, float]:
 
 def _title(outcome: Outcome, text: str) -> str:
     return f"{text}, {outcome.config.protocol}" + (
-        f", {_text(next(iter(outcome.labellings)))}" if len(outcome.labellings) == 1 else ""
+        f", {drawable(next(iter(outcome.labellings)))}" if len(outcome.labellings) == 1 else ""
     )
 
 
@@ -89,12 +81,12 @@ def _layers(outcome: Outcome) -> Figure | None:
         ends = factor * np.array([[one.value - one.low, one.high - one.value] for one in estimates]).T
         axes.errorbar(
             places, values, np.maximum(np.nan_to_num(ends), 0), color=colour, marker="o", markersize=5, capsize=3,
-            linewidth=1.8, label=_text(name),
+            linewidth=1.8, label=drawable(name),
         )  # fmt: skip
     _chance(outcome, axes)
     axes.set_xticks(
         range(len(names)),
-        [_text(name) for name in names],
+        [drawable(name) for name in names],
         rotation=40 if len(names) <= 26 else 90,
         ha="right" if len(names) <= 26 else "center",
         fontsize=8,
@@ -155,7 +147,7 @@ def _lines(outcome: Outcome, probed: list[Probed]) -> Iterator[tuple[str, Any, s
     for one in probed:
         name = one.layer if len(data_sets) == 1 else f"{one.data_set} {one.layer}"
         style = ("-", "--", "-.", ":")[data_sets.index(one.data_set) % 4]
-        yield _text(name), shades[layers.index(one.layer)], style
+        yield drawable(name), shades[layers.index(one.layer)], style
 
 
 _IN_A_COLUMN = 20  # names of a legend
@@ -202,7 +194,7 @@ def _confusion(outcome: Outcome) -> Figure | None:
         return None
     table = best.result.confusion
     shares = 100 * table / np.maximum(table.sum(1, keepdims=True), 1)
-    names = [_text(str(name)) for name in best.result.classes.tolist()]
+    names = [drawable(str(name)) for name in best.result.classes.tolist()]
     side = min(11.0, max(4.6, 2.2 + 0.36 * len(names)))
     figure, axes = _figure(side + 0.8, side)
     image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=100)
@@ -218,7 +210,7 @@ def _confusion(outcome: Outcome) -> Figure | None:
     axes.set_xlabel("predicted" + number)
     axes.set_ylabel("class" + number)
     called = best.layer if len(outcome.labellings) == 1 else f"{best.data_set} {best.layer}"
-    axes.set_title(_title(outcome, f"{_text(called)}: % of the test images of a class"), fontsize=10)
+    axes.set_title(_title(outcome, f"{drawable(called)}: % of the test images of a class"), fontsize=10)
     figure.colorbar(image, ax=axes, shrink=0.7)
     return figure
 
@@ -228,7 +220,7 @@ def _similarity(outcome: Outcome) -> Figure | None:
     if outcome.similarity is None:
         return None
     several = len(outcome.labellings) > 1
-    names = [_text(f"{one.data_set} {one.layer}" if several else one.layer) for one in outcome.probed]
+    names = [drawable(f"{one.data_set} {one.layer}" if several else one.layer) for one in outcome.probed]
     side = min(9.0, max(3.6, 1.8 + 0.34 * len(names)))
     figure = Figure(figsize=(2 * side + 0.8, side), layout="constrained")
     both = figure.subplots(1, 2)
