@@ -360,6 +360,46 @@ def show(out: Path, as_json: bool) -> None:
         print_description(content, click.echo)
 
 
+@main.command()
+@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("other", required=False, type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="HTML file. [default: OUT/report.html]")
+@click.option("-l", "--layer", help="That images are compared by. [default: embedding, or the last]")
+@click.option(
+    "--map",
+    "maps",
+    multiple=True,
+    type=click.Choice(["pca", "tsne", "umap"]),
+    default=["pca"],
+    show_default=True,
+    help="Maps of the images; repeats. tsne needs scikit-learn, umap umap-learn.",
+)
+@click.option(
+    "--probe",
+    "probe_results",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="Results of `layertap probe` besides OUT/probe; repeats.",
+)
+@click.option("--images", help="Where the images lie, if they were moved.")
+@click.option("--thumbnails", type=click.IntRange(min=0), default=1500, show_default=True, help="At most so many.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of what is drawn at random.")
+def report(out: Path, other: Path | None, **settings: Any) -> None:
+    """Write one HTML page that tells what is in the data set OUT, and how it differs from OTHER.
+
+    The page has everything in it: it loads nothing, and can be sent and opened anywhere. Thumbnails of images are in it.
+
+    \b
+    layertap report outputs/photos
+    layertap report outputs/photos outputs/photos-2 --map pca --map tsne -o report.html
+    """
+    from pipelines.report import run_report
+
+    written = run_report(out, other, say=lambda text: click.echo(text, err=True), **settings)
+    click.echo(f"{written}, {written.stat().st_size / 1e6:.1f} MB; open it in a browser")
+
+
 _of_probe = partial(_option, model=ProbeConfig)
 
 
@@ -548,8 +588,11 @@ def merge(sources: tuple[Path, ...], out: Path, shard_rows: int | None, compress
 @click.option("-o", "--out", type=click.Path(path_type=Path), default=Path("outputs/demo"), show_default=True)
 @click.pass_context
 def demo(ctx: click.Context, out: Path) -> None:
-    """Run `embed` and `probe` on 1,797 scans of handwritten digits, offline, with real weights. A minute on 2 cores."""
-    from pipelines.demo import READING, demo_config, demo_probe, write_digits
+    """Run `embed`, `probe` and `report` on 1,797 scans of handwritten digits, offline, with real weights.
+
+    A minute on 2 cores.
+    """
+    from pipelines.demo import READING, demo_config, demo_probe, demo_report, write_digits
     from pipelines.embed import embed, print_summary
     from pipelines.probe_report import print_outcome, probe_and_write
 
@@ -563,6 +606,7 @@ def demo(ctx: click.Context, out: Path) -> None:
     print_outcome(found, click.echo)
     click.echo("pictures: " + ", ".join(str(file) for file in files if file.suffix == ".png"))
     click.echo("To read it:\n\n" + READING.format(out=config.folder))
+    click.echo(f"\nTo look at it, open in a browser: {demo_report(out)}")
 
 
 if __name__ == "__main__":
