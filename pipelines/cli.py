@@ -388,7 +388,7 @@ def show(out: Path, as_json: bool) -> None:
 def report(out: Path, other: Path | None, **settings: Any) -> None:
     """Write one HTML page that tells what is in the data set OUT, and how it differs from OTHER.
 
-    The page has everything in it: it loads nothing, and can be sent and opened anywhere. Thumbnails of images are in it.
+    The page has everything in it, thumbnails of images as well: it loads nothing, and can be opened anywhere.
 
     \b
     layertap report outputs/photos
@@ -605,8 +605,8 @@ def demo(ctx: click.Context, out: Path) -> None:
     found, files = probe_and_write(demo_probe(out), lambda text: click.echo(text, err=True))
     print_outcome(found, click.echo)
     click.echo("pictures: " + ", ".join(str(file) for file in files if file.suffix == ".png"))
+    click.echo(f"a page of it all, to be opened in a browser: {demo_report(out)}")
     click.echo("To read it:\n\n" + READING.format(out=config.folder))
-    click.echo(f"\nTo look at it, open in a browser: {demo_report(out)}")
 
 
 if __name__ == "__main__":

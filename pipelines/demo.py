@@ -1,8 +1,8 @@
 """The main jobs on real pictures, offline: `layertap demo`.
 
 scikit-learn's handwritten digits (1,797 scans of 8x8 pixels, ten classes; Alpaydin and Kaynak, UCI repository) are
-written as an image folder, `embed` runs on it with the bundled weights, `probe` tells how well a linear classifier tells
-the digits apart by these features, and `report` makes a page of it all.
+written as an image folder, `embed` runs on it with the bundled weights, `probe` tells how well a linear classifier
+tells the digits apart by these features, and `report` makes a page of it all.
 """
 
 from __future__ import annotations
