@@ -109,7 +109,9 @@ def tsne(rows: FeatureRows, seed: int = 0) -> NDArray[np.float32]:
     vectors = _unit(principal(rows, _KEPT, seed).project(rows))
     perplexity = min(30.0, max(1.0, (len(vectors) - 1) / 3))
     found = manifold.TSNE(perplexity=perplexity, init="random" if len(vectors) < 4 else "pca", random_state=seed)
-    return np.asarray(found.fit_transform(vectors), np.float32)
+    # Its threads wait for each other in each of a thousand steps, which on busy cores takes longer than the work.
+    with library("threadpoolctl", "demo", "a map by t-SNE").threadpool_limits(1, "openmp"):
+        return np.asarray(found.fit_transform(vectors), np.float32)
 
 
 def umap(rows: FeatureRows, seed: int = 0) -> NDArray[np.float32]:

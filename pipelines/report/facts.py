@@ -133,7 +133,7 @@ def probes(out: Path, others: Sequence[Path]) -> tuple[list[dict[str, Any]], lis
         if layers:
             metrics = list(dict.fromkeys(name for one in layers for name in one["metrics"]))
             found.append({"name": printable(str(file.parent)), "protocol": printable(protocol), "metrics": metrics,
-                          "complete": bool(results.get("complete")), "layers": layers})  # fmt: skip
+                          "complete": bool(results.get("complete", True)), "layers": layers})  # fmt: skip
     if len(files) > _PROBES:
         notes.append(f"of {len(files):,} results of probes, {_PROBES} are shown")
     return found, notes
