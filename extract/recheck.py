@@ -6,16 +6,15 @@ import contextlib
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from extract import defaults
-from extract.backbones import Backbone, load_backbone
+from extract.as_made import plan_as_made
+from extract.backbones import Backbone
 from extract.errors import InputError
 from extract.forward import ready, rows_of
 from extract.images import Images, listed_again, load_batches
-from extract.planning import Plan, asked_of, how_made, plan_for
 from extract.similarity import deviation
 from extract.status import Status
 from extract.store.dataset import DataSet, differences
@@ -82,7 +81,7 @@ def recheck(
         chosen = np.sort(np.random.default_rng(seed).permutation(good)[:sample])
         root = dataset.images["root"] if images is None else os.fspath(images)
         found = _listed(root, [reader.paths[row] for row in chosen], out)
-        plan = _plan(dataset, reader.provenance, found, backbone, weights, device, workers)
+        plan = plan_as_made(dataset, reader.provenance, found, backbone, weights, device, workers)
         if changed := differences(dataset.depends_on, plan.dataset.depends_on):
             others = [Fault(f"made with another {line}", Remedy.NONE) for line in changed]
             return Recheck(0, 0.0, others, others)
@@ -136,28 +135,3 @@ def _listed(root: str, paths: list[str], out: Path) -> Images:
         return listed_again(root, paths)
     except InputError as error:
         raise InputError(f"{out}: {error}") from error
-
-
-def _plan(
-    dataset: DataSet, provenance: dict[str, Any], images: Images, backbone: Backbone | None, weights: str | None,
-    device: str, workers: int,
-) -> Plan:  # fmt: skip
-    """How the data set says it was made, for these images."""
-    configuration = provenance.get("configuration", {})
-    try:
-        layers, spec = list(configuration["layers"]), str(provenance["backbone"])
-        asked = asked_of(configuration, weights)
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{dataset.out} does not say how it was made: {error} is missing in its provenance") from error
-    made = how_made(dataset.depends_on)
-    if made["compile"] == "openvino" and device == "auto":
-        device = "cpu"
-    if backbone is None:
-        backbone = load_backbone(spec, device=device, **asked)
-    settings = {
-        "layers": layers, "batch_size": defaults.BATCH_SIZE, "workers": workers, "dtype": dataset.features[0].dtype,
-        **made, "compile": "off" if made["compile"] == "auto" else made["compile"],
-        "min_cosine": defaults.MIN_COSINE,
-        "max_pixels": configuration.get("max_pixels", defaults.MAX_PIXELS), "shard_rows": None, "compress": None,
-    }  # fmt: skip
-    return plan_for(images, dataset.out, backbone, settings)

@@ -353,6 +353,46 @@ def show(out: Path, as_json: bool) -> None:
         print_description(content, click.echo)
 
 
+@main.command()
+@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("other", required=False, type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="HTML file. [default: OUT/report.html]")
+@click.option("-l", "--layer", help="That images are compared by. [default: embedding, or the last]")
+@click.option(
+    "--map",
+    "maps",
+    multiple=True,
+    type=click.Choice(["pca", "tsne", "umap"]),
+    default=["pca"],
+    show_default=True,
+    help="Maps of the images; repeats. tsne needs scikit-learn, umap umap-learn.",
+)
+@click.option(
+    "--probe",
+    "probe_results",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="Results of `layertap probe` besides OUT/probe; repeats.",
+)
+@click.option("--images", help="Where the images lie, if they were moved.")
+@click.option("--thumbnails", type=click.IntRange(min=0), default=1500, show_default=True, help="At most so many.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of what is drawn at random.")
+def report(out: Path, other: Path | None, **settings: Any) -> None:
+    """Write one HTML page that tells what is in the data set OUT, and how it differs from OTHER.
+
+    The page has everything in it, thumbnails of images as well: it loads nothing, and can be opened anywhere.
+
+    \b
+    layertap report outputs/photos
+    layertap report outputs/photos outputs/photos-2 --map pca --map tsne -o report.html
+    """
+    from pipelines.report import run_report
+
+    written = run_report(out, other, say=lambda text: click.echo(text, err=True), **settings)
+    click.echo(f"{written}, {written.stat().st_size / 1e6:.1f} MB; open it in a browser")
+
+
 _of_probe = partial(option, model=ProbeConfig)
 
 
@@ -419,6 +459,40 @@ def predict(probe: Path, images: str, output: Path, **settings: Any) -> None:
     from pipelines.predict import run_predict
 
     click.echo(run_predict(probe, images, output, **settings))
+
+
+@main.command()
+@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("query", metavar="ROW|PATH|IMAGE")
+@click.option("-k", type=click.IntRange(min=1), default=10, show_default=True, help="Images to find.")
+@click.option("-l", "--layer", help="By its features. [default: embedding, or the only one]")
+@click.option("--itself", is_flag=True, help="A row of the data set may find itself, too.")
+@click.option("-b", "--backbone", help="Its spec: to be given where it is code (python/, hub/), which will be run.")
+@click.option("--weights", help="Name or file of the backbone's weights, if the file was moved.")
+@click.option("--images", help="Where the images lie, if they were moved; for the picture.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N or mps.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Draw the images found: a .png, .svg or .pdf.")
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+def search(out: Path, query: str, as_json: bool, **settings: Any) -> None:
+    """Find the images of the data set OUT that are nearest to one, by cosine, exactly.
+
+    What is searched for is the number of a row, the path of an image in the data set, or else an image file, whose
+    features are computed as those of the data set were.
+
+    \b
+    layertap search outputs/photos 17
+    layertap search outputs/photos new.jpg -k 20 -o gallery.png
+    """
+    from pipelines.search import as_json as found_as_json
+    from pipelines.search import print_found, run_search
+
+    found = run_search(out, query, **settings)
+    if as_json:
+        click.echo(json.dumps(found_as_json(found), indent=1))
+    else:
+        print_found(found, click.echo)
+        if settings["output"]:
+            click.echo(f"drawn: {settings['output']}")
 
 
 @main.command()
@@ -506,8 +580,11 @@ def merge(sources: tuple[Path, ...], out: Path, shard_rows: int | None, compress
 @click.option("-o", "--out", type=click.Path(path_type=Path), default=Path("outputs/demo"), show_default=True)
 @click.pass_context
 def demo(ctx: click.Context, out: Path) -> None:
-    """Run `embed` and `probe` on 1,797 scans of handwritten digits, offline, with real weights. A minute on 2 cores."""
-    from pipelines.demo import READING, demo_config, demo_probe, write_digits
+    """Run `embed`, `probe` and `report` on 1,797 scans of handwritten digits, offline, with real weights.
+
+    A minute on 2 cores.
+    """
+    from pipelines.demo import READING, demo_config, demo_probe, demo_report, write_digits
     from pipelines.embed import embed, print_summary
     from pipelines.probe_report import print_outcome, probe_and_write
 
@@ -520,6 +597,7 @@ def demo(ctx: click.Context, out: Path) -> None:
     found, files = probe_and_write(demo_probe(out), lambda text: click.echo(text, err=True))
     print_outcome(found, click.echo)
     click.echo("pictures: " + ", ".join(str(file) for file in files if file.suffix == ".png"))
+    click.echo(f"a page of it all, to be opened in a browser: {demo_report(out)}")
     click.echo("To read it:\n\n" + READING.format(out=config.folder))
 
 

@@ -1,8 +1,8 @@
 """The main jobs on real pictures, offline: `layertap demo`.
 
 scikit-learn's handwritten digits (1,797 scans of 8x8 pixels, ten classes; Alpaydin and Kaynak, UCI repository) are
-written as an image folder, `embed` runs on it with the bundled weights, and `probe`
-tells how well a linear classifier tells the digits apart by these features.
+written as an image folder, `embed` runs on it with the bundled weights, `probe` tells how well a linear classifier
+tells the digits apart by these features, and `report` makes a page of it all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from PIL import Image
 from extract.errors import LayertapError
 from pipelines.config import EmbedConfig, ProbeConfig
 
-__all__ = ["READING", "demo_config", "demo_probe", "write_digits"]
+__all__ = ["READING", "demo_config", "demo_probe", "demo_report", "write_digits"]
 
 READING = """\
 from extract import FeatureReader
@@ -31,6 +31,13 @@ def demo_config(folder: Path) -> EmbedConfig:
 def demo_probe(folder: Path) -> ProbeConfig:
     """What the demo tells `probe`."""
     return ProbeConfig(out=[str(folder / "features")], results=folder / "probe")
+
+
+def demo_report(folder: Path) -> Path:
+    """Write the report of the demo; returns where it is."""
+    from pipelines.report import run_report
+
+    return run_report(folder / "features", maps=("pca", "tsne"), probe_results=[folder / "probe"])
 
 
 def write_digits(folder: Path) -> int:

@@ -24,7 +24,7 @@ def save_figure(figure: Figure, path: Path) -> Path:
     FigureCanvasAgg(figure)
     with whole_file(path) as file, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # emoji are drawn as boxes
-        figure.savefig(file, format=path.suffix.removeprefix("."), dpi=150)
+        figure.savefig(file, format=path.suffix.removeprefix(".").lower(), dpi=150)
     return path
 
 

@@ -17,7 +17,7 @@ from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError, fe
 
 from extract import defaults
 
-__all__ = ["IMAGE_SUFFIXES", "decode", "to_picture"]
+__all__ = ["IMAGE_SUFFIXES", "decode", "decode_partly", "to_picture"]
 
 # What Pillow reads, but for formats that other programs must draw (EPS, PDF, WMF, EMF), measurements that are no
 # pictures (FITS, GRIB, BUFR, HDF5), and films (MPEG).
@@ -77,15 +77,37 @@ def decode(data: bytes, max_pixels: int = defaults.MAX_PIXELS, at_least_px: int 
         raise ValueError(str(error) or type(error).__name__) from error
 
 
+def decode_partly(data: bytes, max_pixels: int) -> Image.Image | None:
+    """What can be shown of a damaged or truncated file, for people to look at, and never for a backbone.
+
+    Args:
+        data: of the file.
+        max_pixels: of a picture with more, nothing is shown.
+
+    Returns:
+        an upright RGB picture, grey or black where pixels are missing; None: nothing of it can be shown.
+    """
+    try:
+        with warnings.catch_warnings(), _settings_of_pillow(max_pixels, truncated=True):
+            warnings.simplefilter("ignore")
+            with Image.open(io.BytesIO(data), formats=_formats()) as image:
+                image.load()
+                picture = to_picture(image)
+    except Exception:  # as in `decode`
+        return None
+    pixels = np.asarray(picture)
+    return picture if (pixels != pixels[:1, :1]).any() else None  # of one colour: not one pixel was there
+
+
 @contextlib.contextmanager
-def _settings_of_pillow(max_pixels: int) -> Iterator[None]:
+def _settings_of_pillow(max_pixels: int, truncated: bool = False) -> Iterator[None]:
     """Its settings of the process that bear on a file, as they must be here.
 
     The limit of pixels holds for each picture inside a file, too, as in icons; beyond twice the setting it is an error.
     And many a program lets Pillow fill up truncated files with grey.
     """
     before = Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES
-    Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = max_pixels / 2, False  # type: ignore[assignment]
+    Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = max_pixels / 2, truncated  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -15,6 +15,7 @@ from extract.errors import InputError
 __all__ = ["FeatureRows", "Scaling", "Source"]
 
 _BLOCK_BYTES = 16 << 20  # of features that are read at once
+_PICKED = 64  # that are picked before what lies around them, which the kernel maps with them, is forgotten
 _SPARSE = 4  # times as many rows between the first and the last wanted as are wanted: these are picked one by one
 
 
@@ -82,7 +83,7 @@ class _Part:
             elif last - first <= _SPARSE * len(index):
                 values = source[first:last][index - first]
             else:
-                values = source[index]
+                values = _picked(source, index)
             blocks.append(np.asarray(values).reshape(len(index), -1))
             if forget := getattr(source, "forget", None):  # of a memory map, so that it does not fill the memory
                 forget(first, last)
@@ -189,6 +190,17 @@ class FeatureRows:
                 row = start + int(np.flatnonzero(~np.isfinite(block).all(1))[0])
                 raise InputError(f"row {row} of the features has NaN or infinity; leave such rows out")
             yield start, block
+
+
+def _picked(source: Source, index: NDArray[np.int64]) -> NDArray[Any]:
+    """Rows that lie far apart."""
+    values = []
+    for start in range(0, len(index), _PICKED):
+        here = index[start : start + _PICKED]
+        values.append(np.asarray(source[here]))
+        if forget := getattr(source, "forget", None):
+            forget(int(here[0]), int(here[-1]) + 1)
+    return np.concatenate(values)
 
 
 def _numpy(tensor: torch.Tensor) -> NDArray[Any]:

@@ -15,7 +15,7 @@ from extract.store.dataset import DataSet, changes
 from extract.store.reader import FeatureReader
 from extract.store.shard import BLOCK_BYTES
 
-__all__ = ["Comparison", "Similarity", "compare"]
+__all__ = ["Comparison", "Similarity", "compare", "shared_images"]
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,7 @@ def compare(first: Path, second: Path) -> Comparison:
     """
     found = changes(DataSet.open(first).depends_on, DataSet.open(second).depends_on)
     with FeatureReader(first, partial=True) as one, FeatureReader(second, partial=True) as other:
-        hashes, rows = zip(*(_images(reader) for reader in (one, other)), strict=True)
-        _, where_one, where_other = np.intersect1d(hashes[0], hashes[1], assume_unique=True, return_indices=True)
-        order = np.argsort(rows[0][where_one])
-        mine, theirs = rows[0][where_one][order], rows[1][where_other][order]
+        mine, theirs = shared_images(one, other)
         features: dict[str, Similarity | str] = {}
         for name in dict.fromkeys([*one.layers, *other.layers]):
             if name not in one.layers or name not in other.layers:
@@ -78,8 +75,16 @@ def compare(first: Path, second: Path) -> Comparison:
                 features[name] = "no image in common"
             else:
                 features[name] = _similarity(one, other, name, mine, theirs)
-        only = len(rows[0]) - len(mine), len(rows[1]) - len(theirs)
+        only = len(_images(one)[1]) - len(mine), len(_images(other)[1]) - len(theirs)
         return Comparison(found, len(mine), only, features)
+
+
+def shared_images(one: FeatureReader, other: FeatureReader) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(M,) rows of one and (M,) rows of the other that have features of the same image, in the order of the first."""
+    (hashes, rows), (other_hashes, other_rows) = _images(one), _images(other)
+    _, mine, theirs = np.intersect1d(hashes, other_hashes, assume_unique=True, return_indices=True)
+    order = np.argsort(rows[mine])
+    return rows[mine][order], other_rows[theirs][order]
 
 
 def _images(reader: FeatureReader) -> tuple[NDArray[Any], NDArray[np.int64]]:

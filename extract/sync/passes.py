@@ -41,7 +41,7 @@ __all__ = ["Report", "VanishedError", "sync"]
 _RECHECKED = 16  # stored rows, when other libraries are installed
 _MAX_DEAD = 0.5  # of the rows of a pass; then it is written anew without them
 _OURS = {".lock", "manifest.sqlite", "manifest.sqlite-wal", "manifest.sqlite-shm", "manifest.sqlite.damaged", "passes",
-         "versions", "runs.jsonl", "schedule.json", "probe"}  # fmt: skip
+         "versions", "runs.jsonl", "schedule.json", "probe", "report.html"}  # fmt: skip
 
 
 class VanishedError(LayertapError):

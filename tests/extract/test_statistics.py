@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from extract.errors import InputError
-from extract.statistics import Statistics, summarise
+from extract.probe.rows import FeatureRows
+from extract.statistics import Statistics, statistics_of, summarise
+from extract.store.reader import FeatureReader
+from tests.extract.store.rows import VALUES, complete_data_set
 
 
 def added(values: Tensor, positions: list[int], sizes: list[int], **how: object) -> Statistics:
@@ -179,3 +183,23 @@ def test_what_cannot_be_summed_up_is_refused() -> None:
     statistics = added(torch.zeros(2, 3), [], [2])
     with pytest.raises(InputError, match="4 channels, after 3 before"):
         statistics.add(summarise(torch.zeros(2, 4), []))
+
+
+def test_stored_features_are_summed_up_in_blocks(tmp_path: Path) -> None:
+    with FeatureReader(complete_data_set(tmp_path / "out").out) as reader:
+        for layer in reader.layers:
+            found, lengths = statistics_of(FeatureRows.of(reader[layer]))
+            values = VALUES[layer].astype(np.float64).reshape(23, -1)
+            expected = values.mean(), values.std(), values.min(), values.max()
+            assert (found.mean, found.std, found.min, found.max) == pytest.approx(expected, rel=1e-5)
+            np.testing.assert_allclose(found.channel_mean, values.mean(0), rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(lengths, np.linalg.norm(values, axis=1))
+    generator = np.random.default_rng(0)
+    values = (1000 + generator.normal(size=(9000, 700))).astype(np.float32)  # more than one block
+    values[:, 5] = 7
+    found, lengths = statistics_of(FeatureRows.of(values))
+    assert (found.mean, found.std) == pytest.approx((values.mean(dtype=float), values.std(dtype=float)), rel=1e-6)
+    assert found.dead.tolist() == [5]
+    found, lengths = statistics_of(FeatureRows.of(np.empty((0, 3), np.float32)))
+    assert np.isnan(found.mean)
+    assert not len(lengths)

@@ -362,6 +362,8 @@ def test_the_demo_ends_with_lines_that_read_it(tmp_path: Path, monkeypatch: pyte
     assert result.exit_code == 0
     assert "(1797, 1280) float32" in result.stdout
     assert "confusion.png" in result.stdout
+    assert "a page of it all, to be opened in a browser: outputs/demo/features/report.html" in result.stdout
+    assert (tmp_path / "outputs/demo/features/report.html").stat().st_size < 10_000_000
     accuracy = json.loads((tmp_path / "outputs/demo/probe/results.json").read_text())["probes"][0]["metrics"]["top1"]
     assert accuracy["value"] > 0.9
     names: dict[str, np.ndarray] = {}

@@ -1,0 +1,100 @@
+"""Features of other images, or of the same once more, computed as those of a data set were."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from extract import defaults
+from extract.backbones import Backbone, load_backbone
+from extract.errors import InputError
+from extract.forward import ready, rows_of
+from extract.images import Images, load_batches
+from extract.images.source import Files
+from extract.planning import Plan, asked_of, how_made, plan_for
+from extract.status import Status
+from extract.store.dataset import DataSet, differences
+
+__all__ = ["features_of_file", "plan_as_made"]
+
+
+def plan_as_made(
+    dataset: DataSet, provenance: dict[str, Any], images: Images, backbone: Backbone | None = None,
+    weights: str | None = None, device: str = defaults.DEVICE, workers: int = 0,
+) -> Plan:  # fmt: skip
+    """How the data set says it was made, for these images.
+
+    Args:
+        dataset: says what the numbers depend on.
+        provenance: of its reader.
+        images: of which features are wanted.
+        backbone: None loads the one that the data set names.
+        weights: a name or file; None: those the data set names.
+        device: to compute on.
+        workers: processes that decode.
+
+    Raises:
+        InputError: the data set does not say it, or its backbone cannot be loaded.
+        LayertapError: as of `load_backbone`.
+    """
+    configuration = provenance.get("configuration", {})
+    try:
+        layers, spec = list(configuration["layers"]), str(provenance["backbone"])
+        asked = asked_of(configuration, weights)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{dataset.out} does not say how it was made: {error} is missing in its provenance") from error
+    made = how_made(dataset.depends_on)
+    if made["compile"] == "openvino" and device == "auto":
+        device = "cpu"
+    if backbone is None:
+        backbone = load_backbone(spec, device=device, **asked)
+    settings = {
+        "layers": layers, "batch_size": defaults.BATCH_SIZE, "workers": workers, "dtype": dataset.features[0].dtype,
+        **made, "compile": "off" if made["compile"] == "auto" else made["compile"],
+        "min_cosine": defaults.MIN_COSINE,
+        "max_pixels": configuration.get("max_pixels", defaults.MAX_PIXELS), "shard_rows": None, "compress": None,
+    }  # fmt: skip
+    return plan_for(images, dataset.out, backbone, settings)
+
+
+def features_of_file(
+    dataset: DataSet, provenance: dict[str, Any], path: Path, weights: str | None = None, device: str = defaults.DEVICE
+) -> dict[str, NDArray[Any]]:
+    """Layer -> (*shape) features of one image file.
+
+    Args:
+        dataset: whose features they are to be compared with.
+        provenance: of its reader.
+        path: of the file.
+        weights: as of `plan_as_made`.
+        device: to compute on.
+
+    Raises:
+        InputError: it is no image, or cannot be decoded; or its features would depend on something else than those of
+            the data set.
+        LayertapError: as of `plan_as_made`.
+    """
+    none = np.full(1, -1, np.int64)
+    image = Images(str(path.parent), [path.name], none, [], [""], Files(str(path.parent), [path.name]))
+    plan = plan_as_made(dataset, provenance, image, None, weights, device)
+    if changed := differences(dataset.depends_on, plan.dataset.depends_on):
+        raise InputError(
+            f"features of {path} would not be comparable with those of {dataset.out}: {'; '.join(changed)}"
+        )
+    dtype, preprocessing = dataset.features[0].dtype, plan.backbone.preprocessing
+    loaded = load_batches(
+        image, [[0]], preprocessing.prepare, workers=0, max_pixels=plan.max_pixels,
+        at_least_px=preprocessing.at_least_px,
+    )  # fmt: skip
+    with (
+        contextlib.closing(loaded),
+        ready(plan.backbone, plan.choice, dtype, plan.precision, plan.engine, plan.batch_size) as forward,
+    ):
+        values, status, reasons = rows_of(next(loaded), forward, plan.choice.features, dtype)
+    if status[0] != Status.OK:
+        raise InputError(f"{path}: {Status(status[0]).text}: {reasons.get(0, '')}")
+    return {name: one[0] for name, one in values.items()}

@@ -1,0 +1,219 @@
+"""The images of a data set that are nearest to one: `layertap search OUT QUERY_IMAGE|ROW -k 10`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from extract import defaults
+from extract.as_made import features_of_file
+from extract.errors import InputError
+from extract.images import decode
+from extract.search import layer_to_search, nearest
+from extract.status import Status
+from extract.store.dataset import DataSet
+from extract.store.reader import FeatureReader
+from pipelines.pictures import Pictures
+from pipelines.printing import printable
+
+__all__ = ["Found", "Hit", "as_json", "print_found", "run_search"]
+
+_CODE = ("python", "hub")  # sources of backbones that are code
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A row that was found.
+
+    Attributes:
+        row: of the data set.
+        cosine: of its feature and that of the query.
+        path: of its image.
+        name: of its class; empty: it has none.
+        split: train, val, test or empty.
+    """
+
+    row: int
+    cosine: float
+    path: str
+    name: str
+    split: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has found.
+
+    Attributes:
+        out: the data set.
+        layer: whose features were compared.
+        query: the row that was searched with; or None, and the file is `path`.
+        path: of the image of the query.
+        note: what else the words of the query might have meant; empty: nothing.
+        hits: the nearest first.
+        searched: rows that were compared.
+    """
+
+    out: Path
+    layer: str
+    query: int | None
+    path: str
+    note: str
+    hits: list[Hit]
+    searched: int
+
+
+def run_search(
+    out: Path, query: str, *, k: int = 10, layer: str | None = None, itself: bool = False, backbone: str | None = None,
+    weights: str | None = None, images: str | None = None, device: str = defaults.DEVICE, output: Path | None = None,
+) -> Found:  # fmt: skip
+    """Search, and draw what was found, if that is asked for.
+
+    Args:
+        out: folder of the data set.
+        query: a row; else the path of an image in the data set; else an image file, whose features are computed as
+            those of the data set were.
+        k: rows to find.
+        layer: None: `embedding`, or the only one.
+        itself: whether a query that is a row may find itself.
+        backbone: its spec; to be given where it is code, which a stranger's data set could name any of.
+        weights: name or file of its weights, if the file was moved.
+        images: where the images lie now, for the picture; None: where they lay.
+        device: to compute on.
+        output: PNG, SVG or PDF file to draw into.
+
+    Raises:
+        InputError: no such row, path or file; a row without features; a layer must be named; or a file whose features
+            cannot be computed as those of the data set were.
+        UnknownNameError: no such layer.
+    """
+    if output is not None:
+        from pipelines.search_gallery import check_output
+
+        check_output(output)
+    dataset = DataSet.open(out)
+    with FeatureReader(out) as reader:
+        name = layer_to_search(reader.layers, layer, str(out))
+        row, note = _row_of(reader, query, out)
+        path = query if row is None else reader.paths[row]
+        if row is None:
+            _check_code(reader.provenance, backbone, out)
+            feature = features_of_file(dataset, reader.provenance, Path(query), weights, device)[name]
+        elif reader.status[row] != Status.OK:
+            reason = next(reason for failed, _, _, reason in reader.failures if failed == row)
+            raise InputError(
+                f"row {row} ({printable(path)}) has no features: {Status(reader.status[row]).text}: {reason}"
+            )
+        else:
+            feature = reader[name][row]
+        good = np.flatnonzero(reader.status == Status.OK)
+        without = None if row is None or itself else np.array([row])
+        near = nearest(reader[name], feature[None], k, among=good, without=without, device=_device(device))
+        classes, labels, splits = reader.classes, reader.labels, reader.splits
+        hits = [
+            Hit(one, cosine, reader.paths[one], classes[labels[one]] if labels[one] >= 0 else "", splits[one])
+            for one, cosine in zip(near.rows[0].tolist(), near.cosines[0].tolist(), strict=True)
+            if one >= 0
+        ]
+        found = Found(out, name, row, path, note, hits, len(good) - (without is not None))
+        if output is not None:
+            _draw(found, reader, images or dataset.images["root"], output)
+    return found
+
+
+def _row_of(reader: FeatureReader, query: str, out: Path) -> tuple[int | None, str]:
+    """The row that a query means, or None for a file; and what else it might have meant."""
+    is_file = Path(query).is_file()
+    file = f"there is a file of this name, too, which ./{query} would mean" if is_file else ""
+    if query.isascii() and query.isdigit():
+        row = int(query)
+        if row >= len(reader):
+            there = f"it has rows 0 to {len(reader) - 1:,}" if len(reader) else "it has none"
+            raise InputError(f"{out} has no row {row}: {there}" + (f"; {file}" if file else ""))
+        return row, file
+    rows = np.flatnonzero(_equal(reader.paths, query))
+    if len(rows):
+        several = f"{len(rows)} rows have this path, and the first was taken" if len(rows) > 1 else ""
+        return int(rows[0]), "; ".join(text for text in (several, file) if text)
+    if not is_file:
+        what = "a folder; name one image" if Path(query).is_dir() else "no row, no path of an image in it, and no file"
+        raise InputError(f"{out}: {printable(query)} is {what}")
+    return None, ""
+
+
+def _equal(paths: list[str], query: str) -> NDArray[np.bool_]:
+    wanted = os.fsencode(query)
+    return np.fromiter((os.fsencode(path) == wanted for path in paths), np.bool_, len(paths))
+
+
+def _check_code(provenance: dict[str, Any], backbone: str | None, out: Path) -> None:
+    """See that code of a backbone is run only by consent.
+
+    Raises:
+        InputError: nobody has given it, or the backbone is another one.
+    """
+    named = str(provenance.get("backbone", ""))
+    if backbone is not None and backbone != named:
+        raise InputError(f"{out} was made with {named}, not with {backbone}")
+    if backbone is None and named.partition("/")[0] in _CODE:
+        raise InputError(
+            f"features of a file need the backbone, and {out} wants to run the code of {named!r}; if you trust it, say "
+            f"so: --backbone {shlex.quote(named)}"
+        )
+
+
+def _device(device: str) -> str:
+    """Where rows are compared: reading them takes longer than comparing them, so on a GPU only if it is asked for."""
+    return device if device != "auto" else "cpu"
+
+
+def _draw(found: Found, reader: FeatureReader, root: str, output: Path) -> None:
+    from pipelines.search_gallery import draw
+
+    rows = [hit.row for hit in found.hits] + ([] if found.query is None else [found.query])
+    pictures = Pictures(reader, root, rows)
+    query = pictures.picture(found.query) if found.query is not None else (decode(Path(found.path).read_bytes()), "")
+    draw(found, query, [pictures.picture(hit.row) for hit in found.hits], output)
+
+
+def print_found(found: Found, echo: Callable[[str], None]) -> None:
+    """What was found, for people."""
+    taken = f"the file {found.path}" if found.query is None else f"row {found.query} ({printable(found.path)})"
+    echo(f"{found.out}: nearest to {taken} by cosine of {found.layer}, of {found.searched:,} rows")
+    if found.note:
+        echo(f"  note: {printable(found.note)}")
+    if not found.hits:
+        echo("  no other row has features")
+    width = max((len(str(hit.row)) for hit in found.hits), default=0)
+    for rank, hit in enumerate(found.hits, 1):
+        name = f"  [{printable(hit.name)}]" if hit.name else ""
+        number = f"{rank:>{len(str(len(found.hits)))}}"
+        echo(f"  {number}  {hit.cosine:.6f}  row {hit.row:<{width}}  {printable(hit.path)}{name}")
+
+
+def as_json(found: Found) -> dict[str, Any]:
+    """What was found, for machines."""
+    return {
+        "out": str(found.out),
+        "layer": found.layer,
+        "query": {"row": found.query, "path": found.path, "note": found.note},
+        "searched": found.searched,
+        "results": [
+            {
+                "rank": rank,
+                "row": hit.row,
+                "cosine": hit.cosine,
+                "path": hit.path,
+                "class": hit.name or None,
+                "split": hit.split or None,
+            }
+            for rank, hit in enumerate(found.hits, 1)
+        ],
+    }

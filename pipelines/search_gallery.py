@@ -1,0 +1,81 @@
+"""A picture of what `layertap search` has found: the query, and the images nearest to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from PIL import Image
+
+from extract.errors import InputError
+from pipelines.drawing import drawable, save_figure
+from pipelines.search import Found
+
+__all__ = ["check_output", "draw"]
+
+_KINDS = (".png", ".svg", ".pdf")
+_COLUMNS = 5
+_SHOWN = 60  # of more results, the first
+_SIDE_PX = 320  # of a picture in the gallery
+
+
+def check_output(output: Path) -> None:
+    """Before anything is computed: whether a picture can be drawn there.
+
+    Raises:
+        InputError: it cannot.
+    """
+    if output.suffix.lower() not in _KINDS:
+        raise InputError(f"{output}: a gallery is drawn into a file that ends in {', '.join(_KINDS)}")
+    if output.is_dir() or not output.parent.is_dir():
+        raise InputError(f"{output} cannot be written: " + ("it is a folder" if output.is_dir() else "no such folder"))
+
+
+def draw(
+    found: Found, query: tuple[Image.Image | None, str], hits: Sequence[tuple[Image.Image | None, str]], output: Path
+) -> None:
+    """Draw query and results.
+
+    Args:
+        found: what was found.
+        query: its picture, or None and why there is none.
+        hits: likewise of each result.
+        output: PNG, SVG or PDF file to write.
+    """
+    shown = list(zip(found.hits, hits, strict=True))[:_SHOWN]
+    lines = -(-(len(shown) + 1) // _COLUMNS)
+    figure = Figure(figsize=(2.1 * _COLUMNS, 2.55 * lines + 0.5), layout="constrained")
+    axes = figure.subplots(lines, _COLUMNS, squeeze=False).reshape(-1)
+    for one in axes:
+        one.axis("off")
+    _place(axes[0], query, f"query\n{_tail(found.path)}", bold=True)
+    for one, (hit, picture) in zip(axes[1:], shown, strict=False):
+        name = f"\n[{drawable(hit.name)}]" if hit.name else ""
+        _place(one, picture, f"{hit.cosine:.4f}\n{_tail(hit.path)}{name}")
+    more = f"; the first {len(shown)} of {len(found.hits)}" if len(shown) < len(found.hits) else ""
+    figure.suptitle(f"Nearest by cosine of {drawable(found.layer)}{more}", fontsize=10)
+    save_figure(figure, output)
+
+
+def _tail(path: str) -> str:
+    """The end of a path, which tells images apart."""
+    name = path.rpartition("/")[2]
+    return drawable(name if len(name) <= 24 else "…" + name[-23:])
+
+
+def _place(axes: Any, picture: tuple[Image.Image | None, str], text: str, bold: bool = False) -> None:
+    image, why = picture
+    if image is None:
+        axes.set_axis_on()
+        axes.set(xticks=[], yticks=[], xlim=(0, 1), ylim=(0, 1), aspect="equal", facecolor="0.93")
+        axes.text(0.5, 0.5, "no picture:\n" + drawable(why), ha="center", va="center", fontsize=7, wrap=True)
+    else:
+        small = image.copy()
+        small.thumbnail((_SIDE_PX, _SIDE_PX))
+        axes.imshow(np.asarray(small))
+        side, middle = max(small.size) / 2, (small.width / 2, small.height / 2)  # all fill a square, and so line up
+        axes.set(xlim=(middle[0] - side, middle[0] + side), ylim=(middle[1] + side, middle[1] - side))
+    axes.set_title(text, fontsize=7.5, fontweight="bold" if bold else "normal")

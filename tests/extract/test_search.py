@@ -1,0 +1,152 @@
+"""The nearest rows by cosine, against all cosines in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from extract import FeatureReader, InputError, LayertapError, Status, UnknownNameError
+from extract.search import layer_to_search, nearest, overlap
+from tests.extract.store.rows import VALUES, complete_data_set
+
+
+def brute(bank, queries, k, among=None, without=None):
+    """(rows, cosines) of each query: all in float64, to 12 decimals; rows that are not finite are left out."""
+    x, q = (np.asarray(one).reshape(len(one), -1).astype(np.float64) for one in (bank, queries))
+    among = np.arange(len(x)) if among is None else np.asarray(among)
+    among = among[np.isfinite(x[among]).all(1)]
+    found = []
+    for number, query in enumerate(q):
+        rows = among if without is None else among[among != without[number]]
+        lengths = np.sqrt((query**2).sum()) * np.sqrt((x[rows] ** 2).sum(1))
+        cosines = np.round(np.divide((query * x[rows]).sum(1), lengths, out=np.zeros(len(rows)), where=lengths > 0), 12)
+        order = np.lexsort((rows, -cosines))
+        found.append((rows[order], cosines[order], min(k, len(rows))))
+    return found
+
+
+def same(neighbours, expected, exact=False):
+    """Equal; where rounding in float64 decides, any of the rows whose cosines are equal but for that."""
+    for rows, cosines, (others, near, count) in zip(neighbours.rows, neighbours.cosines, expected, strict=True):
+        assert (rows[count:] == -1).all()
+        assert np.isnan(cosines[count:]).all()
+        rows, cosines = rows[:count], cosines[:count]
+        if exact:
+            assert rows.tolist() == others[:count].tolist()
+        assert len(set(rows.tolist())) == count
+        np.testing.assert_allclose(cosines, near[:count], atol=2e-12)
+        of = dict(zip(others.tolist(), near.tolist(), strict=True))
+        np.testing.assert_allclose(cosines, [of[row] for row in rows.tolist()], atol=2e-12)
+        tied = cosines[1:] == cosines[:-1]
+        assert (rows[1:][tied] > rows[:-1][tied]).all()
+
+
+# Small whole numbers make ties and zero vectors; their products are exact in float64.
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), width=st.sampled_from([1, 2, 5, 40]), n=st.integers(1, 40), k=st.integers(1, 50))
+def test_it_is_what_all_cosines_in_float64_give(data: st.DataObject, width: int, n: int, k: int) -> None:
+    generator = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    dtype = data.draw(st.sampled_from([np.float32, np.float16]))
+    bank = generator.integers(-1, 2, (n, width)).astype(dtype)
+    bank[generator.random(n) < 0.3] *= 4
+    bank[generator.random(n) < 0.2] = np.nan
+    bank[generator.random(n) < 0.1] = np.inf
+    queries = generator.integers(-1, 2, (3, width)).astype(np.float32)
+    among = np.flatnonzero(generator.random(n) < 0.8) if data.draw(st.booleans()) else None
+    without = generator.integers(0, n, 3) if data.draw(st.booleans()) else None
+    memory = data.draw(st.sampled_from([1, 5_000, 1 << 20]))  # one row at a time, some, all
+    found = nearest(bank, queries, k, among=among, without=without, memory_bytes=memory)
+    same(found, brute(bank, queries, k, among, without), exact=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), width=st.sampled_from([3, 64, 1000]))
+def test_rows_that_float32_cannot_tell_apart_are_told_apart(seed: int, width: int) -> None:
+    generator = np.random.default_rng(seed)
+    centre = generator.normal(size=width)
+    bank = (centre + 1e-5 * generator.normal(size=(60, width))).astype(np.float32)
+    bank[30] = bank[7]  # a tie
+    same(nearest(bank, bank[:5], 12, memory_bytes=50_000), brute(bank, bank[:5], 12))
+
+
+def test_lengths_that_float32_cannot_square_do_not_matter() -> None:
+    generator = np.random.default_rng(0)
+    bank = generator.normal(size=(50, 8)).astype(np.float32)
+    scales = np.array([1e-44, 1e-30, 1e-20, 1, 1e20, 3e37], np.float32)[np.arange(50) % 6, None]
+    with np.errstate(under="ignore"):
+        scaled = bank * scales
+    scaled[3] = 0
+    queries = scaled[[1, 2, 4, 5, 3]]
+    same(nearest(scaled, queries, 50), brute(scaled, queries, 50))
+
+
+def test_where_all_rows_are_equal_the_first_are_nearest() -> None:
+    bank = np.full((3000, 6), 0.1, np.float32)
+    found = nearest(bank, bank[:40], 5, without=np.arange(40))  # more candidates than are computed pair by pair
+    assert found.rows[10].tolist() == [0, 1, 2, 3, 4]
+    assert found.rows[2].tolist() == [0, 1, 3, 4, 5]
+    assert (found.cosines == 1).all()
+
+
+def test_many_candidates_are_computed_at_once_and_give_the_same() -> None:
+    generator = np.random.default_rng(1)
+    bank = (1 + 1e-6 * generator.normal(size=(2000, 5))).astype(np.float32)
+    same(nearest(bank, bank[:50], 7), brute(bank, bank[:50], 7))
+
+
+def test_a_query_of_zeros_is_equally_near_to_everything() -> None:
+    found = nearest(np.eye(4, dtype=np.float32), np.zeros((1, 4)), 9)
+    assert found.rows.tolist() == [[0, 1, 2, 3]]
+    assert found.cosines.tolist() == [[0, 0, 0, 0]]
+
+
+def test_features_of_a_data_set_over_several_shards_as_vectors_and_as_maps(tmp_path: Path) -> None:
+    out = complete_data_set(tmp_path / "out", failed=(3, 11)).out
+    with FeatureReader(out) as reader:
+        good = np.flatnonzero(reader.status == Status.OK)
+        for layer in ("vector", "map:none"):
+            found = nearest(reader[layer], VALUES[layer][[5, 20]], 30, among=good, without=np.array([5, 20]))
+            assert found.rows.shape == (2, 21)
+            assert (found.rows[:, 20] == -1).all()
+            assert not np.isin(found.rows, [3, 11]).any()
+            same(found, brute(VALUES[layer], VALUES[layer][[5, 20]], 30, good, [5, 20]))
+
+
+@pytest.mark.parametrize(
+    ("queries", "k", "message"),
+    [
+        (np.zeros((1, 4)), 0, "k is 0"),
+        (np.zeros((1, 5)), 1, "queries have 5 values, and rows 4"),
+        (np.full((1, 4), np.nan), 1, "a query has NaN"),
+    ],
+)
+def test_what_cannot_be_searched_is_told(queries: np.ndarray, k: int, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        nearest(np.eye(4, dtype=np.float32), queries, k)
+
+
+def test_nothing_is_found_among_no_rows() -> None:
+    found = nearest(np.eye(4, dtype=np.float32), np.ones((2, 4)), 3, among=np.empty(0, np.int64))
+    assert found.rows.shape == (2, 0)
+    found = nearest(np.eye(4, dtype=np.float32), np.ones((1, 4)), 3, among=np.array([2]), without=np.array([2]))
+    assert found.rows.tolist() == [[-1]]
+
+
+def test_the_layer_is_the_embedding_or_the_only_one() -> None:
+    assert layer_to_search(["a", "embedding"], None, "x") == "embedding"
+    assert layer_to_search(["a"], None, "x") == "a"
+    assert layer_to_search(["a", "embedding"], "a", "x") == "a"
+    with pytest.raises(InputError, match="x has 2 layers and no embedding; name one by -l: a, b"):
+        layer_to_search(["a", "b"], None, "x")
+    with pytest.raises(UnknownNameError, match="layer 'c' not found in x"):
+        layer_to_search(["a", "b"], "c", "x")
+    with pytest.raises(LayertapError):
+        layer_to_search([], None, "x")
+
+
+def test_the_overlap_counts_shared_neighbours() -> None:
+    assert overlap(np.array([[1, 2], [3, 4]]), np.array([[2, 1], [4, 5]])).tolist() == [1, 0.5]

@@ -1,0 +1,178 @@
+"""layertap search, on the command line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from extract import FeatureReader
+from extract.images.decoding import decode, decode_partly
+from tests.conftest import make_picture
+from tests.pipelines.test_cli import SMALL, fails, layertap
+
+
+@pytest.fixture
+def out(folder: Path, tmp_path: Path) -> Path:
+    (folder / "bee" / "zz bad.jpg").write_bytes(b"no picture")
+    shutil.copy(folder / "ant" / "00.png", folder / "cat" / "copy.png")
+    (folder / "7").write_bytes((folder / "bee" / "07.jpg").read_bytes())
+    assert layertap("embed", folder, "-o", tmp_path / "out", *SMALL, "--shard-rows", 5).exit_code == 0
+    return tmp_path / "out"
+
+
+def found(*arguments: object) -> dict:
+    result = layertap("search", *arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def expected(out: Path, query: np.ndarray) -> list[int]:
+    """Rows by cosine in float64, the nearest first."""
+    with FeatureReader(out) as reader:
+        x = reader["embedding"][:].astype(np.float64)
+    cosines = np.round(x @ query / np.linalg.norm(x, axis=1) / np.linalg.norm(query), 12)
+    order = np.lexsort((np.arange(len(x)), -cosines))
+    return [int(row) for row in order if np.isfinite(cosines[row])]
+
+
+def test_a_row_finds_its_copies_and_neighbours_and_not_itself(out: Path) -> None:
+    with FeatureReader(out) as reader:
+        query, paths = reader["embedding"][0].astype(np.float64), reader.paths
+    content = found(out, 0, "-k", 4)
+    assert content["query"] == {"row": 0, "path": "ant/00.png", "note": ""}
+    assert [one["row"] for one in content["results"]] == expected(out, query)[1:5]
+    first = content["results"][0]
+    assert (first["path"], first["cosine"], first["class"]) == ("cat/copy.png", 1.0, "cat")
+    assert content["searched"] == len(paths) - 2  # itself, and the one without features
+    assert [one["row"] for one in found(out, 0, "-k", 4, "--itself")["results"]] == expected(out, query)[:4]
+    assert len(found(out, 0, "-k", 100)["results"]) == len(paths) - 2
+    text = layertap("search", out, 0, "-k", 1).stdout
+    assert "nearest to row 0 (ant/00.png) by cosine of embedding, of 12 rows" in text
+    assert "  1  1.000000  row 13  cat/copy.png  [cat]" in text
+
+
+def test_a_path_of_the_data_set_is_its_row(out: Path) -> None:
+    with FeatureReader(out) as reader:
+        row = reader.paths.index("bee/04.png")
+    assert found(out, "bee/04.png")["query"]["row"] == row
+
+
+def test_a_file_is_searched_with_features_computed_as_those_stored(out: Path, folder: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere.png"
+    shutil.copy(folder / "ant" / "06.png", moved)
+    content = found(out, moved, "-k", 3)
+    assert content["query"] == {"row": None, "path": str(moved), "note": ""}
+    assert content["results"][0]["path"] == "ant/06.png"
+    assert content["results"][0]["cosine"] == pytest.approx(1, abs=1e-6)
+    with FeatureReader(out) as reader:
+        row = reader.paths.index("ant/06.png")
+        assert [one["row"] for one in content["results"]] == expected(out, reader["embedding"][row])[:3]
+
+
+def test_what_a_number_is_taken_for_is_told(out: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    content = found(out, "7")
+    assert content["query"]["row"] == 7
+    assert "there is a file of this name, too, which ./7 would mean" in content["query"]["note"]
+    assert "note: there is a file of this name" in layertap("search", out, "7").stdout
+    assert found(out, "./7")["results"][0]["path"] == "bee/07.jpg"
+    assert found(out, "bee/04.png")["query"]["row"] is not None
+
+
+def test_what_cannot_be_searched_for_is_told(out: Path, folder: Path, tmp_path: Path) -> None:
+    assert "has no row 99: it has rows 0 to 13" in fails("search", out, 99)
+    assert "no row, no path of an image in it, and no file" in fails("search", out, "dog.png")
+    assert "is a folder; name one image" in fails("search", out, folder)
+    with FeatureReader(out) as reader:
+        bad = reader.paths.index("bee/zz bad.jpg")
+    assert "(bee/zz bad.jpg) has no features: decode error: not an image" in fails("search", out, bad)
+    (tmp_path / "text.png").write_text("text")
+    assert "text.png: decode error: not an image in a known format" in fails("search", out, tmp_path / "text.png")
+    assert "layer 'embeding' not found" in fails("search", out, 0, "-l", "embeding")
+    assert "ends in .png, .svg, .pdf" in fails("search", out, 0, "-o", tmp_path / "x.bmp")
+    assert "no such folder" in fails("search", out, 0, "-o", tmp_path / "none" / "x.png")
+    assert "made with timm/test_resnet, not with timm/other" in fails(
+        "search", out, folder / "ant" / "00.png", "-b", "timm/other"
+    )
+
+
+def test_without_an_embedding_a_layer_must_be_named(folder: Path, tmp_path: Path) -> None:
+    layers = ["-l", "layer1:none", "-l", "layer4"]
+    assert layertap("embed", folder, "-o", tmp_path / "out", *SMALL, *layers, "--dtype", "float16").exit_code == 0
+    assert "has 2 layers and no embedding; name one by -l: layer1, layer4" in fails("search", tmp_path / "out", 0)
+    content = found(tmp_path / "out", 3, "-l", "layer1", "-k", 2)  # a map, as one vector
+    assert len(content["results"]) == 2
+
+
+def test_code_is_run_by_consent_only(folder: Path, tmp_path: Path) -> None:
+    code = tmp_path / "net.py"
+    code.write_text(
+        "import torch\nfrom torch import nn\nfrom torchvision import transforms\n\n"
+        "def make():\n    torch.manual_seed(0)\n"
+        "    net = nn.Sequential(nn.Conv2d(3, 4, 8, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten())\n"
+        "    return net, transforms.Compose([transforms.Resize((32, 32)), transforms.ToTensor()])\n"
+    )
+    spec = f"python/{code}:make"
+    made = layertap("embed", folder, "-o", tmp_path / "out", "-b", spec, "--workers", 0, "--device", "cpu")
+    assert made.exit_code == 0, made.output
+    assert found(tmp_path / "out", 0)["results"]  # of a row, nothing is computed
+    image = folder / "ant" / "00.png"
+    assert "if you trust it, say so: --backbone" in fails("search", tmp_path / "out", image)
+    content = found(tmp_path / "out", image, "-b", spec)
+    assert content["results"][0]["path"] == "ant/00.png"
+
+
+@pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
+def test_a_gallery_is_drawn_and_missing_pictures_have_a_place(
+    out: Path, folder: Path, tmp_path: Path, kind: str
+) -> None:
+    (folder / "cat" / "copy.png").unlink()
+    make_picture(77).save(folder / "ant" / "06.png")  # another picture now
+    file = tmp_path / f"gallery.{kind}"
+    assert f"drawn: {file}" in layertap("search", out, 0, "-o", file).stdout
+    start = file.read_bytes()[:200]
+    assert start.startswith({"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[kind])
+    if kind == "png":
+        with Image.open(file) as picture:
+            assert picture.width > 1000
+    shutil.rmtree(folder)
+    assert layertap("search", out, 0, "-o", file).exit_code == 0
+
+
+def test_a_data_set_of_sync_is_searched_in_its_version(folder: Path, tmp_path: Path) -> None:
+    config = tmp_path / "sync.yaml"
+    small = {"backbone": "timm/test_resnet", "weights": "random", "workers": 0, "device": "cpu", "settle": 0}
+    config.write_text(yaml.safe_dump({"images": str(folder), "out": str(tmp_path / "out"), "max_vanish": 1, **small}))
+    assert layertap("sync", config).exit_code == 0
+    shutil.copy(folder / "ant" / "00.png", folder / "cat" / "copy.png")
+    (folder / "bee" / "01.jpg").rename(folder / "bee" / "renamed.jpg")
+    assert layertap("sync", config).exit_code == 0
+    with FeatureReader(tmp_path / "out") as reader:
+        row = reader.paths.index("cat/copy.png")
+    content = found(tmp_path / "out", row, "-k", 20)
+    assert (content["results"][0]["path"], content["results"][0]["cosine"]) == ("ant/00.png", 1.0)
+    paths = [one["path"] for one in content["results"]]
+    assert "bee/renamed.jpg" in paths
+    assert "bee/01.jpg" not in paths
+    assert found(tmp_path / "out", folder / "bee" / "renamed.jpg")["results"][0]["path"] == "bee/renamed.jpg"
+
+
+def test_a_truncated_picture_can_partly_be_shown_and_nothing_can_of_a_text(tmp_path: Path) -> None:
+    make_picture(5, 300, 300).save(tmp_path / "a.jpg")
+    data = (tmp_path / "a.jpg").read_bytes()
+    with pytest.raises(ValueError, match="truncated"):
+        decode(data[: len(data) // 2])
+    part = decode_partly(data[: len(data) // 2], 1_000_000)
+    assert part is not None
+    whole, shown = np.asarray(decode(data)), np.asarray(part)
+    assert np.array_equal(whole[:64], shown[:64])
+    assert decode_partly(data, 1000) is None
+    assert decode_partly(b"text", 1000) is None
+    with pytest.raises(ValueError, match="truncated"):  # and it stays so for features
+        decode(data[: len(data) // 2])
