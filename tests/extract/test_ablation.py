@@ -24,7 +24,7 @@ def lite() -> Backbone:
 
 @pytest.fixture(scope="module")
 def inputs(lite: Backbone) -> Tensor:
-    prepared = [lite.preprocessing.prepare(make_picture(seed, 300, 260)) for seed in range(6)]
+    prepared = [lite.preprocessing.prepare(make_picture(seed, 300, 260)) for seed in range(4)]
     return lite.preprocessing.to_input(torch.stack(prepared))
 
 
@@ -70,13 +70,13 @@ def without_channel(h: Tensor, channel: int) -> Tensor:
 def test_effects_are_those_of_a_model_changed_by_hand(
     lite: Backbone, inputs: Tensor, edit: edits.Edit, change: object
 ) -> None:
-    targets = torch.tensor([1, 2, -1, 3, -1, 5])
+    targets = torch.tensor([1, 2, -1, 3])
     plain = by_hand(lite.model, "blocks.2", lambda h: h, inputs)
     targets[0] = plain[1][0].argmax()  # one is right
-    batches = [(inputs[:4], targets[:4]), (inputs[4:], targets[4:])]
+    batches = [(inputs[:3], targets[:3]), (inputs[3:], targets[3:])]
     found = ablation(lite, batches, ["blocks.4", "blocks.2"], edit)
     assert [effect.layer for effect in found.effects] == ["blocks.2", "blocks.4"]  # in the order of computing
-    assert (found.images, found.targets, found.accuracy) == (6, 4, 0.25)
+    assert (found.images, found.targets, found.accuracy) == (4, 3, pytest.approx(1 / 3))
     for effect in found.effects:
         embedding, scores, later = by_hand(lite.model, effect.layer, change, inputs)
         assert effect.cosine == pytest.approx(cosine(embedding, plain[0]), abs=1e-4)

@@ -177,6 +177,7 @@ def test_a_download_that_fails_says_what_to_do(monkeypatch: pytest.MonkeyPatch, 
         load_backbone("torchvision/resnet18", device="cpu")
 
 
+@pytest.mark.slow
 def test_files_for_googlenet_and_inception_give_what_named_weights_would(tmp_path: Path) -> None:
     for name in ("googlenet", "inception_v3"):
         # As torchvision builds them for its published weights: input rescaled inside, second classifiers dropped.

@@ -210,7 +210,7 @@ def test_numbers_are_those_of_plain_hooks_and_autograd() -> None:
         gradient = model.get_parameter(parameter.name).grad
         assert gradient is not None
         assert parameter.gradient_norm == pytest.approx(float(gradient.norm()), rel=1e-4)
-        assert parameter.norm == pytest.approx(float(model.get_parameter(parameter.name).norm()), rel=1e-5)
+        assert parameter.norm == pytest.approx(model.get_parameter(parameter.name).norm().item(), rel=1e-5)
 
 
 def test_the_size_of_batches_does_not_matter() -> None:
@@ -259,13 +259,14 @@ def test_wrong_input_is_refused_with_reasons() -> None:
         inspect_model(model, [torch.zeros(2, 4)], loss=lambda output, targets: output)
 
 
+@pytest.mark.slow
 def test_on_real_photos_the_bundled_backbone_gives_no_alarm_and_its_dead_channels_are_dead(photos: Path) -> None:
     backbone = load_backbone("bundled/efficientnet_lite0")
     images = list_images(photos)
-    rows = list(range(0, 200, 5))
+    rows = list(range(0, 200, 8))
 
     def batches() -> list[Tensor]:
-        loaded = load_batches(images, [rows[:20], rows[20:]], backbone.preprocessing.prepare, workers=0)
+        loaded = load_batches(images, [rows[:13], rows[13:]], backbone.preprocessing.prepare, workers=0)
         return [backbone.preprocessing.to_input(batch.images) for batch in loaded]
 
     def cross_entropy(output: Tensor, targets: object) -> Tensor:

@@ -283,14 +283,8 @@ def stored(part: Path) -> int:
         return 0
 
 
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [
-        (signal.SIGINT, 130),
-        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
-        pytest.param(signal.SIGKILL, -9, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_an_interrupted_run_keeps_its_rows_and_goes_on(tmp_path: Path, number: signal.Signals, code: int) -> None:
     run = start_slow_run(tmp_path)
     os.killpg(run.pid, number)  # the whole group, as Ctrl-C in a terminal does
