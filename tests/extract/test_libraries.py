@@ -262,12 +262,6 @@ def twenty(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 LARGE = (
     "open_clip/RN50", "open_clip/MobileCLIP2-S0", "open_clip/ViT-S-32", "torchvision/swin_t", "torchvision/vit_b_32",
 )  # fmt: skip
-    "open_clip/RN50",
-    "open_clip/MobileCLIP2-S0",
-    "open_clip/ViT-S-32",
-    "torchvision/swin_t",
-    "torchvision/vit_b_32",
-)
 
 
 @pytest.mark.parametrize(
