@@ -377,7 +377,7 @@
       yaxis: {showticklabels: false, showgrid: false, zeroline: false, fixedrange: !drag},
     });
     const draw = () => {
-      note.textContent = ways[way].note + (drawn() < rows.length ? ` ${count(drawn())} points.` : "");
+      note.textContent = ways[way].note + (drawn() < rows.length ? ` Of these images, ${count(drawn())}.` : "");
       waysButtons.forEach((button, i) => button.setAttribute("aria-pressed", String(i === way)));
       return Plotly.react(element, traces(), layout(), {...still, doubleClick: "reset"});
     };

@@ -362,33 +362,51 @@ def test_dark_narrow_and_printed_pages_are_drawn(browser: Any, hostile_page: tup
     fine(view)
 
 
-def test_data_sets_of_every_kind_have_a_page(browser: Any, folder: Path, tmp_path: Path) -> None:
+def of_every_kind(folder: Path, tmp_path: Path) -> dict[str, str]:
+    """Data sets in `tmp_path`, and what a report says of each; their images are not where they were."""
     made(tmp_path / "failed", 7, 4, 2, failed=True)
     made(tmp_path / "one", 1, 4, 1)
     made(tmp_path / "unlabelled", 40, 4, 0, unlabelled=True)
     made(tmp_path / "many classes", 3000, 8, 1000)
-    assert (
-        layertap("embed", folder, "-o", tmp_path / "maps", *SMALL, "-l", "layer2:none", "-l", "layer3:none").exit_code
-        == 0
-    )
-    moved = tmp_path / "moved"
-    folder.rename(moved)
-    for name, width, says in [
-        ("failed", 400, "7 images have no features"),
-        ("one", 1200, "Too few images to tell"),
-        ("unlabelled", 1200, "No thumbnails: the images are not in /nowhere any more"),
-        ("many classes", 400, "979 other classes are grey"),
-        ("maps", 400, "There is no layer `embedding`; images are compared by the last layer, layer3."),
-    ]:
-        page, _ = report(tmp_path / name)
-        view = opened(browser, page, width)
-        assert says in view.inner_text("main")
-        fine(view)
-    page, content = report(tmp_path / "maps", "--images", moved)
-    assert len(content["thumbnails"]) == 12
-    assert report(tmp_path / "maps", "--images", moved, "--thumbnails", 5)[1]["thumbnails"].keys() == {
-        str(row) for row in list(content["thumbnails"])[:5]
+    layers = ["-l", "layer2:none", "-l", "layer3:none"]
+    assert layertap("embed", folder, "-o", tmp_path / "maps", *SMALL, *layers).exit_code == 0
+    folder.rename(tmp_path / "moved")
+    return {
+        "failed": "7 images have no features",
+        "one": "Too few images to tell",
+        "unlabelled": "No thumbnails: the images are not in /nowhere any more",
+        "many classes": "979 other classes are grey",
+        "maps": "There is no layer `embedding`; images are compared by the last layer, layer3.",
     }
+
+
+def test_data_sets_of_every_kind_have_a_report(folder: Path, tmp_path: Path) -> None:
+    found = {name: report(tmp_path / name)[1] for name in of_every_kind(folder, tmp_path)}
+    assert found["failed"]["counts"]["good"] == 0
+    assert len(found["failed"]["failures"]) == 7
+    assert found["failed"]["layers"][0]["mean"] is None
+    assert len(found["one"]["map"]["rows"]) == 1
+    assert found["unlabelled"]["unlabelled"] == 40
+    assert len(found["many classes"]["classes"]) == 1000
+    with FeatureReader(tmp_path / "maps") as reader:
+        assert found["maps"]["layers"][0]["shape"] == list(reader["layer2"].shape[1:])
+    assert "not in" in found["maps"]["about_thumbnails"]
+    _, content = report(tmp_path / "maps", "--images", tmp_path / "moved")
+    assert len(content["thumbnails"]) == 12
+    few = report(tmp_path / "maps", "--images", tmp_path / "moved", "--thumbnails", 5)[1]["thumbnails"]
+    assert list(few) == list(content["thumbnails"])[:5]
+    none = report(tmp_path / "maps", "--images", tmp_path / "moved", "--thumbnails", 0)[1]
+    assert (none["thumbnails"], none["about_thumbnails"]) == ({}, "Without thumbnails, as asked for.")
+
+
+@pytest.mark.slow
+def test_data_sets_of_every_kind_are_shown(browser: Any, folder: Path, tmp_path: Path) -> None:
+    for name, says in of_every_kind(folder, tmp_path).items():
+        page, _ = report(tmp_path / name)
+        for width in (400, 1200):
+            view = opened(browser, page, width)
+            assert says in view.inner_text("main")
+            fine(view)
 
 
 @pytest.mark.slow
