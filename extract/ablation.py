@@ -20,6 +20,7 @@ from extract.edits import Edit
 from extract.errors import InputError
 from extract.features import EMBEDDING, Choice, Feature, choose_features
 from extract.hooks import Taps
+from extract.record import Site
 from extract.rows import Rows
 from extract.settings import evaluating, full_float32, keeping_freed_memory
 
@@ -80,8 +81,8 @@ def ablation(
         backbone: as loaded.
         batches: inputs (B, 3, H, W) and targets (B,), the right outputs, -1 for none; or None for all.
         layers: names or globs. Of a layer that runs several times, all calls are edited.
-        edit: a function of one tensor, images first, as for `Taps.edit`, or one for each layer by its name. Random
-            numbers that it draws are the same each time.
+        edit: a function of one tensor, images first, as for `Taps.edit`, or one for each layer or tensor (`relu#1`)
+            by its name. Random numbers that it draws are the same for each layer.
         channels: edit these one by one, and leave the others as they are; None edits the whole layer.
         on_forward: called after each forward with the number of its images.
 
@@ -97,26 +98,28 @@ def ablation(
         outcomes = [_Outcome() for _ in trials]
         whole = _Outcome()
         with _embedding(backbone) as embedding:
-            for inputs, targets in batches:
+            for number, (inputs, targets) in enumerate(batches):
                 plain = _forward(backbone, inputs, choice.features, embedding)
                 whole.add(plain, plain, targets)
                 on_forward(len(inputs))
-                for (feature, channel), outcome in zip(trials, outcomes, strict=True):
-                    own = edit[feature.site.layer] if isinstance(edit, Mapping) else edit
-                    change = (feature.site.layer, _of(own, feature, channel))
-                    changed = _forward(backbone, inputs, choice.features, embedding, change)
+                for (layer, channel), outcome in zip(trials, outcomes, strict=True):
+                    changes = [
+                        (feature.site, _of(_edit_of(edit, feature), feature, channel, number))
+                        for feature in choice.features
+                        if feature.site.layer == layer
+                    ]
+                    changed = _forward(backbone, inputs, choice.features, embedding, changes)
                     outcome.add(changed, plain, targets)
                     on_forward(len(inputs))
     if not whole.images:
         raise InputError("no batch to look at; give at least one")
-    order = [feature.name for feature in choice.features]
     effects = []
-    for (feature, channel), outcome in zip(trials, outcomes, strict=True):
-        later = {name: value / whole.images for name, value in outcome.cosines.items() if name in order}
-        after = order[order.index(feature.name) + 1 :]
+    for (layer, channel), outcome in zip(trials, outcomes, strict=True):
+        last = max(i for i, feature in enumerate(choice.features) if feature.site.layer == layer)
+        later = [feature.name for feature in choice.features[last + 1 :]]
         effect = Effect(
-            feature.name, channel, outcome.mean(outcome.cosines.get(EMBEDDING)), outcome.mean(outcome.same),
-            outcome.accuracy, {name: later[name] for name in after if name in later},
+            layer, channel, outcome.mean(outcome.cosines.get(EMBEDDING)), outcome.mean(outcome.same), outcome.accuracy,
+            {name: outcome.cosines[name] / whole.images for name in later},
         )  # fmt: skip
         effects.append(effect)
     return Ablation(effects, whole.accuracy, whole.images, whole.targets)
@@ -134,7 +137,7 @@ def _in_order(backbone: Backbone, choice: Choice) -> Choice:
 def mean_activations(
     backbone: Backbone, batches: Iterable[tuple[Tensor, Tensor | None]], layers: Sequence[str]
 ) -> dict[str, Tensor]:
-    """What each layer gives on the average over images, at each position: layer -> (1, *shape), on its device."""
+    """What layers give on the average over images, at each position: name of the tensor -> (1, *shape)."""
     sums: dict[str, Tensor] = {}
     count = 0
     with torch.no_grad(), evaluating(backbone.model), full_float32():
@@ -142,39 +145,44 @@ def mean_activations(
         for inputs, _ in batches:
             taps = choice.kept_by(Taps(backbone.model, stop=True), torch.float64)
             with taps:
-                taps(inputs)
+                taps(inputs.clone())
                 for feature in choice.features:
                     total = taps.record[feature.site][feature.name].sum(0, keepdim=True)
-                    layer = feature.site.layer
-                    sums[layer] = sums[layer] + total if layer in sums else total
+                    sums[feature.name] = sums[feature.name] + total if feature.name in sums else total
             count += len(inputs)
-    return {layer: (total / count).float().to(backbone.device) for layer, total in sums.items()}
+    return {name: (total / count).float().to(backbone.device) for name, total in sums.items()}
 
 
-def _trials(features: Sequence[Feature], channels: Sequence[int] | None) -> Iterator[tuple[Feature, int | None]]:
-    seen = set()
-    for feature in features:
-        if feature.site.layer in seen:  # another call of a layer whose calls are all edited
-            continue
-        seen.add(feature.site.layer)
+def _trials(features: Sequence[Feature], channels: Sequence[int] | None) -> Iterator[tuple[str, int | None]]:
+    """Layers, in the order of their first tensors, and their channels."""
+    for layer in dict.fromkeys(feature.site.layer for feature in features):
         if channels is None:
-            yield feature, None
+            yield layer, None
             continue
-        if "C" not in feature.layout.axes:
-            raise InputError(f"layer {feature.name!r} has no axis that is known to be of channels")
-        count = feature.activation_shape[feature.layout.axes.index("C")]
-        if wrong := [channel for channel in channels if not 0 <= channel < count]:
-            raise InputError(f"channel {wrong[0]} of layer {feature.name!r}: there are channels 0 to {count - 1}")
-        yield from ((feature, channel) for channel in channels)
+        for feature in features:
+            if feature.site.layer != layer:
+                continue
+            if "C" not in feature.layout.axes:
+                raise InputError(f"layer {feature.name!r} has no axis that is known to be of channels")
+            count = feature.activation_shape[feature.layout.axes.index("C")]
+            if wrong := [channel for channel in channels if not 0 <= channel < count]:
+                raise InputError(f"channel {wrong[0]} of layer {feature.name!r}: there are channels 0 to {count - 1}")
+        yield from ((layer, channel) for channel in dict.fromkeys(channels))
 
 
-def _of(edit: Edit, feature: Feature, channel: int | None) -> Edit:
-    """The edit of a layer's own tensor: images first, and of one channel only."""
+def _edit_of(edit: Edit | Mapping[str, Edit], feature: Feature) -> Edit:
+    if not isinstance(edit, Mapping):
+        return edit
+    return edit[feature.name] if feature.name in edit else edit[feature.site.layer]
+
+
+def _of(edit: Edit, feature: Feature, channel: int | None, seed: int) -> Edit:
+    """The edit of a tensor as the layer gives it: images first, and of one channel only."""
 
     def changed(value: Tensor) -> Tensor:
         images = feature.rows.by_image(value)
         with torch.random.fork_rng(devices=[] if value.device.type == "cpu" else [value.device]):
-            torch.manual_seed(0)
+            torch.manual_seed(seed)
             result = edit(images)
         if channel is not None:
             axis = 1 + feature.layout.axes.index("C")
@@ -211,17 +219,17 @@ class _Seen:
 
 def _forward(
     backbone: Backbone, inputs: Tensor, features: Sequence[Feature], embedding: Feature | None,
-    change: tuple[str, Edit] | None = None,
+    changes: Sequence[tuple[Site, Edit]] = (),
 ) -> _Seen:  # fmt: skip
     """One forward, with a layer edited."""
     wanted = {feature.name: feature for feature in features}
     if embedding is not None:
         wanted[EMBEDDING] = embedding
     taps = Choice(list(wanted.values()), []).kept_by(Taps(backbone.model), torch.float32)
-    if change is not None:
-        taps.edit(*change)
+    for site, change in changes:
+        taps.edit(site, change)
     with taps:
-        output = taps(inputs)
+        output = taps(inputs.clone())  # a model may write into what it is given
         values = {name: taps.record[feature.site][feature.name] for name, feature in wanted.items()}
     if embedding is None and isinstance(output, Tensor):
         values[EMBEDDING] = output.float().cpu()

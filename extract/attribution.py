@@ -86,12 +86,16 @@ def grad_cam(
         InputError: the layer has no positions, or the backbone gives no scores.
     """
     with evaluating(backbone.model), full_float32():
-        [feature] = choose_features(backbone, [f"{layer}:none"]).features
+        features = choose_features(backbone, [f"{layer}:none"]).features
+        if len(features) > 1:
+            names = ", ".join(feature.name for feature in features)
+            raise InputError(f"{layer!r} gives several tensors; name one of them: {names}")
+        feature = features[0]
         site = feature.site
         gradient = Site(site.layer, site.call, site.path, "grad")
         with torch.enable_grad(), Taps(backbone.model).keep(site).keep(gradient) as taps:
             pixels = inputs.clone().requires_grad_()  # so that gradients flow though all parameters may be frozen
-            scores = taps(pixels)
+            scores = taps(pixels.clone())
             if not isinstance(scores, Tensor) or scores.ndim != 2:
                 raise InputError(f"{backbone.spec} gives no scores of classes, (images, classes)")
             if targets is None:

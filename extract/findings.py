@@ -8,7 +8,6 @@ explains is left out.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,12 +19,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Finding", "findings_of"]
 
-# A channel that gives exactly zero may be one that few images excite; so many must have been seen.
-_IMAGES_FOR_ZERO = 100
-_RECTIFIED = 0.01  # of the values of the other channels: so many are zero behind a ReLU, and hardly any elsewhere
+# A channel that gives the least value of all may be one that few images excite; so many must have been seen.
+_IMAGES_AT_THE_END = 100
 _VALUES_FOR_CONSTANT = 20  # of any other constant, a few say enough
-# A normalisation makes rounding errors large, and a channel that was constant is not, until the next activation.
-_LAYERS_BACK = 4
+# A normalisation makes rounding errors large: a channel that was constant is not quite, until the next activation.
+_NEARLY_CONSTANT = 1e-3
 _GRAVE_PART = 0.5  # of the channels of a layer
 _SATURATED_VALUES, _SATURATED_UNITS = 0.95, 0.5
 # Norms grow by 5 in a layer of trained networks, by 30 in normalisations, and by 400 in gates whose input is nearly
@@ -40,8 +38,8 @@ class Finding:
     """One thing to look at.
 
     Attributes:
-        kind: "not finite", "dead", "saturated", "exploding", "vanishing gradients", "exploding gradients", "frozen" or
-            "no gradient".
+        kind: "not finite", "dead", "saturated", "exploding", "vanishing gradients", "exploding gradients", "zero
+            weight", "frozen" or "no gradient".
         layer: where it begins.
         text: what is the matter there.
         grave: whether the network hardly works so; else it is good to know.
@@ -59,6 +57,7 @@ class Finding:
 def findings_of(
     tensors: Sequence[TensorReport],
     parameters: Sequence[ParameterReport] = (),
+    broken_inputs: Sequence[int] = (),
     name_of: Callable[[int], str] = lambda position: f"image {position}",
 ) -> list[Finding]:
     """What is wrong, the grave things first, each in the order of computing.
@@ -66,10 +65,16 @@ def findings_of(
     Args:
         tensors: in the order in which they were computed.
         parameters: with their gradients, where there was a loss.
+        broken_inputs: positions of images that were given with values that are not finite.
         name_of: what the image at a position is called.
     """
-    found = [*_not_finite(tensors, name_of), *_exploding(tensors)]
+    found = [*_not_finite(tensors, broken_inputs, name_of), *_exploding(tensors)]
     found += _saturated(tensors, exploded=bool(found))
+    found += [
+        Finding("zero weight", one.name, "its weight is zero: nothing passes, as before some trainings", grave=False)
+        for one in tensors
+        if one.zero_weight
+    ]
     known = {finding.layer for finding in found}
     found += [finding for finding in _dead(tensors) if finding.layer not in known]
     known |= {finding.layer for finding in found}
@@ -80,9 +85,14 @@ def findings_of(
     return sorted(found, key=lambda finding: not finding.grave)
 
 
-def _not_finite(tensors: Sequence[TensorReport], name_of: Callable[[int], str]) -> list[Finding]:
+def _not_finite(
+    tensors: Sequence[TensorReport], broken_inputs: Sequence[int], name_of: Callable[[int], str]
+) -> list[Finding]:
     found: list[Finding] = []
-    explained: set[int] = set()
+    explained = set(broken_inputs)
+    if explained:
+        first = name_of(min(explained))
+        found.append(Finding("not finite", "input", f"{len(explained):,} inputs are not finite, the first {first}"))
     for one in tensors:
         new = [image for image in one.activations.not_finite_images if image not in explained]
         if new:
@@ -101,6 +111,8 @@ def _exploding(tensors: Sequence[TensorReport]) -> list[Finding]:
     found: list[Finding] = []
     for one in tensors:
         inside = [finding for finding in found if finding.layer.startswith(f"{one.layer}.")]
+        if one.bounded:
+            continue
         if one.norm_ratio > _GROWTH and one.activations.rms > _ABOVE_OTHERS * usual and not inside:
             text = f"what it gives is {one.norm_ratio:,.0f} times as large as what it is given"
             found.append(Finding("exploding", one.name, f"{text} (root mean square {one.activations.rms:.3g})"))
@@ -116,6 +128,9 @@ def _usual(tensors: Sequence[TensorReport]) -> float:
 def _saturated(tensors: Sequence[TensorReport], *, exploded: bool) -> list[Finding]:
     found, usual = [], _usual(tensors)
     for one in tensors:
+        # One unit may be a switch, and the last layer an answer: both may well be sure of themselves.
+        if one.activations.channels < 2 or one is tensors[-1]:
+            continue
         if not one.bounded or (exploded and one.input_rms > _ABOVE_OTHERS * usual):
             continue
         part = float((one.activations.saturated >= _SATURATED_VALUES).mean())
@@ -128,30 +143,30 @@ def _saturated(tensors: Sequence[TensorReport], *, exploded: bool) -> list[Findi
 
 def _dead(tensors: Sequence[TensorReport]) -> list[Finding]:
     found: list[Finding] = []
-    before: dict[int, deque[set[int]]] = {}  # number of channels -> those that were dead in the last such layers
-    all_dead = False
+    before: dict[int, set[int]] = {}  # number of channels -> those that were nearly constant in the last such tensor
+    before_whole = False  # whether the tensor before was wholly dead: it is no wonder then
     for one in tensors:
         numbers = one.activations
         if not one.by_image or numbers.channels < 2:
             continue
         zero = (numbers.low == 0) & (numbers.high == 0)
-        # Where other channels are zero here and there, as after a ReLU, one that is zero on few images is just rare.
-        others = numbers.total - int(numbers.count[zero].sum())
-        rare = zero & (numbers.zeros * numbers.total - numbers.count[zero].sum() > _RECTIFIED * others)
-        enough = (numbers.count >= _VALUES_FOR_CONSTANT) & (~rare | (numbers.images >= _IMAGES_FOR_ZERO))
+        # A channel at the end of the range of all may be one that few images move, as behind a ReLU.
+        at_the_end = ((numbers.low == numbers.min) & (numbers.high == numbers.min)) | (
+            (numbers.low == numbers.max) & (numbers.high == numbers.max)
+        )
+        enough = (numbers.count >= _VALUES_FOR_CONSTANT) & (~at_the_end | (numbers.images >= _IMAGES_AT_THE_END))
         dead = {channel for channel in numbers.dead.tolist() if enough[channel]}
-        known = before.setdefault(numbers.channels, deque(maxlen=_LAYERS_BACK))
-        new = dead.difference(*known)
+        new = dead - before.get(numbers.channels, set())
         whole = len(dead) == numbers.channels
         # A value at its bounds is called saturated.
-        if new and not (whole and all_dead) and not one.bounded:
+        if new and not (whole and before_whole) and not one.bounded:
             first = sorted(new)
             names = ", ".join(map(str, first[:5])) + (", ..." if len(first) > 5 else "")
             what = "zero" if zero[first].all() else "constant"
             text = f"{len(new):,} of {numbers.channels:,} channels {what} on all {numbers.images:,} images ({names})"
             found.append(Finding("dead", one.name, text, grave=len(dead) >= _GRAVE_PART * numbers.channels))
-        known.append(dead)
-        all_dead = all_dead or whole
+        before[numbers.channels] = set(numbers.constant(_NEARLY_CONSTANT).tolist())
+        before_whole = whole
     return found
 
 
@@ -205,6 +220,6 @@ def _parameters(parameters: Sequence[ParameterReport]) -> list[Finding]:
             found.append(Finding("frozen", layer, text, grave=False))
     for one in parameters:
         if one.trainable and not one.reached:
-            text = f"{one.name.rpartition('.')[2]} gets no gradient: the loss does not depend on it"
+            text = f"{one.name.rpartition('.')[2]} gets no gradient: in eval mode, the loss does not depend on it"
             found.append(Finding("no gradient", one.layer, text, grave=False))
     return found

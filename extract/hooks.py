@@ -43,7 +43,7 @@ from extract.record import Record, Reduce, Site, What, split_text, take
 from extract.settings import COMPILED_CODE_OFF, FUSED_ATTENTION_OFF
 from extract.structures import Path, map_tensors, tensors_in
 
-__all__ = ["Taps"]
+__all__ = ["StandInError", "Taps", "UncopiedHook"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,11 +126,23 @@ class _Forward:
         """
         for site, given, stand_in, version in self.stand_ins:
             if stand_in._version != version and (given is None or given() is not None):
-                raise LayertapError(
-                    f"{site} cannot be had: the model writes in place into what layer {site.layer!r} handed on, which "
-                    "has other names; ask for the layer before it"
-                )
+                raise StandInError(site)
         self.stand_ins.clear()
+
+
+class StandInError(LayertapError):
+    """The model wrote into a copy that stood in for an output, so that its gradient could be watched.
+
+    Attributes:
+        site: of the gradient.
+    """
+
+    def __init__(self, site: Site):
+        super().__init__(
+            f"{site} cannot be had: the model writes in place into what layer {site.layer!r} handed on, which has "
+            "other names; ask for the layer before it"
+        )
+        self.site = site
 
 
 class _Block:
@@ -142,20 +154,21 @@ class _Block:
         self.undo = contextlib.ExitStack()
 
 
-class _Hook:
+class UncopiedHook:
     """A hook that a copy of the model does not take along: copied or pickled, it does nothing."""
 
     def __init__(self, function: Callable[..., Any]):
         self._function = function
 
     def __call__(self, *args: Any) -> Any:
+        """What the function returns."""
         return self._function(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, (_nothing,)
+        return UncopiedHook, (_nothing,)
 
-    def __deepcopy__(self, memo: Any) -> _Hook:
-        return _Hook(_nothing)
+    def __deepcopy__(self, memo: Any) -> UncopiedHook:
+        return UncopiedHook(_nothing)
 
 
 def _nothing(*args: Any) -> None:
@@ -364,7 +377,7 @@ class Taps:
         """Register everything; `undo` takes it back."""
 
         def hook(register: Callable[..., RemovableHandle], function: Callable[..., Any], **options: Any) -> None:
-            undo.callback(register(_Hook(function), **options).remove)
+            undo.callback(register(UncopiedHook(function), **options).remove)
 
         root = unwrap(self._model)
         modules = list(root.modules())

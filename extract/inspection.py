@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from extract.errors import InputError, LayertapError
 from extract.findings import Finding, findings_of
-from extract.hooks import Taps
+from extract.hooks import StandInError, Taps
 from extract.layers import match_layers, named_layers, named_parameters
 from extract.pooling import recognise
 from extract.record import Record, Site
@@ -62,6 +62,7 @@ class TensorReport:
         input_rms: root mean square of what it was given; NaN if it was given no tensor.
         gradients: of the loss with respect to it; None where none was asked for, or none came.
         bounded: whether it is a function whose bounds are known, such as a sigmoid.
+        zero_weight: whether the layer's weight is zero, as that of some layers is before a training.
     """
 
     name: str
@@ -74,6 +75,7 @@ class TensorReport:
     input_rms: float = math.nan
     gradients: Statistics | None = None
     bounded: bool = False
+    zero_weight: bool = False
 
     @property
     def norm_ratio(self) -> float:
@@ -202,7 +204,7 @@ def inspect_model(
         names = _once_each(model) if layers is None else match_layers(named_layers(model), layers)
         watch = _Watch(model, names, first[0], with_gradients=loss is not None)
         inspection = watch.run(_chained(first, pairs), loss, on_batch)
-    inspection.findings = findings_of(inspection.tensors, inspection.parameters, name_of)
+    inspection.findings = findings_of(inspection.tensors, inspection.parameters, watch.broken_inputs, name_of)
     return inspection
 
 
@@ -222,7 +224,10 @@ def does_something(module: nn.Module) -> bool:
 
 def _pairs(batches: Iterable[Any]) -> Iterator[tuple[Tensor, Any]]:
     for batch in batches:
-        inputs, targets = batch if isinstance(batch, tuple | list) else (batch, None)
+        pair = batch if isinstance(batch, tuple | list) else (batch, None)
+        if len(pair) != 2:
+            raise InputError(f"a batch has {len(pair)} parts; expected a tensor (B, ...), or one and targets")
+        inputs, targets = pair
         if not isinstance(inputs, Tensor) or not inputs.ndim:
             raise InputError(f"a batch is {type(inputs).__name__}; expected a tensor (B, ...), or one and targets")
         if len(inputs):
@@ -242,18 +247,21 @@ class _Watch:
         self._names = names
         self._places = _places(model, names, inputs)
         if not self._places:
-            raise InputError("none of these layers gives a floating-point tensor")
+            hint = "" if names else "; it is one layer by itself: wrap it, nn.Sequential(model)"
+            raise InputError(f"the model has no layer that gives a floating-point tensor{hint}")
         named = named_layers(model)
         leaves = _leaves(model, {site.layer for site in self._places})
         self.reports = {
             site: TensorReport(
                 str(site), site.layer, type(named[site.layer]).__name__, site.layer in leaves,
                 place.rows is not None, (), bounded=place.bounds is not None,
+                zero_weight=_has_zero_weight(named[site.layer]),
             )
             for site, place in self._places.items()
         }  # fmt: skip
         self._squares: dict[tuple[str, int], list[float]] = {}  # of inputs: sum, count
-        self.with_gradients = with_gradients
+        self.broken_inputs: list[int] = []
+        self._slopes = _slopes(model, self._places, inputs) if with_gradients else []
 
     def run(
         self, batches: Iterable[tuple[Tensor, Any]], loss: Loss | None, on_batch: Callable[[int], None]
@@ -265,12 +273,15 @@ class _Watch:
             for inputs, targets in batches:
                 if loss is None:
                     with torch.no_grad():
-                        taps(inputs)
+                        taps(inputs.clone())
                 else:
                     value, gradients = self._backward(taps, inputs, targets, loss, parameters)
                     losses.append(value)
                     for name, gradient in gradients.items():
                         squares[name].append(float(gradient.double().square().sum()))
+                if inputs.is_floating_point():
+                    broken = ~inputs.flatten(1).isfinite().all(1)
+                    self.broken_inputs += [images + int(i) for i in broken.nonzero().flatten().tolist()]
                 self._add(taps.record, images, len(inputs))
                 images += len(inputs)
                 on_batch(len(inputs))
@@ -292,11 +303,11 @@ class _Watch:
         )  # fmt: skip
 
     def _taps(self) -> Taps:
-        taps, once = Taps(self._model, stop=not self.with_gradients), _Once()
+        taps, once = Taps(self._model, stop=not self._slopes), _Once()
         for site, place in self._places.items():
             taps.keep(site, reduce=partial(once, place))
-            if self.with_gradients:
-                taps.keep(Site(site.layer, site.call, site.path, "grad"), reduce=place.summary)
+        for site in self._slopes:
+            taps.keep(_gradient_of(site), reduce=self._places[site].summary)
         for layer in dict.fromkeys(site.layer for site in self._places):
             taps.keep(layer, "input", reduce=_squared)
         return taps
@@ -309,7 +320,7 @@ class _Watch:
         with torch.enable_grad():
             # Gradients of activations are wanted of a network that is all frozen, too.
             inputs = inputs.clone().requires_grad_(inputs.is_floating_point())
-            value = loss(taps(inputs), targets)
+            value = loss(taps(inputs.clone()), targets)
             if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
                 what = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise InputError(
@@ -329,7 +340,7 @@ class _Watch:
             summary = Summary(**{name: tensor.numpy() for name, tensor in record[site].items()})
             first = first_image if report.by_image else report.activations.images
             report.activations.add(summary, first)
-            gradient = Site(site.layer, site.call, site.path, "grad")
+            gradient = _gradient_of(site)
             if gradient in there:
                 report.gradients = report.gradients or Statistics()
                 found = Summary(**{name: tensor.numpy() for name, tensor in record[gradient].items()})
@@ -339,6 +350,26 @@ class _Watch:
                 total = self._squares.setdefault((site.layer, site.call), [0.0, 0.0])
                 total[0] += float(record[site][0])
                 total[1] += float(record[site][1])
+
+
+def _gradient_of(site: Site) -> Site:
+    return Site(site.layer, site.call, site.path, "grad")
+
+
+def _slopes(model: nn.Module, places: Mapping[Site, _Place], inputs: Tensor) -> list[Site]:
+    """Those tensors whose gradients can be had; not those that the model writes to under another name."""
+    sites = list(places)
+    while True:
+        taps = Taps(model)
+        for site in sites:
+            taps.keep(_gradient_of(site))
+        try:
+            with torch.enable_grad(), taps:
+                taps(inputs[:1].clone().requires_grad_(inputs.is_floating_point()).clone())
+        except StandInError as error:
+            sites = [site for site in sites if _gradient_of(site) != error.site]
+        else:
+            return sites
 
 
 def _squared(value: Tensor) -> Tensor:
@@ -356,7 +387,7 @@ def _squared(value: Tensor) -> Tensor:
 
 def _places(model: nn.Module, names: Sequence[str], inputs: Tensor) -> dict[Site, _Place]:
     """Each floating-point tensor that these layers give, in order, and how to sum it up; from a trial."""
-    some = inputs[:_TRIAL_INPUTS].detach()
+    some = inputs[:_TRIAL_INPUTS].detach().clone()  # a model may write into what it is given
     wanted = [(name, "output") for name in names]
     trial: Trial | None = None
     if len(some) > 1:
@@ -418,6 +449,11 @@ def _bounds_of(module: nn.Module) -> tuple[float, float] | None:
     if type(module) is nn.Hardtanh:
         return float(module.min_val), float(module.max_val)
     return _BOUNDS.get(type(module))
+
+
+def _has_zero_weight(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and bool(weight.numel()) and not bool(weight.detach().any())
 
 
 def _leaves(model: nn.Module, ran: set[str]) -> set[str]:

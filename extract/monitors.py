@@ -24,12 +24,14 @@ from statistics import median
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from extract.errors import InputError, LayertapError
-from extract.hooks import Taps
+from extract.hooks import Taps, UncopiedHook
 from extract.inspection import does_something, positions_of
 from extract.layers import match_layers, named_layers, named_parameters
 from extract.record import Record
@@ -38,6 +40,7 @@ from extract.statistics import Statistics, Summary, summarise
 __all__ = ["ActivationMonitor", "Alarm", "GradientMonitor"]
 
 _DEAD_LOOKS = 3  # in a row, that a channel must give one value, so that it is called dead
+_VALUES_FOR_DEAD = 20  # of a channel, in each look
 _DEAD_PART = 0.5  # of the channels of a layer, from which on there is an alarm
 _EXPLODED = 100.0  # times the median of what the same layer had before
 _LOOKS_BEFORE = 3  # so many are needed to know what is usual
@@ -87,7 +90,8 @@ class _Monitor:
         if every < 1:
             raise InputError(f"every is {every}; it must be at least 1")
         self._model = model
-        self._names = _leaves(model) if layers is None else match_layers(named_layers(model), layers)
+        self._names = _watched(model) if layers is None else match_layers(named_layers(model), layers)
+        self._all = layers is None
         self._every = every
         self._hand_on = _writer(to)
         self._on_alarm = on_alarm or (lambda alarm: warnings.warn(str(alarm), RuntimeWarning, stacklevel=2))
@@ -105,7 +109,7 @@ class _Monitor:
             raise LayertapError("this monitor is in use already")
         if self._model._compiled_call_impl is not None:
             raise InputError("model.compile() takes hooks into its compiled code; monitor torch.compile(model) instead")
-        self._handle = self._model.register_forward_pre_hook(self._before)
+        self._handle = self._model.register_forward_pre_hook(UncopiedHook(self._before))
         return self
 
     def __exit__(
@@ -187,7 +191,7 @@ class ActivationMonitor(_Monitor):
 
     Args:
         model: that is trained. Compiled code runs uncompiled in the steps that are looked at.
-        layers: names or globs; None is every layer that has no layers inside.
+        layers: names or globs; None is every layer that has no layers inside, or parameters of its own.
         every: so many steps; the first is looked at.
         to: where rows go: a `.csv` file, a TensorBoard `SummaryWriter`, or a function of (step, rows).
         on_alarm: called with each `Alarm`; by default it is a `RuntimeWarning`.
@@ -198,7 +202,8 @@ class ActivationMonitor(_Monitor):
 
     def __init__(self, model: nn.Module, layers: str | Sequence[str] | None = None, **how: Any):
         super().__init__(model, layers, **how)
-        self._dead_looks: dict[str, Tensor] = {}
+        # For each channel that gave one value only: which, and in how many looks in a row.
+        self._constant: dict[str, tuple[NDArray[np.float64], NDArray[np.int64]]] = {}
 
     def _ask(self, taps: Taps) -> None:
         taps.keep(self._names, reduce=self._summary)
@@ -208,11 +213,7 @@ class ActivationMonitor(_Monitor):
         for name, found in record.items():
             if found:
                 numbers = _statistics(found)
-                dead = torch.zeros(numbers.channels, dtype=torch.int64)
-                dead[torch.from_numpy(numbers.dead)] = 1
-                looks = self._dead_looks.get(name)
-                looks = dead if looks is None or len(looks) != len(dead) else (looks + 1) * dead
-                self._dead_looks[name] = looks
+                looks = self._looks_at_dead(name, numbers)
                 rows.append({
                     "step": 0, "layer": name, "mean": numbers.mean, "std": numbers.std, "rms": numbers.rms,
                     "min": numbers.min, "max": numbers.max, "zeros": numbers.zeros,
@@ -220,6 +221,22 @@ class ActivationMonitor(_Monitor):
                     "not_finite": numbers.nan + numbers.infinite,
                 })  # fmt: skip
         return rows
+
+    def _looks_at_dead(self, name: str, numbers: Statistics) -> NDArray[np.int64]:
+        """For each channel, in how many looks in a row it gave the same value everywhere."""
+        dead = np.zeros(numbers.channels, bool)
+        dead[numbers.dead] = True
+        dead &= numbers.count >= _VALUES_FOR_DEAD
+        values, looks = self._constant.get(name, (numbers.low, np.zeros(numbers.channels, np.int64)))
+        if len(looks) != len(dead):
+            looks = np.zeros(numbers.channels, np.int64)
+        else:
+            with np.errstate(invalid="ignore"):
+                near = np.abs(numbers.low - values) <= 1e-6 * np.abs(values) + 1e-6 * numbers.std
+            looks = np.where(near, looks, 0)
+        looks = np.where(dead, looks + 1, 0)
+        self._constant[name] = numbers.low, looks
+        return looks
 
     def _alarms_of(self, rows: Rows) -> Iterable[tuple[str, str, str]]:
         for row in rows:
@@ -238,7 +255,7 @@ class GradientMonitor(_Monitor):
 
     Args:
         model: that is trained. Compiled code runs uncompiled in the steps that are looked at.
-        layers: names or globs; None is every layer that has no layers inside.
+        layers: names or globs; None is every layer that has no layers inside, or parameters of its own.
         every: so many steps; the first is looked at.
         to: where rows go: a `.csv` file, a TensorBoard `SummaryWriter`, or a function of (step, rows).
         on_alarm: called with each `Alarm`; by default it is a `RuntimeWarning`.
@@ -250,7 +267,7 @@ class GradientMonitor(_Monitor):
 
     def _ask(self, taps: Taps) -> None:
         taps.keep(self._names, "grad", reduce=self._summary)
-        wanted = set(self._names)
+        wanted = {*self._names, ""} if self._all else set(self._names)  # "": the model's own
         parameters = {n: p for n, p in named_parameters(self._model).items() if n.rpartition(".")[0] in wanted}
         if parameters:
             taps.keep(list(parameters), "grad", reduce=_norm)
@@ -307,12 +324,16 @@ def _statistics(found: Mapping[str, Tensor]) -> Statistics:
     return statistics
 
 
-def _leaves(model: nn.Module) -> list[str]:
-    """Layers that have no layers inside, and do something."""
-    named = named_layers(model)
-    return [
-        name for name, module in named.items() if does_something(module) and not any(True for _ in module.children())
+def _watched(model: nn.Module) -> list[str]:
+    """Layers that have no layers inside, or parameters of their own, and do something."""
+    names = [
+        name
+        for name, module in named_layers(model).items()
+        if does_something(module) and (module._parameters or not any(True for _ in module.children()))
     ]
+    if not names:
+        raise InputError("the model is one layer by itself; wrap it: nn.Sequential(model)")
+    return names
 
 
 def _writer(to: Target) -> Callable[[int, Rows], None]:
@@ -326,6 +347,8 @@ def _writer(to: Target) -> Callable[[int, Rows], None]:
     path = Path(to)
     if path.suffix != ".csv":
         raise InputError(f"to={str(to)!r}: expected a .csv file, a SummaryWriter, or a function of (step, rows)")
+    if not path.parent.is_dir():
+        raise InputError(f"{path} cannot be written: no such folder")
     return lambda step, rows: _append(path, rows)
 
 

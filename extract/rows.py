@@ -62,12 +62,12 @@ class Trial:
         for layer, what in dict.fromkeys(layers):
             taps.keep(layer, what)
         with torch.no_grad(), taps:
-            taps(pictures)
+            taps(pictures.clone())  # a model may write into what it is given
             self.record: Record = taps.record
             self._alone: list[Record] = []
             for number in range(self._count):
                 # A picture alone cannot be mistaken for another, whatever a layer does to the order of a batch.
-                taps(pictures[number : number + 1])
+                taps(pictures[number : number + 1].clone())
                 self._alone.append(taps.record)
 
     def rows(self, site: Site) -> Rows:

@@ -33,8 +33,7 @@ _BINS = 1 << 16  # of float32's 32 bits, the upper half: sign, exponent, 7 bits 
 _AT_ONCE = 1 << 20  # values, so that several passes over them find them in the cache
 # Outside of this range, squares of float32 values are lost, or are no more than their rounding.
 _LARGE, _SMALL = 1e15, 1e-15
-# Of the standard deviation of a layer: within it a channel is constant but for rounding.
-_CONSTANT = 1e-6
+_CONSTANT, _USUAL = 1e-6, 0.75  # within that part of a channel at that quantile, one is constant but for rounding
 # Of the range between the bounds of a function such as the sigmoid: a value so near to a bound is saturated.
 _NEAR_A_BOUND = 0.01
 
@@ -293,8 +292,15 @@ class Statistics:
     @property
     def dead(self) -> NDArray[np.int64]:
         """Channels that had one value, everywhere and on every image: after a ReLU, they were never active."""
-        with np.errstate(invalid="ignore"):
-            constant = self.high - self.low <= _CONSTANT * (0 if np.isnan(self.std) else self.std)
+        return self.constant(_CONSTANT)
+
+    def constant(self, within: float) -> NDArray[np.int64]:
+        """Channels whose values lie within such a part of the standard deviation of a channel at the upper quartile."""
+        stds = self.channel_std
+        # Not of that of all values: one channel may be far larger than the others.
+        usual = np.quantile(stds[np.isfinite(stds)], _USUAL) if np.isfinite(stds).any() else 0.0
+        with np.errstate(invalid="ignore", over="ignore"):
+            constant = self.high - self.low <= within * usual
         return np.flatnonzero(constant & (self.count > 0))
 
     def quantile(self, part: float) -> float:

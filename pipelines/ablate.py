@@ -24,6 +24,7 @@ from pipelines.classes import targets_of
 from pipelines.config import AblateConfig
 from pipelines.drawing import COLOURS, drawable, new_figure, save_figure
 from pipelines.embed import backbone_of
+from pipelines.places import PICTURES, check_file
 from pipelines.progress import Progress
 from pipelines.samples import sample_of
 from pipelines.tables import print_aligned, table_file
@@ -31,7 +32,6 @@ from pipelines.tables import print_aligned, table_file
 __all__ = ["Ablated", "ablate", "as_json", "edit_named", "print_ablated"]
 
 _EDITS: dict[str, Callable[[float], Edit]] = {"noise": edits.noise, "scale": edits.scale, "prune": edits.prune}
-_FORMATS = (".png", ".svg", ".pdf")
 _NUMBERED = 40  # bars of a picture that are named each
 
 
@@ -58,8 +58,10 @@ def ablate(config: AblateConfig) -> Ablated:
     """Run the job; what is going on is told on stderr."""
     if config.layers is None:
         raise InputError("no layer named: -l LAYER, or a glob such as -l 'blocks.*'")
-    if config.picture is not None and config.picture.suffix not in _FORMATS:
-        raise InputError(f"{config.picture}: a picture ends in {', '.join(_FORMATS)}")
+    if config.picture is not None:
+        check_file(config.picture, PICTURES)
+    if config.csv is not None:
+        check_file(config.csv)
     edit_named(config.edit)  # a wrong one is told of before anything is loaded
     backbone = backbone_of(config)
     layers = match_layers(named_layers(backbone.model), config.layers, backbone.spec)
@@ -74,7 +76,7 @@ def ablate(config: AblateConfig) -> Ablated:
 
     if config.edit == "mean":
         means = mean_activations(backbone, batches(), layers)
-        edit: Edit | Mapping[str, Edit] = {layer: _replaced(mean) for layer, mean in means.items()}
+        edit: Edit | Mapping[str, Edit] = {name: _replaced(mean) for name, mean in means.items()}
     else:
         edit = edit_named(config.edit)
     trials = len(layers) * (1 if channels is None else len(channels))

@@ -42,8 +42,8 @@ def n_outputs(backbone: Backbone) -> int:
 def targets_of(backbone: Backbone, images: Images, labels: str | None = None) -> Targets | None:
     """The output that is right for each image; None where nobody says.
 
-    Labels are numbers of outputs, WordNet ids (n01440764, the names of ImageNet's folders) of a backbone with
-    ImageNet's 1,000 classes, or, where there are as many classes as outputs, the classes of the images in their order.
+    Classes are WordNet ids (n01440764, the names of ImageNet's folders) of a backbone with ImageNet's 1,000 classes; or
+    there are as many as outputs, in their order. Labels of a file are numbers of outputs, or WordNet ids.
 
     Args:
         backbone: with its classifier.
@@ -60,7 +60,9 @@ def targets_of(backbone: Backbone, images: Images, labels: str | None = None) ->
         names = [images.classes[label] if label >= 0 else None for label in images.labels.tolist()]
         source = "the classes of the images"
     known = {name for name in names if name is not None}
-    number_of = {name: int(name) for name in known if name.isascii() and name.isdigit() and int(name) < width}
+    number_of = {}
+    if labels is not None:
+        number_of = {name: int(name) for name in known if name.isascii() and name.isdigit() and int(name) < width}
     if width == len(_imagenet()):
         number_of |= {name: _imagenet()[name] for name in known if name in _imagenet()}
     if not known <= set(number_of) and len(images.classes) == width and labels is None:

@@ -171,6 +171,12 @@ class InspectConfig(LookConfig):
     pictures: Path | None = Field(None, description="Draw pictures into this folder.")
     format: Literal["png", "svg", "pdf"] = Field("png", description="Of pictures.")
 
+    @model_validator(mode="after")
+    def _of_gradients(self) -> Self:
+        if not self.grad and {"loss", "labels"} & self.model_fields_set:
+            raise ValueError("--loss and --labels are of gradients: --grad")
+        return self
+
 
 class AblateConfig(LookConfig):
     """What `layertap ablate` is told."""

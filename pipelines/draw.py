@@ -26,6 +26,7 @@ from pipelines.classes import class_name
 from pipelines.config import DrawConfig
 from pipelines.drawing import save_figure
 from pipelines.embed import backbone_of
+from pipelines.places import check_folder
 from pipelines.samples import Sample, sample_of
 
 __all__ = ["KINDS", "draw"]
@@ -33,10 +34,14 @@ __all__ = ["KINDS", "draw"]
 _SAMPLED = 256  # images, of kinds that look at many
 _TOP = 8  # images of a channel, and channels
 _MOST_IMAGES = 64  # in a picture that shows each
+_MOST_TILES = 600
 
 
 def draw(kind: str, config: DrawConfig) -> list[Path]:
     """Draw one picture for each layer; returns the files."""
+    check_folder(config.out)
+    if kind == "rollout" and config.layers is not None:
+        raise InputError("rollout goes through all layers; leave -l off")
     backbone = backbone_of(config)
     if kind in _OF_MANY and "sample" not in config.model_fields_set:
         config = config.model_copy(update={"sample": _SAMPLED})
@@ -45,7 +50,6 @@ def draw(kind: str, config: DrawConfig) -> list[Path]:
         raise InputError(f"{len(sample.rows)} images do not fit into one picture; --sample {_MOST_IMAGES} at most")
     written = []
     for name, figure in KINDS[kind](config, backbone, sample):
-        config.out.mkdir(parents=True, exist_ok=True)
         plain = re.sub(r"[^\w.-]+", "_", f"{kind}-{name}" if name else kind)
         written.append(save_figure(figure, config.out / f"{plain}.{config.format}"))
     sample.tell_failures()
@@ -63,7 +67,7 @@ def _layers(config: DrawConfig, backbone: Backbone, suits: Callable[[Feature], b
     """
     if config.layers is not None:
         names = match_layers(named_layers(backbone.model), config.layers, backbone.spec)
-        choices = [_chosen(backbone, name) for name in names]
+        choices = [one for name in names for one in _chosen(backbone, name)]
         for choice in choices:
             if not suits(choice.features[0]):
                 shape = "x".join(map(str, choice.features[0].shape))
@@ -71,18 +75,19 @@ def _layers(config: DrawConfig, backbone: Backbone, suits: Callable[[Feature], b
         return choices
     for name in _candidates(backbone, last=last):
         try:
-            choice = _chosen(backbone, name)
+            choices = _chosen(backbone, name)
         except LayertapError:  # its rows are not the images, for one
             continue
-        if suits(choice.features[0]):
-            return [choice]
+        if suits(choices[-1].features[0]):
+            return choices[-1:]
     raise InputError(f"no layer of {backbone.spec} gives maps or patches")
 
 
-def _chosen(backbone: Backbone, name: str) -> Choice:
+def _chosen(backbone: Backbone, name: str) -> list[Choice]:
+    """Each tensor that a layer gives, by itself."""
     with evaluating(backbone.model), full_float32():
         choice = choose_features(backbone, [f"{name}:none"])
-    return dataclasses.replace(choice, features=choice.features[:1])
+    return [dataclasses.replace(choice, features=[feature]) for feature in choice.features]
 
 
 def _candidates(backbone: Backbone, *, last: bool) -> list[str]:
@@ -140,6 +145,8 @@ def _feature_maps(config: DrawConfig, backbone: Backbone, sample: Sample) -> Dra
             most = pictures.MOST_CHANNELS if len(maps) == 1 else pictures.CHANNELS_IN_A_ROW
             spread = maps.double().flatten(0, 2).std(0).nan_to_num(0)
             chosen = sorted(spread.argsort(descending=True, stable=True)[:most].tolist())
+        if len(maps) * len(chosen) > _MOST_TILES:
+            raise InputError(f"{len(chosen)} channels of {len(maps)} images: {_MOST_TILES} tiles at most in a picture")
         layer = choice.features[0].name
         yield layer, pictures.feature_maps(maps[..., chosen].float().numpy(), chosen, pixels, names, layer)
 
@@ -200,11 +207,6 @@ def _filters(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
         yield name, pictures.filters(weight.detach().cpu().float().numpy(), name)
 
 
-def _attended(config: DrawConfig, backbone: Backbone, sample: Sample) -> Iterator[tuple[list[Tensor], Tensor]]:
-    for batch in sample.batches():
-        yield attentions(backbone, batch.inputs, config.layers), torch.from_numpy(batch.pixels)
-
-
 def _from(weights: Tensor, backbone: Backbone) -> Tensor:
     """(B, heads, patches): what the class token, or without one all patches together, look at.
 
@@ -225,22 +227,30 @@ def _as_map(values: Tensor, backbone: Backbone) -> Tensor:
 
 
 def _attention(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
-    parts = list(_attended(config, backbone, sample))
-    heads = torch.cat([_as_map(_from(weights[-1], backbone), backbone) for weights, _ in parts]).numpy()
-    pixels = torch.cat([shown for _, shown in parts]).numpy()
-    names = [sample.name(i) for i in range(len(heads))]
+    names = None if config.layers is None else match_layers(named_layers(backbone.model), config.layers, backbone.spec)
     who = "the class token" if backbone.class_token else "all patches"
-    where = ", ".join(config.layers) if config.layers else "last attention"
-    yield (config.layers or [""])[0], pictures.attention(heads, pixels, names, f"{where}: what {who} looks at")
+    wanted: list[str | None] = [None] if names is None else [*names]
+    for layer in wanted:
+        heads, pixels = [], []
+        for batch in sample.batches():
+            last = attentions(backbone, batch.inputs, layer)[-1]
+            heads.append(_as_map(_from(last, backbone), backbone).numpy())
+            pixels.append(batch.pixels)
+        shown = [sample.name(i) for i in range(len(sample.seen))]
+        title = f"{layer or 'last attention'}: what {who} looks at"
+        yield layer or "", pictures.attention(np.concatenate(heads), np.concatenate(pixels), shown, title)
 
 
 def _rollout(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
-    parts = list(_attended(config, backbone, sample))
-    rolled = [torch.from_numpy(rollout(weights))[:, None] for weights, _ in parts]
-    maps = torch.cat([_as_map(_from(one, backbone), backbone)[:, 0] for one in rolled]).numpy()
-    pixels = torch.cat([shown for _, shown in parts]).numpy()
-    names = [sample.name(i) for i in range(len(maps))]
-    yield "", pictures.overlays(maps, pixels, names, "attention rollout, through all layers")
+    maps, pixels = [], []
+    for batch in sample.batches():
+        rolled = torch.from_numpy(rollout(attentions(backbone, batch.inputs)))[:, None]
+        found = _as_map(_from(rolled, backbone), backbone)[:, 0].numpy()
+        maps.append(found - found.min((1, 2), keepdims=True))  # every patch gets some
+        pixels.append(batch.pixels)
+    names = [sample.name(i) for i in range(len(sample.seen))]
+    title = "attention rollout, through all layers, from its least to its largest value"
+    yield "", pictures.overlays(np.concatenate(maps), np.concatenate(pixels), names, title)
 
 
 def _gradcam(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
@@ -263,7 +273,7 @@ def _gradcam_layers(config: DrawConfig, backbone: Backbone) -> Sequence[str]:
     grey = torch.zeros(1, 3, *backbone.preprocessing.crop_px, device=backbone.device)
     for name in _candidates(backbone, last=True):
         try:
-            if _has_positions(_chosen(backbone, name).features[0]):
+            if _has_positions(_chosen(backbone, name)[0].features[0]):
                 grad_cam(backbone, grey, name)
                 return [name]
         except LayertapError:  # behind the class token no gradient reaches the patches

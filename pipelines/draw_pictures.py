@@ -103,7 +103,7 @@ def overlays(maps: Floats, pixels: Pixels, names: Sequence[str], title: str) -> 
     figure, pairs = _pairs(len(pixels), title)
     for (left, right), picture, values, name in zip(pairs, pixels, maps, names, strict=False):
         _show(left, picture, _caption(name))
-        _heat(right, values, picture, float(values.min()), float(values.max()))
+        _heat(right, values, picture, 0.0, float(values.max()))
     return figure
 
 

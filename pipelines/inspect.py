@@ -23,6 +23,7 @@ from extract.layers import match_layers, named_layers
 from pipelines.classes import n_outputs, targets_of
 from pipelines.config import InspectConfig
 from pipelines.embed import backbone_of
+from pipelines.places import check_file, check_folder
 from pipelines.printing import SHOWN
 from pipelines.progress import Progress
 from pipelines.samples import Sample, sample_of
@@ -56,6 +57,10 @@ class Inspected:
 
 def inspect(config: InspectConfig) -> Inspected:
     """Run the job; what is going on is told on stderr."""
+    if config.csv is not None:
+        check_file(config.csv)
+    if config.pictures is not None:
+        check_folder(config.pictures)
     backbone = backbone_of(config)
     names = None
     if config.layers is not None:
@@ -102,7 +107,9 @@ def _loss(config: InspectConfig, backbone: Backbone, sample: Sample) -> tuple[st
             raise InputError(f"loss {config.loss!r}: expected cross_entropy or FILE.py:FUNCTION")
         path = Path(file).resolve()
         with importing_from(path.parent):
-            return f"{path.name}:{name}", function_from(path, name), sample.images.labels
+            function = function_from(path, name)
+        targets = targets_of(backbone, sample.images, config.labels) if config.labels else None
+        return f"{path.name}:{name}", function, targets.numbers if targets else sample.images.labels
     if not n_outputs(backbone):
         raise InputError(f"{backbone.spec} gives no classes, so cross_entropy is not defined; --loss FILE.py:FUNCTION")
 

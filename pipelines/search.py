@@ -21,6 +21,7 @@ from extract.status import Status
 from extract.store.dataset import DataSet
 from extract.store.reader import FeatureReader
 from pipelines.pictures import Pictures
+from pipelines.places import PICTURES, check_file
 from pipelines.printing import printable
 
 __all__ = ["Found", "Hit", "as_json", "print_found", "run_search"]
@@ -95,9 +96,7 @@ def run_search(
         UnknownNameError: no such layer.
     """
     if output is not None:
-        from pipelines.search_gallery import check_output
-
-        check_output(output)
+        check_file(output, PICTURES)
     dataset = DataSet.open(out)
     with FeatureReader(out) as reader:
         name = layer_to_search(reader.layers, layer, str(out))

@@ -10,28 +10,14 @@ import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image
 
-from extract.errors import InputError
 from pipelines.drawing import drawable, save_figure
 from pipelines.search import Found
 
-__all__ = ["check_output", "draw"]
+__all__ = ["draw"]
 
-_KINDS = (".png", ".svg", ".pdf")
 _COLUMNS = 5
 _SHOWN = 60  # of more results, the first
 _SIDE_PX = 320  # of a picture in the gallery
-
-
-def check_output(output: Path) -> None:
-    """Before anything is computed: whether a picture can be drawn there.
-
-    Raises:
-        InputError: it cannot.
-    """
-    if output.suffix.lower() not in _KINDS:
-        raise InputError(f"{output}: a gallery is drawn into a file that ends in {', '.join(_KINDS)}")
-    if output.is_dir() or not output.parent.is_dir():
-        raise InputError(f"{output} cannot be written: " + ("it is a folder" if output.is_dir() else "no such folder"))
 
 
 def draw(

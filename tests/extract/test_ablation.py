@@ -131,3 +131,40 @@ def test_wrong_layers_and_channels_are_refused(lite: Backbone, inputs: Tensor) -
         ablation(lite, [(inputs, None)], ["conv_stem"], edits.ablate(), channels=[32])
     with pytest.raises(InputError, match="no batch"):
         ablation(lite, [], ["conv_stem"], edits.ablate())
+
+
+def test_each_call_of_a_layer_gets_its_own_mean(inputs: Tensor) -> None:
+    resnet = load_backbone("torchvision/resnet18", weights="random")
+    means = mean_activations(resnet, [(inputs[:2], None), (inputs[2:], None)], ["layer1.0.relu"])
+    calls: list[Tensor] = []
+    handle = resnet.model.layer1[0].relu.register_forward_hook(lambda m, args, out: calls.append(out.clone()))
+    with torch.no_grad():
+        resnet.model(inputs)
+    handle.remove()
+    assert list(means) == ["layer1.0.relu#0", "layer1.0.relu#1"]
+    for mean, call in zip(means.values(), calls, strict=True):
+        np.testing.assert_allclose(mean, call.mean(0, keepdim=True), atol=1e-4)
+    replaced = {name: edits.replace(mean) for name, mean in means.items()}
+    [effect] = ablation(resnet, [(inputs, None)], ["layer1.0.relu"], replaced).effects
+    assert effect.layer == "layer1.0.relu"
+    order = iter(means.values())
+    handle = resnet.model.layer1[0].relu.register_forward_hook(lambda m, args, out: next(order).expand_as(out).clone())
+    kept: list[Tensor] = []
+    pool = resnet.model.avgpool.register_forward_hook(lambda m, args, out: kept.append(out.flatten(1)))
+    with torch.no_grad():
+        resnet.model(inputs)
+        handle.remove()
+        resnet.model(inputs)
+    pool.remove()
+    assert effect.cosine == pytest.approx(cosine(kept[0], kept[1]), abs=1e-4)
+
+
+def test_noise_differs_from_batch_to_batch(lite: Backbone, inputs: Tensor) -> None:
+    seen: list[Tensor] = []
+
+    def noisy(h: Tensor) -> Tensor:
+        seen.append(torch.randn(3))
+        return h
+
+    ablation(lite, [(inputs[:1], None), (inputs[1:2], None)], ["blocks.2"], noisy)
+    assert not torch.equal(seen[0], seen[1])

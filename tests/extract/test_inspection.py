@@ -289,3 +289,100 @@ def test_on_real_photos_the_bundled_backbone_gives_no_alarm_and_its_dead_channel
         spread = (by_channel.amax(1) - by_channel.amin(1)) / by_channel.std()
         dead = next(one for one in inspection.tensors if one.name == name).activations.dead
         assert spread[dead].max() < 1e-5
+
+
+def test_a_model_that_writes_into_its_input_is_seen_as_it_is() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(x.mul_(2.0))
+
+    torch.manual_seed(0)
+    model, images = Scaled(), torch.randn(20, 3, 8, 8)
+    given = images.clone()
+    inspection = inspect_model(model, [images], loss=lambda output, targets: output.square().mean())
+    assert torch.equal(images, given)
+    [conv] = inspection.tensors
+    assert conv.by_image
+    assert conv.activations.std == pytest.approx(model.conv(2 * given).std(correction=0).item(), rel=1e-4)
+    assert conv.gradients is not None
+
+
+def test_a_dead_layer_does_not_hide_another() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.first, self.between = nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)
+            self.two, self.second = nn.Linear(6, 6), nn.ReLU()
+            nn.init.constant_(self.one.bias, -30.0)
+            nn.init.constant_(self.two.bias, -30.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.between(x + self.first(self.one(x)))
+            return self.second(self.two(h))
+
+    torch.manual_seed(0)
+    inspection = inspect_model(Twice(), [torch.randn(200, 6)])
+    assert found(inspection) == [("dead", "first"), ("dead", "second")]
+
+
+def test_one_huge_channel_does_not_make_the_others_dead() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3))
+    with torch.no_grad():
+        model[0].weight[3] *= 1e10
+    assert "dead" not in dict(found(inspect_model(model, [torch.randn(30, 3, 8, 8)])))
+
+
+def test_gates_and_sure_answers_are_no_faults() -> None:
+    torch.manual_seed(0)
+    answer = nn.Sequential(nn.Linear(5, 8), nn.Sigmoid())
+    with torch.no_grad():
+        answer[0].weight *= 1e3
+    assert found(inspect_model(answer, [torch.randn(50, 5)])) == []
+    gate = nn.Sequential(nn.Linear(5, 8), nn.Sigmoid(), nn.Linear(8, 2))
+    with torch.no_grad():
+        gate[0].weight *= 1e-4
+        gate[0].bias *= 1e-4
+    assert found(inspect_model(gate, [torch.randn(50, 5)])) == []
+
+
+def test_values_that_come_in_broken_are_said_to_be() -> None:
+    images = torch.randn(30, 4)
+    images[7, 2] = torch.nan
+    [finding] = inspect_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), [images]).findings
+    assert (finding.kind, finding.layer) == ("not finite", "input")
+    assert "image 7" in finding.text
+
+
+def test_a_tensor_whose_gradient_cannot_be_had_is_left_out() -> None:
+    class Half(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[:, :2]
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.part, self.two = nn.Linear(4, 4), Half(), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.one(x)
+            half = self.part(h)
+            half += 1.0
+            return self.two(h)
+
+    torch.manual_seed(0)
+    inspection = inspect_model(Net(), [torch.randn(30, 4)], loss=lambda output, targets: output.square().mean())
+    assert {one.name for one in inspection.tensors if one.gradients is None} == {"part"}
+
+
+def test_weights_that_are_zero_are_told_of_and_not_what_follows_from_them() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    nn.init.zeros_(model[2].weight)
+    inspection = inspect_model(model, [(torch.randn(60, 4), torch.arange(60) % 3)], loss=F.cross_entropy)
+    assert found(inspection) == [("zero weight", "2")]
+    assert not inspection.findings[0].grave

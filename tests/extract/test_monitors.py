@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 from collections.abc import Callable
 from pathlib import Path
@@ -232,3 +233,43 @@ def test_wrong_use_is_refused() -> None:
 
 def test_an_alarm_reads_as_a_sentence() -> None:
     assert str(Alarm(7, "dead", "relu", "all is lost")) == "step 7: relu: all is lost"
+
+
+def test_copies_of_a_monitored_model_are_not_monitored_and_it_can_be_saved(tmp_path: Path) -> None:
+    model, seen = net(), []
+    with ActivationMonitor(model, every=1, to=lambda step, rows: seen.append(step)):
+        model(torch.randn(4, 3, 8, 8))
+        copied = copy.deepcopy(model)
+        copied(torch.randn(4, 3, 8, 8))
+        torch.save(model, tmp_path / "model.pt")
+        model(torch.randn(4, 3, 8, 8))
+    copied(torch.randn(4, 3, 8, 8))
+    assert seen == [0, 1]
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    loaded(torch.randn(4, 3, 8, 8))
+    assert seen == [0, 1]
+
+
+def test_one_image_a_batch_makes_nothing_dead() -> None:
+    model, alarms = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)), []
+    with ActivationMonitor(model, every=1, on_alarm=alarms.append):
+        for _ in range(6):
+            model(torch.randn(1, 3, 8, 8))
+    assert alarms == []
+
+
+def test_parameters_of_layers_with_layers_inside_and_of_the_model_are_watched() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token = nn.Parameter(torch.ones(1, 1, 8))
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.token
+            return self.attention(x, x, x)[0]
+
+    rows: list[dict[str, Any]] = []
+    with GradientMonitor(model := Net(), every=1, to=lambda step, found: rows.extend(found)):
+        model(torch.randn(2, 5, 8)).square().mean().backward()
+    assert {(row["layer"], row["of"]) for row in rows} >= {("", "token"), ("attention", "in_proj_weight")}

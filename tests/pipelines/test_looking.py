@@ -210,3 +210,50 @@ def test_a_sample_is_spread_evenly() -> None:
     assert evenly(100, 5) == [0, 25, 50, 74, 99]
     assert evenly(3, 3) == [0, 1, 2]
     assert evenly(7, 1) == [0]
+
+
+def test_places_that_cannot_be_written_are_told_of_before_anything_is_loaded(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for words in (
+        ("inspect", "--csv", tmp_path / "no" / "a.csv"), ("inspect", "--pictures", tmp_path / "file"),
+        ("draw", "maps", "-o", tmp_path / "file"), ("ablate", "-l", "a", "--picture", tmp_path / "no" / "a.png"),
+        ("ablate", "-l", "a", "--csv", tmp_path / "no" / "a.csv"),
+    ):  # fmt: skip
+        kind = words[:2] if words[0] == "draw" else words[:1]
+        output = run(*kind, "no/such-backbone", folder, *words[len(kind) :], code=2)
+        assert "cannot be written" in output or "no folder can be made" in output
+
+
+def test_labels_and_losses_are_of_gradients(net: Path, folder: Path, tmp_path: Path) -> None:
+    of = ("inspect", f"python/{net}:make", folder, "--workers", 0)
+    assert "--grad" in run(*of, "--labels", tmp_path / "x.csv", code=2)
+    net.write_text(
+        net.read_text()
+        + """
+def told(output, labels):
+    print("labels", sorted(set(labels.tolist())))
+    return output.square().mean()
+"""
+    )
+    assert "labels [0, 1, 2]" in run(*of, "--grad", "--loss", f"{net}:told")
+
+
+def test_numbers_of_folders_are_not_taken_for_outputs(photos: Path, tmp_path: Path) -> None:
+    for number, path in enumerate(sorted(photos.rglob("*.JPEG"))[:2]):
+        (tmp_path / "p" / str(number)).mkdir(parents=True)
+        (tmp_path / "p" / str(number) / "a.jpg").write_bytes(path.read_bytes())
+    output = run("ablate", "bundled/efficientnet_lite0", tmp_path / "p", "-l", "blocks.6", "--json")
+    assert json.loads(output[output.index("{") :])["accuracy"] is None
+
+
+def test_attention_of_each_layer_and_refusals(folder: Path, tmp_path: Path) -> None:
+    few = ("--weights", "random", "--sample", 2, "--workers", 0)
+    of = ("timm/vit_tiny_patch16_224", folder, *few, "-o", tmp_path / "p")
+    run("draw", "attention", *of, "-l", "blocks.0.attn", "-l", "blocks.3.attn")
+    names = sorted(path.name for path in (tmp_path / "p").iterdir())
+    assert names == ["attention-blocks.0.attn.png", "attention-blocks.3.attn.png"]
+    assert "leave -l off" in run("draw", "rollout", *of, "-l", "blocks.0.attn", code=2)
+    relu = ("torchvision/resnet18", folder, *few, "-l", "layer1.0.relu")
+    assert "layer1.0.relu#0, layer1.0.relu#1" in run("draw", "gradcam", *relu, "-o", tmp_path / "p", code=2)
+    run("draw", "maps", *relu, "-o", tmp_path / "q")
+    assert len(list((tmp_path / "q").iterdir())) == 2

@@ -122,8 +122,13 @@ def test_a_folder_without_images_is_an_error(tmp_path: Path, files: list[str], m
 def test_a_missing_folder_and_a_file_are_errors(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such folder"):
         list_images(tmp_path / "nothing")
-    with pytest.raises(InputError, match="not a folder"):
-        list_images(touch(tmp_path, "a.jpg") / "a.jpg")
+    with pytest.raises(InputError, match="not an image, folder"):
+        list_images(touch(tmp_path, "a.doc") / "a.doc")
+
+
+def test_an_image_is_a_folder_of_one(tmp_path: Path) -> None:
+    images = list_images(touch(tmp_path, "b/a.jpg", "b/c.jpg") / "b" / "a.jpg")
+    assert (images.root, images.paths, images.labels.tolist()) == (str(tmp_path.resolve() / "b"), ["a.jpg"], [-1])
 
 
 # Decoding

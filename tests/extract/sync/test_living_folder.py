@@ -234,7 +234,7 @@ class LivingFolder(RuleBasedStateMachine):
 STATISTICS = {"sequences": 0, "passes": 0, "kills": 0}
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(320, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [6, pytest.param(320, marks=pytest.mark.slow)])
 def test_after_each_pass_the_data_set_is_what_a_fresh_extraction_gives(count: int) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a child that is forked has no other threads
