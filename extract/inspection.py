@@ -43,8 +43,11 @@ __all__ = [
 Loss = Callable[[Any, Any], Tensor]  # (what the model returned, targets or None) -> one number
 
 _TRIAL_INPUTS = 3
-_IDLE = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
-_IDLE_NAMES = {"DropPath", "StochasticDepth"}  # of timm, torchvision and others
+_IDLE = (
+    nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.ModuleList, nn.ModuleDict,
+)  # fmt: skip
+# Of timm and torchvision; and the last projection inside nn.MultiheadAttention, which is not called.
+_IDLE_NAMES = {"DropPath", "StochasticDepth", "NonDynamicallyQuantizableLinear"}
 
 
 @dataclass
@@ -218,7 +221,7 @@ def _once_each(model: nn.Module) -> list[str]:
 
 
 def does_something(module: nn.Module) -> bool:
-    """Whether a layer is other than one that hands on what it is given, at least in eval mode."""
+    """Whether a layer is called, and gives something else than it is given, at least in eval mode."""
     return not isinstance(module, _IDLE) and type(module).__name__ not in _IDLE_NAMES
 
 

@@ -386,3 +386,19 @@ def test_weights_that_are_zero_are_told_of_and_not_what_follows_from_them() -> N
     inspection = inspect_model(model, [(torch.randn(60, 4), torch.arange(60) % 3)], loss=F.cross_entropy)
     assert found(inspection) == [("zero weight", "2")]
     assert not inspection.findings[0].grave
+
+
+def test_lists_of_layers_and_what_attention_does_not_call_are_not_said_to_be_silent() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2)])
+            self.spare = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    torch.manual_seed(0)
+    assert inspect_model(Net(), [torch.randn(6, 5, 8)]).never_ran == ["spare"]
