@@ -481,6 +481,7 @@ def test_the_settings_of_a_model_are_part_of_the_fingerprint(tmp_path: Path) -> 
     assert not np.allclose(*(b.features([make_picture(1)])["embedding"] for b in (one, two)), atol=1e-3)
 
 
+@pytest.mark.slow
 def test_open_clip_weights_run_with_the_activation_they_were_trained_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

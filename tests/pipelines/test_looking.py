@@ -155,6 +155,7 @@ def test_what_cannot_be_drawn_is_refused(net: Path, folder: Path) -> None:
     assert "expected a number of images, or all" in run("draw", "maps", *of, "--sample", "0", code=2)
 
 
+@pytest.mark.slow
 def test_attention_rollout_and_grad_cam_of_a_transformer(folder: Path, tmp_path: Path) -> None:
     for kind in ("attention", "rollout", "gradcam"):
         run("draw", kind, "timm/vit_tiny_patch16_224", folder, "--weights", "random", "--sample", 2, "--workers", 0,

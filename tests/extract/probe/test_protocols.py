@@ -184,6 +184,7 @@ def test_class_weights_are_those_of_scikit_learn(data):
     np.testing.assert_allclose(result.model.predict_proba(x_test), expected.predict_proba(x_test), atol=5e-3)
 
 
+@pytest.mark.slow
 def test_few_shot_draws_nested_rows_of_each_class_and_tells_mean_and_spread(data):
     x, y, x_val, y_val, x_test, y_test = data
     result = linear_probe(x, y, x_test, y_test, x_val=x_val, y_val=y_val, protocol="fewshot")
