@@ -9,10 +9,13 @@ was resolved, show progress, or stop in between.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import itertools
 import os
+import shutil
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -23,16 +26,18 @@ from numpy.typing import NDArray
 from extract import defaults
 from extract.backbones import Backbone, load_backbone
 from extract.duplicates import Duplicates
-from extract.errors import LayertapError, first_line
+from extract.errors import InputError, LayertapError, first_line
 from extract.first_batch import Computation, verified
 from extract.forward import Forward, rows_of
 from extract.images import Batch, load_batches
 from extract.planning import Plan, plan
 from extract.shard_work import ShardWork, batches_of, check_disk_space, check_same_images, create_part, work_of
 from extract.status import Status
+from extract.store.dataset import BUILDING
 from extract.store.reader import FeatureReader
 from extract.store.writer import ShardWriter
 from extract.summary import Summary
+from extract.urls import is_url
 
 __all__ = ["Plan", "Summary", "extract", "extract_features", "extract_shard", "plan"]
 
@@ -104,6 +109,11 @@ def extract_features(
         LockedError: another process writes to `out`.
         LayertapError: the disk is full, a download failed, a device is missing.
     """
+    if is_url(os.fspath(out)):
+        raise InputError(
+            f"{os.fspath(out)}: from Python, features are written to a folder; `layertap embed -o {os.fspath(out)}` "
+            "builds shards and publishes them there"
+        )
     if isinstance(backbone, str):
         backbone = load_backbone(
             backbone,
@@ -213,6 +223,8 @@ def extract(
                 if summary.stopped:
                     break
         summary.seconds = time.perf_counter() - start
+        if not summary.stopped:
+            shutil.rmtree(dataset.out / BUILDING, ignore_errors=True)  # of several processes that were stopped before
         if summary.computed:
             ended = {
                 "rows": summary.computed,
@@ -234,19 +246,22 @@ def extract_shard(
 ) -> None:
     """Fill one shard with these batches of its rows and publish it; each is written while the next is computed."""
     part = plan.dataset.path(work.shard, work.revision, part=True)
-    made = not part.exists()
-    if made:
+    is_new = not part.exists()
+    if is_new:
         create_part(plan, work, part)
+    before, start = copy.deepcopy(summary), time.perf_counter()
     with ShardWriter(plan.dataset, work.shard, work.revision, sync_s=plan.sync_s) as writer:
         try:
-            _fill(plan, writer, batches, forward, summary, on_rows, stop)
+            with _death_told():
+                _fill(plan, writer, batches, forward, summary, on_rows, stop)
         except BaseException:
-            if made and work.published is None and (writer.status == Status.PENDING).all():
+            if is_new and work.published is None and (writer.status == Status.PENDING).all():
                 part.unlink(missing_ok=True)  # nothing was stored in it
             raise
         if not summary.stopped:
+            made = summary.made_since(before, time.perf_counter() - start, plan.provenance)
             with summary.timed("write"):
-                writer.publish(plan.compress or work.compress)
+                writer.publish(plan.compress or work.compress, made)
 
 
 def _fill(
@@ -276,7 +291,7 @@ def _fill(
         at_the_end.callback(settle)  # whatever happens, what was computed is stored
         while True:
             with summary.timed("images"):
-                batch = _next(batches)
+                batch = next(batches, None)
             if batch is None:
                 break
             if (batch.status == Status.MISSING).any() or not (batch.status == Status.OK).any():
@@ -314,12 +329,15 @@ def _check_reachable(batch: Batch, summary: Summary, nothing_yet: bool) -> None:
         )
 
 
-def _next(batches: Iterator[Batch]) -> Batch | None:
+@contextlib.contextmanager
+def _death_told() -> Iterator[None]:
+    """Say what it means that a process that decodes is gone."""
     try:
-        return next(batches, None)
+        yield
     except RuntimeError as error:
         if "DataLoader" not in str(error):
             raise
+        traceback.clear_frames(error.__traceback__)  # or who keeps the error keeps the other processes
         raise LayertapError(
             f"a process that decodes images died or hangs: {first_line(error)}. What was stored is safe; run again to "
             "go on. Lower workers or batch_size if memory is short, or give /dev/shm more room"

@@ -20,7 +20,7 @@ from torch import Tensor
 from extract.engines import default_engine
 from extract.errors import InputError, LayertapError, first_line
 from extract.forward import Forward, ready
-from extract.images import Images, load_batches
+from extract.images import ImageList, load_batches
 from extract.planning import Plan
 from extract.preprocessing import Preprocessing
 from extract.similarity import Agreement, agreement, refusal
@@ -173,7 +173,7 @@ def _rounded(values: NDArray[Any], dtype: str) -> NDArray[Any]:
     return values if values.dtype == dtype else torch.from_numpy(values).to(getattr(torch, dtype)).numpy()
 
 
-def decoded_both_ways(images: Images, preprocessing: Preprocessing, max_pixels: int) -> tuple[Tensor, Tensor]:
+def decoded_both_ways(images: ImageList, preprocessing: Preprocessing, max_pixels: int) -> tuple[Tensor, Tensor]:
     """Of the first images that can be decoded: (B, ...) decoded fast, and (B, ...) the same exactly; at most 16.
 
     Raises:

@@ -203,6 +203,7 @@ class Taps:
     """
 
     _take = staticmethod(take)  # how a tensor is kept
+    _stands_in = True  # whether a copy of an output goes on in its place where its own gradient could not be had
 
     def __init__(
         self,
@@ -632,6 +633,9 @@ class Taps:
             # The gradient through this layer alone is that of a copy which nobody else reads.
             known = [stand_in for given, stand_in, _ in point.calls[-1].stand_ins if given is tensor]
             tensor = known[0] if known else tensor.clone()
+        elif not self._stands_in:
+            if tensor.is_leaf:  # a hook on it would outlive this forward
+                return tensor
         elif tensor.is_leaf or tensor._is_view() or forward.has_seen(tensor) or _is_among(tensor, point.calls):
             # A hook on a leaf would outlive this forward; one on a view is lost when it is written to in place; and
             # what a layer hands on as it got it, or as a layer inside it gave it, has other readers.

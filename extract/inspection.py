@@ -10,6 +10,7 @@ Everything is summed up in the hooks (`extract/statistics.py`): memory does not 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -146,15 +147,13 @@ class _Place:
     """How to sum up one tensor: where the images are in it (None: nobody knows), and which axes are positions."""
 
     rows: Rows | None
+    shape: tuple[int, ...]  # of an image, or of all
     positions: tuple[int, ...]
     bounds: tuple[float, float] | None
 
-    def images_first(self, value: Tensor) -> Tensor:
-        return value[None] if self.rows is None else self.rows.by_image(value)
-
     def summary(self, value: Tensor) -> dict[str, Tensor]:
-        found = summarise(self.images_first(value), self.positions, self.bounds)
-        return {name: torch.from_numpy(column) for name, column in vars(found).items()}
+        images = value[None] if self.rows is None else self.rows.by_image(value)
+        return summarise(images, self.positions, self.bounds).as_tensors()
 
 
 class _Once:
@@ -206,7 +205,7 @@ def inspect_model(
             raise InputError("no batch to inspect; give at least one")
         names = _once_each(model) if layers is None else match_layers(named_layers(model), layers)
         watch = _Watch(model, names, first[0], with_gradients=loss is not None)
-        inspection = watch.run(_chained(first, pairs), loss, on_batch)
+        inspection = watch.run(itertools.chain([first], pairs), loss, on_batch)
     inspection.findings = findings_of(inspection.tensors, inspection.parameters, watch.broken_inputs, name_of)
     return inspection
 
@@ -237,11 +236,6 @@ def _pairs(batches: Iterable[Any]) -> Iterator[tuple[Tensor, Any]]:
             yield inputs, targets
 
 
-def _chained(first: tuple[Tensor, Any], rest: Iterator[tuple[Tensor, Any]]) -> Iterator[tuple[Tensor, Any]]:
-    yield first
-    yield from rest
-
-
 class _Watch:
     """Taps on all that is asked for, and what they gave so far."""
 
@@ -253,17 +247,18 @@ class _Watch:
             hint = "" if names else "; it is one layer by itself: wrap it, nn.Sequential(model)"
             raise InputError(f"the model has no layer that gives a floating-point tensor{hint}")
         named = named_layers(model)
-        leaves = _leaves(model, {site.layer for site in self._places})
+        leaves = _leaves({site.layer for site in self._places})
         self.reports = {
             site: TensorReport(
                 str(site), site.layer, type(named[site.layer]).__name__, site.layer in leaves,
-                place.rows is not None, (), bounded=place.bounds is not None,
+                place.rows is not None, place.shape, bounded=place.bounds is not None,
                 zero_weight=_has_zero_weight(named[site.layer]),
             )
             for site, place in self._places.items()
         }  # fmt: skip
         self._squares: dict[tuple[str, int], list[float]] = {}  # of inputs: sum, count
         self.broken_inputs: list[int] = []
+        self._with_gradients = with_gradients
         self._slopes = _slopes(model, self._places, inputs) if with_gradients else []
 
     def run(
@@ -285,7 +280,7 @@ class _Watch:
                 if inputs.is_floating_point():
                     broken = ~inputs.flatten(1).isfinite().all(1)
                     self.broken_inputs += [images + int(i) for i in broken.nonzero().flatten().tolist()]
-                self._add(taps.record, images, len(inputs))
+                self._add(taps.record, images)
                 images += len(inputs)
                 on_batch(len(inputs))
         for site, report in self.reports.items():
@@ -306,7 +301,7 @@ class _Watch:
         )  # fmt: skip
 
     def _taps(self) -> Taps:
-        taps, once = Taps(self._model, stop=not self._slopes), _Once()
+        taps, once = Taps(self._model, stop=not self._with_gradients), _Once()
         for site, place in self._places.items():
             taps.keep(site, reduce=partial(once, place))
         for site in self._slopes:
@@ -335,19 +330,17 @@ class _Watch:
         gradients = {name: g for name, g in zip(asked, found[: len(asked)], strict=True) if g is not None}
         return float(value.detach()), gradients
 
-    def _add(self, record: Record, first_image: int, n_images: int) -> None:
+    def _add(self, record: Record, first_image: int) -> None:
         there = set(record.sites.values())
         for site, report in self.reports.items():
             if site not in there:
                 continue
-            summary = Summary(**{name: tensor.numpy() for name, tensor in record[site].items()})
-            first = first_image if report.by_image else report.activations.images
-            report.activations.add(summary, first)
-            gradient = _gradient_of(site)
-            if gradient in there:
+            # Where nobody knows which rows are which image, batches are counted.
+            first = first_image if report.by_image else None
+            report.activations.add(Summary.of_tensors(record[site]), first)
+            if (gradient := _gradient_of(site)) in there:
                 report.gradients = report.gradients or Statistics()
-                found = Summary(**{name: tensor.numpy() for name, tensor in record[gradient].items()})
-                report.gradients.add(found, first_image if report.by_image else report.gradients.images)
+                report.gradients.add(Summary.of_tensors(record[gradient]), first)
         for site in record.sites.values():
             if site.what == "input":
                 total = self._squares.setdefault((site.layer, site.call), [0.0, 0.0])
@@ -413,7 +406,8 @@ def _places(model: nn.Module, names: Sequence[str], inputs: Tensor) -> dict[Site
                 rows = trial.rows(site)
         shape = tuple((value[None] if rows is None else rows.by_image(value)).shape)
         extra = 1 if rows is None or rows.per_image > 1 else 0
-        places[site] = _Place(rows, positions_of(shape, inputs.shape, extra), _bounds_of(named[site.layer]))
+        positions = positions_of(shape, inputs.shape, extra)
+        places[site] = _Place(rows, shape[1:], positions, _bounds_of(named[site.layer]))
     return places
 
 
@@ -459,15 +453,10 @@ def _has_zero_weight(module: nn.Module) -> bool:
     return isinstance(weight, Tensor) and bool(weight.numel()) and not bool(weight.detach().any())
 
 
-def _leaves(model: nn.Module, ran: set[str]) -> set[str]:
+def _leaves(names: set[str]) -> set[str]:
     """Of these layers, those that none of the others is inside of."""
-    inner = {name.rpartition(".")[0] for name in ran if name}
-    parents = set()
-    for name in inner:
-        while name:
-            parents.add(name)
-            name = name.rpartition(".")[0]
-    return ran - parents - ({""} if ran - {""} else set())
+    parts = (name.split(".") for name in names)
+    return names - {".".join(part[:depth]) for part in parts for depth in range(1, len(part))}
 
 
 def _parameters(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Parameter]:

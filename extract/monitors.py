@@ -69,6 +69,12 @@ class Alarm:
         return f"step {self.step}: {self.layer}: {self.text}"
 
 
+class _Onlooker(Taps):
+    """Taps that leave the training as it is: no tensor is replaced by a copy of it."""
+
+    _stands_in = False
+
+
 class _Monitor:
     """What both monitors do: look at every so many steps, and hand on what was seen.
 
@@ -134,7 +140,7 @@ class _Monitor:
         if self.step % self._every == 0:
             tensors = [value for value in args if isinstance(value, Tensor)]
             self._input_shape = tuple(tensors[0].shape) if tensors else ()
-            self._taps = Taps(self._model, on_record=partial(self._seen, self.step))
+            self._taps = _Onlooker(self._model, on_record=partial(self._seen, self.step))
             self._ask(self._taps)
             self._taps.__enter__()
             self._taps._begin(module, args)  # hooks that are added now are not called for this module any more
@@ -143,13 +149,10 @@ class _Monitor:
     def _summary(self, value: Tensor) -> dict[str, Tensor]:
         if not value.is_floating_point() or not value.ndim:
             return {}
-        found = summarise(value, positions_of(value.shape, self._input_shape))
-        return {name: torch.from_numpy(column) for name, column in vars(found).items()}
+        return summarise(value, positions_of(value.shape, self._input_shape)).as_tensors()
 
     def _seen(self, step: int, record: Record) -> None:
-        self.rows = self._rows_of(record)
-        for row in self.rows:
-            row["step"] = step
+        self.rows = [{"step": step, **row} for row in self._rows_of(record)]
         alarms = [Alarm(step, *found) for found in self._alarms_of(self.rows)]
         self._known &= {(alarm.kind, alarm.layer) for alarm in alarms}
         new = [alarm for alarm in alarms if (alarm.kind, alarm.layer) not in self._known]
@@ -165,7 +168,7 @@ class _Monitor:
     def _exploded(self, name: str, size: float) -> bool:
         """Whether something is far larger than it used to be; if not, it is remembered."""
         before = self._usual[name]
-        if len(before) >= _LOOKS_BEFORE and size > _EXPLODED * median(before[-_REMEMBERED:]) > 0:
+        if len(before) >= _LOOKS_BEFORE and size > _EXPLODED * median(before) > 0:
             return True
         if math.isfinite(size):
             before.append(size)
@@ -215,7 +218,7 @@ class ActivationMonitor(_Monitor):
                 numbers = _statistics(found)
                 looks = self._looks_at_dead(name, numbers)
                 rows.append({
-                    "step": 0, "layer": name, "mean": numbers.mean, "std": numbers.std, "rms": numbers.rms,
+                    "layer": name, "mean": numbers.mean, "std": numbers.std, "rms": numbers.rms,
                     "min": numbers.min, "max": numbers.max, "zeros": numbers.zeros,
                     "dead": int((looks >= _DEAD_LOOKS).sum()), "channels": numbers.channels,
                     "not_finite": numbers.nan + numbers.infinite,
@@ -253,12 +256,8 @@ class ActivationMonitor(_Monitor):
 class GradientMonitor(_Monitor):
     """Gradients of what layers give, and of their parameters, during a training; alarms of NaN and explosions.
 
-    Args:
-        model: that is trained. Compiled code runs uncompiled in the steps that are looked at.
-        layers: names or globs; None is every layer that has no layers inside, or parameters of its own.
-        every: so many steps; the first is looked at.
-        to: where rows go: a `.csv` file, a TensorBoard `SummaryWriter`, or a function of (step, rows).
-        on_alarm: called with each `Alarm`; by default it is a `RuntimeWarning`.
+    Its arguments are those of `ActivationMonitor`. The gradient of an output is that of the tensor, whoever reads it;
+    where the model writes to the tensor in place, it may be missing.
 
     A row has step, layer, of ("output", or a parameter's name), norm (L2, of the whole batch's), std and zeros (part of
     the values) of an output's, ratio (by the norm of the parameter), not_finite (values). Where a GradScaler scales the
@@ -289,7 +288,7 @@ class GradientMonitor(_Monitor):
                 numbers = {"std": output.std, "zeros": output.zeros, "ratio": math.nan}
             else:
                 continue
-            rows.append({"step": 0, "layer": layer, "of": of, "norm": norm, **numbers, "not_finite": not_finite})
+            rows.append({"layer": layer, "of": of, "norm": norm, **numbers, "not_finite": not_finite})
         return rows
 
     def _alarms_of(self, rows: Rows) -> Iterable[tuple[str, str, str]]:
@@ -320,7 +319,7 @@ def _norm(gradient: Tensor) -> dict[str, Tensor]:
 
 def _statistics(found: Mapping[str, Tensor]) -> Statistics:
     statistics = Statistics()
-    statistics.add(Summary(**{name: tensor.numpy() for name, tensor in found.items()}))
+    statistics.add(Summary.of_tensors(found))
     return statistics
 
 

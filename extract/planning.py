@@ -14,19 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
 from extract import defaults
 from extract.backbones import Backbone
 from extract.engines import engine_for
 from extract.errors import InputError, unknown_name
 from extract.features import Choice, choose_features
-from extract.images import Images, list_images
+from extract.images import ImageList, list_images
 from extract.settings import evaluating, full_float32
+from extract.store.bucket import Bucket
 from extract.store.copying import COMPRESSIONS
-from extract.store.dataset import DataSet, existing_shard_rows, shard_rows_for
+from extract.store.dataset import DataSet, shard_rows_for
 from extract.store.guard import need_libraries
 from extract.store.layout import StoredFeature
+from extract.urls import is_url
 
 __all__ = ["Plan", "asked_of", "how_begun", "how_made", "plan", "plan_for"]
 
@@ -39,7 +40,7 @@ PRECISIONS = ("float32", "bfloat16", "float16")
 class Plan:
     """Everything a run has resolved before it computes."""
 
-    images: Images
+    images: ImageList
     backbone: Backbone
     choice: Choice
     dataset: DataSet
@@ -55,7 +56,7 @@ class Plan:
 
 
 def plan(
-    images: str | os.PathLike[str] | Images,
+    images: str | os.PathLike[str] | ImageList,
     *,
     out: str | os.PathLike[str],
     backbone: Backbone,
@@ -94,7 +95,7 @@ def plan(
     if not -1 <= min_cosine <= 1:
         raise InputError(f"min_cosine is {min_cosine}; a cosine lies between -1 and 1")
     configuration = {
-        "images": images.root if isinstance(images, Images) else os.fspath(images),
+        "images": os.fspath(images) if isinstance(images, str | os.PathLike) else images.root,
         "layers": [layers] if isinstance(layers, str) else list(layers),
         **backbone.asked,
         "weights": _as_found_from_anywhere(backbone.asked.get("weights")),
@@ -110,18 +111,22 @@ def plan(
         "shard_rows": shard_rows,
         "compress": compress,
     }
-    found = images if isinstance(images, Images) else list_images(images, limit)
-    return plan_for(found, Path(out), backbone, configuration, sync_s)
+    found = list_images(images, limit) if isinstance(images, str | os.PathLike) else images
+    return plan_for(found, os.fspath(out), backbone, configuration, sync_s)
 
 
 def plan_for(
-    images: Images, out: Path, backbone: Backbone, configuration: dict[str, Any], sync_s: float = defaults.SYNC_S
+    images: ImageList,
+    out: str | Path,
+    backbone: Backbone,
+    configuration: dict[str, Any],
+    sync_s: float = defaults.SYNC_S,
 ) -> Plan:
     """The plan for images that are listed already.
 
     Args:
         images: as listed.
-        out: folder of the data set.
+        out: folder of the data set, or its URL.
         backbone: as loaded.
         configuration: `layers`, `batch_size`, `workers`, `decode`, `dtype`, `precision`, `compile`, `min_cosine`,
             `max_pixels`, `shard_rows` and `compress`, checked; it goes into the provenance.
@@ -130,6 +135,7 @@ def plan_for(
     dtype, precision, shard_rows = (configuration[name] for name in ("dtype", "precision", "shard_rows"))
     if configuration["decode"] == "fast":
         backbone = replace(backbone, preprocessing=backbone.preprocessing.faster())
+    existing, _ = _existing(out)
     engine = _engine(configuration["compile"], precision, backbone, out)
     with evaluating(backbone.model), full_float32():
         choice = choose_features(backbone, configuration["layers"])
@@ -158,18 +164,17 @@ def plan_for(
         "precision": computed_in,
         "stored_as": dtype,
     }
-    listed = xxhash.xxh3_128_hexdigest(b"\0".join(os.fsencode(path) for path in images.paths))
     dataset = DataSet(
-        out=out,
+        out=Path(out),
         depends_on=json.loads(json.dumps(depends_on)),  # as it will be read back
         features=stored,
         images={
             "root": images.root,
             "count": len(images),
-            "paths_xxh3": listed,
-            "labels_xxh3": _hash_of_labels(images),
+            "paths_xxh3": images.paths_xxh3,
+            "labels_xxh3": images.labels_xxh3,
         },
-        shard_rows=min(shard_rows or existing_shard_rows(out) or shard_rows_for(stored), len(images)),
+        shard_rows=min(shard_rows or (existing.shard_rows if existing else shard_rows_for(stored)), len(images)),
     )
     provenance = _provenance(backbone, depends_on, configuration)
     return Plan(
@@ -189,7 +194,7 @@ def plan_for(
     )
 
 
-def _engine(compile: str, precision: str, backbone: Backbone, out: Path) -> str:
+def _engine(compile: str, precision: str, backbone: Backbone, out: str | Path) -> str:
     """What runs the forward; in lower precision it must be known beforehand, since the features depend on it."""
     if compile != "auto":
         return engine_for(compile, backbone.device, precision)
@@ -206,12 +211,22 @@ def _lower_precision(precision: str, engine: str) -> str:
     return f"{precision} {'autocast' if engine == 'eager' else engine}"
 
 
-def how_begun(out: Path) -> dict[str, str] | None:
-    """As of `how_made`, of the data set in a folder; None: there is none, or it has no rows and gives way."""
-    if not (out / "dataset.json").exists():
-        return None
-    dataset = DataSet.open(out)
-    return how_made(dataset.depends_on) if any(dataset.files()) else None
+def _existing(out: str | Path) -> tuple[DataSet | None, bool]:
+    """The data set that is there already, if there is one, and whether it has rows."""
+    if is_url(str(out)):
+        bucket = Bucket(str(out))
+        found = bucket.existing()
+        return found, found is not None and bool(len(bucket.published()))
+    if not (Path(out) / "dataset.json").exists():
+        return None, False
+    found = DataSet.open(Path(out))
+    return found, any(found.files())
+
+
+def how_begun(out: str | Path) -> dict[str, str] | None:
+    """As of `how_made`, of the data set at a place; None: there is none, or it has no rows and gives way."""
+    existing, has_rows = _existing(out)
+    return how_made(existing.depends_on) if existing is not None and has_rows else None
 
 
 def how_made(depends_on: dict[str, Any]) -> dict[str, str]:
@@ -238,14 +253,6 @@ def asked_of(configuration: dict[str, Any], weights: str | None = None) -> dict[
     asked = {name: configuration[name] for name in ("weights", "seed", "allow_missing_head")}
     asked["preprocessing"] = configuration.get("preprocessing")
     return asked | ({"weights": weights} if weights else {})
-
-
-def _hash_of_labels(images: Images) -> str:
-    """xxh3-128 over labels, splits, classes and ids: a list may say something else of the same paths the next time."""
-    digest = xxhash.xxh3_128(images.labels.astype("<i8").tobytes())
-    for texts in (images.splits, images.classes, images.ids or ()):
-        digest.update(b"\0".join(os.fsencode(text) for text in texts) + b"\0\0")
-    return digest.hexdigest()
 
 
 def _as_found_from_anywhere(weights: str | None) -> str | None:

@@ -7,6 +7,7 @@ import ctypes
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -35,37 +36,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-# glibc's mallopt parameters (malloc.h), and the largest values that its dynamic rule reaches by itself (mallopt(3)).
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_TRIM_THRESHOLD_BYTES, _MMAP_THRESHOLD_BYTES = 64 << 20, 32 << 20
-
-
-@contextlib.contextmanager
-def keeping_freed_memory() -> Iterator[None]:
-    """Let glibc reuse the memory of one batch's activations for the next, and give it back at the end.
-
-    By default each large activation is mapped from the kernel and unmapped again, which zeroes its pages every time:
-    more than half of the time of a forward on a CPU (efficientnet_lite0, batches of 64: 49 images/s, 220 with this).
-    Setting a threshold once ends glibc's own adjustment of it, so the process is left with the largest values that
-    adjustment would have reached. Where the C library is another one, nothing is done.
-    """
-    try:
-        libc = ctypes.CDLL("libc.so.6") if sys.platform == "linux" else None
-    except OSError:
-        libc = None
-    if libc is None:
-        yield
-        return
-    libc.mallopt(_MMAP_THRESHOLD, 1 << 30)
-    libc.mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)
-    try:
-        yield
-    finally:
-        libc.mallopt(_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
-        libc.mallopt(_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
-        libc.malloc_trim(0)
 
 
 @contextlib.contextmanager
@@ -117,6 +87,43 @@ class _Switch:
                 self._users -= 1
                 if not self._users:
                     self._back()
+
+
+# glibc's mallopt parameters (malloc.h), and the largest values that its dynamic rule reaches by itself (mallopt(3)).
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_TRIM_THRESHOLD_BYTES, _MMAP_THRESHOLD_BYTES = 64 << 20, 32 << 20
+
+
+def _keep_freed_memory() -> Callable[[], None]:
+    try:
+        libc = ctypes.CDLL("libc.so.6") if sys.platform == "linux" else None
+    except OSError:
+        libc = None
+    if libc is None:
+        return lambda: None
+    libc.mallopt(_MMAP_THRESHOLD, 1 << 30)
+    libc.mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)
+
+    def back() -> None:
+        libc.mallopt(_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
+        libc.mallopt(_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
+        libc.malloc_trim(0)
+
+    return back
+
+
+_FREED_MEMORY_KEPT = _Switch(_keep_freed_memory)
+
+
+def keeping_freed_memory() -> AbstractContextManager[None]:
+    """Let glibc reuse the memory of one batch's activations for the next, and give it back at the end.
+
+    By default each large activation is mapped from the kernel and unmapped again, which zeroes its pages every time:
+    more than half of the time of a forward on a CPU (efficientnet_lite0, batches of 64: 49 images/s, 220 with this).
+    Setting a threshold once ends glibc's own adjustment of it, so the process is left with the largest values that
+    adjustment would have reached. Where the C library is another one, nothing is done.
+    """
+    return _FREED_MEMORY_KEPT.turned()
 
 
 def _no_fused_attention() -> Callable[[], None]:

@@ -16,11 +16,11 @@ from extract.errors import InputError, LayertapError
 from extract.planning import Plan
 from extract.status import Status
 from extract.store.copying import copy_shard
-from extract.store.dataset import DataSet
+from extract.store.dataset import DataSet, Whereabouts
 from extract.store.layout import RowNames, create_shard, row_bytes
 from extract.store.writer import ShardWriter
 
-__all__ = ["ShardWork", "batches_of", "check_disk_space", "check_same_images", "create_part", "work_of"]
+__all__ = ["ShardWork", "batches_of", "check_disk_space", "check_same_images", "create_part", "work_at", "work_of"]
 
 _SAMPLED = 16  # stored rows whose images are read again when their folder has another name than before
 RowNumbers = range | NDArray[np.int64]  # ascending
@@ -47,26 +47,28 @@ class ShardWork:
 
 def work_of(dataset: DataSet, retry_failed: bool) -> list[ShardWork]:
     """Every shard that is not finished; with `retry_failed`, also those that have rows without good features."""
-    work = []
-    for shard, where in enumerate(dataset.whereabouts()):
-        rows: RowNumbers = dataset.shard_range(shard)
-        first_row, published, compress = rows[0], None, None
-        if where.published is not None:
-            if where.part is None and not retry_failed:
-                continue
-            published = dataset.path(shard, where.published)
-            with dataset.open_shard(shard, published) as opened:
-                compress = next(iter(opened.compression.values()), None)
-                rows = first_row + np.flatnonzero(opened.column("status") != Status.OK)
-        if where.part is not None:
-            with ShardWriter(dataset, shard, where.part) as writer:
-                writer.check()
-                rows = first_row + np.flatnonzero(writer.status != Status.OK)
-            work.append(ShardWork(shard, where.part, rows, published, compress))
-        elif len(rows):
-            revision = 0 if where.published is None else where.published + 1
-            work.append(ShardWork(shard, revision, rows, published, compress))
-    return work
+    found = (work_at(dataset, shard, where, retry_failed) for shard, where in enumerate(dataset.whereabouts()))
+    return [work for work in found if work is not None]
+
+
+def work_at(dataset: DataSet, shard: int, where: Whereabouts, retry_failed: bool = False) -> ShardWork | None:
+    """What is left to do of one shard; None: nothing."""
+    rows: RowNumbers = dataset.shard_range(shard)
+    first_row, published, compress = rows[0], None, None
+    if where.published is not None:
+        if where.part is None and not retry_failed:
+            return None
+        published = dataset.path(shard, where.published)
+        with dataset.open_shard(shard, published) as opened:
+            compress = next(iter(opened.compression.values()), None)
+            rows = first_row + np.flatnonzero(opened.column("status") != Status.OK)
+    if where.part is not None:
+        with ShardWriter(dataset, shard, where.part) as writer:
+            writer.check()
+            rows = first_row + np.flatnonzero(writer.status != Status.OK)
+        return ShardWork(shard, where.part, rows, published, compress)
+    revision = 0 if where.published is None else where.published + 1
+    return ShardWork(shard, revision, rows, published, compress) if len(rows) else None
 
 
 def create_part(plan: Plan, work: ShardWork, part: Path) -> None:
@@ -77,9 +79,8 @@ def create_part(plan: Plan, work: ShardWork, part: Path) -> None:
         with dataset.open_shard(work.shard, work.published) as published:
             copy_shard(published, part, pending=np.asarray(work.rows) - rows.start)
         return
-    here = slice(rows.start, rows.stop)
-    ids = None if images.ids is None else images.ids[here]
-    names = RowNames(images.paths[here], images.labels[here], images.splits[here], images.classes, ids)
+    here = images.between(rows.start, rows.stop)
+    names = RowNames(here.paths, here.labels, here.splits, here.classes, here.ids)
     create_shard(part, dataset.features, dataset.identity(work.shard), names, plan.provenance)
 
 
@@ -109,6 +110,7 @@ def check_same_images(plan: Plan, existing: DataSet) -> None:
             hashes = stored.column("source_hash")[chosen]
             first_row = stored.identity.first_row
             for row, expected in zip((first_row + chosen).tolist(), hashes, strict=True):
+                path = plan.images.between(row, row + 1).paths[0]
                 try:
                     same = xxhash.xxh3_128_digest(plan.images.source.read(row)[0]) == expected.tobytes()
                 except (OSError, ValueError):
@@ -116,7 +118,7 @@ def check_same_images(plan: Plan, existing: DataSet) -> None:
                 if not same:
                     raise InputError(
                         f"{existing.out} holds features of the images in {existing.images['root']}; those in "
-                        f"{plan.images.root} are others: {plan.images.paths[row]} differs. Choose another output folder"
+                        f"{plan.images.root} are others: {path} differs. Choose another output folder"
                     )
         if len(chosen):
             return

@@ -15,7 +15,7 @@ histogram whose bins are the values of bfloat16, so they are right to 1/128 of t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +60,15 @@ class Summary:
     nan: NDArray[np.int64]
     infinite: NDArray[np.int64]
     bins: NDArray[np.int64]
+
+    def as_tensors(self) -> dict[str, Tensor]:
+        """The same as tensors, which `Taps` can keep."""
+        return {name: torch.from_numpy(column) for name, column in vars(self).items()}
+
+    @classmethod
+    def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Summary:
+        """What `as_tensors` gave, again as it was."""
+        return cls(**{name: tensor.numpy() for name, tensor in tensors.items()})
 
 
 def summarise(values: Tensor, positions: Sequence[int], bounds: tuple[float, float] | None = None) -> Summary:

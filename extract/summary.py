@@ -7,6 +7,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
 
 from extract.first_batch import Computation
 
@@ -47,6 +49,23 @@ class Summary:
     def images_per_s(self) -> float:
         """Rate of this run."""
         return self.computed / self.seconds if self.seconds else 0.0
+
+    def made_since(self, before: Summary, seconds: float, provenance: dict[str, Any]) -> dict[str, Any]:
+        """Where, when and how fast rows were made, for the receipt of a shard.
+
+        Args:
+            before: this summary when the shard was begun.
+            seconds: since then.
+            provenance: of the run.
+        """
+        return {
+            "host": provenance["machine"]["host"],
+            "device": provenance["device"],
+            "ended": datetime.now(UTC).isoformat(timespec="seconds"),
+            "computed": self.computed - before.computed,
+            "seconds": round(seconds, 3),
+            "stages": {stage: round(spent - before.stages[stage], 3) for stage, spent in self.stages.items()},
+        }
 
     @contextlib.contextmanager
     def timed(self, stage: str) -> Iterator[None]:

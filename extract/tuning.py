@@ -28,7 +28,7 @@ from extract.errors import InputError, first_line
 from extract.features import Choice, choose_features
 from extract.first_batch import decoded_both_ways
 from extract.forward import ready
-from extract.images import Batch, Images, list_images, load_batches
+from extract.images import Batch, ImageList, list_images, load_batches
 from extract.planning import PRECISIONS, how_begun
 from extract.preprocessing import Preprocessing
 from extract.settings import evaluating, full_float32
@@ -125,7 +125,7 @@ def ways_for(
 
 
 def pictures_of(
-    images: Images, preprocessing: Preprocessing, count: int, max_pixels: int = defaults.MAX_PIXELS
+    images: ImageList, preprocessing: Preprocessing, count: int, max_pixels: int = defaults.MAX_PIXELS
 ) -> Tensor:
     """The first images that can be decoded, as many as `count`, repeated where there are fewer: (count, ...).
 
@@ -139,7 +139,7 @@ def pictures_of(
     return torch.cat([batch.images] * -(-count // len(batch.images)))[:count]
 
 
-def _decoded(images: Images, preprocessing: Preprocessing, count: int, max_pixels: int) -> Batch:
+def _decoded(images: ImageList, preprocessing: Preprocessing, count: int, max_pixels: int) -> Batch:
     rows = [list(range(min(count, len(images))))]
     smaller = preprocessing.at_least_px
     batches = load_batches(images, rows, preprocessing.prepare, workers=0, max_pixels=max_pixels, at_least_px=smaller)
@@ -148,7 +148,7 @@ def _decoded(images: Images, preprocessing: Preprocessing, count: int, max_pixel
 
 
 def decode_rate(
-    images: Images, preprocessing: Preprocessing, count: int, max_pixels: int = defaults.MAX_PIXELS
+    images: ImageList, preprocessing: Preprocessing, count: int, max_pixels: int = defaults.MAX_PIXELS
 ) -> float:
     """Images per second that one core reads, decodes and prepares."""
     threads = torch.get_num_threads()
@@ -285,7 +285,7 @@ def best_of(measured: Iterable[Measured], n_images: float = math.inf, decode: st
 
 
 def fastest(
-    images: str | os.PathLike[str] | Images,
+    images: str | os.PathLike[str] | ImageList,
     *,
     backbone: Backbone,
     layers: str | Sequence[str] = defaults.LAYERS,
@@ -323,7 +323,7 @@ def fastest(
         asked = {"precision": precision, "compile": compile, "decode": decode, "batch_size": batch_size}
         given = {name: value for name, value in asked.items() if value is not None}
         return {"batch_size": defaults.BATCH_SIZE, **begun, **given}, []
-    found = images if isinstance(images, Images) else list_images(images, limit)
+    found = list_images(images, limit) if isinstance(images, str | os.PathLike) else images
     ways = ways_for(backbone.device, precision=precision, compile=compile)
     preprocessing = backbone.preprocessing
     with evaluating(backbone.model), full_float32():

@@ -18,9 +18,9 @@ def sources() -> dict[str, Any]:
     return {source: {"models": len(one.names), "note": one.note} for source, one in listed().items()}
 
 
-def print_sources(echo: Callable[[str], None]) -> None:
+def print_sources(found: dict[str, Any], echo: Callable[[str], None]) -> None:
     """The sources, for people."""
-    for source, one in sources().items():
+    for source, one in found.items():
         echo(f"{source:12} {one['models']:>5,} {'model ' if one['models'] == 1 else 'models'}  {one['note']}".rstrip())
     echo("\nlayertap backbones 'timm/vit_*' lists those that match, with width, input, parameters and licence")
 

@@ -22,7 +22,7 @@ from extract.errors import LayertapError
 from extract.extraction import extract
 from extract.features import choose_features
 from extract.first_batch import decoded_both_ways
-from extract.images import Images, list_images
+from extract.images import ImageList, Images, list_images
 from extract.images.source import Source
 from extract.planning import plan
 from extract.settings import evaluating, full_float32
@@ -191,7 +191,7 @@ def _bound(forward: float, decode: float, write: float, on_cpu: bool) -> float:
 
 
 def _pipeline_rate(
-    backbone: Backbone, images: Images, layers: tuple[str, ...], way: Way, decode: str, batch_size: int, bound: float
+    backbone: Backbone, images: ImageList, layers: tuple[str, ...], way: Way, decode: str, batch_size: int, bound: float
 ) -> float:
     """Images per second of a run, from the first image to the last, without comparing and compiling."""
     repeated = _repeated(images, max(12 * batch_size, int(bound * _PIPELINE_S)))
@@ -205,7 +205,7 @@ def _pipeline_rate(
     return summary.computed / (summary.seconds - prepared_in_s)
 
 
-def _repeated(images: Images, count: int) -> Images:
+def _repeated(images: ImageList, count: int) -> Images:
     """So many images, with other bytes each, since equal ones would be computed once."""
     paths = [f"{row:09d}" for row in range(count)]
     source = _Repeated(images.source, len(images))

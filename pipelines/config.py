@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from extract import defaults
 from extract.errors import InputError, unknown_name
+from extract.urls import is_url
 
 __all__ = [
     "AblateConfig",
@@ -24,6 +25,7 @@ __all__ = [
     "ProbeConfig",
     "checked",
     "load_config",
+    "name_of",
     "read_yaml",
 ]
 
@@ -34,7 +36,7 @@ class BackboneConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     images: str = Field(
-        description="Folder, .csv or .parquet list, .tar or .zip archives, .npy or .h5 array, or a URL."
+        description="Folder, .csv or .parquet list, .tar or .zip archives, .npy or .h5 array, a URL, or a plan."
     )
     backbone: str = Field(defaults.BACKBONE, description="SOURCE/NAME; see `layertap backbones`.")
     weights: str | None = Field(None, min_length=1, description="Name, file, or 'random'. [default: the source's own]")
@@ -128,15 +130,70 @@ class FeaturesConfig(BackboneConfig):
     @property
     def folder(self) -> Path:
         """Where the data set goes."""
-        return self.out or Path("outputs") / _name_of(self.images)
+        return self.out or Path("outputs") / name_of(self.images)
 
 
 class EmbedConfig(FeaturesConfig):
     """What `layertap embed` is told."""
 
+    out: str | None = Field(  # type: ignore[assignment]
+        None, description="Folder of the data set, or s3://BUCKET/NAME. [default: outputs/<name of IMAGES>]"
+    )
+
     fast: bool = Field(False, description="Measure precision, compile and decode, and take the fastest that agree.")
     limit: int | None = Field(None, strict=True, ge=1, description="Only the first so many images.")
     retry_failed: bool = Field(False, description="Try images again that failed in an earlier run.")
+    device: str = Field(
+        defaults.DEVICE, description="auto, cpu, cuda, cuda:N or mps; of several workers cuda:0,cuda:1 or all."
+    )
+    engine: Literal["processes", "ray"] | None = Field(
+        None, description="Several workers at once: processes of this machine, or actors on a Ray cluster."
+    )
+    workers_per_gpu: int = Field(1, strict=True, ge=1, description="Of these workers.")
+    cpus_per_worker: int | None = Field(
+        None, strict=True, ge=1, description="Cores of each worker. [default: all of the machine, shared evenly]"
+    )
+    address: str = Field("auto", min_length=1, description="Of the Ray cluster; local: begin one here.")
+    shards_of: str | None = Field(
+        None, description="I/N: of every N shards, make the one with the remainder I; a task of a SLURM array."
+    )
+    scratch: Path | None = Field(
+        None, description="Where several workers build shards. [default: in OUT, or of several machines in TMPDIR]"
+    )
+
+    @field_validator("shards_of", mode="before")
+    @classmethod
+    def _a_part(cls, value: Any) -> Any:
+        if value is None:
+            return None
+        found = re.fullmatch(r"(\d{1,7})/(\d{1,7})", str(value), re.ASCII)
+        if not found or int(found[1]) >= int(found[2]):
+            raise ValueError("expected I/N with I from 0 to N - 1, as 0/8")
+        return found[0]
+
+    @property
+    def place(self) -> str:
+        """Where the data set goes: a folder, or a URL."""
+        return self.out if self.out and is_url(self.out) else str(self.folder)
+
+    @property
+    def folder(self) -> Path:
+        """The same, where it is a folder."""
+        return Path(self.out) if self.out else Path("outputs") / name_of(self.images)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether shards are built elsewhere and then published: by several workers, or to a bucket."""
+        several = self.engine or self.shards_of or self.device == "all" or "," in self.device
+        return bool(several) or is_url(self.place)
+
+    @model_validator(mode="after")
+    def _of_several_workers(self) -> Self:
+        if self.is_shared and (self.fast or self.retry_failed):
+            what = "--fast" if self.fast else "--retry-failed"
+            instead = "`layertap bench` names the flags that are fastest" if self.fast else "run it afterwards in one"
+            raise ValueError(f"{what} is for one process and a folder; {instead}")
+        return self
 
 
 class LookConfig(BackboneConfig):
@@ -262,8 +319,15 @@ class ProbeConfig(BaseModel):
         return [value] if isinstance(value, str) else value
 
 
-def _name_of(images: str) -> str:
-    """What a data set of these images is called: photos, of photos/, photos.zip and s3://bucket/photos-{00..99}.tar."""
+def name_of(images: str) -> str:
+    """What a data set of these images is called: photos, of photos/, photos.zip and s3://bucket/photos-{00..99}.tar.
+
+    That of a plan is called as if the images themselves were given.
+    """
+    from extract.images.planned import is_plan, open_plan
+
+    if "://" not in images and is_plan(images):
+        images = open_plan(images).root
     images = re.sub(r"(\.(?:h5|hdf5)):.*$", r"\1", images, flags=re.IGNORECASE)  # the name of a data set inside
     path = images if "://" in images else str(Path(images).resolve())
     name = path.rstrip("/").rpartition("/")[2]

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from extract.store.files import whole_file
+from extract.files import whole_file
 from pipelines.printing import printable
 
 __all__ = ["COLOURS", "cycled", "drawable", "new_figure", "save_figure"]

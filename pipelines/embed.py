@@ -16,7 +16,7 @@ from extract.backbones import Backbone, load_backbone
 from extract.engines import default_engine
 from extract.extraction import Plan, Summary, extract, plan
 from extract.first_batch import Computation
-from extract.images import Images, list_images
+from extract.images import ImageList, list_images
 from extract.store.reader import FeatureReader
 from extract.tuning import fastest
 from pipelines.config import BackboneConfig, EmbedConfig
@@ -24,7 +24,7 @@ from pipelines.held_signals import signals_held
 from pipelines.printing import print_failures
 from pipelines.progress import Progress
 
-__all__ = ["Outcome", "backbone_of", "bottleneck", "described", "embed", "print_summary", "summary_as_json"]
+__all__ = ["Outcome", "backbone_of", "bottleneck", "described", "embed", "plan_of", "print_summary", "summary_as_json"]
 
 _WAITED = 0.2  # of the time: what is waited for longer is the bottleneck
 _WORTH_A_WORD_S = 10.0  # in shorter runs, starting takes most of the time
@@ -52,22 +52,7 @@ class Outcome:
 def embed(config: EmbedConfig) -> Outcome:
     """Run the job; what is going on is told on stderr."""
     backbone = backbone_of(config)
-    listed = list_images(config.images, config.limit)
-    planned = plan(
-        listed,
-        out=config.folder,
-        backbone=backbone,
-        layers=config.layers,
-        workers=config.workers,
-        dtype=config.dtype,
-        **_how(config, listed, backbone),
-        min_cosine=config.min_cosine,
-        limit=config.limit,
-        max_pixels=config.max_pixels,
-        shard_rows=config.shard_rows,
-        compress=config.compress,
-        sync_s=config.sync_s,
-    )
+    planned = plan_of(config, list_images(config.images, config.limit), backbone)
     _tell(planned)
     with Progress(len(planned.images)) as progress, signals_held() as received:
 
@@ -89,8 +74,31 @@ def embed(config: EmbedConfig) -> Outcome:
         return Outcome(planned, summary, reader.failures, reader.compression, 0)
 
 
-def backbone_of(config: BackboneConfig) -> Backbone:
-    """The backbone that a job is told to use; what must be known of it is told on stderr."""
+def plan_of(config: EmbedConfig, images: ImageList, backbone: Backbone) -> Plan:
+    """What a job is told to compute."""
+    return plan(
+        images,
+        out=config.place,
+        backbone=backbone,
+        layers=config.layers,
+        workers=config.workers,
+        dtype=config.dtype,
+        **_how(config, images, backbone),
+        min_cosine=config.min_cosine,
+        limit=config.limit,
+        max_pixels=config.max_pixels,
+        shard_rows=config.shard_rows,
+        compress=config.compress,
+        sync_s=config.sync_s,
+    )
+
+
+def _on_stderr(text: str) -> None:
+    click.secho(text, fg="red" if text.startswith("WARNING") else "yellow", bold=text.startswith("WARNING"), err=True)
+
+
+def backbone_of(config: BackboneConfig, say: Callable[[str], None] = _on_stderr) -> Backbone:
+    """The backbone that a job is told to use; what must be known of it is said."""
     backbone = load_backbone(
         config.backbone,
         weights=config.weights,
@@ -100,14 +108,13 @@ def backbone_of(config: BackboneConfig) -> Backbone:
         preprocessing=config.preprocessing,
     )
     if backbone.weights.random:
-        text = f"WARNING: {backbone.weights.source} weights: these features mean nothing; use them for tests only"
-        click.secho(text, fg="red", bold=True, err=True)
+        say(f"WARNING: {backbone.weights.source} weights: these features mean nothing; use them for tests only")
     for note in backbone.notes:
-        click.secho(f"note: {note}", fg="yellow", err=True)
+        say(f"note: {note}")
     return backbone
 
 
-def _how(config: EmbedConfig, images: Images, backbone: Backbone) -> dict[str, Any]:
+def _how(config: EmbedConfig, images: ImageList, backbone: Backbone) -> dict[str, Any]:
     """Precision, compiler, decoding and batch size: as they were asked for, or the fastest."""
     asked = {name: getattr(config, name) for name in ("precision", "compile", "decode", "batch_size")}
     if not config.fast:
@@ -134,12 +141,11 @@ def _how(config: EmbedConfig, images: Images, backbone: Backbone) -> dict[str, A
 def _tell(planned: Plan) -> None:
     """What was resolved, before the work begins."""
     images, backbone, choice = planned.images, planned.backbone, planned.choice
-    splits = sorted(set(images.splits) - {""})
     yours = backbone.asked.get("preprocessing", {})
     lines = [
         f"images    {len(images):,} in {images.root}"
         + (f", {len(images.classes)} classes" if images.classes else "")
-        + (f", splits {' '.join(splits)}" if splits else ""),
+        + (f", splits {' '.join(images.split_names)}" if images.split_names else ""),
         f"backbone  {backbone.spec}, weights {backbone.weights.source}, on {backbone.device}",
         f"input     {backbone.preprocessing}" + (f" (yours: {' '.join(yours)})" if yours else ""),
     ]

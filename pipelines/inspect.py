@@ -86,7 +86,7 @@ def inspect(config: InspectConfig) -> Inspected:
 
         written += draw_inspection(inspection, backbone.spec, config.pictures, config.format)
     failed = {sample.images.paths[row]: reason for row, reason in sample.failed.items()}
-    return Inspected(inspection, backbone.spec, (inspection.images, len(sample.images)), failed, described, written)
+    return Inspected(inspection, backbone.spec, (inspection.images, sample.in_all), failed, described, written)
 
 
 def _with_targets(sample: Sample, targets: NDArray[np.int64] | None) -> Iterator[tuple[Tensor, Tensor]]:
@@ -160,6 +160,7 @@ def _numbers(one: TensorReport) -> dict[str, Any]:
     line: dict[str, Any] = {
         "layer": one.name,
         "type": one.type,
+        "shape": "x".join(map(str, one.shape)),
         "by_image": one.by_image,
         "channels": numbers.channels,
         "mean": numbers.mean,
@@ -220,16 +221,16 @@ def _print_findings(findings: Sequence[Finding], echo: Callable[[str], None]) ->
 
 def _print_table(inspection: Inspection, echo: Callable[[str], None]) -> None:
     with_gradients = any(one.gradients is not None for one in inspection.tensors)
-    head = ["layer", "type", "mean", "std", "min", "median", "max", "zeros", "dead", "out/in"]
+    head = ["layer", "type", "shape", "mean", "std", "min", "median", "max", "zeros", "dead", "out/in"]
     rows = [head + (["grad norm"] if with_gradients else [])]
     for one in inspection.tensors:
-        numbers = one.activations
-        row = [one.name, one.type, *(f"{value:.3g}" for value in (numbers.mean, numbers.std, numbers.min)),
-               f"{numbers.quantile(0.5):.3g}", f"{numbers.max:.3g}", f"{numbers.zeros:.0%}",
+        shape, numbers = "x".join(map(str, one.shape)), one.activations
+        values = (numbers.mean, numbers.std, numbers.min, numbers.quantile(0.5), numbers.max)
+        row = [one.name, one.type, shape, *(f"{value:.3g}" for value in values), f"{numbers.zeros:.0%}",
                f"{len(numbers.dead)}/{numbers.channels}" if one.by_image else "-",
                f"{one.norm_ratio:.2g}" if math.isfinite(one.norm_ratio) else "-"]  # fmt: skip
         rows.append(row + ([f"{one.gradient_norm:.2e}"] if with_gradients else []))
-    print_aligned(rows, "<<" + ">" * (len(rows[0]) - 2), echo)
+    print_aligned(rows, "<<<" + ">" * (len(rows[0]) - 3), echo)
 
 
 def _print_parameters(inspection: Inspection, echo: Callable[[str], None]) -> None:

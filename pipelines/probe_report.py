@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from extract.errors import InputError
+from extract.files import read_json, write_json
 from extract.probe.metrics import Estimate
 from extract.probe.model import LinearProbe
 from extract.probe.protocols import PROTOCOLS
-from extract.store.files import read_json, write_json
 from pipelines.config import ProbeConfig
 from pipelines.labelling import SEPARATOR
 from pipelines.printing import SHOWN, printable

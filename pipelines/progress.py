@@ -19,11 +19,11 @@ class Progress:
     """Counts images, or rows; a context manager.
 
     Args:
-        total: how many there are in all.
+        total: how many there are in all; None: nobody knows yet.
         unit: what they are.
     """
 
-    def __init__(self, total: int, unit: str = "images"):
+    def __init__(self, total: int | None, unit: str = "images"):
         self._unit = unit
         self._total = total
         self._found = 0
@@ -45,6 +45,9 @@ class Progress:
         elif time.perf_counter() - self._last_line > _LINE_EVERY_S and not found:
             self._last_line = time.perf_counter()
             rate = (self._done - self._found) / (self._last_line - self._start)
+            if self._total is None:
+                click.echo(f"{self._done:,} {self._unit}, {rate:,.0f} a second", err=True)
+                return
             left = tqdm.format_interval((self._total - self._done) / rate)
             click.echo(
                 f"{self._done:,} of {self._total:,} {self._unit}, {rate:.1f} {self._unit}/s, {left} left", err=True

@@ -42,15 +42,17 @@ class Sample:
     """The chosen rows of a list of images.
 
     Attributes:
-        images: all of them.
+        images: all of them; of a plan, only those that were chosen.
+        in_all: how many there are.
         backbone: whose preprocessing they go through.
-        rows: that were chosen.
+        rows: of `images`, that were chosen.
         batch_size, workers, max_pixels: as of `embed`.
         seen: rows that could be decoded, so far, in order.
         failed: row -> why not.
     """
 
     images: Images
+    in_all: int
     backbone: Backbone
     rows: list[int]
     batch_size: int
@@ -107,8 +109,10 @@ def sample_of(config: LookConfig, backbone: Backbone) -> Sample:
     for note in images.notes:
         click.secho(f"note: {note}", fg="yellow", err=True)
     count = len(images) if config.sample is None else min(config.sample, len(images))
-    rows = evenly(len(images), count)
-    return Sample(images, backbone, rows, config.batch_size, config.workers, config.max_pixels)
+    in_all, rows = len(images), evenly(len(images), count)
+    if not isinstance(images, Images):
+        images, rows = images.only(rows), list(range(count))
+    return Sample(images, in_all, backbone, rows, config.batch_size, config.workers, config.max_pixels)
 
 
 def _pixels(prepared: Tensor, backbone: Backbone) -> NDArray[np.uint8]:

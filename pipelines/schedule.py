@@ -35,7 +35,7 @@ from cronsim import CronSim
 from tzlocal import get_localzone
 
 from extract.errors import InputError, LayertapError, first_line
-from extract.store.files import write_json
+from extract.files import write_json
 from pipelines.status import read_runs
 from pipelines.sync_config import LAYERTAP, ScheduleConfig, SyncFile, load_sync_file
 

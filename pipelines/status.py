@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from extract.errors import InputError, LayertapError
+from extract.files import bytes_below, read_json
 from extract.status import Status
 from extract.store.dataset import DataSet
-from extract.store.files import bytes_below, read_json
 from extract.store.layout import row_bytes
 from extract.store.parts import of_one_version
 from extract.store.reader import FeatureReader

@@ -144,7 +144,7 @@ def add_run(out: Path, run: dict[str, Any]) -> None:
     """Add a line to `runs.jsonl`; of those of many years, the last are kept."""
     import json
 
-    from extract.store.files import write_whole
+    from extract.files import write_whole
 
     path = out / "runs.jsonl"
     with path.open("a", encoding="utf-8") as file:

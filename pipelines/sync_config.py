@@ -13,6 +13,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from extract.errors import InputError, unknown_name
+from extract.images.planned import is_plan
 from extract.sync.guards import Guards
 from pipelines.config import FeaturesConfig, checked, read_yaml
 
@@ -70,6 +71,8 @@ class SyncConfig(FeaturesConfig):
     def _apart(self) -> Self:
         if "://" in self.images:
             raise ValueError("images: sync follows a folder of this machine, not a URL")
+        if is_plan(self.images):
+            raise ValueError(f"images: {self.images} is a plan, which does not change; name the folder itself")
         if self.folder.resolve().is_relative_to(Path(self.images).resolve()):
             raise ValueError(f"out: {self.folder} lies inside {self.images}, which would look for images there")
         return self

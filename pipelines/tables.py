@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from extract.store.files import whole_file
+from extract.files import whole_file
 
 __all__ = ["print_aligned", "table_file"]
 

@@ -1,6 +1,6 @@
 """`layertap schedule` over a folder that changes all the time, with kills at random.
 
-python tests/soak.py [--minutes 30] [--seed 0]
+python -m tests.soak [--minutes 30] [--seed 0]
 
 Somebody writes, edits, renames, copies and deletes pictures; passes, and now and then the scheduler itself, are killed.
 At the end the data set must be what a fresh extraction of the folder gives; the memory and open files of the scheduler,
@@ -28,8 +28,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from extract import FeatureReader, extract_features
+from extract.files import bytes_below
 from extract.status import Status
-from extract.store.files import bytes_below
 from extract.store.verify import verify
 from tests.extract.sync.tiny import CODE, picture
 

@@ -13,22 +13,35 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from extract.images.decoding import decode, to_picture
-    from extract.images.images import Images
+    from extract.images.images import ImageList, Images
     from extract.images.listing import list_images, listed_again
     from extract.images.loading import Batch, load_batches
+    from extract.images.plan_writing import write_plan
 
 # Imported when first used: looking through a folder does not wait for torch.
 _HOMES = {
     "Batch": "loading",
+    "ImageList": "images",
     "Images": "images",
     "decode": "decoding",
     "list_images": "listing",
     "listed_again": "listing",
     "load_batches": "loading",
     "to_picture": "decoding",
+    "write_plan": "plan_writing",
 }
 
-__all__ = ["Batch", "Images", "decode", "list_images", "listed_again", "load_batches", "to_picture"]
+__all__ = [
+    "Batch",
+    "ImageList",
+    "Images",
+    "decode",
+    "list_images",
+    "listed_again",
+    "load_batches",
+    "to_picture",
+    "write_plan",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,6 +6,7 @@ import glob
 import itertools
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,23 +16,26 @@ from extract.images.archives import ARCHIVES, list_archives
 from extract.images.arrays import list_array, split_name
 from extract.images.folders import list_folder
 from extract.images.images import Images
-from extract.images.source import Chosen, Files, Source, file_system, is_url
+from extract.images.planned import PlannedImages, is_plan, open_plan
+from extract.images.source import Chosen, Files, Source
 from extract.images.tables import list_table
+from extract.urls import file_system, is_url
 
-__all__ = ["list_images", "listed_again"]
+__all__ = ["kind_of", "list_images", "listed_again", "no_images"]
 
 _TABLES = (".csv", ".tsv", ".parquet")
 _ARRAYS = (".npy", ".h5", ".hdf5")
 _MOST_ARCHIVES = 1_000_000
 
 
-def list_images(where: str | os.PathLike[str], limit: int | None = None) -> Images:
+def list_images(where: str | os.PathLike[str], limit: int | None = None) -> Images | PlannedImages:
     """List images, in the byte order of their paths.
 
     Args:
         where: a folder, or one image; a `.csv`, `.tsv` or `.parquet` list with a column `path`; a `.tar` or `.zip`
             archive, or several as a pattern (`shards-{000..099}.tar`, `parts/*.zip`); an `.npy` array or `FILE.h5:NAME`
-            of uint8 pictures; or the URL of a folder, list or archive (`s3://bucket/photos`, `https://...`).
+            of uint8 pictures; or the URL of a folder, list or archive (`s3://bucket/photos`, `https://...`); or a
+            plan of a folder or list, as `layertap plan` makes it: then names are read when they are needed.
         limit: at most so many images, the first in order.
 
     Raises:
@@ -39,35 +43,52 @@ def list_images(where: str | os.PathLike[str], limit: int | None = None) -> Imag
         LayertapError: a URL does not answer, or the library for it is missing.
     """
     where = os.fspath(where).removeprefix("file://")
-    images = _list(where)
-    if not images.paths:
-        kinds = ", ".join(f"{kind} {count}" for kind, count in images.left_out.most_common(5))
-        seen = f"none of its {images.left_out.total():,} files is an image ({kinds})"
-        if not kinds:
-            seen = "the folder is empty" if os.path.isdir(where) else "it is empty"  # noqa: PTH112
-        hint = ""
-        if any(images.left_out[suffix] for suffix in ARCHIVES):
-            hint = f"; archives are named by a pattern, such as '{where}/*.tar'"
-        endings = ". Images end in .jpg, .png, .tif, .webp and others" if kinds else ""
-        raise InputError(f"{where}: no images; {seen}{hint}{endings}")
+    kind = kind_of(where)
+    images: Images | PlannedImages
+    if kind == "plan":
+        images = open_plan(where)
+    elif kind == "archives":
+        images = list_archives(where, _expanded(where))
+    else:
+        images = {"list": list_table, "array": list_array, "folder": list_folder}[kind](where)
+    if not len(images):
+        raise no_images(where, images.left_out)
     return images if limit is None else images.first(limit)
 
 
-def _list(where: str) -> Images:
+def kind_of(where: str) -> str:
+    """What images are given: "folder", "list", "archives", "array" or "plan".
+
+    Raises:
+        InputError: a kind that is not read; a plan that is not finished.
+    """
     suffix = _suffix(where)
     if not is_url(where) and os.path.isdir(where):  # noqa: PTH112
-        return list_folder(where)
+        return "plan" if is_plan(where) else "folder"
     if suffix in ARCHIVES:
-        return list_archives(where, _expanded(where))
+        return "archives"
     if suffix in _TABLES:
-        return list_table(where)
+        return "list"
     if suffix in _ARRAYS or split_name(where)[1]:
         if is_url(where):
             raise InputError(f"{where}: arrays are read from files here; copy it, or name a folder, list or archive")
-        return list_array(where)
+        return "array"
     if re.search(r"\.(tgz|tbz2?|txz|tar\.\w+)$", where, re.IGNORECASE):
         raise InputError(f"{where}: a compressed tar has no places to read from: unpack it to a .tar first")
-    return list_folder(where)
+    return "folder"
+
+
+def no_images(where: str, left_out: Counter[str]) -> InputError:
+    """The error for a place without images, where so many other files are."""
+    kinds = ", ".join(f"{kind} {count}" for kind, count in left_out.most_common(5))
+    seen = f"none of its {left_out.total():,} files is an image ({kinds})"
+    if not kinds:
+        seen = "the folder is empty" if os.path.isdir(where) else "it is empty"  # noqa: PTH112
+    hint = ""
+    if any(left_out[suffix] for suffix in ARCHIVES):
+        hint = f"; archives are named by a pattern, such as '{where}/*.tar'"
+    endings = ". Images end in .jpg, .png, .tif, .webp and others" if kinds else ""
+    return InputError(f"{where}: no images; {seen}{hint}{endings}")
 
 
 def _suffix(where: str) -> str:
@@ -84,15 +105,21 @@ def listed_again(root: str, paths: Sequence[str]) -> Images:
         InputError: they are not there any more; errors as of `list_images`.
     """
     none = np.full(len(paths), -1, np.int64)
-    if not is_url(root) and (os.path.isdir(root) or not _is_file_of_images(root)):  # noqa: PTH112
-        source: Source = Files(root, paths)
+    if not is_url(root) and is_plan(root):
+        plan = open_plan(root)
+        found = plan.found(paths)
+        if None in found:
+            raise InputError(f"{root} has no {paths[found.index(None)]} any more")
+        source: Source = Chosen(plan.source, [row for row in found if row is not None])
+    elif not is_url(root) and (os.path.isdir(root) or not _is_file_of_images(root)):  # noqa: PTH112
+        source = Files(root, list(paths))
         try:
             source.check_there()
         except LayertapError as error:
             raise InputError(f"the images are not in {root} any more; say where they are") from error
     else:
         images = list_images(root)
-        row_of = {path: row for row, path in enumerate(images.paths)}
+        row_of = {path: row for row, path in enumerate(images.between(0, len(images)).paths)}
         if gone := [path for path in paths if path not in row_of]:
             raise InputError(f"{root} has no {gone[0]} any more")
         source = Chosen(images.source, [row_of[path] for path in paths])

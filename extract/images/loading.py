@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing import active_children
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -17,11 +19,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from extract import defaults
-from extract.images.images import Images
-from extract.images.source import UNKNOWN, Source, UnreachableError
+from extract.images.images import ImageList
+from extract.images.source import UNKNOWN, BrokenListError, Source, UnreachableError
+from extract.images.worker_deaths import WorkerDeaths
 from extract.status import Status
 
-__all__ = ["Batch", "load_batches"]
+__all__ = ["Batch", "Batches", "load_batches"]
 
 _GIVE_UP_S = 600  # without any image: a worker that cannot send one, or a file system that hangs
 
@@ -84,19 +87,21 @@ class Batch(NamedTuple):
         )
 
 
-class _Decoded(Dataset[Item]):
-    """Row -> decoded image."""
+class _Decoded(Dataset[Item | BrokenListError]):
+    """Row -> decoded image; or an error that ends the run, which would not keep its message if it were raised here."""
 
     def __init__(self, source: Source, prepare: Callable[[Image.Image], Tensor], max_pixels: int, at_least_px: int):
         self._source, self._prepare = source, prepare
         self._max_pixels, self._at_least_px = max_pixels, at_least_px
 
-    def __getitem__(self, row: int) -> Item:
+    def __getitem__(self, row: int) -> Item | BrokenListError:
         size, mtime_ns, content_hash = -1, UNKNOWN, bytes(16)
         try:
             data, mtime_ns = self._source.read(row)
             size, content_hash = len(data), xxhash.xxh3_128_digest(data)
             picture = self._source.decode(data, self._max_pixels, self._at_least_px)
+        except BrokenListError as error:
+            return error
         except Exception as error:
             status, reason = _why(error)
             return Item(row, None, status, reason, size, mtime_ns, content_hash, isinstance(error, UnreachableError))
@@ -125,7 +130,10 @@ def _why(error: Exception) -> tuple[Status, str]:
     raise error
 
 
-def _collate(items: list[Item]) -> Batch:
+def _collate(found: list[Item | BrokenListError]) -> Batch | BrokenListError:
+    items = [one for one in found if not isinstance(one, BrokenListError)]
+    if len(items) < len(found):
+        return next(one for one in found if isinstance(one, BrokenListError))
     images = [item.image for item in items if item.image is not None]
     return Batch(
         rows=np.array([item.row for item in items], np.int64),
@@ -156,7 +164,7 @@ def _joined(pieces: list[Batch]) -> Batch:
 
 
 def load_batches(
-    images: Images,
+    images: ImageList,
     batches: Iterable[list[int]],
     prepare: Callable[[Image.Image], Tensor],
     *,
@@ -164,8 +172,8 @@ def load_batches(
     batch_size: int = defaults.BATCH_SIZE,
     max_pixels: int = defaults.MAX_PIXELS,
     at_least_px: int = 0,
-) -> Generator[Batch]:
-    """Decode the rows of each batch, in worker processes, and yield the batches in the order given.
+) -> Batches:
+    """Decode the rows of each batch, in worker processes; the batches come in the order given.
 
     To be closed (`contextlib.closing`), which ends the workers: where an exception keeps them, the process cannot end.
 
@@ -177,6 +185,9 @@ def load_batches(
         batch_size: rows in most batches; so many are decoded ahead, twice for each worker.
         max_pixels: a picture of more is taken for a decompression bomb.
         at_least_px: as of `extract.images.decoding.decode`.
+
+    Raises:
+        BrokenListError: from the batches; nobody knows which image a row is.
     """
     at_a_time = max(_LEAST_PIECE, -(-batch_size // _PIECES))
     sizes: deque[int] = deque()  # rows of each batch whose pieces the workers were given
@@ -200,17 +211,47 @@ def load_batches(
         collate_fn=_collate,
         **with_workers,
     )
-    return _batches(iter(loader), sizes)
+    before = active_children() if workers else []
+    pieces_found = iter(loader)
+    begun = [one for one in active_children() if one not in before] if workers else []
+    return Batches(pieces_found, sizes, WorkerDeaths(begun) if workers else None)
 
 
-def _batches(pieces: Iterator[Batch], sizes: deque[int]) -> Generator[Batch]:
-    waiting: list[Batch] = []
-    for piece in pieces:
-        waiting.append(piece)
-        if sum(len(one.rows) for one in waiting) == sizes[0]:
-            sizes.popleft()
-            yield _joined(waiting)
-            waiting = []
+class Batches(Iterator[Batch]):
+    """Decoded batches, one after the other; `load_batches` makes them.
+
+    Args:
+        pieces: of batches, in order.
+        sizes: rows of each batch of which pieces may come.
+        deaths: of the workers; None: there are none.
+
+    Raises:
+        BrokenListError: from `next`; nobody knows which image a row is.
+        RuntimeError: from `next`; a worker has died, or sends nothing any more.
+    """
+
+    def __init__(
+        self, pieces: Iterator[Batch | BrokenListError], sizes: deque[int], deaths: WorkerDeaths | None = None
+    ):
+        self._pieces, self._sizes, self._deaths = pieces, sizes, deaths
+
+    def __next__(self) -> Batch:
+        waiting: list[Batch] = []
+        while True:
+            with self._deaths.told_here() if self._deaths else contextlib.nullcontext():
+                piece = next(self._pieces)
+            if isinstance(piece, BrokenListError):
+                raise piece
+            waiting.append(piece)
+            if sum(len(one.rows) for one in waiting) == self._sizes[0]:
+                self._sizes.popleft()
+                return _joined(waiting)
+
+    def close(self) -> None:
+        """End the workers; there are no more batches."""
+        self._pieces = iter(())
+        if self._deaths:
+            self._deaths.close()
 
 
 def _leave_signals_to_the_main_process(worker: int) -> None:

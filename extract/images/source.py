@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import stat
 import time
 from collections.abc import Callable, Sequence
@@ -20,28 +19,28 @@ from PIL import Image
 
 from extract.errors import InputError, LayertapError, first_line
 from extract.images.decoding import decode
+from extract.urls import file_system, is_url
 
 __all__ = [
     "UNKNOWN",
+    "BrokenListError",
     "Chosen",
     "Files",
     "PackedNames",
     "Source",
     "UnreachableError",
-    "file_system",
     "integers",
-    "is_url",
     "read_remote",
 ]
 
 UNKNOWN = -1  # in place of a time of modification
 
 _ATTEMPTS = 3  # at reading something from a network
-_ANSWER_S = 30  # within which a server must go on answering
 _WAIT_S = 0.5  # before the second; twice that before the third
 
-# What fsspec needs for a protocol, and the extra that brings it.
-_EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
+
+class BrokenListError(InputError):
+    """Which image a row is cannot be told any more: that ends a run, and makes no failed row."""
 
 
 class Source(Protocol):
@@ -52,6 +51,7 @@ class Source(Protocol):
 
         Raises:
             FileNotFoundError: there is no such image any more.
+            BrokenListError: nobody knows which image it is.
             OSError, ValueError: it cannot be read; the message says why.
         """
 
@@ -87,12 +87,13 @@ class Files:
 
     Args:
         base: the folder, or the URL of one.
-        names: of the files, with `/`.
+        names: of the files, with `/`; a list is packed, another sequence is asked as it is.
         anywhere: whether names may be URLs.
     """
 
     def __init__(self, base: str, names: Sequence[str], *, anywhere: bool = False):
-        self._base, self._names, self._anywhere = base, PackedNames(names), anywhere
+        self._base, self._anywhere = base, anywhere
+        self._names = PackedNames(names) if isinstance(names, list) else names
 
     def read(self, row: int) -> tuple[bytes, int]:
         """As of `Source`."""
@@ -152,43 +153,6 @@ class Chosen:
     def check_there(self) -> None:
         """As of `Source`."""
         self._source.check_there()
-
-
-def is_url(where: str) -> bool:
-    """Whether it names something behind a protocol, as `s3://bucket/photos` does."""
-    protocol, found, _ = where.partition("://")
-    return bool(found) and protocol.replace("+", "").isalnum()
-
-
-def file_system(url: str) -> tuple[Any, str]:
-    """Fsspec's file system for a URL, and the path in it; credentials come from where its library looks for them.
-
-    Raises:
-        LayertapError: no such protocol, or its library is not installed.
-    """
-    import fsspec
-
-    protocol, _, rest = url.partition("://")
-    if re.match(r"[^/@]*:[^/@]+@", rest):
-        raise InputError(
-            f"{protocol}://...@{rest.partition('@')[2]}: a password in a URL would be stored with the features; the "
-            "library for the protocol takes it from the environment, or a file of yours"
-        )
-    try:
-        kind: Any = fsspec.get_filesystem_class(protocol)
-        # Not `url_to_fs`, for which "::" in a name is a chain of file systems.
-        options = kind._get_kwargs_from_urls(url)
-        if protocol in ("http", "https"):
-            import aiohttp
-
-            options["client_kwargs"] = {"timeout": aiohttp.ClientTimeout(sock_connect=_ANSWER_S, sock_read=_ANSWER_S)}
-        return kind(**options), str(kind._strip_protocol(url))
-    except ImportError as error:
-        extra = _EXTRAS.get(protocol)
-        what = f"pip install 'layertap[{extra}]'" if extra else first_line(error)
-        raise LayertapError(f"{url}: reading {protocol}:// needs another library: {what}") from error
-    except Exception as error:  # each protocol's library has errors of its own
-        raise LayertapError(f"{url}: {first_line(error)}") from error
 
 
 class UnreachableError(OSError):

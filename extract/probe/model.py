@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from extract.errors import InputError
+from extract.files import write_whole
 from extract.probe.rows import FeatureRows, Scaling, Source
-from extract.store.files import write_whole
 
 __all__ = ["LinearProbe"]
 

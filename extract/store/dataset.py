@@ -29,14 +29,15 @@ from pathlib import Path
 from typing import Any
 
 from extract.errors import InputError, LayertapError
+from extract.files import read_json, sync_folder, write_json
+from extract.locking import locked
 from extract.status import Status
-from extract.store.files import read_json, sync_folder, write_json
 from extract.store.layout import FORMAT, FORMAT_VERSION, Identity, StoredFeature, row_bytes
-from extract.store.locking import locked
 from extract.store.shard import Shard
 from extract.store.version import Version, pass_folder
 
 __all__ = [
+    "BUILDING",
     "DataSet",
     "Whereabouts",
     "changes",
@@ -44,17 +45,24 @@ __all__ = [
     "existing_shard_rows",
     "fingerprint_of",
     "shard_rows_for",
+    "stem_of",
 ]
 
 # A shard is what a crash can damage, what is copied and what one machine works on at a time.
 _SHARD_BYTES = 1_000_000_000
 _SHARD_ROWS = 1 << 22  # more than that, of small features, and opening a shard would be slow for its many paths
 _SHARDS = 1_000_000  # their names have six digits
+BUILDING = ".building"  # folder in which several processes of one machine build shards, before they publish them
 
 
 def fingerprint_of(depends_on: dict[str, Any]) -> str:
     """sha256 over the JSON text with sorted keys."""
     return hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()
+
+
+def stem_of(shard: int, revision: int) -> str:
+    """The name of a shard's files without what follows the dot: 000000, written anew 000000-r1."""
+    return f"{shard:06d}-r{revision}" if revision else f"{shard:06d}"
 
 
 def shard_rows_for(features: Sequence[StoredFeature]) -> int:
@@ -117,8 +125,7 @@ class DataSet:
 
     def path(self, shard: int, revision: int = 0, *, part: bool = False) -> Path:
         """The name of a shard's file: 000000.h5, written anew 000000-r1.h5; while being written .part is behind it."""
-        again = f"-r{revision}" if revision else ""
-        return self.out / "shards" / f"{shard:06d}{again}.h5{'.part' if part else ''}"
+        return self.out / "shards" / f"{stem_of(shard, revision)}.h5{'.part' if part else ''}"
 
     def whereabouts(self) -> list[Whereabouts]:
         """The files of each shard; of several revisions, which a killed run may leave, the last one."""
@@ -177,23 +184,29 @@ class DataSet:
         """
         opened = Shard(path)
         try:
-            for name, value in vars(self.identity(shard)).items():
-                if (found := getattr(opened.identity, name)) != value:
-                    raise InputError(f"{path} is no shard {shard} of this data set: its {name} is {_short(found)}")
-            expected = {feature.name: (feature.shape, feature.dtype) for feature in self.features}
-            found_features = {feature.name: (feature.shape, feature.dtype) for feature in opened.features}
-            if found_features != expected:
-                different = [
-                    name for name in expected | found_features if expected.get(name) != found_features.get(name)
-                ]
-                raise InputError(
-                    f"{path} is no shard {shard} of this data set: its feature {different[0]!r} is "
-                    f"{found_features.get(different[0], 'missing')}, expected {expected.get(different[0], 'none')}"
-                )
+            self.check_shard(shard, opened)
         except BaseException:
             opened.close()
             raise
         return opened
+
+    def check_shard(self, shard: int, opened: Shard) -> None:
+        """See that what has been opened is this shard of this data set.
+
+        Raises:
+            InputError: it is another one.
+        """
+        for name, value in vars(self.identity(shard)).items():
+            if (found := getattr(opened.identity, name)) != value:
+                raise InputError(f"{opened.name} is no shard {shard} of this data set: its {name} is {_short(found)}")
+        expected = {feature.name: (feature.shape, feature.dtype) for feature in self.features}
+        found_features = {feature.name: (feature.shape, feature.dtype) for feature in opened.features}
+        if found_features != expected:
+            different = [name for name in expected | found_features if expected.get(name) != found_features.get(name)]
+            raise InputError(
+                f"{opened.name} is no shard {shard} of this data set: its feature {different[0]!r} is "
+                f"{found_features.get(different[0], 'missing')}, expected {expected.get(different[0], 'none')}"
+            )
 
     @classmethod
     def open(cls, out: Path) -> DataSet:
@@ -208,6 +221,15 @@ class DataSet:
         except (FileNotFoundError, NotADirectoryError) as error:
             missing = "is no layertap data set: it has no dataset.json" if out.exists() else "does not exist"
             raise InputError(f"{out} {missing}") from error
+        return cls.described(content, out, path)
+
+    @classmethod
+    def described(cls, content: dict[str, Any], out: Path, path: Path | str) -> DataSet:
+        """What a `dataset.json` says that has been read; `path` is its name.
+
+        Raises:
+            InputError: it is damaged, or of a later format.
+        """
         try:
             if content["format"] != FORMAT or content["format_version"] != FORMAT_VERSION:
                 kind = f"{content['format']} format version {content['format_version']}"
@@ -239,37 +261,55 @@ class DataSet:
             InputError: the folder holds another data set (what differs is said), or other files; or there would be more
                 shards than their names can count.
         """
+        self.check_size()
+        if (self.out / "dataset.json").exists():
+            existing = DataSet.open(self.out)
+            empty = not any(self.files()) and not any((self.out / "shards").glob("*.damaged*"))
+            return existing if self.goes_with(existing, self.out, gives_way=empty) else None
+        if self.out.is_dir() and any(_is_foreign(entry) for entry in self.out.iterdir()):
+            raise InputError(f"{self.out} is not empty and no layertap data set; choose another output folder")
+        return None
+
+    def check_size(self) -> None:
+        """See that names can count the shards.
+
+        Raises:
+            InputError: there would be more.
+        """
         if self.n_shards > _SHARDS:
             raise InputError(
                 f"{self.n_shards:,} shards are too many; shard_rows must be at least {-(-self.n_rows // _SHARDS):,}"
             )
-        if (self.out / "dataset.json").exists():
-            existing = DataSet.open(self.out)
-            if existing.version:
-                raise InputError(
-                    f"{self.out} is kept in step with {existing.images['root']} by `layertap sync`; choose another "
-                    "output folder"
-                )
-            if ("merged_from" in existing.images) != ("merged_from" in self.images) and any(existing.files()):
-                how = (
-                    "was merged from others; merge again to go on"
-                    if "merged_from" in existing.images
-                    else "was not merged"
-                )
-                raise InputError(f"{self.out} holds a data set that {how}; or choose another output folder")
-            changed = existing._differences(self)
-            if changed and not any(self.files()) and not any((self.out / "shards").glob("*.damaged*")):
-                return None
-            if changed:
-                raise InputError(
-                    f"{self.out} holds other features; rows that differ in these do not mix:\n  "
-                    + "\n  ".join(changed)
-                    + "\nChoose another output folder, or delete this one."
-                )
-            return existing
-        if self.out.is_dir() and any(_is_foreign(entry) for entry in self.out.iterdir()):
-            raise InputError(f"{self.out} is not empty and no layertap data set; choose another output folder")
-        return None
+
+    def goes_with(self, existing: DataSet, where: Path | str, *, gives_way: bool) -> bool:
+        """Whether rows of this data set may go to `where`, which holds `existing`; False: that one gives way.
+
+        Args:
+            existing: what is there.
+            where: its name.
+            gives_way: whether it does so if it is another one, since nothing would be lost.
+
+        Raises:
+            InputError: it is another one, and does not give way; what differs is said.
+        """
+        if existing.version:
+            raise InputError(
+                f"{where} is kept in step with {existing.images['root']} by `layertap sync`; choose another output "
+                "folder"
+            )
+        if ("merged_from" in existing.images) != ("merged_from" in self.images) and not gives_way:
+            how = (
+                "was merged from others; merge again to go on" if "merged_from" in existing.images else "was not merged"
+            )
+            raise InputError(f"{where} holds a data set that {how}; or choose another output folder")
+        changed = existing._differences(self)
+        if changed and not gives_way:
+            raise InputError(
+                f"{where} holds other features; rows that differ in these do not mix:\n  "
+                + "\n  ".join(changed)
+                + "\nChoose another output folder, or delete this one."
+            )
+        return not changed
 
     def open_or_create(self) -> DataSet | None:
         """Make the folder hold this data set, under the lock; returns what `check` does.
@@ -290,11 +330,12 @@ class DataSet:
             raise LayertapError(f"cannot write to {self.out}: {error.strerror}") from error
         return existing
 
-    def write(self) -> None:
-        """Write `dataset.json`; that publishes the version, where there is one."""
-        write_json(self.out / "dataset.json", self._content())
+    def write(self, path: Path | None = None) -> None:
+        """Write `dataset.json`, or the same under another name; that publishes the version, where there is one."""
+        write_json(path or self.out / "dataset.json", self.content())
 
-    def _content(self) -> dict[str, Any]:
+    def content(self) -> dict[str, Any]:
+        """What `dataset.json` says."""
         version = {"version": asdict(self.version)} if self.version else {}
         return {
             "format": FORMAT,
@@ -320,7 +361,7 @@ class DataSet:
         return differences(compared(self), compared(other))
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
-        """Hold the data set for writing; errors as of `extract.store.locking.locked`."""
+        """Hold the data set for writing; errors as of `extract.locking.locked`."""
         return locked(self.out)
 
     def _clean(self) -> None:
@@ -396,7 +437,8 @@ def _is_foreign(entry: Path) -> bool:
     """Whether a file in an output folder is there for other reasons than a run of ours that was killed early."""
     if entry.name == "shards" and entry.is_dir():
         return any(not _is_stray(inner) for inner in entry.iterdir())
-    return entry.name != ".lock" and not _is_stray(entry)
+    being_begun = re.fullmatch(r"dataset\.json(\..*\.new)?", entry.name)  # by another worker, at this moment
+    return entry.name not in (".lock", BUILDING) and not being_begun and not _is_stray(entry)
 
 
 def _is_stray(entry: Path) -> bool:

@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError
+from extract.files import claim, sync_folder, take_space
 from extract.libraries import library
 from extract.status import Status
-from extract.store.files import claim, sync_folder, take_space
 from extract.store.layout import ROW_DATA, Identity, RowNames, StoredFeature, new_shard_file, preallocated
 from extract.store.reader import FeatureReader
 from extract.store.row_hash import hash_records, hash_rows

@@ -25,13 +25,18 @@ _BESIDE = {h5z.FILTER_SHUFFLE, h5z.FILTER_FLETCHER32}
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[h5py.File]:
-    """The file, open for reading while it is described; whatever goes wrong in it is an InputError."""
+def opened(path: Path | str, source: Any = None) -> Iterator[h5py.File]:
+    """The file, open for reading while it is described; whatever goes wrong in it is an InputError.
+
+    Args:
+        path: its name.
+        source: reads its bytes, where they are in no file of this machine.
+    """
     try:
         try:
-            file = h5py.File(path, "r", locking=False)
+            file = h5py.File(source or path, "r", locking=False)
         except OSError as error:
-            if "locking flag values" not in str(error):
+            if source or "locking flag values" not in str(error):
                 raise
             file = h5py.File(path, "r")  # this process has it open already, by h5py alone and with a lock
     except OSError as error:

@@ -61,7 +61,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError
-from extract.store.files import discard, sync_folder, take_space
+from extract.files import discard, sync_folder, take_space
 
 __all__ = [
     "FORMAT",
@@ -70,6 +70,7 @@ __all__ = [
     "Identity",
     "RowNames",
     "StoredFeature",
+    "before_hdf5",
     "chunk_rows",
     "create_shard",
     "new_shard_file",
@@ -302,7 +303,7 @@ def plain_offset(data: h5py.Dataset) -> int | None:
     first, last = (data.id.get_chunk_info_by_coord((row, *beyond)) for row in (0, (count - 1) * rows))
     if (first.size, last.size, last.byte_offset - first.byte_offset) != (full, full, (count - 1) * full):
         return None
-    return int(first.byte_offset) + _before_hdf5(data.file)
+    return int(first.byte_offset) + before_hdf5(data.file)
 
 
 def _is_packed(data: h5py.Dataset) -> bool:
@@ -335,10 +336,10 @@ def _range_of(data: h5py.Dataset) -> tuple[int, int]:
         stops.append(chunk.byte_offset + chunk.size)
 
     data.id.chunk_iter(note)
-    return min(starts) + _before_hdf5(data.file), max(stops) + _before_hdf5(data.file)
+    return min(starts) + before_hdf5(data.file), max(stops) + before_hdf5(data.file)
 
 
-def _before_hdf5(file: h5py.File) -> int:
+def before_hdf5(file: h5py.File) -> int:
     """To be added to the place of a chunk: HDF5 before 1.14.4 leaves the user block out of it (its issue 3003)."""
     return int(file.userblock_size) if h5py.version.hdf5_version_tuple < (1, 14, 4) else 0
 
@@ -362,7 +363,7 @@ def _write_header(raw: BinaryIO, header_bytes: int, ranges: Iterable[tuple[int, 
     raw.flush()
 
 
-def read_header(raw: BinaryIO, path: Path) -> list[tuple[int, int]]:
+def read_header(raw: BinaryIO, path: Path | str) -> list[tuple[int, int]]:
     """The ranges of bytes that are written after creation; everything else is found to be as it was created.
 
     Raises:
@@ -376,7 +377,7 @@ def read_header(raw: BinaryIO, path: Path) -> list[tuple[int, int]]:
         raise InputError(f"{path}: format {int(title[1])}; this layertap reads format {FORMAT_VERSION}")
     header_bytes = int(title[2])
     start += raw.read(max(0, header_bytes - len(start)))
-    size = os.fstat(raw.fileno()).st_size
+    size = raw.seek(0, os.SEEK_END)
     try:
         content = json.loads(start[title.end() : header_bytes].rstrip(b"\0"))
         expected, ranges = content["size"], [(int(first), int(stop)) for first, stop in content["row_data"]]

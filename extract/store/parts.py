@@ -12,9 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError
+from extract.files import allow_more_files
 from extract.status import Status
+from extract.store.block_cache import BlockCache
+from extract.store.bucket import Bucket, open_remote_shard
 from extract.store.dataset import DataSet
-from extract.store.files import allow_more_files
 from extract.store.layout import RowNames, StoredFeature
 from extract.store.row_hash import wrong_rows
 from extract.store.shard import Shard
@@ -88,7 +90,7 @@ class Part:
         """
         labels = self.column("label") if self.names is None else self.names.labels
         if len(labels) and not (labels.min() >= -1 and labels.max() < len(self.classes)):
-            raise InputError(f"{self.shard.path} is damaged: a label is not the number of a class")
+            raise InputError(f"{self.shard.name} is damaged: a label is not the number of a class")
         return labels
 
 
@@ -109,8 +111,11 @@ class Opened:
     n_rows: int
 
 
-def open_parts(path: Path, partial: bool) -> Opened:
-    """Open a data set folder or a shard; arguments and errors as of `FeatureReader`."""
+def open_parts(path: Path | str, partial: bool, cache: BlockCache | None) -> Opened:
+    """Open a data set folder or a shard, or behind a URL through a cache; else as of `FeatureReader`."""
+    if isinstance(path, str):
+        assert cache is not None
+        return _behind_url(path, partial, cache)
     if path.is_dir():
         return of_one_version(path, lambda dataset: _of_data_set(dataset, partial))
     with contextlib.ExitStack() as on_error:
@@ -118,6 +123,18 @@ def open_parts(path: Path, partial: bool) -> Opened:
         part = _part(shard, shard.identity.first_row, partial)
         on_error.pop_all()  # it stays open
     return Opened([part], shard.features, shard.identity.fingerprint, len(shard))
+
+
+def _behind_url(url: str, partial: bool, cache: BlockCache) -> Opened:
+    """A data set, or a shard, in a bucket."""
+    if url.endswith(".h5"):
+        shard = open_remote_shard(url, cache)
+        part = _part(shard, shard.identity.first_row, partial)
+        return Opened([part], shard.features, shard.identity.fingerprint, len(shard))
+    bucket = Bucket(url)
+    shards = bucket.open_shards(cache, partial=partial)
+    parts = [_part(one, one.identity.first_row, partial) for one in shards]
+    return Opened(parts, bucket.dataset.features, bucket.dataset.fingerprint, bucket.dataset.n_rows)
 
 
 def of_one_version(out: Path, look: Callable[[DataSet], T]) -> T:
@@ -228,21 +245,21 @@ def _open_shards(dataset: DataSet, partial: bool) -> Iterator[tuple[int, Shard]]
 
 def _done(shard: Shard, partial: bool) -> NDArray[np.int64]:
     """The rows of a shard that are not pending."""
-    part = shard.path.suffix == ".part"
+    part = shard.is_part
     if part:
         shard.keep_columns()
     status = shard.column("status")
     if not np.isin(status, list(Status)).all():
-        raise InputError(f"{shard.path} is damaged: it has rows of a status that does not exist")
+        raise InputError(f"{shard.name} is damaged: it has rows of a status that does not exist")
     done = np.flatnonzero(status != Status.PENDING)
     if len(done) < len(shard) and not part:
         raise InputError(
-            f"{shard.path} is damaged: {len(shard) - len(done)} rows are pending in a finished file; "
+            f"{shard.name} is damaged: {len(shard) - len(done)} rows are pending in a finished file; "
             "`layertap verify --repair`, and then the command that made the data set, mend it"
         )
     if len(done) < len(shard) and not partial:
         raise LayertapError(
-            f"{shard.path} is unfinished: {len(shard) - len(done)} rows are pending; run the same command again to "
+            f"{shard.name} is unfinished: {len(shard) - len(done)} rows are pending; run the same command again to "
             "finish it, or read what there is with partial=True"
         )
     # A row that a power cut tore apart says that it is done, but does not agree with its hashes.

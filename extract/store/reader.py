@@ -16,10 +16,14 @@ from numpy.typing import NDArray
 from extract.errors import InputError, unknown_name
 from extract.status import Status
 from extract.store.batches import Shuffle, batches
+from extract.store.block_cache import CACHE_BYTES, BlockCache
 from extract.store.layout import ROW_DATA, StoredFeature
 from extract.store.parts import Part, open_parts
-from extract.store.receipt import reasons_of
+from extract.store.receipt import reasons_in, reasons_of
+from extract.store.remote_shard import RemoteShard
 from extract.store.row_hash import hash_records, hash_rows
+from extract.store.shard import Shard
+from extract.urls import is_url
 
 if TYPE_CHECKING:
     from extract.store.torch_dataset import FeatureDataset
@@ -39,17 +43,27 @@ class FeatureReader:
 
     Args:
         path: a data set folder, a `.h5` shard, or a list of folders, whose rows then follow each other; `classes` are
-            those of all of them, and the labels are numbered anew.
+            those of all of them, and the labels are numbered anew. Each may be a URL, as `s3://BUCKET/NAME`: then it is
+            read by ranges, through a cache on the local disk.
         partial: also open what is not finished. The rows are those that were done at this moment, no others; a row of
-            an unfinished shard counts as done if it agrees with its hash. `rows` tells which they are.
+            an unfinished shard counts as done if it agrees with its hash. `rows` tells which they are. Behind a URL,
+            those of finished shards.
+        cache_bytes: of what is read behind URLs, kept in `$XDG_CACHE_HOME/layertap` (`~/.cache/layertap`); what has not
+            been used for longest is removed.
 
     Raises:
         InputError: nothing of this format there; or the folders' fingerprints differ.
         LayertapError: a shard is missing, unfinished, damaged, or of another data set.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, partial: bool = False):
-        paths = [Path(path)] if isinstance(path, str | os.PathLike) else [Path(one) for one in path]
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        *,
+        partial: bool = False,
+        cache_bytes: int = CACHE_BYTES,
+    ):
+        paths = [_place(one) for one in ([path] if isinstance(path, str | os.PathLike) else path)]
         if not paths:
             raise InputError("no data set given: the list of folders is empty")
         self._name = ", ".join(map(str, paths))
@@ -57,9 +71,10 @@ class FeatureReader:
         self._sets: list[int] = []  # of each part: which of the paths it is from
         features: list[StoredFeature] | None = None
         fingerprint, base = "", 0
+        self._cache = BlockCache(cache_bytes) if any(isinstance(one, str) for one in paths) else None
         try:
             for number, one in enumerate(paths):
-                opened = open_parts(one, partial)
+                opened = open_parts(one, partial, self._cache)
                 self._parts += [part.after(base) for part in opened.parts]
                 if features is None:
                     features, fingerprint = opened.features, opened.fingerprint
@@ -175,20 +190,24 @@ class FeatureReader:
     def failures(self) -> list[tuple[int, str, str, str]]:
         """Rows without good features: (row, path, status, reason)."""
         found = []
-        reasons: tuple[Path | None, dict[int, str]] = None, {}
+        reasons: tuple[Shard | None, dict[int, str]] = None, {}
         for row in np.flatnonzero(self.status != Status.OK).tolist():
-            file, _, its_row = self.place_of(row)
-            if reasons[0] != file:
-                reasons = file, reasons_of(file)
+            shard, its_row = self._home_of(row)
+            if reasons[0] is not shard:
+                known = reasons_in(shard.receipt) if isinstance(shard, RemoteShard) else reasons_of(shard.path)
+                reasons = shard, known
             found.append((row, self.paths[row], Status(self.status[row]).text, reasons[1].get(its_row, "")))
         return found
 
     def place_of(self, row: int) -> tuple[Path, int, int]:
         """The file that holds a row, the number of the shard that it is, and which row of its data set this is."""
+        shard, its_row = self._home_of(row)
+        return shard.path, shard.identity.shard, its_row
+
+    def _home_of(self, row: int) -> tuple[Shard, int]:
         part = int(np.searchsorted(self._starts, row, "right")) - 1
         local = self._local(part, np.array([row - self._starts[part]]))
-        shard = self._shards[part]
-        return shard.path, shard.identity.shard, shard.identity.first_row + int(local[0])
+        return self._shards[part], self._shards[part].identity.first_row + int(local[0])
 
     @property
     def compression(self) -> dict[str, tuple[str, float]]:
@@ -292,6 +311,8 @@ class FeatureReader:
         """Close the files; arrays that were read stay valid."""
         for part in self._parts:
             part.shard.close()
+        if self._cache is not None:
+            self._cache.close()
 
     def __enter__(self) -> Self:
         return self
@@ -418,6 +439,11 @@ class FeatureArray:
         if chosen is None:
             return reader._shards[part].read(name, start, stop, out)
         return reader._shards[part].take(name, chosen[start:stop], out)
+
+
+def _place(path: str | os.PathLike[str]) -> Path | str:
+    """A folder or file, or a URL."""
+    return path if isinstance(path, str) and is_url(path) else Path(path)
 
 
 def _described(features: Sequence[StoredFeature]) -> dict[str, Any]:

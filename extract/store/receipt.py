@@ -12,21 +12,30 @@ from typing import Any
 import numpy as np
 
 from extract.errors import LayertapError
+from extract.files import read_json, write_json
 from extract.status import Status
-from extract.store.files import read_json, write_json
 from extract.store.shard import Shard
 
-__all__ = ["read_receipt", "reasons_of", "size_and_hash", "write_receipt"]
+__all__ = ["read_receipt", "reasons_in", "reasons_of", "receipt_of", "size_and_hash", "write_receipt"]
 
 
-def write_receipt(final: Path, file: Path, shard: Shard, reasons: Mapping[int, str]) -> None:
-    """Write the receipt of the shard `final`, whose content lies in `file` and is open as `shard`.
+def write_receipt(
+    final: Path, file: Path, shard: Shard, reasons: Mapping[int, str], made: Mapping[str, Any] | None = None
+) -> None:
+    """Write the receipt of the shard `final`; the other arguments are those of `receipt_of`."""
+    write_json(final.with_suffix(".json"), receipt_of(file, shard, reasons, made))
+
+
+def receipt_of(
+    file: Path, shard: Shard, reasons: Mapping[int, str], made: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What a shard is now that it is finished.
 
     Args:
-        final: name of the shard.
         file: its content; has another name as long as it is not published.
-        shard: the same rows.
+        shard: the same rows, open.
         reasons: row of the data set -> why it failed.
+        made: where and how fast, by the last run that worked at it; None: nobody knows.
     """
     status, first_row = shard.column("status"), shard.identity.first_row
     failed = {first_row + int(row) for row in np.flatnonzero(status != Status.OK)}
@@ -35,6 +44,7 @@ def write_receipt(final: Path, file: Path, shard: Shard, reasons: Mapping[int, s
         "status": {Status(code).text: count for code, count in sorted(Counter(status.tolist()).items())},
         "reasons": {str(row): reasons[row] for row in sorted(failed & reasons.keys())},
         **size_and_hash(file),
+        **({"made": dict(made)} if made else {}),
     }
     with Shard(file) as ready:
         if ready.compression:
@@ -44,7 +54,7 @@ def write_receipt(final: Path, file: Path, shard: Shard, reasons: Mapping[int, s
                 "filter": next(iter(ready.compression.values())),
                 "ratio": round(plain / max(1, sum(packed.values())), 3),
             }
-    write_json(final.with_suffix(".json"), receipt)
+    return receipt
 
 
 def read_receipt(final: Path) -> dict[str, Any] | None:
@@ -57,7 +67,12 @@ def read_receipt(final: Path) -> dict[str, Any] | None:
 
 def reasons_of(final: Path) -> dict[int, str]:
     """Row of the data set -> why it failed; empty if the receipt that says so is lost or damaged."""
-    reasons = (read_receipt(final) or {}).get("reasons")
+    return reasons_in(read_receipt(final) or {})
+
+
+def reasons_in(receipt: Mapping[str, Any]) -> dict[int, str]:
+    """The same, of a receipt that has been read."""
+    reasons = receipt.get("reasons")
     try:
         return {int(row): str(reason) for row, reason in reasons.items()} if isinstance(reasons, dict) else {}
     except ValueError:

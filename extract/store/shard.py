@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError, first_line
-from extract.store.files import allow_more_files
+from extract.files import allow_more_files
 from extract.store.guard import Refuse, attributes_of, filters_of, identity_of, member, need_libraries, opened
 from extract.store.layout import (
     ROW_DATA,
@@ -40,7 +40,7 @@ from extract.store.layout import (
     row_bytes,
 )
 
-__all__ = ["BLOCK_BYTES", "MEDIA_ERRORS", "Shard", "runs"]
+__all__ = ["BLOCK_BYTES", "MEDIA_ERRORS", "Seekable", "Shard", "runs"]
 
 _FEATURES = 10_000  # in one file
 _TEXT_BYTES = 1 << 24  # of the provenance
@@ -61,6 +61,8 @@ class Shard:
 
     Attributes:
         path: the file.
+        name: the same, as errors name it.
+        size: bytes of the file.
         identity: which shard of which data set it says it is.
         features: what it holds, sorted by name.
         compression: name of the feature -> "gzip", "lzf" or "blosc2", for those that are compressed.
@@ -75,8 +77,7 @@ class Shard:
 
     def __init__(self, path: Path):
         self.path = path
-        self._packed: tuple[int, h5py.File] | None = None
-        self._guard = os.getpid(), threading.Lock()
+        self._begin(str(path))
         try:
             if not stat.S_ISREG(path.stat().st_mode):
                 raise InputError(f"{path} is no file")
@@ -84,6 +85,7 @@ class Shard:
                 self._row_data = read_header(raw, path)
                 self._inode = os.fstat(raw.fileno()).st_ino
                 self._mapping = mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ)
+                self.size = len(self._mapping)
                 with opened(path) as file:
                     self._describe(file)
         except FileNotFoundError as error:
@@ -91,13 +93,23 @@ class Shard:
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno else first_line(error)
             raise LayertapError(f"{path} cannot be read: {reason}") from error
+        for feature in self.features:
+            if feature.name not in self.compression:
+                dtype = np.dtype(feature.dtype).newbyteorder("<")
+                start = self.offsets.get(f"/features/{feature.name}")
+                self._arrays[feature.name] = self._at(start, (len(self), *feature.shape), dtype)
+
+    def _begin(self, name: str) -> None:
+        self.name = name
+        self._packed: tuple[int, h5py.File] | None = None
+        self._guard = os.getpid(), threading.Lock()
+        self._arrays: dict[str, NDArray[Any]] = {}
 
     def _describe(self, file: h5py.File) -> None:
         """Take over what the file says, after checking it."""
-        path = self.path
 
         def refuse(what: str) -> InputError:
-            return InputError(f"{path} is refused: {what}")
+            return InputError(f"{self.name} is refused: {what}")
 
         self.identity = identity_of(file, refuse)
         n_rows = self.identity.n_rows
@@ -109,7 +121,6 @@ class Shard:
         self.chunks: dict[str, int] = {}
         self.stored_bytes: dict[str, int] = {}
         self.offsets: dict[str, int] = {}
-        self._arrays: dict[str, NDArray[Any]] = {}
         for name in sorted(group):
             data = member(group, name, h5py.Dataset, refuse)
             if data.dtype not in (np.dtype("<f4"), np.dtype("<f2")):
@@ -125,7 +136,7 @@ class Shard:
             self.stored_bytes[name] = data.id.get_storage_size()
             packed = filters_of(data, refuse)
             if not packed:
-                self._arrays[name] = self._mapped(data, refuse)
+                self._place(data, refuse)
                 continue
             self.compression[name] = packed
             if data.id.get_num_chunks() != -(-n_rows // self.chunks[name]):
@@ -153,17 +164,21 @@ class Shard:
         data = member(file, name, h5py.Dataset, refuse)
         if data.chunks is not None:
             raise refuse(f"{name} is in chunks")
-        return self._mapped(data, refuse)
+        return self._at(self._place(data, refuse), data.shape, data.dtype)
 
-    def _mapped(self, data: h5py.Dataset, refuse: Refuse) -> NDArray[Any]:
-        """A plain data set as an array over the file itself."""
+    def _at(self, start: int | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """A plain data set as an array over the file itself; None: it has no bytes."""
+        return np.empty(shape, dtype) if start is None else np.ndarray(shape, dtype, self._mapping, start)
+
+    def _place(self, data: h5py.Dataset, refuse: Refuse) -> int | None:
+        """The first byte of a plain data set, after checking that all of it lies where it should; None: it has none."""
         if filters_of(data, refuse):
             raise refuse(f"{data.name} is compressed")
         if data.size == 0:
-            return np.empty(data.shape, data.dtype)
+            return None
         needed = math.prod(data.shape) * data.dtype.itemsize
         start = plain_offset(data)
-        if start is None or data.id.get_storage_size() < needed or start + needed > len(self._mapping):
+        if start is None or data.id.get_storage_size() < needed or start + needed > self.size:
             raise refuse(f"{data.name} says it has {needed:,} bytes; they are not in the file, or not in order")
         # What is written row by row, and only that, lies in the ranges that the user block names.
         inside = [first <= start and start + needed <= stop for first, stop in self._row_data]
@@ -171,7 +186,7 @@ class Shard:
         if not (any(inside) if data.name.startswith("/features/") or data.name[1:] in _ROW_DATA else all(outside)):
             raise refuse(f"{data.name} is not where the first lines of the file say")
         self.offsets[data.name] = start
-        return np.ndarray(data.shape, data.dtype, self._mapping, start)
+        return start
 
     # Rows
 
@@ -193,7 +208,7 @@ class Shard:
 
     def _plain(self, name: str) -> NDArray[Any]:
         if name not in self._arrays:
-            raise LayertapError(f"{self.path} is closed")
+            raise LayertapError(f"{self.name} is closed")
         return self._arrays[name]
 
     def row(self, name: str, row: int) -> NDArray[Any]:
@@ -279,7 +294,7 @@ class Shard:
             except OSError as error:
                 if error.errno in MEDIA_ERRORS:
                     return None
-                raise LayertapError(f"{self.path} cannot be read: {error.strerror}") from error
+                raise LayertapError(f"{self.name} cannot be read: {error.strerror}") from error
         return found
 
     def forget(self, name: str, start: int, stop: int) -> None:
@@ -299,21 +314,25 @@ class Shard:
             self._guard = os.getpid(), threading.Lock()
         with self._guard[1]:
             if not self._columns:
-                raise LayertapError(f"{self.path} is closed")
+                raise LayertapError(f"{self.name} is closed")
             if self._packed is None or self._packed[0] != os.getpid():
                 # Chunks are read whole, so that HDF5's own cache of them would only be a copy.
                 try:
                     # Through the map: by now the file may have another name, or none.
-                    self._packed = os.getpid(), h5py.File(_InMap(self._mapping), "r", rdcc_nbytes=0)
+                    self._packed = os.getpid(), h5py.File(self._source(), "r", rdcc_nbytes=0)
                 except OSError as error:
-                    raise LayertapError(f"{self.path} cannot be read: {first_line(error)}") from error
+                    raise LayertapError(f"{self.name} cannot be read: {first_line(error)}") from error
             try:
                 found: NDArray[Any] = self._packed[1]["features"][name][start:stop]
             except OSError as error:
                 raise InputError(
-                    f"{self.path} is damaged: {name!r} cannot be unpacked in rows {start} to {stop - 1}"
+                    f"{self.name} is damaged: {name!r} cannot be unpacked in rows {start} to {stop - 1}"
                 ) from error
             return found
+
+    def _source(self) -> io.RawIOBase:
+        """The bytes of the file, for HDF5."""
+        return _InMap(self._mapping)
 
     def need_libraries(self) -> None:
         """See that what was compressed can be unpacked.
@@ -336,7 +355,7 @@ class Shard:
 
     def _beside(self, name: str) -> NDArray[Any]:
         if not self._columns:
-            raise LayertapError(f"{self.path} is closed")
+            raise LayertapError(f"{self.name} is closed")
         return self._columns[name]
 
     @property
@@ -344,6 +363,11 @@ class Shard:
         """Paths, labels, splits, classes and ids."""
         ids = self.text("id") if self.has_ids else None
         return RowNames(self.text("path"), self.column("label"), self.text("split"), self.text("classes"), ids)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the file is being written, or was left by a run that was interrupted."""
+        return self.path.suffix == ".part"
 
     @property
     def has_ids(self) -> bool:
@@ -363,7 +387,7 @@ class Shard:
                 return content
         except (ValueError, RecursionError):
             pass
-        raise InputError(f"{self.path} is damaged: its provenance is no JSON object")
+        raise InputError(f"{self.name} is damaged: its provenance is no JSON object")
 
     # Life
 
@@ -390,25 +414,41 @@ class Shard:
         return _unpickled, (self.path, self.identity)
 
 
-class _InMap(io.RawIOBase):
-    """A memory map as the file that HDF5 reads from; with a place of its own, unlike a descriptor that is forked."""
+class Seekable(io.RawIOBase):
+    """A file that HDF5 reads from, which is none on a disk; who derives from it says what `readinto` gives.
 
-    def __init__(self, mapping: mmap.mmap):
-        self._mapping, self._place = mapping, 0
+    Args:
+        size: in bytes.
+    """
+
+    def __init__(self, size: int):
+        self._size, self._place = size, 0
 
     def readable(self) -> bool:
+        """As of `io.RawIOBase`."""
         return True
 
     def seekable(self) -> bool:
+        """As of `io.RawIOBase`."""
         return True
 
     def tell(self) -> int:
+        """As of `io.RawIOBase`."""
         return self._place
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: len(self._mapping)}
+        """As of `io.RawIOBase`."""
+        starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}
         self._place = starts[whence] + offset
         return self._place
+
+
+class _InMap(Seekable):
+    """A memory map as a file; with a place of its own, unlike a descriptor that is forked."""
+
+    def __init__(self, mapping: mmap.mmap):
+        super().__init__(len(mapping))
+        self._mapping = mapping
 
     def readinto(self, buffer: Any) -> int:
         content = self._mapping[self._place : self._place + len(buffer)]

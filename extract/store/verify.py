@@ -15,10 +15,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError
+from extract.files import read_json, sync_folder
 from extract.status import Status
 from extract.store.copying import copy_shard
 from extract.store.dataset import DataSet, Whereabouts
-from extract.store.files import read_json, sync_folder
 from extract.store.parts import of_one_version
 from extract.store.reader import FeatureReader
 from extract.store.receipt import reasons_of, size_and_hash, write_receipt

@@ -29,7 +29,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError, first_line
-from extract.store.files import write_whole
+from extract.files import write_whole
 from extract.store.guard import member
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from extract import defaults
 from extract.errors import InputError, LayertapError, LockedError
+from extract.files import claim, discard, sync_folder
 from extract.status import Status
 from extract.store.copying import copy_shard
 from extract.store.dataset import DataSet
-from extract.store.files import claim, discard, sync_folder
 from extract.store.layout import ROW_DATA
 from extract.store.receipt import write_receipt
 from extract.store.row_hash import hash_records, hash_rows, wrong_rows
@@ -194,7 +194,7 @@ class ShardWriter:
             written = os.pwrite(self._file, content, offset)
             content, offset = content[written:], offset + written
 
-    def publish(self, compress: str | None = None) -> Path:
+    def publish(self, compress: str | None = None, made: Mapping[str, Any] | None = None) -> Path:
         """Close the file and give it its final name, then remove the file it replaces; returns the final path.
 
         The receipt is written first, and the name is taken with a link, which fails where it exists: of two writers,
@@ -202,6 +202,7 @@ class ShardWriter:
 
         Args:
             compress: "gzip", "lzf" or "blosc2" packs the features first; None leaves them plain.
+            made: where and how fast, for the receipt.
 
         Raises:
             LayertapError: rows are pending, the disk is full, or a shard of that name exists.
@@ -217,7 +218,7 @@ class ShardWriter:
                 self._pack(ready, compress)
             if self._final.exists():
                 raise FileExistsError
-            write_receipt(self._final, ready, self._shard, self._reasons)
+            write_receipt(self._final, ready, self._shard, self._reasons, made)
             claim(ready, self._final)
             self._part.unlink(missing_ok=True)
             sync_folder(self._final.parent)

@@ -16,10 +16,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError
+from extract.locking import locked
 from extract.store.copying import COMPRESSIONS
 from extract.store.dataset import DataSet, shard_rows_for
 from extract.store.layout import RowNames
-from extract.store.locking import locked
 from extract.store.reader import FeatureReader
 from extract.store.row_copying import copy_rows
 from extract.store.version import pass_folder

@@ -21,9 +21,9 @@ import numpy as np
 from extract.errors import InputError, LayertapError
 from extract.images.images import Images
 from extract.images.source import Files
+from extract.locking import locked
 from extract.status import Status
 from extract.store.dataset import DataSet, changes, differences
-from extract.store.locking import locked
 from extract.store.version import pass_folder
 from extract.sync.compaction import compact_passes, rewrite
 from extract.sync.difference import Resolved, StoppedError, before, difference

@@ -9,9 +9,9 @@ import numpy as np
 import xxhash
 
 from extract.errors import LayertapError
+from extract.files import discard
 from extract.images.images import labels_from_folders
 from extract.store.dataset import DataSet, shard_rows_for
-from extract.store.files import discard
 from extract.store.version import RowTable, is_whole, pass_folder, table_path, write_rows
 from extract.sync.manifest import Manifest
 

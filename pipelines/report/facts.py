@@ -5,19 +5,22 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import operator
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from extract.errors import LayertapError
+from extract.files import read_json
 from extract.store.dataset import DataSet
-from extract.store.files import read_json
 from extract.store.version import pass_folder
 from pipelines.printing import printable
 
 __all__ = ["facts", "probes", "runs", "stages"]
 
-_LAST_RUNS = 50  # of `runs.jsonl`
+_LAST_RUNS = 50
+_PLACES = 4  # of the workers of a run, that are named
 _PROBES = 50  # results that are read
 
 
@@ -50,52 +53,71 @@ def facts(content: dict[str, Any]) -> list[list[str]]:
 
 
 def runs(out: Path) -> list[dict[str, Any]]:
-    """The last runs or passes that `runs.jsonl` tells of, in words and numbers, the last one first."""
+    """The last runs or passes that were noted, in words and numbers, the last one first."""
+    found: list[dict[str, Any]] = []
+    for file in _logs(out):
+        found += _runs_of(file)
+    found.sort(key=operator.itemgetter("started"))  # those that began in the same second stay in order
+    last = found[-_LAST_RUNS:][::-1]
+    return [one | {name: printable(one.get(name, "")) for name in ("how", "where", "engine")} for one in last]
+
+
+def _runs_of(file: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     begun: dict[str, dict[str, Any]] = {}
-    for line in _lines(out):
+    workers: dict[str, Counter[str]] = {}  # by the run that they had joined
+    for line in _lines(file):
         started = str(line["started"])
         if line["event"] == "started":
             machine = line.get("machine") or {}
-            where = f"{line.get('device', '')} of {machine.get('host', '')}"
+            where = f"{line.get('device', '')} of {machine.get('host', '')}" if machine else ""
             begun[started] = {"started": started, "how": "did not end in order", "where": where, "found": 0}
             found.append(begun[started])
+        elif line["event"] == "joined" and started in begun:
+            workers.setdefault(started, Counter())[f"{line.get('device', '')} of {line.get('host', '')}"] += 1
         elif line["event"] == "computing" and started in begun:
             how = line.get("computation") or {}
             begun[started]["engine"] = str(how.get("engine", ""))
         elif line["event"] == "ended" and started in begun:
             begun[started] |= {"how": "ended", **_numbers(line)}
-        elif line["event"] in ("synced", "stopped", "failed"):
+        elif line["event"] in ("synced", "stopped", "failed") and "shard" not in line:
             changed = [f"{line[name]:,} {name}" for name in ("added", "changed", "renamed", "deleted")
                        if isinstance(line.get(name), int) and line[name]]  # fmt: skip
             what = {"synced": "nothing new", "stopped": "stopped", "failed": f"failed: {line.get('error', '')}"}
             how = ", ".join(changed) if changed and line["event"] == "synced" else what[line["event"]]
             numbers = _numbers({**line, "rows": line.get("computed")})
             found.append({"started": started, "how": how, "where": "", **numbers})
-    last = found[-_LAST_RUNS:][::-1]
-    return [one | {name: printable(one.get(name, "")) for name in ("how", "where", "engine")} for one in last]
+    for started, places in workers.items():
+        said = [f"{count} × {place}" if count > 1 else place for place, count in places.most_common(_PLACES)]
+        more = [f"{len(places) - _PLACES:,} more"] if len(places) > _PLACES else []
+        begun[started]["where"] = ", ".join(said + more)
+    return found
 
 
 def stages(dataset: DataSet) -> dict[str, float]:
-    """Stage -> seconds that all runs in order have spent in it, of the passes of a version, too."""
+    """Stage -> seconds that all runs in order have spent in it, each worker of several, of a version's passes, too."""
     total: dict[str, float] = {}
     folders = [dataset.out] if dataset.version is None else [
         pass_folder(dataset.out, number) for number in dataset.version.passes
     ]  # fmt: skip
-    for folder in folders:
-        for line in _lines(folder):
-            spent = line.get("stages")
-            if line["event"] == "ended" and isinstance(spent, dict):
-                for stage, seconds in spent.items():
-                    if _is_number(seconds):
-                        total[printable(str(stage))] = total.get(printable(str(stage)), 0.0) + float(seconds)
+    for line in (line for folder in folders for file in _logs(folder) for line in _lines(file)):
+        spent = line.get("made") if line["event"] == "shard" else line if line["event"] == "ended" else None
+        spent = spent.get("stages") if isinstance(spent, dict) else None
+        for stage, seconds in spent.items() if isinstance(spent, dict) else ():
+            if _is_number(seconds):
+                total[printable(str(stage))] = total.get(printable(str(stage)), 0.0) + float(seconds)
     return total
 
 
-def _lines(out: Path) -> Iterator[dict[str, Any]]:
-    """Lines of `runs.jsonl` that are whole."""
+def _logs(out: Path) -> list[Path]:
+    """`runs.jsonl`, and the files beside it that the tasks of an array write."""
+    return sorted(out.glob("runs*.jsonl"))
+
+
+def _lines(file: Path) -> Iterator[dict[str, Any]]:
+    """Lines of a log that are whole."""
     try:
-        lines = (out / "runs.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return
     for text in lines:

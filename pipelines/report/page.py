@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from extract.errors import InputError
-from extract.images.source import is_url
+from extract.files import whole_file
 from extract.probe.rows import FeatureRows
 from extract.projection import principal, tsne, umap
 from extract.search import layer_to_search
@@ -32,8 +32,8 @@ from extract.statistics import statistics_of
 from extract.status import Status
 from extract.store.comparison import compare
 from extract.store.dataset import DataSet
-from extract.store.files import whole_file
 from extract.store.reader import FeatureReader
+from extract.urls import is_url
 from pipelines.diff import as_json as comparison_as_json
 from pipelines.pictures import Pictures
 from pipelines.printing import printable

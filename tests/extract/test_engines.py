@@ -39,7 +39,13 @@ LAYERS = {
     "bundled/efficientnet_lite0": ["blocks.*", "conv_stem:none", "global_pool", "classifier", "embedding"],
 }  # fmt: skip
 
-QUICK = ("torchvision/resnet18", "timm/vit_tiny_patch16_224", "bundled/efficientnet_lite0")
+QUICK = ("timm/vit_tiny_patch16_224", "bundled/efficientnet_lite0")
+SLOW = ("torchvision/resnet18", "timm/convnext_atto")
+
+
+def _marked(spec: str) -> Any:
+    mark = pytest.mark.slow if spec in SLOW else pytest.mark.soak
+    return spec if spec in QUICK else pytest.param(spec, marks=mark)
 
 
 def _pictures(backbone: Any, count: int) -> torch.Tensor:
@@ -59,9 +65,7 @@ def _both_ways(spec: str, engine: str, layers: list[str], dtype: str = "float32"
 
 
 @pytest.mark.parametrize("engine", [BY_OPENVINO, BY_INDUCTOR])
-@pytest.mark.parametrize(
-    "spec", [spec if spec in QUICK else pytest.param(spec, marks=pytest.mark.slow) for spec in LAYERS]
-)
+@pytest.mark.parametrize("spec", [_marked(spec) for spec in LAYERS])
 def test_compiled_features_are_those_of_an_eager_forward(spec: str, engine: str) -> None:
     plain, compiled, short = _both_ways(spec, engine, LAYERS[spec])
     assert list(compiled) == list(plain)
@@ -113,6 +117,7 @@ def test_what_is_off_later_in_the_batch_is_found(amount: float) -> None:
 
 
 @openvino
+@pytest.mark.slow
 def test_openvino_reports_to_nobody() -> None:
     """Its telemetry would fork a process in mid-run, and send from there."""
     program = """

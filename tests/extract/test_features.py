@@ -177,7 +177,7 @@ def test_no_mixture_or_order_of_images_passes_for_rows(change) -> None:
     [
         "resnet18",
         "vit_tiny_patch16_224",
-        pytest.param("swin_tiny_patch4_window7_224", marks=pytest.mark.slow),
+        pytest.param("swin_tiny_patch4_window7_224", marks=pytest.mark.soak),
         pytest.param("mixer_s32_224", marks=pytest.mark.slow),
         "convnext_atto",
         "tf_efficientnet_lite0",

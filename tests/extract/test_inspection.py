@@ -402,3 +402,28 @@ def test_lists_of_layers_and_what_attention_does_not_call_are_not_said_to_be_sil
 
     torch.manual_seed(0)
     assert inspect_model(Net(), [torch.randn(6, 5, 8)]).never_ran == ["spare"]
+
+
+def test_shapes_are_of_one_image() -> None:
+    shapes = {one.name: one.shape for one in inspected(net(), grad=False).tensors}
+    assert (shapes["conv1"], shapes["pool"], shapes["fc"]) == ((16, 32, 32), (32, 1, 1), (CLASSES,))
+
+
+def test_a_loss_is_taken_where_no_gradient_of_a_layer_can_be_had() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part, self.weight = Part(), nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = x * self.weight
+            part = self.part(h)
+            part += 1.0
+            return h
+
+    class Part(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[:, :2]
+
+    inspection = inspect_model(Net(), [torch.ones(6, 4)], loss=lambda output, targets: output.square().mean())
+    assert inspection.loss == pytest.approx((4 + 1) / 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import csv
 from collections.abc import Callable
@@ -273,3 +274,42 @@ def test_parameters_of_layers_with_layers_inside_and_of_the_model_are_watched() 
     with GradientMonitor(model := Net(), every=1, to=lambda step, found: rows.extend(found)):
         model(torch.randn(2, 5, 8)).square().mean().backward()
     assert {(row["layer"], row["of"]) for row in rows} >= {("", "token"), ("attention", "in_proj_weight")}
+
+
+class Views(nn.Module):
+    """Writes in place into what a layer handed on under another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.part, self.two = nn.Linear(6, 6), Half(), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.one(x)
+        part = self.part(h)
+        part += 1.0
+        return self.two(h)
+
+
+class Half(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :3]
+
+
+def test_a_model_that_writes_under_another_name_is_trained_as_without_a_monitor() -> None:
+    def losses(monitored: bool) -> list[float]:
+        torch.manual_seed(0)
+        model, seen = Views(), []
+        optimiser = torch.optim.SGD(model.parameters(), 0.1)
+        monitor = GradientMonitor(model, every=1) if monitored else contextlib.nullcontext()
+        with monitor:
+            for _ in range(4):
+                loss = model(torch.randn(8, 6)).square().mean()
+                optimiser.zero_grad()
+                loss.backward()
+                optimiser.step()
+                seen.append(loss.item())
+        if monitored:
+            assert {row["layer"] for row in monitor.rows} >= {"one", "two"}  # type: ignore[union-attr]
+        return seen
+
+    assert losses(True) == losses(False)

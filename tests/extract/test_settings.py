@@ -2,44 +2,68 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
 import pytest
 
+SET_BEFORE = [
+    "",
+    "torch.set_float32_matmul_precision('medium')",
+    "torch.set_float32_matmul_precision('high')",
+    "torch.backends.fp32_precision = 'tf32'",
+    "torch.backends.fp32_precision = 'tf32'; torch.set_float32_matmul_precision('high')",
+    "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+    "torch.backends.cudnn.allow_tf32 = False",
+]
+
+# Each in a process of its own, of which torch is imported once.
 PROGRAM = """
+import json, os, sys, traceback
 import torch
+import torch.export
 from extract.settings import full_float32
 
-{before}
-b = torch.backends
-places = (b.cuda.matmul, b.cudnn.conv, b.cudnn.rnn, b.mkldnn.matmul, b.mkldnn.conv, b.mkldnn.rnn)
-found = [place.fp32_precision for place in places]
-x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
-with full_float32():
-    assert all(place.fp32_precision in ("ieee", "none") for place in places)
-    assert torch.get_float32_matmul_precision() == "highest"
-    assert (x @ x - (x.double() @ x.double()).float()).abs().max() < 1e-4
-    if {older}:  # it reads the older settings, and fails beside the newer ones, with layertap or without
-        torch.export.export(torch.nn.Conv2d(3, 4, 3), (torch.randn(1, 3, 8, 8),))
-now = [place.fp32_precision for place in places]
-assert [one.replace("ieee", "none") for one in now] == [one.replace("ieee", "none") for one in found], (found, now)
+def check(before):
+    exec(before)
+    b = torch.backends
+    places = (b.cuda.matmul, b.cudnn.conv, b.cudnn.rnn, b.mkldnn.matmul, b.mkldnn.conv, b.mkldnn.rnn)
+    found = [place.fp32_precision for place in places]
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    with full_float32():
+        assert all(place.fp32_precision in ("ieee", "none") for place in places)
+        assert torch.get_float32_matmul_precision() == "highest"
+        assert (x @ x - (x.double() @ x.double()).float()).abs().max() < 1e-4
+        if "fp32_precision" not in before:
+            # It reads the older settings, and fails beside the newer ones, with layertap or without.
+            torch.export.export(torch.nn.Conv2d(3, 4, 3), (torch.randn(1, 3, 8, 8),))
+    now = [place.fp32_precision for place in places]
+    assert [one.replace("ieee", "none") for one in now] == [one.replace("ieee", "none") for one in found], (found, now)
+
+codes = {}
+for before in json.loads(sys.argv[1]):
+    if not (child := os.fork()):
+        try:
+            check(before)
+            os._exit(0)
+        except BaseException:
+            print(before, traceback.format_exc(), file=sys.stderr, flush=True)
+            os._exit(1)
+    codes[before] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+print(json.dumps(codes))
 """
 
 
-@pytest.mark.parametrize(
-    "before",
-    [
-        "",
-        "torch.set_float32_matmul_precision('medium')",
-        "torch.set_float32_matmul_precision('high')",
-        "torch.backends.fp32_precision = 'tf32'",
-        "torch.backends.fp32_precision = 'tf32'; torch.set_float32_matmul_precision('high')",
-        "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
-        "torch.backends.cudnn.allow_tf32 = False",
-    ],
-)
-def test_float32_has_all_of_its_bits_whatever_a_program_has_set(before: str) -> None:
-    program = PROGRAM.format(before=before, older="fp32_precision" not in before)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+@pytest.fixture(scope="module")
+def found() -> tuple[dict[str, int], str]:
+    command = [sys.executable, "-c", PROGRAM, json.dumps(SET_BEFORE)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+@pytest.mark.parametrize("before", SET_BEFORE)
+def test_float32_has_all_of_its_bits_whatever_a_program_has_set(before: str, found: tuple[dict[str, int], str]) -> None:
+    codes, told = found
+    assert codes[before] == 0, told

@@ -58,6 +58,7 @@ def test_the_plain_way_comes_first_and_slow_compilers_only_when_asked_for() -> N
 
 
 @openvino
+@pytest.mark.slow
 def test_ways_that_do_not_agree_or_fail_are_not_to_be_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = load_backbone("timm/test_resnet", **NET)
     with evaluating(backbone.model):

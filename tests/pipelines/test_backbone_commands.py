@@ -81,11 +81,14 @@ def test_backbones_that_do_not_exist_are_an_error() -> None:
 def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path) -> None:
     import sys
 
+    from fsspec.registry import _registry
+
     from extract import load_backbone
     from extract.images import list_images
 
     for module in ("open_clip", "transformers", "pyarrow", "s3fs"):
         monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(_registry, "s3", raising=False)  # where another test has loaded it
     with pytest.raises(LayertapError, match=r"pip install 'layertap\[open_clip\]'"):
         load_backbone("open_clip/ViT-B-32:openai")
     with pytest.raises(LayertapError, match=r"pip install 'layertap\[hf\]'"):

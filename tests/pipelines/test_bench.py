@@ -98,6 +98,7 @@ def test_where_nothing_fast_may_be_taken_it_says_why(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_fast_goes_over_broken_images(folder: Path, tmp_path: Path) -> None:
     (folder / "ant" / "00.png").write_bytes(b"no picture")
     result = _run("embed", str(folder), *NET, "--fast", "--compile", "off", "-o", str(tmp_path / "out"), "--json")

@@ -223,6 +223,7 @@ def test_fewer_images_than_before_are_told_as_that(embedded: Path, folder: Path)
     assert "shard_rows" not in error
 
 
+@pytest.mark.slow
 def test_an_output_whose_name_is_no_text(folder: Path, tmp_path: Path) -> None:
     import os
     import subprocess

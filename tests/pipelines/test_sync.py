@@ -97,10 +97,10 @@ def test_status_tells_of_runs_rows_failures_and_disk(config: Path, folder: Path,
     )
 
 
-def test_status_is_for_data_sets_that_follow_a_folder(folder: Path, tmp_path: Path) -> None:
+def test_status_and_compact_tell_what_kind_of_data_set_they_are_given(folder: Path, tmp_path: Path) -> None:
     assert "does not exist" in fails("status", tmp_path / "nothing")
     layertap("embed", folder, "-o", tmp_path / "out", "-b", "timm/test_resnet", "--weights", "random", "--workers", 0)
-    assert "`layertap show`" in fails("status", tmp_path / "out")
+    assert "complete" in layertap("status", tmp_path / "out").stdout
     assert "not kept in step" in fails("compact", tmp_path / "out")
 
 
@@ -138,7 +138,7 @@ def test_a_second_sync_at_once_exits_with_4_and_names_the_first(config: Path, tm
     code = (
         "import sys, time\n"
         "from pathlib import Path\n"
-        "from extract.store.locking import locked\n"
+        "from extract.locking import locked\n"
         "with locked(Path(sys.argv[1])):\n"
         "    print('held', flush=True)\n"
         "    time.sleep(60)\n"

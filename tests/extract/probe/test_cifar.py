@@ -63,6 +63,7 @@ def compare(result, x, y, x_test, y_test, strength):
           f"{result.objective / objective(same, x, y, ours) - 1:+.1e}")  # fmt: skip
 
 
+@pytest.mark.soak
 def test_sweeps_of_45_strengths_are_those_of_a_script(features):
     x, y, x_test, y_test = features
     out, left = tenth(len(x))
@@ -74,6 +75,7 @@ def test_sweeps_of_45_strengths_are_those_of_a_script(features):
         compare(result, x, y, x_test, y_test, strengths[int(np.argmax(on_val))])
 
 
+@pytest.mark.soak
 def test_the_search_of_clip_is_that_of_a_script(features):
     x, y, x_test, y_test = features
     out, left = tenth(len(x))
@@ -179,6 +181,7 @@ def large_data_set(out, x, y, times):
     return count * feature.row_bytes
 
 
+@pytest.mark.soak
 def test_data_sets_larger_than_memory_are_streamed(features, tmp_path):
     x, y, x_test, y_test = features
     size = large_data_set(tmp_path / "large", x, y, 45)

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from extract.store import remote
+from tests.extract.store.bucket_server import KEY, SECRET, TOKEN, Proxy, direct, served
 from tests.extract.store.rows import complete_data_set
 
 
@@ -11,3 +15,42 @@ from tests.extract.store.rows import complete_data_set
 def complete(tmp_path: Path) -> Path:
     """A finished data set of three shards."""
     return complete_data_set(tmp_path / "out").out
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Proxy]:
+    with served() as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def proxy(server: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Proxy:
+    """The server as the libraries find it, with short pauses; the cache of blocks is a folder of the test's own."""
+    import s3fs
+
+    server.forget()
+    environment = {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.port}",
+        "AWS_ACCESS_KEY_ID": KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_SESSION_TOKEN": TOKEN,
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_CONFIG_FILE": str(tmp_path / "none"),
+        "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "none"),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(remote, "_WAIT_S", 0.01)
+    monkeypatch.setattr(remote, "_ANSWER_S", 1)
+    s3fs.S3FileSystem.clear_instance_cache()
+    return server
+
+
+@pytest.fixture
+def url(proxy: Proxy) -> str:
+    """A place in a new bucket."""
+    bucket = f"b-{uuid.uuid4().hex[:12]}"
+    direct(proxy).create_bucket(Bucket=bucket)
+    return f"s3://{bucket}/sets/photos"

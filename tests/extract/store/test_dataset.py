@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from extract import FeatureReader, InputError, LockedError
+from extract.locking import locked
 from extract.store.dataset import DataSet
 from tests.extract.store.rows import (
     PATHS_XXH3,
@@ -84,6 +85,18 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     with data.locked():
         pass
+
+
+def test_a_folder_into_which_nothing_was_put_is_gone_again(tmp_path: Path) -> None:
+    with locked(tmp_path / "new"):
+        assert (tmp_path / "new").is_dir()
+    with pytest.raises(ZeroDivisionError), locked(tmp_path / "new"):
+        raise ZeroDivisionError
+    (tmp_path / "old").mkdir()
+    with locked(tmp_path / "old"), locked(tmp_path / "used"):
+        (tmp_path / "used" / "something").touch()
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+    assert left == ["old", "old/.lock", "used", "used/.lock", "used/something"]
 
 
 def test_one_thread_at_a_time(tmp_path: Path) -> None:

@@ -234,7 +234,9 @@ class LivingFolder(RuleBasedStateMachine):
 STATISTICS = {"sequences": 0, "passes": 0, "kills": 0}
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(320, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count", [6, pytest.param(50, marks=pytest.mark.slow), pytest.param(160, marks=pytest.mark.soak)]
+)
 def test_after_each_pass_the_data_set_is_what_a_fresh_extraction_gives(count: int) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a child that is forked has no other threads
@@ -258,4 +260,4 @@ def test_after_each_pass_the_data_set_is_what_a_fresh_extraction_gives(count: in
     print(STATISTICS)
     assert STATISTICS["sequences"] >= count
     assert STATISTICS["passes"] > count
-    assert STATISTICS["kills"] > count // 3
+    assert STATISTICS["kills"] > count // 20  # rare in the first sequences, which are simple

@@ -1,4 +1,4 @@
-"""Small files written whole or not at all, and read with care: a data set may come from anyone."""
+"""Small files written whole or not at all, and read with care: a data set or plan may come from anyone."""
 
 from __future__ import annotations
 

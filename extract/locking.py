@@ -22,7 +22,7 @@ _HELD_GUARD = threading.Lock()
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Hold a folder for writing; it is made if need be.
+    """Hold a folder for writing; it is made if need be, and removed again if nothing was put into it.
 
     A POSIX lock: it ends with this process, however that ends, and is not passed on to worker processes.
 
@@ -31,6 +31,7 @@ def locked(out: Path) -> Iterator[None]:
         LayertapError: the folder cannot be written to.
     """
     try:
+        is_new = not out.exists()
         out.mkdir(parents=True, exist_ok=True)
         name = (os.getpid(), out.resolve())
         with _HELD_GUARD:  # a POSIX lock does not keep threads of one process apart
@@ -40,14 +41,14 @@ def locked(out: Path) -> Iterator[None]:
     except OSError as error:
         raise LayertapError(f"cannot write to {out}: {error.strerror}") from error
     try:
-        with _lock_file(out):
+        with _lock_file(out, is_new):
             yield
     finally:
         _HELD.discard(name)
 
 
 @contextlib.contextmanager
-def _lock_file(out: Path) -> Iterator[None]:
+def _lock_file(out: Path, is_new: bool) -> Iterator[None]:
     try:
         file = (out / ".lock").open("a+", encoding="utf-8")
     except OSError as error:
@@ -60,12 +61,19 @@ def _lock_file(out: Path) -> Iterator[None]:
                 raise LayertapError(f"{out} cannot be locked: {error.strerror}") from error
             file.seek(0)
             raise LockedError(f"{out} is locked by {file.read().strip() or 'another process'}") from error
+        # Not by opening it once more: to close it then would give the lock away.
+        if not os.path.exists(out / ".lock") or not os.path.samestat(os.fstat(file.fileno()), os.stat(out / ".lock")):  # noqa: PTH110, PTH116
+            raise LockedError(f"{out} was removed by the process that had it locked")
         now = datetime.now(UTC).isoformat(timespec="seconds")
         _note(file.fileno(), f"pid {os.getpid()} on {socket.gethostname()} since {now}\n")
         try:
             yield
         finally:
             _note(file.fileno(), "")
+            with contextlib.suppress(OSError):
+                if is_new and [one.name for one in out.iterdir()] == [".lock"]:
+                    (out / ".lock").unlink()  # whoever waits for it is told, see above
+                    out.rmdir()
 
 
 def _note(descriptor: int, text: str) -> None:

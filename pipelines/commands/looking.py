@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial, reduce
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import click
 
-from pipelines.cli_options import given, option
+from pipelines.commands.options import given, json_flag, option, tell
 from pipelines.config import AblateConfig, DrawConfig, InspectConfig, LookConfig, checked
 
 __all__ = ["ablate", "draw", "inspect"]
@@ -45,7 +44,7 @@ _of_inspect = partial(option, model=InspectConfig)
 @_of_inspect("--csv", type=click.Path(path_type=Path), metavar="FILE")
 @_of_inspect("--pictures", type=click.Path(path_type=Path), metavar="FOLDER")
 @_of_inspect("--format", type=click.Choice(["png", "svg", "pdf"]))
-@click.option("--json", "as_json", is_flag=True, help="Print all of it as JSON.")
+@json_flag
 def inspect(as_json: bool, **flags: Any) -> None:
     """Tell what the layers of BACKBONE do on IMAGES: what is wrong, in words, then a table.
 
@@ -62,12 +61,9 @@ def inspect(as_json: bool, **flags: Any) -> None:
     from pipelines.inspect import print_inspection
 
     inspected = run_inspect(checked(InspectConfig, given(flags)))
-    if as_json:
-        click.echo(json.dumps(inspected_as_json(inspected), indent=1))
-    else:
-        print_inspection(inspected, click.echo)
-        if inspected.written:
-            click.echo("written: " + ", ".join(map(str, inspected.written)))
+    tell(inspected, as_json, inspected_as_json, print_inspection)
+    if inspected.written and not as_json:
+        click.echo("written: " + ", ".join(map(str, inspected.written)))
 
 
 _of_draw = partial(option, model=DrawConfig)
@@ -117,7 +113,7 @@ _of_ablate = partial(option, model=AblateConfig)
 @_of_ablate("--labels", metavar="FILE[:COLUMN]")
 @_of_ablate("--csv", type=click.Path(path_type=Path), metavar="FILE")
 @_of_ablate("--picture", type=click.Path(path_type=Path), metavar="FILE")
-@click.option("--json", "as_json", is_flag=True, help="Print all of it as JSON.")
+@json_flag
 def ablate(as_json: bool, **flags: Any) -> None:
     """Tell what BACKBONE does on IMAGES without a layer, or with it changed: layer by layer, or channel by channel.
 
@@ -133,8 +129,4 @@ def ablate(as_json: bool, **flags: Any) -> None:
     from pipelines.ablate import as_json as ablated_as_json
     from pipelines.ablate import print_ablated
 
-    ablated = run_ablate(checked(AblateConfig, given(flags)))
-    if as_json:
-        click.echo(json.dumps(ablated_as_json(ablated), indent=1))
-    else:
-        print_ablated(ablated, click.echo)
+    tell(run_ablate(checked(AblateConfig, given(flags))), as_json, ablated_as_json, print_ablated)

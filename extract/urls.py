@@ -1,0 +1,56 @@
+"""Names of places behind a protocol, and the library of fsspec that reads them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from extract.errors import InputError, LayertapError, first_line
+
+__all__ = ["file_system", "is_url"]
+
+_ANSWER_S = 30  # within which a server must go on answering
+
+# What fsspec needs for a protocol, and the extra that brings it.
+_EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
+
+
+def is_url(where: str) -> bool:
+    """Whether it names something behind a protocol, as `s3://bucket/photos` does."""
+    protocol, found, _ = where.partition("://")
+    return bool(found) and protocol.replace("+", "").isalnum()
+
+
+def file_system(url: str, **settings: Any) -> tuple[Any, str]:
+    """Fsspec's file system for a URL, and the path in it; credentials come from where its library looks for them.
+
+    Args:
+        url: of a file or folder.
+        settings: of the file system besides.
+
+    Raises:
+        LayertapError: no such protocol, or its library is not installed.
+    """
+    import fsspec
+
+    protocol, _, rest = url.partition("://")
+    if re.match(r"[^/@]*:[^/@]+@", rest):
+        raise InputError(
+            f"{protocol}://...@{rest.partition('@')[2]}: a password in a URL would be stored with the features; the "
+            "library for the protocol takes it from the environment, or a file of yours"
+        )
+    try:
+        kind: Any = fsspec.get_filesystem_class(protocol)
+        # Not `url_to_fs`, for which "::" in a name is a chain of file systems.
+        options = {**kind._get_kwargs_from_urls(url), **settings}
+        if protocol in ("http", "https"):
+            import aiohttp
+
+            options["client_kwargs"] = {"timeout": aiohttp.ClientTimeout(sock_connect=_ANSWER_S, sock_read=_ANSWER_S)}
+        return kind(**options), str(kind._strip_protocol(url))
+    except ImportError as error:
+        extra = _EXTRAS.get(protocol)
+        what = f"pip install 'layertap[{extra}]'" if extra else first_line(error)
+        raise LayertapError(f"{url}: reading {protocol}:// needs another library: {what}") from error
+    except Exception as error:  # each protocol's library has errors of its own
+        raise LayertapError(f"{url}: {first_line(error)}") from error

@@ -1,0 +1,446 @@
+"""Which worker makes which shard: the same on one machine and on a cluster, and without knowing of either.
+
+A worker has at most two shards: one that it makes, and one that waits, whose images it may decode already; and those
+that it has made, and publishes. A shard that fails, or whose worker dies, is given to another; one that fails three
+times, and on more than one host where there are several, is reported, and the rest goes on. When there is nothing left
+to give, a shard that takes far longer than others is begun once more elsewhere: the first to publish it wins.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from extract.errors import LayertapError
+
+__all__ = [
+    "Dispatched",
+    "Done",
+    "Event",
+    "Failed",
+    "Joined",
+    "Left",
+    "Made",
+    "Progressed",
+    "Said",
+    "Workers",
+    "dispatch",
+]
+
+_AT_ONCE = 2  # shards of a worker, besides those that it publishes
+_ATTEMPTS = 3  # at a shard
+_IN_A_ROW = 3  # different shards that fail on one worker, before it is given no more
+_HOPELESS = 10  # likewise on the last worker there is, before all is ended
+_SLOW = 2.0  # times the median of a shard, from which on it is begun once more
+_SLOW_S = 30.0  # at least
+_REMEMBERED = 101  # shards whose time is remembered
+_TICK_S = 1.0
+_PATIENCE_S = 600.0  # with workers that are being started, where there is nobody to give the rest to
+_SAFE = "What was published is safe; run again when it is mended"
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A worker is ready.
+
+    Attributes:
+        worker: its number; each that starts has another one.
+        host: machine that it runs on.
+        about: the device that it computes on.
+        begun: shards that were begun there by an earlier run.
+    """
+
+    worker: int
+    host: str
+    about: str = ""
+    begun: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Left:
+    """A worker is gone, and what it was doing with it.
+
+    Attributes:
+        worker: its number.
+        why: in words.
+        error: what it ended with, if layertap raised it on purpose.
+    """
+
+    worker: int
+    why: str
+    error: LayertapError | None = None
+
+
+@dataclass(frozen=True)
+class Said:
+    """Something that people are to be told, once, however many workers say it."""
+
+    worker: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Progressed:
+    """A worker has computed some rows, or found them done."""
+
+    worker: int
+    rows: int
+    found: bool = False
+
+
+@dataclass(frozen=True)
+class Made:
+    """A worker has finished a shard, and publishes it while it makes the next one."""
+
+    worker: int
+    shard: int
+
+
+@dataclass(frozen=True)
+class Done:
+    """A shard is there.
+
+    Attributes:
+        worker: who says it.
+        shard: its number.
+        receipt: of the shard; None: another worker was the first to publish it.
+    """
+
+    worker: int
+    shard: int
+    receipt: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A worker could not make a shard, and is ready for another."""
+
+    worker: int
+    shard: int
+    why: str
+
+
+Event = Joined | Left | Said | Progressed | Made | Done | Failed
+
+
+class Workers(Protocol):
+    """Workers somewhere; those that die are replaced, and more may join at any time."""
+
+    def events(self, timeout_s: float) -> list[Event]:
+        """What has happened since the last call; waits so long for the first event.
+
+        Raises:
+            LayertapError: no worker can be started.
+        """
+
+    def coming(self) -> bool:
+        """Whether a worker is being started that has room."""
+
+    def submit(self, worker: int, shard: int) -> None:
+        """Give a shard to a worker, which makes its shards one after the other."""
+
+    def cancel(self, worker: int, shard: int) -> None:
+        """Tell a worker that a shard is not wanted any more; it says nothing more of it."""
+
+    def retire(self, worker: int) -> None:
+        """End a worker that is given nothing more, without a replacement."""
+
+
+@dataclass
+class Dispatched:
+    """How it ended.
+
+    Attributes:
+        done: shards that were published.
+        failed: shard -> why each attempt at it failed, of those that were given up.
+        attempts: of all shards, that failed or were lost with their worker.
+        again: shards that were begun once more since they took long.
+        retired: host and reason of workers that were given no more.
+        stopped: whether it was asked to stop before the end.
+    """
+
+    done: int = 0
+    failed: dict[int, list[str]] = field(default_factory=dict)
+    attempts: int = 0
+    again: int = 0
+    retired: list[tuple[str, str]] = field(default_factory=list)
+    stopped: bool = False
+
+
+@dataclass
+class _Worker:
+    host: str
+    shards: list[int] = field(default_factory=list)  # the first is being made
+    publishing: list[int] = field(default_factory=list)
+    since: float = 0.0  # when the first was begun
+    failures: list[int] = field(default_factory=list)  # shards that failed in a row, and nothing else between
+
+    def has(self, shard: int) -> bool:
+        return shard in self.shards or shard in self.publishing
+
+
+def dispatch(
+    shards: Iterable[int],
+    workers: Workers,
+    *,
+    joined: Iterable[Joined] = (),
+    on_event: Callable[[Event], None] = lambda event: None,
+    stop: Callable[[], bool] = lambda: False,
+    clock: Callable[[], float] = time.monotonic,
+) -> Dispatched:
+    """See that each of these shards is made.
+
+    Args:
+        shards: their numbers, ascending; taken from the iterable when they are given out, so that a million of them
+            need no memory.
+        workers: who makes them.
+        joined: those that have joined already.
+        on_event: told of everything that happens.
+        stop: asked once a second; True ends it, with what workers are doing left to be resumed.
+        clock: seconds.
+
+    Raises:
+        LayertapError: no worker can be started.
+    """
+    dispatch = _Dispatch(shards, workers, on_event, clock)
+    for event in joined:
+        dispatch.heed(event)
+    return dispatch.run(stop)
+
+
+class _Dispatch:
+    def __init__(
+        self,
+        shards: Iterable[int],
+        workers: Workers,
+        on_event: Callable[[Event], None],
+        clock: Callable[[], float],
+    ):
+        self._fresh, self._engine, self._on_event, self._clock = iter(shards), workers, on_event, clock
+        self._again: deque[int] = deque()  # shards whose attempt failed
+        self._suspect: list[int] = []  # shards that failed three times, all on one host: it may be the host
+        self._given: Counter[int] = Counter()  # shard -> workers that have it now
+        self._why: dict[int, list[tuple[str, str]]] = {}  # shard -> host and reason of each failed attempt
+        self._workers: dict[int, _Worker] = {}
+        self._begun: dict[int, list[int]] = {}  # worker -> shards that were begun there by an earlier run
+        self._ahead: int | None = None  # the next of the shards that were not given out yet
+        self._last = -1  # of those, the last that was given out
+        self._early: set[int] = set()  # those that were given out before their turn
+        self._times: deque[float] = deque(maxlen=_REMEMBERED)
+        self._waiting_since: float | None = None
+        self._result = Dispatched()
+
+    def run(self, stop: Callable[[], bool]) -> Dispatched:
+        while not stop():
+            self._give()
+            if not self._given and not self._again and not self._more():
+                if not self._suspect or not self._wait():
+                    self._give_up()
+                    return self._result
+            elif not self._workers and self._result.retired and not self._wait():
+                host, why = self._result.retired[-1]
+                raise LayertapError(f"no worker is left that is given anything; the last, on {host}: {why}. {_SAFE}")
+            for event in self._engine.events(_TICK_S):
+                self._on_event(event)
+                self.heed(event)
+        self._result.stopped = True
+        return self._result
+
+    def _wait(self) -> bool:
+        """Whether it is worth it to wait for a worker that is being started."""
+        if not self._engine.coming():
+            return False
+        self._waiting_since = self._waiting_since or self._clock()
+        return self._clock() - self._waiting_since < _PATIENCE_S
+
+    # What happens
+
+    def heed(self, event: Event) -> None:
+        """Take note of something that has happened."""
+        if isinstance(event, Joined):
+            self._workers[event.worker] = _Worker(event.host)
+            self._waiting_since = None
+            self._begun[event.worker] = sorted(event.begun, reverse=True)
+        elif isinstance(event, Left):
+            self._lost(event)
+        elif isinstance(event, Made):
+            self._made(event)
+        elif isinstance(event, Done):
+            self._done(event)
+        elif isinstance(event, Failed):
+            worker = self._workers.get(event.worker)
+            if worker is not None and self._take_back(event.worker, event.shard):
+                self._attempt_failed(event.shard, worker.host, event.why)
+                worker.failures = [one for one in worker.failures if one != event.shard] + [event.shard]
+                if len(worker.failures) >= _IN_A_ROW:
+                    self._retire(event.worker, event.why)
+
+    def _made(self, event: Made) -> None:
+        worker = self._workers.get(event.worker)
+        if worker is not None and event.shard in worker.shards:
+            if worker.shards[0] == event.shard:
+                self._times.append(self._clock() - worker.since)
+                worker.since = self._clock()
+            worker.shards.remove(event.shard)
+            worker.publishing.append(event.shard)
+
+    def _done(self, event: Done) -> None:
+        worker = self._workers.get(event.worker)
+        if worker is None or not worker.has(event.shard):
+            return
+        self._made(Made(event.worker, event.shard))
+        worker.failures.clear()
+        for number, other in list(self._workers.items()):
+            if other.has(event.shard):
+                self._take_back(number, event.shard)
+                if number != event.worker:
+                    self._engine.cancel(number, event.shard)
+        for waiting in (self._again, self._suspect):
+            if event.shard in waiting:
+                waiting.remove(event.shard)
+        self._why.pop(event.shard, None)
+        self._result.done += 1
+
+    def _lost(self, event: Left) -> None:
+        worker = self._workers.get(event.worker)
+        if worker is None:
+            return
+        for place, shard in enumerate(worker.shards + worker.publishing):
+            self._take_back(event.worker, shard)
+            if place == 0:  # what it was making may be what has killed it
+                self._attempt_failed(shard, worker.host, event.why)
+            elif shard not in self._given:
+                self._again.appendleft(shard)
+        del self._workers[event.worker]
+        self._begun.pop(event.worker, None)
+
+    def _attempt_failed(self, shard: int, host: str, why: str) -> None:
+        self._result.attempts += 1
+        reasons = self._why.setdefault(shard, [])
+        reasons.append((host, why))
+        if shard in self._given:
+            return  # another worker is at it, too
+        if len(reasons) < _ATTEMPTS:
+            self._again.append(shard)
+        elif len({one for one, _ in reasons}) > 1:
+            self._result.failed[shard] = [f"{one}: {text}" for one, text in self._why.pop(shard)]
+        else:
+            self._suspect.append(shard)
+
+    def _give_up(self) -> None:
+        """What failed on one host, and no other has come."""
+        for shard in self._suspect:
+            self._result.failed[shard] = [f"{one}: {text}" for one, text in self._why.pop(shard)]
+
+    def _retire(self, number: int, why: str) -> None:
+        """A worker on which one shard after the other fails would use up the attempts at all of them."""
+        worker = self._workers[number]
+        if len(self._workers) == 1 and not self._engine.coming():
+            if len(worker.failures) >= _HOPELESS:
+                count = len(worker.failures)
+                raise LayertapError(
+                    f"{count} shards in a row failed, and no other worker is left. The last: {why}. {_SAFE}"
+                )
+            return
+        for shard in worker.shards + worker.publishing:
+            self._take_back(number, shard)
+            if shard not in self._given:
+                self._again.appendleft(shard)
+        del self._workers[number]
+        self._result.retired.append((worker.host, why))
+        self._engine.retire(number)
+
+    def _take_back(self, number: int, shard: int) -> bool:
+        """Whether a worker had a shard, which it has no more."""
+        worker = self._workers[number]
+        if not worker.has(shard):
+            return False
+        if worker.shards[:1] == [shard]:
+            worker.since = self._clock()
+        (worker.shards if shard in worker.shards else worker.publishing).remove(shard)
+        self._given[shard] -= 1
+        if not self._given[shard]:
+            del self._given[shard]
+        return True
+
+    # Who gets what
+
+    def _give(self) -> None:
+        for at_once in range(1, _AT_ONCE + 1):  # each has one before one has two
+            for number, worker in self._workers.items():
+                if len(worker.shards) < at_once and (shard := self._next(number)) is not None:
+                    self._submit(number, shard)
+        for number, worker in self._workers.items():
+            if not worker.shards and (late := self._late()) is not None:
+                owner, shard = late
+                if self._workers[owner].shards[0] != shard:  # it only waits there
+                    self._take_back(owner, shard)
+                    self._engine.cancel(owner, shard)
+                else:
+                    self._result.again += 1
+                self._submit(number, shard)
+
+    def _submit(self, number: int, shard: int) -> None:
+        worker = self._workers[number]
+        if not worker.shards:
+            worker.since = self._clock()
+        worker.shards.append(shard)
+        self._given[shard] += 1
+        self._engine.submit(number, shard)
+
+    def _next(self, number: int) -> int | None:
+        """A shard for a worker: one that it had begun, or that failed elsewhere, or the next in order."""
+        begun, host = self._begun.get(number, []), self._workers[number].host
+        while begun:
+            shard = begun.pop()
+            if shard > self._last and shard not in self._early:  # not given out yet
+                self._early.add(shard)
+                return shard
+        hosts = {worker.host for worker in self._workers.values()}
+        for failed in self._again:
+            tried = {one for one, _ in self._why.get(failed, ())}
+            if host not in tried or hosts <= tried:
+                self._again.remove(failed)
+                return failed
+        if not self._more():
+            elsewhere = [shard for shard in self._suspect if all(one != host for one, _ in self._why[shard])]
+            if elsewhere:
+                self._suspect.remove(elsewhere[0])
+            return elsewhere[0] if elsewhere else None
+        assert self._ahead is not None
+        self._last, self._ahead = self._ahead, None
+        return self._last
+
+    def _more(self) -> bool:
+        """Whether there are shards that were not given out yet."""
+        while self._ahead is None:
+            self._ahead = next(self._fresh, None)
+            if self._ahead is None:
+                return False
+            if self._ahead in self._early:
+                self._early.remove(self._ahead)
+                self._ahead = None
+        return True
+
+    def _late(self) -> tuple[int, int] | None:
+        """A worker, and what to take from it or to begin once more: what waits there, or what takes too long."""
+        waiting = [(self._clock() - one.since, number) for number, one in self._workers.items() if len(one.shards) > 1]
+        if waiting:
+            number = max(waiting)[1]
+            return number, self._workers[number].shards[-1]
+        if not self._times:
+            return None
+        limit = max(_SLOW_S, _SLOW * statistics.median(self._times))
+        slow = [
+            (self._clock() - one.since, number)
+            for number, one in self._workers.items()
+            if one.shards and self._given[one.shards[0]] == 1 and self._clock() - one.since > limit
+        ]
+        if not slow:
+            return None
+        number = max(slow)[1]
+        return number, self._workers[number].shards[0]

@@ -1,0 +1,98 @@
+"""The death of a DataLoader worker is told where a batch is waited for; signals are handled afterwards as before."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from extract.images import list_images, load_batches
+from extract.images.source import Files
+
+
+@pytest.fixture(autouse=True)
+def handler() -> Iterator[Any]:
+    list(DataLoader([0], num_workers=1))  # PyTorch sets its handler once in the life of a process
+    before = signal.getsignal(signal.SIGCHLD)
+    yield before
+    signal.signal(signal.SIGCHLD, before)
+
+
+def as_tensor(picture: Any) -> Any:
+    return torch.zeros(4, dtype=torch.uint8)
+
+
+def loaded(folder: Path, workers: int = 1) -> Any:
+    return load_batches(list_images(folder), [[0, 1, 2], [3, 4, 5], [6, 7, 8]], as_tensor, workers=workers)
+
+
+def deadly(monkeypatch: pytest.MonkeyPatch, row: int) -> None:
+    read = Files.read
+    main = os.getpid()
+
+    def kills(self: Files, number: int) -> Any:
+        if number == row and os.getpid() != main:
+            time.sleep(1)  # so that the batch before it is there
+            os.kill(os.getpid(), signal.SIGKILL)
+        return read(self, number)
+
+    monkeypatch.setattr(Files, "read", kills)
+
+
+def a_child_dies() -> None:
+    subprocess.run([sys.executable, "-S", "-c", "pass"], check=True)
+
+
+def test_it_is_told_at_the_next_batch_and_not_before(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deadly(monkeypatch, 4)
+    batches = loaded(folder)
+    assert next(batches).rows.tolist() == [0, 1, 2]
+    end = time.monotonic() + 30
+    while next(iter(batches._pieces._workers)).is_alive() and time.monotonic() < end:
+        time.sleep(0.01)
+    a_child_dies()  # another signal, in the middle of something else
+    with pytest.raises(RuntimeError, match="DataLoader worker .* ended with -9"):
+        next(batches)
+    batches.close()
+    a_child_dies()
+
+
+def test_a_handler_of_ones_own_is_heard_and_put_back(folder: Path) -> None:
+    heard: list[int] = []
+
+    def mine(number: int, frame: Any) -> None:
+        heard.append(number)
+
+    signal.signal(signal.SIGCHLD, mine)
+    with pytest.MonkeyPatch.context():
+        batches = loaded(folder)
+        next(batches)
+        a_child_dies()
+        assert heard
+        batches.close()
+    assert signal.getsignal(signal.SIGCHLD) is mine
+
+
+def test_loaders_that_nobody_closes_and_handlers_set_in_between_do_no_harm(folder: Path) -> None:
+    """Each handler calls the one before it, and none itself."""
+    unclosed = [loaded(folder, 0), loaded(folder)]
+    for one in unclosed:
+        next(one)
+    ours = signal.getsignal(signal.SIGCHLD)
+    signal.signal(signal.SIGCHLD, lambda number, frame: ours(number, frame))  # as PyTorch sets its own, once
+    unclosed.append(loaded(folder))
+    next(unclosed[-1])
+    a_child_dies()
+    assert [batch.rows.tolist() for batch in loaded(folder)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    for one in unclosed:
+        one.close()
+    a_child_dies()

@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+import hashlib
+import logging
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from extract.errors import InputError, LayertapError
+from extract.store import remote
+from tests.extract.store.bucket_server import SECRET, TOKEN, Proxy, direct, first
+
+pytestmark = pytest.mark.slow
+
+CONTENT = bytes(range(256)) * 5000
+
+
+def stored(proxy: Proxy, url: str) -> bytes:
+    bucket, _, key = url.removeprefix("s3://").partition("/")
+    return bytes(direct(proxy).get_object(Bucket=bucket, Key=key)["Body"].read())
+
+
+def test_what_is_put_is_read_back(proxy: Proxy, url: str, tmp_path: Path) -> None:
+    assert remote.names(url) == {}
+    assert remote.info(f"{url}/a") is None
+    with pytest.raises(FileNotFoundError):
+        remote.read(f"{url}/a")
+    assert remote.put(f"{url}/a", CONTENT)
+    (tmp_path / "file").write_bytes(CONTENT * 3)
+    sha256 = hashlib.sha256(CONTENT * 3).hexdigest()
+    assert remote.put_file(f"{url}/shards/ü b", tmp_path / "file", sha256)
+    assert remote.names(url) == {"a": len(CONTENT), "shards/ü b": 3 * len(CONTENT)}
+    assert remote.read(f"{url}/a") == stored(proxy, f"{url}/a") == CONTENT
+    assert remote.read_range(f"{url}/a", 1000, 3001) == CONTENT[1000:3001]
+    assert remote.read_range(f"{url}/a", 7, 7) == b""
+    found = remote.info(f"{url}/shards/ü b")
+    assert found is not None
+    assert (found.size, found.sha256) == (3 * len(CONTENT), sha256)
+    assert remote.sha256_of(f"{url}/shards/ü b", found.size) == sha256
+    remote.download(f"{url}/shards/ü b", found.size, tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == CONTENT * 3
+
+
+def test_a_listing_has_more_names_than_a_page_and_is_never_stale(
+    proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOTO_S3_DEFAULT_MAX_KEYS", "10")
+    client, bucket = direct(proxy), url.split("/")[2]
+    for i in range(25):
+        client.put_object(Bucket=bucket, Key=f"sets/photos/shards/{i:06d}.json", Body=b"x" * (i % 7))
+    assert remote.names(f"{url}/shards") == {f"{i:06d}.json": i % 7 for i in range(25)}
+    assert sum(method == "GET" for method, *_ in proxy.seen) == 3
+    client.put_object(Bucket=bucket, Key="sets/photos/shards/new", Body=b"")
+    client.put_object(Bucket=bucket, Key="sets/photos/shards-of-another/x", Body=b"")
+    assert len(remote.names(f"{url}/shards")) == 26
+
+
+@pytest.mark.parametrize("url", ["memory://test-remote/set"])
+def test_in_memory_it_is_the_same(url: str, tmp_path: Path) -> None:
+    name = f"{url}/{tmp_path.name}"
+    assert remote.put(name, b"one")
+    assert not remote.put(name, b"two")
+    assert remote.read(name) == b"one"
+    assert remote.names(url)[tmp_path.name] == 3
+    assert remote.info(f"{name}-not") is None
+
+
+@pytest.mark.parametrize("url", ["file:///tmp/x", "https://example.org/x", "ftp://host/x"])
+def test_stores_that_cannot_create_only_where_there_is_none_are_refused(url: str) -> None:
+    with pytest.raises(InputError, match="cannot be created only if there is none; use s3:// or gs://"):
+        remote.put(url, b"")
+
+
+# Writing
+
+
+@pytest.mark.parametrize("size", [3, 6 << 20])
+def test_an_object_is_never_written_over(proxy: Proxy, url: str, tmp_path: Path, size: int) -> None:
+    old, new = b"o" * size, b"n" * size
+    assert remote.put(url, old)
+    assert not remote.put(url, new)
+    assert not remote.put(url, old)  # the same content, but not ours
+    (tmp_path / "file").write_bytes(new)
+    assert not remote.put_file(url, tmp_path / "file", hashlib.sha256(new).hexdigest())
+    assert stored(proxy, url) == old
+
+
+def test_of_many_writers_one_wins(proxy: Proxy, url: str) -> None:
+    won: list[int] = []
+    barrier = threading.Barrier(8)
+
+    def write(number: int) -> None:
+        barrier.wait()
+        if remote.put(url, b"%d" % number):
+            won.append(number)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert len(won) == 1
+    assert stored(proxy, url) == b"%d" % won[0]
+
+
+@pytest.mark.parametrize("fault", ["500", "503", "SlowDown", "reset", "hang", "lost", "cut", "late"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_put_gets_through(proxy: Proxy, url: str, fault: str, times: int) -> None:
+    proxy.slow_s = 1.5
+    proxy.rule = first(fault, "PUT", "sets", times)
+    assert remote.put(url, CONTENT)
+    assert stored(proxy, url) == CONTENT
+
+
+def test_an_answer_that_is_lost_does_not_make_another_writers_object_ours(proxy: Proxy, url: str) -> None:
+    """The first attempt reaches nobody, and before the second another writer comes with the same content."""
+    bucket, _, key = url.removeprefix("s3://").partition("/")
+
+    def rule(method: str, path: str, count: int) -> str | None:
+        if method == "PUT" and count == 0:
+            direct(proxy).put_object(Bucket=bucket, Key=key, Body=CONTENT)
+            return "reset"
+        return None
+
+    proxy.rule = rule
+    assert not remote.put(url, CONTENT)
+
+
+def test_a_file_that_is_not_what_its_sha256_says_is_not_stored(proxy: Proxy, url: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(CONTENT)
+    with pytest.raises(LayertapError, match="HTTP 400 BadDigest"):
+        remote.put_file(url, tmp_path / "file", "0" * 64)
+    assert remote.info(url) is None
+
+
+# Reading
+
+
+@pytest.mark.parametrize("fault", ["500", "503", "SlowDown", "reset", "hang", "lost", "cut", "slow", "late"])
+def test_a_read_gets_through(proxy: Proxy, url: str, fault: str) -> None:
+    proxy.slow_s = 1.5
+    remote.put(url, CONTENT)
+    proxy.counts.clear()
+    proxy.rule = first(fault, "GET", "sets", 2)
+    assert remote.read_range(url, 5, 900_000) == CONTENT[5:900_000]
+    assert remote.read(url) == CONTENT
+
+
+@pytest.mark.parametrize("fault", ["500", "503", "SlowDown", "reset", "cut"])
+def test_a_listing_and_a_look_get_through(proxy: Proxy, url: str, fault: str) -> None:
+    remote.put(f"{url}/a", b"x")
+    proxy.counts.clear()
+    proxy.rule = first(fault, "GET", "list-type", 2)
+    assert remote.names(url) == {"a": 1}
+    proxy.rule = first(fault if fault != "cut" else "503", "HEAD", "sets", 2)
+    assert remote.info(f"{url}/a") is not None
+
+
+@pytest.mark.parametrize(("fault", "what"), [
+    ("503", "HTTP 503 ServiceUnavailable, 5 times"), ("500", "HTTP 500 InternalError, 5 times"),
+    ("reset", ", 5 times"), ("cut", ", 5 times"), ("hang", "no answer .*, 5 times"),
+])  # fmt: skip
+def test_in_the_end_it_is_an_error(proxy: Proxy, url: str, fault: str, what: str) -> None:
+    proxy.slow_s = 1.5
+    remote.put(url, CONTENT)
+    proxy.seen.clear()
+    proxy.rule = lambda method, path, count: fault
+    with pytest.raises(LayertapError, match=f"^{url} cannot be read: .*{what}. What was stored is safe; run again"):
+        remote.read_range(url, 0, 1000)
+    # A connection that breaks is tried again by aiohttp once, where it had been used before.
+    assert 5 <= len(proxy.ranges("sets")) <= (10 if fault == "reset" else 5)
+
+
+def test_a_server_that_trickles_is_given_up(proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sends a byte before each time-out of the socket, so that only the limit of the whole request ends it."""
+    remote.put(url, CONTENT)
+    monkeypatch.setattr(remote, "_ATTEMPTS", 1)
+    monkeypatch.setattr(remote, "_limit", lambda fs, size=0: {"timeout": 0.15})
+    proxy.rule = lambda method, path, count: "slow"
+    start = time.monotonic()
+    with pytest.raises(LayertapError, match="no answer"):
+        remote.read_range(url, 0, 1000)
+    assert time.monotonic() - start < 3
+
+
+def test_a_range_behind_the_end_is_an_error_at_once(proxy: Proxy, url: str) -> None:
+    remote.put(url, b"123")
+    proxy.seen.clear()
+    with pytest.raises(LayertapError, match="HTTP 416"):
+        remote.read_range(url, 5, 9)
+    assert len(proxy.seen) == 1
+
+
+def test_nobody_there_is_an_error(proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import s3fs
+
+    s3fs.S3FileSystem.clear_instance_cache()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    with pytest.raises(LayertapError, match="EndpointConnectionError.*5 times"):
+        remote.names(url)
+
+
+# Credentials
+
+
+def everything(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error)) + repr(error)
+
+
+def test_no_error_and_no_log_tells_the_credentials(
+    proxy: Proxy, url: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The server is one that repeats everything it was sent."""
+    caplog.set_level(logging.INFO)
+    proxy.rule = lambda method, path, count: "echo"
+    told = []
+    calls: list[Any] = [
+        lambda: remote.put(url, b""), lambda: remote.read_range(url, 0, 1), lambda: remote.names(url),
+        lambda: remote.info(url),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(LayertapError, match="HTTP 403.*see that the credentials are right") as caught:
+            call()
+        told.append(everything(caught.value))
+    for text in (*told, caplog.text, *capfd.readouterr()):
+        assert SECRET not in text
+        assert TOKEN not in text
+    assert len(proxy.seen) == len(calls)  # none of them was tried again
+
+
+def test_a_password_in_a_url_is_refused_and_not_repeated() -> None:
+    with pytest.raises(InputError) as caught:
+        remote.names(f"s3://AKIA:{SECRET.replace('/', '')}@bucket/set")
+    assert SECRET.replace("/", "") not in everything(caught.value)
+
+
+def test_without_credentials_the_error_says_where_they_come_from(
+    proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name)
+    with pytest.raises(LayertapError, match="no credentials found; set AWS_ACCESS_KEY_ID"):
+        remote.names(url)
+    assert proxy.seen == []
+
+
+def test_a_bucket_that_is_not_there_is_named(proxy: Proxy) -> None:
+    with pytest.raises(LayertapError, match="s3://no-such-bucket/x: there is no bucket of this name"):
+        remote.names("s3://no-such-bucket/x")
+    with pytest.raises(LayertapError, match="s3://no-such-bucket/x: there is no bucket of this name"):
+        remote.put("s3://no-such-bucket/x", b"")
+
+
+def test_an_upload_that_is_killed_leaves_nothing_behind(proxy: Proxy, url: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(CONTENT * 20)
+    proxy.slow_s = 5
+    proxy.rule = first("hang", "PUT", "sets")
+    code = "from pathlib import Path; from extract.store import remote; import sys; " \
+        "remote.put_file(sys.argv[1], Path(sys.argv[2]), '0' * 64)"  # fmt: skip
+    run = subprocess.Popen([sys.executable, "-c", code, url, str(tmp_path / "file")], cwd=Path(__file__).parents[3])
+    while not any(method == "PUT" for method, *_ in proxy.seen):
+        assert run.poll() is None
+        time.sleep(0.05)
+    run.kill()
+    run.wait()
+    assert remote.names(url) == {}
+    proxy.forget()
+    assert remote.put_file(url, tmp_path / "file", hashlib.sha256(CONTENT * 20).hexdigest())
+    assert stored(proxy, url) == CONTENT * 20

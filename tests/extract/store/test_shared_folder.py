@@ -1,0 +1,244 @@
+"""Shards published by several writers to one folder: one wins, whatever happens in between."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from extract import FeatureReader, InputError, LayertapError
+from extract.files import read_json
+from extract.store import shared_folder
+from extract.store.dataset import DataSet
+from extract.store.shared_folder import SharedFolder
+from extract.store.verify import verify
+from tests.extract.store.rows import VALUES, complete_data_set, data_set
+
+
+@pytest.fixture
+def built(tmp_path: Path) -> DataSet:
+    """A data set whose shards are finished, somewhere else, with a failed row in shard 1."""
+    return complete_data_set(tmp_path / "scratch", failed=(12,))
+
+
+def receipt_of(built: DataSet, shard: int) -> dict[str, object]:
+    return read_json(built.path(shard).with_suffix(".json"))
+
+
+def copied(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a folder be on another file system than all others."""
+    link = os.link
+
+    def not_across(source: Path, target: Path) -> None:
+        if Path(source).parents[1] != Path(target).parents[1] and Path(source).parent != Path(target).parent:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", not_across)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_what_is_published_is_the_data_set(
+    tmp_path: Path, built: DataSet, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = SharedFolder(tmp_path / "out")
+    if elsewhere:
+        copied(folder.out, monkeypatch)
+    assert folder.open_or_create(built) is None
+    for shard in (2, 0, 1):
+        assert folder.publish(built.path(shard), receipt_of(built, shard))
+        assert not folder.publish(built.path(shard), receipt_of(built, shard)) or not elsewhere
+    assert folder.published().tolist() == [0, 1, 2]
+    assert verify(folder.out).faults == []
+    with FeatureReader(folder.out) as reader:
+        assert reader.failures[0][0::3] == (12, "row 12 failed")
+        good = np.setdiff1d(np.arange(23), [12])
+        assert np.array_equal(reader["vector"][good], VALUES["vector"][good])
+    assert sorted(path.name for path in folder.out.rglob("*") if path.is_file()) == [
+        *(f"00000{shard}.{kind}" for shard in range(3) for kind in ("h5", "json")), "dataset.json",
+    ]  # fmt: skip
+
+
+def test_of_many_that_publish_a_shard_at_once_one_wins(
+    tmp_path: Path, built: DataSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied(tmp_path / "out", monkeypatch)
+    sources = []
+    for number in range(8):  # each of them differs, as features of other machines do
+        source = tmp_path / f"machine-{number}"
+        shutil.copytree(built.out, source)
+        receipt = receipt_of(built, 0) | {"made": {"host": str(number)}}
+        sources.append((source / "shards" / "000000.h5", receipt))
+    folder = SharedFolder(tmp_path / "out")
+    barrier, won = threading.Barrier(len(sources), timeout=20), []
+
+    def publish(number: int) -> None:
+        folder.open_or_create(built)
+        barrier.wait()
+        if folder.publish(*sources[number]):
+            won.append(str(number))
+
+    threads = [threading.Thread(target=publish, args=[number]) for number in range(len(sources))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    assert read_json(folder.out / "shards" / "000000.json")["made"] == {"host": won[0]}
+    assert sorted(path.name for path in (folder.out / "shards").iterdir()) == ["000000.h5", "000000.json"]
+
+
+@pytest.mark.parametrize("step", ["_copy", "_link", "write_json"])
+def test_killed_at_any_step_another_can_publish_and_nothing_stays_behind(
+    tmp_path: Path, built: DataSet, step: str
+) -> None:
+    folder = SharedFolder(tmp_path / "out")
+    folder.open_or_create(built)
+    code = f"""
+import errno, os, signal, sys
+from pathlib import Path
+from extract.store import shared_folder
+from extract.files import read_json
+step = getattr(shared_folder, {step!r})
+def killed(*given):
+    step(*given) if {step!r} != "write_json" else None
+    os.kill(os.getpid(), signal.SIGKILL)
+shared_folder._is_linked = lambda path, final: False
+setattr(shared_folder, {step!r}, killed)
+path = Path({str(built.path(1))!r})
+shared_folder.SharedFolder(Path({str(folder.out)!r})).publish(path, read_json(path.with_suffix(".json")))
+"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
+    before = sorted(path.name for path in (folder.out / "shards").iterdir())
+    assert before
+    won = folder.publish(built.path(1), receipt_of(built, 1))
+    assert won == (step == "_copy")
+    SharedFolder(folder.out).open_or_create(built)  # as the next worker does
+    assert sorted(path.name for path in (folder.out / "shards").iterdir()) == ["000001.h5", "000001.json"]
+    found = read_json(folder.out / "shards" / "000001.json")
+    assert {name: found[name] for name in ("sha256", "reasons", "status")} == {
+        name: receipt_of(built, 1)[name] for name in ("sha256", "reasons", "status")
+    }
+
+
+def test_a_receipt_that_is_there_is_never_written_over(tmp_path: Path, built: DataSet) -> None:
+    folder = SharedFolder(tmp_path / "out")
+    folder.open_or_create(built)
+    assert folder.publish(built.path(0), receipt_of(built, 0) | {"made": {"host": "first"}})
+    other = tmp_path / "other"
+    shutil.copytree(built.out, other)
+    assert not folder.publish(other / "shards" / "000000.h5", receipt_of(built, 0) | {"made": {"host": "second"}})
+    assert read_json(folder.out / "shards" / "000000.json")["made"] == {"host": "first"}
+
+
+def test_a_shard_that_has_changed_since_it_was_finished_is_not_published(
+    tmp_path: Path, built: DataSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = SharedFolder(tmp_path / "out")
+    copied(folder.out, monkeypatch)
+    folder.open_or_create(built)
+    content = bytearray(built.path(0).read_bytes())
+    content[-1] ^= 1
+    built.path(0).write_bytes(content)
+    with pytest.raises(LayertapError, match=r"000000\.h5 is damaged"):
+        folder.publish(built.path(0), receipt_of(built, 0))
+    assert list((folder.out / "shards").iterdir()) == []
+
+
+def test_a_link_whose_answer_was_lost_and_that_was_sent_again_has_won(
+    tmp_path: Path, built: DataSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS sends a request again when no answer comes; then the server says that the name exists."""
+    link = os.link
+
+    def twice(source: Path, target: Path) -> None:
+        link(source, target)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", twice)
+    folder = SharedFolder(tmp_path / "out")
+    assert folder.open_or_create(built) is None
+    assert folder.publish(built.path(0), receipt_of(built, 0))
+    assert (folder.out / "shards" / "000000.json").exists()
+
+
+def test_a_file_system_without_hard_links_is_refused(
+    tmp_path: Path, built: DataSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = SharedFolder(tmp_path / "out")
+    folder.open_or_create(built)
+
+    def refuse(source: Path, target: Path) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(LayertapError, match="has no hard links"):
+        folder.publish(built.path(0), receipt_of(built, 0))
+
+
+def test_a_full_disk_leaves_the_shard_where_it_was(
+    tmp_path: Path, built: DataSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = SharedFolder(tmp_path / "out")
+    copied(folder.out, monkeypatch)
+    folder.open_or_create(built)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_folder.os, "fsync", full)
+        with pytest.raises(LayertapError, match=r"No space left on device; it is safe in .*000000\.h5"):
+            folder.publish(built.path(0), receipt_of(built, 0))
+    assert list((folder.out / "shards").iterdir()) == []
+    assert folder.publish(built.path(0), receipt_of(built, 0))
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_another_data_set_is_not_mixed_with_it(tmp_path: Path, built: DataSet, rows: bool) -> None:
+    folder = SharedFolder(tmp_path / "out")
+    folder.open_or_create(data_set(tmp_path / "other", depends_on={"weights": "others"}))
+    if rows:
+        (folder.out / "shards" / "000000.h5").write_bytes(b"")
+    match = "weights: others there, w now" if rows else "was begun for other images or features, and has no rows"
+    with pytest.raises(InputError, match=match):
+        folder.open_or_create(built)
+    assert json.loads((folder.out / "dataset.json").read_text())["depends_on"] == {"weights": "others"}
+
+
+def test_of_two_different_data_sets_that_are_begun_at_once_one_is_refused(tmp_path: Path) -> None:
+    sets = [data_set(tmp_path / name, depends_on={"weights": name}) for name in ("a", "b")]
+    barrier, refused = threading.Barrier(2, timeout=20), []
+
+    def begin(number: int) -> None:
+        barrier.wait()
+        try:
+            SharedFolder(tmp_path / "out").open_or_create(sets[number])
+        except InputError:
+            refused.append(number)
+
+    threads = [threading.Thread(target=begin, args=[number]) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(refused) == 1
+    assert DataSet.open(tmp_path / "out").depends_on == sets[1 - refused[0]].depends_on
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["dataset.json", "shards"]
+
+
+def test_a_worker_that_was_killed_while_it_began_is_no_hindrance(tmp_path: Path, built: DataSet) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "dataset.json.node7-12-ab.new").write_text("{")
+    SharedFolder(out).open_or_create(built)
+    assert sorted(path.name for path in out.iterdir()) == ["dataset.json", "shards"]

@@ -1,0 +1,227 @@
+"""Shards that are made one after another, with decoding that goes on with the next, are those of one run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Container, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from extract import FeatureReader, LayertapError, extract_features, load_backbone
+from extract import shard_batches as module
+from extract.extraction import plan
+from extract.images.source import Files
+from extract.shard_making import ShardMaker
+from extract.store.shared_folder import SharedFolder
+from extract.store.verify import verify
+from pipelines.cluster.dispatch import Done, Failed, Left
+from pipelines.cluster.worker import Worker
+from tests.conftest import make_picture
+
+ROWS = 8  # of a shard: one batch of two pieces for those that decode
+SHARDS = 6
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("pictures")
+    for i in range(ROWS * SHARDS):
+        make_picture(i, 40, 50).save(root / f"{i:02d}.png")
+    return root
+
+
+@pytest.fixture(scope="module")
+def options() -> dict[str, Any]:
+    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
+    return {"backbone": backbone, "shard_rows": ROWS, "batch_size": ROWS // 2, "compile": "off"}
+
+
+@pytest.fixture(scope="module")
+def expected(pictures: Path, options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> FeatureReader:
+    out = tmp_path_factory.mktemp("expected") / "out"
+    return extract_features(pictures, out=out, workers=0, progress=False, **options)
+
+
+class Waiting:
+    """Shards that wait, as a worker knows them; at most one besides the one that is made."""
+
+    def __init__(self, shards: list[int]):
+        self._later = deque(shards)
+        self._now: int | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        while self._later:
+            self._now = self._later.popleft()
+            yield self._now
+
+    def following(self, known: Container[int]) -> int | None:
+        return next((shard for shard in list(self._later)[:1] if shard not in known), None)
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often processes that decode were started."""
+    found: list[int] = []
+    load = module.load_batches
+
+    def counted(*given: Any, **settings: Any) -> Any:
+        found.append(settings["workers"])
+        return load(*given, **settings)
+
+    monkeypatch.setattr(module, "load_batches", counted)
+    return found
+
+
+def maker_of(pictures: Path, tmp_path: Path, options: dict[str, Any], workers: int) -> ShardMaker:
+    planned = plan(pictures, out=tmp_path / "out", workers=workers, **options)
+    return ShardMaker(planned, SharedFolder(tmp_path / "out"), tmp_path / "scratch")
+
+
+def assert_same(out: Path, expected: FeatureReader) -> None:
+    assert verify(out).faults == []
+    with FeatureReader(out) as reader:
+        assert reader.paths == expected.paths
+        assert np.array_equal(reader["embedding"][:], expected["embedding"][:])
+
+
+@pytest.mark.parametrize(("workers", "starts"), [(0, SHARDS), (1, 1)])
+def test_what_decodes_goes_on_with_the_next_shard(
+    pictures: Path, tmp_path: Path, options: dict[str, Any], expected: FeatureReader, begun: list[int],
+    workers: int, starts: int, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("extract.images.loading._BATCHES_AHEAD", 1)  # less than a shard
+    waiting, rows = Waiting([3, 0, 1, 5, 4, 2]), 0
+
+    def count(computed: int, found: bool) -> None:
+        nonlocal rows
+        rows += computed
+
+    with maker_of(pictures, tmp_path, options, workers) as maker:
+        for shard in waiting:
+            assert maker.make(shard, count, following=waiting.following)
+            receipt = maker.publish(shard)
+            assert receipt is not None
+            assert receipt["status"] == {"ok": ROWS}
+    assert rows == ROWS * SHARDS
+    assert len(begun) == starts
+    assert_same(tmp_path / "out", expected)
+
+
+def test_shards_that_come_otherwise_than_was_said_are_right(
+    pictures: Path, tmp_path: Path, options: dict[str, Any], expected: FeatureReader
+) -> None:
+    with maker_of(pictures, tmp_path, options, 1) as maker:
+        for shard in [0, 2, 1, 3, 5, 4]:
+            maker.make(shard, following=lambda known, next_one=shard + 1: None if next_one in known else next_one % 6)
+            maker.publish(shard)
+    assert_same(tmp_path / "out", expected)
+
+
+def test_a_shard_that_was_stopped_is_gone_on_with(
+    pictures: Path, tmp_path: Path, options: dict[str, Any], expected: FeatureReader
+) -> None:
+    for attempt, shards in enumerate((range(SHARDS), [2])):
+        found: list[tuple[int, bool]] = []
+        waiting = Waiting(list(shards))
+        with maker_of(pictures, tmp_path, options, 1) as maker:
+            for shard in waiting:
+                if maker.make(
+                    shard,
+                    lambda rows, is_found, found=found: found.append((rows, is_found)),
+                    lambda stops=(attempt, shard) == (0, 2): stops,
+                    waiting.following,
+                ):
+                    maker.publish(shard)
+        if attempt == 0:
+            assert not (tmp_path / "out" / "shards" / "000002.h5").exists()
+        else:
+            assert found == [(ROWS // 2, True), (ROWS // 2, False)]  # a batch was computed before it was stopped
+    assert_same(tmp_path / "out", expected)
+
+
+def test_a_shard_does_not_answer_for_an_image_of_the_next_that_kills_what_decodes(
+    pictures: Path, tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Files.read
+
+    def deadly(self: Files, row: int) -> Any:
+        if row == 3 * ROWS and torch.utils.data.get_worker_info() is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return read(self, row)
+
+    monkeypatch.setattr(Files, "read", deadly)
+    waiting, failed = Waiting(list(range(SHARDS))), {}
+    with maker_of(pictures, tmp_path, options, 1) as maker:
+        for shard in waiting:
+            try:
+                assert maker.make(shard, following=waiting.following)
+            except LayertapError as error:
+                failed[shard] = str(error)
+    assert list(failed) == [3]
+    assert "a process that decodes images died" in failed[3]
+
+
+def test_a_shard_that_is_not_wanted_any_more_leaves_nothing(
+    pictures: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    with maker_of(pictures, tmp_path, options, 0) as maker:
+        assert maker.make(0)
+        assert not maker.make(1, stop=lambda: True)
+        left = {path.name for path in (tmp_path / "scratch" / "shards").iterdir()}
+        assert left == {"000000.h5", "000000.json", "000001.h5.part"}
+        maker.give_up(0)
+        maker.give_up(1)
+        assert list((tmp_path / "scratch" / "shards").iterdir()) == []
+
+
+def test_a_shard_is_published_while_the_next_is_made(
+    pictures: Path, tmp_path: Path, options: dict[str, Any], expected: FeatureReader
+) -> None:
+    computing = {shard: threading.Event() for shard in range(SHARDS)}
+    order: list[tuple[str, int]] = []
+
+    class Patient(SharedFolder):
+        """Takes a shard when rows of the next one are computed."""
+
+        def publish(self, path: Path, receipt: dict[str, Any]) -> bool:
+            shard = int(path.stem)
+            assert shard == SHARDS - 1 or computing[shard + 1].wait(60)
+            order.append(("published", shard))
+            return super().publish(path, receipt)
+
+    class Noting(ShardMaker):
+        def make(self, shard: int, *given: Any) -> bool:
+            found = super().make(shard, lambda *_: computing[shard].set(), *given[1:])
+            order.append(("made", shard))
+            return found
+
+    @contextlib.contextmanager
+    def start(say: Any) -> Iterator[Noting]:
+        planned = plan(pictures, out=tmp_path / "out", workers=0, **options)
+        with Noting(planned, Patient(tmp_path / "out"), tmp_path / "scratch") as maker:
+            yield maker
+
+    told: list[Any] = []
+
+    def tell(event: Any) -> None:
+        told.append(event)
+        if isinstance(event, Done) and event.shard == SHARDS - 1:
+            worker.end()
+
+    worker = Worker(0, start, tell)
+    for shard in range(SHARDS):
+        worker.submit(shard)
+    worker.run()
+    assert [event.shard for event in told if isinstance(event, Done)] == list(range(SHARDS))
+    assert not [event for event in told if isinstance(event, Left | Failed)]
+    ahead = [order.index(("published", shard)) - order.index(("made", shard)) for shard in range(SHARDS)]
+    assert max(ahead) <= 3  # no more than one that is published, and one that waits for it
+    assert_same(tmp_path / "out", expected)

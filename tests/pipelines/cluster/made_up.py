@@ -1,0 +1,74 @@
+"""Workers that make shards of nothing: files, one for each shard; at the top of a module, so that they can be sent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from extract.errors import InputError
+from pipelines.cluster.worker import Maker, Say
+
+
+@dataclass(frozen=True)
+class MadeUp:
+    """Makes `shard-N` in a folder.
+
+    Attributes:
+        out: the folder.
+        takes_s: seconds for each.
+        does: shard -> what happens when it is made: "fails", "kills", "hangs" or "refuses" (already at the start).
+    """
+
+    out: Path
+    takes_s: float = 0.0
+    does: dict[int, str] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def __call__(self, say: Say) -> Iterator[Maker]:
+        if "refuses" in self.does.values():
+            raise InputError("layer 'x' not found")
+        say("ready")
+        yield _Making(self)
+
+
+class _Making:
+    about, begun = "a made-up device", []
+
+    def __init__(self, made_up: MadeUp):
+        self._made_up = made_up
+
+    def make(
+        self,
+        shard: int,
+        on_rows: Callable[[int, bool], None],
+        stop: Callable[[], bool],
+        following: Callable[[Container[int]], int | None],
+    ) -> bool:
+        does = self._made_up.does.get(shard, "")
+        if does == "fails":
+            raise ValueError("a bad shard")
+        if does == "kills":
+            os.kill(os.getpid(), signal.SIGKILL)
+        end = time.monotonic() + (600 if does == "hangs" else self._made_up.takes_s)
+        while time.monotonic() < end and not (stop() and does != "hangs"):
+            time.sleep(0.002)
+        if stop():
+            return False
+        on_rows(10, False)
+        return True
+
+    def publish(self, shard: int) -> dict[str, Any] | None:
+        try:
+            (self._made_up.out / f"shard-{shard}").touch(exist_ok=False)
+        except FileExistsError:
+            return None
+        return {"shard": shard, "status": {"ok": 10}}
+
+    def give_up(self, shard: int) -> None:
+        pass

@@ -1,0 +1,62 @@
+"""`layertap embed` to a bucket: shards are built here and published there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from extract import FeatureReader
+from extract.store import remote
+from pipelines.cli import main
+from tests.extract.store.bucket_server import Proxy, first
+from tests.extract.store.conftest import proxy, server, url  # noqa: F401
+
+SMALL = ["-b", "timm/test_resnet", "--weights", "random", "--workers", "0", "--compile", "off", "--device", "cpu"]
+
+
+def layertap(*words: object) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+@pytest.mark.slow
+def test_embed_to_a_bucket_resumes_and_can_be_read(
+    folder: Path,
+    tmp_path: Path,
+    proxy: Proxy,  # noqa: F811
+    url: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    (tmp_path / "scratch").mkdir()
+    images = f"{folder}"
+    words = ["embed", images, *SMALL, "--shard-rows", "5", "-o", url]
+    first_part = layertap(*words, "--shards-of", "1/3")
+    assert first_part.exit_code == 0, first_part.output
+    told = json.loads(layertap("status", url, "--json").stdout)
+    assert (told["shards_done"], told["shards"], told["rows_done"]) == (1, 3, 5)
+    proxy.rule = first("503", "PUT", "000002.h5")
+    done = layertap(*words)
+    assert done.exit_code == 0, done.output
+    assert f"{url}: 3 of 3 shards are there, 2 of them made now" in done.output
+    assert "nothing to do" in layertap(*words).output
+    names = set(remote.names(url))
+    shards = {f"shards/00000{shard}.{kind}" for shard in range(3) for kind in ("h5", "json")}
+    assert {name for name in names if not name.startswith("runs/")} == {"dataset.json", *shards}
+    assert len([name for name in names if name.startswith("runs/")]) == 3
+    assert list((tmp_path / "scratch").glob("layertap-*")) == []
+    here = layertap("embed", images, *SMALL, "--shard-rows", "5", "-o", tmp_path / "here")
+    assert here.exit_code == 0
+    with FeatureReader(url) as reader, FeatureReader(tmp_path / "here") as expected:
+        assert reader.paths == expected.paths
+        assert np.allclose(reader["embedding"][:], expected["embedding"][:], rtol=1e-5, atol=1e-6)
+    other = layertap(*words, "--dtype", "float16")
+    assert other.exit_code == 2
+    assert "stored_as: float32 there, float16 now" in other.output
+    refused = layertap("show", url)
+    assert refused.exit_code == 2
+    assert "aws s3 sync" in refused.output

@@ -1,0 +1,162 @@
+"""`layertap embed` by several workers gives what one process gives."""
+
+from __future__ import annotations
+
+import json
+import platform
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from extract import FeatureReader, InputError, extract_features
+from extract.store.dataset import DataSet
+from extract.store.verify import verify
+from pipelines.cli import main
+from pipelines.cluster.run import embed_shared
+from pipelines.config import EmbedConfig, load_config
+from pipelines.report.facts import runs, stages
+
+WORKER = ["--shard-rows", "3", "--batch-size", "2", "--compile", "off", "--workers", "0"]
+
+
+def config(images: Path, out: Path, **changes: Any) -> EmbedConfig:
+    given = {"images": images, "out": out, "shard_rows": 3, "batch_size": 2, "compile": "off", "workers": 0}
+    return load_config(EmbedConfig, None, {**given, **changes})
+
+
+def alone(images: Path, out: Path) -> FeatureReader:
+    return extract_features(
+        images, out=out, shard_rows=3, batch_size=2, compile="off", workers=0, device="cpu", progress=False
+    )
+
+
+def assert_same(reader: FeatureReader, expected: FeatureReader) -> None:
+    """Within 1e-5 of the largest value: with another number of threads, sums are rounded otherwise."""
+    found, wanted = reader["embedding"][:], expected["embedding"][:]
+    assert found.shape == wanted.shape
+    assert np.array_equal(np.isnan(found), np.isnan(wanted))
+    assert np.nanmax(np.abs(found - wanted)) <= 1e-5 * np.nanmax(np.abs(wanted))
+
+
+def files_of(out: Path) -> list[str]:
+    return sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.name != ".lock")
+
+
+def test_several_processes_make_what_one_makes_and_a_second_run_does_nothing(folder: Path, tmp_path: Path) -> None:
+    (folder / "ant" / "05-broken.jpg").write_bytes(b"no picture")
+    out = tmp_path / "out"
+    command = [str(folder), "-o", str(out), *WORKER, "--engine", "processes", "--cpus-per-worker", "1"]
+    first = CliRunner().invoke(main, ["embed", *command])
+    assert first.exit_code == 0, first.output
+    assert "5 of 5 shards are there, 5 of them made now" in first.output
+    assert "05-broken.jpg" in first.output
+    assert verify(out).faults == []
+    assert ".building" not in files_of(out)
+    with FeatureReader(out) as reader, alone(folder, tmp_path / "alone") as expected:
+        assert reader.paths == expected.paths
+        assert np.array_equal(reader.labels, expected.labels)
+        assert np.array_equal(reader.status, expected.status)
+        assert_same(reader, expected)
+        assert reader.fingerprint == expected.fingerprint
+        assert [failure[1:] for failure in reader.failures] == [failure[1:] for failure in expected.failures]
+    events = [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()]
+    assert sorted(event["shard"] for event in events if event["event"] == "shard") == [0, 1, 2, 3, 4]
+    assert {"host", "device", "seconds", "stages", "computed"} <= events[-2]["made"].keys()
+    (told,) = runs(out)
+    assert (told["how"], told["rows"]) == ("ended", 13)
+    assert told["where"].endswith(f"cpu of {platform.node()}")
+    spent = stages(DataSet.open(out))
+    of_shards = [event["made"]["stages"]["forward"] for event in events if event["event"] == "shard"]
+    assert spent["forward"] == pytest.approx(sum(of_shards))
+    before = files_of(out)
+    again = CliRunner().invoke(main, ["embed", *command, "--json"])
+    assert again.exit_code == 0
+    assert json.loads(again.stdout)["made"] == 0
+    assert files_of(out) == before
+
+
+@pytest.mark.slow
+def test_tasks_of_an_array_make_a_part_each_and_other_features_are_refused(folder: Path, tmp_path: Path) -> None:
+    out, scratch = tmp_path / "out", tmp_path / "scratch"
+    for part in ("1/2", "0/2"):
+        made = embed_shared(config(folder, out, shards_of=part, scratch=scratch))
+        assert (made.asked, made.dispatched.done) == (2, 2)
+    assert made.failures == []
+    assert list(scratch.iterdir()) == []
+    assert files_of(out) == [
+        "dataset.json", "runs-0-of-2.jsonl", "runs-1-of-2.jsonl", "shards",
+        *(f"shards/00000{shard}.{kind}" for shard in range(4) for kind in ("h5", "json")),
+    ]  # fmt: skip
+    with FeatureReader(out) as reader, alone(folder, tmp_path / "alone") as expected:
+        assert_same(reader, expected)
+    assert [told["how"] for told in runs(out)] == ["ended", "ended"]
+    with pytest.raises(InputError, match="stored_as: float32 there, float16 now"):
+        embed_shared(config(folder, out, shards_of="0/2", scratch=scratch, dtype="float16"))
+    assert list(scratch.iterdir()) == []
+
+
+WRONG = [
+    ["--shards-of", "2/2"], ["--shards-of", "1"], ["--engine", "spark"], ["--engine", "processes", "--fast"],
+    ["--shards-of", "0/2", "--retry-failed"], ["--shards-of", "0/2", "--cpus-per-worker", "9999"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", WRONG)
+def test_wrong_flags_are_refused_before_anything_begins(folder: Path, tmp_path: Path, flags: list[str]) -> None:
+    found = CliRunner().invoke(main, ["embed", str(folder), "-o", str(tmp_path / "out"), *flags])
+    assert found.exit_code == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_wrong_layer_is_said_as_by_one_process(folder: Path, tmp_path: Path) -> None:
+    found = CliRunner().invoke(
+        main, ["embed", str(folder), "-o", str(tmp_path / "out"), "--engine", "processes", "-l", "no_such_layer"]
+    )
+    assert found.exit_code == 2
+    assert "error: " in found.output
+    assert "no_such_layer" in found.output
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_stopped_or_killed_a_run_is_gone_on_with(folder: Path, tmp_path: Path, number: signal.Signals) -> None:
+    out = tmp_path / "out"
+    slow = [sys.executable, "-m", "pipelines.cli", "embed", str(folder), "-o", str(out), *WORKER,
+            "--engine", "processes", "--cpus-per-worker", "1"]  # fmt: skip
+    with subprocess.Popen(slow, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        end = time.monotonic() + 120
+        while not list(out.glob("shards/*.h5")):
+            assert time.monotonic() < end
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(number)
+        text = process.communicate()[0]
+    if number == signal.SIGINT and process.returncode:  # else it was done already
+        assert process.returncode == 130
+        assert "To go on:" in text
+    embed_shared(config(folder, out, engine="processes"))
+    assert ".building" not in files_of(out)
+    assert verify(out).faults == []
+    with FeatureReader(out) as reader, alone(folder, tmp_path / "alone") as expected:
+        assert_same(reader, expected)
+
+
+def test_what_several_processes_left_is_removed_when_one_has_ended_it(folder: Path, tmp_path: Path) -> None:
+    left = tmp_path / "out" / ".building" / "layertap-0-ab-0" / "shards"
+    left.mkdir(parents=True)
+    (left / "000001.h5.part").write_bytes(b"")
+    with alone(folder, tmp_path / "out"):
+        assert ".building" not in files_of(tmp_path / "out")
+
+
+def test_python_code_is_told_who_writes_to_buckets(folder: Path) -> None:
+    with pytest.raises(InputError, match=r"layertap embed -o s3://bucket/photos"):
+        extract_features(folder, out="s3://bucket/photos")

@@ -1,0 +1,93 @@
+"""The sbatch file, run as SLURM would run it, and what `status` tells meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from extract import FeatureReader
+from pipelines.cli import main
+
+SMALL = {"backbone": "timm/test_resnet", "weights": "random", "shard_rows": 2, "workers": 0, "compile": "off"}
+
+
+def layertap(*words: object) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+def write(path: Path, **content: Any) -> Path:
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def test_the_file_has_what_slurm_needs(folder: Path, tmp_path: Path) -> None:
+    config = write(tmp_path / "photos.yaml", images=str(folder), out=str(tmp_path / "out dir"), **SMALL)
+    text = layertap("slurm", config, "--tasks", 16, "--gpus", 4, "--time", "04:00:00", "--partition", "gpu").stdout
+    told = [line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH")]
+    assert {"array=0-15", "gpus-per-task=4", "time=04:00:00", "partition=gpu", "requeue"} <= set(told)
+    assert "--device all" in text
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+
+
+@pytest.mark.parametrize(("changes", "flags", "said"), [
+    ({"engine": "ray"}, [], "engine: ray does not go with an array"),
+    ({"shards_of": "0/2"}, [], "shards_of does not go with an array"),
+    ({}, ["--time", "1h; rm -rf /"], "is not one that SLURM knows"),
+    ({"colour": "red"}, [], "key 'colour' not found"),
+])  # fmt: skip
+def test_what_an_array_cannot_run_is_refused(
+    folder: Path, tmp_path: Path, changes: dict[str, str], flags: list[str], said: str
+) -> None:
+    config = write(tmp_path / "photos.yaml", images=str(folder), **SMALL, **changes)
+    found = layertap("slurm", config, "--tasks", 2, *flags)
+    assert found.exit_code == 2
+    assert said in found.output
+
+
+@pytest.mark.slow
+def test_its_tasks_make_the_data_set_and_status_sees_it_from_the_receipts(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "it's $HOME; out"
+    config = write(tmp_path / "photos.yaml", images=str(folder), out=str(out), **SMALL)
+    script = tmp_path / "photos.sbatch"
+    script.write_text(layertap("slurm", config, "--tasks", 2, "--gpus", 0, "--cpus", 1).stdout)
+    (tmp_path / "srun").write_text('#!/bin/sh\nexec "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    scratch = tmp_path / "scratch"
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    for task, done in (("1", 6), ("0", 12), ("1", 12)):
+        environment = {**os.environ, "PATH": path, "SLURM_ARRAY_TASK_ID": task, "SLURM_TMPDIR": str(scratch)}
+        ended = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr
+        told = json.loads(layertap("status", out, "--json").stdout)
+        assert (told["rows_done"], told["shards_done"]) == (done, done // 2)
+        assert told["status"] == {"ok": done}
+        assert sum(one["rows"] for one in told["workers"]) == done
+    assert "of the shards of 1/2, none is missing; nothing to do" in ended.stdout
+    assert "complete" in layertap("status", out, "--watch").stdout
+    assert list(scratch.iterdir()) == []
+    with FeatureReader(out) as reader:
+        assert len(reader) == 12
+
+
+def test_status_of_a_data_set_that_is_being_made(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = ["embed", folder, "-o", out, "-b", "timm/test_resnet", "--weights", "random", "--workers", 0]
+    assert layertap(*words, "--shard-rows", 5).exit_code == 0
+    for kind in ("h5", "json"):
+        (out / "shards" / f"000001.{kind}").unlink()
+    (out / "shards" / "000002.json").unlink()
+    told = json.loads(layertap("status", out, "--json").stdout)
+    assert (told["rows"], told["rows_done"], told["shards"], told["shards_done"]) == (12, 7, 3, 2)
+    assert told["shards_without_receipt"] == [2]
+    text = layertap("status", out).stdout
+    assert "58.3% done" in text
+    assert "without a receipt: shards 2" in text
+    assert "goes on with it" in text

@@ -1,0 +1,50 @@
+"""What `layertap status` tells of a data set that is being made."""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+
+import pytest
+
+from extract import extract_features
+from pipelines.cluster.status import Making, print_making, watch
+
+
+def test_the_receipts_tell_how_far_it_is(folder: Path, tmp_path: Path) -> None:
+    (folder / "ant" / "05-broken.jpg").write_bytes(b"no picture")
+    out = tmp_path / "out"
+    options = {"backbone": "timm/test_resnet", "weights": "random", "shard_rows": 3, "compile": "off", "workers": 0}
+    extract_features(folder, out=out, device="cpu", progress=False, **options).close()
+    receipts = {shard: json.loads((out / "shards" / f"{shard:06d}.json").read_text()) for shard in range(5)}
+    away = [(path, path.read_bytes()) for shard in (1, 4) for path in (out / "shards").glob(f"{shard:06d}.*")]
+    for path, _ in away:
+        path.unlink()
+    (out / "shards" / "000002.json").rename(tmp_path / "000002.json")
+
+    def wait(seconds: float) -> None:
+        """Meanwhile, the rest is published."""
+        for path, content in away:
+            path.write_bytes(content)
+        (tmp_path / "000002.json").rename(out / "shards" / "000002.json")
+
+    half, whole = watch(str(out), wait)
+    assert (half["shards_done"], half["rows_done"], half["rows"]) == (3, 9, 13)
+    assert half["shards_without_receipt"] == [2]
+    assert half["status"] == {"ok": 5, "decode error": 1}  # of shards 0 and 3
+    assert half["images_per_s"] > 0
+    assert half["seconds_left"] >= 0
+    assert (whole["shards_done"], whole["rows_done"], whole["shards_without_receipt"]) == (5, 13, [])
+    assert whole["status"] == {"ok": 12, "decode error": 1}
+    assert (whole["images_per_s"], whole["seconds_left"]) == (None, None)
+    made = [receipt["made"] for receipt in receipts.values()]
+    assert whole["stages"]["forward"] == pytest.approx(sum(one["stages"]["forward"] for one in made), abs=0.1)
+    rate = 13 / sum(one["seconds"] for one in made)
+    assert whole["workers"] == [
+        {"host": platform.node(), "device": "cpu", "shards": 5, "rows": 13, "images_per_s": pytest.approx(rate, 0.01)}
+    ]
+    told: list[str] = []
+    print_making(Making(str(out)).look(), told.append)
+    assert told[0].startswith(f"{out}: complete, of images in {folder}")
+    assert f"  {platform.node()}  cpu: 5 shards, 13 rows, {rate:.1f} images/s each worker" in told

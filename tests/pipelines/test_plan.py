@@ -1,0 +1,155 @@
+"""`layertap plan`, and the jobs that are given a plan in place of images."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from extract import FeatureReader
+from extract.images import list_images
+from extract.images.planned import is_plan
+from tests.conftest import make_picture
+from tests.pipelines.test_cli import SMALL, fails, layertap
+
+
+@pytest.fixture
+def here(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with `pictures`, and a plan of them where it goes by default."""
+    monkeypatch.chdir(tmp_path)
+    (folder / "notes.txt").write_text("x")
+    assert layertap("plan", "pictures").exit_code == 0
+    return tmp_path
+
+
+def test_it_tells_what_it_listed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (folder / "notes.txt").write_text("x")
+    result = layertap("plan", "pictures")
+    assert f"outputs/pictures-plan: 12 images in {folder}, 3 classes" in result.stdout
+    assert "1 other files left out (.txt 1)" in result.stdout
+    assert "images/s" in result.stdout
+    assert "layertap embed outputs/pictures-plan" in result.stdout
+    again = layertap("plan", "pictures")
+    assert again.exit_code == 0
+    assert "outputs/pictures-plan was there already; nothing was listed" in again.stdout
+
+
+def test_json_is_all_that_is_on_stdout(here: Path) -> None:
+    content = json.loads(layertap("plan", "pictures", "-o", "new", "--json").stdout)
+    size = sum(path.stat().st_size for path in (here / "new").rglob("*") if path.is_file())
+    seconds = content.pop("seconds")
+    assert 0 < seconds < 60
+    assert content == {
+        "out": "new", "root": str(here / "pictures"), "images": 12, "classes": ["ant", "bee", "cat"], "splits": [],
+        "left_out": {".txt": 1}, "paths_xxh3": list_images(here / "pictures").paths_xxh3, "found_done": False,
+        "listed": 12, "bytes": size,
+    }  # fmt: skip
+    assert json.loads(layertap("plan", "pictures", "-o", "new", "--json").stdout)["found_done"] is True
+
+
+def test_embed_goes_on_with_what_the_folder_began(here: Path) -> None:
+    assert layertap("embed", "pictures", *SMALL).exit_code == 0
+    result = layertap("embed", "outputs/pictures-plan", *SMALL)
+    assert "outputs/pictures is complete: all 12 rows were done before" in result.stdout
+    assert "1 other files left out (.txt 1)" in result.stderr
+    assert is_plan("outputs/pictures-plan")
+    result = layertap("embed", "outputs/pictures-plan", "-o", "outputs/new", "--limit", 5, *SMALL)
+    assert result.exit_code == 0
+    with FeatureReader("outputs/pictures") as one, FeatureReader("outputs/new") as other:
+        assert np.array_equal(one["embedding"][:5], other["embedding"][:])
+        assert (one.paths[:5], one.classes) == (other.paths, other.classes)
+
+
+def test_what_is_no_plan_or_not_for_one_is_refused(here: Path) -> None:
+    assert "outputs/pictures-plan is not empty and no layertap data set" in fails(
+        "embed", "pictures", "-o", "outputs/pictures-plan", *SMALL
+    )
+    assert "is a plan already" in fails("plan", "outputs/pictures-plan", "-o", "x")
+    assert "no such folder or file" in fails("plan", "nothing", "-o", "x")
+    (here / "other").mkdir()
+    make_picture(0).save(here / "other" / "a.png")
+    assert "is a plan of" in fails("plan", "other", "-o", "outputs/pictures-plan")
+    config = here / "sync.yaml"
+    config.write_text("images: outputs/pictures-plan\nout: outputs/x\n")
+    assert "is a plan, which does not change; name the folder itself" in fails("sync", config)
+    (here / "outputs" / "pictures-plan" / "parts" / "000000.npz").unlink()
+    assert "000000.npz is damaged: it is not there" in fails("embed", "outputs/pictures-plan", *SMALL)
+
+
+@pytest.mark.slow
+def test_jobs_that_look_at_images_take_a_plan(here: Path) -> None:
+    plan = "outputs/pictures-plan"
+    settings = ["--weights", "random", "--workers", "0", "--device", "cpu"]
+    for job, *flags in (("inspect", "--sample", "5", "-l", "layer4"), ("ablate", "--sample", "5", "-l", "layer4")):
+        expected, found = (
+            layertap(job, "timm/test_resnet", where, *flags, *settings, "--json") for where in ("pictures", plan)
+        )
+        assert found.exit_code == 0, found.output
+        assert json.loads(found.stdout.replace(plan, "pictures")) == json.loads(expected.stdout)
+    for where in ("pictures", plan):
+        out = where.replace("/", "-") + "-drawn"
+        assert layertap("draw", "maps", "timm/test_resnet", where, *settings, "--out", out).exit_code == 0
+    drawn = [path.name for path in Path("outputs-pictures-plan-drawn").iterdir()]
+    assert drawn
+    for name in drawn:
+        assert Path("outputs-pictures-plan-drawn", name).read_bytes() == Path("pictures-drawn", name).read_bytes()
+
+
+def test_rows_are_checked_on_the_images_of_a_plan(here: Path) -> None:
+    assert layertap("embed", "pictures", *SMALL).exit_code == 0
+    result = layertap(
+        "verify", "outputs/pictures", "--sample", 5, "--images", "outputs/pictures-plan", "--device", "cpu"
+    )
+    assert result.exit_code == 0, result.output
+    found = layertap("search", "outputs/pictures", 3, "--images", "outputs/pictures-plan", "-o", "found.png")
+    assert found.exit_code == 0, found.output
+    assert Path("found.png").stat().st_size > 1000
+
+
+STOPPED = """
+import os, signal, sys
+from extract.images import plan_writing
+from pipelines.cli import main
+plan_writing.WALKED_ROWS = 100
+take = plan_writing._images
+def images(names, left_out):
+    for i, row in enumerate(take(names, left_out)):
+        if i == 250:
+            os.kill(os.getpid(), int(os.environ["SIGNAL"]))
+        yield row
+plan_writing._images = images
+main(sys.argv[1:], prog_name="layertap")
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path, number: int, code: int) -> None:
+    for i in range(400):
+        path = tmp_path / "images" / str(i % 3) / f"{i:03d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x")
+    command = ["plan", str(tmp_path / "images"), "-o", str(tmp_path / "a plan")]
+    stopped = subprocess.run(
+        [sys.executable, "-c", STOPPED, *command],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"SIGNAL": str(int(number))},
+    )
+    assert stopped.returncode == code, stopped.stderr
+    assert f"stopped: what was listed is kept in {tmp_path / 'a plan'}. To go on:" in stopped.stderr
+    assert shlex.join(command) in stopped.stderr
+    assert "Traceback" not in stopped.stderr
+    assert "is a plan that is not finished; `layertap plan` goes on with it" in fails(
+        "embed", tmp_path / "a plan", *SMALL
+    )
+    went_on = layertap(*command)
+    assert "going on: 200 images were listed before" in went_on.stderr
+    assert "a plan: 400 images in" in went_on.stdout
