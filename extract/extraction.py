@@ -15,7 +15,6 @@ import itertools
 import os
 import shutil
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -26,7 +25,7 @@ from numpy.typing import NDArray
 from extract import defaults
 from extract.backbones import Backbone, load_backbone
 from extract.duplicates import Duplicates
-from extract.errors import InputError, LayertapError, first_line
+from extract.errors import InputError, LayertapError
 from extract.first_batch import Computation, verified
 from extract.forward import Forward, rows_of
 from extract.images import Batch, load_batches
@@ -252,8 +251,7 @@ def extract_shard(
     before, start = copy.deepcopy(summary), time.perf_counter()
     with ShardWriter(plan.dataset, work.shard, work.revision, sync_s=plan.sync_s) as writer:
         try:
-            with _death_told():
-                _fill(plan, writer, batches, forward, summary, on_rows, stop)
+            _fill(plan, writer, batches, forward, summary, on_rows, stop)
         except BaseException:
             if is_new and work.published is None and (writer.status == Status.PENDING).all():
                 part.unlink(missing_ok=True)  # nothing was stored in it
@@ -327,18 +325,3 @@ def _check_reachable(batch: Batch, summary: Summary, nothing_yet: bool) -> None:
             f"no answer for {summary.unreachable} images in a row: {reason}. What was stored before is safe; run again "
             "when the server answers"
         )
-
-
-@contextlib.contextmanager
-def _death_told() -> Iterator[None]:
-    """Say what it means that a process that decodes is gone."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "DataLoader" not in str(error):
-            raise
-        traceback.clear_frames(error.__traceback__)  # or who keeps the error keeps the other processes
-        raise LayertapError(
-            f"a process that decodes images died or hangs: {first_line(error)}. What was stored is safe; run again to "
-            "go on. Lower workers or batch_size if memory is short, or give /dev/shm more room"
-        ) from error

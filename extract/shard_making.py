@@ -24,6 +24,7 @@ from extract.extraction import Plan, extract_shard
 from extract.files import discard, read_json
 from extract.first_batch import Computation, verified
 from extract.forward import Forward
+from extract.images.worker_deaths import DeadWorkerError
 from extract.locking import locked
 from extract.shard_batches import ShardBatches
 from extract.shard_work import ShardWork, work_at
@@ -33,10 +34,6 @@ from extract.summary import Summary
 __all__ = ["Place", "ShardMaker", "scratch_folder"]
 
 _AT_ONCE = 1000  # processes of a machine that make shards of one data set
-
-
-class _NextShardError(Exception):
-    """A process that decodes has died, perhaps of an image of the next shard, for which this one does not answer."""
 
 
 class Place(Protocol):
@@ -94,6 +91,7 @@ class ShardMaker:
         self.about: str = plan.provenance["device"]
         self._forward: Forward | None = None
         self._batches: ShardBatches | None = None
+        self._was_ahead = False  # images of further shards may have been decoded when the last one failed
         dataset = self._plan.dataset
         place.open_or_create(plan.dataset)
         dataset.open_or_create()
@@ -126,9 +124,13 @@ class ShardMaker:
         """
         if self._plan.dataset.path(shard).exists():  # killed after it was finished, and before it was published
             return True
-        with contextlib.suppress(_NextShardError):
+        try:
             return self._fill(shard, on_rows, stop, following)
-        return self._fill(shard, on_rows, stop, lambda known: None)
+        except DeadWorkerError:
+            if not self._was_ahead:
+                raise
+        # Perhaps it died of an image of the next shard, for which this one does not answer.
+        return self._fill(shard, lambda rows, found: None if found else on_rows(rows, found), stop, lambda known: None)
 
     def publish(self, shard: int) -> dict[str, Any] | None:
         """Publish a shard that is finished; another thread may make the next one meanwhile.
@@ -164,11 +166,9 @@ class ShardMaker:
         summary = Summary(n_rows=dataset.n_rows)
         try:
             extract_shard(self._plan, work, batches, self._ready(), summary, on_rows, stop)
-        except BaseException as error:
-            is_ahead = self._batches.is_ahead
+        except BaseException:
+            self._was_ahead = self._batches.is_ahead
             self._stop_decoding()
-            if is_ahead and "DataLoader worker" in str(error.__cause__):  # not one that hangs: it has an image of ours
-                raise _NextShardError from error
             raise
         if summary.stopped:
             self._stop_decoding()
@@ -184,7 +184,7 @@ class ShardMaker:
         """The work of a shard of which nothing is there yet; others are looked at when it is their turn."""
         if shard is None or any(self._plan.dataset.path(shard, part=part).exists() for part in (False, True)):
             return None
-        return self._work(shard)
+        return work_at(self._plan.dataset, shard, Whereabouts())
 
     def _stop_decoding(self) -> None:
         if self._batches is not None:

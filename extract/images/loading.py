@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from extract import defaults
 from extract.images.images import ImageList
 from extract.images.source import UNKNOWN, BrokenListError, Source, UnreachableError
-from extract.images.worker_deaths import WorkerDeaths
+from extract.images.worker_deaths import WorkerDeaths, deaths_explained
 from extract.status import Status
 
 __all__ = ["Batch", "Batches", "load_batches"]
@@ -227,7 +227,8 @@ class Batches(Iterator[Batch]):
 
     Raises:
         BrokenListError: from `next`; nobody knows which image a row is.
-        RuntimeError: from `next`; a worker has died, or sends nothing any more.
+        DeadWorkerError: from `next`; a worker has died.
+        LayertapError: from `next`; a worker sends nothing any more.
     """
 
     def __init__(
@@ -238,7 +239,7 @@ class Batches(Iterator[Batch]):
     def __next__(self) -> Batch:
         waiting: list[Batch] = []
         while True:
-            with self._deaths.told_here() if self._deaths else contextlib.nullcontext():
+            with deaths_explained(), self._deaths.told_here() if self._deaths else contextlib.nullcontext():
                 piece = next(self._pieces)
             if isinstance(piece, BrokenListError):
                 raise piece

@@ -10,12 +10,41 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
-__all__ = ["WorkerDeaths"]
+from extract.errors import LayertapError, first_line
+
+__all__ = ["DeadWorkerError", "WorkerDeaths", "deaths_explained"]
+
+
+class DeadWorkerError(LayertapError):
+    """A process that decodes images has died."""
+
+
+@contextlib.contextmanager
+def deaths_explained() -> Iterator[None]:
+    """Put PyTorch's errors about its workers, themselves, into words of what to do.
+
+    Raises:
+        DeadWorkerError: a worker has died.
+        LayertapError: a worker sends nothing any more.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        said = first_line(error)
+        if not said.startswith("DataLoader"):  # an error of what a worker runs: "Caught ... in DataLoader worker ..."
+            raise
+        traceback.clear_frames(error.__traceback__)  # or who keeps the error keeps the other processes
+        kind = DeadWorkerError if said.startswith("DataLoader worker") else LayertapError
+        raise kind(
+            f"a process that decodes images died or hangs: {said}. What was stored is safe; run again to go on. Lower "
+            "workers or batch_size if memory is short, or give /dev/shm more room"
+        ) from error
 
 
 class WorkerDeaths:

@@ -268,7 +268,7 @@ class _Dispatch:
         elif isinstance(event, Left):
             self._lost(event)
         elif isinstance(event, Made):
-            self._made(event)
+            self._made(event.worker, event.shard)
         elif isinstance(event, Done):
             self._done(event)
         elif isinstance(event, Failed):
@@ -279,20 +279,20 @@ class _Dispatch:
                 if len(worker.failures) >= _IN_A_ROW:
                     self._retire(event.worker, event.why)
 
-    def _made(self, event: Made) -> None:
-        worker = self._workers.get(event.worker)
-        if worker is not None and event.shard in worker.shards:
-            if worker.shards[0] == event.shard:
+    def _made(self, number: int, shard: int) -> None:
+        worker = self._workers.get(number)
+        if worker is not None and shard in worker.shards:
+            if worker.shards[0] == shard:
                 self._times.append(self._clock() - worker.since)
                 worker.since = self._clock()
-            worker.shards.remove(event.shard)
-            worker.publishing.append(event.shard)
+            worker.shards.remove(shard)
+            worker.publishing.append(shard)
 
     def _done(self, event: Done) -> None:
         worker = self._workers.get(event.worker)
         if worker is None or not worker.has(event.shard):
             return
-        self._made(Made(event.worker, event.shard))
+        self._made(event.worker, event.shard)
         worker.failures.clear()
         for number, other in list(self._workers.items()):
             if other.has(event.shard):

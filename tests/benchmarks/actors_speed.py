@@ -99,13 +99,13 @@ def main() -> None:
                     f"{actors} actors: {overhead_ms(address, actors, 1000, out):.2f} ms a shard of no work", flush=True
                 )
         for _ in range(given.rounds):
-            rates = found.values()
-            next_rates = iter(rates)
-            next(next_rates).append(rate(images, Path(work) / str(next(number)), given.backbone))
-            for cores in ([one], [one, others[0]]):
-                with pinned_cluster(cores) as address:
-                    words = ["--engine", "ray", "--address", address, "--cpus-per-worker", "1"]
-                    next(next_rates).append(rate(images, Path(work) / str(next(number)), given.backbone, *words))
+            for rates, cores in zip(found.values(), ([], [one], [one, others[0]]), strict=True):
+                with contextlib.ExitStack() as at_the_end:
+                    words = []
+                    if cores:
+                        address = at_the_end.enter_context(pinned_cluster(cores))
+                        words = ["--engine", "ray", "--address", address, "--cpus-per-worker", "1"]
+                    rates.append(rate(images, Path(work) / str(next(number)), given.backbone, *words))
             print({name: [round(one, 1) for one in of] for name, of in found.items()}, flush=True)
     medians = {name: statistics.median(of) for name, of in found.items()}
     for name, of in medians.items():

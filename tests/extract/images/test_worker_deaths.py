@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,8 +16,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from extract.errors import LayertapError
 from extract.images import list_images, load_batches
 from extract.images.source import Files
+from extract.images.worker_deaths import DeadWorkerError
 
 
 @pytest.fixture(autouse=True)
@@ -57,13 +60,35 @@ def test_it_is_told_at_the_next_batch_and_not_before(folder: Path, monkeypatch: 
     batches = loaded(folder)
     assert next(batches).rows.tolist() == [0, 1, 2]
     end = time.monotonic() + 30
-    while next(iter(batches._pieces._workers)).is_alive() and time.monotonic() < end:
+    (worker,) = batches._deaths._workers
+    while worker.is_alive() and time.monotonic() < end:
         time.sleep(0.01)
     a_child_dies()  # another signal, in the middle of something else
-    with pytest.raises(RuntimeError, match="DataLoader worker .* ended with -9"):
+    with pytest.raises(DeadWorkerError, match="process that decodes images died .*DataLoader worker .* ended with -9"):
         next(batches)
     batches.close()
     a_child_dies()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_what_a_worker_runs_is_no_death(
+    folder: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: Files, row: int) -> Any:
+        raise RuntimeError("a bug of mine")
+
+    monkeypatch.setattr(Files, "read", fails)
+    with pytest.raises(RuntimeError, match="a bug of mine"), contextlib.closing(loaded(folder, workers)) as batches:
+        next(batches)
+
+
+def test_a_worker_that_hangs_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("extract.images.loading._GIVE_UP_S", 1)
+    monkeypatch.setattr(Files, "read", lambda self, row: time.sleep(60))
+    hangs = pytest.raises(LayertapError, match="died or hangs: DataLoader timed out after 1 s")
+    with hangs as found, contextlib.closing(loaded(folder)) as batches:
+        next(batches)
+    assert not isinstance(found.value, DeadWorkerError)
 
 
 def test_a_handler_of_ones_own_is_heard_and_put_back(folder: Path) -> None:
@@ -73,12 +98,11 @@ def test_a_handler_of_ones_own_is_heard_and_put_back(folder: Path) -> None:
         heard.append(number)
 
     signal.signal(signal.SIGCHLD, mine)
-    with pytest.MonkeyPatch.context():
-        batches = loaded(folder)
-        next(batches)
-        a_child_dies()
-        assert heard
-        batches.close()
+    batches = loaded(folder)
+    next(batches)
+    a_child_dies()
+    assert heard
+    batches.close()
     assert signal.getsignal(signal.SIGCHLD) is mine
 
 

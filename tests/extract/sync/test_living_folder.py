@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
@@ -30,6 +31,7 @@ SEEDS = st.integers(0, 5)
 CALLS_OF_A_PASS = 40_000  # of Python functions, about
 
 
+@seed(1)  # the same sequences each time, whatever else is changed here
 class LivingFolder(RuleBasedStateMachine):
     """The rules are what people do to the folder; `check` follows each completed pass."""
 
@@ -192,9 +194,12 @@ class LivingFolder(RuleBasedStateMachine):
             try:
                 sys.setprofile(count)
                 self.run()
-            finally:
                 os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
         _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "a pass failed that nobody killed"
         if os.WIFSIGNALED(status):
             self.kills += 1
             self.at_kills.append(self.contents())
@@ -250,7 +255,6 @@ def test_after_each_pass_the_data_set_is_what_a_fresh_extraction_gives(count: in
                 stateful_step_count=40,
                 deadline=None,
                 database=None,
-                derandomize=True,
                 phases=[Phase.generate],
                 suppress_health_check=list(HealthCheck),
             ),
@@ -260,4 +264,4 @@ def test_after_each_pass_the_data_set_is_what_a_fresh_extraction_gives(count: in
     print(STATISTICS)
     assert STATISTICS["sequences"] >= count
     assert STATISTICS["passes"] > count
-    assert STATISTICS["kills"] > count // 20  # rare in the first sequences, which are simple
+    assert STATISTICS["kills"] > count // 3
