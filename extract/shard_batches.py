@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterator
 
 from extract.images import load_batches
-from extract.images.loading import Batch
+from extract.images.loading import Batch, Batches
 from extract.planning import Plan
 from extract.shard_work import ShardWork, batches_of
 
@@ -18,57 +18,75 @@ Following = Callable[[Container[int]], ShardWork | None]
 class ShardBatches:
     """As soon as there is nothing left to decode of a shard, the next one's images are; to be closed.
 
-    Where it is not known then which shard is the next, there is none: it ends with the last that was known.
-
     Args:
         plan: how images are read.
-        first: the first shard.
-        following: the work of a shard that is to be made then, besides those that are known; None: nobody knows.
     """
 
-    def __init__(self, plan: Plan, first: ShardWork, following: Following):
-        self._plan, self._following = plan, following
-        self._coming = deque([first])  # shards of which images are decoded, or will be
-        self._batches = load_batches(
-            plan.images,
-            self._lists(),
-            plan.backbone.preprocessing.prepare,
-            workers=plan.workers if len(first.rows) else 0,
-            batch_size=plan.batch_size,
-            max_pixels=plan.max_pixels,
-            at_least_px=plan.backbone.preprocessing.at_least_px,
-        )
+    def __init__(self, plan: Plan):
+        self._plan = plan
+        self._batches: Batches | None = None  # from the first shard that has rows
+        self._coming: deque[ShardWork] = deque()  # shards of which images are decoded, or will be
+        self._unread: deque[ShardWork] = deque()  # those of which none is, yet
+        self._following: Following = lambda known: None
 
-    def _lists(self) -> Iterator[list[int]]:
-        """The rows of each batch; this is run where there is room for more to decode."""
-        work: ShardWork | None = self._coming[0]
-        has_rows = bool(len(self._coming[0].rows))
-        while work is not None:
-            yield from batches_of(work.rows, self._plan)
-            work = self._following([one.shard for one in self._coming]) if has_rows else None
-            if work is not None:
-                self._coming.append(work)
+    def take(
+        self, shard: int, work_of: Callable[[int], ShardWork], following: Following
+    ) -> tuple[ShardWork, Iterator[Batch]]:
+        """What is to do of a shard, and its batches, which are to be taken to the last.
 
-    @property
-    def next_shard(self) -> int | None:
-        """The shard whose batches come next; None: that is not known, and others take another object."""
-        return self._coming[0].shard if self._coming else None
+        Args:
+            shard: its number. If another one was said to follow, what is decoded of that is thrown away.
+            work_of: asked if nobody said that this one would follow.
+            following: the work of a shard that is to be made next, besides those that are known; None: nobody knows
+                yet. It is asked when there is room for more images.
+        """
+        self._following = following
+        if self._coming and self._coming[0].shard != shard:
+            self.close()
+        if not self._coming:
+            self._add(work_of(shard))
+        work = self._coming[0]
+        if self._batches is None and len(work.rows):
+            self._batches = load_batches(
+                self._plan.images,
+                self._lists(),
+                self._plan.backbone.preprocessing.prepare,
+                workers=self._plan.workers,
+                batch_size=self._plan.batch_size,
+                max_pixels=self._plan.max_pixels,
+                at_least_px=self._plan.backbone.preprocessing.at_least_px,
+            )
+        return work, self._of(work)
 
     @property
     def is_ahead(self) -> bool:
         """Whether images of further shards may be decoded already."""
         return len(self._coming) > 1
 
-    def take(self) -> tuple[ShardWork, Iterator[Batch]]:
-        """The work of the next shard, and its batches, which are to be taken to the last."""
-        work = self._coming[0]
-        return work, self._of(work)
+    def close(self) -> None:
+        """End the processes that decode; they start again for the next shard that is taken."""
+        if self._batches is not None:
+            self._batches.close()
+        self._batches = None
+        self._coming.clear()
+        self._unread.clear()
 
     def _of(self, work: ShardWork) -> Iterator[Batch]:
         for _ in batches_of(work.rows, self._plan):
+            assert self._batches is not None
             yield next(self._batches)
         self._coming.popleft()
 
-    def close(self) -> None:
-        """End the processes that decode."""
-        self._batches.close()
+    def _lists(self) -> Iterator[list[int] | None]:
+        """The rows of each batch, None while nobody knows; this is run where there is room for more to decode."""
+        while True:
+            if not self._unread and (work := self._following([one.shard for one in self._coming])) is not None:
+                self._add(work)
+            if self._unread:
+                yield from batches_of(self._unread.popleft().rows, self._plan)
+            else:
+                yield None
+
+    def _add(self, work: ShardWork) -> None:
+        self._coming.append(work)
+        self._unread.append(work)

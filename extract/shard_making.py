@@ -90,7 +90,7 @@ class ShardMaker:
         self._open_now = contextlib.ExitStack()
         self.about: str = plan.provenance["device"]
         self._forward: Forward | None = None
-        self._batches: ShardBatches | None = None
+        self._batches = ShardBatches(self._plan)
         self._was_ahead = False  # images of further shards may have been decoded when the last one failed
         dataset = self._plan.dataset
         place.open_or_create(plan.dataset)
@@ -157,21 +157,17 @@ class ShardMaker:
     ) -> bool:
         """As of `make`."""
         dataset = self._plan.dataset
-        if self._batches is None or self._batches.next_shard != shard:
-            self._stop_decoding()
-            work = self._work(shard)
-            self._batches = ShardBatches(self._plan, work, lambda known: self._fresh(following(known)))
-        work, batches = self._batches.take()
+        work, batches = self._batches.take(shard, self._work, lambda known: self._fresh(following(known)))
         on_rows(len(dataset.shard_range(shard)) - len(work.rows), True)
         summary = Summary(n_rows=dataset.n_rows)
         try:
             extract_shard(self._plan, work, batches, self._ready(), summary, on_rows, stop)
         except BaseException:
             self._was_ahead = self._batches.is_ahead
-            self._stop_decoding()
+            self._batches.close()
             raise
         if summary.stopped:
-            self._stop_decoding()
+            self._batches.close()
         return not summary.stopped
 
     def _work(self, shard: int) -> ShardWork:
@@ -185,11 +181,6 @@ class ShardMaker:
         if shard is None or any(self._plan.dataset.path(shard, part=part).exists() for part in (False, True)):
             return None
         return work_at(self._plan.dataset, shard, Whereabouts())
-
-    def _stop_decoding(self) -> None:
-        if self._batches is not None:
-            self._batches.close()
-            self._batches = None
 
     def give_up(self, shard: int) -> None:
         """Remove what there is of a shard that is not wanted any more."""
@@ -206,7 +197,7 @@ class ShardMaker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop_decoding()
+        self._batches.close()
         self._forward = None
         self._open_now.close()
 

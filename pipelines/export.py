@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from extract.errors import InputError
 from extract.store.export import export
 from extract.store.reader import FeatureReader
 from pipelines.progress import Progress
@@ -12,9 +13,21 @@ from pipelines.progress import Progress
 __all__ = ["run_export"]
 
 
-def run_export(out: Path, to: str, output: Path | None, layers: Sequence[str]) -> str:
-    """Run the job, and say what was written."""
-    folder = out.resolve()
+def run_export(out: Path | str, to: str, output: Path | None, layers: Sequence[str]) -> str:
+    """Run the job, and say what was written.
+
+    Args:
+        out: folder of the data set, or its URL.
+        to: what to write.
+        output: file, or folder of npy; None: beside the folder of the data set.
+        layers: only these; none: all.
+
+    Raises:
+        InputError: no data set there, no such layer, or it cannot be written.
+    """
+    if output is None and isinstance(out, str):
+        raise InputError(f"{out} is in a bucket, beside which nothing is written; name a file on this machine by -o")
+    folder = Path(out).resolve()
     path = output or folder.with_name(f"{folder.name}-npy" if to == "npy" else f"{folder.name}.{to}")
     with FeatureReader(out) as reader, Progress(len(reader), "rows") as progress:
         export(reader, path, to, layers or None, on_rows=lambda rows: progress.advance(rows, False))

@@ -22,6 +22,8 @@ from extract.probe.rows import FeatureRows
 from extract.status import Status
 from extract.store.dataset import DataSet
 from extract.store.reader import FeatureReader
+from extract.urls import is_url
+from pipelines.cluster.places import data_set_at
 from pipelines.config import ProbeConfig
 from pipelines.labelling import Labelling, drop_leaks, image_hashes, label_rows
 
@@ -165,28 +167,29 @@ def run_probe(
                                               for (name, _), arrays in columns.items())  # fmt: skip
         if config.save is not None:
             (one,) = outcome.probed
-            _save(one, Path(config.out[0]), config)
+            _save(one, config.out[0], config)
     outcome.complete = True
     on_result(outcome)
     return outcome
 
 
-def data_sets(paths: Sequence[str]) -> dict[str, Path]:
-    """A name for each data set: that of its folder, where these differ.
+def data_sets(paths: Sequence[str]) -> dict[str, Path | str]:
+    """A name for each data set: that of its folder or of its URL, where these differ.
 
     Raises:
         InputError: one is none, or there twice.
     """
     for path in paths:
-        if not Path(path).is_dir():
+        if not is_url(path) and not Path(path).is_dir():
             raise InputError(f"{path} is no folder; expected a data set of `layertap embed`")
-        DataSet.open(Path(path))
-    names = [Path(path).resolve().name for path in paths]
+        data_set_at(path)
+    found = [path.rstrip("/") if is_url(path) else Path(path) for path in paths]
+    names = [one.rpartition("/")[2] if isinstance(one, str) else one.resolve().name for one in found]
     if len(set(names)) < len(names):
         names = list(paths)
-    if len({Path(path).resolve() for path in paths}) < len(paths):
+    if len({one if isinstance(one, str) else one.resolve() for one in found}) < len(found):
         raise InputError(f"a data set is given twice: {', '.join(paths)}")
-    return {name: Path(path) for name, path in zip(names, paths, strict=True)}
+    return dict(zip(names, found, strict=True))
 
 
 def _layers(reader: FeatureReader, layers: Sequence[str] | None, where: str) -> Iterator[tuple[str, ...]]:
@@ -262,9 +265,9 @@ def features_described(dataset: DataSet, layers: Sequence[str]) -> dict[str, Any
     return {**depends_on, "features": {name: depends_on["features"][name] for name in layers}}
 
 
-def _save(one: Probed, out: Path, config: ProbeConfig) -> None:
+def _save(one: Probed, out: str, config: ProbeConfig) -> None:
     """The probe with all that is needed to compute the features of other images, in the same way."""
-    model, dataset = one.result.model, DataSet.open(out)
+    model, dataset = one.result.model, data_set_at(out)
     assert model is not None
     assert config.save is not None
     layers = list(one.parts)

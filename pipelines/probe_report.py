@@ -17,6 +17,7 @@ from extract.files import read_json, write_json
 from extract.probe.metrics import Estimate
 from extract.probe.model import LinearProbe
 from extract.probe.protocols import PROTOCOLS
+from extract.urls import is_url
 from pipelines.config import ProbeConfig
 from pipelines.labelling import SEPARATOR
 from pipelines.printing import SHOWN, printable
@@ -92,6 +93,8 @@ def _folder_for(config: ProbeConfig) -> tuple[Path, list[Path]]:
         made = [one for one in (config.results, config.results.parent) if not one.exists()]
         config.results.mkdir(parents=True, exist_ok=True)
         return config.results, made
+    if is_url(config.out[0]):
+        raise InputError(f"{config.out[0]} is in a bucket; name a folder on this machine for the results by -o")
     parent = Path(config.out[0]) / "probe"
     made = [] if parent.exists() else [parent]
     parent.mkdir(exist_ok=True)

@@ -18,8 +18,8 @@ from extract.errors import InputError
 from extract.images import decode
 from extract.search import layer_to_search, nearest
 from extract.status import Status
-from extract.store.dataset import DataSet
 from extract.store.reader import FeatureReader
+from pipelines.cluster.places import data_set_at
 from pipelines.pictures import Pictures
 from pipelines.places import PICTURES, check_file
 from pipelines.printing import printable
@@ -62,7 +62,7 @@ class Found:
         searched: rows that were compared.
     """
 
-    out: Path
+    out: Path | str
     layer: str
     query: int | None
     path: str
@@ -72,13 +72,14 @@ class Found:
 
 
 def run_search(
-    out: Path, query: str, *, k: int = 10, layer: str | None = None, itself: bool = False, backbone: str | None = None,
-    weights: str | None = None, images: str | None = None, device: str = defaults.DEVICE, output: Path | None = None,
+    out: Path | str, query: str, *, k: int = 10, layer: str | None = None, itself: bool = False,
+    backbone: str | None = None, weights: str | None = None, images: str | None = None,
+    device: str = defaults.DEVICE, output: Path | None = None,
 ) -> Found:  # fmt: skip
     """Search, and draw what was found, if that is asked for.
 
     Args:
-        out: folder of the data set.
+        out: folder of the data set, or its URL.
         query: a row; else the path of an image in the data set; else an image file, whose features are computed as
             those of the data set were.
         k: rows to find.
@@ -97,7 +98,7 @@ def run_search(
     """
     if output is not None:
         check_file(output, PICTURES)
-    dataset = DataSet.open(out)
+    dataset = data_set_at(out)
     with FeatureReader(out) as reader:
         name = layer_to_search(reader.layers, layer, str(out))
         row, note = _row_of(reader, query, out)
@@ -127,7 +128,7 @@ def run_search(
     return found
 
 
-def _row_of(reader: FeatureReader, query: str, out: Path) -> tuple[int | None, str]:
+def _row_of(reader: FeatureReader, query: str, out: Path | str) -> tuple[int | None, str]:
     """The row that a query means, or None for a file; and what else it might have meant."""
     is_file = Path(query).is_file()
     file = f"there is a file of this name, too, which ./{query} would mean" if is_file else ""
@@ -152,7 +153,7 @@ def _equal(paths: list[str], query: str) -> NDArray[np.bool_]:
     return np.fromiter((os.fsencode(path) == wanted for path in paths), np.bool_, len(paths))
 
 
-def _check_code(provenance: dict[str, Any], backbone: str | None, out: Path) -> None:
+def _check_code(provenance: dict[str, Any], backbone: str | None, out: Path | str) -> None:
     """See that code of a backbone is run only by consent.
 
     Raises:

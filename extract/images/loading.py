@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from extract import defaults
 from extract.images.images import ImageList
 from extract.images.source import UNKNOWN, BrokenListError, Source, UnreachableError
-from extract.images.worker_deaths import WorkerDeaths, deaths_explained
+from extract.images.worker_deaths import WorkerDeaths
 from extract.status import Status
 
 __all__ = ["Batch", "Batches", "load_batches"]
@@ -130,7 +130,9 @@ def _why(error: Exception) -> tuple[Status, str]:
     raise error
 
 
-def _collate(found: list[Item | BrokenListError]) -> Batch | BrokenListError:
+def _collate(found: list[Item | BrokenListError]) -> Batch | BrokenListError | None:
+    if not found:
+        return None
     items = [one for one in found if not isinstance(one, BrokenListError)]
     if len(items) < len(found):
         return next(one for one in found if isinstance(one, BrokenListError))
@@ -165,7 +167,7 @@ def _joined(pieces: list[Batch]) -> Batch:
 
 def load_batches(
     images: ImageList,
-    batches: Iterable[list[int]],
+    batches: Iterable[list[int] | None],
     prepare: Callable[[Image.Image], Tensor],
     *,
     workers: int,
@@ -179,7 +181,8 @@ def load_batches(
 
     Args:
         images: what the rows mean.
-        batches: rows of each batch, no row in two of them; read lazily.
+        batches: rows of each batch, no row in two of them; read lazily. None: they are not known yet; the workers wait,
+            and it is asked again when something was taken of what they have. It ends where nothing more is known.
         prepare: RGB picture -> tensor, run in the worker.
         workers: processes; 0 decodes in this one.
         batch_size: rows in most batches; so many are decoded ahead, twice for each worker.
@@ -194,6 +197,9 @@ def load_batches(
 
     def pieces() -> Iterator[list[int]]:
         for rows in batches:
+            if rows is None:
+                yield []  # if the sampler ended, the workers would, too
+                continue
             sizes.append(len(rows))
             yield from (rows[start : start + at_a_time] for start in range(0, len(rows), at_a_time))
 
@@ -221,7 +227,7 @@ class Batches(Iterator[Batch]):
     """Decoded batches, one after the other; `load_batches` makes them.
 
     Args:
-        pieces: of batches, in order.
+        pieces: of batches, in order; None where it was not known what comes next.
         sizes: rows of each batch of which pieces may come.
         deaths: of the workers; None: there are none.
 
@@ -232,17 +238,21 @@ class Batches(Iterator[Batch]):
     """
 
     def __init__(
-        self, pieces: Iterator[Batch | BrokenListError], sizes: deque[int], deaths: WorkerDeaths | None = None
+        self, pieces: Iterator[Batch | BrokenListError | None], sizes: deque[int], deaths: WorkerDeaths | None = None
     ):
         self._pieces, self._sizes, self._deaths = pieces, sizes, deaths
 
     def __next__(self) -> Batch:
         waiting: list[Batch] = []
         while True:
-            with deaths_explained(), self._deaths.told_here() if self._deaths else contextlib.nullcontext():
+            with self._deaths.told_here() if self._deaths else contextlib.nullcontext():
                 piece = next(self._pieces)
             if isinstance(piece, BrokenListError):
                 raise piece
+            if piece is None:
+                if not self._sizes:
+                    raise StopIteration
+                continue
             waiting.append(piece)
             if sum(len(one.rows) for one in waiting) == self._sizes[0]:
                 self._sizes.popleft()

@@ -12,39 +12,20 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
 from extract.errors import LayertapError, first_line
 
-__all__ = ["DeadWorkerError", "WorkerDeaths", "deaths_explained"]
+__all__ = ["DeadWorkerError", "WorkerDeaths"]
+
+_ENDING_S = 1.0  # between a process that closes its files and its end
 
 
 class DeadWorkerError(LayertapError):
     """A process that decodes images has died."""
-
-
-@contextlib.contextmanager
-def deaths_explained() -> Iterator[None]:
-    """Put PyTorch's errors about its workers, themselves, into words of what to do.
-
-    Raises:
-        DeadWorkerError: a worker has died.
-        LayertapError: a worker sends nothing any more.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        said = first_line(error)
-        if not said.startswith("DataLoader"):  # an error of what a worker runs: "Caught ... in DataLoader worker ..."
-            raise
-        traceback.clear_frames(error.__traceback__)  # or who keeps the error keeps the other processes
-        kind = DeadWorkerError if said.startswith("DataLoader worker") else LayertapError
-        raise kind(
-            f"a process that decodes images died or hangs: {said}. What was stored is safe; run again to go on. Lower "
-            "workers or batch_size if memory is short, or give /dev/shm more room"
-        ) from error
 
 
 class WorkerDeaths:
@@ -77,7 +58,35 @@ class WorkerDeaths:
         """While this is open, a worker that dies, or has died before, is an error.
 
         Raises:
-            RuntimeError: which process, and how.
+            DeadWorkerError: which process, and how.
+            LayertapError: a worker sends nothing any more.
+        """
+        try:
+            with self._heard():
+                yield
+        except (RuntimeError, OSError, EOFError) as error:
+            said = first_line(error)
+            if isinstance(error, RuntimeError):
+                if not said.startswith("DataLoader"):  # "Caught ...": an error of what a worker runs
+                    raise
+                has_died = said.startswith("DataLoader worker")
+            else:  # the memory of an image is asked of the process that has decoded it
+                has_died = self._one_has_died()
+                if not has_died:
+                    raise
+            traceback.clear_frames(error.__traceback__)  # or who keeps the error keeps the other processes
+            kind = DeadWorkerError if has_died else LayertapError
+            raise kind(
+                f"a process that decodes images died or hangs: {said}. What was stored is safe; run again to go on. "
+                "Lower workers or batch_size if memory is short, or give /dev/shm more room"
+            ) from error
+
+    @contextlib.contextmanager
+    def _heard(self) -> Iterator[None]:
+        """While this is open, signals are not held back; one that was is an error.
+
+        Raises:
+            RuntimeError: which process has died, and how.
         """
         kind, before = WorkerDeaths, WorkerDeaths._waits
         if not self._holds:
@@ -92,6 +101,10 @@ class WorkerDeaths:
             yield
         finally:
             kind._waits = before
+
+    def _one_has_died(self) -> bool:
+        """Whether a worker has ended; they do so when they are told to, and that is later."""
+        return bool(wait([one.sentinel for one in self._workers], timeout=_ENDING_S))
 
     def close(self) -> None:
         """Put the handler back that was there, when nobody is left."""

@@ -1,4 +1,4 @@
-"""Where a data set that several workers make goes."""
+"""Where data sets are: in a folder, or in a bucket."""
 
 from __future__ import annotations
 
@@ -6,12 +6,23 @@ from pathlib import Path
 
 from extract.shard_making import Place
 from extract.store.bucket import Bucket
+from extract.store.dataset import DataSet
 from extract.store.shared_folder import SharedFolder
 from extract.urls import is_url
 
-__all__ = ["place_of"]
+__all__ = ["data_set_at", "place_of"]
 
 
 def place_of(out: str) -> Place:
     """The place that an output folder, or a URL, means."""
     return Bucket(out) if is_url(out) else SharedFolder(Path(out))
+
+
+def data_set_at(out: str | Path) -> DataSet:
+    """What is said of the data set there.
+
+    Raises:
+        InputError: there is none.
+        LayertapError: the store does not answer.
+    """
+    return place_of(str(out)).dataset

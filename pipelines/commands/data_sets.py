@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from extract.errors import InputError
-from pipelines.commands.options import FOLDER, json_flag, option, tell
+from pipelines.commands.options import DATA_SET, FOLDER, json_flag, option, tell
 
 __all__ = ["diff", "export", "merge", "report", "search", "show", "status", "verify"]
 
@@ -89,7 +89,7 @@ def report(out: Path, other: Path | None, **settings: Any) -> None:
 
 
 @click.command()
-@click.argument("out", type=FOLDER)
+@click.argument("out", type=DATA_SET)
 @click.argument("query", metavar="ROW|PATH|IMAGE")
 @click.option("-k", type=click.IntRange(min=1), default=10, show_default=True, help="Images to find.")
 @click.option("-l", "--layer", help="By its features. [default: embedding, or the only one]")
@@ -100,7 +100,7 @@ def report(out: Path, other: Path | None, **settings: Any) -> None:
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N or mps.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Draw the images found: a .png, .svg or .pdf.")
 @json_flag
-def search(out: Path, query: str, as_json: bool, **settings: Any) -> None:
+def search(out: Path | str, query: str, as_json: bool, **settings: Any) -> None:
     """Find the images of the data set OUT that are nearest to one, by cosine, exactly.
 
     What is searched for is the number of a row, the path of an image in the data set, or else an image file, whose
@@ -162,11 +162,11 @@ def verify(ctx: click.Context, /, out: Path, as_json: bool, **settings: Any) -> 
 
 
 @click.command()
-@click.argument("out", type=FOLDER)
+@click.argument("out", type=DATA_SET)
 @click.option("--to", type=click.Choice(["h5", "npy", "parquet", "mat"]), required=True, help="What to write.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="File, or folder of npy. [default: beside OUT]")
 @click.option("-l", "--layers", multiple=True, metavar="LAYER", help="Only these; repeats. [default: all]")
-def export(out: Path, to: str, output: Path | None, layers: tuple[str, ...]) -> None:
+def export(out: Path | str, to: str, output: Path | None, layers: tuple[str, ...]) -> None:
     """Write the data set OUT as plain files for other tools: HDF5, NumPy, Parquet or MATLAB.
 
     \b

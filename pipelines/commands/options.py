@@ -14,7 +14,14 @@ from extract.errors import InputError
 from extract.urls import is_url
 from pipelines.config import EmbedConfig
 
-__all__ = ["FOLDER", "config_file", "given", "json_flag", "option", "print_json", "tell"]
+__all__ = ["DATA_SET", "FOLDER", "config_file", "given", "json_flag", "option", "print_json", "tell"]
+
+
+class _DataSet(click.Path):
+    """A data set: its folder, or its URL in a bucket, which stays as it is."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if is_url(str(value)) else super().convert(value, param, ctx)
 
 
 class _Folder(click.Path):
@@ -23,12 +30,13 @@ class _Folder(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if is_url(str(value)):
             raise InputError(
-                f"{value}: this command reads folders; copy the data set (aws s3 sync {value} FOLDER), or read it in "
-                f"Python: FeatureReader({str(value)!r})"
+                f"{value}: this command reads folders; copy the data set (aws s3 sync {value} FOLDER). What reads a "
+                f"bucket: `layertap status`, `probe`, `search`, `export`, and in Python FeatureReader({str(value)!r})"
             )
         return super().convert(value, param, ctx)
 
 
+DATA_SET = _DataSet(path_type=Path)
 FOLDER = _Folder(path_type=Path)
 
 json_flag = click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")

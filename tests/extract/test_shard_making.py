@@ -55,12 +55,10 @@ class Waiting:
 
     def __init__(self, shards: list[int]):
         self._later = deque(shards)
-        self._now: int | None = None
 
     def __iter__(self) -> Iterator[int]:
         while self._later:
-            self._now = self._later.popleft()
-            yield self._now
+            yield self._later.popleft()
 
     def following(self, known: Container[int]) -> int | None:
         return next((shard for shard in list(self._later)[:1] if shard not in known), None)
@@ -92,12 +90,14 @@ def assert_same(out: Path, expected: FeatureReader) -> None:
         assert np.array_equal(reader["embedding"][:], expected["embedding"][:])
 
 
-@pytest.mark.parametrize(("workers", "starts"), [(0, SHARDS), (1, 1)])
+@pytest.mark.parametrize("in_time", [True, False])
+@pytest.mark.parametrize("ahead", [1, 20])  # batches: less than a shard, and several shards
+@pytest.mark.parametrize("workers", [0, 1])
 def test_what_decodes_goes_on_with_the_next_shard(
     pictures: Path, tmp_path: Path, options: dict[str, Any], expected: FeatureReader, begun: list[int],
-    workers: int, starts: int, monkeypatch: pytest.MonkeyPatch,
+    workers: int, ahead: int, in_time: bool, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("extract.images.loading._BATCHES_AHEAD", 1)  # less than a shard
+    monkeypatch.setattr("extract.images.loading._BATCHES_AHEAD", ahead)
     waiting, rows = Waiting([3, 0, 1, 5, 4, 2]), 0
 
     def count(computed: int, found: bool) -> None:
@@ -106,12 +106,12 @@ def test_what_decodes_goes_on_with_the_next_shard(
 
     with maker_of(pictures, tmp_path, options, workers) as maker:
         for shard in waiting:
-            assert maker.make(shard, count, following=waiting.following)
+            assert maker.make(shard, count, following=waiting.following if in_time else lambda known: None)
             receipt = maker.publish(shard)
             assert receipt is not None
             assert receipt["status"] == {"ok": ROWS}
     assert rows == ROWS * SHARDS
-    assert len(begun) == starts
+    assert begun == [workers]
     assert_same(tmp_path / "out", expected)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader
 from extract.errors import LayertapError
 from extract.images import list_images, load_batches
 from extract.images.source import Files
-from extract.images.worker_deaths import DeadWorkerError
+from extract.images.worker_deaths import DeadWorkerError, WorkerDeaths
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +90,21 @@ def test_a_worker_that_hangs_is_told(folder: Path, monkeypatch: pytest.MonkeyPat
     with hangs as found, contextlib.closing(loaded(folder)) as batches:
         next(batches)
     assert not isinstance(found.value, DeadWorkerError)
+
+
+@pytest.mark.parametrize(("lives_s", "told"), [(0.3, DeadWorkerError), (60.0, ConnectionResetError)])
+def test_an_image_that_cannot_be_had_of_a_process_that_is_ending(lives_s: float, told: type[Exception]) -> None:
+    """PyTorch opens the memory of a tensor with the help of the process that has made it."""
+    worker = multiprocessing.Process(target=time.sleep, args=(lives_s,))
+    worker.start()
+    deaths = WorkerDeaths([worker])
+    try:
+        with pytest.raises(told), deaths.told_here():
+            raise ConnectionResetError
+    finally:
+        deaths.close()
+        worker.kill()
+        worker.join()
 
 
 def test_a_handler_of_ones_own_is_heard_and_put_back(folder: Path) -> None:

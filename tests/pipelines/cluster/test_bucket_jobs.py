@@ -54,6 +54,25 @@ def test_embed_to_a_bucket_resumes_and_can_be_read(
     with FeatureReader(url) as reader, FeatureReader(tmp_path / "here") as expected:
         assert reader.paths == expected.paths
         assert np.allclose(reader["embedding"][:], expected["embedding"][:], rtol=1e-5, atol=1e-6)
+        features = reader["embedding"][:]
+    results = []
+    for out, name in ((tmp_path / "here", "here"), (url, "there")):
+        near = layertap("search", out, "3", "-k", "4", "--json", "-o", tmp_path / f"{name}.png")
+        assert near.exit_code == 0, near.output
+        probed = layertap("probe", out, "-p", "centroid", "--json", "-o", tmp_path / f"probe-{name}")
+        assert probed.exit_code == 0, probed.output
+        found = [json.loads(near.stdout)["results"], json.loads(probed.stdout)["probes"][0]["metrics"]]
+        results.append(found)
+    assert [hit["row"] for hit in results[0][0]] == [hit["row"] for hit in results[1][0]]
+    assert results[0][1] == results[1][1]
+    assert (tmp_path / "there.png").stat().st_size > 10_000
+    exported = layertap("export", url, "--to", "npy", "-o", tmp_path / "npy")
+    assert exported.exit_code == 0, exported.output
+    assert np.array_equal(np.load(tmp_path / "npy" / "embedding.npy"), features)
+    for words_without_a_file in (["export", url, "--to", "npy"], ["probe", url, "-p", "knn"]):
+        told_where = layertap(*words_without_a_file)
+        assert told_where.exit_code == 2
+        assert "is in a bucket" in told_where.output
     other = layertap(*words, "--dtype", "float16")
     assert other.exit_code == 2
     assert "stored_as: float32 there, float16 now" in other.output
