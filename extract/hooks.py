@@ -42,137 +42,10 @@ from extract.operations import attention_weights, operation_name, unwatched, wat
 from extract.record import Record, Reduce, Site, What, split_text, take
 from extract.settings import COMPILED_CODE_OFF, FUSED_ATTENTION_OFF
 from extract.structures import Path, map_tensors, tensors_in
+from extract.tap_state import Block, Call, ModelCall, Point, Wish
+from extract.uncopied_hook import UncopiedHook
 
-__all__ = ["StandInError", "Taps", "UncopiedHook"]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Wish:
-    """One thing to do at one layer: edit it, or keep it where `edit` is None. No call means every one.
-
-    The path is that of a tensor, or of what it is in. With an `operation`, it is about functions of such a name (a
-    pattern) called in the layer's own forward.
-    """
-
-    layer: str
-    operation: str
-    what: What
-    call: int | None = None
-    path: tuple[str, ...] = ()
-    reduce: Reduce | None = None
-    edit: Edit | None = None
-
-    def overlaps(self, other: _Wish) -> bool:
-        same = (self.layer, self.operation, self.what) == (other.layer, other.operation, other.what)
-        depth = min(len(self.path), len(other.path))
-        calls = (self.call, other.call)
-        return same and self.path[:depth] == other.path[:depth] and (None in calls or calls[0] == calls[1])
-
-    def takes(self, path: Path) -> bool:
-        return tuple(map(str, path[: len(self.path)])) == self.path
-
-
-@dataclasses.dataclass
-class _Point:
-    """A place where values pass: a module, or a function called in one; with what is wished there, by layer name."""
-
-    wishes: list[tuple[str, _Wish]]
-    # The calls that have begun and not ended, the innermost last: a module may call itself.
-    calls: list[_Call] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass
-class _Call:
-    """One call of a module.
-
-    `number` is None if it is not ours. `inputs` are tensors it was given, `stand_ins` what it was given in place of
-    some of them, with the version each had: see `_watched`.
-    """
-
-    number: int | None
-    inputs: list[Tensor] = dataclasses.field(default_factory=list)
-    stand_ins: list[tuple[Tensor, Tensor, int]] = dataclasses.field(default_factory=list)
-
-
-class _Forward:
-    """One call of the model: its record, and where it is."""
-
-    def __init__(self, record: Record):
-        self.record = record
-        self.running = True
-        self.handed_on = False  # to on_record
-        self.calls: Counter[int] = Counter()  # id of a module -> how often it was called
-        self.operations: Counter[str] = Counter()
-        self.attentions: Counter[str] = Counter()
-        self.kept: Counter[tuple[str, What]] = Counter()  # times something was kept of each layer
-        self.left = 0  # layers of which not all that is to come was kept
-        self.stack: list[list[str]] = [[""]]  # names of the modules that are running, the innermost last
-        # Outputs that go on as clones, what they are clones of, and their version: see `_watched`.
-        self.stand_ins: list[tuple[Site, weakref.ref[Tensor] | None, Tensor, int]] = []
-        self._seen: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-
-    def see(self, tensor: Tensor) -> None:
-        """Remember that a gradient is watched at this tensor."""
-        self._seen[id(tensor)] = tensor
-
-    def has_seen(self, tensor: Tensor) -> bool:
-        return self._seen.get(id(tensor)) is tensor
-
-    def check_stand_ins(self) -> None:
-        """Whether the model wrote into a clone that stood in for a tensor it may still read: then it went astray.
-
-        Raises:
-            LayertapError: it did.
-        """
-        for site, given, stand_in, version in self.stand_ins:
-            if stand_in._version != version and (given is None or given() is not None):
-                raise StandInError(site)
-        self.stand_ins.clear()
-
-
-class StandInError(LayertapError):
-    """The model wrote into a copy that stood in for an output, so that its gradient could be watched.
-
-    Attributes:
-        site: of the gradient.
-    """
-
-    def __init__(self, site: Site):
-        super().__init__(
-            f"{site} cannot be had: the model writes in place into what layer {site.layer!r} handed on, which has "
-            "other names; ask for the layer before it"
-        )
-        self.site = site
-
-
-class _Block:
-    """One `with` block: what must be undone, and whether it is still open, for tensors that outlive it."""
-
-    def __init__(self) -> None:
-        self.open = True
-        self.thread = threading.get_ident()
-        self.undo = contextlib.ExitStack()
-
-
-class UncopiedHook:
-    """A hook that a copy of the model does not take along: copied or pickled, it does nothing."""
-
-    def __init__(self, function: Callable[..., Any]):
-        self._function = function
-
-    def __call__(self, *args: Any) -> Any:
-        """What the function returns."""
-        return self._function(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return UncopiedHook, (_nothing,)
-
-    def __deepcopy__(self, memo: Any) -> UncopiedHook:
-        return UncopiedHook(_nothing)
-
-
-def _nothing(*args: Any) -> None:
-    return None
+__all__ = ["Taps"]
 
 
 class _Stop(BaseException):
@@ -218,12 +91,12 @@ class Taps:
         self._model = model
         self._layers = named_layers(model)
         self._parameters = named_parameters(model)
-        self._wishes: list[_Wish] = []
+        self._wishes: list[Wish] = []
         self._stop = stop
         self._on_record = on_record
-        self._points: list[_Point] = []
-        self._block: _Block | None = None  # while the `with` block is open
-        self._forward: _Forward | None = None  # the current one, or the last
+        self._points: list[Point] = []
+        self._block: Block | None = None  # while the `with` block is open
+        self._forward: ModelCall | None = None  # the current one, or the last
         self._edited_layers: set[str] = set()  # whose outputs or inputs an edit has reached
         self._stoppable = False  # the forward was begun by __call__, which catches _Stop
         self._to_keep: Counter[tuple[str, What]] = Counter()  # as `kept`, of a whole forward
@@ -292,7 +165,7 @@ class Taps:
         self._wishes += [dataclasses.replace(wish, edit=fn) for wish in self._wishes_for(layers, what, call)]
         return self
 
-    def _wishes_for(self, layers: str | Site | Sequence[str], what: What, call: int | None) -> list[_Wish]:
+    def _wishes_for(self, layers: str | Site | Sequence[str], what: What, call: int | None) -> list[Wish]:
         if self._block is not None:
             raise LayertapError("ask before the `with` block begins")
         if what not in get_args(What):
@@ -316,7 +189,7 @@ class Taps:
                 names = [*self._layers, *self._parameters] if kind == "grad" else list(self._layers)
                 inside = match_layers(names, layer)
             own_call = call if own_call is None else own_call
-            wishes += [_Wish(name, operation, kind, own_call, path) for name in inside]
+            wishes += [Wish(name, operation, kind, own_call, path) for name in inside]
         return wishes
 
     @property
@@ -340,7 +213,7 @@ class Taps:
             raise LayertapError("these Taps are in use already")
         if self._stop and any(wish.what in ("grad", "grad_input") for wish in self._wishes):
             raise InputError("gradients need whole forwards; leave stop=True off")
-        block = _Block()
+        block = Block()
         with contextlib.ExitStack() as undo:
             self._enter(undo)
             block.undo = undo.pop_all()
@@ -369,7 +242,7 @@ class Taps:
             names = ", ".join(dict.fromkeys(f"{w.layer}/{w.operation}" if w.operation else w.layer for w in idle))
             raise LayertapError(f"the edit of {names} never took effect: no such call gave a floating-point tensor")
 
-    def _has_edited(self, wish: _Wish) -> bool:
+    def _has_edited(self, wish: Wish) -> bool:
         if not wish.operation:
             return wish.layer in self._edited_layers
         return any(fnmatchcase(name, f"{wish.layer}/{wish.operation}") for name in self._edited_layers)
@@ -397,7 +270,7 @@ class Taps:
                 hook(module.register_forward_pre_hook, partial(self._push, names[id(module)]))
                 hook(module.register_forward_hook, self._pop, always_call=True)
             undo.enter_context(watching(self._on_operation))
-        points: dict[int, tuple[nn.Module, _Point]] = {}
+        points: dict[int, tuple[nn.Module, Point]] = {}
         for wish in sorted(self._wishes, key=lambda wish: wish.edit is None):  # edits come before keeps
             if wish.layer in self._parameters:
                 parameter = self._parameters[wish.layer]
@@ -407,7 +280,7 @@ class Taps:
                 undo.callback(handle.remove)
             elif not wish.operation and wish.what != "attention":
                 module = self._layers[wish.layer]
-                points.setdefault(id(module), (module, _Point([])))[1].wishes.append((wish.layer, wish))
+                points.setdefault(id(module), (module, Point([])))[1].wishes.append((wish.layer, wish))
         self._points = [point for _, point in points.values()]
         for module, point in points.values():
             hook(module.register_forward_pre_hook, partial(self._before, point), with_kwargs=True)
@@ -462,7 +335,7 @@ class Taps:
             self._hand_on()
             for point in self._points:
                 point.calls.clear()  # of a forward that was stopped or interrupted
-            self._forward = _Forward(Record(self._why_absent))
+            self._forward = ModelCall(Record(self._why_absent))
             self._forward.left = len(self._to_keep)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -479,7 +352,7 @@ class Taps:
             forward.handed_on = True
             self._on_record(forward.record)
 
-    def _running(self) -> _Forward | None:
+    def _running(self) -> ModelCall | None:
         """The forward that is running in this thread."""
         block, forward = self._block, self._forward
         if block is None or forward is None or not forward.running or block.thread != threading.get_ident():
@@ -495,10 +368,10 @@ class Taps:
         if forward := self._running():
             forward.stack.pop()
 
-    def _before(self, point: _Point, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before(self, point: Point, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._is_our_thread():
             return None
-        call = _Call(self._call_number(module))
+        call = Call(self._call_number(module))
         point.calls.append(call)
         if call.number is None:
             return None
@@ -510,7 +383,7 @@ class Taps:
             return None
         return tuple(passed[i] for i in range(len(args))), {name: passed[name] for name in kwargs}
 
-    def _after(self, point: _Point, module: nn.Module, args: Any, output: Any) -> Any:
+    def _after(self, point: Point, module: nn.Module, args: Any, output: Any) -> Any:
         if not self._is_our_thread() or not point.calls:
             return None
         call = point.calls[-1]
@@ -526,7 +399,7 @@ class Taps:
         finally:
             point.calls.pop()
 
-    def _on_parameter(self, wish: _Wish, gradient: Tensor) -> Tensor | None:
+    def _on_parameter(self, wish: Wish, gradient: Tensor) -> Tensor | None:
         site = Site(wish.layer, what="grad")
         if not self._is_our_thread():
             return None
@@ -567,7 +440,7 @@ class Taps:
             for wish in attended if weights is not None else ():
                 call = forward.attentions[wish.layer]
                 forward.attentions[wish.layer] += 1
-                self._pass(_Point([(wish.layer, wish)]), call, weights, "attention")
+                self._pass(Point([(wish.layer, wish)]), call, weights, "attention")
         for layer in forward.stack[-1]:
             wishes = [
                 (f"{layer}/{name}", wish)
@@ -577,10 +450,10 @@ class Taps:
             if wishes and any(True for _ in tensors_in(result)):
                 call = forward.operations[f"{layer}/{name}"]
                 forward.operations[f"{layer}/{name}"] += 1
-                result = self._pass(_Point(wishes), call, result, "output")
+                result = self._pass(Point(wishes), call, result, "output")
         return result
 
-    def _pass(self, point: _Point, call: int, value: Any, side: What) -> Any:
+    def _pass(self, point: Point, call: int, value: Any, side: What) -> Any:
         """What goes on from a point in place of a value: edited, with its gradients watched; then it is kept."""
         with unwatched():
             value = map_tensors(value, partial(self._changed, point, call, side))
@@ -601,7 +474,7 @@ class Taps:
             raise _Stop
         return value
 
-    def _changed(self, point: _Point, call: int, side: What, path: Path, tensor: Tensor) -> Tensor:
+    def _changed(self, point: Point, call: int, side: What, path: Path, tensor: Tensor) -> Tensor:
         """The tensor that takes the place of one that passes."""
         gradient: What = "grad" if side == "output" else "grad_input"
         given, watched = tensor, []
@@ -624,7 +497,7 @@ class Taps:
             point.calls[-1].stand_ins.append((given, tensor, tensor._version))
         return tensor
 
-    def _watched(self, point: _Point, side: What, tensor: Tensor, wishes: list[tuple[Site, _Wish]]) -> Tensor:
+    def _watched(self, point: Point, side: What, tensor: Tensor, wishes: list[tuple[Site, Wish]]) -> Tensor:
         """A tensor whose gradient will be edited and kept; the tensor itself where that is safe."""
         assert self._block is not None
         assert self._forward is not None
@@ -661,7 +534,7 @@ class Taps:
         return tensor
 
 
-def _is_among(tensor: Tensor, calls: list[_Call]) -> bool:
+def _is_among(tensor: Tensor, calls: list[Call]) -> bool:
     """Whether the innermost call was given this very tensor."""
     return bool(calls) and any(tensor is given for given in calls[-1].inputs)
 

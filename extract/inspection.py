@@ -23,13 +23,14 @@ from torch import Tensor, nn
 
 from extract.errors import InputError, LayertapError
 from extract.findings import Finding, findings_of
-from extract.hooks import StandInError, Taps
+from extract.hooks import Taps
 from extract.layers import match_layers, named_layers, named_parameters
 from extract.pooling import recognise
 from extract.record import Record, Site
 from extract.rows import Rows, Trial
 from extract.settings import evaluating, full_float32, keeping_freed_memory
 from extract.statistics import Statistics, Summary, summarise
+from extract.tap_state import StandInError
 
 __all__ = [
     "Inspection",

@@ -31,11 +31,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from extract.errors import InputError, LayertapError
-from extract.hooks import Taps, UncopiedHook
+from extract.hooks import Taps
 from extract.inspection import does_something, positions_of
 from extract.layers import match_layers, named_layers, named_parameters
 from extract.record import Record
 from extract.statistics import Statistics, Summary, summarise
+from extract.uncopied_hook import UncopiedHook
 
 __all__ = ["ActivationMonitor", "Alarm", "GradientMonitor"]
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import subprocess
+import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from extract import FeatureReader
+from extract.store.verify import verify
 from pipelines.cli import main
 from pipelines.cluster.engines import of_an_actor
 from pipelines.cluster.ray_actors import Room, room
@@ -75,3 +82,41 @@ def test_whatever_is_killed_each_row_is_there_once(seed: int, tmp_path: Path) ->
     faults.make_images(tmp_path / "images")
     with faults.expected_of(tmp_path / "images", tmp_path / "expected") as expected, TemporaryDirectory() as short:
         print(faults.run(seed, tmp_path / "images", expected, Path(short)))
+
+
+@pytest.mark.soak
+def test_forty_shards_of_photos_on_two_nodes_are_those_of_one_process(photos: Path, tmp_path: Path) -> None:
+    """Byte for byte from a process with one thread, as an actor here has; nearly from one with all cores."""
+    originals = itertools.cycle(sorted(photos.rglob("*.jp*g")))
+    for i, photo in enumerate(itertools.islice(originals, 4000)):
+        path = tmp_path / "images" / f"class {i % 7}" / f"{i:04d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to(photo)
+
+    def embed(name: str, *words: str, cores: int | None = None) -> FeatureReader:
+        command = [
+            sys.executable, "-m", "pipelines.cli", "embed", str(tmp_path / "images"), "-o", str(tmp_path / name), "-b",
+            "bundled/efficientnet_lite0", "--shard-rows", "100", "--compile", "off", "--device", "cpu", *words,
+        ]  # fmt: skip
+        mine = set(sorted(os.sched_getaffinity(0))[:cores])
+        subprocess.run(command, cwd=faults.ROOT, check=True, preexec_fn=lambda: os.sched_setaffinity(0, mine))
+        return FeatureReader(tmp_path / name)
+
+    with (
+        TemporaryDirectory() as short,
+        faults.cluster_of(2, {"TMPDIR": short, "PYTHONPATH": str(faults.ROOT)}) as (
+            cluster,
+            _,
+        ),
+    ):
+        found = embed("found", "--engine", "ray", "--address", cluster.address, "--cpus-per-worker", "1")
+    assert verify(tmp_path / "found").faults == []
+    assert len(list((tmp_path / "found" / "shards").glob("*.h5"))) == 40
+    with found, embed("one core", cores=1) as one_core, embed("all cores") as all_cores:
+        assert found.paths == one_core.paths == all_cores.paths == sorted(found.paths, key=os.fsencode)
+        assert np.array_equal(found.labels, one_core.labels)
+        assert np.bincount(found.labels).tolist() == [572, 572, 572, 571, 571, 571, 571]
+        values, wanted = found["embedding"][:], all_cores["embedding"][:]
+        assert np.array_equal(values, one_core["embedding"][:])
+        assert np.abs(values - wanted).max() <= 1e-5 * np.abs(wanted).max()
+        print(f"largest difference {np.abs(values - wanted).max():.1e} of {np.abs(wanted).max():.1f}")
