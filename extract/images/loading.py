@@ -246,12 +246,12 @@ class Batches(Iterator[Batch]):
         waiting: list[Batch] = []
         while True:
             with self._deaths.told_here() if self._deaths else contextlib.nullcontext():
-                piece = next(self._pieces)
+                piece = next(self._pieces, None)
             if isinstance(piece, BrokenListError):
                 raise piece
+            if piece is None and not self._sizes:
+                raise StopIteration
             if piece is None:
-                if not self._sizes:
-                    raise StopIteration
                 continue
             waiting.append(piece)
             if sum(len(one.rows) for one in waiting) == self._sizes[0]:
@@ -261,6 +261,7 @@ class Batches(Iterator[Batch]):
     def close(self) -> None:
         """End the workers; there are no more batches."""
         self._pieces = iter(())
+        self._sizes.clear()
         if self._deaths:
             self._deaths.close()
 

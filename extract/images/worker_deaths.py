@@ -64,19 +64,18 @@ class WorkerDeaths:
         try:
             with self._heard():
                 yield
-        except (RuntimeError, OSError, EOFError) as error:
+        except BaseException as error:
+            # Who keeps the error would keep the workers; and of a loader that is found in a cycle of references, they
+            # end after ten seconds only, since its queues are closed before they are told to end.
+            traceback.clear_frames(error.__traceback__)
             said = first_line(error)
-            if isinstance(error, RuntimeError):
-                if not said.startswith("DataLoader"):  # "Caught ...": an error of what a worker runs
-                    raise
-                has_died = said.startswith("DataLoader worker")
-            else:  # the memory of an image is asked of the process that has decoded it
-                has_died = self._one_has_died()
-                if not has_died:
-                    raise
-            traceback.clear_frames(error.__traceback__)  # or who keeps the error keeps the other processes
-            kind = DeadWorkerError if has_died else LayertapError
-            raise kind(
+            is_of_loader = isinstance(error, RuntimeError) and said.startswith("DataLoader")  # not "Caught ..."
+            # The memory of an image is asked of the process that has decoded it.
+            is_gone = isinstance(error, OSError | EOFError) and self._one_has_died()
+            if not is_of_loader and not is_gone:
+                raise
+            has_died = is_gone or said.startswith("DataLoader worker")
+            raise (DeadWorkerError if has_died else LayertapError)(
                 f"a process that decodes images died or hangs: {said}. What was stored is safe; run again to go on. "
                 "Lower workers or batch_size if memory is short, or give /dev/shm more room"
             ) from error

@@ -79,12 +79,16 @@ def test_an_error_of_what_a_worker_runs_is_no_death(
         raise RuntimeError("a bug of mine")
 
     monkeypatch.setattr(Files, "read", fails)
-    with pytest.raises(RuntimeError, match="a bug of mine"), contextlib.closing(loaded(folder, workers)) as batches:
+    batches = loaded(folder, workers)
+    processes = batches._deaths._workers if workers else []
+    with pytest.raises(RuntimeError, match="a bug of mine"), contextlib.closing(batches):
         next(batches)
+    assert not any(one.is_alive() for one in processes), "kept by the error"
 
 
 def test_a_worker_that_hangs_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("extract.images.loading._GIVE_UP_S", 1)
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)  # for which it is asked to end
     monkeypatch.setattr(Files, "read", lambda self, row: time.sleep(60))
     hangs = pytest.raises(LayertapError, match="died or hangs: DataLoader timed out after 1 s")
     with hangs as found, contextlib.closing(loaded(folder)) as batches:
