@@ -255,7 +255,10 @@ def damage(content: bytes, dice: random.Random) -> bytes:
     return bytes(damaged)
 
 
-@pytest.mark.parametrize("compress", [None, "gzip", "lzf", "blosc2"])
+@pytest.mark.parametrize(
+    "compress",
+    [None, pytest.param("gzip", marks=pytest.mark.slow), pytest.param("lzf", marks=pytest.mark.slow), "blosc2"],
+)
 def test_no_damage_crashes_or_passes_for_right(tmp_path: Path, compress: str | None) -> None:
     """LAYERTAP_FUZZ is how many damaged files are tried; each in a process of its own."""
     data = complete_data_set(tmp_path / "out", compress)

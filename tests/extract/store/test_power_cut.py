@@ -45,8 +45,15 @@ class Disk:
         return bytes(found)
 
 
-@pytest.mark.parametrize("sync_s", [0.0, 1e9])
-@pytest.mark.parametrize("retried", [False, True])
+@pytest.mark.parametrize(
+    ("retried", "sync_s"),
+    [
+        (False, 0.0),
+        (True, 1e9),
+        pytest.param(True, 0.0, marks=pytest.mark.slow),
+        pytest.param(False, 1e9, marks=pytest.mark.slow),
+    ],
+)
 def test_no_row_that_says_it_is_done_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync_s: float, retried: bool
 ) -> None:

@@ -255,8 +255,10 @@ def test_labels_of_several_folders_are_numbered_anew(tmp_path: Path) -> None:
         assert [reader.classes[label] for label in reader.labels] == before + after
 
 
-@pytest.mark.parametrize("compress", [None, "gzip"])
-@pytest.mark.parametrize(("method", "workers"), [(None, 0), ("fork", 2), ("spawn", 2)])
+@pytest.mark.parametrize(
+    ("method", "workers", "compress"),
+    [(None, 0, None), (None, 0, "gzip"), ("fork", 2, None), ("fork", 2, "gzip"), ("spawn", 2, "gzip")],
+)
 def test_a_data_loader_gives_the_stored_rows_in_a_seeded_order(
     tmp_path: Path, method: str | None, workers: int, compress: str | None
 ) -> None:
