@@ -87,7 +87,7 @@ def test_whatever_is_killed_each_row_is_there_once(seed: int, tmp_path: Path) ->
 @pytest.mark.soak
 def test_forty_shards_of_photos_on_two_nodes_are_those_of_one_process(photos: Path, tmp_path: Path) -> None:
     """Byte for byte from a process with one thread, as an actor here has; nearly from one with all cores."""
-    originals = itertools.cycle(sorted(photos.rglob("*.jp*g")))
+    originals = itertools.cycle(sorted(photos.rglob("*.JPEG")))
     for i, photo in enumerate(itertools.islice(originals, 4000)):
         path = tmp_path / "images" / f"class {i % 7}" / f"{i:04d}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
