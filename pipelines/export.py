@@ -25,10 +25,13 @@ def run_export(out: Path | str, to: str, output: Path | None, layers: Sequence[s
     Raises:
         InputError: no data set there, no such layer, or it cannot be written.
     """
-    if output is None and isinstance(out, str):
+    if output is not None:
+        path = output
+    elif isinstance(out, Path):
+        folder = out.resolve()
+        path = folder.with_name(f"{folder.name}-npy" if to == "npy" else f"{folder.name}.{to}")
+    else:
         raise InputError(f"{out} is in a bucket, beside which nothing is written; name a file on this machine by -o")
-    folder = Path(out).resolve()
-    path = output or folder.with_name(f"{folder.name}-npy" if to == "npy" else f"{folder.name}.{to}")
     with FeatureReader(out) as reader, Progress(len(reader), "rows") as progress:
         export(reader, path, to, layers or None, on_rows=lambda rows: progress.advance(rows, False))
         names = ", ".join(layers or reader.layers)
