@@ -6,19 +6,15 @@ Only within a shard: shards are computed apart from each other, in any order and
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from extract.forward import Rows
 from extract.images import Batch
 from extract.status import Status
 from extract.store.writer import ShardWriter
 
 __all__ = ["Duplicates"]
-
-# name -> (R, *shape); (R,) status; row of the data set -> why it failed
-Rows = tuple[dict[str, NDArray[Any]], NDArray[np.uint8], dict[int, str]]
 
 
 class Duplicates:
@@ -26,7 +22,7 @@ class Duplicates:
 
     Args:
         writer: of the shard; rows that are ok in it already are remembered, too.
-        settle: waits until all rows that were computed are stored.
+        settle: waits until all rows are stored whose computation was begun, but those that are waited for just now.
 
     Attributes:
         count: rows that were copied.
@@ -35,18 +31,24 @@ class Duplicates:
     def __init__(self, writer: ShardWriter, settle: Callable[[], None]):
         self._writer, self._settle = writer, settle
         self.count = 0
+        self._computing: set[bytes] = set()  # hashes of images that are
         good = np.flatnonzero(writer.status == Status.OK)
         hashes = writer.column("source_hash")[good]
         self._row_of = {one.tobytes(): row for one, row in zip(hashes[::-1], good[::-1].tolist(), strict=True)}
 
-    def rows_of(self, batch: Batch, compute: Callable[[Batch], Rows]) -> Rows:
-        """The rows of a batch: computed, or copied from the row that has the same image.
+    def begin(self, batch: Batch, begin: Callable[[Batch], Callable[[], Rows]]) -> Callable[[], Rows]:
+        """Have the rows of a batch computed, or copied from the row that has the same image.
 
         Args:
             batch: with all of its images.
-            compute: gives the rows of a batch in which no image is twice.
+            begin: has the rows of a batch computed in which no image is twice, and gives what waits for them.
+
+        Returns:
+            what waits for the rows; to be called before the next batch but one is begun.
         """
         hashes = [one.tobytes() for one in batch.source_hash]
+        if not self._computing.isdisjoint(hashes):
+            self._settle()  # the next rows are copies of those
         kept: list[int] = []
         within: dict[int, int] = {}  # position in the batch -> the position of the same image
         before: dict[int, int] = {}  # position in the batch -> the row of the shard with the same image
@@ -61,34 +63,40 @@ class Duplicates:
             else:
                 first[content] = i
                 kept.append(i)
-        if len(kept) == len(hashes):
-            rows = compute(batch)
-        else:
-            rows = self._scattered(batch, kept, within, before, compute)
-            self.count += len(within) + len(before)
-        local = batch.rows - self._writer.first_row
-        self._row_of |= {content: int(local[i]) for content, i in first.items() if rows[1][i] == Status.OK}
+        is_whole = len(kept) == len(hashes)
+        computed = begin(batch if is_whole else batch.only(kept)) if kept else None
+        self._computing |= first.keys()
+
+        def rows() -> Rows:
+            found = None if computed is None else computed()
+            self._computing -= first.keys()
+            if not is_whole:
+                found = self._scattered(batch, kept, within, before, found)
+                self.count += len(within) + len(before)
+            assert found is not None
+            local = batch.rows - self._writer.first_row
+            self._row_of |= {content: int(local[i]) for content, i in first.items() if found.status[i] == Status.OK}
+            return found
+
         return rows
 
     def _scattered(
-        self, batch: Batch, kept: list[int], within: dict[int, int], before: dict[int, int],
-        compute: Callable[[Batch], Rows],
-    ) -> Rows:  # fmt: skip
+        self, batch: Batch, kept: list[int], within: dict[int, int], before: dict[int, int], computed: Rows | None
+    ) -> Rows:
         status = np.full(len(batch.rows), Status.OK, np.uint8)
-        found: dict[str, NDArray[Any]] = {}
         reasons: dict[int, str] = {}
-        if kept:
-            found, status[kept], reasons = compute(batch.only(kept))
+        if computed is not None:
+            status[kept], reasons = computed.status, computed.reasons
         status[list(within)] = status[list(within.values())]
         features = {}
         self._settle()
         for name, values in self._writer.read(np.array(list(before.values()), np.int64)).items():
             features[name] = rows = np.empty((len(batch.rows), *values.shape[1:]), values.dtype)
-            if kept:
-                rows[kept] = found[name]
+            if computed is not None:
+                rows[kept] = computed.features[name]
             rows[list(within)] = rows[list(within.values())]
             rows[list(before)] = values
         for i, twin in within.items():
             if int(batch.rows[twin]) in reasons:
                 reasons[int(batch.rows[i])] = reasons[int(batch.rows[twin])]
-        return features, status, reasons
+        return Rows(features, status, reasons)

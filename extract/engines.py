@@ -21,6 +21,7 @@ from extract.errors import InputError, LayertapError, first_line, unknown_name
 from extract.features import Choice
 from extract.graph import graph_of
 from extract.libraries import library
+from extract.transfers import Transfers
 
 __all__ = ["COMPILE", "compiled", "default_engine", "engine_for"]
 
@@ -86,9 +87,15 @@ def _openvino_computes_in(precision: str) -> bool:
 
 
 def compiled(
-    engine: str, backbone: Backbone, choice: Choice, dtype: str, precision: str, batch_size: int
-) -> Callable[[Tensor], dict[str, NDArray[Any]]]:
-    """A forward as `extract.forward.ready` gives it, compiled; the first call compiles.
+    engine: str,
+    backbone: Backbone,
+    choice: Choice,
+    dtype: str,
+    precision: str,
+    batch_size: int,
+    transfers: Transfers,
+) -> Callable[[Tensor], list[dict[str, NDArray[Any]]]]:
+    """A function of a batch that gives its features in parts, compiled; the first call compiles.
 
     Args:
         engine: "inductor" or "openvino".
@@ -97,15 +104,16 @@ def compiled(
         dtype: of what is returned.
         precision: of the computation.
         batch_size: images that are computed at once.
+        transfers: by which images come to the device, and features from it.
 
     Raises:
         LayertapError: from the calls: the backbone cannot be compiled, or the memory does not suffice.
     """
     function: _Function | None = None
 
-    def at_once(images: Tensor) -> list[NDArray[Any]]:
+    def at_once(images: Tensor) -> dict[str, NDArray[Any]]:
         nonlocal function
-        batch = _filled(images, batch_size).to(backbone.device, non_blocking=True)
+        batch = transfers.up(_filled(images, batch_size))
         if function is not None:
             found = function(batch)
         else:
@@ -117,18 +125,17 @@ def compiled(
                 text = f"{backbone.spec} cannot be compiled by {engine}: {first_line(error)}"
                 raise LayertapError(text) from error
             function = made
-        return [values[: len(images)].cpu().numpy() for values in found]
+        kept = [transfers.down(values[: len(images)]).numpy() for values in found]
+        return {feature.name: values for feature, values in zip(choice.features, kept, strict=True)}
 
-    def forward(images: Tensor) -> dict[str, NDArray[Any]]:
+    def parts(images: Tensor) -> list[dict[str, NDArray[Any]]]:
         try:
-            parts = [at_once(part) for part in torch.split(images, batch_size)]
+            return [at_once(part) for part in torch.split(images, batch_size)]
         except torch.OutOfMemoryError as error:
             text = f"the memory of the device does not suffice for {batch_size} images in compiled code: {error}"
             raise LayertapError(f"{text}. Take a smaller --batch-size") from error
-        kept = parts[0] if len(parts) == 1 else [np.concatenate(each) for each in zip(*parts, strict=True)]
-        return {feature.name: values for feature, values in zip(choice.features, kept, strict=True)}
 
-    return forward
+    return parts
 
 
 def _filled(images: Tensor, count: int) -> Tensor:

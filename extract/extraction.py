@@ -1,4 +1,4 @@
-"""From images to features on disk: the loop that joins images, backbone, taps, pooling and store.
+"""From images to features on disk: a run, which joins images, backbone, taps, pooling and store.
 
     images -> DataLoader -> backbone, under Taps -> pooling (on the device) -> CPU -> ShardWriter -> HDF5
 
@@ -9,38 +9,28 @@ was resolved, show progress, or stop in between.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import itertools
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from extract import defaults
 from extract.backbones import Backbone, load_backbone
-from extract.duplicates import Duplicates
-from extract.errors import InputError, LayertapError
+from extract.errors import InputError
+from extract.filling import fill_shard
 from extract.first_batch import Computation, verified
-from extract.forward import Forward, rows_of
-from extract.images import Batch, load_batches
+from extract.images import load_batches
 from extract.planning import Plan, plan
-from extract.shard_work import ShardWork, batches_of, check_disk_space, check_same_images, create_part, work_of
-from extract.status import Status
+from extract.shard_work import batches_of, check_disk_space, check_same_images, work_of
 from extract.store.dataset import BUILDING
 from extract.store.reader import FeatureReader
-from extract.store.writer import ShardWriter
 from extract.summary import Summary
 from extract.urls import is_url
 
-__all__ = ["Plan", "Summary", "extract", "extract_features", "extract_shard", "plan"]
-
-_UNREACHABLE = 32  # images in a row that nobody answers for; in a list of dead links there may be some
+__all__ = ["Plan", "Summary", "extract", "extract_features", "plan"]
 
 
 def extract_features(
@@ -218,7 +208,7 @@ def extract(
         with contextlib.closing(batches), verified(plan, on_chosen, on_smaller, begun) as forward:
             for one in work:
                 count = sum(1 for _ in batches_of(one.rows, plan))
-                extract_shard(plan, one, itertools.islice(batches, count), forward, summary, on_rows, stop)
+                fill_shard(plan, one, itertools.islice(batches, count), forward, summary, on_rows, stop)
                 if summary.stopped:
                     break
         summary.seconds = time.perf_counter() - start
@@ -232,96 +222,3 @@ def extract(
             }
             dataset.add_run({"event": "ended", "started": plan.provenance["started"], **ended})
     return summary
-
-
-def extract_shard(
-    plan: Plan,
-    work: ShardWork,
-    batches: Iterator[Batch],
-    forward: Forward,
-    summary: Summary,
-    on_rows: Callable[[int, bool], None] = lambda rows, found: None,
-    stop: Callable[[], bool] = lambda: False,
-) -> None:
-    """Fill one shard with these batches of its rows and publish it; each is written while the next is computed."""
-    part = plan.dataset.path(work.shard, work.revision, part=True)
-    is_new = not part.exists()
-    if is_new:
-        create_part(plan, work, part)
-    before, start = copy.deepcopy(summary), time.perf_counter()
-    with ShardWriter(plan.dataset, work.shard, work.revision, sync_s=plan.sync_s) as writer:
-        try:
-            _fill(plan, writer, batches, forward, summary, on_rows, stop)
-        except BaseException:
-            if is_new and work.published is None and (writer.status == Status.PENDING).all():
-                part.unlink(missing_ok=True)  # nothing was stored in it
-            raise
-        if not summary.stopped:
-            made = summary.made_since(before, time.perf_counter() - start, plan.provenance)
-            with summary.timed("write"):
-                writer.publish(plan.compress or work.compress, made)
-
-
-def _fill(
-    plan: Plan,
-    writer: ShardWriter,
-    batches: Iterator[Batch],
-    forward: Forward,
-    summary: Summary,
-    on_rows: Callable[[int, bool], None],
-    stop: Callable[[], bool],
-) -> None:
-    dtype = plan.dataset.features[0].dtype
-    in_flight: list[tuple[Future[None], NDArray[np.uint8]]] = []  # the batch that is being written, and its status
-
-    def settle() -> None:
-        """Wait until what was computed is stored, and count it."""
-        while in_flight:
-            written, status = in_flight.pop()
-            with summary.timed("write"):
-                written.result()
-            summary.computed += len(status)
-            summary.status.update(Status(code).text for code in status.tolist())
-            on_rows(len(status), False)
-
-    duplicates = Duplicates(writer, settle)
-    with ThreadPoolExecutor(1, "writer") as background, contextlib.ExitStack() as at_the_end:
-        at_the_end.callback(settle)  # whatever happens, what was computed is stored
-        while True:
-            with summary.timed("images"):
-                batch = next(batches, None)
-            if batch is None:
-                break
-            if (batch.status == Status.MISSING).any() or not (batch.status == Status.OK).any():
-                plan.images.source.check_there()  # files that are missing with their disk are no failed rows
-            _check_reachable(batch, summary, nothing_yet=not summary.computed and not in_flight)
-            with summary.timed("forward"):
-                features, status, reasons = duplicates.rows_of(
-                    batch, lambda images: rows_of(images, forward, plan.choice.features, dtype)
-                )
-            source = {name: getattr(batch, name) for name in ("source_size", "source_mtime_ns", "source_hash")}
-            settle()
-            in_flight.append((background.submit(writer.write, batch.rows, features, status, source, reasons), status))
-            summary.duplicates += duplicates.count
-            duplicates.count = 0
-            if stop():
-                summary.stopped = True
-                break
-
-
-def _check_reachable(batch: Batch, summary: Summary, nothing_yet: bool) -> None:
-    """End the run where a network failed, so that its images are no failed rows: at many in a row, or at the start.
-
-    Raises:
-        LayertapError: it did.
-    """
-    if not batch.unreachable or (batch.status == Status.OK).any():
-        summary.unreachable = 0
-        return
-    summary.unreachable += batch.unreachable
-    if summary.unreachable >= _UNREACHABLE or (nothing_yet and batch.unreachable == len(batch.rows)):
-        reason = next(iter(batch.reasons.values()))
-        raise LayertapError(
-            f"no answer for {summary.unreachable} images in a row: {reason}. What was stored before is safe; run again "
-            "when the server answers"
-        )

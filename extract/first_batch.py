@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from extract.engines import default_engine
 from extract.errors import InputError, LayertapError, first_line
-from extract.forward import Forward, ready
+from extract.forward import Forward, Values, ready
 from extract.images import ImageList, load_batches
 from extract.planning import Plan
 from extract.preprocessing import Preprocessing
@@ -78,7 +79,7 @@ def verified(
         yield _FirstThenAll(plan, on_chosen, on_smaller, begun, open_now)
 
 
-class _FirstThenAll:
+class _FirstThenAll(Forward):
     """The forward of a run: compares in its first call, and computes in all of them."""
 
     def __init__(
@@ -94,11 +95,23 @@ class _FirstThenAll:
         self._dtype = plan.dataset.features[0].dtype
         self._forward: Forward | None = None
 
-    def __call__(self, images: Tensor) -> dict[str, NDArray[Any]]:
-        found = self._first(images) if self._forward is None else self._forward(images)
-        return {name: _rounded(values, self._dtype) for name, values in found.items()}
+    @property
+    def ahead(self) -> bool:
+        return self._forward is not None and self._forward.ahead
 
-    def _first(self, images: Tensor) -> dict[str, NDArray[Any]]:
+    @property
+    def copying_s(self) -> float:
+        return 0.0 if self._forward is None else self._forward.copying_s
+
+    def begin(self, images: Tensor) -> Callable[[], Values]:
+        if self._forward is None:
+            found = self._first(images)
+            values: Callable[[], Values] = partial(dict, found)
+        else:
+            values = self._forward.begin(images)
+        return lambda: {name: _rounded(one, self._dtype) for name, one in values().items()}
+
+    def _first(self, images: Tensor) -> Values:
         """Features of the first batch; decides how all others are computed."""
         plan, start = self._plan, time.perf_counter()
         engine, why = _engine(plan)

@@ -20,12 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.errors import LayertapError, LockedError
-from extract.extraction import Plan, extract_shard
 from extract.files import discard, read_json
+from extract.filling import fill_shard
 from extract.first_batch import Computation, verified
 from extract.forward import Forward
 from extract.images.worker_deaths import DeadWorkerError
 from extract.locking import locked
+from extract.planning import Plan
 from extract.shard_batches import ShardBatches
 from extract.shard_work import ShardWork, work_at
 from extract.store.dataset import DataSet, Whereabouts
@@ -161,7 +162,7 @@ class ShardMaker:
         on_rows(len(dataset.shard_range(shard)) - len(work.rows), True)
         summary = Summary(n_rows=dataset.n_rows)
         try:
-            extract_shard(self._plan, work, batches, self._ready(), summary, on_rows, stop)
+            fill_shard(self._plan, work, batches, self._ready(), summary, on_rows, stop)
         except BaseException:
             self._was_ahead = self._batches.is_ahead
             self._batches.close()

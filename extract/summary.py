@@ -27,7 +27,8 @@ class Summary:
         duplicates: those of them that were copied, since an earlier row has an image with the same bytes.
         status: status -> number of rows of this run.
         seconds: from the first image to the last receipt.
-        stages: seconds spent waiting for images, in the forward (with pooling and the copy to the CPU), and writing.
+        stages: seconds spent waiting for images, in the forward (with pooling), and writing; of a GPU, "copy", too: to
+            it and from it, as far as it was waited for.
         computation: how the features were computed; None: none was.
         at_once: images that were computed at once in the end, if the memory did not suffice for a batch.
         stopped: whether the run was asked to stop before the end.
@@ -64,7 +65,7 @@ class Summary:
             "ended": datetime.now(UTC).isoformat(timespec="seconds"),
             "computed": self.computed - before.computed,
             "seconds": round(seconds, 3),
-            "stages": {stage: round(spent - before.stages[stage], 3) for stage, spent in self.stages.items()},
+            "stages": {stage: round(spent - before.stages.get(stage, 0.0), 3) for stage, spent in self.stages.items()},
         }
 
     @contextlib.contextmanager

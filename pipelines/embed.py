@@ -217,10 +217,11 @@ def print_summary(outcome: Outcome, echo: Callable[[str], None]) -> None:
 
 
 def bottleneck(summary: Summary) -> str:
-    """The stage that the others wait for: "images", "write", or the forward, which is all that is left."""
+    """The stage that the others wait for: "images", "write", "copy", or the forward, which is all that is left."""
     total = sum(summary.stages.values())
-    waited = max(("images", "write"), key=lambda stage: summary.stages[stage])
-    return waited if total and summary.stages[waited] > _WAITED * total else "forward"
+    others = {stage: seconds for stage, seconds in summary.stages.items() if stage != "forward"}
+    waited = max(others, key=others.__getitem__)
+    return waited if total and others[waited] > _WAITED * total else "forward"
 
 
 def _advice(outcome: Outcome) -> str:
@@ -228,6 +229,8 @@ def _advice(outcome: Outcome) -> str:
     plan, stage = outcome.plan, bottleneck(outcome.summary)
     if stage == "write":
         return "a faster disk, pooled layers, or --dtype float16"
+    if stage == "copy":
+        return "pooled layers, or --dtype float16"
     if stage == "images":
         if plan.workers < defaults.CORES:
             return f"raise --workers ({plan.workers} of {defaults.CORES} cores)"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from extract import extract_features, load_backbone
+from extract import extract_features, load_backbone, transfers
 from extract.probe import linear_probe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -24,6 +24,79 @@ def test_features_equal_those_of_the_cpu_in_full_float32(folder: Path, tmp_path:
         cpu, gpu = (reader[layer][:] for reader in readers)
         assert np.abs(gpu - cpu).max() <= 1e-4 * np.abs(cpu).max()
     assert torch.backends.cudnn.conv.fp32_precision == before
+
+
+CODE = """
+from torch import nn
+from torchvision.transforms import functional
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+        self.relu = nn.ReLU(inplace=True)
+        self.mixed = nn.Sequential(*[nn.Conv2d(4, 4, 3, padding=1) for _ in range(40)])
+        self.fc = nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = self.relu(self.conv(x))
+        return self.fc(self.mixed(x).mean((2, 3)))
+
+
+def net():
+    return Net(), lambda picture: functional.to_tensor(picture.resize((16, 16)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("compile", "ring"), [("off", transfers.RING_BYTES), ("off", 1 << 18), ("inductor", 1 << 22)])
+def test_none_of_100_000_rows_is_another_or_half_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compile: str, ring: int
+) -> None:
+    """The maps of a 1x1 convolution, which a ReLU writes over, against the same by numpy; later layers keep it busy."""
+    monkeypatch.setattr(transfers, "RING_BYTES", ring)
+    (tmp_path / "nets.py").write_text(CODE)
+    pictures = np.random.default_rng(0).integers(0, 256, (100_000, 16, 16, 3), np.uint8)
+    np.save(tmp_path / "pictures.npy", pictures)
+    backbone = load_backbone(f"python/{tmp_path}/nets.py:net", device="cuda")
+    reader = extract_features(
+        tmp_path / "pictures.npy",
+        out=tmp_path / "out",
+        backbone=backbone,
+        layers=["conv:none", "mixed.*", "fc"],
+        batch_size=500,
+        compile=compile,
+    )
+    conv = backbone.model.get_submodule("conv")
+    weight, bias = (value.detach().cpu().numpy() for value in (conv.weight, conv.bias))
+    for start in range(0, 100_000, 10_000):
+        x = pictures[start : start + 10_000].astype(np.float32) / 255
+        expected = np.einsum("nhwc,oc->nohw", x, weight[:, :, 0, 0]) + bias[:, None, None]
+        apart = np.abs(reader["conv"][start : start + 10_000] - expected).reshape(10_000, -1).max(1)
+        assert apart.max() <= 1e-5, f"row {start + int(apart.argmax())}"
+    assert (reader.column("status")[:] == 1).all()
+
+
+def test_what_is_kept_does_not_pile_up_in_the_memory_of_the_gpu(folder: Path, tmp_path: Path) -> None:
+    backbone = load_backbone("torchvision/resnet18", weights="random", device="cuda")
+    peaks = []
+    for name, layers in {"one": ["layer1.0.conv1:mean_map"], "all": ["conv1:none", "bn1:none", "layer*:none"]}.items():
+        torch.cuda.reset_peak_memory_stats()
+        reader = extract_features(
+            folder, out=tmp_path / name, backbone=backbone, layers=layers, batch_size=12, workers=0
+        )
+        peaks.append(torch.cuda.max_memory_allocated())
+    kept = sum(reader[layer][:].nbytes for layer in reader.layers)
+    assert peaks[1] - peaks[0] < kept / 2
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_every_gpu_gives_what_the_first_one_gives(folder: Path, tmp_path: Path) -> None:
+    one = extract_features(folder, out=tmp_path / "0", device="cuda:0", batch_size=5)
+    for number in range(1, torch.cuda.device_count()):
+        other = extract_features(folder, out=tmp_path / str(number), device=f"cuda:{number}", batch_size=5)
+        assert np.allclose(one["embedding"][:], other["embedding"][:], rtol=1e-5, atol=1e-6)
 
 
 def test_rows_keep_their_images_under_pinned_memory(folder: Path, tmp_path: Path) -> None:

@@ -1,0 +1,166 @@
+"""One shard is filled: batch by batch through the backbone, into its file, which is published when it is full.
+
+batch k + 2 is decoded | batch k + 1 is computed (on a GPU, by itself) | batch k is written
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from extract.duplicates import Duplicates
+from extract.errors import LayertapError
+from extract.forward import Forward, Rows, rows_begun
+from extract.images import Batch
+from extract.planning import Plan
+from extract.shard_work import ShardWork, create_part
+from extract.status import Status
+from extract.store.writer import ShardWriter
+from extract.summary import Summary
+
+__all__ = ["fill_shard"]
+
+_UNREACHABLE = 32  # images in a row that nobody answers for; in a list of dead links there may be some
+
+
+def fill_shard(
+    plan: Plan,
+    work: ShardWork,
+    batches: Iterator[Batch],
+    forward: Forward,
+    summary: Summary,
+    on_rows: Callable[[int, bool], None] = lambda rows, found: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> None:
+    """Fill one shard with these batches of its rows and publish it; each is written while the next is computed."""
+    part = plan.dataset.path(work.shard, work.revision, part=True)
+    is_new = not part.exists()
+    if is_new:
+        create_part(plan, work, part)
+    before, start = copy.deepcopy(summary), time.perf_counter()
+    with ShardWriter(plan.dataset, work.shard, work.revision, sync_s=plan.sync_s) as writer:
+        try:
+            with _Filling(plan, writer, forward, summary, on_rows) as filling:
+                filling.run(batches, stop)
+        except BaseException:
+            if is_new and work.published is None and (writer.status == Status.PENDING).all():
+                part.unlink(missing_ok=True)  # nothing was stored in it
+            raise
+        if not summary.stopped:
+            made = summary.made_since(before, time.perf_counter() - start, plan.provenance)
+            with summary.timed("write"):
+                writer.publish(plan.compress or work.compress, made)
+
+
+class _Filling:
+    """Batches of one shard on their way; a context manager, at whose end all that was computed is stored."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        writer: ShardWriter,
+        forward: Forward,
+        summary: Summary,
+        on_rows: Callable[[int, bool], None],
+    ):
+        self._plan, self._writer, self._forward = plan, writer, forward
+        self._summary, self._on_rows = summary, on_rows
+        self._duplicates = Duplicates(writer, self._store_all)
+        self._copying_s = forward.copying_s  # until now
+        self._computing: list[tuple[Batch, Callable[[], Rows]]] = []  # one at most, by the device
+        self._writing: list[tuple[Future[None], NDArray[np.uint8]]] = []  # one at most, and its status
+
+    def run(self, batches: Iterator[Batch], stop: Callable[[], bool]) -> None:
+        """Compute all batches and begin to store them, until asked to stop."""
+        summary = self._summary
+        while not summary.stopped:
+            with summary.timed("images"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            if (batch.status == Status.MISSING).any() or not (batch.status == Status.OK).any():
+                self._plan.images.source.check_there()  # files that are missing with their disk are no failed rows
+            self._check_reachable(batch)
+            with self._timed_forward():
+                rows = self._duplicates.begin(batch, self._begin)
+            self._store_computed()
+            self._computing.append((batch, rows))
+            if not self._forward.ahead:
+                self._store_computed()
+            summary.stopped = stop()
+
+    def _begin(self, batch: Batch) -> Callable[[], Rows]:
+        return rows_begun(batch, self._forward, self._plan.choice.features, self._plan.dataset.features[0].dtype)
+
+    def _store_computed(self) -> None:
+        """Wait for the batch that is computed, and begin to store it when the one before it is stored."""
+        while self._computing:
+            batch, rows = self._computing.pop()
+            with self._timed_forward():
+                features, status, reasons = rows()
+            source = {name: getattr(batch, name) for name in ("source_size", "source_mtime_ns", "source_hash")}
+            self._wait_until_written()
+            written = self._background.submit(self._writer.write, batch.rows, features, status, source, reasons)
+            self._writing.append((written, status))
+            self._summary.duplicates += self._duplicates.count
+            self._duplicates.count = 0
+
+    def _wait_until_written(self) -> None:
+        """Wait until the batch that is written is stored, and count it."""
+        while self._writing:
+            written, status = self._writing.pop()
+            with self._summary.timed("write"):
+                written.result()
+            self._summary.computed += len(status)
+            self._summary.status.update(Status(code).text for code in status.tolist())
+            self._on_rows(len(status), False)
+
+    def _store_all(self) -> None:
+        self._store_computed()
+        self._wait_until_written()
+
+    @contextlib.contextmanager
+    def _timed_forward(self) -> Iterator[None]:
+        """Add the time of the block to the forward, but for what copying took of it."""
+        with self._summary.timed("forward"):
+            yield
+        copying, self._copying_s = self._forward.copying_s - self._copying_s, self._forward.copying_s
+        if copying > 0:
+            stages = self._summary.stages
+            stages["forward"] -= copying
+            stages["copy"] = stages.get("copy", 0.0) + copying
+
+    def _check_reachable(self, batch: Batch) -> None:
+        """End the run where a network failed, so that its images are no failed rows: at many in a row, or at the start.
+
+        Raises:
+            LayertapError: it did.
+        """
+        summary = self._summary
+        if not batch.unreachable or (batch.status == Status.OK).any():
+            summary.unreachable = 0
+            return
+        summary.unreachable += batch.unreachable
+        nothing_yet = not (summary.computed or self._computing or self._writing)
+        if summary.unreachable >= _UNREACHABLE or (nothing_yet and batch.unreachable == len(batch.rows)):
+            reason = next(iter(batch.reasons.values()))
+            raise LayertapError(
+                f"no answer for {summary.unreachable} images in a row: {reason}. What was stored before is safe; run "
+                "again when the server answers"
+            )
+
+    def __enter__(self) -> Self:
+        self._background = ThreadPoolExecutor(1, "writer")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._background, contextlib.ExitStack() as at_the_end:
+            at_the_end.callback(self._wait_until_written)
+            self._store_computed()

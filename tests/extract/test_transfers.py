@@ -1,0 +1,263 @@
+"""Copies to a GPU and back that are waited for late: no row may be read before it is there, or be written over.
+
+A GPU that is made up copies at random moments, some at once and some only when they are waited for, and pinned memory
+holds NaN until then. What it computes is computed by the CPU, so results are compared bit by bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from extract import FeatureReader, extract_features, forward, load_backbone
+from extract.backbones import Backbone
+from extract.extraction import extract, plan
+from extract.transfers import Direct, Pinned, transfers_for
+from tests.extract.test_engines import BY_INDUCTOR, BY_OPENVINO
+
+
+class MadeUpEvent:
+    """Of one copy; `synchronize` makes it, and all before it in the same stream."""
+
+    def __init__(self, stream: deque[MadeUpEvent], copy: Callable[[], Any]):
+        self._stream, self._copy = stream, copy
+        stream.append(self)
+
+    def synchronize(self) -> None:
+        while self in self._stream:
+            self._stream.popleft()._copy()
+
+    def elapsed_time(self, end_event: Any) -> float:
+        return 0.0
+
+
+class MadeUpGpu:
+    """Stands in for `Gpu`."""
+
+    def __init__(self, seed: int):
+        self._random = random.Random(seed)
+        self.up: deque[MadeUpEvent] = deque()
+        self.down: deque[MadeUpEvent] = deque()
+        self.pinned_bytes = 0
+
+    def _go_on(self) -> None:
+        for stream in (self.up, self.down):
+            if stream and self._random.random() < 0.5:
+                self._random.choice(stream).synchronize()
+
+    def pinned(self, size: int) -> Tensor:
+        self.pinned_bytes += size
+        return torch.full((size,), 255, dtype=torch.uint8)
+
+    def empty_like(self, images: Tensor) -> Tensor:
+        return torch.full_like(images, 255)
+
+    def upload(self, to: Tensor, pinned: Tensor) -> MadeUpEvent:
+        event = MadeUpEvent(self.up, lambda: to.copy_(pinned))
+        self._go_on()
+        return event
+
+    def use(self, uploaded: Tensor) -> None:
+        while self.up:
+            self.up[0].synchronize()
+
+    def download(self, pinned: Tensor, tensor: Tensor) -> tuple[MadeUpEvent, MadeUpEvent]:
+        then = tensor.clone()  # as it is at this point of the stream
+        event = MadeUpEvent(self.down, lambda: pinned.copy_(then))
+        self._go_on()
+        return event, event
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_copy_arrives_whole_whatever_the_order_in_which_they_are_made(seed: int) -> None:
+    generator = random.Random(seed)
+    gpu = MadeUpGpu(seed)
+    transfers = Pinned(gpu, 4096)  # type: ignore[arg-type]
+    expected: list[tuple[Tensor, Tensor, int]] = []
+    for step in range(300):
+        size = generator.choice([0, 1, 15, 16, 17, 100, 256, 300, 1000, 3000])  # of four bytes: up to thrice the ring
+        given = torch.randint(-(2**31), 2**31 - 1, (size,), dtype=torch.int32).reshape(-1, 1)
+        if generator.random() < 0.4:
+            assert torch.equal(transfers.up(given), given)
+            continue
+        kept, before = transfers.down(given), given.clone()
+        given.fill_(step)  # the model writes in place into what it has handed on
+        expected.append((kept, before, transfers.begun()))
+        if generator.random() < 0.3:
+            for found, value, number in expected[: generator.randrange(len(expected)) + 1]:
+                transfers.wait(number)
+                assert torch.equal(found, value)
+    for found, value, number in expected:
+        transfers.wait(number)
+        assert torch.equal(found, value)
+    assert gpu.pinned_bytes == 4096
+    assert not gpu.down
+    assert transfers.begun() == 0 or not transfers.wait(transfers.begun())
+
+
+def test_what_is_interrupted_has_not_arrived() -> None:
+    gpu = MadeUpGpu(0)
+    gpu._go_on = lambda: None  # type: ignore[method-assign]
+    transfers = Pinned(gpu, 4096)  # type: ignore[arg-type]
+    kept, number = transfers.down(torch.arange(10.0)), transfers.begun()
+    whole, gpu.down[0]._copy = gpu.down[0]._copy, _interrupted
+    event = gpu.down[0]
+    with pytest.raises(KeyboardInterrupt):
+        transfers.wait(number)
+    event._copy = whole
+    gpu.down.append(event)
+    transfers.wait(number)
+    assert torch.equal(kept, torch.arange(10.0))
+
+
+def _interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_cpu_has_nothing_to_wait_for() -> None:
+    assert isinstance(transfers_for(torch.device("cpu")), Direct)
+
+
+@pytest.fixture(scope="module")
+def backbone() -> Backbone:
+    return load_backbone("timm/test_resnet", weights="random", device="cpu")
+
+
+@pytest.fixture
+def mixed(folder: Path) -> Path:
+    """The pictures with broken ones among them, and with copies in the same batch, in the next one, and in others."""
+    names = sorted(folder.rglob("*.*"))
+    (folder / "ant" / "broken.jpg").write_bytes(b"no picture")
+    (folder / "cat" / "broken.png").write_bytes(names[2].read_bytes()[:50])
+    for i, name in enumerate(names):
+        for where in ("ant", "bee", "cat")[: i % 4]:
+            (folder / where / f"copy-{i:02d}{name.suffix}").write_bytes(name.read_bytes())
+    return folder
+
+
+@contextlib.contextmanager
+def on_a_gpu(seed: int, ring: int = 8192) -> Iterator[list[Pinned]]:
+    """Every forward inside has a made-up GPU; their transfers are in the list."""
+    made: list[Pinned] = []
+
+    def transfers(device: torch.device) -> Pinned:
+        made.append(Pinned(MadeUpGpu(seed), ring))  # type: ignore[arg-type]
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forward, "transfers_for", transfers)
+        yield made
+
+
+LAYERS = ["layer1:none", "layer1.0.act1:none", "layer*", "embedding"]
+
+
+def rows_in(out: Path) -> dict[str, bytes]:
+    reader = FeatureReader(out)
+    columns = {name: reader.column(name)[:] for name in ("status", "source_hash", "record_hash")}
+    values = {name: np.ascontiguousarray(reader[name][:]) for name in reader.layers}
+    return {name: one.tobytes() for name, one in (columns | values).items()} | {
+        "paths": "\n".join(reader.paths).encode()
+    }
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("batch_size", [2, 5, 9])
+def test_rows_are_those_of_a_run_that_waits(
+    mixed: Path, tmp_path: Path, backbone: Backbone, batch_size: int, seed: int
+) -> None:
+    how: Any = {"backbone": backbone, "layers": LAYERS, "batch_size": batch_size, "shard_rows": 12, "workers": 0}
+    waits = extract(plan(mixed, out=tmp_path / "waits", **how))
+    with on_a_gpu(seed) as made:
+        ahead = extract(plan(mixed, out=tmp_path / "ahead", **how))
+    assert [len(one._copies) for one in made] == [0]
+    assert (ahead.computed, ahead.duplicates, ahead.status) == (waits.computed, waits.duplicates, waits.status)
+    assert waits.duplicates > 5
+    assert rows_in(tmp_path / "ahead") == rows_in(tmp_path / "waits")
+
+
+@pytest.mark.parametrize("engine", [BY_OPENVINO, BY_INDUCTOR])
+def test_compiled_code_has_its_copies_waited_for_too(
+    folder: Path, tmp_path: Path, backbone: Backbone, engine: str
+) -> None:
+    how: Any = {"backbone": backbone, "layers": LAYERS, "batch_size": 5, "compile": engine, "workers": 0}
+    extract_features(folder, out=tmp_path / "waits", **how)
+    with on_a_gpu(1):
+        extract_features(folder, out=tmp_path / "ahead", **how)
+    assert rows_in(tmp_path / "ahead") == rows_in(tmp_path / "waits")
+
+
+def test_the_next_batch_is_begun_before_the_last_one_is_waited_for(
+    folder: Path, tmp_path: Path, backbone: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    def told(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (order.append(name), function(*args))[1]
+
+    monkeypatch.setattr(Pinned, "up", told("begin", Pinned.up))
+    monkeypatch.setattr(Pinned, "wait", told("wait", Pinned.wait))
+    planned = plan(folder, out=tmp_path / "out", backbone=backbone, batch_size=3, workers=0)
+    with on_a_gpu(0, 1 << 20):
+        extract(planned)
+    # The first one is waited for at once: it may be compared with others.
+    assert order == ["begin", "wait", "begin", "begin", "wait", "begin", "wait", "wait"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_where_the_memory_is_short_no_row_is_lost(folder: Path, tmp_path: Path, backbone: Backbone, seed: int) -> None:
+    def short_of_memory(module: Any, args: Any) -> None:
+        if len(args[0]) > 2 and len(sizes := made[0]._copies) > 3:
+            raise torch.OutOfMemoryError(f"CUDA out of memory, beside {len(sizes)} copies")
+
+    how: Any = {"backbone": backbone, "layers": LAYERS, "workers": 0}
+    extract_features(folder, out=tmp_path / "waits", batch_size=2, **how)
+    with on_a_gpu(seed, 1 << 20) as made:
+        planned = plan(folder, out=tmp_path / "ahead", batch_size=5, **how)
+        handle = backbone.model.layer2.register_forward_pre_hook(short_of_memory)
+        summary = extract(planned)
+        handle.remove()
+    assert summary.at_once == 2
+    assert dict(summary.status) == {"ok": 12}
+    one, other = (FeatureReader(tmp_path / name) for name in ("waits", "ahead"))
+    for name in one.layers:
+        assert np.abs(one[name][:] - other[name][:]).max() <= 1e-5 * np.abs(one[name][:]).max()
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, RuntimeError, "stop"])
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_what_was_computed_when_a_run_ends_early_is_stored_and_right(
+    mixed: Path, tmp_path: Path, backbone: Backbone, end: Any, after: int
+) -> None:
+    how: Any = {"backbone": backbone, "layers": LAYERS, "batch_size": 4, "workers": 0}
+    extract_features(mixed, out=tmp_path / "waits", **how)
+    calls, batches = itertools.count(1), itertools.count(1)
+
+    def ends(module: Any, args: Any) -> None:
+        if next(calls) > after and end != "stop":
+            raise end("now")
+
+    planned = plan(mixed, out=tmp_path / "ahead", **how)
+    handle = backbone.model.layer2.register_forward_pre_hook(ends)
+    with on_a_gpu(after), contextlib.nullcontext() if end == "stop" else pytest.raises(end):
+        extract(planned, stop=lambda: end == "stop" and next(batches) == after)
+    handle.remove()
+    expected = FeatureReader(tmp_path / "waits")
+    found = FeatureReader(tmp_path / "ahead", partial=True)
+    rows = [expected.paths.index(path) for path in found.paths]
+    assert after <= len(rows) < 32
+    assert end != "stop" or len(rows) == 4 * after  # those of the last batch, too, which was begun and not waited for
+    for name in found.layers:
+        assert found[name][:].tobytes() == expected[name][:][rows].tobytes()
+    extract(plan(mixed, out=tmp_path / "ahead", **how))
+    assert rows_in(tmp_path / "ahead") == rows_in(tmp_path / "waits")
