@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from extract import defaults
 from extract.backbones import Backbone, load_backbone
+from extract.engines import ready
 from extract.errors import InputError
-from extract.forward import ready, rows_of
+from extract.forward import rows_of
 from extract.images import Images, load_batches
 from extract.images.source import Files
 from extract.planning import Plan, asked_of, how_made, plan_for

@@ -1,36 +1,29 @@
-"""What runs the forward: PyTorch as it is ("eager"), or its graph compiled by inductor or OpenVINO.
-
-Compiled code computes a batch of one size; a shorter one is filled up with zeros, whose rows are dropped.
-"""
+"""What runs the forward: PyTorch as it is ("eager"), or its graph compiled by inductor or OpenVINO."""
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import importlib.util
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
+from extract import defaults
 from extract.backbones import Backbone
-from extract.errors import InputError, LayertapError, first_line, unknown_name
+from extract.compiled import compiled, openvino, openvino_computes_in
+from extract.errors import InputError, LayertapError, unknown_name
 from extract.features import Choice
-from extract.graph import graph_of
-from extract.libraries import library
-from extract.transfers import Transfers
+from extract.forward import Forward, Values, joined
+from extract.hooks import Taps
+from extract.record import Reduce, Site
+from extract.settings import evaluating, full_float32, keeping_freed_memory
+from extract.transfers import Transfers, transfers_for
 
-__all__ = ["COMPILE", "compiled", "default_engine", "engine_for"]
+__all__ = ["COMPILE", "default_engine", "engine_for", "ready"]
 
 COMPILE = ("auto", "on", "off", "inductor", "openvino")
-
-_FIRST_CALLS = 3  # with CUDA graphs, the first runs without one, the second records it, and from the third on it is run
-
-# (B, ...) as `Preprocessing.prepare` returns them, on the device -> the features, in order, on the device
-_Function = Callable[[Tensor], list[Tensor]]
 
 
 def engine_for(compile: str, device: torch.device, precision: str) -> str:
@@ -54,8 +47,8 @@ def engine_for(compile: str, device: torch.device, precision: str) -> str:
     if compile == "openvino":
         if device.type != "cpu":
             raise InputError(f"OpenVINO computes on the CPU here; the device is {device}. Take --device cpu")
-        _openvino()
-        if not _openvino_computes_in(precision):
+        openvino()
+        if not openvino_computes_in(precision):
             raise InputError(f"OpenVINO does not compute in {precision} on this CPU. Take --precision float32")
     return compile
 
@@ -63,122 +56,91 @@ def engine_for(compile: str, device: torch.device, precision: str) -> str:
 def default_engine(device: torch.device, precision: str) -> str:
     """The faster of the compilers that are there: OpenVINO on a CPU, where it is installed; else inductor."""
     there = device.type == "cpu" and importlib.util.find_spec("openvino") is not None
-    return "openvino" if there and _openvino_computes_in(precision) else "inductor"
+    return "openvino" if there and openvino_computes_in(precision) else "inductor"
 
 
-def _openvino() -> Any:
-    """OpenVINO without its telemetry, which would report to its makers, from a process that it forks in mid-run."""
-    telemetry = "openvino_telemetry"
-    before = sys.modules.get(telemetry)
-    sys.modules[telemetry] = None  # type: ignore[assignment]  # as if it were not installed
-    try:
-        return library("openvino", "openvino", "compile=openvino")
-    finally:
-        del sys.modules[telemetry]
-        if before is not None:
-            sys.modules[telemetry] = before
-
-
-@functools.cache
-def _openvino_computes_in(precision: str) -> bool:
-    if precision == "float32":
-        return True
-    return precision == "bfloat16" and "BF16" in _openvino().Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-
-
-def compiled(
-    engine: str,
+@contextlib.contextmanager
+def ready(
     backbone: Backbone,
     choice: Choice,
     dtype: str,
-    precision: str,
-    batch_size: int,
-    transfers: Transfers,
-) -> Callable[[Tensor], list[dict[str, NDArray[Any]]]]:
-    """A function of a batch that gives its features in parts, compiled; the first call compiles.
+    precision: str = defaults.PRECISION,
+    engine: str = "eager",
+    batch_size: int = defaults.BATCH_SIZE,
+    on_smaller: Callable[[int], None] = lambda size: None,
+) -> Iterator[Forward]:
+    """The backbone, with everything set for computing; gives the function that does it.
 
     Args:
-        engine: "inductor" or "openvino".
-        backbone: in eval mode.
+        backbone: as loaded.
         choice: of features.
         dtype: of what is returned.
-        precision: of the computation.
-        batch_size: images that are computed at once.
-        transfers: by which images come to the device, and features from it.
-
-    Raises:
-        LayertapError: from the calls: the backbone cannot be compiled, or the memory does not suffice.
+        precision: "float32", "bfloat16" or "float16"; PyTorch computes in the lower ones under autocast.
+        engine: "eager", under its taps; "inductor" or "openvino", compiled.
+        batch_size: images at most that a compiled forward is given.
+        on_smaller: called when the memory does not suffice for an eager forward of a batch, with the number of images
+            that are computed at once from then on.
     """
-    function: _Function | None = None
+    transfers = transfers_for(backbone.device)
+    with evaluating(backbone.model), full_float32(), keeping_freed_memory():
+        if engine != "eager":
+            with compiled(engine, backbone, choice, dtype, precision, batch_size, transfers) as forward:
+                yield forward
+            return
+        lower = torch.autocast(backbone.device.type, getattr(torch, precision), enabled=precision != "float32")
+        taps = _SentTaps(backbone.model, transfers) if transfers.ahead else Taps(backbone.model, stop=True)
+        with torch.inference_mode(), lower, choice.kept_by(taps, getattr(torch, dtype)):
+            yield _Eager(backbone, choice, taps, transfers, on_smaller)
 
-    def at_once(images: Tensor) -> dict[str, NDArray[Any]]:
-        nonlocal function
-        batch = transfers.up(_filled(images, batch_size))
-        if function is not None:
-            found = function(batch)
-        else:
+
+class _SentTaps(Taps):
+    """Taps that begin to copy what they keep, and do not wait for it."""
+
+    def __init__(self, model: nn.Module, transfers: Transfers):
+        super().__init__(model, stop=True)
+        self._transfers = transfers
+
+    def _take(self, tensor: Tensor, reduce: Reduce | None, site: Site) -> Any:
+        assert reduce is not None
+        return {name: self._transfers.down(part) for name, part in reduce(tensor.detach()).items()}
+
+
+class _Eager(Forward):
+    """The backbone under its taps; a batch is computed in parts where the memory does not suffice for all of it."""
+
+    def __init__(
+        self, backbone: Backbone, choice: Choice, taps: Taps, transfers: Transfers, on_smaller: Callable[[int], None]
+    ):
+        self._to_input, self._features = backbone.preprocessing.to_input, choice.features
+        self._taps, self._transfers, self._on_smaller = taps, transfers, on_smaller
+        self._at_once: int | None = None
+        self.ahead = transfers.ahead
+
+    @property
+    def copying_s(self) -> float:  # type: ignore[override]
+        return self._transfers.seconds
+
+    def begin(self, images: Tensor) -> Callable[[], Values]:
+        parts, last = self._parts(images), self._transfers.begun()
+
+        def values() -> Values:
+            self._transfers.wait(last)
+            return joined(parts)
+
+        return values
+
+    def _part(self, images: Tensor) -> Values:
+        self._taps(self._to_input(self._transfers.up(images)))
+        return {feature.name: self._taps.record[feature.site][feature.name].numpy() for feature in self._features}
+
+    def _parts(self, images: Tensor) -> list[Values]:
+        while True:
             try:
-                made = _MAKERS[engine](backbone, choice, dtype, precision, batch)
-                for _ in range(_FIRST_CALLS if backbone.device.type == "cuda" else 1):
-                    found = made(batch)
-            except Exception as error:  # a compiler may fail in any way
-                text = f"{backbone.spec} cannot be compiled by {engine}: {first_line(error)}"
-                raise LayertapError(text) from error
-            function = made
-        kept = [transfers.down(values[: len(images)]).numpy() for values in found]
-        return {feature.name: values for feature, values in zip(choice.features, kept, strict=True)}
-
-    def parts(images: Tensor) -> list[dict[str, NDArray[Any]]]:
-        try:
-            return [at_once(part) for part in torch.split(images, batch_size)]
-        except torch.OutOfMemoryError as error:
-            text = f"the memory of the device does not suffice for {batch_size} images in compiled code: {error}"
-            raise LayertapError(f"{text}. Take a smaller --batch-size") from error
-
-    return parts
-
-
-def _filled(images: Tensor, count: int) -> Tensor:
-    if len(images) == count:
-        return images
-    return torch.cat([images, images.new_zeros(count - len(images), *images.shape[1:])])
-
-
-def _by_inductor(backbone: Backbone, choice: Choice, dtype: str, precision: str, images: Tensor) -> _Function:
-    graph = graph_of(backbone, choice, dtype, precision, images).module()
-    on_gpu = backbone.device.type == "cuda"
-    # Frozen weights let inductor lay them out, and fold batch norm into convolutions; CUDA graphs spare the launches.
-    options: dict[str, Any] = {"triton.cudagraphs": True} if on_gpu else {"freezing": True}
-    function = torch.compile(graph, fullgraph=True, dynamic=False, options=options)
-
-    def run(batch: Tensor) -> list[Tensor]:
-        with torch.no_grad():
-            return list(function(batch))
-
-    return run
-
-
-def _by_openvino(backbone: Backbone, choice: Choice, dtype: str, precision: str, images: Tensor) -> _Function:
-    openvino = _openvino()
-    model = openvino.convert_model(graph_of(backbone, choice, dtype, "float32", images))
-    wanted = {"float32": "f32", "bfloat16": "bf16"}[precision]
-    settings = {
-        "INFERENCE_PRECISION_HINT": wanted,
-        "PERFORMANCE_HINT": "LATENCY",  # all threads on one batch
-        "INFERENCE_NUM_THREADS": torch.get_num_threads(),
-    }
-    program = openvino.Core().compile_model(model, "CPU", settings)
-    given = program.get_property("INFERENCE_PRECISION_HINT").get_type_name()
-    if given != wanted:
-        raise LayertapError(f"OpenVINO cannot compute in {precision} on this CPU; take --precision float32")
-    request = program.create_infer_request()
-    order = [program.output(i) for i in range(len(choice.features))]
-
-    def run(batch: Tensor) -> list[Tensor]:
-        results = request.infer({0: batch.numpy()}, share_inputs=True)
-        return [torch.from_numpy(np.asarray(results[output])) for output in order]
-
-    return run
-
-
-_MAKERS = {"inductor": _by_inductor, "openvino": _by_openvino}
+                return [self._part(part) for part in torch.split(images, self._at_once or len(images))]
+            except torch.OutOfMemoryError as error:
+                size = min(self._at_once or len(images), len(images))
+                if size == 1:
+                    raise LayertapError(f"the memory of the device does not suffice for one image: {error}") from error
+            self._at_once = -(-size // 2)
+            torch.cuda.empty_cache()  # not while the error holds the tensors of its frames
+            self._on_smaller(self._at_once)

@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from extract.engines import default_engine
+from extract.engines import default_engine, ready
 from extract.errors import InputError, LayertapError, first_line
-from extract.forward import Forward, Values, ready
+from extract.forward import Forward, Values
 from extract.images import ImageList, load_batches
 from extract.planning import Plan
 from extract.preprocessing import Preprocessing
@@ -46,8 +46,7 @@ class Computation:
         agreement: feature -> how it agrees with eager float32, in the first batch; empty where it is that.
         decoding: feature -> how that of fast decoded images agrees with eager float32 of exactly decoded ones, for the
             first images; empty where they are exactly decoded.
-        prepared_in_s: seconds that comparing and compiling took, beside the first batch itself (for which the time of
-            the plain forward is taken).
+        prepared_in_s: seconds that comparing and compiling took, beside computing the first batch itself.
     """
 
     engine: str = "eager"
@@ -96,11 +95,11 @@ class _FirstThenAll(Forward):
         self._forward: Forward | None = None
 
     @property
-    def ahead(self) -> bool:
+    def ahead(self) -> bool:  # type: ignore[override]
         return self._forward is not None and self._forward.ahead
 
     @property
-    def copying_s(self) -> float:
+    def copying_s(self) -> float:  # type: ignore[override]
         return 0.0 if self._forward is None else self._forward.copying_s
 
     def begin(self, images: Tensor) -> Callable[[], Values]:
@@ -118,17 +117,17 @@ class _FirstThenAll(Forward):
         plain_way = (engine, plan.precision) == ("eager", "float32")
         preprocessing = plan.backbone.preprocessing
         pair = decoded_both_ways(plan.images, preprocessing, plan.max_pixels) if preprocessing.fast else None
-        expected, exactly_decoded, plain_s = {}, {}, 0.0
+        expected, exactly_decoded, own_s = {}, {}, 0.0
         if pair or not plain_way:
             with ready(plan.backbone, plan.choice, "float32") as plain:  # closed before a compiler sees the model
                 exactly_decoded = plain(pair[1]) if pair else {}
-                before = time.perf_counter()
                 expected = {} if plain_way else plain(images)
-                plain_s = time.perf_counter() - before
         computation, features = Computation(engine, why), None
         if not plain_way:
             try:
-                features = self._open(engine)(images)
+                opened, before = self._open(engine), time.perf_counter()
+                features = opened(images)
+                own_s = time.perf_counter() - before - opened.compiling_s
                 computation.agreement = agreement(features, expected)
                 if no := self._why_not(computation):
                     raise LayertapError(no)
@@ -139,7 +138,7 @@ class _FirstThenAll(Forward):
                     raise LayertapError(f"{error}. Take {' or '.join(others)}") from error
                 self._open_now.close()
                 self._forward = None
-                computation, features = Computation("eager", first_line(error), True), None
+                computation, features, own_s = Computation("eager", first_line(error), True), None, 0.0
         forward = self._forward or self._open("eager")
         if pair:
             computation.decoding = agreement(forward(pair[0]), exactly_decoded)
@@ -147,8 +146,7 @@ class _FirstThenAll(Forward):
                 too = "" if plan.precision == "float32" else "--precision float32 or "
                 text = f"of fast decoded images, {no}. Take --decode exact or {too}a lower --min-cosine"
                 raise LayertapError(text)
-        computed_already = 0.0 if features is None else plain_s  # the first call does not tell compiling from computing
-        computation.prepared_in_s = time.perf_counter() - start - computed_already
+        computation.prepared_in_s = time.perf_counter() - start - own_s
         self._on_chosen(computation)
         return forward(images) if features is None else features
 

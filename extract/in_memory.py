@@ -12,9 +12,9 @@ from PIL import Image
 from torch import Tensor
 
 from extract.backbones import Backbone
+from extract.engines import ready
 from extract.errors import InputError
 from extract.features import choose_features
-from extract.forward import ready
 from extract.images import to_picture
 from extract.settings import evaluating, full_float32
 

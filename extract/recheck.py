@@ -12,8 +12,9 @@ import numpy as np
 from extract import defaults
 from extract.as_made import plan_as_made
 from extract.backbones import Backbone
+from extract.engines import ready
 from extract.errors import InputError
-from extract.forward import ready, rows_of
+from extract.forward import rows_of
 from extract.images import Images, listed_again, load_batches
 from extract.similarity import deviation
 from extract.status import Status

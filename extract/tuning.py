@@ -23,11 +23,10 @@ from torch import Tensor
 
 from extract import defaults
 from extract.backbones import Backbone
-from extract.engines import default_engine, engine_for
+from extract.engines import default_engine, engine_for, ready
 from extract.errors import InputError, first_line
 from extract.features import Choice, choose_features
 from extract.first_batch import decoded_both_ways
-from extract.forward import ready
 from extract.images import Batch, ImageList, list_images, load_batches
 from extract.planning import PRECISIONS, how_begun
 from extract.preprocessing import Preprocessing

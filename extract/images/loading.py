@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -218,9 +219,25 @@ def load_batches(
         **with_workers,
     )
     before = active_children() if workers else []
-    pieces_found = iter(loader)
+    with _garbage_kept():
+        pieces_found = iter(loader)
     begun = [one for one in active_children() if one not in before] if workers else []
     return Batches(pieces_found, sizes, WorkerDeaths(begun) if workers else None)
+
+
+@contextlib.contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """What is garbage already is never freed by processes that are forked inside.
+
+    Some objects wait for their threads then (a compiled model of OpenVINO), and a forked process has none of them.
+    """
+    frozen_before = gc.get_freeze_count()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not frozen_before:
+            gc.unfreeze()
 
 
 class Batches(Iterator[Batch]):

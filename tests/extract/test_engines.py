@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from extract import extract_features, first_batch, load_backbone
-from extract.engines import engine_for
+from extract.compiled import _ByOpenVino
+from extract.engines import engine_for, ready
 from extract.errors import InputError, LayertapError, UnknownNameError
 from extract.extraction import extract, plan
 from extract.features import choose_features
-from extract.forward import ready
 from extract.recheck import recheck
 from extract.settings import evaluating
 from extract.similarity import FULL_PRECISION, agreement, refusal
@@ -127,7 +127,7 @@ multiprocessing.process.BaseProcess.start = socket.socket.connect = forbidden
 import torch
 from extract import load_backbone
 from extract.features import choose_features
-from extract.forward import ready
+from extract.engines import ready
 backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
 choice = choose_features(backbone, ["embedding"])
 pictures = torch.zeros(2, *backbone.preprocessing.crop_px, 3, dtype=torch.uint8)
@@ -237,15 +237,13 @@ def test_where_compiling_fails_on_ends_the_run(folder: Path, tmp_path: Path, bra
 
 
 def _wrong(amount: float) -> Any:
-    from extract import engines
+    real = _ByOpenVino.begin
 
-    real = engines._by_openvino
+    def begin(self: Any, images: Any) -> Any:
+        values = real(self, images)
+        return lambda: {name: one * np.float32(1 + amount) for name, one in values().items()}
 
-    def by_openvino(*args: Any) -> Any:
-        function = real(*args)
-        return lambda batch: [values * (1 + amount) for values in function(batch)]
-
-    return by_openvino
+    return begin
 
 
 @openvino
@@ -253,9 +251,7 @@ def _wrong(amount: float) -> Any:
 def test_compiled_code_that_is_off_is_not_used(
     folder: Path, tmp_path: Path, compile: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from extract import engines
-
-    monkeypatch.setitem(engines._MAKERS, "openvino", _wrong(1e-4))
+    monkeypatch.setattr(_ByOpenVino, "begin", _wrong(1e-4))
     backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
     if compile == "openvino":
         with pytest.raises(LayertapError, match="off by 1.0e-04 of the largest value; at most 1e-05 is rounding"):

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from extract import FeatureReader, extract_features, forward, load_backbone
+from extract import FeatureReader, engines, extract_features, load_backbone
 from extract.backbones import Backbone
 from extract.extraction import extract, plan
 from extract.transfers import Direct, Pinned, transfers_for
@@ -155,7 +155,7 @@ def on_a_gpu(seed: int, ring: int = 8192) -> Iterator[list[Pinned]]:
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forward, "transfers_for", transfers)
+        patch.setattr(engines, "transfers_for", transfers)
         yield made
 
 

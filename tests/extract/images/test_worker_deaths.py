@@ -1,8 +1,12 @@
-"""The death of a DataLoader worker is told where a batch is waited for; signals are handled afterwards as before."""
+"""The death of a DataLoader worker is told where a batch is waited for; signals are handled afterwards as before.
+
+And what workers inherit does not keep them from working.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -140,3 +144,29 @@ def test_loaders_that_nobody_closes_and_handlers_set_in_between_do_no_harm(folde
     for one in unclosed:
         one.close()
     a_child_dies()
+
+
+class WaitsForItsThreads:
+    """What becomes of it in a process that has none of them, is written to a file in place of waiting for ever."""
+
+    def __init__(self, marks: Path):
+        self._process, self._marks, self._me = os.getpid(), marks, self  # garbage that only a collection finds
+
+    def __del__(self) -> None:
+        if os.getpid() != self._process:
+            (self._marks / "freed by another process").touch()
+
+
+def test_workers_do_not_free_what_was_garbage_when_they_were_forked(folder: Path, tmp_path: Path) -> None:
+    """A compiled model of OpenVINO waits for its threads then: for ever."""
+
+    def prepare(picture: Any) -> torch.Tensor:
+        gc.collect()
+        return torch.zeros(1)
+
+    images = list_images(folder)
+    WaitsForItsThreads(tmp_path)
+    with contextlib.closing(load_batches(images, [list(range(len(images)))], prepare, workers=2)) as batches:
+        assert len(next(batches).images) == len(images)
+    assert gc.get_freeze_count() == 0
+    assert not (tmp_path / "freed by another process").exists()

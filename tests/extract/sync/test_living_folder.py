@@ -207,9 +207,9 @@ class LivingFolder(RuleBasedStateMachine):
     # What must hold
 
     def run(self) -> Any:
-        import extract.extraction as extraction
+        from extract import filling
 
-        original = extraction.rows_of
+        original = filling.rows_begun
 
         def noting(batch: Any, *args: Any) -> Any:
             self.computed += [
@@ -217,11 +217,11 @@ class LivingFolder(RuleBasedStateMachine):
             ]
             return original(batch, *args)
 
-        extraction.rows_of = noting
+        filling.rows_begun = noting
         try:
             return one_pass(self.root, self.out, self.plan_for, now_ns=lambda: time.time_ns() + self.ahead_ns)
         finally:
-            extraction.rows_of = original
+            filling.rows_begun = original
 
     def snapshot(self) -> tuple[FeatureReader, list[str], np.ndarray]:
         reader = FeatureReader(self.out)
