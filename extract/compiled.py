@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -124,6 +123,9 @@ class _ByInductor(Forward):
         return function
 
 
+_Begun = list[tuple[Any, NDArray[Any]]]  # requests of a batch, and the images that they read
+
+
 class _ByOpenVino(Forward):
     """Computes a few images on each core by itself, so that none waits for one that has to decode meanwhile."""
 
@@ -136,33 +138,39 @@ class _ByOpenVino(Forward):
         self._streams = min(torch.get_num_threads(), -(-in_work // self._chunk))
         self._program: Any = None
         self._free: list[Any] = []  # requests
-        # Batches that were begun, the oldest first: requests, and the images that they read.
-        self._running: deque[list[tuple[Any, NDArray[Any]]]] = deque()
+        self._running: list[_Begun] = []  # batches
 
     def begin(self, images: Tensor) -> Callable[[], Values]:
         if self._program is None:
             self._program = self._compile(images)
-        count = len(images)
-        self._running.append(begun := [])
+        begun: _Begun = []
+        self._running.append(begun)
         for part in torch.split(images, self._chunk):
-            if not self._free:
-                self._free.append(self._program.create_infer_request())
-            begun.append((self._free.pop(), self._as_chunk(part)))
-            begun[-1][0].start_async({0: begun[-1][1]}, share_inputs=True)
-        return lambda: self._oldest(count)
+            request = self._free.pop() if self._free else self._program.create_infer_request()
+            chunk = self._as_chunk(part)
+            request.start_async({0: chunk}, share_inputs=True)
+            begun.append((request, chunk))
+        return partial(self._values, begun, len(images))
 
-    def _oldest(self, count: int) -> Values:
-        """Features of the batch that was begun first, of so many images."""
+    def _values(self, begun: _Begun, count: int) -> Values:
+        """Features of a batch of so many images."""
+        if not begun:
+            raise AssertionError("features are given once")
         found: Values = {}
-        for number, (request, _) in enumerate(self._running[0]):
-            request.wait()
+        for number, (request, _) in enumerate(begun):
+            try:
+                request.wait()
+            except RuntimeError as error:
+                raise LayertapError(f"{self._backbone.spec} by openvino: {first_line(error)}") from error
             start = number * self._chunk
             for output, feature in enumerate(self._choice.features):
                 some = request.get_output_tensor(output).data[: count - start]
                 if feature.name not in found:
                     found[feature.name] = np.empty((count, *some.shape[1:]), some.dtype)
                 found[feature.name][start : start + len(some)] = some
-        self._free += [request for request, _ in self._running.popleft()]
+        self._running = [one for one in self._running if one is not begun]
+        self._free += [request for request, _ in begun]
+        begun.clear()  # who keeps this function, in the frames of an exception perhaps, does not keep the requests
         return found
 
     def _as_chunk(self, images: Tensor) -> NDArray[Any]:
@@ -173,8 +181,11 @@ class _ByOpenVino(Forward):
 
         They would otherwise be ended when the garbage is collected, perhaps in a process that was forked and has none.
         """
-        for request, _ in itertools.chain.from_iterable(self._running):
-            request.wait()
+        for begun in self._running:
+            for request, _ in begun:
+                with contextlib.suppress(RuntimeError):  # who waited for its features was told
+                    request.wait()
+            begun.clear()
         self._running.clear()
         self._free.clear()
         self._program = None

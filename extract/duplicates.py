@@ -22,14 +22,15 @@ class Duplicates:
 
     Args:
         writer: of the shard; rows that are ok in it already are remembered, too.
-        settle: waits until all rows are stored whose computation was begun, but those that are waited for just now.
+        store_all: stores all rows whose computation was begun.
+        wait_until_written: waits until those are stored that were waited for before.
 
     Attributes:
         count: rows that were copied.
     """
 
-    def __init__(self, writer: ShardWriter, settle: Callable[[], None]):
-        self._writer, self._settle = writer, settle
+    def __init__(self, writer: ShardWriter, store_all: Callable[[], None], wait_until_written: Callable[[], None]):
+        self._writer, self._store_all, self._wait_until_written = writer, store_all, wait_until_written
         self.count = 0
         self._computing: set[bytes] = set()  # hashes of images that are
         good = np.flatnonzero(writer.status == Status.OK)
@@ -48,7 +49,7 @@ class Duplicates:
         """
         hashes = [one.tobytes() for one in batch.source_hash]
         if not self._computing.isdisjoint(hashes):
-            self._settle()  # the next rows are copies of those
+            self._store_all()  # the next rows are copies of those
         kept: list[int] = []
         within: dict[int, int] = {}  # position in the batch -> the position of the same image
         before: dict[int, int] = {}  # position in the batch -> the row of the shard with the same image
@@ -89,7 +90,8 @@ class Duplicates:
             status[kept], reasons = computed.status, computed.reasons
         status[list(within)] = status[list(within.values())]
         features = {}
-        self._settle()
+        if before:
+            self._wait_until_written()
         for name, values in self._writer.read(np.array(list(before.values()), np.int64)).items():
             features[name] = rows = np.empty((len(batch.rows), *values.shape[1:]), values.dtype)
             if computed is not None:

@@ -17,7 +17,7 @@ from extract.errors import InputError, LayertapError, unknown_name
 from extract.features import Choice
 from extract.forward import Forward, Values, joined
 from extract.hooks import Taps
-from extract.record import Reduce, Site
+from extract.record import Reduce, Site, take
 from extract.settings import evaluating, full_float32, keeping_freed_memory
 from extract.transfers import Transfers, transfers_for
 
@@ -101,8 +101,7 @@ class _SentTaps(Taps):
         self._transfers = transfers
 
     def _take(self, tensor: Tensor, reduce: Reduce | None, site: Site) -> Any:
-        assert reduce is not None
-        return {name: self._transfers.down(part) for name, part in reduce(tensor.detach()).items()}
+        return take(tensor, reduce, site, self._transfers.down)
 
 
 class _Eager(Forward):

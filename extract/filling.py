@@ -10,6 +10,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -72,9 +73,9 @@ class _Filling:
     ):
         self._plan, self._writer, self._forward = plan, writer, forward
         self._summary, self._on_rows = summary, on_rows
-        self._duplicates = Duplicates(writer, self._store_all)
+        self._duplicates = Duplicates(writer, self._store_all, self._wait_until_written)
         self._copying_s = forward.copying_s  # until now
-        self._computing: list[tuple[Batch, Callable[[], Rows]]] = []  # one at most, by the device
+        self._computing: list[tuple[Batch, Callable[[], Rows]]] = []  # the oldest first; two at most
         self._writing: list[tuple[Future[None], NDArray[np.uint8]]] = []  # one at most, and its status
 
     def run(self, batches: Iterator[Batch], stop: Callable[[], bool]) -> None:
@@ -90,34 +91,34 @@ class _Filling:
             self._check_reachable(batch)
             with self._timed_forward():
                 rows = self._duplicates.begin(batch, self._begin)
-            self._store_computed()
             self._computing.append((batch, rows))
-            if not self._forward.ahead:
-                self._store_computed()
+            self._store_computed(but=1 if self._forward.ahead else 0)
             summary.stopped = stop()
 
     def _begin(self, batch: Batch) -> Callable[[], Rows]:
         return rows_begun(batch, self._forward, self._plan.choice.features, self._plan.dataset.features[0].dtype)
 
-    def _store_computed(self) -> None:
-        """Wait for the batch that is computed, and begin to store it when the one before it is stored."""
-        while self._computing:
-            batch, rows = self._computing.pop()
+    def _store_computed(self, but: int = 0) -> None:
+        """Wait for batches that are computed, but so many, and begin to store each when the one before it is stored."""
+        while len(self._computing) > but:
+            batch, rows = self._computing[0]
             with self._timed_forward():
                 features, status, reasons = rows()
             source = {name: getattr(batch, name) for name in ("source_size", "source_mtime_ns", "source_hash")}
             self._wait_until_written()
             written = self._background.submit(self._writer.write, batch.rows, features, status, source, reasons)
             self._writing.append((written, status))
+            del self._computing[0]  # not before: whoever is interrupted waits for it again
             self._summary.duplicates += self._duplicates.count
             self._duplicates.count = 0
 
     def _wait_until_written(self) -> None:
         """Wait until the batch that is written is stored, and count it."""
         while self._writing:
-            written, status = self._writing.pop()
+            written, status = self._writing[0]
             with self._summary.timed("write"):
                 written.result()
+            del self._writing[0]
             self._summary.computed += len(status)
             self._summary.status.update(Status(code).text for code in status.tolist())
             self._on_rows(len(status), False)
@@ -160,7 +161,17 @@ class _Filling:
         self._background = ThreadPoolExecutor(1, "writer")
         return self
 
-    def __exit__(self, *_: object) -> None:
-        with self._background, contextlib.ExitStack() as at_the_end:
-            at_the_end.callback(self._wait_until_written)
-            self._store_computed()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._background:
+            try:
+                try:
+                    self._store_computed()
+                finally:
+                    self._wait_until_written()
+            except Exception as later:
+                if error is None:
+                    raise
+                if later is not error:  # the first one is what is to be told
+                    error.add_note(f"what was computed before could not all be stored: {later}")

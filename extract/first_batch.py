@@ -104,8 +104,12 @@ class _FirstThenAll(Forward):
 
     def begin(self, images: Tensor) -> Callable[[], Values]:
         if self._forward is None:
-            found = self._first(images)
-            values: Callable[[], Values] = partial(dict, found)
+            try:
+                values: Callable[[], Values] = partial(dict, self._first(images))
+            except BaseException:  # what was refused is compared again, should anybody go on
+                self._forward = None
+                self._open_now.close()
+                raise
         else:
             values = self._forward.begin(images)
         return lambda: {name: _rounded(one, self._dtype) for name, one in values().items()}

@@ -63,8 +63,7 @@ class _Kept(nn.Module):
 class _TracedTaps(Taps):
     """Taps that keep each tensor where it is."""
 
-    @staticmethod
-    def _take(tensor: Tensor, reduce: Reduce | None, site: Site) -> Any:
+    def _take(self, tensor: Tensor, reduce: Reduce | None, site: Site) -> Any:
         assert reduce is not None
         # A copy, since the model may write into the tensor later.
         return {name: part.clone() for name, part in reduce(tensor.detach()).items()}

@@ -75,7 +75,6 @@ class Taps:
         UnknownNameError: a pattern matches no layer.
     """
 
-    _take = staticmethod(take)  # how a tensor is kept
     _stands_in = True  # whether a copy of an output goes on in its place where its own gradient could not be had
 
     def __init__(
@@ -246,6 +245,10 @@ class Taps:
         if not wish.operation:
             return wish.layer in self._edited_layers
         return any(fnmatchcase(name, f"{wish.layer}/{wish.operation}") for name in self._edited_layers)
+
+    def _take(self, tensor: Tensor, reduce: Reduce | None, site: Site) -> Any:
+        """How a tensor is kept."""
+        return take(tensor, reduce, site)
 
     def _enter(self, undo: contextlib.ExitStack) -> None:
         """Register everything; `undo` takes it back."""

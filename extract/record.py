@@ -129,25 +129,41 @@ class Record(Mapping[str, Any]):
         return "Record(\n" + "\n".join(rows) + "\n)"
 
 
-def take(tensor: Tensor, reduce: Reduce | None, site: Site) -> Any:
-    """Reduce a tensor on its device, then copy the result to the CPU."""
+def take(tensor: Tensor, reduce: Reduce | None, site: Site, to_cpu: Callable[[Tensor], Tensor] | None = None) -> Any:
+    """Reduce a tensor on its device, then copy the result to the CPU.
+
+    Args:
+        tensor: as it passes.
+        reduce: as of `Taps.keep`.
+        site: where that is.
+        to_cpu: copies a dense tensor; None: now.
+    """
+
+    def kept(value: Any) -> Tensor:
+        dense = _dense(value, site)
+        return _copied(dense, site) if to_cpu is None else to_cpu(dense)
+
     # Outside inference mode, or what is kept could not be used in training later.
     with torch.inference_mode(False), torch.no_grad():
         value = tensor.detach()
         if reduce is None:
-            return _copy_to_cpu(value, site)
+            return kept(value)
         try:
             value = reduce(value)
         except Exception as error:
             error.add_note(f"while reducing {site} of shape {tuple(tensor.shape)}")
             raise
         if isinstance(value, dict):
-            return {name: _copy_to_cpu(part, site) for name, part in value.items()}
-        return _copy_to_cpu(value, site)
+            return {name: kept(part) for name, part in value.items()}
+        return kept(value)
 
 
-def _copy_to_cpu(tensor: Any, site: Site) -> Tensor:
-    """A dense, contiguous copy on the CPU that owns its memory, whatever the tensor is a view of."""
+def _dense(tensor: Any, site: Site) -> Tensor:
+    """A tensor that has a value at each place.
+
+    Raises:
+        InputError: it has none.
+    """
     if not isinstance(tensor, Tensor):
         raise InputError(f"reducing {site} gave {type(tensor).__name__}; it must give a tensor or a dict of tensors")
     if tensor.is_nested:
@@ -155,11 +171,14 @@ def _copy_to_cpu(tensor: Any, site: Site) -> Tensor:
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         raise InputError(f"{site} is inside torch.func (vmap, grad, ...), where no value can be taken out of the model")
     if tensor.is_quantized:
-        tensor = tensor.dequantize()
-    elif tensor.layout != torch.strided:
-        tensor = tensor.to_dense()
+        return tensor.dequantize()
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
+
+
+def _copied(tensor: Tensor, site: Site) -> Tensor:
+    """A contiguous copy on the CPU that owns its memory, whatever the tensor is a view of."""
     kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     kept.copy_(tensor)  # what copy_ returns could be a subclass
     if kept.dtype == torch.float16 and kept.isinf().any():
-        warnings.warn(f"{site} has infinite values: float16 ends at 65504", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"{site} has infinite values: float16 ends at 65504", RuntimeWarning, stacklevel=3)
     return kept

@@ -231,13 +231,15 @@ def _garbage_kept() -> Iterator[None]:
 
     Some objects wait for their threads then (a compiled model of OpenVINO), and a forked process has none of them.
     """
-    frozen_before = gc.get_freeze_count()
+    if gc.get_freeze_count():  # of the program around us, whose objects must stay frozen
+        gc.collect()
+        yield
+        return
     gc.freeze()
     try:
         yield
     finally:
-        if not frozen_before:
-            gc.unfreeze()
+        gc.unfreeze()
 
 
 class Batches(Iterator[Batch]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import threading
@@ -22,9 +23,12 @@ from extract.images.source import Files
 from extract.shard_making import ShardMaker
 from extract.store.shared_folder import SharedFolder
 from extract.store.verify import verify
+from extract.store.writer import ShardWriter
 from pipelines.cluster.dispatch import Done, Failed, Left
 from pipelines.cluster.worker import Worker
 from tests.conftest import make_picture
+from tests.extract.test_engines import BY_OPENVINO
+from tests.extract.test_transfers import on_a_gpu
 
 ROWS = 8  # of a shard: one batch of two pieces for those that decode
 SHARDS = 6
@@ -167,6 +171,45 @@ def test_a_shard_does_not_answer_for_an_image_of_the_next_that_kills_what_decode
                 failed[shard] = str(error)
     assert list(failed) == [3]
     assert "a process that decodes images died" in failed[3]
+
+
+@pytest.mark.parametrize("engine", ["a made-up GPU", BY_OPENVINO])
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_after_a_shard_that_failed_the_others_are_right(
+    pictures: Path, tmp_path: Path, options: dict[str, Any], engine: str, failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of batches that were begun before, nobody takes the features for those of his own."""
+    options = {**options, "batch_size": 2, "compile": "openvino" if engine == "openvino" else "off"}
+    expected = extract_features(pictures, out=tmp_path / "expected", workers=0, **options)
+    write, calls = ShardWriter.write, itertools.count(1)
+
+    def fails(self: ShardWriter, *args: Any) -> None:
+        if next(calls) == 4 + failing:
+            raise LayertapError("the disk is full")
+        write(self, *args)
+
+    monkeypatch.setattr(ShardWriter, "write", fails)
+    failed = []
+    on_gpu = on_a_gpu(failing) if engine != "openvino" else contextlib.nullcontext()
+    with on_gpu, maker_of(pictures, tmp_path, options, 0) as maker:
+        for shard in [0, 1, 2, 3, 1, 5, 4]:
+            try:
+                assert maker.make(shard)
+                maker.publish(shard)
+            except LayertapError as error:
+                failed.append((shard, str(error)))
+    assert failed == [(1, "the disk is full")]
+    assert_same(tmp_path / "out", expected)
+
+
+@pytest.mark.parametrize("flags", [{"precision": "bfloat16"}])
+def test_what_was_refused_is_compared_again_for_the_next_shard(
+    pictures: Path, tmp_path: Path, options: dict[str, Any], flags: dict[str, Any]
+) -> None:
+    with maker_of(pictures, tmp_path, {**options, **flags, "min_cosine": 1.0}, 0) as maker:
+        for shard in (0, 1, 0):
+            with pytest.raises(LayertapError, match="is wanted"):
+                maker.make(shard)
 
 
 def test_a_shard_that_is_not_wanted_any_more_leaves_nothing(

@@ -44,6 +44,8 @@ class MadeUpEvent:
 class MadeUpGpu:
     """Stands in for `Gpu`."""
 
+    device = torch.device("cpu")
+
     def __init__(self, seed: int):
         self._random = random.Random(seed)
         self.up: deque[MadeUpEvent] = deque()
@@ -100,9 +102,29 @@ def test_every_copy_arrives_whole_whatever_the_order_in_which_they_are_made(seed
     for found, value, number in expected:
         transfers.wait(number)
         assert torch.equal(found, value)
-    assert gpu.pinned_bytes == 4096
+    assert gpu.pinned_bytes == 2 * 4096
     assert not gpu.down
     assert transfers.begun() == 0 or not transfers.wait(transfers.begun())
+
+
+def test_a_single_value_is_copied_whatever_its_stride() -> None:
+    transfers = Pinned(MadeUpGpu(0), 4096)  # type: ignore[arg-type]
+    with torch.inference_mode():
+        values = torch.arange(30.0).reshape(3, 10)
+        kept = [transfers.down(values[:1, 7]), transfers.down(values.t()[:1, :1]), transfers.down(values[:, 3])]
+        given = transfers.up(values[:1, 7])
+    transfers.wait(transfers.begun())  # outside, too
+    assert [one.tolist() for one in kept] == [[7.0], [[0.0]], [3.0, 13.0, 23.0]]
+    assert given.tolist() == [7.0]
+
+
+def test_a_tensor_of_another_device_is_there_at_once() -> None:
+    gpu = MadeUpGpu(0)
+    gpu.device = torch.device("cuda", 1)
+    values = torch.arange(3.0)
+    kept = Pinned(gpu, 4096).down(values)  # type: ignore[arg-type]
+    values.zero_()
+    assert kept.tolist() == [0.0, 1.0, 2.0]
 
 
 def test_what_is_interrupted_has_not_arrived() -> None:
@@ -180,7 +202,7 @@ def test_rows_are_those_of_a_run_that_waits(
     waits = extract(plan(mixed, out=tmp_path / "waits", **how))
     with on_a_gpu(seed) as made:
         ahead = extract(plan(mixed, out=tmp_path / "ahead", **how))
-    assert [len(one._copies) for one in made] == [0]
+    assert [len(one._downward._copies) for one in made] == [0]
     assert (ahead.computed, ahead.duplicates, ahead.status) == (waits.computed, waits.duplicates, waits.status)
     assert waits.duplicates > 5
     assert rows_in(tmp_path / "ahead") == rows_in(tmp_path / "waits")
@@ -217,7 +239,7 @@ def test_the_next_batch_is_begun_before_the_last_one_is_waited_for(
 @pytest.mark.parametrize("seed", range(3))
 def test_where_the_memory_is_short_no_row_is_lost(folder: Path, tmp_path: Path, backbone: Backbone, seed: int) -> None:
     def short_of_memory(module: Any, args: Any) -> None:
-        if len(args[0]) > 2 and len(sizes := made[0]._copies) > 3:
+        if len(args[0]) > 2 and len(sizes := made[0]._downward._copies) > 3:
             raise torch.OutOfMemoryError(f"CUDA out of memory, beside {len(sizes)} copies")
 
     how: Any = {"backbone": backbone, "layers": LAYERS, "workers": 0}
@@ -261,3 +283,48 @@ def test_what_was_computed_when_a_run_ends_early_is_stored_and_right(
         assert found[name][:].tobytes() == expected[name][:][rows].tobytes()
     extract(plan(mixed, out=tmp_path / "ahead", **how))
     assert rows_in(tmp_path / "ahead") == rows_in(tmp_path / "waits")
+
+
+@pytest.mark.parametrize("interrupted", range(1, 12, 2))
+def test_a_wait_that_is_interrupted_loses_nothing_that_was_computed(
+    folder: Path, tmp_path: Path, backbone: Backbone, interrupted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how: Any = {"backbone": backbone, "layers": LAYERS, "batch_size": 3, "workers": 0}
+    extract_features(folder, out=tmp_path / "waits", **how)
+    arrive, calls, began = Pinned._arrive, itertools.count(1), []
+
+    def arrives(self: Pinned, *args: Any) -> None:
+        if next(calls) == 40 + 7 * interrupted:
+            began.append(sum(uploads))
+            raise KeyboardInterrupt
+        arrive(self, *args)
+
+    uploads: list[int] = []
+    up = Pinned.up
+    monkeypatch.setattr(Pinned, "up", lambda self, images: (up(self, images), uploads.append(len(images)))[0])
+    monkeypatch.setattr(Pinned, "_arrive", arrives)
+    with on_a_gpu(interrupted, 1 << 20), contextlib.suppress(KeyboardInterrupt):
+        extract(plan(folder, out=tmp_path / "ahead", **how))
+    expected, found = FeatureReader(tmp_path / "waits"), FeatureReader(tmp_path / "ahead", partial=True)
+    assert len(found.paths) == (began[0] if began else 12)  # what was begun before is waited for again, and stored
+    rows = [expected.paths.index(path) for path in found.paths]
+    for name in found.layers:
+        assert found[name][:].tobytes() == expected[name][:][rows].tobytes()
+
+
+def test_the_first_error_is_told_not_one_that_follows_from_it(
+    folder: Path, tmp_path: Path, backbone: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = plan(folder, out=tmp_path / "out", backbone=backbone, batch_size=3, workers=0)
+    calls = itertools.count(1)
+
+    def broken(module: Any, args: Any) -> None:
+        if next(calls) > 2:
+            monkeypatch.setattr(Pinned, "wait", lambda self, number: 1 / 0)
+            raise RuntimeError("the GPU is gone")
+
+    handle = backbone.model.register_forward_pre_hook(broken)
+    with on_a_gpu(0), pytest.raises(RuntimeError, match="the GPU is gone") as told:
+        extract(planned)
+    handle.remove()
+    assert told.value.__notes__ == ["what was computed before could not all be stored: division by zero"]
