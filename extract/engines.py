@@ -69,7 +69,7 @@ def ready(
     batch_size: int = defaults.BATCH_SIZE,
     on_smaller: Callable[[int], None] = lambda size: None,
 ) -> Iterator[Forward]:
-    """The backbone, with everything set for computing; gives the function that does it.
+    """The backbone, with everything set for computing; gives the forward, to be used inside.
 
     Args:
         backbone: as loaded.

@@ -49,9 +49,12 @@ class Forward(ABC):
 
     @abstractmethod
     def begin(self, images: Tensor) -> Callable[[], Values]:
-        """Have a batch computed; returns a function that waits for its features, to be called once.
+        """Have a batch computed; returns a function that waits for its features, (B, *shape) each, and gives them once.
 
-        The next batch can be begun before the last one is waited for; they are waited for in the same order.
+        The next batch can be begun before this one is waited for. One that nobody waits for any more does no harm.
+
+        Raises:
+            LayertapError: it cannot be computed; also from the function.
         """
 
     def __call__(self, images: Tensor) -> Values:
