@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from extract.backbones import Backbone, load_backbone
-    from extract.errors import InputError, LayertapError, LockedError, UnknownNameError
+    from extract.errors import DisagreementError, InputError, LayertapError, LockedError, UnknownNameError
     from extract.extraction import extract_features
     from extract.hooks import Taps
     from extract.inspection import inspect_model
@@ -28,6 +28,7 @@ _HOMES = {
     "load_backbone": "extract.backbones",
     "InputError": "extract.errors",
     "LayertapError": "extract.errors",
+    "DisagreementError": "extract.errors",
     "LockedError": "extract.errors",
     "UnknownNameError": "extract.errors",
     "extract_features": "extract.extraction",
@@ -41,6 +42,7 @@ _HOMES = {
 __all__ = [
     "ActivationMonitor",
     "Backbone",
+    "DisagreementError",
     "FeatureReader",
     "GradientMonitor",
     "InputError",

@@ -8,7 +8,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["InputError", "LayertapError", "LockedError", "UnknownNameError", "first_line", "unknown_name"]
+__all__ = [
+    "DisagreementError",
+    "InputError",
+    "LayertapError",
+    "LockedError",
+    "UnknownNameError",
+    "first_line",
+    "unknown_name",
+]
 
 
 class LayertapError(Exception):
@@ -23,6 +31,18 @@ class UnknownNameError(LayertapError, KeyError):
     """A backbone, layer, pooling or feature of this name does not exist; the message lists the nearest ones."""
 
     __str__ = Exception.__str__  # KeyError's would put the whole message in quotes
+
+
+class DisagreementError(LayertapError):
+    """Features that were computed compiled, in lower precision or of fast decoded images are not the plain ones.
+
+    Attributes:
+        reason: what is off, without what to do.
+    """
+
+    def __init__(self, reason: str, instead: str = ""):
+        super().__init__(f"{reason}. Take {instead}" if instead else reason)
+        self.reason = reason
 
 
 class LockedError(LayertapError):

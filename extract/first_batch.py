@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from extract.engines import default_engine, ready
-from extract.errors import InputError, LayertapError, first_line
+from extract.errors import DisagreementError, InputError, LayertapError, first_line
 from extract.forward import Forward, Values
 from extract.images import ImageList, load_batches
 from extract.planning import Plan
@@ -71,8 +71,9 @@ def verified(
             this batch in lower precision are told, but not refused.
 
     Raises:
-        LayertapError: from the call: lower precision or fast decoding points elsewhere, or the compiler that was asked
-            for failed, or what it made is off.
+        DisagreementError: from the call: lower precision or fast decoding points elsewhere, or what a compiler made
+            that was asked for is off.
+        LayertapError: from the call: the compiler that was asked for failed.
     """
     with contextlib.ExitStack() as open_now:
         yield _FirstThenAll(plan, on_chosen, on_smaller, begun, open_now)
@@ -134,11 +135,13 @@ class _FirstThenAll(Forward):
                 own_s = time.perf_counter() - before - opened.compiling_s
                 computation.agreement = agreement(features, expected)
                 if no := self._why_not(computation):
-                    raise LayertapError(no)
+                    raise DisagreementError(no)
             except LayertapError as error:
                 if plan.engine != "auto":
                     others = [] if engine == "eager" else ["--compile off"]
                     others += [] if plan.precision == "float32" else ["--precision float32", "a lower --min-cosine"]
+                    if isinstance(error, DisagreementError):
+                        raise DisagreementError(error.reason, " or ".join(others)) from error
                     raise LayertapError(f"{error}. Take {' or '.join(others)}") from error
                 self._open_now.close()
                 self._forward = None
@@ -148,8 +151,8 @@ class _FirstThenAll(Forward):
             computation.decoding = agreement(forward(pair[0]), exactly_decoded)
             if no := refusal(computation.decoding, plan.min_cosine):
                 too = "" if plan.precision == "float32" else "--precision float32 or "
-                text = f"of fast decoded images, {no}. Take --decode exact or {too}a lower --min-cosine"
-                raise LayertapError(text)
+                instead = f"--decode exact or {too}a lower --min-cosine"
+                raise DisagreementError(f"of fast decoded images, {no}", instead)
         computation.prepared_in_s = time.perf_counter() - start - own_s
         self._on_chosen(computation)
         return forward(images) if features is None else features
@@ -188,16 +191,24 @@ def _rounded(values: NDArray[Any], dtype: str) -> NDArray[Any]:
     return values if values.dtype == dtype else torch.from_numpy(values).to(getattr(torch, dtype)).numpy()
 
 
-def decoded_both_ways(images: ImageList, preprocessing: Preprocessing, max_pixels: int) -> tuple[Tensor, Tensor]:
-    """Of the first images that can be decoded: (B, ...) decoded fast, and (B, ...) the same exactly; at most 16.
+def decoded_both_ways(
+    images: ImageList, preprocessing: Preprocessing, max_pixels: int, count: int = _DECODED
+) -> tuple[Tensor, Tensor]:
+    """Of the first images that can be decoded: (B, ...) decoded fast, and (B, ...) the same exactly.
+
+    Args:
+        images: as listed.
+        preprocessing: that decodes fast.
+        max_pixels: as of `extract_features`.
+        count: of images at most.
 
     Raises:
         InputError: there are none.
     """
-    for first in range(0, len(images), _DECODED):
-        rows = list(range(first, min(first + _DECODED, len(images))))
+    for first in range(0, len(images), count):
+        rows = list(range(first, min(first + count, len(images))))
         found = []
-        for one in (preprocessing.faster(), replace(preprocessing, fast=False)):
+        for one in (preprocessing, replace(preprocessing, fast=False)):
             batches = load_batches(
                 images, [rows], one.prepare, workers=0, max_pixels=max_pixels, at_least_px=one.at_least_px
             )

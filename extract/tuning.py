@@ -1,7 +1,7 @@
 """What this machine can do for a backbone, measured: decoding, and the forward in each way there is.
 
 settings, measured = fastest("photos", backbone=backbone)
-extract_features("photos", out="outputs/photos", backbone=backbone, **settings)
+extract_features("photos", out="outputs/photos", backbone=backbone, **settings[0])
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ from extract.similarity import Agreement, agreement, refusal
 from extract.status import Status
 
 __all__ = [
-    "Measured", "Way", "batch_rates", "best_batch_size", "best_of", "decode_rate", "fastest", "forward_rates",
-    "pictures_of", "ways_for",
+    "Measured", "Way", "batch_rates", "best_batch_size", "decode_rate", "fastest", "forward_rates", "pictures_of",
+    "ranked", "ways_for",
 ]  # fmt: skip
 
 _AT_LEAST_S = 1.0  # of repeated forwards; one that takes longer is timed once, after one that is not timed
-_TIMED = 32  # pictures of the forwards that are timed on a CPU; more take longer and tell no more
+_TIMED, _TIMED_PER_CORE = 16, 8  # pictures of a forward that is timed on a CPU; more take longer and tell no more
+_DIFFERENT = 128  # pictures at most that are decoded to measure forwards; larger batches repeat them
 _GAIN = 1.03  # what a larger batch must gain
 _BATCH_SIZES = {"cpu": (8, 16, 32, 64, 128), "gpu": (32, 64, 128, 256, 512, 1024)}
 
@@ -124,18 +125,41 @@ def ways_for(
 
 
 def pictures_of(
-    images: ImageList, preprocessing: Preprocessing, count: int, max_pixels: int = defaults.MAX_PIXELS
-) -> Tensor:
-    """The first images that can be decoded, as many as `count`, repeated where there are fewer: (count, ...).
+    images: ImageList,
+    preprocessing: Preprocessing,
+    count: int,
+    max_pixels: int = defaults.MAX_PIXELS,
+    *,
+    both_ways: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """The first images that can be decoded, up to 128 of them, repeated up to `count`.
+
+    Args:
+        images: as listed.
+        preprocessing: of the backbone.
+        count: of pictures.
+        max_pixels: as of `extract_features`.
+        both_ways: whether they are also to be decoded fast.
+
+    Returns:
+        (count, ...) as `Preprocessing.prepare` makes them, and (count, ...) the same pictures, decoded fast, or None.
 
     Raises:
         InputError: none of the first can be decoded.
     """
-    batch = _decoded(images, preprocessing, count, max_pixels)
+    different = min(count, _DIFFERENT)
+    if both_ways:
+        fast, exact = decoded_both_ways(images, preprocessing.faster(), max_pixels, different)
+        return _repeated(exact, count), _repeated(fast, count)
+    batch = _decoded(images, preprocessing, different, max_pixels)
     if not len(batch.images):
         reason = next(iter(batch.reasons.values()))
         raise InputError(f"none of the first {len(batch.rows)} images can be decoded: {reason}")
-    return torch.cat([batch.images] * -(-count // len(batch.images)))[:count]
+    return _repeated(batch.images, count), None
+
+
+def _repeated(pictures: Tensor, count: int) -> Tensor:
+    return torch.cat([pictures] * -(-count // len(pictures)))[:count]
 
 
 def _decoded(images: ImageList, preprocessing: Preprocessing, count: int, max_pixels: int) -> Batch:
@@ -169,7 +193,7 @@ def batch_rates(backbone: Backbone, choice: Choice, pictures: Tensor) -> dict[in
     """
     rates: dict[int, float] = {}
     for size in _BATCH_SIZES["cpu" if backbone.device.type == "cpu" else "gpu"]:
-        batch = torch.cat([pictures] * -(-size // len(pictures)))[:size]
+        batch = _repeated(pictures, size)
         too_many: list[int] = []
         with ready(backbone, choice, "float32", on_smaller=too_many.append) as forward:
             forward(batch)
@@ -193,7 +217,7 @@ def forward_rates(
     pictures: Tensor,
     ways: Iterable[Way],
     min_cosine: float = defaults.MIN_COSINE,
-    pair: tuple[Tensor, Tensor] | None = None,
+    fast: Tensor | None = None,
     *,
     refused_too: bool = False,
 ) -> list[Measured]:
@@ -202,23 +226,22 @@ def forward_rates(
     Args:
         backbone: as loaded.
         choice: of features.
-        pictures: a batch, as `Preprocessing.prepare` makes it; compared are all of them.
+        pictures: a batch, as `pictures_of` gives it; compared are all of them.
         ways: to be timed.
         min_cosine: from which on a feature in lower precision, or of fast decoded images, may be taken.
-        pair: images decoded fast and exactly, as of `decoded_both_ways`; None: there is no fast decoding.
+        fast: the same pictures, decoded fast; None: there is no fast decoding.
         refused_too: time also those that may not be taken.
     """
     ways = list(ways)
     measured = []
+    timed = pictures[: _enough(backbone.device, len(pictures))]
     with ready(backbone, choice, "float32") as plain:
-        timed = pictures if backbone.device.type != "cpu" else pictures[:_TIMED]
         start = time.perf_counter()
         expected = plain(pictures)
         start_s = time.perf_counter() - start
-        exactly_decoded = plain(pair[1]) if pair else {}
         if _PLAIN in ways:
             ways.remove(_PLAIN)
-            decoding = agreement(plain(pair[0]), exactly_decoded) if pair else {}
+            decoding = {} if fast is None else agreement(plain(fast), expected)
             rate = len(timed) / _median_s(functools.partial(plain, timed))
             why_not = refusal(decoding, min_cosine)
             measured.append(Measured(_PLAIN, rate, start_s, decoding=decoding, why_not_fast=why_not))
@@ -228,7 +251,7 @@ def forward_rates(
             with ready(backbone, choice, "float32", way.precision, way.engine, len(timed)) as forward:
                 found = agreement(forward(pictures), expected)
                 start_s = time.perf_counter() - start
-                decoding = agreement(forward(pair[0]), exactly_decoded) if pair else {}
+                decoding = {} if fast is None else agreement(forward(fast), expected)
                 why_not = refusal(found, None if way.precision == "float32" else min_cosine)
                 rate = 0.0
                 if refused_too or not why_not:
@@ -240,6 +263,11 @@ def forward_rates(
             _free(way, backbone.device)
         measured.append(Measured(way, rate, start_s, found, decoding, why_not, refusal(decoding, min_cosine)))
     return measured
+
+
+def _enough(device: torch.device, batch_size: int) -> int:
+    """Pictures of a batch that tell how fast a forward is."""
+    return min(batch_size, max(_TIMED, _TIMED_PER_CORE * defaults.CORES)) if device.type == "cpu" else batch_size
 
 
 def _free(way: Way, device: torch.device) -> None:
@@ -260,8 +288,8 @@ def _median_s(call: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def best_of(measured: Iterable[Measured], n_images: float = math.inf, decode: str | None = None) -> Measured:
-    """The one that takes the least time for so many images, with compiling, of those that may be taken.
+def ranked(measured: Iterable[Measured], n_images: float = math.inf, decode: str | None = None) -> list[Measured]:
+    """Those that may be taken; first the one that takes the least time for so many images, with compiling.
 
     Args:
         measured: as of `forward_rates`.
@@ -271,16 +299,15 @@ def best_of(measured: Iterable[Measured], n_images: float = math.inf, decode: st
     Raises:
         InputError: none may be taken.
     """
-    refused = []
-    best, least = None, math.inf
+    good, refused = [], []
     for one in measured:
         if why_not := one.why_not or (one.why_not_fast if decode == "fast" else ""):
             refused.append(f"{one.way}: {why_not}")
-        elif (seconds := 1 / one.images_per_s + one.start_s / n_images) < least:
-            best, least = one, seconds
-    if best is None:
+        else:
+            good.append(one)
+    if not good:
         raise InputError("no way to compute may be taken of those asked for:\n  " + "\n  ".join(refused))
-    return best
+    return sorted(good, key=lambda one: 1 / one.images_per_s + one.start_s / n_images)
 
 
 def fastest(
@@ -296,11 +323,14 @@ def fastest(
     min_cosine: float = defaults.MIN_COSINE,
     limit: int | None = None,
     max_pixels: int = defaults.MAX_PIXELS,
-) -> tuple[dict[str, Any], list[Measured]]:
-    """The fastest way to compute features of these images that agrees with the plain one.
+) -> tuple[list[dict[str, Any]], list[Measured]]:
+    """The ways to compute features of these images that agree with the plain one, the fastest first.
+
+    They are compared on a few images only, since the run compares its whole first batch, and ends with a
+    `DisagreementError` before anything is stored if it disagrees: then the next way is to be taken.
 
     Args:
-        images: as of `extract_features`; the first batch is computed in each way.
+        images: as of `extract_features`; the first of them are computed in each way.
         backbone: as loaded.
         layers: as of `extract_features`.
         out: a data set that is to be gone on with: what its features depend on stays, and nothing is measured.
@@ -313,7 +343,8 @@ def fastest(
         max_pixels: as of `extract_features`.
 
     Returns:
-        `precision`, `compile`, `decode` and `batch_size` as `extract_features` takes them; and what was measured.
+        `precision`, `compile`, `decode` and `batch_size` as `extract_features` takes them, of each way, of which there
+        is at least one; and what was measured.
 
     Raises:
         InputError: as of `extract_features`, or none of the ways that are left agrees.
@@ -321,22 +352,27 @@ def fastest(
     if out is not None and (begun := how_begun(Path(out))):
         asked = {"precision": precision, "compile": compile, "decode": decode, "batch_size": batch_size}
         given = {name: value for name, value in asked.items() if value is not None}
-        return {"batch_size": defaults.BATCH_SIZE, **begun, **given}, []
+        return [{"batch_size": defaults.BATCH_SIZE, **begun, **given}], []
     found = list_images(images, limit) if isinstance(images, str | os.PathLike) else images
     ways = ways_for(backbone.device, precision=precision, compile=compile)
     preprocessing = backbone.preprocessing
     with evaluating(backbone.model), full_float32():
         choice = choose_features(backbone, [layers] if isinstance(layers, str) else layers)
-    on_cpu = backbone.device.type == "cpu"
-    pictures = pictures_of(found, preprocessing, min(batch_size or defaults.BATCH_SIZE, len(found)), max_pixels)
-    pair = None
-    if decode == "fast" or (decode is None and preprocessing.can_be_faster):
-        pair = decoded_both_ways(found, preprocessing, max_pixels)
-    if batch_size is None:
-        batch_size = defaults.BATCH_SIZE if on_cpu else best_batch_size(batch_rates(backbone, choice, pictures))
-        if not on_cpu:
-            pictures = torch.cat([pictures] * -(-batch_size // len(pictures)))[: min(batch_size, len(found))]
-    measured = forward_rates(backbone, choice, pictures, ways, min_cosine, pair)
-    best = best_of(measured, len(found), decode)
-    settings = {"precision": best.way.precision, "compile": best.way.compile, "decode": decode or best.decode}
-    return {**settings, "batch_size": batch_size}, measured
+    count = _enough(backbone.device, min(batch_size or defaults.BATCH_SIZE, len(found)))
+    both_ways = decode == "fast" or (decode is None and preprocessing.can_be_faster)
+    pictures, fast = pictures_of(found, preprocessing, count, max_pixels, both_ways=both_ways)
+    if backbone.device.type != "cpu":  # it is timed with whole batches
+        batch_size = batch_size or best_batch_size(batch_rates(backbone, choice, pictures))
+        count = min(batch_size, len(found))
+        pictures, fast = _repeated(pictures, count), None if fast is None else _repeated(fast, count)
+    measured = forward_rates(backbone, choice, pictures, ways, min_cosine, fast)
+    settings = [
+        {
+            "precision": one.way.precision,
+            "compile": one.way.compile,
+            "decode": decode or one.decode,
+            "batch_size": batch_size or defaults.BATCH_SIZE,
+        }
+        for one in ranked(measured, len(found), decode)
+    ]
+    return settings, measured

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 
 from extract import defaults
@@ -21,7 +20,6 @@ from extract.backbones import Backbone, load_backbone
 from extract.errors import LayertapError
 from extract.extraction import extract
 from extract.features import choose_features
-from extract.first_batch import decoded_both_ways
 from extract.images import ImageList, Images, list_images
 from extract.images.source import Source
 from extract.planning import plan
@@ -31,10 +29,10 @@ from extract.tuning import (
     Way,
     batch_rates,
     best_batch_size,
-    best_of,
     decode_rate,
     forward_rates,
     pictures_of,
+    ranked,
     ways_for,
 )  # fmt: skip
 
@@ -124,23 +122,21 @@ def bench(
         with evaluating(loaded.model), full_float32():
             choice = choose_features(loaded, list(layers))
         say("decoding")
-        decode, pair = {"exact": decode_rate(found, preprocessing, _DECODED)}, None
+        decode = {"exact": decode_rate(found, preprocessing, _DECODED)}
         if preprocessing.can_be_faster:
             decode["fast"] = decode_rate(found, preprocessing.faster(), _DECODED)
-            pair = decoded_both_ways(found, preprocessing, defaults.MAX_PIXELS)
         say("batch sizes")
-        pictures = pictures_of(found, preprocessing, 128)
-        batches = batch_rates(loaded, choice, pictures)
+        batches = batch_rates(loaded, choice, pictures_of(found, preprocessing, defaults.BATCH_SIZE)[0])
         batch_size = best_batch_size(batches)
-        pictures = torch.cat([pictures] * -(-batch_size // len(pictures)))[:batch_size]
+        pictures, fast = pictures_of(found, preprocessing, batch_size, both_ways=preprocessing.can_be_faster)
         measured = []
         for way in ways_for(loaded.device, thorough=thorough):
             say(f"forward: {way}")
-            measured += forward_rates(loaded, choice, pictures, [way], pair=pair, refused_too=True)
+            measured += forward_rates(loaded, choice, pictures, [way], fast=fast, refused_too=True)
         say("writing")
         row_bytes = sum(4 * int(np.prod(feature.shape)) for feature in choice.features)
         write = _write_rate(row_bytes)
-        plain, best = measured[0], best_of(measured)
+        plain, best = measured[0], ranked(measured)[0]
         pipelines = []
         for (way, how), one in {(plain.way, "exact"): plain, (best.way, best.decode): best}.items():
             say(f"the whole pipeline: {way}, {how} decoding")

@@ -14,6 +14,7 @@ import click
 from extract import defaults
 from extract.backbones import Backbone, load_backbone
 from extract.engines import default_engine
+from extract.errors import DisagreementError
 from extract.extraction import Plan, Summary, extract, plan
 from extract.first_batch import Computation
 from extract.images import ImageList, list_images
@@ -26,6 +27,7 @@ from pipelines.progress import Progress
 
 __all__ = ["Outcome", "backbone_of", "bottleneck", "described", "embed", "plan_of", "print_summary", "summary_as_json"]
 
+_WAY = ("precision", "compile", "decode", "batch_size")
 _WAITED = 0.2  # of the time: what is waited for longer is the bottleneck
 _WORTH_A_WORD_S = 10.0  # in shorter runs, starting takes most of the time
 
@@ -52,7 +54,20 @@ class Outcome:
 def embed(config: EmbedConfig) -> Outcome:
     """Run the job; what is going on is told on stderr."""
     backbone = backbone_of(config)
-    planned = plan_of(config, list_images(config.images, config.limit), backbone)
+    images = list_images(config.images, config.limit)
+    if not config.fast:
+        return _run(config, plan_of(config, images, backbone))
+    ways = _fastest(config, images, backbone)
+    while True:
+        try:
+            return _run(config, plan_of(config, images, backbone, ways.pop(0)))
+        except DisagreementError as error:
+            if not ways:
+                raise
+            click.secho(f"not taken: {error.reason}. The next fastest instead:", fg="yellow", err=True)
+
+
+def _run(config: EmbedConfig, planned: Plan) -> Outcome:
     _tell(planned)
     with Progress(len(planned.images)) as progress, signals_held() as received:
 
@@ -74,8 +89,16 @@ def embed(config: EmbedConfig) -> Outcome:
         return Outcome(planned, summary, reader.failures, reader.compression, 0)
 
 
-def plan_of(config: EmbedConfig, images: ImageList, backbone: Backbone) -> Plan:
-    """What a job is told to compute."""
+def plan_of(config: EmbedConfig, images: ImageList, backbone: Backbone, way: dict[str, Any] | None = None) -> Plan:
+    """What a job is told to compute.
+
+    Args:
+        config: of the job.
+        images: as listed.
+        backbone: as loaded.
+        way: `precision`, `compile`, `decode` and `batch_size` instead of those of the job.
+    """
+    how = {name: getattr(config, name) for name in _WAY} | (way or {})
     return plan(
         images,
         out=config.place,
@@ -83,7 +106,7 @@ def plan_of(config: EmbedConfig, images: ImageList, backbone: Backbone) -> Plan:
         layers=config.layers,
         workers=config.workers,
         dtype=config.dtype,
-        **_how(config, images, backbone),
+        **how,
         min_cosine=config.min_cosine,
         limit=config.limit,
         max_pixels=config.max_pixels,
@@ -114,11 +137,8 @@ def backbone_of(config: BackboneConfig, say: Callable[[str], None] = _on_stderr)
     return backbone
 
 
-def _how(config: EmbedConfig, images: ImageList, backbone: Backbone) -> dict[str, Any]:
-    """Precision, compiler, decoding and batch size: as they were asked for, or the fastest."""
-    asked = {name: getattr(config, name) for name in ("precision", "compile", "decode", "batch_size")}
-    if not config.fast:
-        return asked
+def _fastest(config: EmbedConfig, images: ImageList, backbone: Backbone) -> list[dict[str, Any]]:
+    """The ways to compute that agree, the fastest first; of what was asked for, only those."""
     click.echo("measuring what is fastest ...", err=True)
     settings, measured = fastest(
         images,
@@ -127,7 +147,7 @@ def _how(config: EmbedConfig, images: ImageList, backbone: Backbone) -> dict[str
         out=config.folder,
         min_cosine=config.min_cosine,
         max_pixels=config.max_pixels,
-        **{name: value for name, value in asked.items() if name in config.model_fields_set},
+        **{name: getattr(config, name) for name in _WAY if name in config.model_fields_set},
     )
     for one in measured:
         rate = f"{one.images_per_s:8.1f} images/s" if one.images_per_s else "        -         "

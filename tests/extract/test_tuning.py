@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from extract import InputError, extract_features, first_batch, load_backbone, tuning
+from extract import InputError, extract_features, load_backbone, tuning
 from extract.features import choose_features
 from extract.first_batch import decoded_both_ways
 from extract.images import list_images
@@ -21,10 +21,10 @@ from extract.tuning import (
     Way,
     batch_rates,
     best_batch_size,
-    best_of,
     fastest,
     forward_rates,
     pictures_of,
+    ranked,
     ways_for,
 )
 
@@ -36,8 +36,8 @@ def test_pictures_are_the_first_that_can_be_decoded_repeated_where_there_are_few
     backbone = load_backbone("timm/test_resnet", **NET)
     (folder / "ant" / "00.png").write_bytes(b"no picture")
     images = list_images(folder)
-    pictures = pictures_of(images, backbone.preprocessing, 25)
-    assert len(pictures) == 25
+    pictures, fast = pictures_of(images, backbone.preprocessing, 25)
+    assert (len(pictures), fast) == (25, None)
     assert torch.equal(pictures[:11], pictures[11:22])
     assert len(pictures[:11].flatten(1).unique(dim=0)) == 11
     for path in folder.rglob("*.*"):
@@ -63,7 +63,7 @@ def test_ways_that_do_not_agree_or_fail_are_not_to_be_taken(folder: Path, monkey
     backbone = load_backbone("timm/test_resnet", **NET)
     with evaluating(backbone.model):
         choice = choose_features(backbone, ["embedding"])
-    pictures = pictures_of(list_images(folder), backbone.preprocessing, 6)
+    pictures, _ = pictures_of(list_images(folder), backbone.preprocessing, 6)
     ways = [Way("float32", "eager"), Way("float32", "openvino"), Way("bfloat16", "eager"), Way("float32", "inductor")]
 
     def no_compiler(*_: object, **__: object) -> None:
@@ -92,10 +92,13 @@ def test_the_fastest_that_agrees_is_taken(folder: Path, tmp_path: Path, monkeypa
     ]
     monkeypatch.setattr(tuning, "forward_rates", lambda *_, **__: rates)
     settings, measured = fastest(folder, backbone=backbone, min_cosine=0.9)
-    assert settings == {"precision": "bfloat16", "compile": "off", "decode": "fast", "batch_size": 64}
+    assert settings == [
+        {"precision": precision, "compile": compile, "decode": "fast", "batch_size": 64}
+        for precision, compile in (("bfloat16", "off"), ("float32", "openvino"), ("float32", "off"))
+    ]
     assert measured is rates
     reader = extract_features(
-        folder, out=tmp_path / "out", backbone=backbone, progress=False, min_cosine=0.9, **settings
+        folder, out=tmp_path / "out", backbone=backbone, progress=False, min_cosine=0.9, **settings[0]
     )
     assert np.isfinite(reader["embedding"][:]).all()
 
@@ -108,23 +111,24 @@ def test_a_data_set_is_gone_on_with_as_it_began(folder: Path, tmp_path: Path, mo
     ).close()  # type: ignore[arg-type]
     monkeypatch.setattr(tuning, "forward_rates", lambda *_, **__: pytest.fail("measured"))
     settings, measured = fastest(folder, backbone=backbone, out=tmp_path / "out")
-    assert settings == {**began, "batch_size": 64}
+    assert settings == [{**began, "batch_size": 64}]
     assert measured == []
 
 
 def test_what_takes_long_to_compile_must_win_that_back() -> None:
     slow, soon = Measured(Way("float32", "inductor"), 20.0, start_s=30.0), Measured(Way("float32", "eager"), 10.0)
-    assert best_of([slow, soon], 100) is soon  # 35 s and 10 s
-    assert best_of([slow, soon], 1000) is slow  # 80 s and 100 s
-    assert best_of([slow, soon]) is slow
+    assert ranked([slow, soon], 100) == [soon, slow]  # 10 s and 35 s
+    assert ranked([slow, soon], 1000) == [slow, soon]  # 80 s and 100 s
+    assert ranked([soon, slow]) == [slow, soon]
 
 
 def test_decoding_and_precision_must_agree_together() -> None:
     near, off = {"embedding": Agreement(0.9995, 1e-3)}, {"embedding": Agreement(0.998, 1e-2)}
     lower = Measured(Way("bfloat16", "eager"), 20.0, decoding=off, why_not_fast="embedding has a cosine of 0.998")
     plain = Measured(Way("float32", "eager"), 10.0, decoding=near)
-    assert (best_of([plain, lower]).decode, best_of([plain, lower])) == ("exact", lower)
-    assert (best_of([plain, lower], decode="fast").decode, best_of([plain, lower], decode="fast")) == ("fast", plain)
+    assert ranked([plain, lower]) == [lower, plain]
+    assert (lower.decode, plain.decode) == ("exact", "fast")
+    assert ranked([plain, lower], decode="fast") == [plain]
 
 
 def test_where_nothing_agrees_each_reason_is_told(folder: Path) -> None:
@@ -147,22 +151,23 @@ def test_broken_images_do_not_shift_those_that_are_compared(folder: Path) -> Non
     preprocessing = load_backbone("timm/test_resnet", **NET).preprocessing
     (folder / "ant" / "00.png").write_bytes(b"no picture")
     images = list_images(folder)
-    fast, exact = decoded_both_ways(images, preprocessing, 10**6)
+    fast, exact = decoded_both_ways(images, preprocessing.faster(), 10**6)
     assert len(fast) == len(exact) == 11
+    pictures, twins = pictures_of(images, preprocessing, 14, both_ways=True)
+    assert torch.equal(pictures, torch.cat([exact, exact[:3]]))
+    assert torch.equal(twins, torch.cat([fast, fast[:3]]))
     assert float((fast.int() - exact.int()).abs().float().mean()) < 1
     for path in folder.rglob("*.*"):
         path.write_bytes(b"no picture")
     with pytest.raises(InputError, match="none of the 12 images can be decoded both fast and exactly"):
-        decoded_both_ways(images, preprocessing, 10**6)
+        decoded_both_ways(images, preprocessing.faster(), 10**6)
 
 
-def test_where_the_first_images_are_broken_later_ones_are_compared(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(first_batch, "_DECODED", 3)
+def test_where_the_first_images_are_broken_later_ones_are_compared(folder: Path) -> None:
     for path in sorted((folder / "ant").iterdir())[:4]:
         path.write_bytes(b"no picture")
-    fast, _ = decoded_both_ways(list_images(folder), load_backbone("timm/test_resnet", **NET).preprocessing, 10**6)
+    preprocessing = load_backbone("timm/test_resnet", **NET).preprocessing.faster()
+    fast, _ = decoded_both_ways(list_images(folder), preprocessing, 10**6, 3)
     assert len(fast) == 2  # of rows 3 to 5, the first is broken as well
 
 

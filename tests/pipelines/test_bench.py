@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from extract import tuning
+from extract import FeatureReader, tuning
+from extract.similarity import Agreement
+from extract.tuning import Measured, Way
 from pipelines import bench as bench_module
 from pipelines.bench import _Repeated
 from pipelines.cli import main
@@ -96,6 +100,31 @@ def test_where_nothing_fast_may_be_taken_it_says_why(
     assert result.exit_code == 2
     assert named in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("decode", ["exact", "fast"])
+def test_where_the_first_batch_refuses_the_fastest_the_next_one_is_taken(
+    decode: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer images are compared to find the fastest than in the run, which has the last word."""
+    plain, lower = Measured(Way("float32", "eager"), 10.0), Measured(Way("bfloat16", "eager"), 20.0)
+    lower = dataclasses.replace(lower, decoding={"embedding": Agreement(1.0, 0.0)} if decode == "fast" else {})
+    monkeypatch.setattr(tuning, "forward_rates", lambda *_, **__: [plain, lower])
+    flags = [str(folder), *NET, "--min-cosine", "1"]
+    result = _run("embed", *flags, "--fast", "-o", str(tmp_path / "out"), "--json")
+    assert "not taken: in bfloat16 (eager), embedding has a cosine of 0.99" in result.stderr
+    assert "Take" not in result.stderr
+    told = json.loads(result.stdout)
+    assert (told["precision"], told["status"]) == ("float32", {"ok": 12})
+    _run("embed", *flags, "-o", str(tmp_path / "plain"))
+    with FeatureReader(tmp_path / "out") as found, FeatureReader(tmp_path / "plain") as expected:
+        assert found.fingerprint == expected.fingerprint
+        assert np.array_equal(found["embedding"][:], expected["embedding"][:])
+
+    monkeypatch.setattr(tuning, "forward_rates", lambda *_, **__: [lower])
+    result = CliRunner().invoke(main, ["embed", *flags, "--fast", "-o", str(tmp_path / "none")])
+    assert result.exit_code == 1
+    assert "at least 1.0 is wanted. Take --precision float32 or" in result.stderr
 
 
 @pytest.mark.slow
