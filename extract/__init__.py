@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from extract.backbones import Backbone, load_backbone
+    from extract.backbones import Backbone, load_backbone, load_text_tower
     from extract.errors import DisagreementError, InputError, LayertapError, LockedError, UnknownNameError
     from extract.extraction import extract_features
     from extract.hooks import Taps
@@ -26,6 +26,7 @@ _HOMES = {
     "inspect_model": "extract.inspection",
     "Backbone": "extract.backbones",
     "load_backbone": "extract.backbones",
+    "load_text_tower": "extract.backbones",
     "InputError": "extract.errors",
     "LayertapError": "extract.errors",
     "DisagreementError": "extract.errors",
@@ -56,6 +57,7 @@ __all__ = [
     "extract_features",
     "inspect_model",
     "load_backbone",
+    "load_text_tower",
 ]
 
 

@@ -1,4 +1,4 @@
-"""Features of other images, or of the same once more, computed as those of a data set were."""
+"""Features of other images, or of the same once more, or of texts, computed as those of a data set were."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract import defaults
-from extract.backbones import Backbone, load_backbone
+from extract.backbones import Backbone, load_backbone, load_text_tower
 from extract.engines import ready
 from extract.errors import InputError
 from extract.forward import rows_of
@@ -20,7 +20,7 @@ from extract.planning import Plan, asked_of, how_made, plan_for
 from extract.status import Status
 from extract.store.dataset import DataSet, differences
 
-__all__ = ["features_of_file", "plan_as_made"]
+__all__ = ["features_of_file", "features_of_text", "plan_as_made"]
 
 
 def plan_as_made(
@@ -42,12 +42,8 @@ def plan_as_made(
         InputError: the data set does not say it, or its backbone cannot be loaded.
         LayertapError: as of `load_backbone`.
     """
-    configuration = provenance.get("configuration", {})
-    try:
-        layers, spec = list(configuration["layers"]), str(provenance["backbone"])
-        asked = asked_of(configuration, weights)
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{dataset.out} does not say how it was made: {error} is missing in its provenance") from error
+    layers, spec, asked = _said(dataset, provenance, weights)
+    max_pixels = provenance["configuration"].get("max_pixels", defaults.MAX_PIXELS)
     made = how_made(dataset.depends_on)
     if made["compile"] == "openvino" and device == "auto":
         device = "cpu"
@@ -57,9 +53,50 @@ def plan_as_made(
         "layers": layers, "batch_size": defaults.BATCH_SIZE, "workers": workers, "dtype": dataset.features[0].dtype,
         **made, "compile": "off" if made["compile"] == "auto" else made["compile"],
         "min_cosine": defaults.MIN_COSINE,
-        "max_pixels": configuration.get("max_pixels", defaults.MAX_PIXELS), "shard_rows": None, "compress": None,
+        "max_pixels": max_pixels, "shard_rows": None, "compress": None,
     }  # fmt: skip
     return plan_for(images, dataset.out, backbone, settings)
+
+
+def _said(dataset: DataSet, provenance: dict[str, Any], weights: str | None) -> tuple[list[str], str, dict[str, Any]]:
+    """What a data set says of its layers, its backbone, and what `load_backbone` was told."""
+    configuration = provenance.get("configuration", {})
+    try:
+        return list(configuration["layers"]), str(provenance["backbone"]), asked_of(configuration, weights)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{dataset.out} does not say how it was made: {error} is missing in its provenance") from error
+
+
+def features_of_text(
+    dataset: DataSet, provenance: dict[str, Any], text: str, weights: str | None = None, device: str = defaults.DEVICE
+) -> NDArray[np.float32]:
+    """(D,) the feature of a text, to be compared with the embeddings of a data set by cosine.
+
+    Args:
+        dataset: of a backbone that has a text tower beside it.
+        provenance: of its reader.
+        text: as it is.
+        weights: as of `plan_as_made`.
+        device: to compute on.
+
+    Raises:
+        InputError: its backbone has none, or the weights are others now; or it has no embeddings; or the text is too
+            long.
+        LayertapError: as of `load_text_tower`.
+    """
+    _, spec, asked = _said(dataset, provenance, weights)
+    tower = load_text_tower(spec, device=device, **asked)
+    now = {**dataset.depends_on, "architecture": tower.architecture, "weights_sha256": tower.weights_sha256}
+    if changed := differences(dataset.depends_on, now):
+        raise InputError(f"texts would not be comparable with the images of {dataset.out}: {'; '.join(changed)}")
+    feature: NDArray[np.float32] = tower.features(text)[0]
+    shape = next((one.shape for one in dataset.features if one.name == "embedding"), None)
+    if shape != feature.shape:
+        there = "none" if shape is None else f"of shape {tuple(shape)}"
+        raise InputError(
+            f"texts of {spec} are compared with embeddings of {len(feature)} values; {dataset.out} has {there}"
+        )
+    return feature
 
 
 def features_of_file(

@@ -1,4 +1,4 @@
-"""The images of a data set that are nearest to one: `layertap search OUT QUERY_IMAGE|ROW -k 10`."""
+"""The images of a data set that are nearest to an image or a text: `layertap search OUT QUERY_IMAGE|ROW -k 10`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract import defaults
-from extract.as_made import features_of_file
+from extract.as_made import features_of_file, features_of_text
 from extract.errors import InputError
 from extract.images import decode
 from extract.search import layer_to_search, nearest
@@ -55,8 +55,9 @@ class Found:
     Attributes:
         out: the data set.
         layer: whose features were compared.
-        query: the row that was searched with; or None, and the file is `path`.
-        path: of the image of the query.
+        query: the row that was searched with; or None, and the file is `path`, or it was a text.
+        path: of the image of the query; empty: a text.
+        text: of the query; empty: an image.
         note: what else the words of the query might have meant; empty: nothing.
         hits: the nearest first.
         searched: rows that were compared.
@@ -66,14 +67,15 @@ class Found:
     layer: str
     query: int | None
     path: str
+    text: str
     note: str
     hits: list[Hit]
     searched: int
 
 
 def run_search(
-    out: Path | str, query: str, *, k: int = 10, layer: str | None = None, itself: bool = False,
-    backbone: str | None = None, weights: str | None = None, images: str | None = None,
+    out: Path | str, query: str | None = None, *, text: str | None = None, k: int = 10, layer: str | None = None,
+    itself: bool = False, backbone: str | None = None, weights: str | None = None, images: str | None = None,
     device: str = defaults.DEVICE, output: Path | None = None,
 ) -> Found:  # fmt: skip
     """Search, and draw what was found, if that is asked for.
@@ -82,6 +84,7 @@ def run_search(
         out: folder of the data set, or its URL.
         query: a row; else the path of an image in the data set; else an image file, whose features are computed as
             those of the data set were.
+        text: instead of it: a text, for data sets of backbones that have a text tower beside them.
         k: rows to find.
         layer: None: `embedding`, or the only one.
         itself: whether a query that is a row may find itself.
@@ -92,20 +95,28 @@ def run_search(
         output: PNG, SVG or PDF file to draw into.
 
     Raises:
-        InputError: no such row, path or file; a row without features; a layer must be named; or a file whose features
-            cannot be computed as those of the data set were.
+        InputError: neither or both of query and text are given; no such row, path or file; a row without features; a
+            layer must be named; or a file or text whose features cannot be computed as those of the data set were.
         UnknownNameError: no such layer.
     """
     if output is not None:
         check_file(output, PICTURES)
+    if (query is None) == (text is None):
+        raise InputError("search for one thing: a row, path or image file, or --text TEXT")
     dataset = data_set_at(out)
     with FeatureReader(out) as reader:
         name = layer_to_search(reader.layers, layer, str(out))
-        row, note = _row_of(reader, query, out)
-        path = query if row is None else reader.paths[row]
-        if row is None:
+        row, path, note = None, "", ""
+        if query is not None:
+            row, note = _row_of(reader, query, out)
+            path = query if row is None else reader.paths[row]
+        if text is not None:
+            if name != "embedding":
+                raise InputError(f"a text is compared with embeddings, not with {name}; leave out --layer")
+            feature = features_of_text(dataset, reader.provenance, text, weights, device)
+        elif row is None:
             _check_code(reader.provenance, backbone, out)
-            feature = features_of_file(dataset, reader.provenance, Path(query), weights, device)[name]
+            feature = features_of_file(dataset, reader.provenance, Path(path), weights, device)[name]
         elif reader.status[row] != Status.OK:
             reason = next(reason for failed, _, _, reason in reader.failures if failed == row)
             raise InputError(
@@ -122,7 +133,7 @@ def run_search(
             for one, cosine in zip(near.rows[0].tolist(), near.cosines[0].tolist(), strict=True)
             if one >= 0
         ]
-        found = Found(out, name, row, path, note, hits, len(good) - (without is not None))
+        found = Found(out, name, row, path, text or "", note, hits, len(good) - (without is not None))
         if output is not None:
             _draw(found, reader, images or dataset.images["root"], output)
     return found
@@ -179,13 +190,18 @@ def _draw(found: Found, reader: FeatureReader, root: str, output: Path) -> None:
 
     rows = [hit.row for hit in found.hits] + ([] if found.query is None else [found.query])
     pictures = Pictures(reader, root, rows)
-    query = pictures.picture(found.query) if found.query is not None else (decode(Path(found.path).read_bytes()), "")
+    if found.query is not None:
+        query = pictures.picture(found.query)
+    else:
+        query = (None, "") if found.text else (decode(Path(found.path).read_bytes()), "")
     draw(found, query, [pictures.picture(hit.row) for hit in found.hits], output)
 
 
 def print_found(found: Found, echo: Callable[[str], None]) -> None:
     """What was found, for people."""
     taken = f"the file {found.path}" if found.query is None else f"row {found.query} ({printable(found.path)})"
+    if found.text:
+        taken = f'the text "{printable(found.text)}"'
     echo(f"{found.out}: nearest to {taken} by cosine of {found.layer}, of {found.searched:,} rows")
     if found.note:
         echo(f"  note: {printable(found.note)}")
@@ -203,7 +219,7 @@ def as_json(found: Found) -> dict[str, Any]:
     return {
         "out": str(found.out),
         "layer": found.layer,
-        "query": {"row": found.query, "path": found.path, "note": found.note},
+        "query": {"row": found.query, "path": found.path or None, "text": found.text or None, "note": found.note},
         "searched": found.searched,
         "results": [
             {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ def draw(
 
     Args:
         found: what was found.
-        query: its picture, or None and why there is none.
+        query: its picture, or None and why there is none; of a text, None and nothing.
         hits: likewise of each result.
         output: PNG, SVG or PDF file to write.
     """
@@ -37,7 +38,11 @@ def draw(
     axes = figure.subplots(lines, _COLUMNS, squeeze=False).reshape(-1)
     for one in axes:
         one.axis("off")
-    _place(axes[0], query, f"query\n{_tail(found.path)}", bold=True)
+    if found.text:
+        _frame(axes[0], found.text if len(found.text) <= 200 else found.text[:199] + "…", fontsize=9)
+        axes[0].set_title("query", fontsize=7.5, fontweight="bold")
+    else:
+        _place(axes[0], query, f"query\n{_tail(found.path)}", bold=True)
     for one, (hit, picture) in zip(axes[1:], shown, strict=False):
         name = f"\n[{drawable(hit.name)}]" if hit.name else ""
         _place(one, picture, f"{hit.cosine:.4f}\n{_tail(hit.path)}{name}")
@@ -52,12 +57,18 @@ def _tail(path: str) -> str:
     return drawable(name if len(name) <= 24 else "…" + name[-23:])
 
 
+def _frame(axes: Any, text: str, fontsize: float = 7) -> None:
+    """Words in the place of a picture."""
+    axes.set_axis_on()
+    axes.set(xticks=[], yticks=[], xlim=(0, 1), ylim=(0, 1), aspect="equal", facecolor="0.93")
+    lines = [drawable(part) for line in text.splitlines() for part in textwrap.wrap(line, 22)]
+    axes.text(0.5, 0.5, "\n".join(lines), ha="center", va="center", fontsize=fontsize)
+
+
 def _place(axes: Any, picture: tuple[Image.Image | None, str], text: str, bold: bool = False) -> None:
     image, why = picture
     if image is None:
-        axes.set_axis_on()
-        axes.set(xticks=[], yticks=[], xlim=(0, 1), ylim=(0, 1), aspect="equal", facecolor="0.93")
-        axes.text(0.5, 0.5, "no picture:\n" + drawable(why), ha="center", va="center", fontsize=7, wrap=True)
+        _frame(axes, "no picture:\n" + why)
     else:
         small = image.copy()
         small.thumbnail((_SIDE_PX, _SIDE_PX))

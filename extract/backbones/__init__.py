@@ -7,7 +7,8 @@ a key that is missing or left over is an error that names it.
 from __future__ import annotations
 
 from extract.backbones.backbone import Backbone
-from extract.backbones.loading import load_backbone
+from extract.backbones.loading import load_backbone, load_text_tower
+from extract.backbones.text_tower import TextTower
 from extract.weights import Weights
 
-__all__ = ["Backbone", "Weights", "load_backbone"]
+__all__ = ["Backbone", "TextTower", "Weights", "load_backbone", "load_text_tower"]

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 
 from extract.backbones.backbone import Asked, Backbone, downloading
 from extract.backbones.own_output import with_embedding
+from extract.backbones.text_tower import TextTower, too_long
 from extract.errors import InputError, first_line
-from extract.layers import named_layers
+from extract.layers import INSIDE, named_layers
 from extract.libraries import library
 from extract.preprocessing import IDENTITY, OVERRIDES, Preprocessing, from_hf, overridden
 from extract.weights import Weights, given_weights, is_named, weights_sha256
 
-__all__ = ["load"]
+__all__ = ["load", "load_text_tower"]
 
 _CLASSIFIES = "ForImageClassification"
 # What a configuration also holds, and what does not bear on the features.
@@ -125,6 +126,45 @@ def load(asked: Asked) -> Backbone:
         reads_class_token=class_token,
         notes=notes,
     )
+
+
+def load_text_tower(asked: Asked) -> TextTower:
+    """As of `load`; the tokenizer is the one that lies beside the model."""
+    transformers = library("transformers", "hf", "hf/")
+    backbone = load(asked)
+    model: Any = getattr(backbone.model, INSIDE, backbone.model)
+    if not hasattr(model, "get_text_features"):
+        raise InputError(f"{asked.spec} is a {type(model).__name__}, which has no text tower")
+    place = backbone.spec.removeprefix("hf/")
+    local = Path(place).is_dir()
+    where: dict[str, Any] = {"trust_remote_code": False}
+    if asked.weights is not None and is_named(asked.weights):
+        where["revision"] = asked.weights
+    with _quiet(transformers):
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(place, **where)
+        except (OSError, ValueError, RuntimeError) as error:
+            there = f"its tokenizer must lie in {place}" if local else "its tokenizer could not be downloaded"
+            raise InputError(f"{asked.spec}: {there}: {first_line(error)}") from error
+    text_config = getattr(model.config, "text_config", None)
+    known = int(getattr(text_config, "vocab_size", 0))
+    if len(tokenizer) < known / 2:  # where its files are missing, the library makes one that knows no words
+        there = f"there is no tokenizer in {place}" if local else "it has no tokenizer"
+        raise InputError(f"{asked.spec}: {there} that fits ({len(tokenizer):,} tokens; the model knows {known:,})")
+    most = min(tokenizer.model_max_length, getattr(text_config, "max_position_embeddings", tokenizer.model_max_length))
+
+    def tokens_of(text: str) -> dict[str, Tensor]:
+        if len(tokenizer(text, verbose=False)["input_ids"]) > most:
+            raise too_long(text, most)
+        # Filled up to the end, as SigLIP was trained; towers that were not leave the rest out by themselves.
+        return dict(tokenizer([text], padding="max_length", max_length=most, return_tensors="pt"))
+
+    return TextTower(asked.spec, backbone.architecture, backbone.weights.sha256, model, tokens_of, _embed_text)
+
+
+def _embed_text(model: Any, tokens: dict[str, Tensor]) -> Tensor:
+    output = model.get_text_features(**tokens)
+    return _vectors(output if isinstance(output, Tensor) else output.pooler_output)
 
 
 def _class_for(transformers: Any, config: Any) -> Any:

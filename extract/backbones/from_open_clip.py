@@ -5,70 +5,73 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from extract.backbones.backbone import Asked, Backbone, downloading
 from extract.backbones.own_output import WithEmbedding
+from extract.backbones.text_tower import TextTower, too_long
 from extract.errors import InputError, unknown_name
 from extract.libraries import library
 from extract.preprocessing import from_open_clip
 from extract.weights import Weights, given_weights, is_named, weights_sha256
 
-__all__ = ["load", "quiet"]
+__all__ = ["load", "load_text_tower", "quiet"]
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """What a spec and weights name.
+
+    Attributes:
+        name: of the model.
+        tag: of its weights; None: they are from a file, or random.
+        quick: whether it must run with QuickGELU, though its name does not say so.
+        architecture: what the features depend on.
+        notes: what must be told.
+    """
+
+    name: str
+    tag: str | None
+    quick: bool
+    architecture: str
+    notes: tuple[str, ...]
 
 
 def load(asked: Asked) -> Backbone:
     """NAME or NAME:TAG, as open_clip has them; weights by tag. Of a file of both towers, the text tower is left out."""
     open_clip = library("open_clip", "open_clip", "open_clip/")
-    spec, weights = asked.spec, asked.weights
-    name, _, tag = asked.name.partition(":")
-    if name not in open_clip.list_models():
-        raise unknown_name("backbone", spec, [f"open_clip/{known}" for known in open_clip.list_models()])
-    notes: tuple[str, ...] = ()
-    architecture, tags = name, open_clip.list_pretrained_tags_by_model(name)
-    if weights is not None and not is_named(weights):
-        if tag and weights != "random":
-            raise InputError(f"{spec} names the weights {tag!r}, and --weights names {weights!r}; name one")
+    chosen = _chosen(open_clip, asked)
+    notes = chosen.notes
+    if chosen.tag is None:
+        assert asked.weights is not None
         with quiet():
             found, loaded, _ = given_weights(
-                lambda: _visual(open_clip.create_model(name)), weights, asked.seed, spec, lambda model: None
-            )
+                lambda: _visual(open_clip.create_model(chosen.name)), asked.weights, asked.seed, asked.spec,
+                lambda model: None,
+            )  # fmt: skip
         tower: Any = found
-        settings = {tag: _settings(open_clip, name, tag) for tag in tags}
-        own = {"quick_gelu": _is_quick(open_clip, name), **tower.preprocess_cfg}
-        if weights != "random" and any({**own, **other} != own for other in settings.values()):
+        tags = open_clip.list_pretrained_tags_by_model(chosen.name)
+        own = {"quick_gelu": _is_quick(open_clip, chosen.name), **tower.preprocess_cfg}
+        settings = [{**own, **_settings(open_clip, chosen.name, tag)} for tag in tags]
+        if asked.weights != "random" and any(other != own for other in settings):
             notes = (
-                f"preprocessing and activation of {name} itself are taken; they differ between its published weights. "
-                f"For those of OpenAI, take {name}-quickgelu",
+                *notes,
+                f"preprocessing and activation of {chosen.name} itself are taken; they differ between its published "
+                f"weights. For those of OpenAI, take {chosen.name}-quickgelu",
             )
     else:
-        if weights and tag and weights != tag:
-            raise InputError(f"{spec} names the weights {tag!r}, and --weights names {weights!r}; name one")
-        tag = weights or tag
-        if not tag:
-            there = ", ".join(f"{spec}:{one}" for one in tags[:8]) or "a file, with --weights"
-            raise InputError(f"{spec}: name the weights, too: {there}")
-        if tag not in tags:
-            raise unknown_name("weights", tag, tags, f"open_clip/{name}")
-        quick = bool(_settings(open_clip, name, tag)["quick_gelu"])
-        if quick and not _is_quick(open_clip, name):
-            notes = (f"{name} with QuickGELU, which the weights {tag} were trained with",)
-            architecture = f"{name} with QuickGELU"
-        model = downloading(
-            asked,
-            lambda: open_clip.create_model(name, pretrained=tag, require_pretrained=True, force_quick_gelu=quick),
-            lambda: _by_hand(open_clip, name, tag),
-        )
-        tower = _visual(model)
-        loaded = Weights(f"open_clip/{name} {tag}", weights_sha256(tower))
+        tower = _visual(_downloaded(open_clip, asked, chosen))
+        loaded = Weights(f"open_clip/{chosen.name} {chosen.tag}", weights_sha256(tower))
     trunk = getattr(tower, "trunk", tower)  # where the tower is one of timm's
     grid = getattr(tower, "grid_size", None)
     class_token = getattr(trunk, "class_embedding", getattr(trunk, "cls_token", None)) is not None
     return Backbone(
-        spec=spec,
-        architecture=f"open_clip/{architecture}",
+        spec=asked.spec,
+        architecture=chosen.architecture,
         model=WithEmbedding(tower, _embed),
         weights=loaded,
         preprocessing=from_open_clip(tower.preprocess_cfg),
@@ -77,6 +80,68 @@ def load(asked: Asked) -> Backbone:
         class_token=class_token,
         reads_class_token=class_token and getattr(tower, "pool_type", "") == "tok",
         notes=notes,
+    )
+
+
+def load_text_tower(asked: Asked) -> TextTower:
+    """As of `load`; a file must hold both towers."""
+    open_clip = library("open_clip", "open_clip", "open_clip/")
+    chosen = _chosen(open_clip, asked)
+    if chosen.tag is None:
+        assert asked.weights is not None
+        with quiet():
+            both = f"{asked.spec} with its text tower"
+            model, _, _ = given_weights(
+                lambda: open_clip.create_model(chosen.name), asked.weights, asked.seed, both, lambda model: None
+            )
+    else:
+        model = _downloaded(open_clip, asked, chosen)
+    tokenizer = open_clip.get_tokenizer(chosen.name)
+
+    def tokens_of(text: str) -> dict[str, Tensor]:
+        tokens = tokenizer([text])
+        if not torch.equal(tokenizer([text], context_length=tokens.shape[1] + 1)[:, :-1], tokens):
+            raise too_long(text, tokens.shape[1])
+        return {"text": tokens}
+
+    return TextTower(
+        asked.spec, chosen.architecture, weights_sha256(_visual(model)), model, tokens_of, lambda model, tokens:
+        model.encode_text(**tokens),
+    )  # fmt: skip
+
+
+def _chosen(open_clip: Any, asked: Asked) -> _Chosen:
+    spec, weights = asked.spec, asked.weights
+    name, _, tag = asked.name.partition(":")
+    if name not in open_clip.list_models():
+        raise unknown_name("backbone", spec, [f"open_clip/{known}" for known in open_clip.list_models()])
+    tags = open_clip.list_pretrained_tags_by_model(name)
+    if weights is not None and not is_named(weights):
+        if tag and weights != "random":
+            raise InputError(f"{spec} names the weights {tag!r}, and --weights names {weights!r}; name one")
+        return _Chosen(name, None, False, f"open_clip/{name}", ())
+    if weights and tag and weights != tag:
+        raise InputError(f"{spec} names the weights {tag!r}, and --weights names {weights!r}; name one")
+    tag = weights or tag
+    if not tag:
+        there = ", ".join(f"{spec}:{one}" for one in tags[:8]) or "a file, with --weights"
+        raise InputError(f"{spec}: name the weights, too: {there}")
+    if tag not in tags:
+        raise unknown_name("weights", tag, tags, f"open_clip/{name}")
+    if not _settings(open_clip, name, tag)["quick_gelu"] or _is_quick(open_clip, name):
+        return _Chosen(name, tag, False, f"open_clip/{name}", ())
+    note = f"{name} with QuickGELU, which the weights {tag} were trained with"
+    return _Chosen(name, tag, True, f"open_clip/{name} with QuickGELU", (note,))
+
+
+def _downloaded(open_clip: Any, asked: Asked, chosen: _Chosen) -> Any:
+    """The model with both towers."""
+    return downloading(
+        asked,
+        lambda: open_clip.create_model(
+            chosen.name, pretrained=chosen.tag, require_pretrained=True, force_quick_gelu=chosen.quick
+        ),
+        lambda: _by_hand(open_clip, chosen.name, chosen.tag or ""),
     )
 
 

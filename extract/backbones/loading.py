@@ -1,4 +1,4 @@
-"""Load a backbone by its spec."""
+"""Load a backbone, or the text tower beside it, by its spec."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 
 from extract.backbones import from_hf, from_hub, from_open_clip, from_python, from_timm, from_torchvision
 from extract.backbones.backbone import Asked, Backbone
-from extract.errors import unknown_name
+from extract.backbones.text_tower import TextTower
+from extract.errors import InputError, unknown_name
 from extract.preprocessing import overridden
 from extract.settings import device_named
 
-__all__ = ["SOURCES", "load_backbone"]
+__all__ = ["SOURCES", "load_backbone", "load_text_tower"]
 
 # Optional libraries are imported inside these when they are used.
 SOURCES: dict[str, Callable[[Asked], Backbone]] = {
@@ -23,6 +24,10 @@ SOURCES: dict[str, Callable[[Asked], Backbone]] = {
     "hf": from_hf.load,
     "hub": from_hub.load,
     "python": from_python.load,
+}
+_WITH_TEXTS: dict[str, Callable[[Asked], TextTower]] = {
+    "open_clip": from_open_clip.load_text_tower,
+    "hf": from_hf.load_text_tower,
 }
 
 
@@ -54,12 +59,10 @@ def load_backbone(
         InputError: the weights do not fit the model, or their file cannot be read safely.
         LayertapError: the weights could not be downloaded, or a library or the device is not there.
     """
-    source, _, name = spec.partition("/")
-    if source not in SOURCES or not name:
-        raise unknown_name("backbone", spec, [f"{known}/..." for known in SOURCES], hint="A spec is SOURCE/NAME")
     place = device_named(device)
-    given = {key: value for key, value in (preprocessing or {}).items() if value is not None}
-    backbone = SOURCES[source](Asked(spec, name, weights, seed, allow_missing_head, given))
+    asked = _asked(spec, weights, seed, allow_missing_head, preprocessing)
+    backbone = SOURCES[spec.partition("/")[0]](asked)
+    given = dict(asked.preprocessing)
     return replace(
         backbone,
         model=backbone.model.eval().to(place),
@@ -68,3 +71,48 @@ def load_backbone(
         notes=(*backbone.notes, *backbone.weights.notes),
         asked={"weights": weights, "seed": seed, "allow_missing_head": allow_missing_head, "preprocessing": given},
     )
+
+
+def load_text_tower(
+    spec: str,
+    *,
+    weights: str | None = None,
+    device: str = "auto",
+    seed: int = 0,
+    allow_missing_head: bool = False,
+    preprocessing: Mapping[str, Any] | None = None,
+) -> TextTower:
+    """Load the text tower that stands beside the image tower of a backbone (CLIP, SigLIP and the like).
+
+        tower = load_text_tower("open_clip/ViT-B-32:laion2b_s34b_b79k")
+        tower.features(["a photo of a cat"])    # (1, 512), of the space of the images' embeddings
+
+    Args:
+        spec: `open_clip/NAME:TAG`, `hf/NAME` or `hf/FOLDER`.
+        weights: as of `load_backbone`; a file must hold both towers.
+        device: likewise.
+        seed: likewise.
+        allow_missing_head: likewise.
+        preprocessing: likewise; texts have none.
+
+    Raises:
+        InputError: the model has no text tower, or its file has not.
+        UnknownNameError, LayertapError: as of `load_backbone`.
+    """
+    place = device_named(device)
+    asked = _asked(spec, weights, seed, allow_missing_head, preprocessing)
+    source = spec.partition("/")[0]
+    if source not in _WITH_TEXTS:
+        raise InputError(f"{spec} has no text tower; models of {' and '.join(f'{one}/' for one in _WITH_TEXTS)} have")
+    tower = _WITH_TEXTS[source](asked)
+    return replace(tower, model=tower.model.eval().to(place), device=place)
+
+
+def _asked(
+    spec: str, weights: str | None, seed: int, allow_missing_head: bool, preprocessing: Mapping[str, Any] | None
+) -> Asked:
+    source, _, name = spec.partition("/")
+    if source not in SOURCES or not name:
+        raise unknown_name("backbone", spec, [f"{known}/..." for known in SOURCES], hint="A spec is SOURCE/NAME")
+    given = {key: value for key, value in (preprocessing or {}).items() if value is not None}
+    return Asked(spec, name, weights, seed, allow_missing_head, given)

@@ -90,7 +90,8 @@ def report(out: Path, other: Path | None, **settings: Any) -> None:
 
 @click.command()
 @click.argument("out", type=DATA_SET)
-@click.argument("query", metavar="ROW|PATH|IMAGE")
+@click.argument("query", metavar="[ROW|PATH|IMAGE]", required=False)
+@click.option("--text", help="Search for a text, in a data set of a backbone with a text tower (CLIP, SigLIP).")
 @click.option("-k", type=click.IntRange(min=1), default=10, show_default=True, help="Images to find.")
 @click.option("-l", "--layer", help="By its features. [default: embedding, or the only one]")
 @click.option("--itself", is_flag=True, help="A row of the data set may find itself, too.")
@@ -100,15 +101,16 @@ def report(out: Path, other: Path | None, **settings: Any) -> None:
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N or mps.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Draw the images found: a .png, .svg or .pdf.")
 @json_flag
-def search(out: Path | str, query: str, as_json: bool, **settings: Any) -> None:
-    """Find the images of the data set OUT that are nearest to one, by cosine, exactly.
+def search(out: Path | str, query: str | None, as_json: bool, **settings: Any) -> None:
+    """Find the images of the data set OUT that are nearest to an image or a text, by cosine, exactly.
 
     What is searched for is the number of a row, the path of an image in the data set, or else an image file, whose
-    features are computed as those of the data set were.
+    features are computed as those of the data set were; or --text.
 
     \b
     layertap search outputs/photos 17
     layertap search outputs/photos new.jpg -k 20 -o gallery.png
+    layertap search outputs/photos-clip --text "a dog on grass"
     """
     from pipelines.search import as_json as found_as_json
     from pipelines.search import print_found, run_search

@@ -45,7 +45,7 @@ def test_a_row_finds_its_copies_and_neighbours_and_not_itself(out: Path) -> None
     with FeatureReader(out) as reader:
         query, paths = reader["embedding"][0].astype(np.float64), reader.paths
     content = found(out, 0, "-k", 4)
-    assert content["query"] == {"row": 0, "path": "ant/00.png", "note": ""}
+    assert content["query"] == {"row": 0, "path": "ant/00.png", "text": None, "note": ""}
     assert [one["row"] for one in content["results"]] == expected(out, query)[1:5]
     first = content["results"][0]
     assert (first["path"], first["cosine"], first["class"]) == ("cat/copy.png", 1.0, "cat")
@@ -67,7 +67,7 @@ def test_a_file_is_searched_with_features_computed_as_those_stored(out: Path, fo
     moved = tmp_path / "elsewhere.png"
     shutil.copy(folder / "ant" / "06.png", moved)
     content = found(out, moved, "-k", 3)
-    assert content["query"] == {"row": None, "path": str(moved), "note": ""}
+    assert content["query"] == {"row": None, "path": str(moved), "text": None, "note": ""}
     assert content["results"][0]["path"] == "ant/06.png"
     assert content["results"][0]["cosine"] == pytest.approx(1, abs=1e-6)
     with FeatureReader(out) as reader:
