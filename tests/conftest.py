@@ -10,6 +10,8 @@ import pytest
 from PIL import Image
 from torch import nn
 
+from extract import compiled
+
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
 
@@ -20,6 +22,14 @@ def photos() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no photos in {folder}")
     return folder
+
+
+@pytest.fixture
+def openvino_in_bfloat16() -> None:
+    """The test is skipped where OpenVINO is not installed, or the CPU has no instructions for bfloat16."""
+    pytest.importorskip("openvino")
+    if not compiled.openvino_computes_in("bfloat16"):
+        pytest.skip("OpenVINO does not compute in bfloat16 on this CPU")
 
 
 def make_picture(seed: int, width: int = 64, height: int = 48) -> Image.Image:

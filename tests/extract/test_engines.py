@@ -266,7 +266,11 @@ def test_compiled_code_that_is_off_is_not_used(
 
 
 @pytest.mark.parametrize("compile", ["off", BY_OPENVINO])
-def test_low_precision_that_is_refused_leaves_nothing_behind(folder: Path, tmp_path: Path, compile: str) -> None:
+def test_low_precision_that_is_refused_leaves_nothing_behind(
+    folder: Path, tmp_path: Path, compile: str, request: pytest.FixtureRequest
+) -> None:
+    if compile == "openvino":
+        request.getfixturevalue("openvino_in_bfloat16")
     out = tmp_path / "out"
     with pytest.raises(LayertapError, match="has a cosine of 0.9.* at least 1.0 is wanted"):
         extract_features(folder, out=out, precision="bfloat16", compile=compile, min_cosine=1.0, **NET)
@@ -286,7 +290,7 @@ def test_what_inductor_computes_in_lower_precision_has_a_fingerprint_of_its_own(
         extract_features(folder, out=tmp_path / "out", compile="off", limit=7, **lower)
 
 
-@openvino
+@pytest.mark.usefixtures("openvino_in_bfloat16")
 def test_what_was_refused_does_not_decide_the_engine(folder: Path, tmp_path: Path) -> None:
     lower = {**NET, "precision": "bfloat16"}
     with pytest.raises(LayertapError, match="is wanted"):
@@ -310,7 +314,7 @@ def test_a_run_that_began_in_lower_precision_is_gone_on_with(folder: Path, tmp_p
     assert 0.9 < rest.computation.agreement["embedding"].min_cosine < 1
 
 
-@openvino
+@pytest.mark.usefixtures("openvino_in_bfloat16")
 def test_lower_precision_is_another_fingerprint_for_each_engine_and_auto_goes_on_as_it_began(
     folder: Path, tmp_path: Path
 ) -> None:

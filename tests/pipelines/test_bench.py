@@ -62,7 +62,7 @@ def test_repeated_images_are_the_same_pictures_with_other_bytes(folder: Path) ->
 
 
 @pytest.mark.slow
-@openvino
+@pytest.mark.usefixtures("openvino_in_bfloat16")
 def test_fast_measures_and_says_what_it_takes(folder: Path, tmp_path: Path) -> None:
     result = _run("embed", str(folder), *NET, "--fast", "-o", str(tmp_path / "out"), "--json")
     assert "float32, eager" in result.stderr
