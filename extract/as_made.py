@@ -84,18 +84,18 @@ def features_of_text(
             long.
         LayertapError: as of `load_text_tower`.
     """
+    shape = next((one.shape for one in dataset.features if one.name == "embedding"), None)
+    if shape is None:
+        raise InputError(f"a text is compared with embeddings, and {dataset.out} has none; embed it with -l embedding")
     _, spec, asked = _said(dataset, provenance, weights)
     tower = load_text_tower(spec, device=device, **asked)
     now = {**dataset.depends_on, "architecture": tower.architecture, "weights_sha256": tower.weights_sha256}
     if changed := differences(dataset.depends_on, now):
         raise InputError(f"texts would not be comparable with the images of {dataset.out}: {'; '.join(changed)}")
     feature: NDArray[np.float32] = tower.features(text)[0]
-    shape = next((one.shape for one in dataset.features if one.name == "embedding"), None)
     if shape != feature.shape:
-        there = "none" if shape is None else f"of shape {tuple(shape)}"
-        raise InputError(
-            f"texts of {spec} are compared with embeddings of {len(feature)} values; {dataset.out} has {there}"
-        )
+        sizes = " x ".join(map(str, shape))
+        raise InputError(f"{spec} gives texts {len(feature)} values, and the embeddings of {dataset.out} have {sizes}")
     return feature
 
 

@@ -105,25 +105,20 @@ def run_search(
         raise InputError("search for one thing: a row, path or image file, or --text TEXT")
     dataset = data_set_at(out)
     with FeatureReader(out) as reader:
-        name = layer_to_search(reader.layers, layer, str(out))
-        row, path, note = None, "", ""
-        if query is not None:
+        name, row, path, note = "embedding", None, "", ""
+        if text is not None:
+            if layer not in (None, name):
+                raise InputError(f"a text is compared with embeddings, not with {layer}; leave out --layer")
+            feature = features_of_text(dataset, reader.provenance, text, weights, device)
+        elif query is not None:
+            name = layer_to_search(reader.layers, layer, str(out))
             row, note = _row_of(reader, query, out)
             path = query if row is None else reader.paths[row]
-        if text is not None:
-            if name != "embedding":
-                raise InputError(f"a text is compared with embeddings, not with {name}; leave out --layer")
-            feature = features_of_text(dataset, reader.provenance, text, weights, device)
-        elif row is None:
-            _check_code(reader.provenance, backbone, out)
-            feature = features_of_file(dataset, reader.provenance, Path(path), weights, device)[name]
-        elif reader.status[row] != Status.OK:
-            reason = next(reason for failed, _, _, reason in reader.failures if failed == row)
-            raise InputError(
-                f"row {row} ({printable(path)}) has no features: {Status(reader.status[row]).text}: {reason}"
-            )
-        else:
-            feature = reader[name][row]
+            if row is None:
+                _check_code(reader.provenance, backbone, out)
+                feature = features_of_file(dataset, reader.provenance, Path(query), weights, device)[name]
+            else:
+                feature = _feature_of_row(reader, name, row)
         good = np.flatnonzero(reader.status == Status.OK)
         without = None if row is None or itself else np.array([row])
         near = nearest(reader[name], feature[None], k, among=good, without=without, device=_device(device))
@@ -137,6 +132,15 @@ def run_search(
         if output is not None:
             _draw(found, reader, images or dataset.images["root"], output)
     return found
+
+
+def _feature_of_row(reader: FeatureReader, layer: str, row: int) -> NDArray[Any]:
+    if reader.status[row] != Status.OK:
+        reason = next(reason for failed, _, _, reason in reader.failures if failed == row)
+        status, path = Status(reader.status[row]), printable(reader.paths[row])
+        raise InputError(f"row {row} ({path}) has no features: {status.text}: {reason}")
+    feature: NDArray[Any] = reader[layer][row]
+    return feature
 
 
 def _row_of(reader: FeatureReader, query: str, out: Path | str) -> tuple[int | None, str]:
