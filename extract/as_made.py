@@ -88,7 +88,7 @@ def features_of_text(
     if shape is None:
         raise InputError(f"a text is compared with embeddings, and {dataset.out} has none; embed it with -l embedding")
     _, spec, asked = _said(dataset, provenance, weights)
-    tower = load_text_tower(spec, device=device, **asked)
+    tower = load_text_tower(spec, weights=asked["weights"], seed=asked["seed"], device=device)
     now = {**dataset.depends_on, "architecture": tower.architecture, "weights_sha256": tower.weights_sha256}
     if changed := differences(dataset.depends_on, now):
         raise InputError(f"texts would not be comparable with the images of {dataset.out}: {'; '.join(changed)}")

@@ -110,13 +110,14 @@ class Backbone:
         return features_of(self, pictures, layers, batch_size)
 
 
-def downloading(asked: Asked, load: Callable[[], Any], remedy: Callable[[], str]) -> Any:
+def downloading(asked: Asked, load: Callable[[], Any], remedy: Callable[[], str], what: str = "weights") -> Any:
     """What `load` gives; where a hub does not, an error.
 
     Args:
         asked: for the error.
         load: may download.
         remedy: says what to fetch by hand, and where to put it.
+        what: is downloaded, for the error.
     """
     try:
         return load()
@@ -126,5 +127,5 @@ def downloading(asked: Asked, load: Callable[[], Any], remedy: Callable[[], str]
         raise InputError(f"{asked.spec}: {first_line(error)}") from error
     except (OSError, RuntimeError) as error:  # what the hubs' many classes of error have in common
         raise LayertapError(
-            f"weights of {asked.spec} could not be downloaded: {first_line(error)}. To do it by hand: {remedy()}"
+            f"{what} of {asked.spec} could not be downloaded: {first_line(error)}. To do it by hand: {remedy()}"
         ) from error

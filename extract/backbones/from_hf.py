@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from extract.backbones.backbone import Asked, Backbone, downloading
 from extract.backbones.own_output import with_embedding
 from extract.backbones.text_tower import TextTower, too_long
 from extract.errors import InputError, first_line
-from extract.layers import INSIDE, named_layers
+from extract.layers import named_layers
 from extract.libraries import library
 from extract.preprocessing import IDENTITY, OVERRIDES, Preprocessing, from_hf, overridden
 from extract.weights import Weights, given_weights, is_named, weights_sha256
@@ -42,67 +43,64 @@ _NO_SETTINGS = {
 _BY_HAND = ("config.json", "preprocessor_config.json", "model.safetensors")
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a model is.
+
+    Attributes:
+        asked: what was asked for.
+        name: of the hub, or the whole path of a folder.
+        local: whether it is a folder.
+        where: what the library must be told beside it.
+    """
+
+    asked: Asked
+    name: str
+    local: bool
+    where: dict[str, Any]
+
+    def ask(self, load: Callable[[], Any]) -> Any:
+        """What the library loads, or an error that says what to do."""
+        if not self.local:
+            return downloading(self.asked, load, lambda: _by_hand(self.asked.name))
+        try:
+            return load()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise InputError(f"{self.asked.spec}: {first_line(error)}") from error
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A model with its weights.
+
+    Attributes:
+        config: of the model.
+        model: the network.
+        weights: where its numbers come from.
+        notes: what must be told.
+    """
+
+    config: Any
+    model: Any
+    weights: Weights
+    notes: tuple[str, ...]
+
+    @property
+    def architecture(self) -> str:
+        """What the features depend on, beside the weights."""
+        return f"hf/{type(self.model).__name__}, settings with sha256 {_settings(self.config)}"
+
+
 def load(asked: Asked) -> Backbone:
     """NAME of the hub, or a folder; weights: a revision. Code that comes with a model is never run."""
     transformers = library("transformers", "hf", "hf/")
-    spec, weights = asked.spec, asked.weights
-    place = asked.name
-    local = Path(place).expanduser().is_dir()
-    if local:
-        place = str(Path(place).expanduser().resolve())
-    elif place.count("/") > 1 or place.startswith((".", "/", "~")):
-        raise InputError(f"{spec}: no such folder; a name of the hub is OWNER/NAME")
-    given = weights is not None and not is_named(weights)
-    where: dict[str, Any] = {"trust_remote_code": False}
-    if weights is not None and not given:
-        if local:
-            raise InputError(f"{spec} is a folder, which has no revision {weights!r}")
-        where["revision"] = weights
-
-    def ask(load_it: Any) -> Any:
-        if not local:
-            return downloading(asked, load_it, lambda: _by_hand(asked.name))
-        try:
-            return load_it()
-        except (OSError, ValueError, RuntimeError) as error:
-            raise InputError(f"{spec}: {first_line(error)}") from error
-
+    at = _place(asked)
     with _quiet(transformers):
-        config = ask(lambda: transformers.AutoConfig.from_pretrained(place, **where))
-        if asked.preprocessing.keys() < OVERRIDES:
-            if local and not any(
-                (Path(place) / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")
-            ):
-                raise InputError(
-                    f"{spec}: no preprocessor_config.json, which says what pictures it takes; copy it there, or give "
-                    "--size --crop --interpolation --mean --std"
-                )
-            preprocessing = _preprocessing(
-                spec, ask(lambda: transformers.AutoImageProcessor.from_pretrained(place, **where))
-            )
-        else:
-            preprocessing = overridden(IDENTITY, asked.preprocessing)
-        notes: tuple[str, ...] = ()
-        if getattr(config, "mask_ratio", 0):  # of masked autoencoders, which draw at random what they see
-            config.mask_ratio = 0.0
-            notes = ("nothing is masked (mask_ratio 0)",)
-        if config.model_type == "timm_wrapper":
-            raise InputError(f"{spec} is a model of timm; name it timm/{Path(place).name}")
-        kind = _class_for(transformers, config)
-        if given:
-            assert weights is not None
-            model, loaded, _ = given_weights(
-                lambda: kind.from_config(config, trust_remote_code=False) if kind is transformers.AutoModel
-                else kind(config),
-                weights, asked.seed, spec, _classifier, allow_missing_head=asked.allow_missing_head,
-            )  # fmt: skip
-        else:
-            model, left = _pretrained(spec, kind, place, {**where, "config": config}, ask)
-            notes = (*notes, *left)
-            found = getattr(config, "_commit_hash", None)
-            name = Path(place).name if local else place
-            loaded = Weights(f"hf/{name}" + (f" at {found[:12]}" if found else ""), weights_sha256(model))
-    classifier, architecture = _classifier(model), f"{type(model).__name__}, settings with sha256 {_settings(config)}"
+        config = _config(transformers, asked, at)
+        preprocessing = _preprocessing(transformers, asked, at)
+        loaded = _loaded(transformers, asked, at, config)
+    model = loaded.model
+    classifier = _classifier(model)
     vision = getattr(config, "vision_config", config)
     tower = getattr(model, "vision_model", _trunk(model))
     embeddings = getattr(tower, "embeddings", None)
@@ -112,10 +110,10 @@ def load(asked: Asked) -> Backbone:
         size = overridden(preprocessing, asked.preprocessing).crop_px
         model, why = with_embedding(model, size, _embed)
     return Backbone(
-        spec=f"hf/{place}",
-        architecture=f"hf/{architecture}",
+        spec=f"hf/{at.name}",
+        architecture=loaded.architecture,
         model=model,
-        weights=loaded,
+        weights=loaded.weights,
         preprocessing=preprocessing,
         classifier=classifier,
         no_embedding=why,
@@ -124,34 +122,27 @@ def load(asked: Asked) -> Backbone:
         + (getattr(embeddings, "distillation_token", None) is not None),
         class_token=class_token,
         reads_class_token=class_token,
-        notes=notes,
+        notes=loaded.notes,
     )
 
 
 def load_text_tower(asked: Asked) -> TextTower:
     """As of `load`; the tokenizer is the one that lies beside the model."""
     transformers = library("transformers", "hf", "hf/")
-    backbone = load(asked)
-    model: Any = getattr(backbone.model, INSIDE, backbone.model)
-    if not hasattr(model, "get_text_features"):
-        raise InputError(f"{asked.spec} is a {type(model).__name__}, which has no text tower")
-    place = backbone.spec.removeprefix("hf/")
-    local = Path(place).is_dir()
-    where: dict[str, Any] = {"trust_remote_code": False}
-    if asked.weights is not None and is_named(asked.weights):
-        where["revision"] = asked.weights
+    at = _place(asked)
     with _quiet(transformers):
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(place, **where)
-        except (OSError, ValueError, RuntimeError) as error:
-            there = f"its tokenizer must lie in {place}" if local else "its tokenizer could not be downloaded"
-            raise InputError(f"{asked.spec}: {there}: {first_line(error)}") from error
-    text_config = getattr(model.config, "text_config", None)
-    known = int(getattr(text_config, "vocab_size", 0))
+        config = _config(transformers, asked, at)
+        loaded = _loaded(transformers, asked, at, config)
+        model = loaded.model
+        if not hasattr(model, "get_text_features"):
+            raise InputError(f"{asked.spec} is a {type(model).__name__}, which has no text tower")
+        tokenizer = at.ask(lambda: transformers.AutoTokenizer.from_pretrained(at.name, **at.where))
+    words = getattr(config, "text_config", None)
+    known = int(getattr(words, "vocab_size", 0))
     if len(tokenizer) < known / 2:  # where its files are missing, the library makes one that knows no words
-        there = f"there is no tokenizer in {place}" if local else "it has no tokenizer"
+        there = f"there is no tokenizer in {at.name}" if at.local else "it has no tokenizer"
         raise InputError(f"{asked.spec}: {there} that fits ({len(tokenizer):,} tokens; the model knows {known:,})")
-    most = min(tokenizer.model_max_length, getattr(text_config, "max_position_embeddings", tokenizer.model_max_length))
+    most = min(tokenizer.model_max_length, getattr(words, "max_position_embeddings", tokenizer.model_max_length))
 
     def tokens_of(text: str) -> dict[str, Tensor]:
         if len(tokenizer(text, verbose=False)["input_ids"]) > most:
@@ -159,7 +150,50 @@ def load_text_tower(asked: Asked) -> TextTower:
         # Filled up to the end, as SigLIP was trained; towers that were not leave the rest out by themselves.
         return dict(tokenizer([text], padding="max_length", max_length=most, return_tensors="pt"))
 
-    return TextTower(asked.spec, backbone.architecture, backbone.weights.sha256, model, tokens_of, _embed_text)
+    return TextTower(asked.spec, loaded.architecture, loaded.weights.sha256, model, tokens_of, _embed_text)
+
+
+def _place(asked: Asked) -> _Place:
+    name, weights = asked.name, asked.weights
+    local = Path(name).expanduser().is_dir()
+    if local:
+        name = str(Path(name).expanduser().resolve())
+    elif name.count("/") > 1 or name.startswith((".", "/", "~")):
+        raise InputError(f"{asked.spec}: no such folder; a name of the hub is OWNER/NAME")
+    where: dict[str, Any] = {"trust_remote_code": False}
+    if weights is not None and is_named(weights):
+        if local:
+            raise InputError(f"{asked.spec} is a folder, which has no revision {weights!r}")
+        where["revision"] = weights
+    return _Place(asked, name, local, where)
+
+
+def _config(transformers: Any, asked: Asked, at: _Place) -> Any:
+    config = at.ask(lambda: transformers.AutoConfig.from_pretrained(at.name, **at.where))
+    if config.model_type == "timm_wrapper":
+        raise InputError(f"{asked.spec} is a model of timm; name it timm/{Path(at.name).name}")
+    return config
+
+
+def _loaded(transformers: Any, asked: Asked, at: _Place, config: Any) -> _Loaded:
+    spec, weights = asked.spec, asked.weights
+    notes: tuple[str, ...] = ()
+    if getattr(config, "mask_ratio", 0):  # of masked autoencoders, which draw at random what they see
+        config.mask_ratio = 0.0
+        notes = ("nothing is masked (mask_ratio 0)",)
+    kind = _class_for(transformers, config)
+    if weights is not None and not is_named(weights):
+        model, given, _ = given_weights(
+            lambda: kind.from_config(config, trust_remote_code=False) if kind is transformers.AutoModel
+            else kind(config),
+            weights, asked.seed, spec, _classifier, allow_missing_head=asked.allow_missing_head,
+        )  # fmt: skip
+        return _Loaded(config, model, given, notes)
+    model, left = _pretrained(spec, kind, at, config)
+    found = getattr(config, "_commit_hash", None)
+    name = Path(at.name).name if at.local else at.name
+    named = Weights(f"hf/{name}" + (f" at {found[:12]}" if found else ""), weights_sha256(model))
+    return _Loaded(config, model, named, (*notes, *left))
 
 
 def _embed_text(model: Any, tokens: dict[str, Tensor]) -> Tensor:
@@ -174,15 +208,15 @@ def _class_for(transformers: Any, config: Any) -> Any:
     return getattr(transformers, names[0], transformers.AutoModel) if names else transformers.AutoModel
 
 
-def _pretrained(spec: str, kind: Any, place: str, where: dict[str, Any], ask: Any) -> tuple[nn.Module, tuple[str, ...]]:
+def _pretrained(spec: str, kind: Any, at: _Place, config: Any) -> tuple[nn.Module, tuple[str, ...]]:
     """The model with its weights, every one of them; and what was left over."""
-    options: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True, **where}
-    model, found = ask(lambda: kind.from_pretrained(place, **options))
+    options: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True, "config": config, **at.where}
+    model, found = at.ask(lambda: kind.from_pretrained(at.name, **options))
     missing = sorted(found["missing_keys"])
     if missing and all(name.startswith("pooler.") for name in missing):
         # The library would draw the weights of the pooler at random.
         with contextlib.suppress(TypeError):  # not every model can do without
-            model, found = ask(lambda: kind.from_pretrained(place, add_pooling_layer=False, **options))
+            model, found = at.ask(lambda: kind.from_pretrained(at.name, add_pooling_layer=False, **options))
             missing = sorted(found["missing_keys"])
     wrong = [*missing, *map(str, found["mismatched_keys"])]
     if wrong:
@@ -233,13 +267,20 @@ def _vectors(values: Tensor) -> Tensor:
     return values.flatten(1)
 
 
-def _preprocessing(spec: str, processor: Any) -> Preprocessing:
+def _preprocessing(transformers: Any, asked: Asked, at: _Place) -> Preprocessing:
+    if not asked.preprocessing.keys() < OVERRIDES:
+        return overridden(IDENTITY, asked.preprocessing)
+    instead = "give --size --crop --interpolation --mean --std"
+    files = [Path(at.name) / name for name in ("preprocessor_config.json", "processor_config.json")]
+    if at.local and not any(file.is_file() for file in files):
+        raise InputError(
+            f"{asked.spec}: no preprocessor_config.json, which says what pictures it takes; copy it there, or {instead}"
+        )
+    processor = at.ask(lambda: transformers.AutoImageProcessor.from_pretrained(at.name, **at.where))
     try:
         return from_hf(processor)
     except InputError as error:
-        raise InputError(
-            f"{spec}: its image processor {error}; in its place, give --size --crop --interpolation --mean --std"
-        ) from error
+        raise InputError(f"{asked.spec}: its image processor {error}; in its place, {instead}") from error
 
 
 def _settings(config: Any) -> str:

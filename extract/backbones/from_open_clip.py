@@ -96,7 +96,12 @@ def load_text_tower(asked: Asked) -> TextTower:
             )
     else:
         model = _downloaded(open_clip, asked, chosen)
-    tokenizer = open_clip.get_tokenizer(chosen.name)
+    tokenizer = downloading(
+        asked,
+        lambda: open_clip.get_tokenizer(chosen.name),
+        lambda: "load it once where there is a network, and copy the cache of the Hugging Face hub",
+        what="the tokenizer",
+    )
 
     def tokens_of(text: str) -> dict[str, Tensor]:
         tokens = tokenizer([text])

@@ -60,9 +60,9 @@ def load_backbone(
         LayertapError: the weights could not be downloaded, or a library or the device is not there.
     """
     place = device_named(device)
-    asked = _asked(spec, weights, seed, allow_missing_head, preprocessing)
+    given = {key: value for key, value in (preprocessing or {}).items() if value is not None}
+    asked = _asked(spec, weights, seed, allow_missing_head, given)
     backbone = SOURCES[spec.partition("/")[0]](asked)
-    given = dict(asked.preprocessing)
     return replace(
         backbone,
         model=backbone.model.eval().to(place),
@@ -79,8 +79,6 @@ def load_text_tower(
     weights: str | None = None,
     device: str = "auto",
     seed: int = 0,
-    allow_missing_head: bool = False,
-    preprocessing: Mapping[str, Any] | None = None,
 ) -> TextTower:
     """Load the text tower that stands beside the image tower of a backbone (CLIP, SigLIP and the like).
 
@@ -90,17 +88,15 @@ def load_text_tower(
     Args:
         spec: `open_clip/NAME:TAG`, `hf/NAME` or `hf/FOLDER`.
         weights: as of `load_backbone`; a file must hold both towers.
-        device: likewise.
-        seed: likewise.
-        allow_missing_head: likewise.
-        preprocessing: likewise; texts have none.
+        device: as of `load_backbone`.
+        seed: of random weights.
 
     Raises:
         InputError: the model has no text tower, or its file has not.
         UnknownNameError, LayertapError: as of `load_backbone`.
     """
     place = device_named(device)
-    asked = _asked(spec, weights, seed, allow_missing_head, preprocessing)
+    asked = _asked(spec, weights, seed, False, {})
     source = spec.partition("/")[0]
     if source not in _WITH_TEXTS:
         raise InputError(f"{spec} has no text tower; models of {' and '.join(f'{one}/' for one in _WITH_TEXTS)} have")
@@ -109,10 +105,9 @@ def load_text_tower(
 
 
 def _asked(
-    spec: str, weights: str | None, seed: int, allow_missing_head: bool, preprocessing: Mapping[str, Any] | None
+    spec: str, weights: str | None, seed: int, allow_missing_head: bool, preprocessing: Mapping[str, Any]
 ) -> Asked:
     source, _, name = spec.partition("/")
     if source not in SOURCES or not name:
         raise unknown_name("backbone", spec, [f"{known}/..." for known in SOURCES], hint="A spec is SOURCE/NAME")
-    given = {key: value for key, value in (preprocessing or {}).items() if value is not None}
-    return Asked(spec, name, weights, seed, allow_missing_head, given)
+    return Asked(spec, name, weights, seed, allow_missing_head, preprocessing)

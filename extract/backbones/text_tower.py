@@ -27,10 +27,7 @@ class TextTower:
         architecture: of the backbone whose image tower it stands beside.
         weights_sha256: of that backbone: its embeddings are of the same space, those of other weights are not.
         model: that has the tower.
-        tokens_of: one text -> its tokens, as `embed` takes them, each (1, T).
-
-    Raises:
-                InputError: it does not fit.
+        tokens_of: one text -> its tokens, as `embed` takes them, (1, T) each; raises what `too_long` gives.
         embed: the model and tokens, each (B, T) -> (B, D).
         device: where it runs.
     """
