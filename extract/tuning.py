@@ -42,7 +42,7 @@ __all__ = [
 _AT_LEAST_S = 1.0  # of repeated forwards; one that takes longer is timed once, after one that is not timed
 _TIMED, _TIMED_PER_CORE = 16, 8  # pictures of a forward that is timed on a CPU; more take longer and tell no more
 _DIFFERENT = 128  # pictures at most that are decoded to measure forwards; larger batches repeat them
-_GAIN = 1.03  # what a larger batch must gain
+_GAIN, _WORTHWHILE = 1.03, 1.1  # what a larger batch must gain, and another than the default
 _BATCH_SIZES = {"cpu": (8, 16, 32, 64, 128), "gpu": (32, 64, 128, 256, 512, 1024)}
 
 
@@ -206,8 +206,13 @@ def batch_rates(backbone: Backbone, choice: Choice, pictures: Tensor) -> dict[in
 
 
 def best_batch_size(rates: dict[int, float]) -> int:
-    """The smallest than which none is faster by more than noise."""
+    """The default, where none is faster by a tenth; else the smallest than which none is faster by more than noise.
+
+    What a smaller batch gains in a forward by itself, it loses beside decoding.
+    """
     most = max(rates.values())
+    if rates.get(defaults.BATCH_SIZE, 0.0) * _WORTHWHILE >= most:
+        return defaults.BATCH_SIZE
     return next(size for size, rate in rates.items() if rate * _GAIN >= most)
 
 
