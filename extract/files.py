@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import resource
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,9 +16,15 @@ from extract.errors import InputError, LayertapError
 
 __all__ = [
     "allow_more_files",
+    "append_line",
     "bytes_below",
+    "check_own_file",
+    "check_own_folders",
     "claim",
     "discard",
+    "link_target",
+    "open_own",
+    "own_folder",
     "read_json",
     "sync_folder",
     "take_space",
@@ -69,15 +76,17 @@ def write_whole(path: Path, content: bytes) -> None:
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """A file that is given its name when it is whole, over one that has it; until then it has another.
 
+    A symbolic link of that name is replaced, and what it leads to stays as it is; see `link_target`.
+
     Raises:
         InputError: the name is that of a device, a pipe or a folder.
     """
-    path = path.resolve() if path.is_symlink() else path
-    if path.exists() and not path.is_file():
+    if os.path.lexists(path) and not (path.is_file() or path.is_symlink()):
         raise InputError(f"{path} is no regular file, and is not written over")
     temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
+    discard(temporary)  # of a process that had the same number
     try:
-        with temporary.open("wb") as file:
+        with temporary.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -85,6 +94,94 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     finally:
         discard(temporary)
     sync_folder(path.parent)
+
+
+def link_target(path: Path) -> Path:
+    """The file that a name leads to, for a file that the user names; in a data set, links are replaced."""
+    return path.resolve() if path.is_symlink() else path
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Open a file of a data set to change it where it lies, and return its descriptor.
+
+    A data set may come from anyone. A symbolic link in it, or a file that has a second name elsewhere, would pass the
+    change on to a file that is none of the data set's.
+
+    Args:
+        path: of the file. Folders in it are not looked at; see `check_own_folders`.
+        flags: as of `os.open`.
+
+    Raises:
+        InputError: it is a symbolic link, has more than one name, or is not a regular file.
+        OSError: as of `os.open`.
+    """
+    check_own_file(path)
+    # O_NONBLOCK: a pipe that has taken the place of the file must not be waited for.
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    try:
+        _check_own(path, os.fstat(descriptor))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add a line to a text file of a data set; errors as of `open_own`."""
+    with os.fdopen(open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
+def check_own_file(path: Path) -> None:
+    """See that a file of a data set, if it is there, may be changed where it lies; errors as of `open_own`."""
+    with contextlib.suppress(FileNotFoundError):
+        _check_own(path, path.lstat())
+
+
+def _check_own(path: Path, status: os.stat_result) -> None:
+    if stat.S_ISLNK(status.st_mode):
+        what = f"is a link to {path.readlink()}"
+    elif not stat.S_ISREG(status.st_mode):
+        what = "is not a regular file"
+    elif status.st_nlink > 1:
+        what = f"has {status.st_nlink} names (hard links), so that a change of it would be one of another file, too"
+    else:
+        return
+    raise InputError(f"{path} {what}; nothing was written. Put a copy of the file in its place, or remove it")
+
+
+def own_folder(path: Path) -> Path:
+    """Make a folder of a data set, if it is not there; returns its name.
+
+    Raises:
+        InputError: it is a link to another one.
+        OSError: it cannot be made.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    _check_own_folder(path)
+    return path
+
+
+def check_own_folders(out: Path) -> None:
+    """See that all folders of a data set lie in it themselves, before anything in it is changed; `out` may be a link.
+
+    Raises:
+        InputError: one is a link to a folder elsewhere.
+        OSError: a folder cannot be read.
+    """
+    for folder in (out, out / "passes", *(out / "passes").glob("*")):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_symlink() and entry.is_dir():
+                    _check_own_folder(Path(entry.path))
+
+
+def _check_own_folder(path: Path) -> None:
+    if path.is_symlink():
+        raise InputError(
+            f"{path} is a link to {path.readlink()}, and what is written must stay in the data set; nothing was "
+            f"written. Move that folder here, or keep all of {path.parent} there and link that"
+        )
 
 
 def discard(path: Path) -> None:
@@ -109,7 +206,8 @@ def take_space(path: Path, size: int) -> None:
     """
     if not hasattr(os, "posix_fallocate"):  # macOS
         return
-    with path.open("wb") as file:
+    discard(path)
+    with path.open("xb") as file:
         try:
             os.posix_fallocate(file.fileno(), 0, size)
         finally:

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from extract.errors import LayertapError, LockedError
+from extract.files import check_own_folders, open_own
 
 __all__ = ["locked"]
 
@@ -28,11 +29,13 @@ def locked(out: Path) -> Iterator[None]:
 
     Raises:
         LockedError: another process, or another thread of this one, holds it; who and since when is said.
+        InputError: the lock, or a folder in it, is a link to elsewhere.
         LayertapError: the folder cannot be written to.
     """
     try:
         is_new = not out.exists()
         out.mkdir(parents=True, exist_ok=True)
+        check_own_folders(out)
         name = (os.getpid(), out.resolve())
         with _HELD_GUARD:  # a POSIX lock does not keep threads of one process apart
             if name in _HELD:
@@ -50,7 +53,7 @@ def locked(out: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _lock_file(out: Path, is_new: bool) -> Iterator[None]:
     try:
-        file = (out / ".lock").open("a+", encoding="utf-8")
+        file = os.fdopen(open_own(out / ".lock", os.O_RDWR | os.O_CREAT), "r+", encoding="utf-8")
     except OSError as error:
         raise LayertapError(f"cannot write to {out}: {error.strerror}") from error
     with file:

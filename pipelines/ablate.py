@@ -19,6 +19,7 @@ from extract.backbones import Backbone
 from extract.edits import Edit
 from extract.errors import InputError
 from extract.features import choose_features
+from extract.files import link_target
 from extract.layers import match_layers, named_layers
 from pipelines.classes import targets_of
 from pipelines.config import AblateConfig
@@ -88,10 +89,11 @@ def ablate(config: AblateConfig) -> Ablated:
     sample.tell_failures()
     ablated = Ablated(found, backbone.spec, config.edit, targets.source if targets else "", [])
     if config.csv is not None:
-        _write_csv(config.csv, found)
+        _write_csv(link_target(config.csv), found)
         ablated.written.append(config.csv)
     if config.picture is not None:
-        ablated.written.append(save_figure(_picture(ablated), config.picture))
+        save_figure(_picture(ablated), link_target(config.picture))
+        ablated.written.append(config.picture)
     return ablated
 
 

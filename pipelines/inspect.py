@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from extract.backbones import Backbone
 from extract.backbones.own_code import function_from, importing_from
 from extract.errors import InputError
+from extract.files import link_target
 from extract.findings import Finding
 from extract.inspection import Inspection, Loss, TensorReport, inspect_model
 from extract.layers import match_layers, named_layers
@@ -79,7 +80,7 @@ def inspect(config: InspectConfig) -> Inspected:
     sample.tell_failures()
     written = []
     if config.csv is not None:
-        _write_csv(config.csv, inspection)
+        _write_csv(link_target(config.csv), inspection)
         written.append(config.csv)
     if config.pictures is not None:
         from pipelines.inspect_pictures import draw_inspection

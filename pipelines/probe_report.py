@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from extract.errors import InputError
-from extract.files import read_json, write_json
+from extract.files import own_folder, read_json, write_json
 from extract.probe.metrics import Estimate
 from extract.probe.model import LinearProbe
 from extract.probe.protocols import PROTOCOLS
@@ -97,7 +97,7 @@ def _folder_for(config: ProbeConfig) -> tuple[Path, list[Path]]:
         raise InputError(f"{config.out[0]} is in a bucket; name a folder on this machine for the results by -o")
     parent = Path(config.out[0]) / "probe"
     made = [] if parent.exists() else [parent]
-    parent.mkdir(exist_ok=True)
+    own_folder(parent)
     for number in itertools.count(1):
         folder = parent / (config.protocol + (f"-{number}" if number > 1 else ""))
         try:
@@ -105,7 +105,7 @@ def _folder_for(config: ProbeConfig) -> tuple[Path, list[Path]]:
             return folder, [folder, *made]
         except FileExistsError:
             if _read(folder).get("configuration") == _what_is_asked(config):
-                return folder, made
+                return own_folder(folder), made
     raise AssertionError("there is always a next number")
 
 

@@ -144,11 +144,10 @@ def add_run(out: Path, run: dict[str, Any]) -> None:
     """Add a line to `runs.jsonl`; of those of many years, the last are kept."""
     import json
 
-    from extract.files import write_whole
+    from extract.files import append_line, write_whole
 
     path = out / "runs.jsonl"
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(run) + "\n")
+    append_line(path, json.dumps(run))
     lines = path.read_bytes().splitlines(keepends=True)
     if len(lines) > 2 * _RUNS_KEPT:
         write_whole(path, b"".join(lines[-_RUNS_KEPT:]))

@@ -32,7 +32,7 @@ import numpy as np
 import xxhash
 
 from extract.errors import InputError, LayertapError, first_line
-from extract.files import discard, read_json, whole_file, write_json
+from extract.files import discard, own_folder, read_json, whole_file, write_json
 from extract.images.folders import files_behind, files_below, other_suffix
 from extract.images.images import Images, class_and_split, classes_of_folders, classes_of_values, hashes_of
 from extract.images.listing import kind_of, no_images
@@ -184,9 +184,9 @@ def _begin(out: Path, where: str, kind: str, root: str) -> None:
             shutil.rmtree(parts, ignore_errors=True)
             for path in (*listing.glob("*.jsonl"), *listing.glob("content")):
                 path.unlink()
-    listing.mkdir(exist_ok=True)
+    own_folder(listing)
     write_json(listing / "begun.json", begun)
-    parts.mkdir(exist_ok=True)
+    own_folder(parts)
     for folder in (out, listing, parts):
         for stray in folder.glob("*.new"):
             discard(stray)

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from extract.errors import InputError
-from extract.files import write_whole
+from extract.files import link_target, write_whole
 from extract.probe.rows import FeatureRows, Scaling, Source
 
 __all__ = ["LinearProbe"]
@@ -121,7 +121,7 @@ class LinearProbe:
             "has_probabilities": json.dumps(self.has_probabilities),
             "about": json.dumps(dict(self.about)),
         }
-        write_whole(Path(path), save({k: np.ascontiguousarray(v) for k, v in tensors.items()}, text))
+        write_whole(link_target(Path(path)), save({k: np.ascontiguousarray(v) for k, v in tensors.items()}, text))
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> LinearProbe:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from extract.errors import InputError, LayertapError
-from extract.files import read_json, sync_folder, write_json
+from extract.files import append_line, own_folder, read_json, sync_folder, write_json
 from extract.locking import locked
 from extract.status import Status
 from extract.store.layout import FORMAT, FORMAT_VERSION, Identity, StoredFeature, row_bytes
@@ -321,7 +321,7 @@ class DataSet:
         existing = self.check()
         try:
             self.out.mkdir(parents=True, exist_ok=True)
-            (self.out / "shards").mkdir(exist_ok=True)
+            own_folder(self.out / "shards")
             if existing is None:
                 self.write()
                 sync_folder(self.out.parent)
@@ -403,8 +403,7 @@ class DataSet:
     def add_run(self, run: dict[str, Any]) -> None:
         """Add a line to `runs.jsonl`."""
         try:
-            with (self.out / "runs.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(run) + "\n")
+            append_line(self.out / "runs.jsonl", json.dumps(run))
         except OSError as error:
             raise LayertapError(f"cannot write to {self.out / 'runs.jsonl'}: {error.strerror}") from error
 

@@ -238,7 +238,7 @@ def new_shard_file(
         take_space(temporary, size)
         # Metadata at the head in one block, so that the data behind it has no gaps.
         with h5py.File(
-            temporary, "w", libver=("v110", "v110"), userblock_size=header_bytes,
+            temporary, "x", libver=("v110", "v110"), userblock_size=header_bytes,
             meta_block_size=1 << (4096 + 2048 * len(features)).bit_length(),
             alignment_threshold=64, alignment_interval=64,
         ) as file:  # fmt: skip

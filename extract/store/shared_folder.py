@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError
-from extract.files import discard, sync_folder, write_json
+from extract.files import check_own_folders, discard, own_folder, sync_folder, write_json
 from extract.store.dataset import DataSet
 from extract.store.receipt import read_receipt, receipt_of
 
@@ -48,12 +48,14 @@ class SharedFolder:
         """Make the folder hold this data set; returns what it holds already.
 
         Raises:
-            InputError: it holds another data set, or other files.
+            InputError: it holds another data set, or other files; or a folder in it is a link to elsewhere.
             LayertapError: it cannot be written to.
         """
         here = replace(dataset, out=self.out)
         description = self.out / "dataset.json"
         try:
+            if self.out.exists():
+                check_own_folders(self.out)
             while True:
                 begun = description.exists()
                 existing = here.check()
@@ -64,7 +66,7 @@ class SharedFolder:
                         f"{self.out} was begun for other images or features, and has no rows. Another worker may be "
                         "about to write some, so it is left as it is: delete it, or choose another output folder"
                     )
-                (self.out / "shards").mkdir(parents=True, exist_ok=True)
+                own_folder(self.out / "shards")
                 mine = description.with_name(f"{description.name}.{_own_name()}.new")
                 try:
                     here.write(mine)

@@ -29,7 +29,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError, first_line
-from extract.files import write_whole
+from extract.files import own_folder, write_whole
 from extract.store.guard import member
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def write_rows(out: Path, number: int, table: RowTable) -> Version:
     """
     path, content = table_path(out, number), _as_hdf5(number, table)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        own_folder(path.parent)
         write_whole(path, content)
     except OSError as error:
         raise LayertapError(f"cannot write {path}: {error.strerror}") from error

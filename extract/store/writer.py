@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from extract import defaults
 from extract.errors import InputError, LayertapError, LockedError
-from extract.files import claim, discard, sync_folder
+from extract.files import claim, discard, open_own, sync_folder
 from extract.status import Status
 from extract.store.copying import copy_shard
 from extract.store.dataset import DataSet
@@ -59,7 +59,7 @@ class ShardWriter:
         self._sync_s, self._synced = sync_s, time.monotonic()
         self._in_use = threading.Lock()  # the file
         try:
-            self._file = os.open(part, os.O_RDWR | os.O_CLOEXEC)
+            self._file = open_own(part, os.O_RDWR)
         except OSError as error:
             raise LayertapError(f"{part} cannot be opened: {error.strerror}") from error
         try:

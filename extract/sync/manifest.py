@@ -25,6 +25,7 @@ from urllib.parse import quote
 import numpy as np
 
 from extract.errors import InputError, LayertapError
+from extract.files import check_own_file
 from extract.status import Status
 from extract.store.dataset import DataSet
 from extract.store.reader import FeatureReader
@@ -120,6 +121,8 @@ class Manifest:
         self._out = out
         self._path: Path | None = None if copy else out / "manifest.sqlite"
         self.made_anew = ""
+        for behind in ("", "-wal", "-shm", "-journal"):
+            check_own_file(out / f"manifest.sqlite{behind}")
         try:
             if made_anew:
                 self.start_anew(made_anew)

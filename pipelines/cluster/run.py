@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.errors import LayertapError
+from extract.files import append_line
 from extract.locking import locked
 from extract.store.dataset import BUILDING, DataSet
 from extract.store.reader import FeatureReader
@@ -209,8 +210,7 @@ class _Heeding:
         """Add a line to the log."""
         line = json.dumps({"event": event, "started": self._started, **content})
         try:
-            with self._log.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+            append_line(self._log, line)
         except OSError as error:
             raise LayertapError(f"cannot write to {self._log}: {error.strerror}") from error
 

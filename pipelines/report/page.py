@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from extract.errors import InputError
-from extract.files import whole_file
+from extract.files import link_target, whole_file
 from extract.probe.rows import FeatureRows
 from extract.projection import principal, tsne, umap
 from extract.search import layer_to_search
@@ -83,7 +83,7 @@ def run_report(
         InputError: no data set there, no such layer, or the file cannot be written.
         LayertapError: a library for a map is missing, or the data set cannot be read.
     """
-    output = out / "report.html" if output is None else output
+    output, written_to = (out / "report.html",) * 2 if output is None else (output, link_target(output))
     if output.is_dir() or not output.resolve().parent.is_dir():
         what = "it is a folder" if output.is_dir() else "no such folder"
         raise InputError(f"{output} cannot be written: {what}")
@@ -103,7 +103,7 @@ def run_report(
         say("making thumbnails")
         root = images or str(dataset.images["root"])
         page = content.page(root, thumbnails)
-    with whole_file(output) as file:
+    with whole_file(written_to) as file:
         file.write(page)
     return output
 

@@ -1,0 +1,184 @@
+"""A data set may come from anyone: links in it never carry a change to a file elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from extract import FeatureReader, InputError
+from extract.files import open_own, whole_file
+from extract.locking import locked
+from tests.pipelines.test_cli import SMALL, fails, layertap
+from tests.pipelines.test_sync import SMALL as SYNC
+from tests.pipelines.test_sync import write
+
+PRECIOUS = b"somebody's only copy\n"
+
+
+@pytest.fixture
+def precious(tmp_path: Path) -> Path:
+    path = tmp_path / "home" / "precious"
+    path.parent.mkdir()
+    path.write_bytes(PRECIOUS)
+    return path
+
+
+@pytest.fixture
+def out(folder: Path, tmp_path: Path) -> Path:
+    """Twelve pictures in three shards, the last of which is to be computed again."""
+    assert layertap("embed", folder, "-o", tmp_path / "out", *SMALL, "--shard-rows", 5).exit_code == 0
+    for path in (tmp_path / "out" / "shards").glob("000002.*"):
+        path.unlink()
+    return tmp_path / "out"
+
+
+def symbolic(name: Path, target: Path) -> None:
+    name.unlink(missing_ok=True)
+    name.symlink_to(target)
+
+
+def hard(name: Path, target: Path) -> None:
+    name.unlink(missing_ok=True)
+    os.link(target, name)
+
+
+@pytest.mark.parametrize("link", [symbolic, hard])
+@pytest.mark.parametrize("name", [".lock", "runs.jsonl", "shards/000002.h5.part"])
+def test_embed_changes_no_file_through_a_link(
+    out: Path, folder: Path, precious: Path, name: str, link: Callable[[Path, Path], None]
+) -> None:
+    link(out / name, precious)
+    message = fails("embed", folder, "-o", out, *SMALL)
+    assert str(out / name) in message
+    assert "nothing was written" in message
+    assert precious.read_bytes() == PRECIOUS
+    assert sorted(path.name for path in (out / "shards").glob("*.h5")) == ["000000.h5", "000001.h5"]
+    (out / name).unlink()  # as the message says
+    assert layertap("embed", folder, "-o", out, *SMALL).exit_code == 0
+    assert layertap("verify", out).exit_code == 0
+    assert precious.read_bytes() == PRECIOUS
+
+
+@pytest.mark.parametrize("link", [symbolic, hard])
+def test_repair_truncates_no_file_through_the_lock(
+    out: Path, precious: Path, link: Callable[[Path, Path], None]
+) -> None:
+    link(out / ".lock", precious)
+    (out / "shards" / "000000.json").unlink()  # a fault that can be repaired
+    assert str(out / ".lock") in fails("verify", out, "--repair")
+    assert precious.read_bytes() == PRECIOUS
+
+
+@pytest.mark.parametrize("link", [symbolic, hard])
+def test_repair_replaces_the_link_and_not_the_file_that_a_receipt_leads_to(
+    out: Path, precious: Path, link: Callable[[Path, Path], None]
+) -> None:
+    link(out / "shards" / "000000.json", precious)
+    layertap("verify", out, "--repair")
+    assert precious.read_bytes() == PRECIOUS
+    receipt = out / "shards" / "000000.json"
+    assert not receipt.is_symlink()
+    assert json.loads(receipt.read_text())["n_rows"] == 5
+
+
+def test_a_folder_that_is_a_link_is_not_written_into(out: Path, folder: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    shutil.move(out / "shards", elsewhere)
+    (out / "shards").symlink_to(elsewhere)
+    before = {path.name: path.read_bytes() for path in elsewhere.iterdir()}
+    for arguments in (["embed", folder, "-o", out, *SMALL], ["verify", out, "--repair"],
+                      ["embed", folder, "-o", out, *SMALL, "--engine", "processes", "--shard-rows", 5]):  # fmt: skip
+        assert f"{out / 'shards'} is a link to {elsewhere}" in fails(*arguments)
+    assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == before
+    with FeatureReader(out, partial=True) as reader:  # reading is harmless
+        assert (reader.status[:10] == 1).all()
+
+
+def test_the_data_set_itself_may_be_a_link(out: Path, folder: Path, tmp_path: Path) -> None:
+    shutil.move(out, tmp_path / "large disk")
+    out.symlink_to(tmp_path / "large disk")
+    assert layertap("embed", folder, "-o", out, *SMALL).exit_code == 0
+    assert layertap("verify", out).exit_code == 0
+    assert out.is_symlink()
+
+
+@pytest.mark.parametrize("name", ["manifest.sqlite", "manifest.sqlite-wal", "runs.jsonl", ".lock"])
+@pytest.mark.parametrize("dry", [False, True])
+def test_sync_changes_no_file_through_a_link(
+    folder: Path, tmp_path: Path, precious: Path, name: str, dry: bool
+) -> None:
+    config = write(tmp_path / "sync.yaml", images=str(folder), out=str(tmp_path / "out"), **SYNC)
+    assert layertap("sync", config).exit_code == 0
+    if name == "manifest.sqlite":  # a data base of another program
+        shutil.copy(tmp_path / "out" / name, precious)
+    before = precious.read_bytes()
+    symbolic(tmp_path / "out" / name, precious)
+    (folder / "ant" / "00.png").rename(folder / "bee" / "moved.png")
+    result = layertap("sync", config, *(["--dry-run"] if dry else []))
+    assert precious.read_bytes() == before
+    if name != "runs.jsonl" or not dry:
+        assert result.exit_code == 2
+        assert f"{tmp_path / 'out' / name} is a link to" in result.output
+
+
+def test_sync_writes_no_version_into_a_linked_folder(folder: Path, tmp_path: Path) -> None:
+    config = write(tmp_path / "sync.yaml", images=str(folder), out=str(tmp_path / "out"), max_vanish=1, **SYNC)
+    assert layertap("sync", config).exit_code == 0
+    shards = tmp_path / "out" / "passes" / "000001" / "shards"
+    for place in (tmp_path / "out" / "versions", tmp_path / "out" / "passes", shards):
+        elsewhere = tmp_path / f"elsewhere-{place.name}"
+        shutil.move(place, elsewhere)
+        place.symlink_to(elsewhere)
+        before = sorted(path.name for path in elsewhere.iterdir())
+        assert f"{place} is a link to" in layertap("sync", config).output
+        assert sorted(path.name for path in elsewhere.iterdir()) == before
+        place.unlink()
+        shutil.move(elsewhere, place)
+
+
+def test_a_report_beside_the_features_replaces_a_link(out: Path, folder: Path, tmp_path: Path) -> None:
+    assert layertap("embed", folder, "-o", out, *SMALL).exit_code == 0
+    assert layertap("report", out, "-o", tmp_path / "kept.html", "--thumbnails", 0).exit_code == 0
+    kept = (tmp_path / "kept.html").read_bytes()
+    (out / "report.html").symlink_to(tmp_path / "kept.html")
+    assert layertap("report", out, "--thumbnails", 0, "--seed", 1).exit_code == 0
+    assert (tmp_path / "kept.html").read_bytes() == kept
+    assert not (out / "report.html").is_symlink()
+
+
+def test_results_of_a_probe_do_not_go_through_a_linked_folder(out: Path, folder: Path, tmp_path: Path) -> None:
+    assert layertap("embed", folder, "-o", out, *SMALL).exit_code == 0
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (out / "probe").symlink_to(elsewhere)
+    assert f"{out / 'probe'} is a link to" in fails("probe", out, "--protocol", "knn")
+    assert not any(elsewhere.iterdir())
+
+
+def test_a_name_that_a_temporary_file_would_have_is_not_followed(tmp_path: Path, precious: Path) -> None:
+    path = tmp_path / "dataset.json"
+    symbolic(tmp_path / f"dataset.json.{os.getpid()}.new", precious)
+    with whole_file(path) as file:
+        file.write(b"{}")
+    assert path.read_bytes() == b"{}"
+    assert precious.read_bytes() == PRECIOUS
+
+
+def test_a_pipe_in_place_of_the_lock_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".lock")
+    with pytest.raises(InputError, match="is not a regular file"), locked(tmp_path):
+        pass
+
+
+def test_a_link_that_takes_the_place_of_a_file_at_the_last_moment_is_refused(
+    tmp_path: Path, precious: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    symbolic(tmp_path / "runs.jsonl", precious)
+    monkeypatch.setattr("extract.files.check_own_file", lambda path: None)
+    with pytest.raises(OSError, match="symbolic links"):
+        open_own(tmp_path / "runs.jsonl", os.O_RDWR)
