@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from extract import defaults
 from extract.backbones import Backbone, load_backbone, load_text_tower
+from extract.backbones.own_code import permitted
 from extract.engines import ready
 from extract.errors import InputError
 from extract.forward import rows_of
@@ -24,7 +25,7 @@ __all__ = ["features_of_file", "features_of_text", "plan_as_made"]
 
 
 def plan_as_made(
-    dataset: DataSet, provenance: dict[str, Any], images: Images, backbone: Backbone | None = None,
+    dataset: DataSet, provenance: dict[str, Any], images: Images, backbone: Backbone | str | None = None,
     weights: str | None = None, device: str = defaults.DEVICE, workers: int = 0,
 ) -> Plan:  # fmt: skip
     """How the data set says it was made, for these images.
@@ -33,13 +34,13 @@ def plan_as_made(
         dataset: says what the numbers depend on.
         provenance: of its reader.
         images: of which features are wanted.
-        backbone: None loads the one that the data set names.
+        backbone: as loaded, or its spec; None loads the one that the data set records, unless it is code.
         weights: a name or file; None: those the data set names.
         device: to compute on.
         workers: processes that decode.
 
     Raises:
-        InputError: the data set does not say it, or its backbone cannot be loaded.
+        InputError: the data set does not say it, or its backbone cannot be loaded; or it is code, and was not named.
         LayertapError: as of `load_backbone`.
     """
     layers, spec, asked = _said(dataset, provenance, weights)
@@ -47,8 +48,8 @@ def plan_as_made(
     made = how_made(dataset.depends_on)
     if made["compile"] == "openvino" and device == "auto":
         device = "cpu"
-    if backbone is None:
-        backbone = load_backbone(spec, device=device, **asked)
+    if not isinstance(backbone, Backbone):
+        backbone = load_backbone(permitted(spec, backbone, dataset.out), device=device, **asked)
     settings = {
         "layers": layers, "batch_size": defaults.BATCH_SIZE, "workers": workers, "dtype": dataset.features[0].dtype,
         **made, "compile": "off" if made["compile"] == "auto" else made["compile"],
@@ -68,14 +69,16 @@ def _said(dataset: DataSet, provenance: dict[str, Any], weights: str | None) -> 
 
 
 def features_of_text(
-    dataset: DataSet, provenance: dict[str, Any], text: str, weights: str | None = None, device: str = defaults.DEVICE
-) -> NDArray[np.float32]:
+    dataset: DataSet, provenance: dict[str, Any], text: str, backbone: str | None = None, weights: str | None = None,
+    device: str = defaults.DEVICE,
+) -> NDArray[np.float32]:  # fmt: skip
     """(D,) the feature of a text, to be compared with the embeddings of a data set by cosine.
 
     Args:
         dataset: of a backbone that has a text tower beside it.
         provenance: of its reader.
         text: as it is.
+        backbone: its spec; as of `plan_as_made`.
         weights: as of `plan_as_made`.
         device: to compute on.
 
@@ -88,7 +91,9 @@ def features_of_text(
     if shape is None:
         raise InputError(f"a text is compared with embeddings, and {dataset.out} has none; embed it with -l embedding")
     _, spec, asked = _said(dataset, provenance, weights)
-    tower = load_text_tower(spec, weights=asked["weights"], seed=asked["seed"], device=device)
+    tower = load_text_tower(
+        permitted(spec, backbone, dataset.out), weights=asked["weights"], seed=asked["seed"], device=device
+    )
     now = {**dataset.depends_on, "architecture": tower.architecture, "weights_sha256": tower.weights_sha256}
     if changed := differences(dataset.depends_on, now):
         raise InputError(f"texts would not be comparable with the images of {dataset.out}: {'; '.join(changed)}")
@@ -100,14 +105,16 @@ def features_of_text(
 
 
 def features_of_file(
-    dataset: DataSet, provenance: dict[str, Any], path: Path, weights: str | None = None, device: str = defaults.DEVICE
-) -> dict[str, NDArray[Any]]:
+    dataset: DataSet, provenance: dict[str, Any], path: Path, backbone: str | None = None, weights: str | None = None,
+    device: str = defaults.DEVICE,
+) -> dict[str, NDArray[Any]]:  # fmt: skip
     """Layer -> (*shape) features of one image file.
 
     Args:
         dataset: whose features they are to be compared with.
         provenance: of its reader.
         path: of the file.
+        backbone: its spec; as of `plan_as_made`.
         weights: as of `plan_as_made`.
         device: to compute on.
 
@@ -118,7 +125,7 @@ def features_of_file(
     """
     none = np.full(1, -1, np.int64)
     image = Images(str(path.parent), [path.name], none, [], [""], Files(str(path.parent), [path.name]))
-    plan = plan_as_made(dataset, provenance, image, None, weights, device)
+    plan = plan_as_made(dataset, provenance, image, backbone, weights, device)
     if changed := differences(dataset.depends_on, plan.dataset.depends_on):
         raise InputError(
             f"features of {path} would not be comparable with those of {dataset.out}: {'; '.join(changed)}"

@@ -53,7 +53,7 @@ def recheck(
     *,
     seed: int = defaults.SEED,
     images: str | os.PathLike[str] | None = None,
-    backbone: Backbone | None = None,
+    backbone: Backbone | str | None = None,
     weights: str | None = None,
     device: str = defaults.DEVICE,
     workers: int = defaults.WORKERS,
@@ -65,7 +65,7 @@ def recheck(
         sample: rows; all that have features, if there are fewer.
         seed: of the choice.
         images: where the images lie now; None: where they lay.
-        backbone: None loads the one that the data set names.
+        backbone: as loaded, or its spec; None loads the one that the data set records, unless it is code.
         weights: a name or file; None: those the data set names.
         device: to compute on.
         workers: processes that decode.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -12,8 +11,10 @@ from typing import Any
 import numpy as np
 
 from extract.backbones import load_backbone
+from extract.backbones.own_code import permitted
 from extract.errors import InputError
 from extract.extraction import extract, plan
+from extract.files import link_target
 from extract.planning import asked_of, how_made
 from extract.pooling import POOLINGS
 from extract.probe.model import LinearProbe
@@ -72,13 +73,9 @@ def run_predict(
     if (Path(images) / "dataset.json").is_file():
         dataset = DataSet.open(Path(images))
         return _predict(probe, Path(images), _same_features(path, described, wanted, dataset, images), output)
-    if backbone is None and named.partition("/")[0] in ("python", "hub"):
-        raise InputError(
-            f"{path} wants to run the code of {named!r}; if you trust it, say so: --backbone {shlex.quote(named)}"
-        )
     if made["compile"] == "openvino" and device == "auto":
         device = "cpu"
-    loaded = load_backbone(backbone or named, device=device, **asked)
+    loaded = load_backbone(permitted(named, backbone, path), device=device, **asked)
     with tempfile.TemporaryDirectory(prefix=".predict-", dir=output.parent) as folder:
         out = Path(folder) / "features"
         planned = plan(images, out=out, backbone=loaded, layers=layers, dtype=dtype, max_pixels=most, **made)
@@ -119,7 +116,7 @@ def _predict(probe: LinearProbe, out: Path, layers: list[str], output: Path) -> 
     shown = probe.has_probabilities and probe.task != "regression"
     classes = [str(name) for name in probe.classes_.tolist()]
     counts: Counter[str] = Counter()
-    with FeatureReader(out) as reader, table_file(output) as write:
+    with FeatureReader(out) as reader, table_file(link_target(output)) as write:
         write(["path", "status", "predicted", *(f"p({name})" for name in classes if shown)])
         for line in _lines(probe, reader, layers, classes, shown):
             counts[line[2] if line[1] == Status.OK.text else "\0"] += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from extract import defaults
 from extract.as_made import features_of_file, features_of_text
 from extract.errors import InputError
+from extract.files import link_target
 from extract.images import decode
 from extract.search import layer_to_search, nearest
 from extract.status import Status
@@ -25,8 +25,6 @@ from pipelines.places import PICTURES, check_file
 from pipelines.printing import printable
 
 __all__ = ["Found", "Hit", "as_json", "print_found", "run_search"]
-
-_CODE = ("python", "hub")  # sources of backbones that are code
 
 
 @dataclass(frozen=True)
@@ -109,14 +107,13 @@ def run_search(
         if text is not None:
             if layer not in (None, name):
                 raise InputError(f"a text is compared with embeddings, not with {layer}; leave out --layer")
-            feature = features_of_text(dataset, reader.provenance, text, weights, device)
+            feature = features_of_text(dataset, reader.provenance, text, backbone, weights, device)
         elif query is not None:
             name = layer_to_search(reader.layers, layer, str(out))
             row, note = _row_of(reader, query, out)
             path = query if row is None else reader.paths[row]
             if row is None:
-                _check_code(reader.provenance, backbone, out)
-                feature = features_of_file(dataset, reader.provenance, Path(query), weights, device)[name]
+                feature = features_of_file(dataset, reader.provenance, Path(query), backbone, weights, device)[name]
             else:
                 feature = _feature_of_row(reader, name, row)
         good = np.flatnonzero(reader.status == Status.OK)
@@ -130,7 +127,7 @@ def run_search(
         ]
         found = Found(out, name, row, path, text or "", note, hits, len(good) - (without is not None))
         if output is not None:
-            _draw(found, reader, images or dataset.images["root"], output)
+            _draw(found, reader, images or dataset.images["root"], link_target(output))
     return found
 
 
@@ -166,22 +163,6 @@ def _row_of(reader: FeatureReader, query: str, out: Path | str) -> tuple[int | N
 def _equal(paths: list[str], query: str) -> NDArray[np.bool_]:
     wanted = os.fsencode(query)
     return np.fromiter((os.fsencode(path) == wanted for path in paths), np.bool_, len(paths))
-
-
-def _check_code(provenance: dict[str, Any], backbone: str | None, out: Path | str) -> None:
-    """See that code of a backbone is run only by consent.
-
-    Raises:
-        InputError: nobody has given it, or the backbone is another one.
-    """
-    named = str(provenance.get("backbone", ""))
-    if backbone is not None and backbone != named:
-        raise InputError(f"{out} was made with {named}, not with {backbone}")
-    if backbone is None and named.partition("/")[0] in _CODE:
-        raise InputError(
-            f"features of a file need the backbone, and {out} wants to run the code of {named!r}; if you trust it, say "
-            f"so: --backbone {shlex.quote(named)}"
-        )
 
 
 def _device(device: str) -> str:

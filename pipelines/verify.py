@@ -47,6 +47,7 @@ def check(
     sample: int | None = None,
     seed: int = 0,
     images: str | None = None,
+    backbone: str | None = None,
     weights: str | None = None,
     device: str = "auto",
     mend: bool = False,
@@ -58,6 +59,7 @@ def check(
         sample: rows to compute again; None: none.
         seed: of their choice.
         images: where the images lie; None: where they lay.
+        backbone: its spec; to be given where it is code.
         weights: name or file; None: those the data set names.
         device: to compute on.
         mend: whether to make wrong rows pending.
@@ -82,7 +84,7 @@ def check(
     elif sample and found.rows[Status.OK.text]:
         from extract.recheck import recheck
 
-        again = recheck(out, sample, seed=seed, images=images, weights=weights, device=device)
+        again = recheck(out, sample, seed=seed, images=images, backbone=backbone, weights=weights, device=device)
         sampled, largest = again.n_rows, again.largest
         found.faults += again.faults
     made_pending = repair(found) if mend else None

@@ -142,7 +142,8 @@ def diff(first: Path, second: Path, as_json: bool) -> None:
 @click.option("--sample", type=click.IntRange(min=1), help="Also compute so many random rows again, and compare.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the choice of those rows.")
 @click.option("--images", help="Where the images lie, if they were moved.")
-@click.option("--weights", help="Name or file of the weights, if the file was moved.")
+@click.option("-b", "--backbone", help="Its spec: to be given where it is code (python/, hub/), which will be run.")
+@click.option("--weights", help="Name or file of the backbone's weights, if the file was moved.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N or mps.")
 @click.option(
     "--repair", "mend", is_flag=True, help="Make rows that are wrong pending, so that `embed` fills them again."

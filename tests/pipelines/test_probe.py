@@ -547,7 +547,7 @@ def test_code_that_a_probe_names_is_not_run_unless_the_user_names_it_too(made, t
     layertap("probe", tmp_path / "out", "-o", tmp_path / "res", "--save", tmp_path / "p.safetensors")
     code.with_suffix(".ran").unlink()
     arguments = ["predict", tmp_path / "p.safetensors", made / "pictures", "-o", tmp_path / "x.csv"]
-    assert "wants to run the code of" in fails(*arguments)
+    assert "to load it is to run its code" in fails(*arguments)
     assert not code.with_suffix(".ran").exists()
     assert layertap(*arguments, "--backbone", spec).exit_code == 0
     assert code.with_suffix(".ran").exists()

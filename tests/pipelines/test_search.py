@@ -97,9 +97,7 @@ def test_what_cannot_be_searched_for_is_told(out: Path, folder: Path, tmp_path: 
     assert "layer 'embeding' not found" in fails("search", out, 0, "-l", "embeding")
     assert "ends in .png, .svg, .pdf" in fails("search", out, 0, "-o", tmp_path / "x.bmp")
     assert "no such folder" in fails("search", out, 0, "-o", tmp_path / "none" / "x.png")
-    assert "made with timm/test_resnet, not with timm/other" in fails(
-        "search", out, folder / "ant" / "00.png", "-b", "timm/other"
-    )
+    assert "backbone 'timm/other' not found" in fails("search", out, folder / "ant" / "00.png", "-b", "timm/other")
 
 
 def test_without_an_embedding_a_layer_must_be_named(folder: Path, tmp_path: Path) -> None:
@@ -123,7 +121,7 @@ def test_code_is_run_by_consent_only(folder: Path, tmp_path: Path) -> None:
     assert made.exit_code == 0, made.output
     assert found(tmp_path / "out", 0)["results"]  # of a row, nothing is computed
     image = folder / "ant" / "00.png"
-    assert "if you trust it, say so: --backbone" in fails("search", tmp_path / "out", image)
+    assert "If you trust it, name it: --backbone" in fails("search", tmp_path / "out", image)
     content = found(tmp_path / "out", image, "-b", spec)
     assert content["results"][0]["path"] == "ant/00.png"
 

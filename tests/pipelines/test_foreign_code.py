@@ -1,0 +1,124 @@
+"""Code that a data set or probe records as its backbone runs only where the user names it, whatever the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from extract import InputError
+from extract.recheck import recheck
+from tests.conftest import make_picture
+from tests.pipelines.test_cli import fails, layertap
+
+CODE = """
+import pathlib
+import torch
+from torch import nn
+from torchvision import transforms
+pathlib.Path(__file__).with_name("ran").touch()
+def net():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    return model, transforms.Compose([transforms.Resize((32, 32)), transforms.ToTensor()])
+"""
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set `out`, a probe and pictures, made with a backbone in a Python file."""
+    place = tmp_path_factory.mktemp("foreign")
+    for i in range(40):
+        path = place / "pictures" / ("ant", "bee")[i % 2] / f"{i:02d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        make_picture(i, 40, 40).save(path)
+    (place / "net.py").write_text(CODE)
+    spec = f"python/{place / 'net.py'}:net"
+    arguments = ["-b", spec, "-l", "2", "--workers", 0, "--device", "cpu"]
+    assert layertap("embed", place / "pictures", "-o", place / "out", *arguments).exit_code == 0
+    saved = layertap("probe", place / "out", "-o", place / "results", "--save", place / "probe.safetensors")
+    assert saved.exit_code == 0, saved.output
+    (place / "spec").write_text(spec)
+    return place
+
+
+@pytest.fixture
+def ran(foreign: Path) -> Path:
+    """The file that is there if the code has run."""
+    (foreign / "ran").unlink(missing_ok=True)
+    return foreign / "ran"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["show", "OUT"],
+        ["status", "OUT"],
+        ["verify", "OUT"],
+        ["diff", "OUT", "OUT"],
+        ["search", "OUT", "3"],
+        ["report", "OUT", "-o", "NEW.html", "--thumbnails", "2"],
+        ["probe", "OUT", "-o", "NEW"],
+        ["export", "OUT", "--to", "npy", "-o", "NEW"],
+        ["merge", "OUT", "-o", "NEW"],
+        ["predict", "PROBE", "OUT", "-o", "NEW.csv"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_commands_that_compute_no_features_run_no_code(
+    foreign: Path, ran: Path, tmp_path: Path, command: list[str]
+) -> None:
+    names = {"OUT": foreign / "out", "PROBE": foreign / "probe.safetensors", "NEW": tmp_path / "new",
+             "NEW.html": tmp_path / "new.html", "NEW.csv": tmp_path / "new.csv"}  # fmt: skip
+    result = layertap(*(names.get(word, word) for word in command))
+    assert result.exit_code == 0, result.output
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("command", ["verify", "search", "predict"])
+def test_commands_that_compute_features_ask_for_the_backbone(
+    foreign: Path, ran: Path, tmp_path: Path, command: str
+) -> None:
+    spec = (foreign / "spec").read_text()
+    arguments = {
+        "verify": ["verify", foreign / "out", "--sample", 3],
+        "search": ["search", foreign / "out", foreign / "pictures" / "ant" / "00.png"],
+        "predict": ["predict", foreign / "probe.safetensors", foreign / "pictures", "-o", tmp_path / "new.csv"],
+    }[command]
+    assert f"If you trust it, name it: --backbone {spec}" in fails(*arguments)
+    assert not ran.exists()
+    assert layertap(*arguments, "--backbone", spec).exit_code == 0
+    assert ran.exists()
+
+
+def test_from_python_a_sample_asks_for_the_backbone_too(foreign: Path, ran: Path) -> None:
+    with pytest.raises(InputError, match="to load it is to run its code"):
+        recheck(foreign / "out", 3, device="cpu")
+    assert not ran.exists()
+    assert recheck(foreign / "out", 3, device="cpu", backbone=(foreign / "spec").read_text()).faults == []
+
+
+def test_code_of_a_hub_is_asked_for_too(foreign: Path, ran: Path, tmp_path: Path) -> None:
+    """A probe that records a repository in a folder, whose `hubconf.py` would be run."""
+    (tmp_path / "hubconf.py").write_text(CODE.replace("__file__", repr(str(ran))))
+    spec = f"hub/{tmp_path}:net"
+    content = (foreign / "probe.safetensors").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    head = json.loads(content[8 : 8 + length])
+    recorded = (foreign / "spec").read_text()
+    head["__metadata__"] = {key: value.replace(recorded, spec) for key, value in head["__metadata__"].items()}
+    text = json.dumps(head).encode()
+    text += b" " * (-len(text) % 8)
+    (tmp_path / "probe.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+    message = fails("predict", tmp_path / "probe.safetensors", foreign / "pictures", "-o", tmp_path / "new.csv")
+    assert f"name it: --backbone {spec}" in message
+    assert not ran.exists()
+
+
+def test_another_backbone_than_the_recorded_one_is_refused_by_its_fingerprint(foreign: Path) -> None:
+    (foreign / "other.py").write_text(CODE.replace("manual_seed(0)", "manual_seed(1)"))
+    other = f"python/{foreign / 'other.py'}:net"
+    image = foreign / "pictures" / "ant" / "00.png"
+    assert "would not be comparable" in fails("search", foreign / "out", image, "-b", other)
+    assert "made with another" in layertap("verify", foreign / "out", "--sample", 3, "-b", other).stdout
