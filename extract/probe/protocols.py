@@ -4,13 +4,16 @@ In each of them: statistics for scaling come from the rows that are fitted on, h
 rows, and test rows are predicted at the end, by the probe that was chosen without them. Where no validation rows are
 given, a tenth of the training rows is held out for the choice, as DINOv2 does (the first of `torch.randperm` with the
 seed).
+
+The papers say that the strength with the best accuracy on validation rows is taken, and none says which of several that
+are equally good. Here it is the one with the least log loss on these rows, and of those the strongest penalty.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +34,9 @@ _KS = (10, 20, 100, 200)
 _REPEATS = 5  # seeds of a few-shot probe
 _FEW = 50  # rows, on which an accuracy is known to no better than 14 points
 _SCORES = 1 << 26  # that are held at once while strengths are compared
+# In nats for each validation row. Log losses that are nearer to each other count as equal: where the classes can be
+# separated, the log loss falls for ever as the penalty goes to zero, by less and less.
+_EQUAL_LOG_LOSS = 1e-3
 
 
 @dataclass(frozen=True)
@@ -214,8 +220,9 @@ def ridge(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
     alphas = np.logspace(-5, 6, 45)
     scaling = Scaling.of(settings.scaling, fit.rows)
     weights, biases = fit_ridge(fit.rows.scaled(scaling), fit.targets, alphas.tolist())
-    curve = list(zip(alphas.tolist(), _compared(weights, biases, scaling, chosen_on, settings), strict=True))
-    alpha = float(alphas[::-1][int(np.argmax([value for _, value in curve[::-1]]))])
+    compared = _compared(weights, biases, scaling, chosen_on, settings)
+    curve = [(alpha, one.value) for alpha, one in zip(alphas.tolist(), compared, strict=True)]
+    alpha = float(alphas[::-1][_best(compared[::-1])])
     everyone = fit + chosen_on
     scaling = Scaling.of(settings.scaling, everyone.rows)
     weights, biases = fit_ridge(everyone.rows.scaled(scaling), everyone.targets, [alpha])
@@ -310,7 +317,7 @@ def primary(scores: NDArray[Any], targets: NDArray[Any], task: str) -> float:
 
 @dataclass(frozen=True)
 class _Sweep:
-    """Strengths that were compared, and the probe of the best one; of equally good ones, the most regularised."""
+    """Strengths that were compared, and the probe of the best one (`_best`)."""
 
     curve: list[tuple[float, float]]  # C and what it gave, by C
     best_strength: float
@@ -331,30 +338,32 @@ def _swept(train: Labelled, val: Labelled, settings: Settings, strengths: NDArra
     """All strengths, side by side."""
     problem, scaling = _problem(train, settings)
     fit = problem.fit(strengths.tolist())
-    values = _compared(fit.weights, fit.biases, scaling, val, settings)
-    best = int(np.argmax(values))
+    found = _compared(fit.weights, fit.biases, scaling, val, settings)
+    best = _best(found)  # from the strongest penalty on
     # Copies, or the weights of all strengths would be kept with these.
     weights, biases = fit.weights[best].copy(), fit.biases[best].copy()
     model = LinearProbe(weights, biases, settings.classes, settings.task, scaling)
-    return _Sweep(list(zip(strengths.tolist(), values, strict=True)), float(strengths[best]), model)
+    curve = [(strength, one.value) for strength, one in zip(strengths.tolist(), found, strict=True)]
+    return _Sweep(curve, float(strengths[best]), model)
 
 
 def _searched(train: Labelled, val: Labelled, settings: Settings) -> _Sweep:
     """CLIP's search: every sixteenth of 97 values, then the middles on both sides of the best."""
     problem, scaling = _problem(train, settings)
-    known: dict[int, tuple[float, LinearProbe]] = {}
+    known: dict[int, tuple[_OnVal, LinearProbe]] = {}
     steps = list(range(0, 97, 16))
     for distance in (8, 4, 2, 1, 0):
         strengths = [10 ** (6 - step / 8) for step in steps]  # 1 / lambda
         fit = problem.fit(strengths)
-        values = _compared(fit.weights, fit.biases, scaling, val, settings)
-        for i, (step, value) in enumerate(zip(steps, values, strict=True)):
-            known[step] = value, LinearProbe(fit.weights[i], fit.biases[i], settings.classes, settings.task, scaling)
-        best = max(known, key=lambda step: (known[step][0], step))
+        found = _compared(fit.weights, fit.biases, scaling, val, settings)
+        for i, (step, one) in enumerate(zip(steps, found, strict=True)):
+            known[step] = one, LinearProbe(fit.weights[i], fit.biases[i], settings.classes, settings.task, scaling)
+        from_strongest = sorted(known, reverse=True)
+        best = from_strongest[_best([known[step][0] for step in from_strongest])]
         steps = [step for step in (best - distance, best + distance) if 0 <= step <= 96 and step not in known]
         if not steps:
             break
-    curve = [(10 ** (6 - step / 8), known[step][0]) for step in sorted(known, reverse=True)]
+    curve = [(10 ** (6 - step / 8), known[step][0].value) for step in from_strongest]
     return _Sweep(curve, 10 ** (6 - best / 8), known[best][1])
 
 
@@ -384,8 +393,8 @@ def _tied(swept: str, curve: Sequence[tuple[float, float]]) -> list[str]:
     if equal <= len(values) // 3 or len(values) < 3:
         return []
     return [
-        f"{equal} of {len(values)} values of {swept} are equally good on the validation rows; the one that penalises "
-        "most is taken"
+        f"{equal} of {len(values)} values of {swept} are equally good on the validation rows; "
+        + ("the strongest penalty of them is taken" if swept == "alpha" else "the one with the least log loss is taken")
     ]
 
 
@@ -393,9 +402,40 @@ def _on_few(count: int) -> list[str]:
     return [f"chosen on {count} rows only"] if count < _FEW else []
 
 
+class _OnVal(NamedTuple):
+    """What a strength gives on the validation rows: the primary metric, and the log loss in nats (0 for numbers)."""
+
+    value: float
+    log_loss: float
+
+
+def _best(found: Sequence[_OnVal]) -> int:
+    """The position of the best strength; `found` begins with the strongest penalty."""
+    top = max(one.value for one in found)
+    least = min(one.log_loss for one in found if one.value == top)
+    return next(i for i, one in enumerate(found) if one.value == top and one.log_loss <= least + _EQUAL_LOG_LOSS)
+
+
+def _log_loss(scores: NDArray[Any], targets: NDArray[Any], task: str) -> float:
+    """The mean of -log p over rows, and over labels where there are several; rows of unknown classes are left out.
+
+    Args:
+        scores: (N, K) logits.
+        targets: (N,) classes, negative ones unknown; or (N, K) 0 or 1; or (N, K) numbers, which have none.
+        task: of `Settings`.
+    """
+    wide = scores.astype(np.float64)
+    if task == "multilabel":
+        return float(np.logaddexp(0, np.where(targets > 0, -wide, wide)).mean())
+    known = np.flatnonzero(targets >= 0) if task == "classification" else np.zeros(0, np.int64)
+    if not len(known):
+        return 0.0
+    return float((np.logaddexp.reduce(wide[known], axis=1) - wide[known, targets[known]]).mean())
+
+
 def _compared(
     weights: NDArray[Any], biases: NDArray[Any], scaling: Scaling, val: Labelled, settings: Settings
-) -> list[float]:
+) -> list[_OnVal]:
     """What each of (M, K, D) and (M, K) gives on the validation rows, some at a time."""
     k = weights.shape[1]
     at_once = max(1, _SCORES // (k * len(val)))
@@ -411,7 +451,8 @@ def _compared(
             one = scores[:, i]
             if settings.task == "classification" and k == 1:
                 one = np.concatenate([np.zeros_like(one), one], 1)
-            found.append(primary(one, val.targets, settings.task))
+            value = primary(one, val.targets, settings.task)
+            found.append(_OnVal(value, _log_loss(one, val.targets, settings.task)))
     return found
 
 
