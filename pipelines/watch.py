@@ -1,8 +1,14 @@
-"""Passes as soon as something changes: `layertap watch CONFIG`."""
+"""Passes as soon as something changes: `layertap watch CONFIG`.
+
+The kernel reports changes (inotify) where it can: not on file systems of other machines, not beyond its limit of
+watches, and not below folders that may not be read. Such a folder is scanned every few seconds instead, and the user
+is told why.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import threading
 import time
@@ -12,10 +18,11 @@ from typing import Any
 
 import click
 
-from extract.errors import first_line
+from extract.errors import LayertapError, first_line
 from extract.images.images import is_litter
 from extract.libraries import library
 from extract.sync.passes import Report
+from extract.sync.scan import Scan
 from pipelines.held_signals import signals_held
 from pipelines.sync import Synced, Telling, sync_all
 from pipelines.sync_config import SyncConfig
@@ -23,8 +30,8 @@ from pipelines.sync_config import SyncConfig
 __all__ = ["tells_of_changes", "watch"]
 
 _FULL_PASS_S = 3600.0  # a folder may have changed without telling
-_POLL_MS = 2000
-_NOTHING_MS = 1000  # after which we look whether something is due
+_SCAN_S = 2.0  # between scans of a folder that cannot be watched; they take at most a tenth of the time
+_NOTHING_MS = 1000  # after which we look whether something is due, and whether the folder is still the same one
 _GONE_S = 5.0  # after which a folder that cannot be watched is tried again
 # File systems whose servers, or other users, change files without this machine's kernel knowing.
 _SILENT = (
@@ -57,9 +64,6 @@ def watch(configs: Sequence[SyncConfig], on_synced: Callable[[Synced], None]) ->
         LayertapError: the library that watches folders is not installed.
     """
     watchfiles: Any = library("watchfiles", "watch", "layertap watch")
-    for config in configs:
-        if not tells_of_changes(Path(config.root)):
-            click.echo(f"{config.images} is on a file system that does not tell of changes; it is polled", err=True)
     tellings = {id(config): Telling() for config in configs}
     due = dict.fromkeys(map(id, configs), 0.0)
     resting = dict.fromkeys(map(id, configs), 0.0)
@@ -131,28 +135,81 @@ class _Changes:
             thread.join(_NOTHING_MS / 1000 * 3)
 
     def _watch(self, config: SyncConfig) -> None:
-        polled = not tells_of_changes(Path(config.root))
+        why = "its file system does not report changes"
+        if tells_of_changes(Path(config.root)):
+            why = self._follow(config)
+        if not self._stop.is_set():
+            click.echo(f"{config.images} cannot be watched: {why}. It is scanned every few seconds instead", err=True)
+            self._scan(config)
+
+    def _has_changed(self, config: SyncConfig) -> None:
+        with self._guard:
+            self._changed.add(id(config))
+        self._news.set()
+
+    def _follow(self, config: SyncConfig) -> str:
+        """Follow the reports of the kernel until the end; returns why that is not possible, if it is not."""
         while not self._stop.is_set():
             try:
-                for _ in self._watchfiles.watch(
+                root, is_first = _identity(config.root), True
+                for changes in self._watchfiles.watch(
                     config.root,
                     watch_filter=lambda change, path: not is_litter(path.rpartition("/")[2]),
                     stop_event=self._stop,
-                    force_polling=polled,
-                    poll_delay_ms=_POLL_MS,
+                    force_polling=False,
+                    rust_timeout=_NOTHING_MS,
+                    yield_on_timeout=True,
                     raise_interrupt=False,
-                    ignore_permission_denied=True,
+                    # If these were ignored, so would be the error at the limit of watches.
+                    ignore_permission_denied=False,
                 ):
-                    with self._guard:
-                        self._changed.add(id(config))
-                    self._news.set()
+                    if changes or is_first:  # a change before all folders were watched was not reported
+                        self._has_changed(config)
+                    is_first = False
+                    if _identity(config.root) != root:  # a disk was unmounted, or the folder was replaced
+                        self._has_changed(config)
+                        break
             except FileNotFoundError:  # the passes say so
                 self._stop.wait(_GONE_S)
-            except (OSError, RuntimeError) as error:  # no more watches
-                if not polled:
-                    click.echo(f"{config.images} cannot be watched ({first_line(error)}); it is polled", err=True)
-                polled = True
-                self._stop.wait(_GONE_S)
+            except PermissionError as error:
+                return f"a folder in it cannot be read ({_reason(error)})"
+            except (OSError, RuntimeError) as error:
+                limit = "limit" in str(error)
+                return _reason(error) + (" (raise fs.inotify.max_user_watches to have it watched)" if limit else "")
+        return ""
+
+    def _scan(self, config: SyncConfig) -> None:
+        """Look for changes until the end."""
+        before: int | None = None
+        wait = 0.0
+        while not self._stop.wait(wait):
+            began = time.monotonic()
+            try:
+                scan = Scan(config.root)
+                files = 0
+                for seen in scan.files():  # in no order
+                    files ^= hash(seen)
+                now: int | None = hash((files, frozenset(scan.unreadable.items()), frozenset(scan.nowhere)))
+            except LayertapError:  # the folder is gone, and the passes say so
+                now = None
+            if now is None or now != before:
+                self._has_changed(config)
+            before = now
+            wait = max(_SCAN_S if now is not None else _GONE_S, 9 * (time.monotonic() - began))
+
+
+def _identity(root: str) -> tuple[int, int] | None:
+    """Which folder has this name now; None: none."""
+    try:
+        found = os.stat(root)  # noqa: PTH116
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _reason(error: Exception) -> str:
+    """Without the representation of the error that the library adds."""
+    return first_line(error).partition(" (Error {")[0]
 
 
 def tells_of_changes(root: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:

@@ -1,0 +1,142 @@
+"""watch is never blind: where the kernel does not report changes, folders are scanned, and the user is told why."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines import watch as watching
+from pipelines.sync_config import SyncConfig
+from tests.conftest import make_picture
+from tests.pipelines.test_sync import SMALL, _rows, _until, write
+
+watchfiles = pytest.importorskip("watchfiles")
+
+
+class Refusing:
+    """The library, with a kernel that refuses to watch, and an option that hides it, as that of watchfiles 1.3 does."""
+
+    def __init__(self, error: Exception):
+        self.error = error
+
+    def watch(
+        self, *roots: str, stop_event: threading.Event, ignore_permission_denied: bool, **_: Any
+    ) -> Iterator[Any]:
+        if not ignore_permission_denied:
+            raise self.error
+        stop_event.wait()
+        return iter(())
+
+
+@pytest.fixture
+def config(folder: Path, tmp_path: Path) -> SyncConfig:
+    return SyncConfig(images=str(folder), out=tmp_path / "out", **SMALL)
+
+
+@pytest.fixture
+def changes(config: SyncConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Starts to look for changes, with a library."""
+    monkeypatch.setattr(watching, "_SCAN_S", 0.05)
+    monkeypatch.setattr(watching, "_GONE_S", 0.05)
+    stop, begun = threading.Event(), []
+
+    def begin(library: Any) -> Any:
+        begun.append(watching._Changes(library, [config], stop))
+        return begun[0]
+
+    yield begin
+    stop.set()
+    for one in begun:
+        one.join()
+
+
+def settled(changes: Any, config: SyncConfig) -> None:
+    """Wait until what was there at the beginning has been reported."""
+    _until(lambda: changes.take(config), 20)
+    time.sleep(0.5)
+    changes.take(config)
+
+
+LIMIT = OSError(
+    'OS file watch limit reached. about ["/photos/27"] (Error { kind: MaxFilesWatch, paths: ["/photos/27"] })'
+)
+DENIED = PermissionError('Permission denied (os error 13) about ["/photos/secret"]')
+
+
+@pytest.mark.parametrize(("error", "why"), [(LIMIT, "max_user_watches"), (DENIED, "/photos/secret"),
+                                            (RuntimeError("error in underlying watcher"), "underlying")])  # fmt: skip
+def test_what_the_kernel_refuses_to_watch_is_scanned_and_that_is_said(
+    changes: Any, config: SyncConfig, folder: Path, capsys: pytest.CaptureFixture[str], error: Exception, why: str
+) -> None:
+    seen = changes(Refusing(error))
+    settled(seen, config)
+    told = capsys.readouterr().err
+    assert "cannot be watched" in told
+    assert why in told
+    assert "Error {" not in told
+    make_picture(90).save(folder / "bee" / "new.png")
+    _until(lambda: seen.take(config), 20)
+    (folder / "bee" / "new.png").rename(folder / "ant" / "new.png")
+    _until(lambda: seen.take(config), 20)
+    time.sleep(0.3)
+    assert not seen.take(config)  # nothing has changed since
+    shutil.move(folder, folder.with_name("away"))
+    _until(lambda: seen.take(config), 20)
+
+
+def test_a_folder_that_takes_the_place_of_another_is_followed(changes: Any, config: SyncConfig, folder: Path) -> None:
+    """As when a disk is unmounted and mounted again: the kernel reports nothing of it."""
+    seen = changes(watchfiles)
+    settled(seen, config)
+    folder.rename(folder.with_name("away"))
+    shutil.copytree(folder.with_name("away"), folder)
+    _until(lambda: seen.take(config), 20)
+    settled(seen, config)
+    make_picture(90).save(folder / "bee" / "new.png")
+    _until(lambda: seen.take(config), 20)
+
+
+def test_what_changed_before_all_folders_were_watched_is_looked_for(changes: Any, config: SyncConfig) -> None:
+    seen = changes(watchfiles)
+    _until(lambda: seen.take(config), 20)
+
+
+def can_limit_watches() -> bool:
+    limit = ["unshare", "-Ur", "bash", "-c", "echo 10 > /proc/sys/user/max_inotify_watches"]
+    return shutil.which("unshare") is not None and subprocess.run(limit, capture_output=True).returncode == 0
+
+
+@pytest.mark.slow
+def test_beyond_the_limit_of_watches_changes_are_seen_within_seconds(folder: Path, tmp_path: Path) -> None:
+    if not can_limit_watches():
+        pytest.skip("this system has no namespaces for users")
+    for number in range(40):
+        (folder / f"class-{number:02d}").mkdir()
+        make_picture(200 + number).save(folder / f"class-{number:02d}" / "0.png")
+    config = write(tmp_path / "sync.yaml", images=str(folder), out=str(tmp_path / "out"), **SMALL)
+    script = f"echo 10 > /proc/sys/user/max_inotify_watches; exec {sys.executable} -m pipelines.cli watch {config}"
+    with subprocess.Popen(
+        ["unshare", "-Ur", "bash", "-c", script], stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    ) as process:  # fmt: skip
+        try:
+            _until(lambda: _rows(tmp_path / "out") == 52)
+            for number in (37, 3):
+                make_picture(300 + number).save(folder / f"class-{number:02d}" / "1.png")
+                _until(lambda expected=53 if number == 37 else 54: _rows(tmp_path / "out") == expected, 20)
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert "OS file watch limit reached" in errors
+    assert "scanned every few seconds" in errors
