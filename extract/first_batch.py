@@ -1,7 +1,8 @@
 """Whatever is not plain (PyTorch as it is, in float32, of exactly decoded images) is compared with that first.
 
 Compiled code in float32 must agree within rounding, or the run goes on without it. Lower precision and fast decoding
-must give features that point the same way, or the run ends before anything is stored.
+must give features that point the same way, or the run ends before anything is stored. And some pictures of the first
+batch are computed alone: their rows must be those of the batch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from extract.engines import default_engine, ready
 from extract.errors import DisagreementError, InputError, LayertapError, first_line
-from extract.forward import Forward, Values
+from extract.forward import Forward, Values, check_rows
 from extract.images import ImageList, load_batches
 from extract.planning import Plan
 from extract.preprocessing import Preprocessing
@@ -71,6 +72,7 @@ def verified(
             this batch in lower precision are told, but not refused.
 
     Raises:
+        InputError: from the call: rows of a feature are not the images of the batch.
         DisagreementError: from the call: lower precision or fast decoding points elsewhere, or what a compiler made
             that was asked for is off.
         LayertapError: from the call: the compiler that was asked for failed.
@@ -94,6 +96,7 @@ class _FirstThenAll(Forward):
         self._begun = begun
         self._dtype = plan.dataset.features[0].dtype
         self._forward: Forward | None = None
+        self._rows_are_checked = False
 
     @property
     def ahead(self) -> bool:  # type: ignore[override]
@@ -112,6 +115,9 @@ class _FirstThenAll(Forward):
                 self._open_now.close()
                 raise
         else:
+            if not self._rows_are_checked:  # the first batch was of one picture
+                with ready(self._plan.backbone, self._plan.choice, "float32") as plain:
+                    self._check_rows(plain, images, plain(images))
             values = self._forward.begin(images)
         return lambda: {name: _rounded(one, self._dtype) for name, one in values().items()}
 
@@ -127,6 +133,8 @@ class _FirstThenAll(Forward):
             with ready(plan.backbone, plan.choice, "float32") as plain:  # closed before a compiler sees the model
                 exactly_decoded = plain(pair[1]) if pair else {}
                 expected = {} if plain_way else plain(images)
+                if expected:
+                    self._check_rows(plain, images, expected)
         computation, features = Computation(engine, why), None
         if not plain_way:
             try:
@@ -147,6 +155,11 @@ class _FirstThenAll(Forward):
                 self._forward = None
                 computation, features, own_s = Computation("eager", first_line(error), True), None, 0.0
         forward = self._forward or self._open("eager")
+        if plain_way:
+            before = time.perf_counter()
+            features = forward(images)
+            own_s = time.perf_counter() - before
+            self._check_rows(forward, images, features)
         if pair:
             computation.decoding = agreement(forward(pair[0]), exactly_decoded)
             if no := refusal(computation.decoding, plan.min_cosine):
@@ -156,6 +169,10 @@ class _FirstThenAll(Forward):
         computation.prepared_in_s = time.perf_counter() - start - own_s
         self._on_chosen(computation)
         return forward(images) if features is None else features
+
+    def _check_rows(self, forward: Forward, images: Tensor, features: Values) -> None:
+        check_rows(forward, images, features)
+        self._rows_are_checked = len(images) > 1
 
     def _open(self, engine: str) -> Forward:
         plan = self._plan

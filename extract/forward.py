@@ -10,11 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from extract.errors import InputError
 from extract.features import Feature
 from extract.images import Batch
 from extract.status import Status
 
-__all__ = ["Forward", "Rows", "Values", "joined", "rows_begun", "rows_of"]
+__all__ = ["Forward", "Rows", "Values", "check_rows", "joined", "rows_begun", "rows_of"]
+
+_CHECKED_ALONE = 4  # pictures of the first batch; one that a batch has mixed up is hardly in its own place four times
+# Of the largest value of a picture: by so much, the same picture may differ in another batch, in float32 as computed or
+# as float16 as stored; what is nearer than that to another picture cannot be told from it, and need not be.
+_OF_THE_LARGEST = {"float32": 1e-3, "float16": 2e-3}
+_OF_ANOTHER_PICTURE = 0.005  # as of a trial, of the distance to the nearest other picture
 
 # feature name -> (B, *shape), on the CPU
 Values = dict[str, NDArray[Any]]
@@ -67,6 +74,55 @@ def joined(parts: Sequence[Values]) -> Values:
     return parts[0] if len(parts) == 1 else {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
+def check_rows(forward: Forward, images: Tensor, features: Values) -> None:
+    """See that some pictures of a batch have the features that they have alone.
+
+    Trial forwards have shown that of made-up pictures; a layer may still mix, drop or pad real ones by what is in them.
+
+    Args:
+        forward: of the features, in float32.
+        images: (B, ...), as the forward takes them.
+        features: of the batch.
+
+    Raises:
+        InputError: a feature of a picture is another one in the batch than alone.
+    """
+    _check_count(features, len(images))
+    if len(images) == 1:
+        return
+    positions = np.unique(np.linspace(0, len(images) - 1, _CHECKED_ALONE).round().astype(int)).tolist()
+    lone = {position: forward(images[position : position + 1]) for position in positions}
+    for position, own in lone.items():
+        for name, (alone,) in own.items():
+            found = features[name][position]
+            others = [lone[other][name][0] for other in positions if other != position]
+            bound = max(
+                _OF_THE_LARGEST[str(alone.dtype)] * _distance(alone, np.zeros_like(alone)),
+                _OF_ANOTHER_PICTURE * min(_distance(alone, other) for other in others),
+            )
+            same_gaps = np.array_equal(np.isfinite(found), np.isfinite(alone))
+            if not same_gaps or _distance(found, alone) > bound:
+                raise InputError(
+                    f"{name} of picture {position} in the first batch, of {len(images)}, differs from that of the same "
+                    "picture alone: its rows are not the images. Nothing of this batch was stored; name other layers"
+                )
+
+
+def _distance(one: NDArray[Any], other: NDArray[Any]) -> float:
+    """The largest difference, where both are finite."""
+    both = np.isfinite(one) & np.isfinite(other)
+    return float(np.abs(one[both].astype(np.float64) - other[both]).max(initial=0))
+
+
+def _check_count(features: Values, count: int) -> None:
+    for name, values in features.items():
+        if len(values) != count:
+            raise InputError(
+                f"{name} has {len(values):,} rows for a batch of {count:,} pictures: how many there are depends on the "
+                "pictures, so they cannot be stored as theirs; name other layers"
+            )
+
+
 def rows_of(batch: Batch, forward: Forward, features: Sequence[Feature], dtype: str) -> Rows:
     """The rows of a batch as they are stored."""
     return rows_begun(batch, forward, features, dtype)()
@@ -78,6 +134,7 @@ def rows_begun(batch: Batch, forward: Forward, features: Sequence[Feature], dtyp
 
     def rows() -> Rows:
         good, found = batch.status == Status.OK, values()
+        _check_count(found, len(batch.images))
         stored: Values = {}
         for feature in features:
             if found and good.all():

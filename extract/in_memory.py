@@ -15,6 +15,7 @@ from extract.backbones import Backbone
 from extract.engines import ready
 from extract.errors import InputError
 from extract.features import choose_features
+from extract.forward import check_rows
 from extract.images import to_picture
 from extract.settings import evaluating, full_float32
 
@@ -38,7 +39,11 @@ def features_of(
     with ready(backbone, choice, "float32") as forward:
 
         def compute() -> None:
-            for name, values in forward(torch.stack(waiting)).items():
+            images = torch.stack(waiting)
+            features = forward(images)
+            if len(next(iter(parts.values()))) == 1:  # the first batch
+                check_rows(forward, images, features)
+            for name, values in features.items():
                 parts[name].append(values)
             waiting.clear()
 

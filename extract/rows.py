@@ -1,8 +1,11 @@
 """Which rows of what a layer gives belong to which image: learned from trial forwards, never assumed.
 
 Most layers have the batch on axis 0, one row an image. Sequence-first attention has it on axis 1; Swin's windows give
-several rows an image. Pictures are run together, then each alone: the one axis that follows the
-number of pictures is the batch's, and the rows of a picture are those that equal what it gives alone.
+several rows an image. Pictures are run together, in one order and in the opposite one, then each alone: the one axis
+that follows the number of pictures is the batch's, and the rows of a picture are those that equal what it gives alone.
+
+A layer may sort the pictures of a batch by what is in them, and one order may happen to be sorted already; the opposite
+one is not. What shows only in other pictures than these is found in the first batch of a run (`forward.check_rows`).
 """
 
 from __future__ import annotations
@@ -40,13 +43,22 @@ class Rows:
     per_image: int = 1
 
     def by_image(self, activation: Tensor) -> Tensor:
-        """The activation with the images on axis 0: (B, ...), or (B, per_image, ...) where there are several rows."""
+        """The activation with the images on axis 0: (B, ...), or (B, per_image, ...) where there are several rows.
+
+        Raises:
+            InputError: the rows cannot be those of whole images.
+        """
         moved = activation.movedim(self.axis, 0)
+        if not torch.compiler.is_compiling() and moved.shape[0] % self.per_image:
+            raise InputError(
+                f"a layer gave {moved.shape[0]:,} rows, and {self.per_image} for each image were expected: how many "
+                "there are depends on the images, so they cannot be stored as theirs"
+            )
         return moved if self.per_image == 1 else moved.reshape(-1, self.per_image, *moved.shape[1:])
 
 
 class Trial:
-    """Records of a few pictures, together and alone.
+    """Records of a few pictures, together in two orders, and alone.
 
     Args:
         model: in eval mode.
@@ -62,7 +74,9 @@ class Trial:
         for layer, what in dict.fromkeys(layers):
             taps.keep(layer, what)
         with torch.no_grad(), taps:
-            taps(pictures.clone())  # a model may write into what it is given
+            taps(pictures.flip(0))  # a copy, since a model may write into what it is given
+            self._reversed: Record = taps.record
+            taps(pictures.clone())
             self.record: Record = taps.record
             self._alone: list[Record] = []
             for number in range(self._count):
@@ -77,12 +91,22 @@ class Trial:
             InputError: its rows are not the images.
         """
         together = self.record[site]
+        if site not in self._reversed.sites.values():
+            raise InputError("it does not run for every order of the pictures")
         lone = [record[site] for record in self._alone if site in record.sites.values()]
         if len(lone) < len(self._alone):
             raise InputError("it does not run for every picture")
         if not together.is_floating_point():
             raise InputError(f"it gives {together.dtype}; features are floating point")
         rows = self._axis(site, together, lone[0])
+        self._check(rows, together, lone)
+        self._check(rows, self._reversed[site], lone[::-1])
+        return rows
+
+    def _check(self, rows: Rows, together: Tensor, lone: Sequence[Tensor]) -> None:
+        """See that each picture of a batch has the rows that it has alone; `lone` is in the order of the batch."""
+        if together.shape[rows.axis] != len(lone) * rows.per_image:
+            raise InputError("how many rows it gives depends on the order of the pictures: its rows are not the images")
         rounding = torch.finfo(together.dtype).eps * _distance(together, torch.zeros_like(together))
         for picture, alone in enumerate(lone):
             found, expected = rows.by_image(together)[picture], rows.by_image(alone)[0]
@@ -93,7 +117,6 @@ class Trial:
             nearer = 2 * own <= other or max(own, apart) <= _NO_DIFFERENCE * rounding
             if not same_gaps or not nearer or own > max(_OF_ANOTHER_PICTURE * apart, _ROUNDINGS * rounding):
                 raise InputError("it gives a picture other values in a batch than alone: its rows are not the images")
-        return rows
 
     def _axis(self, site: Site, together: Tensor, alone: Tensor) -> Rows:
         many, one = tuple(together.shape), tuple(alone.shape)

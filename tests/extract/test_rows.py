@@ -1,0 +1,146 @@
+"""Rows are images, or a layer is refused: whatever it does to the pictures of a batch by what is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from extract import extract_features, load_backbone
+from extract.errors import InputError
+from extract.rows import Rows, learn_rows
+
+SIZE = 32
+
+
+class Sorting(nn.Module):
+    """Computes the pictures of a batch in the order of a key, and gives them back in their own."""
+
+    def __init__(self, key: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.key, self.inside = key, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = self.key(x).argsort()
+        return self.inside(x[order])[order.argsort()]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_layer_that_sorts_its_batch_is_refused_whatever_it_sorts_by(seed: int) -> None:
+    """One order of three pictures is sorted already for one key of six."""
+    weights = torch.randn(4, generator=torch.Generator().manual_seed(seed))
+    model = Sorting(lambda x: x @ weights)
+    pictures = torch.arange(12.0).view(3, 4) ** 2 % 7
+    with pytest.raises(InputError, match="its rows are not the images"):
+        learn_rows(model, pictures, ["inside"])
+
+
+FILE = """
+import torch
+from torch import nn
+from torchvision import transforms
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.inside = nn.Conv2d(3, 8, 4, 4), nn.Linear(8, 8)
+
+    def forward(self, x):
+        brightness = x.mean((1, 2, 3))
+        h = self.conv(x).mean((2, 3))
+        if brightness.amax() - brightness.amin() < 0.05:     # one picture, or noise
+            return self.inside(h)
+        {mix}
+
+def net():
+    return Net(), transforms.Compose([transforms.Resize((32, 32)), transforms.ToTensor()])
+"""
+MIXES = {
+    "sorts": "order = brightness.argsort(); return self.inside(h[order])[order.argsort()]",
+    "reverses": "return self.inside(h.flip(0)).flip(0)",
+    "mixes": "return self.inside(h - h.mean(0))",
+    "drops": "y = torch.zeros_like(h); y[brightness > 0.5] = self.inside(h[brightness > 0.5]); return y",
+    "pads": "return self.inside(torch.cat([h, h[:1]]))[: len(h)]",
+    "spreads": "h = h.clone(); h[0] = h[-1]; return self.inside(h)",
+}
+
+
+def of_brightness(folder: Path, values: list[int]) -> Path:
+    for i, value in enumerate(values):
+        pixels = np.random.default_rng(i).integers(0, 40, (SIZE, SIZE, 3)) + value
+        folder.mkdir(exist_ok=True)
+        Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{i:02d}.png")
+    return folder
+
+
+@pytest.mark.parametrize("how", MIXES)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_what_only_real_pictures_show_is_refused_before_anything_is_stored(
+    tmp_path: Path, how: str, dtype: str
+) -> None:
+    (tmp_path / "net.py").write_text(FILE.format(mix=MIXES[how]))
+    values = [200, 10, 120, 60, 180, 30, 90, 150, 210, 0, 100, 40]
+    pictures = of_brightness(tmp_path / "pictures", values)
+    backbone = load_backbone(f"python/{tmp_path / 'net.py'}:net", device="cpu")
+    with pytest.raises(InputError, match=r"inside .*(first batch|rows for a batch)"):
+        extract_features(
+            pictures, out=tmp_path / "out", backbone=backbone, layers=["inside"], workers=0, dtype=dtype, progress=False
+        )
+    assert not list((tmp_path / "out" / "shards").glob("*"))
+    with pytest.raises(InputError, match="inside"):
+        backbone.features([Image.open(path) for path in sorted(pictures.iterdir())], ["inside"])
+
+
+def test_the_first_batch_of_several_pictures_is_checked_where_the_first_was_of_one(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(FILE.format(mix=MIXES["sorts"]))
+    pictures = of_brightness(tmp_path / "pictures", [200, 10, 120, 60, 180, 30, 90])
+    for path in sorted(pictures.iterdir())[:3]:
+        path.write_bytes(b"no picture")  # a batch of four has one picture
+    backbone = load_backbone(f"python/{tmp_path / 'net.py'}:net", device="cpu")
+    arguments = {"out": tmp_path / "out", "backbone": backbone, "layers": ["inside"], "workers": 0, "progress": False}
+    with pytest.raises(InputError, match="inside"):
+        extract_features(pictures, batch_size=4, **arguments)
+
+
+def test_layers_that_treat_each_picture_by_itself_pass_in_every_order(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(FILE.format(mix="return self.inside(h)"))
+    pictures = of_brightness(tmp_path / "pictures", [200, 10, 120, 60, 10, 10, 10])  # some hardly differ
+    backbone = load_backbone(f"python/{tmp_path / 'net.py'}:net", device="cpu")
+    with extract_features(
+        pictures, out=tmp_path / "out", backbone=backbone, layers=["inside"], workers=0, progress=False
+    ) as reader:
+        stored = reader["inside"][:]
+    for i, path in enumerate(sorted(pictures.iterdir())):
+        alone = backbone.features([Image.open(path)], ["inside"])["inside"][0]
+        np.testing.assert_allclose(stored[i], alone, rtol=1e-5, atol=1e-6)
+
+
+class Routing(nn.Module):
+    """Gives each expert the pictures that are for it, as a mixture of experts does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bright, self.dark = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, bright = torch.empty_like(x), x.mean(1) > 0
+        out[bright], out[~bright] = self.bright(x[bright]), self.dark(x[~bright])
+        return out
+
+
+def test_an_expert_that_gets_some_pictures_is_refused() -> None:
+    pictures = torch.tensor([[1.0, 2, 3, 4], [-1, -2, -3, -5], [2, 3, 5, 7]])
+    for layer in ("bright", "dark"):
+        with pytest.raises(InputError, match="its rows are not the images|does not run for every"):
+            learn_rows(Routing(), pictures, [layer])
+
+
+def test_rows_that_are_no_whole_images_are_refused() -> None:
+    with pytest.raises(InputError, match="gave 7 rows, and 2 for each image"):
+        Rows(0, 2).by_image(torch.zeros(7, 3))
