@@ -6,6 +6,7 @@ The command line prints these as one line without a traceback; any other excepti
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable
 
 __all__ = [
@@ -13,8 +14,10 @@ __all__ = [
     "InputError",
     "LayertapError",
     "LockedError",
+    "MachineError",
     "UnknownNameError",
     "first_line",
+    "is_of_the_machine",
     "unknown_name",
 ]
 
@@ -47,6 +50,23 @@ class DisagreementError(LayertapError):
 
 class LockedError(LayertapError):
     """Another run is writing to the same data set."""
+
+
+class MachineError(LayertapError):
+    """Images cannot be read on this machine, whatever is in them: that ends a run, and no row is marked as failed."""
+
+
+# What a process or the system has run out of; the next image would fail as this one did.
+_OUT_OF = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+
+
+def is_of_the_machine(error: BaseException) -> bool:
+    """Whether an error in reading or decoding an image says nothing about that image, and would recur for all others.
+
+    >>> is_of_the_machine(OSError(errno.EMFILE, "Too many open files"))
+    True
+    """
+    return isinstance(error, ImportError) or (isinstance(error, OSError) and error.errno in _OUT_OF)
 
 
 def first_line(error: BaseException) -> str:

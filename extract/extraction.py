@@ -89,7 +89,8 @@ def extract_features(
         shard_rows: images in a file; None makes files of at most 1 GB.
         compress: "gzip", "lzf" or "blosc2" packs each file when it is finished; None leaves features plain, which is
             faster to read.
-        retry_failed: try images again that had failed in an earlier run.
+        retry_failed: try images again that had failed in an earlier run. Those with an I/O error are tried again in
+            any case.
         progress: show a bar.
 
     Raises:
@@ -176,7 +177,7 @@ def extract(
         existing = dataset.open_or_create()
         if existing is not None and existing.images["root"] != dataset.images["root"]:
             check_same_images(plan, existing)
-        work = work_of(dataset, retry_failed)
+        work = work_of(dataset, plan.images.source, retry_failed)
         summary.found = dataset.n_rows - sum(len(one.rows) for one in work)
         if summary.found:
             on_rows(summary.found, True)

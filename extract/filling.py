@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.duplicates import Duplicates
-from extract.errors import LayertapError
+from extract.errors import MachineError
 from extract.forward import Forward, Rows, rows_begun
 from extract.images import Batch
 from extract.planning import Plan
@@ -28,7 +28,7 @@ from extract.summary import Summary
 
 __all__ = ["fill_shard"]
 
-_UNREACHABLE = 32  # images in a row that nobody answers for; in a list of dead links there may be some
+_SUSPECT = 32  # images in a row that fail for the same reason, which is hardly theirs; of dead links there may be some
 
 
 def fill_shard(
@@ -88,7 +88,7 @@ class _Filling:
                 return
             if (batch.status == Status.MISSING).any() or not (batch.status == Status.OK).any():
                 self._plan.images.source.check_there()  # files that are missing with their disk are no failed rows
-            self._check_reachable(batch)
+            self._check_machine(batch)
             with self._timed_forward():
                 rows = self._duplicates.begin(batch, self._begin)
             self._computing.append((batch, rows))
@@ -138,23 +138,28 @@ class _Filling:
             stages["forward"] -= copying
             stages["copy"] = stages.get("copy", 0.0) + copying
 
-    def _check_reachable(self, batch: Batch) -> None:
-        """End the run where a network failed, so that its images are no failed rows: at many in a row, or at the start.
+    def _check_machine(self, batch: Batch) -> None:
+        """End the run where images fail for a reason that is hardly theirs: at many in a row, or in the first batch.
+
+        So that they are no failed rows when a disk, a server or the memory fails.
 
         Raises:
-            LayertapError: it did.
+            MachineError: they do.
         """
         summary = self._summary
-        if not batch.unreachable or (batch.status == Status.OK).any():
-            summary.unreachable = 0
-            return
-        summary.unreachable += batch.unreachable
+        reason, count = summary.suspect
+        for row, status in zip(batch.rows.tolist(), batch.status.tolist(), strict=True):
+            if status == Status.OK:
+                reason, count = "", 0
+            elif row in batch.suspect:
+                count = count + 1 if batch.reasons[row] == reason else 1
+                reason = batch.reasons[row]
+        summary.suspect = reason, count
         nothing_yet = not (summary.computed or self._computing or self._writing)
-        if summary.unreachable >= _UNREACHABLE or (nothing_yet and batch.unreachable == len(batch.rows)):
-            reason = next(iter(batch.reasons.values()))
-            raise LayertapError(
-                f"no answer for {summary.unreachable} images in a row: {reason}. What was stored before is safe; run "
-                "again when the server answers"
+        if count >= _SUSPECT or (nothing_yet and 1 < count == len(batch.rows)):
+            raise MachineError(
+                f"{count} images in a row cannot be read: {reason}. That many are an error of the disk, the server or "
+                "the machine, not of the images. What was stored before is safe; run again when it is fixed"
             )
 
     def __enter__(self) -> Self:

@@ -110,7 +110,7 @@ def recheck(
                 stored = {name: reader[name][here] for name in reader.layers}
                 hashes = reader.column("source_hash")[here]
                 for i, row in enumerate(here.tolist()):
-                    if status[i] in (Status.MISSING, Status.DECODE_ERROR):
+                    if status[i] in (Status.MISSING, Status.DECODE_ERROR, Status.IO_ERROR):
                         what = f"its image cannot be read any more: {reasons.get(int(batch.rows[i]), '')}"
                         fault(what, Remedy.NONE, row, found.paths[batch.rows[i]])
                         continue

@@ -13,15 +13,18 @@ import xxhash
 from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError
+from extract.images.source import Source
 from extract.planning import Plan
 from extract.status import Status
 from extract.store.copying import copy_shard
 from extract.store.dataset import DataSet, Whereabouts
 from extract.store.layout import RowNames, create_shard, row_bytes
+from extract.store.receipt import read_receipt
 from extract.store.writer import ShardWriter
 
 __all__ = ["ShardWork", "batches_of", "check_disk_space", "check_same_images", "create_part", "work_at", "work_of"]
 
+_TRIED = 4  # images of a shard that had an I/O error; where a server is away, each takes seconds
 _SAMPLED = 16  # stored rows whose images are read again when their folder has another name than before
 RowNumbers = range | NDArray[np.int64]  # ascending
 
@@ -45,10 +48,45 @@ class ShardWork:
     compress: str | None = None
 
 
-def work_of(dataset: DataSet, retry_failed: bool) -> list[ShardWork]:
-    """Every shard that is not finished; with `retry_failed`, also those that have rows without good features."""
-    found = (work_at(dataset, shard, where, retry_failed) for shard, where in enumerate(dataset.whereabouts()))
-    return [work for work in found if work is not None]
+def work_of(dataset: DataSet, source: Source, retry_failed: bool) -> list[ShardWork]:
+    """Every shard that is not finished, and rows with an I/O error whose images can be read again.
+
+    Args:
+        dataset: that has the shards.
+        source: of its images.
+        retry_failed: whether all other rows without good features are to be computed again, too.
+    """
+    found = []
+    for shard, where in enumerate(dataset.whereabouts()):
+        work = work_at(dataset, shard, where, retry_failed)
+        if work is None and not retry_failed:
+            work = _of_io_errors(dataset, source, shard, where)
+        if work is not None:
+            found.append(work)
+    return found
+
+
+def _of_io_errors(dataset: DataSet, source: Source, shard: int, where: Whereabouts) -> ShardWork | None:
+    """The rows of a finished shard with an I/O error, if any of the first of them can be read now."""
+    assert where.published is not None
+    published = dataset.path(shard, where.published)
+    counts = (read_receipt(published) or {}).get("status")
+    if not isinstance(counts, dict) or not counts.get(Status.IO_ERROR.text):
+        return None
+    with dataset.open_shard(shard, published) as opened:
+        compress = next(iter(opened.compression.values()), None)
+        rows = dataset.shard_range(shard)[0] + np.flatnonzero(opened.column("status") == Status.IO_ERROR)
+    if not any(_can_be_read(source, row) for row in rows[:_TRIED].tolist()):
+        return None  # the shard is not written anew for nothing
+    return ShardWork(shard, where.published + 1, rows, published, compress)
+
+
+def _can_be_read(source: Source, row: int) -> bool:
+    try:
+        source.read(row)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def work_at(dataset: DataSet, shard: int, where: Whereabouts, retry_failed: bool = False) -> ShardWork | None:

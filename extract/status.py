@@ -12,9 +12,12 @@ class Status(IntEnum):
 
     PENDING = 0  # not computed yet
     OK = 1
-    DECODE_ERROR = 2  # the file could not be read or decoded; features are NaN
+    DECODE_ERROR = 2  # the file could not be opened or decoded; features are NaN
     NOT_FINITE = 3  # computed, but with NaN or infinity; kept as computed
     MISSING = 4  # no such file any more; features are NaN
+    # The file could not be read for a reason that is not its own (a failing disk, a server); features are NaN. The next
+    # run tries it again.
+    IO_ERROR = 5
 
     @property
     def text(self) -> str:

@@ -23,7 +23,7 @@ class Summary:
         n_rows: rows of the data set.
         found: rows that were done before.
         computed: rows of this run, failed ones included.
-        unreachable: images, up to now, that nobody answered for, without any in between that could be read.
+        suspect: why the last images failed, and how many did so one after the other, where that is hardly their fault.
         duplicates: those of them that were copied, since an earlier row has an image with the same bytes.
         status: status -> number of rows of this run.
         seconds: from the first image to the last receipt.
@@ -37,7 +37,7 @@ class Summary:
     n_rows: int
     found: int = 0
     computed: int = 0
-    unreachable: int = 0
+    suspect: tuple[str, int] = ("", 0)
     duplicates: int = 0
     status: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0

@@ -16,12 +16,13 @@ from typing import Any
 
 import click
 
-from extract.errors import InputError, LayertapError, LockedError, UnknownNameError
+from extract.errors import InputError, LayertapError, LockedError, UnknownNameError, first_line
 from pipelines.commands import backbones, data_sets, embedding, looking, probing, syncing
 
 __all__ = ["main"]
 
 _OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+_OF_FILES = {errno.EMFILE, errno.ENFILE}
 
 
 class _Terminated(KeyboardInterrupt):
@@ -49,9 +50,15 @@ class _Commands(click.Group):
                 4 if isinstance(error, LockedError) else 2 if isinstance(error, InputError | UnknownNameError) else 1
             )
         except OSError as error:
-            if error.errno not in _OF_THE_DISK:
+            if error.errno not in _OF_THE_DISK | _OF_FILES:
                 raise
-            click.secho(f"error: {error.filename or 'writing'}: {error.strerror}", fg="red", err=True)
+            remedy = "; raise the limit of open files (ulimit -n)" if error.errno in _OF_FILES else ""
+            click.secho(f"error: {error.filename or 'writing'}: {error.strerror}{remedy}", fg="red", err=True)
+            ctx.exit(1)
+        except MemoryError as error:
+            what = f" ({first_line(error)})" if str(error) else ""
+            remedy = "What was stored is safe. Free or add memory, or lower --workers and --batch-size"
+            click.secho(f"error: the memory does not suffice{what}. {remedy}", fg="red", err=True)
             ctx.exit(1)
         except KeyboardInterrupt as stop:
             terminated = isinstance(stop, _Terminated)

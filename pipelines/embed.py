@@ -18,6 +18,7 @@ from extract.errors import DisagreementError
 from extract.extraction import Plan, Summary, extract, plan
 from extract.first_batch import Computation
 from extract.images import ImageList, list_images
+from extract.status import Status
 from extract.store.reader import FeatureReader
 from extract.tuning import fastest
 from pipelines.config import BackboneConfig, EmbedConfig
@@ -232,8 +233,15 @@ def print_summary(outcome: Outcome, echo: Callable[[str], None]) -> None:
         if summary.seconds >= _WORTH_A_WORD_S:
             echo(f"bound by {bottleneck(summary)}: {_advice(outcome)}")
     else:
-        echo(f"{dataset.out} is complete: all {summary.n_rows:,} rows were done before; nothing to do")
+        failed = f", {len(outcome.failures):,} of them without features" if outcome.failures else ""
+        echo(f"{dataset.out} is complete: all {summary.n_rows:,} rows were done before{failed}; nothing to do")
     print_failures([failure[1:] for failure in outcome.failures], dataset.out, echo)
+    tried_again = Status.IO_ERROR.text
+    others = len(outcome.failures) - [status for _, _, status, _ in outcome.failures].count(tried_again)
+    if others < len(outcome.failures):
+        echo(f"images with an {tried_again} are tried again by the next run")
+    if others:
+        echo("to compute failed images again once they are fixed, add --retry-failed")
 
 
 def bottleneck(summary: Summary) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import io
 import math
 import re
@@ -16,8 +17,9 @@ import numpy as np
 from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError, features
 
 from extract import defaults
+from extract.errors import MachineError, first_line, is_of_the_machine
 
-__all__ = ["IMAGE_SUFFIXES", "decode", "decode_partly", "to_picture"]
+__all__ = ["IMAGE_SUFFIXES", "check_decoders", "decode", "decode_partly", "to_picture"]
 
 # What Pillow reads, but for formats that other programs must draw (EPS, PDF, WMF, EMF), measurements that are no
 # pictures (FITS, GRIB, BUFR, HDF5), and films (MPEG).
@@ -50,13 +52,16 @@ def decode(data: bytes, max_pixels: int = defaults.MAX_PIXELS, at_least_px: int 
     Raises:
         ValueError: not an image, truncated, of a kind without a known range (float pixels), too large, or damaged, as
             far as the format can tell: PNG has checksums, JPEG has none.
+        MachineError: a library of decoders is installed and cannot be loaded.
+        MemoryError, ImportError, OSError: this machine cannot decode it (`is_of_the_machine`).
     """
     if not data:
         raise ValueError("empty file")
+    formats = _formats()  # here, since what fails in it is no fault of the file
     try:
         with warnings.catch_warnings(), _settings_of_pillow(max_pixels):
             warnings.simplefilter("ignore")  # of odd metadata, and of images that are merely large
-            with Image.open(io.BytesIO(data), formats=_formats()) as image:
+            with Image.open(io.BytesIO(data), formats=formats) as image:
                 _check_whole(data, str(image.format))
                 if at_least_px and image.format == "JPEG":
                     image.draft(None, _no_smaller(image.size, at_least_px))  # the transform of its blocks does it
@@ -74,6 +79,8 @@ def decode(data: bytes, max_pixels: int = defaults.MAX_PIXELS, at_least_px: int 
     except UnidentifiedImageError:
         raise ValueError(_unknown(data)) from None
     except Exception as error:  # Pillow's decoders raise nearly everything on damaged files: SyntaxError, struct.error
+        if is_of_the_machine(error):
+            raise
         raise ValueError(str(error) or type(error).__name__) from error
 
 
@@ -87,10 +94,11 @@ def decode_partly(data: bytes, max_pixels: int) -> Image.Image | None:
     Returns:
         an upright RGB picture, grey or black where pixels are missing; None: nothing of it can be shown.
     """
+    formats = _formats()
     try:
         with warnings.catch_warnings(), _settings_of_pillow(max_pixels, truncated=True):
             warnings.simplefilter("ignore")
-            with Image.open(io.BytesIO(data), formats=_formats()) as image:
+            with Image.open(io.BytesIO(data), formats=formats) as image:
                 image.load()
                 picture = to_picture(image)
     except Exception:  # as in `decode`
@@ -182,13 +190,44 @@ def to_picture(image: Image.Image) -> Image.Image:
     return _to_rgb(_upright(image))
 
 
+def check_decoders() -> None:
+    """Load the decoders and see that they decode, before the first image: what fails later is then an image's fault.
+
+    Raises:
+        MachineError: they cannot be loaded, or do not decode a picture that Pillow itself has written.
+    """
+    pixels = np.arange(3 * 16 * 16, dtype=np.uint8).reshape(16, 16, 3)
+    for kind in ("PNG", "JPEG"):
+        file = io.BytesIO()
+        try:
+            Image.fromarray(pixels).save(file, kind)
+            same_size = decode(file.getvalue()).size == (16, 16)
+        except MachineError:
+            raise
+        except Exception as error:
+            raise MachineError(f"Pillow decodes no {kind} on this machine: {first_line(error)}") from error
+        if not same_size:
+            raise MachineError(f"Pillow decodes {kind} wrongly on this machine")
+
+
 @functools.cache
 def _has_heif() -> bool:
+    """Whether HEIC can be decoded; the library is optional.
+
+    Raises:
+        MachineError: it is installed, and cannot be loaded.
+    """
     try:
+        if importlib.util.find_spec("pillow_heif") is None:
+            return False
         import pillow_heif
-    except ImportError:
-        return False
-    pillow_heif.register_heif_opener()
+
+        pillow_heif.register_heif_opener()
+    except Exception as error:  # of a shared library that is missing, or too little memory to map one
+        raise MachineError(
+            f"pillow_heif, which decodes HEIC, is installed and cannot be loaded: {type(error).__name__}: "
+            f"{first_line(error)}. Fix it, or remove it (pip uninstall pillow-heif) if there are no HEIC images"
+        ) from error
     return True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import signal
 from collections import deque
@@ -20,6 +21,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from extract import defaults
+from extract.errors import LayertapError, MachineError, first_line, is_of_the_machine
+from extract.images.decoding import check_decoders
 from extract.images.images import ImageList
 from extract.images.source import UNKNOWN, BrokenListError, Source, UnreachableError
 from extract.images.worker_deaths import WorkerDeaths
@@ -35,9 +38,14 @@ _PIECES = 16
 _LEAST_PIECE = 4  # images; sending one by one would cost as much as decoding small ones
 _BATCHES_AHEAD = 2  # for each worker
 
+# A disk or a server fails, or is away: the same file may be read at another time.
+_IO_ERRORS = {errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOLINK,
+              errno.ECONNRESET, errno.ECONNABORTED, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH,
+              errno.ENETDOWN, errno.ENETUNREACH, errno.EAGAIN, errno.EINTR}  # fmt: skip
+
 
 class Item(NamedTuple):
-    """One image as a worker sends it; `image` is None unless `status` is OK."""
+    """One image as a worker sends it; `image` is None unless `status` is OK. `suspect` is as of `Batch`."""
 
     row: int
     image: Tensor | None
@@ -46,7 +54,7 @@ class Item(NamedTuple):
     size: int
     mtime_ns: int
     content_hash: bytes
-    unreachable: bool = False
+    suspect: bool = False
 
 
 class Batch(NamedTuple):
@@ -57,7 +65,8 @@ class Batch(NamedTuple):
         images: (B, H, W, 3) uint8 (or what `prepare` returns, stacked), B <= R.
         status: (R,) uint8; B of them are OK, in the order of `images`.
         reasons: row -> why there is no image.
-        unreachable: rows whose image could not be fetched, because a network or server failed.
+        suspect: rows that failed for a reason that is hardly their image's: of a disk, a server, the memory, or a
+            transform. Many in a row are an error of the machine.
         source_size, source_mtime_ns: (R,) int64, bytes and nanoseconds; -1 where there is no file, or nobody says.
         source_hash: (R, 16) uint8, xxh3-128 of the file's bytes; zero where there is no file.
     """
@@ -66,7 +75,7 @@ class Batch(NamedTuple):
     images: Tensor
     status: NDArray[np.uint8]
     reasons: dict[int, str]
-    unreachable: int
+    suspect: frozenset[int]
     source_size: NDArray[np.int64]
     source_mtime_ns: NDArray[np.int64]
     source_hash: NDArray[np.uint8]
@@ -81,36 +90,42 @@ class Batch(NamedTuple):
             images=self.images[chosen],
             status=self.status[positions],
             reasons={int(row): self.reasons[int(row)] for row in rows if int(row) in self.reasons},
-            unreachable=self.unreachable,
+            suspect=self.suspect,
             source_size=self.source_size[positions],
             source_mtime_ns=self.source_mtime_ns[positions],
             source_hash=self.source_hash[positions],
         )
 
 
-class _Decoded(Dataset[Item | BrokenListError]):
+class _Decoded(Dataset[Item | LayertapError]):
     """Row -> decoded image; or an error that ends the run, which would not keep its message if it were raised here."""
 
     def __init__(self, source: Source, prepare: Callable[[Image.Image], Tensor], max_pixels: int, at_least_px: int):
         self._source, self._prepare = source, prepare
         self._max_pixels, self._at_least_px = max_pixels, at_least_px
 
-    def __getitem__(self, row: int) -> Item | BrokenListError:
+    def __getitem__(self, row: int) -> Item | LayertapError:
         size, mtime_ns, content_hash = -1, UNKNOWN, bytes(16)
         try:
             data, mtime_ns = self._source.read(row)
             size, content_hash = len(data), xxhash.xxh3_128_digest(data)
             picture = self._source.decode(data, self._max_pixels, self._at_least_px)
-        except BrokenListError as error:
+        except (BrokenListError, MachineError) as error:
             return error
         except Exception as error:
+            if is_of_the_machine(error):
+                return _machine_error(error, row)
             status, reason = _why(error)
-            return Item(row, None, status, reason, size, mtime_ns, content_hash, isinstance(error, UnreachableError))
+            suspect = status is Status.IO_ERROR or isinstance(error, MemoryError)
+            return Item(row, None, status, reason, size, mtime_ns, content_hash, suspect)
         try:
             image = self._prepare(picture)
         except Exception as error:  # it may be a transform of anybody's
-            reason = str(error) if isinstance(error, ValueError) else f"its preprocessing failed: {error!r}"
-            return Item(row, None, Status.DECODE_ERROR, reason, size, mtime_ns, content_hash)
+            if is_of_the_machine(error):
+                return _machine_error(error, row)
+            says_why = isinstance(error, ValueError)
+            reason = first_line(error) if says_why else f"its preprocessing failed: {error!r}"
+            return Item(row, None, Status.DECODE_ERROR, reason, size, mtime_ns, content_hash, not says_why)
         return Item(row, image, Status.OK, "", size, mtime_ns, content_hash)
 
 
@@ -122,28 +137,43 @@ def _why(error: Exception) -> tuple[Status, str]:
     """
     if isinstance(error, FileNotFoundError):
         return Status.MISSING, "no such file"
+    if isinstance(error, UnreachableError) or (isinstance(error, OSError) and error.errno in _IO_ERRORS):
+        return Status.IO_ERROR, error.strerror or first_line(error)
     if isinstance(error, OSError):
-        return Status.DECODE_ERROR, error.strerror or str(error)
+        return Status.DECODE_ERROR, error.strerror or first_line(error)
     if isinstance(error, MemoryError):
         return Status.DECODE_ERROR, "too large for the memory"
     if isinstance(error, ValueError):
-        return Status.DECODE_ERROR, str(error)
+        return Status.DECODE_ERROR, str(error) or type(error).__name__
     raise error
 
 
-def _collate(found: list[Item | BrokenListError]) -> Batch | BrokenListError | None:
+def _machine_error(error: Exception, row: int) -> MachineError:
+    what = (getattr(error, "strerror", "") or first_line(error)) + f" (at row {row:,})"
+    remedy = "free or add memory, or lower --workers"
+    if isinstance(error, ImportError):
+        remedy = "repair the installation"
+    elif isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        remedy = "raise the limit of open files (ulimit -n), or lower --workers"
+    return MachineError(
+        f"this machine cannot read images any more: {what}. What was stored before is safe, and no row was marked as "
+        f"failed for it; {remedy}, and run again"
+    )
+
+
+def _collate(found: list[Item | LayertapError]) -> Batch | LayertapError | None:
     if not found:
         return None
-    items = [one for one in found if not isinstance(one, BrokenListError)]
+    items = [one for one in found if not isinstance(one, LayertapError)]
     if len(items) < len(found):
-        return next(one for one in found if isinstance(one, BrokenListError))
+        return next(one for one in found if isinstance(one, LayertapError))
     images = [item.image for item in items if item.image is not None]
     return Batch(
         rows=np.array([item.row for item in items], np.int64),
         images=torch.stack(images) if images else torch.empty(0, dtype=torch.uint8),
         status=np.array([item.status for item in items], np.uint8),
         reasons={item.row: item.reason for item in items if item.reason},
-        unreachable=sum(item.unreachable for item in items),
+        suspect=frozenset(item.row for item in items if item.suspect),
         source_size=np.array([item.size for item in items], np.int64),
         source_mtime_ns=np.array([item.mtime_ns for item in items], np.int64),
         source_hash=np.frombuffer(b"".join(item.content_hash for item in items), np.uint8).reshape(-1, 16),
@@ -159,7 +189,7 @@ def _joined(pieces: list[Batch]) -> Batch:
         images=torch.cat(images) if images else torch.empty(0, dtype=torch.uint8),
         status=np.concatenate([piece.status for piece in pieces]),
         reasons={row: reason for piece in pieces for row, reason in piece.reasons.items()},
-        unreachable=sum(piece.unreachable for piece in pieces),
+        suspect=frozenset().union(*(piece.suspect for piece in pieces)),
         source_size=np.concatenate([piece.source_size for piece in pieces]),
         source_mtime_ns=np.concatenate([piece.source_mtime_ns for piece in pieces]),
         source_hash=np.concatenate([piece.source_hash for piece in pieces]),
@@ -192,7 +222,9 @@ def load_batches(
 
     Raises:
         BrokenListError: from the batches; nobody knows which image a row is.
+        MachineError: now, or from the batches; this machine cannot decode images.
     """
+    check_decoders()
     at_a_time = max(_LEAST_PIECE, -(-batch_size // _PIECES))
     sizes: deque[int] = deque()  # rows of each batch whose pieces the workers were given
 
@@ -252,12 +284,13 @@ class Batches(Iterator[Batch]):
 
     Raises:
         BrokenListError: from `next`; nobody knows which image a row is.
+        MachineError: from `next`; this machine cannot read images any more.
         DeadWorkerError: from `next`; a worker has died.
         LayertapError: from `next`; a worker sends nothing any more.
     """
 
     def __init__(
-        self, pieces: Iterator[Batch | BrokenListError | None], sizes: deque[int], deaths: WorkerDeaths | None = None
+        self, pieces: Iterator[Batch | LayertapError | None], sizes: deque[int], deaths: WorkerDeaths | None = None
     ):
         self._pieces, self._sizes, self._deaths = pieces, sizes, deaths
 
@@ -266,7 +299,7 @@ class Batches(Iterator[Batch]):
         while True:
             with self._deaths.told_here() if self._deaths else contextlib.nullcontext():
                 piece = next(self._pieces, None)
-            if isinstance(piece, BrokenListError):
+            if isinstance(piece, LayertapError):
                 raise piece
             if piece is None and not self._sizes:
                 raise StopIteration

@@ -19,7 +19,8 @@ A shard is plain HDF5 (superblock 3, HDF5 1.10 or later) with rows in path order
     /split                (N,) fixed-length UTF-8: train, val, test or empty
     /id                   (N,) fixed-length UTF-8; only where a list of images named some
     /classes              (K,) fixed-length UTF-8
-    /status               (N,) uint8: 0 pending, 1 ok, 2 decode error, 3 not finite, 4 missing
+    /status               (N,) uint8: 0 pending, 1 ok, 2 decode error, 3 not finite, 4 missing,
+                          5 io error
     /row_hash             (N,) uint64: xxh3-64 over the bytes of the row's features, in sorted order of names
     /record_hash          (N,) uint64: xxh3-64 over path, a zero byte, row_hash, source_size, source_mtime_ns,
                           source_hash and status
@@ -27,8 +28,8 @@ A shard is plain HDF5 (superblock 3, HDF5 1.10 or later) with rows in path order
     /source_hash          (N, 16) uint8: xxh3-128 of the file, big-endian; 0 no file
     /provenance           JSON text: what the numbers depend on, backbone, weights, configuration, versions, machine
 
-All numbers are little-endian. Readers ignore attributes and data sets they do not know. Features of rows with status 2
-and 4 are NaN.
+All numbers are little-endian. Readers ignore attributes and data sets they do not know. Features of rows with status 2,
+4 and 5 are NaN.
 
 Everything is created at full size before the first image is read. Without compression, the chunks of a feature lie one
 behind the other (HDF5's implicit chunk index), so that a feature is one array in the file; and from then on only the

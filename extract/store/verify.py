@@ -29,6 +29,8 @@ from extract.store.writer import ShardWriter
 
 __all__ = ["Fault", "Remedy", "Verification", "repair", "verify"]
 
+_WITHOUT_IMAGE = (Status.DECODE_ERROR, Status.MISSING, Status.IO_ERROR)  # features of such rows are NaN
+
 
 class Remedy(Enum):
     """What `repair` does about a fault."""
@@ -240,7 +242,11 @@ def _as_status_says(block: dict[str, NDArray[Any]], status: NDArray[np.uint8]) -
     finite = np.logical_and.reduce([np.isfinite(values).all(1) for values in flat])
     none = np.logical_and.reduce([np.isnan(values).all(1) for values in flat])
     found: NDArray[np.bool_] = np.select(
-        [status == Status.OK, status == Status.NOT_FINITE, np.isin(status, (Status.DECODE_ERROR, Status.MISSING))],
+        [
+            status == Status.OK,
+            status == Status.NOT_FINITE,
+            np.isin(status, (Status.DECODE_ERROR, Status.MISSING, Status.IO_ERROR)),
+        ],
         [finite, ~finite, none],
         False,
     )

@@ -277,7 +277,8 @@ class Manifest:
         """Files that are new, or may have changed, or whose failure is to be tried again, sorted by path.
 
         Args:
-            retry_before_ns: rows that failed, and were tried before that time, are tried again.
+            retry_before_ns: rows that failed, and were tried before that time, are tried again; those with an I/O
+                error in any case.
             unread_before_ns: the same, of files that could not even be read.
         """
         found = self._sql.execute(
@@ -285,9 +286,10 @@ class Manifest:
             "f.size = s.size AND f.mtime_ns = s.mtime_ns AND f.ctime_ns = s.ctime_ns "
             "FROM seen s LEFT JOIN files f ON f.path = s.path LEFT JOIN features x ON x.id = f.feature "
             "WHERE x.id IS NULL OR NOT f.settled OR f.size != s.size OR f.mtime_ns != s.mtime_ns "
-            "OR f.ctime_ns != s.ctime_ns OR (x.status != ? AND x.tried_ns < iif(x.size < 0 AND s.size >= 0, ?, ?)) "
+            "OR f.ctime_ns != s.ctime_ns OR x.status = ? "
+            "OR (x.status != ? AND x.tried_ns < iif(x.size < 0 AND s.size >= 0, ?, ?)) "
             "ORDER BY s.path",
-            (int(Status.OK), unread_before_ns, retry_before_ns),
+            (int(Status.IO_ERROR), int(Status.OK), unread_before_ns, retry_before_ns),
         )
         for *seen, number, content, status, tried_ns, same in found:
             before = None if number is None else Feature(number, content, status, tried_ns)

@@ -1,0 +1,238 @@
+"""Errors of the machine are not failures of images: they stop a run, or are tried again by the next one."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from extract import FeatureReader, Status
+from extract.images import decoding
+from extract.images.source import Files
+from tests.conftest import make_picture
+from tests.pipelines.test_cli import SMALL, fails, layertap
+from tests.pipelines.test_sync import SMALL as SYNC
+from tests.pipelines.test_sync import write
+
+Read = Callable[[Files, int], tuple[bytes, int]]
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Exception]]:
+    """Name of an image -> the error that reading it gives; also in worker processes, which are forked."""
+    errors: dict[str, Exception] = {}
+    read: Read = Files.read
+
+    def read_or_fail(self: Files, row: int) -> tuple[bytes, int]:
+        name = self._names[row]
+        if error := errors.get(name) or errors.get("*"):
+            raise error
+        return read(self, row)
+
+    monkeypatch.setattr(Files, "read", read_or_fail)
+    return errors
+
+
+def statuses(out: Path) -> list[str]:
+    with FeatureReader(out, partial=True) as reader:
+        return [Status(code).text for code in reader.status.tolist()]
+
+
+def shards(out: Path) -> list[str]:
+    return sorted(path.name for path in (out / "shards").glob("*.h5"))
+
+
+# Decoders
+
+
+@pytest.fixture
+def broken_heif(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Puts a package `pillow_heif` in place whose import does something."""
+
+    def put(line: str) -> None:
+        place = tmp_path / "packages" / "pillow_heif"
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "__init__.py").write_text(line)
+        monkeypatch.syspath_prepend(place.parent)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "pillow_heif"]:
+            monkeypatch.delitem(sys.modules, name)
+        forget()
+
+    def forget() -> None:
+        decoding._has_heif.cache_clear()
+        decoding._formats.cache_clear()
+
+    yield put
+    monkeypatch.undo()
+    sys.modules.pop("pillow_heif", None)
+    forget()
+
+
+@pytest.mark.parametrize("line", [
+    "raise OSError('libheif.so.1: cannot open shared object file')", "import no_such_module", "raise MemoryError",
+    "import ctypes; ctypes.CDLL('libheif-that-is-not-there.so')", "def register_heif_opener(): raise RuntimeError('x')",
+])  # fmt: skip
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_broken_decoder_stops_the_run_before_the_first_image(
+    folder: Path, tmp_path: Path, broken_heif: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, line: str,
+    workers: int,
+) -> None:  # fmt: skip
+    arguments = ["embed", folder, "-o", tmp_path / "out", *SMALL, "--workers", workers]
+    broken_heif(line)
+    message = fails(*arguments, code=1)
+    assert "pillow_heif, which decodes HEIC, is installed and cannot be loaded" in message
+    assert shards(tmp_path / "out") == []
+    broken_heif("def register_heif_opener(): pass")
+    assert layertap(*arguments).exit_code == 0
+    assert statuses(tmp_path / "out") == ["ok"] * 12
+
+
+def test_a_pillow_that_decodes_no_jpeg_stops_the_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from PIL import JpegImagePlugin
+
+    def refuse(*_: object) -> None:
+        raise OSError("decoder jpeg not available")
+
+    monkeypatch.setattr(JpegImagePlugin.JpegImageFile, "load", refuse)
+    message = fails("embed", folder, "-o", tmp_path / "out", *SMALL, code=1)
+    assert "Pillow decodes no JPEG on this machine: decoder jpeg not available" in message
+    assert shards(tmp_path / "out") == []
+
+
+# What a process runs out of
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_what_the_machine_has_run_out_of_stops_the_run_and_fails_no_row(
+    folder: Path, tmp_path: Path, failing: dict[str, Exception], number: int, workers: int
+) -> None:
+    arguments = ["embed", folder, "-o", tmp_path / "out", *SMALL, "--batch-size", 4, "--workers", workers]
+    failing["bee/07.jpg"] = OSError(number, os.strerror(number))
+    message = fails(*arguments, code=1)
+    assert f"cannot read images any more: {os.strerror(number)} (at row 6)" in message
+    assert ("ulimit -n" in message) == (number != errno.ENOMEM)
+    assert set(statuses(tmp_path / "out")) <= {"ok", "pending"}
+    failing.clear()
+    assert layertap(*arguments).exit_code == 0
+    assert statuses(tmp_path / "out") == ["ok"] * 12
+
+
+def test_a_library_that_cannot_be_imported_stops_the_run(
+    folder: Path, tmp_path: Path, failing: dict[str, Exception]
+) -> None:
+    failing["bee/07.jpg"] = ImportError("cannot import name 'x'")
+    assert "repair the installation" in fails("embed", folder, "-o", tmp_path / "out", *SMALL, code=1)
+    assert statuses(tmp_path / "out") in ([], ["pending"] * 12)
+
+
+def test_too_little_memory_is_one_line_and_leaves_what_was_stored(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from extract.store import writer
+
+    def no_memory(*_: object) -> None:
+        raise MemoryError("Unable to allocate 3.00 GiB")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(writer, "hash_rows", no_memory)
+        message = fails("embed", folder, "-o", tmp_path / "out", *SMALL, code=1)
+    assert "the memory does not suffice (Unable to allocate 3.00 GiB). What was stored is safe" in message
+    assert layertap("embed", folder, "-o", tmp_path / "out", *SMALL).exit_code == 0
+
+
+# A disk that fails
+
+
+def test_an_image_with_an_io_error_is_tried_again_by_the_next_run(
+    folder: Path, tmp_path: Path, failing: dict[str, Exception]
+) -> None:
+    out = tmp_path / "out"
+    arguments = ["embed", folder, "-o", out, *SMALL, "--shard-rows", 5]
+    (folder / "bee" / "04.png").write_bytes(b"no picture")
+    failing["bee/07.jpg"] = OSError(errno.EIO, os.strerror(errno.EIO))
+    first = layertap(*arguments)
+    assert first.exit_code == 0
+    assert "bee/07.jpg: io error: Input/output error" in first.stdout
+    assert "images with an io error are tried again by the next run" in first.stdout
+    assert "add --retry-failed" in first.stdout  # for the other one
+    assert statuses(out)[5:7] == ["decode error", "io error"]
+    assert layertap("verify", out).exit_code == 0
+    before = shards(out)
+    again = layertap(*arguments)  # it still cannot be read: nothing is written anew
+    assert "all 12 rows were done before, 2 of them without features; nothing to do" in again.stdout
+    assert shards(out) == before == ["000000.h5", "000001.h5", "000002.h5"]
+    failing.clear()
+    healed = layertap(*arguments, "--json")
+    assert healed.exit_code == 0
+    assert json.loads(healed.stdout)["computed"] == 1
+    assert shards(out) == ["000000.h5", "000001-r1.h5", "000002.h5"]
+    assert statuses(out).count("ok") == 11
+    assert layertap("verify", out).exit_code == 0
+    make_picture(4).save(folder / "bee" / "04.png")
+    assert layertap("embed", folder, "-o", tmp_path / "fresh", *SMALL, "--shard-rows", 5).exit_code == 0
+    assert layertap(*arguments, "--retry-failed").exit_code == 0
+    with FeatureReader(out) as one, FeatureReader(tmp_path / "fresh") as fresh:
+        np.testing.assert_array_equal(one["embedding"][:], fresh["embedding"][:])
+
+
+def test_a_complete_data_set_with_failed_rows_says_how_they_are_tried_again(folder: Path, tmp_path: Path) -> None:
+    (folder / "bee" / "04.png").write_bytes(b"no picture")
+    arguments = ["embed", folder, "-o", tmp_path / "out", *SMALL]
+    layertap(*arguments)
+    told = layertap(*arguments).stdout
+    assert "is complete: all 12 rows were done before, 1 of them without features" in told
+    assert "--retry-failed" in told
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, os.strerror(errno.EIO)), MemoryError()])
+def test_many_images_in_a_row_that_fail_for_the_same_foreign_reason_stop_the_run(
+    folder: Path, tmp_path: Path, failing: dict[str, Exception], error: Exception
+) -> None:
+    for i in range(60):
+        make_picture(100 + i, 20, 20).save(folder / "cat" / f"z{i:02d}.png")
+        if i != 20:
+            failing[f"cat/z{i:02d}.png"] = error
+    arguments = ["embed", folder, "-o", tmp_path / "out", *SMALL, "--batch-size", 4]
+    message = fails(*arguments, code=1)
+    assert "35 images in a row cannot be read" in message  # in batches of 4; not the 20 before the one that can be
+    assert "What was stored before is safe" in message
+    assert statuses(tmp_path / "out").count("pending") > 0
+    failing.clear()
+    assert layertap(*arguments, "--retry-failed").exit_code == 0
+    assert statuses(tmp_path / "out") == ["ok"] * 72
+
+
+def test_a_first_batch_of_which_no_image_can_be_read_fails_no_row(
+    folder: Path, tmp_path: Path, failing: dict[str, Exception]
+) -> None:
+    failing["*"] = OSError(errno.EIO, os.strerror(errno.EIO))
+    assert "12 images in a row cannot be read" in fails("embed", folder, "-o", tmp_path / "out", *SMALL, code=1)
+    assert shards(tmp_path / "out") == []
+
+
+def test_many_damaged_images_in_a_row_are_rows(folder: Path, tmp_path: Path) -> None:
+    for i in range(60):
+        (folder / "ant" / f"0{i:02d}.png").write_bytes(b"no picture")
+    assert layertap("embed", folder, "-o", tmp_path / "out", *SMALL, "--batch-size", 4).exit_code == 0
+    assert statuses(tmp_path / "out").count("decode error") == 60
+
+
+def test_sync_tries_an_image_with_an_io_error_again_in_the_next_pass(
+    folder: Path, tmp_path: Path, failing: dict[str, Exception]
+) -> None:
+    config = write(tmp_path / "sync.yaml", images=str(folder), out=str(tmp_path / "out"), **SYNC)
+    failing["bee/07.jpg"] = OSError(errno.EIO, os.strerror(errno.EIO))
+    assert layertap("sync", config).exit_code == 0
+    assert statuses(tmp_path / "out").count("io error") == 1
+    failing.clear()
+    assert layertap("sync", config).exit_code == 0
+    assert statuses(tmp_path / "out") == ["ok"] * 12
