@@ -1,0 +1,119 @@
+"""Data sets of format version 1 that an earlier commit has written stay readable, and are not changed by being read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from extract import FeatureReader
+from tests.conftest import SHARED
+from tests.pipelines.test_cli import layertap
+
+GOLDEN = SHARED / "golden-v1"
+SETS = ("plain", "gzip", "ids", "synced")
+
+
+@pytest.fixture
+def golden(tmp_path: Path) -> Path:
+    """A copy, which may be written to."""
+    if not GOLDEN.is_dir():
+        pytest.skip(f"no data sets in {GOLDEN}")
+    copy = Path(shutil.copytree(GOLDEN, tmp_path / "golden"))
+    for path in (copy, *copy.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    return copy
+
+
+def content_of(folder: Path) -> dict[str, str]:
+    """Name of each file and folder -> its sha256."""
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def check_values(name: str, out: Path, tolerance: float = 0.0) -> None:
+    """The rows of a data set are those that its first reader gave."""
+    with np.load(GOLDEN / "expected.npz") as expected, FeatureReader(out) as reader:
+        assert reader.paths == expected[f"{name}/paths"].tolist()
+        assert reader.classes == expected[f"{name}/classes"].tolist()
+        assert reader.splits == expected[f"{name}/splits"].tolist()
+        assert np.array_equal(reader.labels, expected[f"{name}/labels"])
+        assert np.array_equal(reader.status, expected[f"{name}/status"])
+        if f"{name}/ids" in expected:
+            assert reader.ids == expected[f"{name}/ids"].tolist()
+        layers = [key.removeprefix(f"{name}/features/") for key in expected if key.startswith(f"{name}/features/")]
+        assert sorted(reader.layers) == sorted(layers)
+        for layer in layers:
+            stored, wanted = reader[layer][:], expected[f"{name}/features/{layer}"]
+            assert stored.dtype == wanted.dtype
+            np.testing.assert_allclose(stored, wanted, rtol=0, atol=tolerance * float(np.nanmax(np.abs(wanted))))
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_values_are_those_that_were_stored(golden: Path, name: str) -> None:
+    check_values(name, golden / name)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_commands_that_read_change_nothing(golden: Path, tmp_path: Path, name: str) -> None:
+    out, new = golden / name, tmp_path / "new"
+    new.mkdir()
+    before = content_of(golden)
+    for arguments in (
+        ["show", out], ["status", out], ["verify", out], ["diff", out, out], ["search", out, 1],
+        ["export", out, "--to", "npy", "-o", new / "npy"], ["export", out, "--to", "h5", "-o", new / "export.h5"],
+        ["merge", out, "-o", new / "merged"], ["report", out, "-o", new / "report.html", "--thumbnails", 3],
+        ["probe", out, "-l", "embedding", "--protocol", "knn", "-o", new / "probe"],
+    ):  # fmt: skip
+        result = layertap(*arguments)
+        too_small = (name, arguments[0]) == ("ids", "probe")
+        assert result.exit_code == (2 if too_small else 0), (arguments, result.output)
+        assert content_of(golden) == before, arguments
+    with FeatureReader(new / "merged") as merged, FeatureReader(out) as reader:
+        order = [reader.paths.index(path) for path in merged.paths]  # a merged data set is sorted
+        assert sorted(order) == list(range(len(reader)))
+        np.testing.assert_array_equal(merged["embedding"][:], reader["embedding"][:][order])
+
+
+def test_rows_computed_again_agree_and_change_nothing(golden: Path) -> None:
+    before = content_of(golden)
+    result = layertap(
+        "verify", golden / "plain", "--sample", 4, "--images", golden / "photos", "--device", "cpu", "--json"
+    )
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["sampled"] == 4
+    assert content_of(golden) == before
+
+
+def test_an_interrupted_copy_is_resumed(golden: Path) -> None:
+    out = golden / "plain"
+    for path in (out / "shards").glob("000001.*"):
+        path.unlink()
+    before = content_of(out / "shards")
+    layers = ["-l", "embedding", "-l", "blocks.2", "-l", "conv_stem:max_map"]
+    result = layertap("embed", golden / "photos", "-o", out, *layers, "--workers", 0, "--device", "cpu", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["computed"] == 10
+    check_values("plain", out, tolerance=1e-4)  # on another machine
+    assert layertap("verify", out).exit_code == 0
+    after = content_of(out / "shards")
+    assert {name: after[name] for name in before} == before
+
+
+def test_sync_of_the_same_folder_elsewhere_computes_nothing(golden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(golden)
+    for path in (golden / "live").rglob("*.jpg"):  # as the copy was made, but settled
+        os.utime(path, ns=(10**18, 10**18))
+    result = layertap("sync", "nightly.yaml", "--force", "--json")
+    assert result.exit_code == 0, result.output
+    (done,) = json.loads(result.stdout)
+    assert (done["computed"], done["added"], done["deleted"], done["rows"]) == (0, 0, 0, 25)
+    check_values("synced", golden / "synced")
+    assert layertap("verify", golden / "synced").exit_code == 0
