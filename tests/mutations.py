@@ -1,0 +1,514 @@
+"""Planted faults: does a test notice each of them?
+
+    python -m tests.mutations                    # all of them, each with the tests that are expected to notice it
+    python -m tests.mutations 'a name' ...       # only those
+    python -m tests.mutations --all-tests        # each with all default tests: hours
+    python -m tests.mutations --list             # names, and whether the text of each is found
+
+The checkout is copied to a scratch folder. One fault at a time is put into the copy, and the tests run there. A fault
+is a text of the source code and its replacement. The text is looked for in all files of `extract/` and `pipelines/`,
+and tests are named by their functions, so that both may move to other files. A text that is not found exactly once is
+an error. The exit code is 1 if a fault was not noticed, and 2 if a fault or a test cannot be found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+PACKAGES = ("extract", "pipelines")
+TEST_S = 600  # after which a fault that makes tests hang counts as noticed
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A fault.
+
+    Attributes:
+        name: what is wrong, as a sentence.
+        old: text that occurs once in the source code.
+        new: what takes its place.
+        tests: functions that are expected to notice it.
+    """
+
+    name: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+MUTATIONS = (
+    # Taps: hooks, records, edits, gradients
+    Mutation(
+        "A kept output is the layer's own memory, not a copy.",
+        "    kept.copy_(tensor)  # what copy_ returns could be a subclass",
+        "    kept = tensor.detach().cpu()",
+        ("test_inplace_layers_do_not_change_kept_outputs",),
+    ),
+    Mutation(
+        "All calls of a layer have the number of the first one.",
+        "            return forward.calls[id(module)] - 1\n",
+        "            return 0\n",
+        ("test_every_call_of_a_shared_layer_is_kept", "test_one_call_can_be_asked_for"),
+    ),
+    Mutation(
+        "The second forward keeps the record of the first.",
+        "            self._forward = ModelCall(Record(self._why_absent))",
+        "            self._forward = self._forward or ModelCall(Record(self._why_absent))",
+        (
+            "test_a_layer_that_did_not_run_raises_and_does_not_answer_with_old_values",
+            "test_3_a_fresh_record_for_each_forward",
+        ),
+    ),
+    Mutation(
+        "Stopping early ends the forward one call too soon.",
+        "        if self._stoppable and self._to_keep and not forward.left:",
+        "        if self._stoppable and self._to_keep and forward.left <= 1:",
+        ("test_stop_ends_the_forward_after_the_last_call_asked_for", "test_9_early_stop"),
+    ),
+    Mutation(
+        "Ablating some channels takes out all others instead.",
+        "for a in range(h.ndim)]), instead, h)",
+        "for a in range(h.ndim)]), h, instead)",
+        ("test_a_verb_is_its_formula",),
+    ),
+    Mutation(
+        "An edit of a gradient is recorded but does not flow on.",
+        "            return gradient if edits else None",
+        "            return None",
+        ("test_clipping_at_one_layer_changes_what_flows_on",),
+    ),
+    # Which rows belong to which image
+    Mutation(
+        "A layer that mixes the images of a batch is taken for one row an image.",
+        "if not same_gaps or not nearer or own > max(",
+        "if not same_gaps and not nearer and own > max(",
+        ("test_no_mixture_or_order_of_images_passes_for_rows", "test_layers_whose_rows_are_not_the_images_are_refused"),
+    ),
+    # Pooling and choice of features
+    Mutation(
+        "The mean of tokens includes the class token.",
+        '_mean(x[:, layout.prefix_tokens :], [1])',
+        '_mean(x, [1])',
+        ("test_pooling_equals_numpy", "test_tokens_are_pooled_as_the_model_pools_them"),
+    ),
+    Mutation(
+        "Means of 16-bit maps are taken in 16 bits.",
+        "x.mean(axes, dtype=torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else None)",
+        "x.mean(axes)",
+        ("test_half_precision_maps_are_averaged_in_float32",),
+    ),
+    Mutation(
+        "The embedding is what the classifier gives, not what it is given.",
+        'return [_Request(backbone.classifier, "", pooling, what="input")]',
+        'return [_Request(backbone.classifier, "", pooling, what="output")]',
+        ("test_the_embedding_is_the_input_of_the_classifier",),
+    ),
+    # Images: preprocessing, decoding, listing, archives, loading
+    Mutation(
+        "Pixels are scaled by 256 instead of 255.",
+        ".to(torch.float32).div_(255)",
+        ".to(torch.float32).div_(256)",
+        ("test_input_is_normalised_per_channel", "test_timm_numbers_equal_timms_own_transform"),
+    ),
+    Mutation(
+        "The orientation that EXIF gives is not applied.",
+        "    return ImageOps.exif_transpose(image) if turned else image",
+        "    return image",
+        ("test_exif_orientation_is_applied",),
+    ),
+    Mutation(
+        "A truncated picture is filled up with grey.",
+        "= max_pixels / 2, truncated",
+        "= max_pixels / 2, True",
+        ("test_a_truncated_file_is_never_half_decoded",),
+    ),
+    Mutation(
+        "Images are sorted by characters, not by bytes.",
+        "    return sorted(range(len(encoded)), key=encoded.__getitem__)",
+        "    return sorted(range(len(encoded)), key=paths.__getitem__)",
+        ("test_the_order_is_that_of_the_bytes_of_the_path",),
+    ),
+    Mutation(
+        "A damaged member of a zip is read without a look at its checksum.",
+        "            if len(data) != size or zlib.crc32(data) != int(self._crc[row]):",
+        "            if len(data) != size:",
+        ("test_damage_in_a_zip_is_a_row_with_a_reason",),
+    ),
+    Mutation(
+        "Of a member that is in an archive twice, the first counts.",
+        "            latest[member.name] = member",
+        "            latest.setdefault(member.name, member)",
+        ("test_of_a_member_that_is_there_twice_the_last_counts",),
+    ),
+    Mutation(
+        "A part of a batch has images of other rows, where a row before them failed.",
+        "        chosen = [int(good[i]) for i in positions if self.status[i] == Status.OK]",
+        "        chosen = [i for i in positions if self.status[i] == Status.OK]",
+        ("test_part_of_a_batch_keeps_images_and_reasons_together",),
+    ),
+    Mutation(
+        "A second copy of an image in a batch gets no features.",
+        "            rows[list(within)] = rows[list(within.values())]\n",
+        "            rows[list(within)] = 0\n",
+        ("test_the_same_bytes_are_computed_once_and_stored_twice",),
+    ),
+    # Weights
+    Mutation(
+        "Of several networks in a checkpoint, the last is taken.",
+        "    key, *others = found\n",
+        "    *others, key = found\n",
+        ("test_a_wrapped_checkpoint_is_taken_apart",),
+    ),
+    # Forward, transfers, validation of the first batch
+    Mutation(
+        "Rows without a picture hold zeros, not NaN.",
+        "            stored[feature.name] = np.full((len(good), *feature.shape), np.nan, dtype)",
+        "            stored[feature.name] = np.zeros((len(good), *feature.shape), dtype)",
+        ("test_broken_files_are_rows_with_a_status_and_nan",),
+    ),
+    Mutation(
+        "A copy from the device is read before it has arrived.",
+        "        end.synchronize()\n        waited",
+        "        waited",
+        ("test_every_copy_arrives_whole_whatever_the_order_in_which_they_are_made",),
+    ),
+    Mutation(
+        "Compiled features that are NaN agree with everything.",
+        "        if min_cosine is None and not one.max_deviation <= FULL_PRECISION:",
+        "        if min_cosine is None and one.max_deviation > FULL_PRECISION:",
+        ("test_values_that_are_not_finite_do_not_agree",),
+    ),
+    Mutation(
+        "Only the first picture of the first batch is compared.",
+        "        for expected, other in zip(values, found[name], strict=True):  # row by row, since maps are large",
+        "        for expected, other in zip(values[:1], found[name][:1], strict=True):",
+        ("test_what_is_off_later_in_the_batch_is_found",),
+    ),
+    # Store: writer, reader, hashes, verify, merge, export
+    Mutation(
+        "Rows are never forced to the disk while a shard is written.",
+        "                if time.monotonic() - self._synced >= self._sync_s:",
+        "                if time.monotonic() - self._synced < 0:",
+        ("test_batches_are_forced_to_the_disk_as_often_as_asked",),
+    ),
+    Mutation(
+        "The status of a row is written before its features.",
+        'columns = {f"/features/{name}": values for name, values in features.items()}',
+        'columns = {"/status": beside["status"]} | {f"/features/{name}": values for name, values in features.items()}',
+        (
+            "test_a_killed_write_leaves_its_rows_pending_and_the_others_stored",
+            "test_no_row_that_says_it_is_done_is_wrong",
+        ),
+    ),
+    Mutation(
+        "A row behind the end of a shard is taken.",
+        "local[-1] < len(self.status) and (np.diff(local) > 0).all()",
+        "local[-1] <= len(self.status) and (np.diff(local) > 0).all()",
+        ("test_rows_of_another_shard_or_in_disorder_are_refused",),
+    ),
+    Mutation(
+        "The hash of a row depends on the order in which layers were asked for.",
+        "    columns = [np.ascontiguousarray(features[name]) for name in sorted(features)]",
+        "    columns = [np.ascontiguousarray(features[name]) for name in features]",
+        ("test_plain_h5py_reads_a_shard", "test_features_are_stored_plain_and_taken_on_disk_at_creation"),
+    ),
+    Mutation(
+        "Rows of several data sets without a label get the last class.",
+        "            here = np.array([*(number[name] for name in part.classes), -1], np.int64)  # -1 stays -1",
+        "            here = np.array([number[name] for name in part.classes], np.int64)",
+        ("test_labels_of_several_folders_are_numbered_anew",),
+    ),
+    Mutation(
+        "verify does not compare features with their hash.",
+        '        agree &= False if block is None else hash_rows(block) == here["row_hash"]',
+        '        agree &= block is not None',
+        ("test_a_changed_feature_is_named_and_filled_again",),
+    ),
+    Mutation(
+        "verify does not compare files with the sha256 of their receipts.",
+        'expected = {**vars(shard.identity), **size_and_hash(shard.path), "status": status}',
+        'expected = {**vars(shard.identity), "status": status}',
+        ("test_whatever_is_changed_beside_the_features_is_found",),
+    ),
+    Mutation(
+        "A merged data set has paths in order, and features out of order.",
+        "return cls(root, [paths[row] for row in order], np.array(order, np.int64))",
+        "return cls(root, [paths[row] for row in order], np.arange(len(order)))",
+        ("test_two_data_sets_become_one_sorted_by_path",),
+    ),
+    Mutation(
+        "Exported rows have the class before theirs.",
+        '        classes = [*reader.classes, ""]  # -1 is the last',
+        '        classes = ["", *reader.classes]',
+        ("test_numpy_files",),
+    ),
+    # Locks and atomic files
+    Mutation(
+        "Two processes may write to a data set at once.",
+        "            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)",
+        ("test_one_process_at_a_time",),
+    ),
+    Mutation(
+        "A small file is renamed before its content is on the disk.",
+        "            os.fsync(file.fileno())\n        temporary.rename(path)",
+        "        temporary.rename(path)",
+        ("test_no_row_that_says_it_is_done_is_wrong", "test_a_published_shard_always_has_its_receipt"),
+    ),
+    Mutation(
+        "A shard is published over one of the same name.",
+        "    try:\n        os.link(path, name)\n    except FileExistsError:\n        raise\n",
+        "    try:\n        name.unlink(missing_ok=True)\n        os.link(path, name)\n",
+        ("test_the_final_name_is_given_once",),
+    ),
+    # Sync and schedule
+    Mutation(
+        "A file that is still being written is read.",
+        "        if scanned_ns - seen.mtime_ns >= settle_ns or one.same or seen.size == NO_FILE:",
+        "        if scanned_ns - seen.mtime_ns >= 0 or one.same or seen.size == NO_FILE:",
+        ("test_a_file_waits_until_it_is_left_alone",),
+    ),
+    Mutation(
+        "A second change within the steps of a clock is not looked for.",
+        "    return seen.ctime_ns <= scanned_ns and latest < scanned_ns - _STEP_NS",
+        "    return seen.ctime_ns <= scanned_ns and latest <= scanned_ns",
+        ("test_a_change_within_the_steps_of_a_clock_is_found",),
+    ),
+    Mutation(
+        "When most files are gone, their rows go with them.",
+        "        if found.vanished > self.guards.max_vanish * n_files and not self.force:",
+        "        if found.vanished > n_files and not self.force:",
+        ("test_a_quarter_gone_is_too_much_unless_it_is_forced",),
+    ),
+    Mutation(
+        "The manifest says that the rows of a pass are in another order.",
+        '"SELECT path, size, mtime_ns, ctime_ns, settled FROM planned ORDER BY position"',
+        '"SELECT path, size, mtime_ns, ctime_ns, settled FROM planned ORDER BY position DESC"',
+        ("test_files_that_go_while_an_interrupted_pass_waits_are_no_loss", "test_a_dry_run_tells_and_writes_nothing"),
+    ),
+    Mutation(
+        "A pass that was due while nothing ran waits for the next time.",
+        "        due = due and self.config.catch_up\n",
+        "        due = due and not self.config.catch_up\n",
+        ("test_a_pass_that_was_due_while_nothing_ran_begins_at_once",),
+    ),
+    # Probes, search, statistics, findings
+    Mutation(
+        "The penalty of logistic regression does not depend on the number of rows.",
+        "        return 1 / (strengths * self.count)\n",
+        "        return 1 / strengths\n",
+        ("test_every_strength_reaches_the_objective_of_scikit_learn",),
+    ),
+    Mutation(
+        "McNemar's test leaves out the observed number.",
+        "             for i in range(min(first, second) + 1)]",
+        "             for i in range(max(1, min(first, second)))]",
+        ("test_mcnemar_is_the_binomial_test_of_scipy",),
+    ),
+    Mutation(
+        "The calibration error counts confidences on the border in the bin above.",
+        "    bins = np.clip(np.ceil(confidence * _BINS).astype(np.int64) - 1, 0, _BINS - 1)",
+        "    bins = np.clip(np.floor(confidence * _BINS).astype(np.int64) - 1, 0, _BINS - 1)",
+        ("test_the_calibration_error_is_the_mean_distance_of_confidence_and_accuracy",),
+    ),
+    Mutation(
+        "The final probe is fitted without the validation rows.",
+        "    problem, scaling = _problem(train + val, settings)",
+        "    problem, scaling = _problem(train, settings)",
+        ("test_simclr_takes_the_best_of_45_strengths_on_val_and_fits_again",),
+    ),
+    Mutation(
+        "A search leaves out rows that float32 puts behind the last one found.",
+        "        near = (cosines >= (least - 2 * off)[:, None]) & good",
+        "        near = (cosines >= least[:, None]) & good",
+        ("test_it_is_what_all_cosines_in_float64_give", "test_rows_that_float32_cannot_tell_apart_are_told_apart"),
+    ),
+    Mutation(
+        "A row that does not find itself loses its nearest neighbour instead of the last.",
+        "    own[~own.any(1), -1] = True",
+        "    own[~own.any(1), 0] = True",
+        ("test_where_all_rows_are_equal_the_first_are_nearest", "test_it_is_what_all_cosines_in_float64_give"),
+    ),
+    Mutation(
+        "Statistics of two batches leave out how far their means are apart.",
+        "    return total, middle, m2.sum(0) + (count * (mean - middle) ** 2).sum(0)",
+        "    return total, middle, m2.sum(0)",
+        ("test_statistics_in_one_pass_are_numpys_in_two",),
+    ),
+    Mutation(
+        "Layers that only follow a dead channel are called dead, too.",
+        "        new = dead - before.get(numbers.channels, set())",
+        "        new = dead",
+        ("test_each_fault_is_found_and_nothing_else",),
+    ),
+    # Several workers, and the command line
+    Mutation(
+        "What waited behind a shard that killed its worker is lost.",
+        "            elif shard not in self._given:\n",
+        "            elif shard in self._given:\n",
+        ("test_a_shard_that_kills_its_worker_is_given_up_and_what_waited_behind_it_is_not",),
+    ),
+    Mutation(
+        "A shard is given up after two attempts.",
+        "        if len(reasons) < _ATTEMPTS:",
+        "        if len(reasons) < _ATTEMPTS - 1:",
+        ("test_a_shard_that_always_fails_is_given_up_after_three_attempts_and_the_others_are_made",),
+    ),
+    Mutation(
+        "A locked data set ends the command with the exit code of wrong usage.",
+        "4 if isinstance(error, LockedError) else 2 if",
+        "2 if isinstance(error, LockedError) else 2 if",
+        ("test_another_run_on_the_same_output_exits_with_4",),
+    ),
+    Mutation(
+        "A run in which every image failed ends as if it had succeeded.",
+        "    if len(outcome.failures) == outcome.summary.n_rows:",
+        "    if len(outcome.failures) > outcome.summary.n_rows:",
+        ("test_a_run_in_which_every_row_failed_has_failed",),
+    ),
+)  # fmt: skip
+
+
+class MutationError(Exception):
+    """A fault or a test of it cannot be found."""
+
+
+def place_of(mutation: Mutation, root: Path) -> Path:
+    """The file that has the text of a fault.
+
+    Raises:
+        MutationError: there is none, or it has the text more than once.
+    """
+    places = []
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            places += [path] * path.read_text(encoding="utf-8").count(mutation.old)
+    if len(places) != 1:
+        where = ", ".join(str(path.relative_to(root)) for path in places) or "nowhere"
+        raise MutationError(
+            f"{mutation.name} Its text is found {len(places)} times ({where}), not once: {mutation.old!r}"
+        )
+    return places[0]
+
+
+def files_of_tests(root: Path) -> dict[str, list[Path]]:
+    """Name of a test function -> the files that have one of this name."""
+    found: dict[str, list[Path]] = {}
+    for path in sorted((root / "tests").rglob("test_*.py")):
+        for name in re.findall(r"^def (test_\w+)\(", path.read_text(encoding="utf-8"), re.MULTILINE):
+            found.setdefault(name, []).append(path)
+    return found
+
+
+def tests_of(mutation: Mutation, files: dict[str, list[Path]], root: Path) -> list[str]:
+    """Node ids of the tests of a fault.
+
+    Raises:
+        MutationError: a test is not found, or more than once.
+    """
+    found = []
+    for name in mutation.tests:
+        if len(files.get(name, [])) != 1:
+            raise MutationError(f"{mutation.name} The test {name} is found {len(files.get(name, []))} times, not once")
+        found.append(f"{files[name][0].relative_to(root)}::{name}")
+    return found
+
+
+def copied(to: Path) -> Path:
+    """A copy of the checkout: all files that git does not ignore."""
+    names = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=CHECKOUT, capture_output=True, check=True,
+    ).stdout.decode().split("\0")  # fmt: skip
+    root = to / "checkout"
+    for name in filter(None, names):
+        if (CHECKOUT / name).is_file():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(CHECKOUT / name, root / name)
+    if (CHECKOUT.parent / "shared").is_dir():
+        (to / "shared").symlink_to(CHECKOUT.parent / "shared")
+    return root
+
+
+def run_tests(root: Path, tests: Sequence[str]) -> tuple[int, str]:
+    """Exit code of pytest, and the first test that failed, or why there is none."""
+    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no", "-rfE", *tests]
+    try:
+        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=TEST_S)
+    except subprocess.TimeoutExpired:
+        return 1, "a test that does not end"
+    failed = re.search(r"^(?:FAILED|ERROR) (?:\S*::)?(\S+)", done.stdout, re.MULTILINE)
+    return done.returncode, failed[1] if failed else (done.stdout + done.stderr).strip().splitlines()[-1]
+
+
+def run(mutations: Sequence[Mutation], *, all_tests: bool) -> int:
+    """Put in one fault after the other, and print a line for each; returns how many were not noticed.
+
+    Raises:
+        MutationError: a fault or a test cannot be found, or tests fail without any fault.
+    """
+    missed = 0
+    with tempfile.TemporaryDirectory(prefix="mutated-") as folder:
+        root = copied(Path(folder))
+        places = [place_of(mutation, root) for mutation in mutations]
+        files = files_of_tests(root)
+        tests = [tests_of(mutation, files, root) for mutation in mutations]
+        code, why = run_tests(root, [] if all_tests else sorted({test for some in tests for test in some}))
+        if code:
+            raise MutationError(f"without any fault, pytest ends with {code}: {why}")
+        for mutation, place, some in zip(mutations, places, tests, strict=True):
+            source, start = place.read_text(encoding="utf-8"), time.monotonic()
+            place.write_text(source.replace(mutation.old, mutation.new), encoding="utf-8")
+            code, why = run_tests(root, [] if all_tests else some)
+            place.write_text(source, encoding="utf-8")
+            noticed = code == 1
+            missed += not noticed
+            verdict = f"caught by {why}" if noticed else f"NOT CAUGHT (pytest ended with {code}: {why})"
+            print(f"{mutation.name}\n    -> {verdict}, {time.monotonic() - start:.0f} s", flush=True)
+    print(f"{len(mutations) - missed} of {len(mutations)} faults are caught")
+    return missed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="or a part of a name; all faults without any")
+    parser.add_argument("--all-tests", action="store_true", help="run all default tests for each fault")
+    parser.add_argument("--list", action="store_true", help="only tell which faults there are")
+    arguments = parser.parse_args()
+    chosen = [one for one in MUTATIONS if not arguments.names or any(name in one.name for name in arguments.names)]
+    errors, files = [], files_of_tests(CHECKOUT)
+    for mutation in chosen:
+        try:
+            place, tests = place_of(mutation, CHECKOUT), tests_of(mutation, files, CHECKOUT)
+            if arguments.list:
+                print(f"{mutation.name}\n    {place.relative_to(CHECKOUT)}: {', '.join(tests)}")
+        except MutationError as error:
+            errors.append(str(error))
+    if not chosen:
+        errors.append(f"no fault has a name with {' or '.join(arguments.names)}")
+    if errors:
+        print("\n".join(errors), file=sys.stderr)
+        return 2
+    if arguments.list:
+        return 0
+    try:
+        return 1 if run(chosen, all_tests=arguments.all_tests) else 0
+    except MutationError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
