@@ -9,6 +9,12 @@ The checkout is copied to a scratch folder. One fault at a time is put into the 
 is a text of the source code and its replacement. The text is looked for in all files of `extract/` and `pipelines/`,
 and tests are named by their functions, so that both may move to other files. A text that is not found exactly once is
 an error. The exit code is 1 if a fault was not noticed, and 2 if a fault or a test cannot be found.
+
+Two faults are not noticed by the tests that they name:
+
+* The status of a row is written before its features. Hashes find such a row when the run is resumed, so the order in
+  which columns are written is a second line of defence.
+* A small file is renamed before its content is on the disk. No test looks at the `fsync` of small files.
 """
 
 from __future__ import annotations
@@ -137,7 +143,7 @@ MUTATIONS = (
         "Images are sorted by characters, not by bytes.",
         "    return sorted(range(len(encoded)), key=encoded.__getitem__)",
         "    return sorted(range(len(encoded)), key=paths.__getitem__)",
-        ("test_the_order_is_that_of_the_bytes_of_the_path",),
+        ("test_names_of_any_bytes_come_through",),
     ),
     Mutation(
         "A damaged member of a zip is read without a look at its checksum.",
@@ -224,10 +230,10 @@ MUTATIONS = (
         ("test_plain_h5py_reads_a_shard", "test_features_are_stored_plain_and_taken_on_disk_at_creation"),
     ),
     Mutation(
-        "Rows of several data sets without a label get the last class.",
+        "Rows without a label are read with the last class.",
         "            here = np.array([*(number[name] for name in part.classes), -1], np.int64)  # -1 stays -1",
         "            here = np.array([number[name] for name in part.classes], np.int64)",
-        ("test_labels_of_several_folders_are_numbered_anew",),
+        ("test_unlabelled_test_images_leave_val_to_test_on",),
     ),
     Mutation(
         "verify does not compare features with their hash.",
@@ -239,7 +245,7 @@ MUTATIONS = (
         "verify does not compare files with the sha256 of their receipts.",
         'expected = {**vars(shard.identity), **size_and_hash(shard.path), "status": status}',
         'expected = {**vars(shard.identity), "status": status}',
-        ("test_whatever_is_changed_beside_the_features_is_found",),
+        ("test_lost_and_changed_receipts_are_found",),
     ),
     Mutation(
         "A merged data set has paths in order, and features out of order.",
@@ -267,10 +273,10 @@ MUTATIONS = (
         ("test_no_row_that_says_it_is_done_is_wrong", "test_a_published_shard_always_has_its_receipt"),
     ),
     Mutation(
-        "A shard is published over one of the same name.",
+        "A file is moved to a name that was taken in the meantime.",
         "    try:\n        os.link(path, name)\n    except FileExistsError:\n        raise\n",
         "    try:\n        name.unlink(missing_ok=True)\n        os.link(path, name)\n",
-        ("test_the_final_name_is_given_once",),
+        ("test_names_of_files_that_are_too_long_or_taken_meanwhile",),
     ),
     # Sync and schedule
     Mutation(
@@ -295,7 +301,7 @@ MUTATIONS = (
         "The manifest says that the rows of a pass are in another order.",
         '"SELECT path, size, mtime_ns, ctime_ns, settled FROM planned ORDER BY position"',
         '"SELECT path, size, mtime_ns, ctime_ns, settled FROM planned ORDER BY position DESC"',
-        ("test_files_that_go_while_an_interrupted_pass_waits_are_no_loss", "test_a_dry_run_tells_and_writes_nothing"),
+        ("test_the_rows_of_an_interrupted_first_pass_survive_an_error_of_the_settings",),
     ),
     Mutation(
         "A pass that was due while nothing ran waits for the next time.",
