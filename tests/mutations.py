@@ -10,11 +10,12 @@ is a text of the source code and its replacement. The text is looked for in all 
 and tests are named by their functions, so that both may move to other files. A text that is not found exactly once is
 an error. The exit code is 1 if a fault was not noticed, and 2 if a fault or a test cannot be found.
 
-Two faults are not noticed by the tests that they name:
+Three faults are not noticed by the tests that they name:
 
 * The status of a row is written before its features. Hashes find such a row when the run is resumed, so the order in
   which columns are written is a second line of defence.
 * A small file is renamed before its content is on the disk. No test looks at the `fsync` of small files.
+* A search leaves out rows that float32 puts behind the last one found. No test of `search` needs the margin.
 """
 
 from __future__ import annotations
@@ -323,9 +324,9 @@ MUTATIONS = (
         ("test_mcnemar_is_the_binomial_test_of_scipy",),
     ),
     Mutation(
-        "The calibration error counts confidences on the border in the bin above.",
-        "    bins = np.clip(np.ceil(confidence * _BINS).astype(np.int64) - 1, 0, _BINS - 1)",
-        "    bins = np.clip(np.floor(confidence * _BINS).astype(np.int64) - 1, 0, _BINS - 1)",
+        "The calibration error is divided by the number of bins, not of images.",
+        "    return float(np.abs(apart).sum() / len(confidence))",
+        "    return float(np.abs(apart).sum() / _BINS)",
         ("test_the_calibration_error_is_the_mean_distance_of_confidence_and_accuracy",),
     ),
     Mutation(
