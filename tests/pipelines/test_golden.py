@@ -5,15 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from extract import FeatureReader
-from tests.conftest import SHARED
-from tests.pipelines.test_cli import layertap
+from tests.conftest import SHARED, make_picture
+from tests.pipelines.test_cli import SMALL, layertap
 
 GOLDEN = SHARED / "golden-v1"
 SETS = ("plain", "gzip", "ids", "synced")
@@ -117,3 +121,57 @@ def test_sync_of_the_same_folder_elsewhere_computes_nothing(golden: Path, monkey
     assert (done["computed"], done["added"], done["deleted"], done["rows"]) == (0, 0, 0, 25)
     check_values("synced", golden / "synced")
     assert layertap("verify", golden / "synced").exit_code == 0
+
+
+def documented_reader() -> Callable[[Path], tuple[dict[str, NDArray[Any]], list[str]]]:
+    """The function `read` of the documentation of the format."""
+    page = (Path(__file__).parents[2] / "docs" / "file-format.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len([line for line in code.splitlines() if line.strip()]) <= 40
+    names: dict[str, Any] = {}
+    exec(code, names)
+    reader: Callable[[Path], tuple[dict[str, NDArray[Any]], list[str]]] = names["read"]
+    return reader
+
+
+def check_documented_reader(out: Path, expected: Mapping[str, NDArray[Any]]) -> None:
+    columns, classes = documented_reader()(out)
+    assert [os.fsdecode(path) for path in columns["path"]] == expected["paths"].tolist()
+    assert [split.decode() for split in columns["split"]] == expected["splits"].tolist()
+    assert classes == expected["classes"].tolist()
+    assert np.array_equal(columns["label"], expected["labels"])
+    assert np.array_equal(columns["status"], expected["status"])
+    for name in (name for name in expected if name.startswith("features/")):
+        np.testing.assert_array_equal(columns[name], expected[name])
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_the_reader_of_the_documentation_reads_format_version_1(golden: Path, name: str) -> None:
+    with np.load(GOLDEN / "expected.npz") as arrays:
+        mine = {key.removeprefix(f"{name}/"): arrays[key] for key in arrays if key.startswith(f"{name}/")}
+        check_documented_reader(golden / name, mine)
+
+
+def test_the_reader_of_the_documentation_reads_what_is_written_now(folder: Path, tmp_path: Path) -> None:
+    (folder / "bee" / "07.jpg").write_bytes(b"no picture")
+    arguments = [
+        "embed",
+        folder,
+        "-o",
+        tmp_path / "out",
+        *SMALL,
+        "-l",
+        "embedding",
+        "-l",
+        "layer4:none",
+        "--shard-rows",
+        5,
+    ]
+    assert layertap(*arguments).exit_code == 0
+    make_picture(7).save(folder / "bee" / "07.jpg")
+    assert layertap(*arguments, "--retry-failed").exit_code == 0  # a shard has a second revision
+    with FeatureReader(tmp_path / "out") as reader:
+        expected = {"paths": np.array(reader.paths), "splits": np.array(reader.splits), "status": reader.status,
+                    "classes": np.array(reader.classes), "labels": reader.labels}  # fmt: skip
+        expected |= {f"features/{name}": reader[name][:] for name in reader.layers}
+    check_documented_reader(tmp_path / "out", expected)
