@@ -9,21 +9,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from extract.analysis.network.inspection import inspect_model
+    from extract.analysis.network.monitors import ActivationMonitor, GradientMonitor
     from extract.backbones import Backbone, load_backbone, load_text_tower
     from extract.errors import DisagreementError, InputError, LayertapError, LockedError, UnknownNameError
-    from extract.extraction import extract_features
-    from extract.hooks import Taps
-    from extract.inspection import inspect_model
-    from extract.monitors import ActivationMonitor, GradientMonitor
-    from extract.record import Record, Site
-    from extract.status import Status
+    from extract.extraction.run import extract_features
+    from extract.row_status import Status
     from extract.store.reader import FeatureReader
+    from extract.taps.record import Record, Site
+    from extract.taps.taps import Taps
 
 # Imported when first used: `from extract import FeatureReader` does not wait for torch.
 _HOMES = {
-    "ActivationMonitor": "extract.monitors",
-    "GradientMonitor": "extract.monitors",
-    "inspect_model": "extract.inspection",
+    "ActivationMonitor": "extract.analysis.network.monitors",
+    "GradientMonitor": "extract.analysis.network.monitors",
+    "inspect_model": "extract.analysis.network.inspection",
     "Backbone": "extract.backbones",
     "load_backbone": "extract.backbones",
     "load_text_tower": "extract.backbones",
@@ -32,11 +32,11 @@ _HOMES = {
     "DisagreementError": "extract.errors",
     "LockedError": "extract.errors",
     "UnknownNameError": "extract.errors",
-    "extract_features": "extract.extraction",
-    "Record": "extract.record",
-    "Site": "extract.record",
-    "Taps": "extract.hooks",
-    "Status": "extract.status",
+    "extract_features": "extract.extraction.run",
+    "Record": "extract.taps.record",
+    "Site": "extract.taps.record",
+    "Taps": "extract.taps.taps",
+    "Status": "extract.row_status",
     "FeatureReader": "extract.store.reader",
 }
 

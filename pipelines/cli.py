@@ -17,7 +17,12 @@ from typing import Any
 import click
 
 from extract.errors import InputError, LayertapError, LockedError, UnknownNameError, first_line
-from pipelines.commands import backbones, data_sets, embedding, looking, probing, syncing
+from pipelines.data_sets import command as data_sets
+from pipelines.embed import command as embedding
+from pipelines.network import backbone_commands as backbones
+from pipelines.network import command as looking
+from pipelines.probe import command as probing
+from pipelines.sync import command as syncing
 
 __all__ = ["main"]
 

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from extract.errors import LayertapError
-from pipelines.config import EmbedConfig, ProbeConfig
+from pipelines.terminal.config import EmbedConfig, ProbeConfig
 
 __all__ = ["READING", "demo_config", "demo_probe", "demo_report", "write_digits"]
 
@@ -35,7 +35,7 @@ def demo_probe(folder: Path) -> ProbeConfig:
 
 def demo_report(folder: Path) -> Path:
     """Write the report of the demo; returns where it is."""
-    from pipelines.report import run_report
+    from pipelines.data_sets.report import run_report
 
     return run_report(folder / "features", maps=("pca", "tsne"), probe_results=[folder / "probe"])
 

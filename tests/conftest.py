@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from torch import nn
 
-from extract import compiled
+from extract.compute import compiled
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 

@@ -28,9 +28,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from extract import FeatureReader, extract_features
-from extract.files import bytes_below
-from extract.status import Status
+from extract.row_status import Status
 from extract.store.verify import verify
+from extract.system.atomic_files import bytes_below
 from tests.extract.sync.tiny import CODE, picture
 
 MOST_FILES = 300

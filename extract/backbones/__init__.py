@@ -9,6 +9,6 @@ from __future__ import annotations
 from extract.backbones.backbone import Backbone
 from extract.backbones.loading import load_backbone, load_text_tower
 from extract.backbones.text_tower import TextTower
-from extract.weights import Weights
+from extract.backbones.weights import Weights
 
 __all__ = ["Backbone", "TextTower", "Weights", "load_backbone", "load_text_tower"]

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from torch import nn
 
 from extract import defaults
+from extract.backbones.preprocessing import Preprocessing
+from extract.backbones.weights import Weights
 from extract.errors import InputError, LayertapError, first_line
-from extract.preprocessing import Preprocessing
-from extract.weights import Weights
 
 if TYPE_CHECKING:
-    from extract.in_memory import Picture
+    from extract.compute.backbone import Picture
 
 __all__ = ["Asked", "Backbone", "downloading"]
 
@@ -54,7 +54,7 @@ class Backbone:
         weights: where its numbers come from.
         preprocessing: from picture to input.
         classifier: the layer whose input is the embedding; None if there is no single such layer. Then it is what the
-            layer `embedding` gives, if the model has one (`extract.backbones.own_output`).
+            layer `embedding` gives, if the model has one (`extract.backbones.output_as_embedding`).
         no_embedding: why there is neither, if there is a reason to tell.
         prefix_tokens: tokens before those of the patches (class token, registers).
         patches: patches the input is cut into, where known.
@@ -105,7 +105,7 @@ class Backbone:
             UnknownNameError: no such layer or pooling.
             InputError: a layer or pooling does not fit, or a picture has no 8-bit pixels.
         """
-        from extract.in_memory import features_of
+        from extract.compute.backbone import features_of
 
         return features_of(self, pictures, layers, batch_size)
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from extract.backbones.from_open_clip import quiet
 from extract.errors import LayertapError, first_line, unknown_name
-from extract.layers import is_glob
-from extract.libraries import library
+from extract.system.optional_libraries import library
+from extract.taps.layer_names import is_glob
 
 __all__ = ["Entry", "Listed", "describe", "listed", "matching"]
 

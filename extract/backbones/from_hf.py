@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from extract.backbones.backbone import Asked, Backbone, downloading
-from extract.backbones.own_output import with_embedding
+from extract.backbones.output_as_embedding import with_embedding
+from extract.backbones.preprocessing import IDENTITY, OVERRIDES, Preprocessing, from_hf, overridden
 from extract.backbones.text_tower import TextTower, too_long
+from extract.backbones.weights import Weights, given_weights, is_named, weights_sha256
 from extract.errors import InputError, first_line
-from extract.layers import named_layers
-from extract.libraries import library
-from extract.preprocessing import IDENTITY, OVERRIDES, Preprocessing, from_hf, overridden
-from extract.weights import Weights, given_weights, is_named, weights_sha256
+from extract.system.optional_libraries import library
+from extract.taps.layer_names import named_layers
 
 __all__ = ["load", "load_text_tower"]
 

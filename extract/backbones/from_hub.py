@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from extract.backbones.backbone import Asked, Backbone, downloading
-from extract.backbones.own_code import code_sha256, importing_from
-from extract.backbones.own_output import with_own_output
+from extract.backbones.output_as_embedding import with_own_output
+from extract.backbones.preprocessing import OVERRIDES, Preprocessing, from_transform, overridden
+from extract.backbones.user_code import code_sha256, importing_from
+from extract.backbones.weights import Weights, given_weights, is_named, weights_sha256
 from extract.errors import InputError, first_line, unknown_name
-from extract.preprocessing import OVERRIDES, Preprocessing, from_transform, overridden
-from extract.weights import Weights, given_weights, is_named, weights_sha256
 
 __all__ = ["load"]
 

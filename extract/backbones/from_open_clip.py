@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from extract.backbones.backbone import Asked, Backbone, downloading
-from extract.backbones.own_output import WithEmbedding
+from extract.backbones.output_as_embedding import WithEmbedding
+from extract.backbones.preprocessing import from_open_clip
 from extract.backbones.text_tower import TextTower, too_long
+from extract.backbones.weights import Weights, given_weights, is_named, weights_sha256
 from extract.errors import InputError, unknown_name
-from extract.libraries import library
-from extract.preprocessing import from_open_clip
-from extract.weights import Weights, given_weights, is_named, weights_sha256
+from extract.system.optional_libraries import library
 
 __all__ = ["load", "load_text_tower", "quiet"]
 

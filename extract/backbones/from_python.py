@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from extract.backbones.backbone import Asked, Backbone
-from extract.backbones.own_code import code_sha256, function_from, importing_from
-from extract.backbones.own_output import with_own_output
+from extract.backbones.output_as_embedding import with_own_output
+from extract.backbones.preprocessing import Preprocessing, from_transform, overridden
+from extract.backbones.user_code import code_sha256, function_from, importing_from
+from extract.backbones.weights import Weights, given_weights, weights_sha256
 from extract.errors import InputError, first_line
-from extract.preprocessing import Preprocessing, from_transform, overridden
-from extract.weights import Weights, given_weights, weights_sha256
 
 __all__ = ["load"]
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from extract.backbones.backbone import Asked, Backbone, downloading
+from extract.backbones.preprocessing import from_timm
+from extract.backbones.weights import Weights, given_weights, is_named, load_state, weights_sha256
 from extract.errors import InputError, unknown_name
-from extract.layers import named_layers
-from extract.preprocessing import from_timm
-from extract.weights import Weights, given_weights, is_named, load_state, weights_sha256
+from extract.taps.layer_names import named_layers
 
 __all__ = ["load", "load_bundled"]
 

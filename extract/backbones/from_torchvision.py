@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from extract.backbones.backbone import Asked, Backbone, downloading
+from extract.backbones.preprocessing import from_torchvision
+from extract.backbones.weights import Weights, given_weights, is_named, weights_sha256
 from extract.errors import unknown_name
-from extract.layers import named_layers
-from extract.preprocessing import from_torchvision
-from extract.weights import Weights, given_weights, is_named, weights_sha256
+from extract.taps.layer_names import named_layers
 
 __all__ = ["load"]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from extract.backbones import from_hf, from_hub, from_open_clip, from_python, from_timm, from_torchvision
 from extract.backbones.backbone import Asked, Backbone
+from extract.backbones.preprocessing import overridden
 from extract.backbones.text_tower import TextTower
 from extract.errors import InputError, unknown_name
-from extract.preprocessing import overridden
-from extract.settings import device_named
+from extract.system.torch_state import device_named
 
 __all__ = ["SOURCES", "load_backbone", "load_text_tower"]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from extract import defaults
 from extract.errors import InputError
-from extract.settings import full_float32
+from extract.system.torch_state import full_float32
 
 __all__ = ["TextTower", "too_long"]
 

@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from extract.images.decoding import decode, to_picture
-    from extract.images.images import ImageList, Images
+    from extract.images.image_list import ImageList, Images
+    from extract.images.index.index_writing import write_plan
     from extract.images.listing import list_images, listed_again
     from extract.images.loading import Batch, load_batches
-    from extract.images.plan_writing import write_plan
 
 # Imported when first used: looking through a folder does not wait for torch.
 _HOMES = {
     "Batch": "loading",
-    "ImageList": "images",
-    "Images": "images",
+    "ImageList": "image_list",
+    "Images": "image_list",
     "decode": "decoding",
     "list_images": "listing",
     "listed_again": "listing",
     "load_batches": "loading",
     "to_picture": "decoding",
-    "write_plan": "plan_writing",
+    "write_plan": "index.index_writing",
 }
 
 __all__ = [

@@ -25,9 +25,9 @@ from PIL import Image
 from extract.errors import InputError, LayertapError, first_line
 from extract.images.decoding import decode
 from extract.images.folders import pick_images
-from extract.images.images import Images, is_litter, labels_from_folders, labels_from_values, order_of
-from extract.images.source import UNKNOWN, PackedNames, integers, read_remote
-from extract.urls import file_system, is_url
+from extract.images.image_list import Images, is_litter, labels_from_folders, labels_from_values, order_of
+from extract.images.sources import UNKNOWN, PackedNames, integers, read_remote
+from extract.system.urls import file_system, is_url
 
 __all__ = ["ARCHIVES", "list_archives"]
 

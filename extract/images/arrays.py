@@ -13,7 +13,7 @@ from PIL import Image
 
 from extract.errors import InputError, LayertapError, first_line
 from extract.images.decoding import to_picture
-from extract.images.images import Images, labels_from_values
+from extract.images.image_list import Images, labels_from_values
 
 __all__ = ["list_array", "split_name"]
 

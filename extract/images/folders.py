@@ -13,9 +13,9 @@ import numpy as np
 
 from extract.errors import InputError, LayertapError, first_line
 from extract.images.decoding import IMAGE_SUFFIXES
-from extract.images.images import Images, is_litter, labels_from_folders, order_of
-from extract.images.source import Files
-from extract.urls import file_system, is_url
+from extract.images.image_list import Images, is_litter, labels_from_folders, order_of
+from extract.images.sources import Files
+from extract.system.urls import file_system, is_url
 
 __all__ = [
     "entries_below",

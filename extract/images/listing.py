@@ -14,12 +14,12 @@ import numpy as np
 from extract.errors import InputError, LayertapError
 from extract.images.archives import ARCHIVES, list_archives
 from extract.images.arrays import list_array, split_name
+from extract.images.csv_lists import list_table
 from extract.images.folders import list_folder
-from extract.images.images import Images
-from extract.images.planned import PlannedImages, is_plan, open_plan
-from extract.images.source import Chosen, Files, Source
-from extract.images.tables import list_table
-from extract.urls import file_system, is_url
+from extract.images.image_list import Images
+from extract.images.index.image_index import PlannedImages, is_plan, open_plan
+from extract.images.sources import Chosen, Files, Source
+from extract.system.urls import file_system, is_url
 
 __all__ = ["kind_of", "list_images", "listed_again", "no_images"]
 

@@ -23,10 +23,10 @@ from torch.utils.data import DataLoader, Dataset
 from extract import defaults
 from extract.errors import LayertapError, MachineError, first_line, is_of_the_machine
 from extract.images.decoding import check_decoders
-from extract.images.images import ImageList
-from extract.images.source import UNKNOWN, BrokenListError, Source, UnreachableError
+from extract.images.image_list import ImageList
+from extract.images.sources import UNKNOWN, BrokenListError, Source, UnreachableError
 from extract.images.worker_deaths import WorkerDeaths
-from extract.status import Status
+from extract.row_status import Status
 
 __all__ = ["Batch", "Batches", "load_batches"]
 

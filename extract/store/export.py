@@ -22,13 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError
-from extract.files import claim, sync_folder, take_space
-from extract.libraries import library
-from extract.status import Status
-from extract.store.layout import ROW_DATA, Identity, RowNames, StoredFeature, new_shard_file, preallocated
+from extract.row_status import Status
+from extract.store.format.layout import ROW_DATA, Identity, RowNames, StoredFeature, new_shard_file, preallocated
+from extract.store.format.row_hash import hash_records, hash_rows
+from extract.store.format.shard import BLOCK_BYTES
 from extract.store.reader import FeatureReader
-from extract.store.row_hash import hash_records, hash_rows
-from extract.store.shard import BLOCK_BYTES
+from extract.system.atomic_files import claim, sync_folder, take_space
+from extract.system.optional_libraries import library
 
 __all__ = ["FORMATS", "export"]
 

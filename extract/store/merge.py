@@ -13,9 +13,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from extract.errors import InputError
-from extract.store.dataset import DataSet, existing_shard_rows, shard_rows_for
-from extract.store.guard import need_libraries
-from extract.store.layout import RowNames
+from extract.store.format.dataset import DataSet, existing_shard_rows, shard_rows_for
+from extract.store.format.layout import RowNames
+from extract.store.format.untrusted import need_libraries
 from extract.store.reader import FeatureReader
 from extract.store.row_copying import copy_rows
 

@@ -14,16 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.errors import InputError, unknown_name
-from extract.status import Status
+from extract.row_status import Status
 from extract.store.batches import Shuffle, batches
-from extract.store.block_cache import CACHE_BYTES, BlockCache
-from extract.store.layout import ROW_DATA, StoredFeature
-from extract.store.parts import Part, open_parts
-from extract.store.receipt import reasons_in, reasons_of
-from extract.store.remote_shard import RemoteShard
-from extract.store.row_hash import hash_records, hash_rows
-from extract.store.shard import Shard
-from extract.urls import is_url
+from extract.store.format.layout import ROW_DATA, StoredFeature
+from extract.store.format.receipt import reasons_in, reasons_of
+from extract.store.format.row_hash import hash_records, hash_rows
+from extract.store.format.shard import Shard
+from extract.store.places.block_cache import CACHE_BYTES, BlockCache
+from extract.store.places.remote_shard import RemoteShard
+from extract.store.row_selection import Part, open_parts
+from extract.system.urls import is_url
 
 if TYPE_CHECKING:
     from extract.store.torch_dataset import FeatureDataset
@@ -153,7 +153,7 @@ class FeatureReader:
 
     @property
     def status(self) -> NDArray[np.uint8]:
-        """(N,) codes of `extract.status.Status`; 1 is ok."""
+        """(N,) codes of `extract.row_status.Status`; 1 is ok."""
         return self.column("status")
 
     @cached_property

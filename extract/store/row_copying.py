@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from extract.status import Status
-from extract.store.dataset import DataSet
-from extract.store.layout import RowNames, create_shard
+from extract.row_status import Status
+from extract.store.format.dataset import DataSet
+from extract.store.format.layout import RowNames, create_shard
+from extract.store.format.shard import BLOCK_BYTES, runs
+from extract.store.format.writer import SOURCE, ShardWriter
 from extract.store.reader import FeatureReader
-from extract.store.shard import BLOCK_BYTES, runs
-from extract.store.writer import SOURCE, ShardWriter
 
 __all__ = ["copy_rows"]
 

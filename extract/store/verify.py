@@ -15,17 +15,17 @@ import xxhash
 from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError
-from extract.files import read_json, sync_folder
-from extract.status import Status
-from extract.store.copying import copy_shard
-from extract.store.dataset import DataSet, Whereabouts
-from extract.store.parts import of_one_version
+from extract.row_status import Status
+from extract.store.format.copying import copy_shard
+from extract.store.format.dataset import DataSet, Whereabouts
+from extract.store.format.receipt import reasons_of, size_and_hash, write_receipt
+from extract.store.format.row_hash import checked
+from extract.store.format.shard import MEDIA_ERRORS, Shard
+from extract.store.format.version import pass_folder, read_rows
+from extract.store.format.writer import ShardWriter
 from extract.store.reader import FeatureReader
-from extract.store.receipt import reasons_of, size_and_hash, write_receipt
-from extract.store.row_hash import checked
-from extract.store.shard import MEDIA_ERRORS, Shard
-from extract.store.version import pass_folder, read_rows
-from extract.store.writer import ShardWriter
+from extract.store.row_selection import of_one_version
+from extract.system.atomic_files import read_json, sync_folder
 
 __all__ = ["Fault", "Remedy", "Verification", "repair", "verify"]
 

@@ -16,15 +16,15 @@ import xxhash
 from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError
-from extract.locking import locked
-from extract.store.copying import COMPRESSIONS
-from extract.store.dataset import DataSet, shard_rows_for
-from extract.store.layout import RowNames
+from extract.store.format.copying import COMPRESSIONS
+from extract.store.format.dataset import DataSet, shard_rows_for
+from extract.store.format.layout import RowNames
+from extract.store.format.version import pass_folder
 from extract.store.reader import FeatureReader
 from extract.store.row_copying import copy_rows
-from extract.store.version import pass_folder
 from extract.sync.manifest import Manifest
 from extract.sync.publishing import publish, remove_what_is_not_needed
+from extract.system.folder_lock import locked
 
 __all__ = ["Compacted", "compact", "compact_passes", "passes_to_compact", "rewrite"]
 

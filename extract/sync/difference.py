@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from extract.status import Status
-from extract.sync.guards import Guards
+from extract.row_status import Status
 from extract.sync.hashing import MOVED, hashes_of
 from extract.sync.manifest import Candidate, Feature, Manifest, Planned
+from extract.sync.safety_limits import Guards
 from extract.sync.scan import NO_FILE, Seen
 
 __all__ = ["Difference", "Resolved", "StoppedError", "before", "difference"]

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from extract.status import Status
-from extract.store.dataset import DataSet
+from extract.row_status import Status
+from extract.store.format.dataset import DataSet
+from extract.store.format.version import read_rows
 from extract.store.reader import FeatureReader
-from extract.store.version import read_rows
 
 __all__ = ["Drift", "drift_of"]
 

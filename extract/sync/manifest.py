@@ -25,12 +25,12 @@ from urllib.parse import quote
 import numpy as np
 
 from extract.errors import InputError, LayertapError
-from extract.files import check_own_file
-from extract.status import Status
-from extract.store.dataset import DataSet
+from extract.row_status import Status
+from extract.store.format.dataset import DataSet
+from extract.store.format.version import read_rows
 from extract.store.reader import FeatureReader
-from extract.store.version import read_rows
 from extract.sync.scan import Seen
+from extract.system.atomic_files import check_own_file
 
 __all__ = ["Candidate", "Feature", "Manifest", "Planned", "Stored", "rebuild", "stored_rows"]
 

@@ -19,22 +19,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from extract.errors import InputError, LayertapError
-from extract.images.images import Images
-from extract.images.source import Files
-from extract.locking import locked
-from extract.status import Status
-from extract.store.dataset import DataSet, changes, differences
-from extract.store.version import pass_folder
+from extract.images.image_list import Images
+from extract.images.sources import Files
+from extract.row_status import Status
+from extract.store.format.dataset import DataSet, changes, differences
+from extract.store.format.version import pass_folder
 from extract.sync.compaction import compact_passes, rewrite
 from extract.sync.difference import Resolved, StoppedError, before, difference
 from extract.sync.drift import Drift, drift_of
-from extract.sync.guards import Guards
 from extract.sync.manifest import Manifest, Planned, Stored, rebuild, stored_rows
 from extract.sync.publishing import publish, remove_what_is_not_needed
+from extract.sync.safety_limits import Guards
 from extract.sync.scan import NO_FILE, Scan, Seen
+from extract.system.folder_lock import locked
 
 if TYPE_CHECKING:
-    from extract.planning import Plan
+    from extract.extraction.plan import Plan
 
 __all__ = ["Report", "VanishedError", "sync"]
 
@@ -113,7 +113,7 @@ def sync(
         force: go on though most files are gone, or the folder is another one.
         dry_run: only tell; nothing is written.
         on_plan: called before images are computed.
-        on_rows: as of `extract.extraction.extract`.
+        on_rows: as of `extract.extraction.run.extract`.
         on_computation: as of the same.
         stop: as of the same.
         now_ns: tells the time.
@@ -278,7 +278,7 @@ class _Pass:
         if before == now:
             return
         if before and self.published and manifest.n_failed() < manifest.n_files():
-            from extract.recheck import recheck
+            from extract.extraction.recheck import recheck
 
             found = recheck(self.out, _RECHECKED, images=self.root, backbone=plan.backbone, workers=0)
             others = ", ".join(f"{name} {old} -> {new}" for name, old, new in changes(before, now))
@@ -391,7 +391,7 @@ class _Pass:
         Raises:
             StoppedError: before the end.
         """
-        from extract.extraction import extract
+        from extract.extraction.run import extract
 
         self._check_versions(manifest, plan)
         self.on_plan(plan, len(planned))

@@ -9,11 +9,11 @@ import numpy as np
 import xxhash
 
 from extract.errors import LayertapError
-from extract.files import discard
-from extract.images.images import labels_from_folders
-from extract.store.dataset import DataSet, shard_rows_for
-from extract.store.version import RowTable, is_whole, pass_folder, table_path, write_rows
+from extract.images.image_list import labels_from_folders
+from extract.store.format.dataset import DataSet, shard_rows_for
+from extract.store.format.version import RowTable, is_whole, pass_folder, table_path, write_rows
 from extract.sync.manifest import Manifest
+from extract.system.atomic_files import discard
 
 __all__ = ["publish", "remove_what_is_not_needed"]
 

@@ -23,8 +23,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipelines.cluster.dispatch import Joined, dispatch
-from pipelines.cluster.ray_actors import RayWorkers
+from pipelines.embed.cluster.dispatch import Joined, dispatch
+from pipelines.embed.cluster.ray_actors import RayWorkers
 from tests.pipelines.cluster.made_up import MadeUp
 
 SHARDS = 20

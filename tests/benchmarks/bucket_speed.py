@@ -25,12 +25,12 @@ import numpy as np
 import s3fs
 
 from extract import FeatureReader
-from extract.store.block_cache import BLOCK_BYTES
-from extract.store.bucket import Bucket
-from extract.store.dataset import DataSet
-from extract.store.layout import RowNames, StoredFeature, create_shard
-from extract.store.receipt import read_receipt
-from extract.store.writer import ShardWriter
+from extract.store.format.dataset import DataSet
+from extract.store.format.layout import RowNames, StoredFeature, create_shard
+from extract.store.format.receipt import read_receipt
+from extract.store.format.writer import ShardWriter
+from extract.store.places.block_cache import BLOCK_BYTES
+from extract.store.places.bucket import Bucket
 
 ROWS, WIDTH, SHARDS, BATCH, ROUNDS = 80_000, 1280, 4, 256, 3
 

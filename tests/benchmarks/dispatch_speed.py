@@ -13,8 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from pipelines.cluster.dispatch import dispatch
-from pipelines.cluster.processes import Processes, Slot
+from pipelines.embed.cluster.dispatch import dispatch
+from pipelines.embed.cluster.processes import Processes, Slot
 from tests.pipelines.cluster.made_up import MadeUp
 from tests.pipelines.cluster.test_dispatch import Simulated
 

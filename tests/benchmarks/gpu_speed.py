@@ -30,9 +30,9 @@ from torch import Tensor
 
 from extract import load_backbone
 from extract.backbones import Backbone
-from extract.extraction import extract, plan
+from extract.extraction.run import extract, plan
 from extract.images import Batch
-from extract.settings import evaluating, full_float32, keeping_freed_memory
+from extract.system.torch_state import evaluating, full_float32, keeping_freed_memory
 
 BACKBONES = ["torchvision/resnet50", "torchvision/vit_b_16"]
 POOL = 1024  # pictures that differ; they come again and again, as images of their own
@@ -61,7 +61,7 @@ def by_pipeline(backbone: Backbone, pictures: Tensor, options: argparse.Namespac
         def batches(images: Any, rows: Any, *_: Any, **__: Any) -> Iterator[Batch]:
             return preloaded(pictures, rows)
 
-        with patch("extract.extraction.load_batches", batches):
+        with patch("extract.extraction.run.load_batches", batches):
             summary = extract(planned)
         assert dict(summary.status) == {"ok": options.images}
         assert summary.computation is not None

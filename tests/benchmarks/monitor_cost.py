@@ -19,7 +19,7 @@ import torch
 import torchvision
 from torch.nn import functional as F
 
-from extract.monitors import ActivationMonitor, GradientMonitor
+from extract.analysis.network.monitors import ActivationMonitor, GradientMonitor
 
 
 def seconds(

@@ -24,7 +24,7 @@ def peak_mb():
 """
 MAKE = """
 import json, sys, time
-from extract.images import plan_writing
+from extract.images.index import index_writing as plan_writing
 kind, count, where, out = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
 if kind == "folder":
     def made(root, after=b""):

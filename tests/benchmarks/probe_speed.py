@@ -20,8 +20,8 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer, StandardScaler
 
 from extract import FeatureReader
-from extract.probe.logistic import LogisticRegression
-from extract.probe.rows import FeatureRows, Scaling
+from extract.analysis.probe.feature_matrix import FeatureRows, Scaling
+from extract.analysis.probe.logistic import LogisticRegression
 
 STRENGTHS = np.logspace(-6, 5, 45)
 

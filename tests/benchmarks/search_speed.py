@@ -32,9 +32,9 @@ def peak_mb() -> float:
 
 
 def ours(out, queries):
-    """`extract.search.nearest`."""
+    """`extract.analysis.nearest_rows.nearest`."""
     from extract import FeatureReader
-    from extract.search import nearest
+    from extract.analysis.nearest_rows import nearest
 
     reader = FeatureReader(out)
     return lambda: nearest(reader["embedding"], queries, K).rows
@@ -90,9 +90,9 @@ def child(way: str, out: str, count: int) -> None:
 def write(out: Path, rows: int, width: int) -> None:
     """A data set of normal features."""
     from extract import Status
-    from extract.store.dataset import DataSet
-    from extract.store.layout import RowNames, StoredFeature, create_shard
-    from extract.store.writer import ShardWriter
+    from extract.store.format.dataset import DataSet
+    from extract.store.format.layout import RowNames, StoredFeature, create_shard
+    from extract.store.format.writer import ShardWriter
 
     features = [StoredFeature("embedding", (width,), "float32", {"layer": "x", "pooling": "none"})]
     images = {"root": "/nowhere", "count": rows, "paths_xxh3": ""}

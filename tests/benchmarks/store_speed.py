@@ -20,9 +20,9 @@ import h5py
 import numpy as np
 
 from extract import FeatureReader
-from extract.store.dataset import DataSet
-from extract.store.layout import RowNames, StoredFeature, create_shard
-from extract.store.writer import ShardWriter
+from extract.store.format.dataset import DataSet
+from extract.store.format.layout import RowNames, StoredFeature, create_shard
+from extract.store.format.writer import ShardWriter
 
 ROWS, WIDTH, BATCH, ROUNDS = 80_000, 1280, 256, 5
 

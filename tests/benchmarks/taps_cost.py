@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchvision import models
 
 from extract import Taps
-from extract.settings import keeping_freed_memory
+from extract.system.torch_state import keeping_freed_memory
 
 TEN = ["conv1", "bn1", "layer1", "layer1.0.conv1", "layer2", "layer2.0.conv2", "layer3", "layer3.1.bn1", "layer4", "fc"]
 BATCH = 16

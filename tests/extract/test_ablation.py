@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from extract import Backbone, edits, load_backbone
-from extract.ablation import ablation, mean_activations
+from extract import Backbone, load_backbone
+from extract.analysis.network.ablation import ablation, mean_activations
 from extract.errors import InputError, UnknownNameError
+from extract.taps import edits
 from tests.conftest import make_picture
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from extract import Backbone, load_backbone
-from extract.attribution import attentions, grad_cam, map_of, principal_colours, rollout
+from extract.analysis.network.attribution import attentions, grad_cam, map_of, principal_colours, rollout
 from extract.errors import InputError
 from tests.conftest import make_picture
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torchvision import models
 
 from extract import Taps
-from extract.layers import named_layers
-from extract.structures import tensors_in
+from extract.taps.layer_names import named_layers
+from extract.taps.nested import tensors_in
 from tests.conftest import out_of_place
 
 

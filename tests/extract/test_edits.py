@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torchvision import models
 
 from extract import InputError, Site, Taps
-from extract.edits import ablate, clamp, clip, freeze, mix, noise, prune, replace, scale, smooth
+from extract.taps.edits import ablate, clamp, clip, freeze, mix, noise, prune, replace, scale, smooth
 
 H = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(0))
 PERMUTATION = torch.tensor([2, 0, 3, 1])

@@ -13,15 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from extract import extract_features, first_batch, load_backbone
-from extract.compiled import _ByOpenVino
-from extract.engines import engine_for, ready
+from extract import extract_features, load_backbone
+from extract.compute.agreement import FULL_PRECISION, agreement, refusal
+from extract.compute.backends import engine_for, ready
+from extract.compute.compiled import _ByOpenVino
+from extract.compute.feature_choice import choose_features
 from extract.errors import InputError, LayertapError, UnknownNameError
-from extract.extraction import extract, plan
-from extract.features import choose_features
-from extract.recheck import recheck
-from extract.settings import evaluating
-from extract.similarity import FULL_PRECISION, agreement, refusal
+from extract.extraction import validation as first_batch
+from extract.extraction.recheck import recheck
+from extract.extraction.run import extract, plan
+from extract.system.torch_state import evaluating
 from tests.conftest import make_picture
 
 openvino = pytest.mark.skipif(not importlib.util.find_spec("openvino"), reason="no openvino")
@@ -126,8 +127,8 @@ def forbidden(*_, **__): raise SystemExit("a process or a connection")
 multiprocessing.process.BaseProcess.start = socket.socket.connect = forbidden
 import torch
 from extract import load_backbone
-from extract.features import choose_features
-from extract.engines import ready
+from extract.compute.feature_choice import choose_features
+from extract.compute.backends import ready
 backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
 choice = choose_features(backbone, ["embedding"])
 pictures = torch.zeros(2, *backbone.preprocessing.crop_px, 3, dtype=torch.uint8)
@@ -142,7 +143,7 @@ print("openvino" in sys.modules, "openvino_telemetry" in sys.modules)
 @openvino
 def test_what_is_compiled_stops_at_the_last_layer() -> None:
     """Layers behind those asked for are not computed."""
-    from extract.graph import graph_of
+    from extract.compute.exported_graph import graph_of
 
     backbone = load_backbone("torchvision/resnet18", weights="random", device="cpu")
     with evaluating(backbone.model):

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from extract import FeatureReader, InputError, LayertapError, Status, extract_features, load_backbone
 from extract.backbones import Backbone
-from extract.extraction import Summary, extract, plan
+from extract.extraction.run import Summary, extract, plan
 from extract.images import list_images
-from extract.store.dataset import DataSet
-from extract.store.writer import ShardWriter
+from extract.store.format.dataset import DataSet
+from extract.store.format.writer import ShardWriter
 from tests.conftest import make_picture
 
 
@@ -372,7 +372,7 @@ def test_memory_is_handled_as_before_once_a_run_is_over() -> None:
     """Page faults of work in tensors of 4 MB: none while memory is kept, and not more afterwards than before."""
     code = """
 import resource, torch
-from extract.settings import keeping_freed_memory
+from extract.system.torch_state import keeping_freed_memory
 def faults():
     for _ in range(50): torch.ones(1 << 20).mul(2)
     start = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -414,7 +414,7 @@ def test_every_run_is_told_of_when_it_starts_and_ends(folder: Path, tmp_path: Pa
 
 def test_a_stage_does_not_count_what_another_counts_inside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 10.0, 13.0, 20.0])
-    monkeypatch.setattr("extract.summary.time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("extract.extraction.summary.time.perf_counter", lambda: next(times))
     summary = Summary(n_rows=1)
     with summary.timed("forward"), summary.timed("write"):
         pass

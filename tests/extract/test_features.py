@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from extract import load_backbone
 from extract.backbones import Backbone
+from extract.compute.feature_choice import choose_features
 from extract.errors import InputError, UnknownNameError
-from extract.features import choose_features
-from extract.layers import named_layers
-from extract.rows import Rows, Trial, learn_rows
+from extract.taps.batch_axis import Rows, Trial, learn_rows
+from extract.taps.layer_names import named_layers
 
 
 @pytest.fixture(scope="module")

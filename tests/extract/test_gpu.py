@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from extract import extract_features, load_backbone, transfers
-from extract.probe import linear_probe
+from extract import extract_features, load_backbone
+from extract.analysis.probe import linear_probe
+from extract.compute import transfers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from torchvision import models
 
 from extract import InputError, LayertapError, Taps
-from extract.edits import smooth
-from extract.layers import named_layers
+from extract.taps.edits import smooth
+from extract.taps.layer_names import named_layers
 from tests.conftest import out_of_place
 
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from extract import load_backbone
+from extract.analysis.network.inspection import Inspection, inspect_model
 from extract.errors import InputError, UnknownNameError
 from extract.images import list_images, load_batches
-from extract.inspection import Inspection, inspect_model
 
 IMAGES, CLASSES = 120, 10
 

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from extract import InputError, LayertapError, Taps
-from extract.layers import named_layers
-from extract.rows import Rows, learn_rows
+from extract.taps.batch_axis import Rows, learn_rows
+from extract.taps.layer_names import named_layers
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torchvision import models
 
 from extract.errors import UnknownNameError
-from extract.layer_table import LayerRow, layer_table
+from extract.taps.layer_table import LayerRow, layer_table
 
 
 def table(model: nn.Module, *layers: str, size: int = 64, operations: bool = False) -> dict[str, LayerRow]:

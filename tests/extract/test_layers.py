@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from extract.errors import UnknownNameError
-from extract.layers import match_layers, named_layers
+from extract.taps.layer_names import match_layers, named_layers
 
 NAMES = ["stem", "blocks", "blocks.0", "blocks.0.attn", "blocks.1", "blocks.10", "head", "norm[0]"]
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from extract.analysis.network.monitors import ActivationMonitor, Alarm, GradientMonitor
 from extract.errors import InputError, LayertapError
-from extract.monitors import ActivationMonitor, Alarm, GradientMonitor
 
 
 def net() -> nn.Sequential:

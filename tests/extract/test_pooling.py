@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from extract.compute.pooling import Layout, pool, recognise, resolve_pooling
 from extract.errors import InputError, UnknownNameError
-from extract.pooling import Layout, pool, recognise, resolve_pooling
 
 SQUARE, WIDE = (224, 224), (224, 448)
 

@@ -10,9 +10,9 @@ from PIL import Image
 from timm.data import create_transform, resolve_model_data_config
 from torchvision import models
 
+from extract.backbones.preprocessing import Preprocessing, from_timm, from_torchvision
 from extract.errors import InputError
 from extract.images.decoding import decode
-from extract.preprocessing import Preprocessing, from_timm, from_torchvision
 from tests.conftest import make_picture
 
 SIZES = [(500, 375), (100, 333), (224, 224), (31, 20)]

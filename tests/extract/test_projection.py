@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from sklearn.decomposition import PCA
 
-from extract.probe.rows import FeatureRows
-from extract.projection import principal, tsne
+from extract.analysis.probe.feature_matrix import FeatureRows
+from extract.analysis.projection import principal, tsne
 
 
 @pytest.mark.parametrize(("rows", "width"), [(15000, 300), (60, 5000), (40, 90)])

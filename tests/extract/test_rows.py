@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from extract import extract_features, load_backbone
 from extract.errors import InputError
-from extract.rows import Rows, learn_rows
+from extract.taps.batch_axis import Rows, learn_rows
 
 SIZE = 32
 

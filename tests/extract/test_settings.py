@@ -23,7 +23,7 @@ PROGRAM = """
 import json, os, sys, traceback
 import torch
 import torch.export
-from extract.settings import full_float32
+from extract.system.torch_state import full_float32
 
 def check(before):
     exec(before)

@@ -17,15 +17,15 @@ import pytest
 import torch
 
 from extract import FeatureReader, LayertapError, extract_features, load_backbone
-from extract import shard_batches as module
-from extract.extraction import plan
-from extract.images.source import Files
-from extract.shard_making import ShardMaker
-from extract.store.shared_folder import SharedFolder
+from extract.extraction import shard_decoding as module
+from extract.extraction.run import plan
+from extract.extraction.shard_maker import ShardMaker
+from extract.images.sources import Files
+from extract.store.format.writer import ShardWriter
+from extract.store.places.shared_folder import SharedFolder
 from extract.store.verify import verify
-from extract.store.writer import ShardWriter
-from pipelines.cluster.dispatch import Done, Failed, Left
-from pipelines.cluster.worker import Worker
+from pipelines.embed.cluster.dispatch import Done, Failed, Left
+from pipelines.embed.cluster.worker import Worker
 from tests.conftest import make_picture
 from tests.extract.test_engines import BY_OPENVINO
 from tests.extract.test_transfers import on_a_gpu

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from extract.analysis.network.activation_statistics import Statistics, statistics_of, summarise
+from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.errors import InputError
-from extract.probe.rows import FeatureRows
-from extract.statistics import Statistics, statistics_of, summarise
 from extract.store.reader import FeatureReader
 from tests.extract.store.rows import VALUES, complete_data_set
 

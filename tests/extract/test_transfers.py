@@ -19,10 +19,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from extract import FeatureReader, engines, extract_features, load_backbone
+from extract import FeatureReader, extract_features, load_backbone
 from extract.backbones import Backbone
-from extract.extraction import extract, plan
-from extract.transfers import Direct, Pinned, transfers_for
+from extract.compute import backends as engines
+from extract.compute.transfers import Direct, Pinned, transfers_for
+from extract.extraction.run import extract, plan
 from tests.extract.test_engines import BY_INDUCTOR, BY_OPENVINO
 
 

@@ -10,14 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from extract import InputError, extract_features, load_backbone, tuning
-from extract.compiled import openvino_computes_in
-from extract.features import choose_features
-from extract.first_batch import decoded_both_ways
-from extract.images import list_images
-from extract.settings import evaluating
-from extract.similarity import Agreement
-from extract.tuning import (
+from extract import InputError, extract_features, load_backbone
+from extract.compute.agreement import Agreement
+from extract.compute.compiled import openvino_computes_in
+from extract.compute.feature_choice import choose_features
+from extract.extraction import tuning
+from extract.extraction.tuning import (
     Measured,
     Way,
     batch_rates,
@@ -28,6 +26,9 @@ from extract.tuning import (
     ranked,
     ways_for,
 )
+from extract.extraction.validation import decoded_both_ways
+from extract.images import list_images
+from extract.system.torch_state import evaluating
 
 openvino = pytest.mark.skipif(not importlib.util.find_spec("openvino"), reason="no openvino")
 NET: dict[str, Any] = {"weights": "random", "device": "cpu"}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from extract import InputError, LayertapError, Taps, UnknownNameError
-from extract.edits import scale
+from extract.taps.edits import scale
 
 
 def net() -> nn.Sequential:

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from extract import FeatureReader, tuning
-from extract.similarity import Agreement
-from extract.tuning import Measured, Way
-from pipelines import bench as bench_module
-from pipelines.bench import _Repeated
+from extract import FeatureReader
+from extract.compute.agreement import Agreement
+from extract.extraction import tuning
+from extract.extraction.tuning import Measured, Way
 from pipelines.cli import main
+from pipelines.embed import bench as bench_module
+from pipelines.embed.bench import _Repeated
 
 openvino = pytest.mark.skipif(not importlib.util.find_spec("openvino"), reason="no openvino")
 NET = ["-b", "timm/test_resnet", "--weights", "random"]

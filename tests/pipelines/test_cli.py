@@ -18,7 +18,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from extract import FeatureReader
-from extract.store.dataset import DataSet
+from extract.store.format.dataset import DataSet
 from pipelines.cli import main
 from tests.conftest import make_picture
 
@@ -94,7 +94,7 @@ def test_a_config_file_has_the_same_words_and_flags_win(folder: Path, tmp_path: 
 
 
 def test_the_configurations_that_come_with_it_are_valid() -> None:
-    from pipelines.config import EmbedConfig, ProbeConfig, load_config
+    from pipelines.terminal.config import EmbedConfig, ProbeConfig, load_config
 
     folder = Path(__file__).parents[2] / "configs"
     assert load_config(EmbedConfig, folder / "quickstart.yaml", {}).backbone == "bundled/efficientnet_lite0"
@@ -104,8 +104,8 @@ def test_the_configurations_that_come_with_it_are_valid() -> None:
 def test_the_protocols_that_can_be_named_are_those_that_there_are() -> None:
     from typing import get_args
 
-    from extract.probe import PROTOCOLS
-    from pipelines.config import ProbeConfig
+    from extract.analysis.probe import PROTOCOLS
+    from pipelines.terminal.config import ProbeConfig
 
     assert list(get_args(ProbeConfig.model_fields["protocol"].annotation)) == list(PROTOCOLS)
     flags = {parameter.name for parameter in main.commands["probe"].params}
@@ -113,7 +113,7 @@ def test_the_protocols_that_can_be_named_are_those_that_there_are() -> None:
 
 
 def test_every_key_of_the_configuration_is_a_flag() -> None:
-    from pipelines.config import EmbedConfig
+    from pipelines.terminal.config import EmbedConfig
 
     flags = {parameter.name for parameter in main.commands["embed"].params}
     assert set(EmbedConfig.model_fields) | {"config", "as_json"} == flags
@@ -238,7 +238,7 @@ def test_a_missing_config_file_and_missing_images(tmp_path: Path) -> None:
 def test_another_run_on_the_same_output_exits_with_4(folder: Path, tmp_path: Path) -> None:
     layertap("embed", folder, "-o", tmp_path / "out", *SMALL)
     code = (
-        "import sys, time; from pathlib import Path; from extract.store.dataset import DataSet\n"
+        "import sys, time; from pathlib import Path; from extract.store.format.dataset import DataSet\n"
         f"with DataSet.open(Path({str(tmp_path / 'out')!r})).locked(): print('held', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as holder:

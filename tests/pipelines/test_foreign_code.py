@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from extract import InputError
-from extract.recheck import recheck
+from extract.extraction.recheck import recheck
 from tests.conftest import make_picture
 from tests.pipelines.test_cli import fails, layertap
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from extract import FeatureReader, InputError
-from extract.files import open_own, whole_file
-from extract.locking import locked
+from extract.system.atomic_files import open_own, whole_file
+from extract.system.folder_lock import locked
 from tests.pipelines.test_cli import SMALL, fails, layertap
 from tests.pipelines.test_sync import SMALL as SYNC
 from tests.pipelines.test_sync import write
@@ -179,6 +179,6 @@ def test_a_link_that_takes_the_place_of_a_file_at_the_last_moment_is_refused(
     tmp_path: Path, precious: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     symbolic(tmp_path / "runs.jsonl", precious)
-    monkeypatch.setattr("extract.files.check_own_file", lambda path: None)
+    monkeypatch.setattr("extract.system.atomic_files.check_own_file", lambda path: None)
     with pytest.raises(OSError, match="symbolic links"):
         open_own(tmp_path / "runs.jsonl", os.O_RDWR)

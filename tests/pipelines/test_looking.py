@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 from pipelines.cli import main
-from pipelines.samples import evenly
+from pipelines.network.image_sample import evenly
 from tests.conftest import make_picture
 
 NET = '''

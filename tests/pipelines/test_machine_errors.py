@@ -14,7 +14,7 @@ import pytest
 
 from extract import FeatureReader, Status
 from extract.images import decoding
-from extract.images.source import Files
+from extract.images.sources import Files
 from tests.conftest import make_picture
 from tests.pipelines.test_cli import SMALL, fails, layertap
 from tests.pipelines.test_sync import SMALL as SYNC
@@ -137,7 +137,7 @@ def test_a_library_that_cannot_be_imported_stops_the_run(
 def test_too_little_memory_is_one_line_and_leaves_what_was_stored(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from extract.store import writer
+    from extract.store.format import writer
 
     def no_memory(*_: object) -> None:
         raise MemoryError("Unable to allocate 3.00 GiB")

@@ -15,7 +15,7 @@ import pytest
 
 from extract import FeatureReader
 from extract.images import list_images
-from extract.images.planned import is_plan
+from extract.images.index.image_index import is_plan
 from tests.conftest import make_picture
 from tests.pipelines.test_cli import SMALL, fails, layertap
 
@@ -116,7 +116,7 @@ def test_rows_are_checked_on_the_images_of_a_plan(here: Path) -> None:
 
 STOPPED = """
 import os, signal, sys
-from extract.images import plan_writing
+from extract.images.index import index_writing as plan_writing
 from pipelines.cli import main
 plan_writing.WALKED_ROWS = 100
 take = plan_writing._images

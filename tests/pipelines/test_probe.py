@@ -17,7 +17,7 @@ from safetensors import safe_open
 from sklearn.linear_model import LogisticRegression
 
 from extract import FeatureReader
-from extract.probe import LinearProbe
+from extract.analysis.probe import LinearProbe
 from tests.pipelines.test_cli import SMALL, fails, layertap
 
 COLOURS = {"ant": (200, 60, 60), "bee": (60, 200, 60), "cat": (60, 60, 200)}
@@ -242,7 +242,7 @@ def test_numbers_and_names_of_images_are_not_taken_for_classes(made, tmp_path):
         paths = reader.paths
     file = labels_file(tmp_path / "many.csv", [["path", "age"], *([path, str(i / 7)] for i, path in enumerate(paths))])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipelines.labelling._MOST_CLASSES", 10)
+        patch.setattr("pipelines.probe.labelling._MOST_CLASSES", 10)
         assert "gives 66 classes to 66 rows" in fails("probe", made / "out", "--labels", f"{file}:age")
 
 
@@ -285,7 +285,7 @@ def test_results_of_other_settings_are_not_written_over(made, tmp_path):
 def test_an_interruption_leaves_the_results_of_the_layers_that_are_done(made, tmp_path, monkeypatch):
     layertap("probe", made / "out", "-p", "knn", "-o", tmp_path / "res")
     assert results(tmp_path / "res")["complete"]
-    from pipelines import probe as job
+    from pipelines.probe import job
 
     real, calls = job.probe, []
 
@@ -361,7 +361,7 @@ def test_a_run_that_is_killed_before_its_first_result_leaves_its_folder_to_the_n
     shutil.copytree(made / "out", tmp_path / "out")
     code = (
         "import os, signal, sys\n"
-        "from pipelines import probe as job\n"
+        "from pipelines.probe import job\n"
         "job.probe = lambda *args, **settings: os.kill(os.getpid(), signal.SIGKILL)\n"
         "from pipelines.cli import main\n"
         "main(sys.argv[1:])\n"
@@ -384,7 +384,7 @@ def test_folders_of_the_users_own_stay_and_so_do_results_until_there_are_new_one
     def interrupted(*args, **settings):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pipelines.probe.probe", interrupted)
+    monkeypatch.setattr("pipelines.probe.job.probe", interrupted)
     assert layertap("probe", made / "out", "-p", "centroid", "-o", tmp_path / "res").exit_code == 130
     assert {path.name: path.read_bytes() for path in (tmp_path / "res").iterdir()} == before
 

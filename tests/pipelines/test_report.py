@@ -16,9 +16,9 @@ import pytest
 import yaml
 
 from extract import FeatureReader, Status
-from extract.store.layout import StoredFeature, create_shard
-from extract.store.writer import ShardWriter
-from pipelines.report.page import PAGE_BYTES, _as_data
+from extract.store.format.layout import StoredFeature, create_shard
+from extract.store.format.writer import ShardWriter
+from pipelines.data_sets.report.page import PAGE_BYTES, _as_data
 from tests.conftest import make_picture
 from tests.extract.store.rows import RowNames, data_set, no_files
 from tests.pipelines.test_cli import SMALL, fails, layertap
@@ -430,7 +430,7 @@ def test_memory_does_not_grow_with_the_number_of_images(tmp_path: Path) -> None:
     for rows in (20_000, 200_000):
         out = made(tmp_path / str(rows), rows, 1280, 10)
         code = (
-            "import re, sys; from pathlib import Path; from pipelines.report import run_report\n"
+            "import re, sys; from pathlib import Path; from pipelines.data_sets.report import run_report\n"
             "run_report(Path(sys.argv[1]))\n"
             "print(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1])"
         )

@@ -24,10 +24,10 @@ from apscheduler.schedulers.background import BackgroundScheduler
 from apscheduler.schedulers.base import BaseScheduler
 from cronsim import CronSim
 
-import pipelines.schedule
-from pipelines.schedule import JOBS, Scheduler
-from pipelines.sync_config import load_sync_file
-from pipelines.units import as_systemd
+import pipelines.sync.schedule
+from pipelines.sync.config import load_sync_file
+from pipelines.sync.schedule import JOBS, Scheduler
+from pipelines.sync.systemd import as_systemd
 from tests.pipelines.test_cli import fails, layertap
 from tests.pipelines.test_sync import SMALL, write
 
@@ -86,7 +86,7 @@ class Ticking:
 @pytest.fixture
 def ticking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(apscheduler.schedulers.base, "datetime", Clock)
-    monkeypatch.setattr(pipelines.schedule, "datetime", Clock)
+    monkeypatch.setattr(pipelines.sync.schedule, "datetime", Clock)
     started: list[Ticking] = []
 
     def start(begin: datetime, last: datetime | None = None, **schedule: Any) -> Ticking:

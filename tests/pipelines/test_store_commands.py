@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from extract import FeatureReader
-from extract.store.receipt import size_and_hash
-from extract.store.row_hash import hash_records
+from extract.store.format.receipt import size_and_hash
+from extract.store.format.row_hash import hash_records
 from tests.conftest import make_picture
 from tests.pipelines.test_cli import SMALL, fails, layertap
 

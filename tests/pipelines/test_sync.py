@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from extract import FeatureReader
-from pipelines.sync_config import load_sync_file
-from pipelines.watch import tells_of_changes
+from pipelines.sync.config import load_sync_file
+from pipelines.sync.watch import tells_of_changes
 from tests.conftest import make_picture
 from tests.pipelines.test_cli import fails, layertap
 
@@ -138,7 +138,7 @@ def test_a_second_sync_at_once_exits_with_4_and_names_the_first(config: Path, tm
     code = (
         "import sys, time\n"
         "from pathlib import Path\n"
-        "from extract.locking import locked\n"
+        "from extract.system.folder_lock import locked\n"
         "with locked(Path(sys.argv[1])):\n"
         "    print('held', flush=True)\n"
         "    time.sleep(60)\n"

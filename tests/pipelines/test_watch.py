@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from pipelines import watch as watching
-from pipelines.sync_config import SyncConfig
+from pipelines.sync import watch as watching
+from pipelines.sync.config import SyncConfig
 from tests.conftest import make_picture
 from tests.pipelines.test_sync import SMALL, _rows, _until, write
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from extract.errors import InputError
 from extract.images import decode, list_images, load_batches
-from extract.status import Status
+from extract.row_status import Status
 from tests.conftest import make_picture
 
 

@@ -33,16 +33,18 @@ from pyarrow import parquet
 
 from extract import FeatureReader, extract_features, load_backbone
 from extract.errors import InputError, LayertapError, LockedError
-from extract.extraction import extract
-from extract.extraction import plan as plan_of
-from extract.images import Images, list_images, listed_again, load_batches, plan_writing, runs
+from extract.extraction.run import extract
+from extract.extraction.run import plan as plan_of
+from extract.images import Images, list_images, listed_again, load_batches
+from extract.images.csv_lists import rows_in_pieces
 from extract.images.folders import files_below
-from extract.images.plan_parts import Part, part_path, read_part, write_part
-from extract.images.plan_writing import write_plan
-from extract.images.planned import PlannedImages, open_plan
-from extract.images.source import BrokenListError
-from extract.images.tables import rows_in_pieces
-from extract.locking import locked
+from extract.images.index import external_sort as runs
+from extract.images.index import index_writing as plan_writing
+from extract.images.index.image_index import PlannedImages, open_plan
+from extract.images.index.index_parts import Part, part_path, read_part, write_part
+from extract.images.index.index_writing import write_plan
+from extract.images.sources import BrokenListError
+from extract.system.folder_lock import locked
 from tests.extract.images.test_sources import as_tensor
 
 
@@ -433,7 +435,7 @@ def test_a_list_that_changed_meanwhile_is_listed_anew(tmp_path: Path) -> None:
 
 RUN = """
 import sys
-from extract.images import plan_writing, runs
+from extract.images.index import index_writing as plan_writing, external_sort as runs
 plan_writing.PART_ROWS, plan_writing.WALKED_ROWS, plan_writing.SORTED_ROWS = 70, 50, 40
 runs.BLOCK_ROWS, runs.MERGED_AT_ONCE = 10, 6
 print("begins", flush=True)
@@ -787,7 +789,7 @@ def test_parts_come_back_as_they_were(names: list[bytes], tmp_path_factory: pyte
 LISTED = """
 import os, sys
 from pathlib import Path
-from extract.images import folders, plan_writing
+from extract.images import folders; from extract.images.index import index_writing as plan_writing
 count, kind, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 where = sys.argv[4]
 if kind == "folder":

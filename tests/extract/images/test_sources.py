@@ -26,7 +26,7 @@ from pyarrow import parquet
 from extract import FeatureReader, extract_features, load_backbone
 from extract.errors import InputError, LayertapError
 from extract.images import Batch, list_images, listed_again, load_batches
-from extract.status import Status
+from extract.row_status import Status
 from tests.conftest import make_picture
 
 
@@ -463,7 +463,7 @@ def test_the_same_bytes_are_computed_once_and_stored_twice(folder: Path, tmp_pat
         (folder / name).write_bytes(data)
     (folder / "ant" / "empty.jpg").write_bytes(b"")
     (folder / "cat" / "empty.jpg").write_bytes(b"")
-    from extract.extraction import extract, plan
+    from extract.extraction.run import extract, plan
 
     backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
     seen: list[int] = []

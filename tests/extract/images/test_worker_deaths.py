@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from extract.errors import LayertapError
 from extract.images import list_images, load_batches
-from extract.images.source import Files
+from extract.images.sources import Files
 from extract.images.worker_deaths import DeadWorkerError, WorkerDeaths
 
 

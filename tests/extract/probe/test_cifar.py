@@ -14,10 +14,10 @@ from sklearn.neighbors import NearestCentroid
 from sklearn.preprocessing import normalize
 
 from extract import Status, extract_features
-from extract.probe import linear_probe
-from extract.store.dataset import DataSet
-from extract.store.layout import RowNames, StoredFeature, create_shard
-from extract.store.writer import ShardWriter
+from extract.analysis.probe import linear_probe
+from extract.store.format.dataset import DataSet
+from extract.store.format.layout import RowNames, StoredFeature, create_shard
+from extract.store.format.writer import ShardWriter
 from tests.conftest import SHARED
 from tests.extract.store.rows import no_files
 
@@ -144,8 +144,8 @@ LARGE = """
 import sys
 import numpy as np
 from extract import FeatureReader
-from extract.probe.logistic import LogisticRegression
-from extract.probe.rows import FeatureRows, Scaling
+from extract.analysis.probe.logistic import LogisticRegression
+from extract.analysis.probe.feature_matrix import FeatureRows, Scaling
 with FeatureReader(sys.argv[1]) as reader, np.load(sys.argv[2]) as test:
     rows = FeatureRows.of(reader["embedding"])
     rows = rows.scaled(Scaling.of("standardise", rows))

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from sklearn.linear_model import LogisticRegression as Reference
 
-from extract.probe import logistic, rows
-from extract.probe.logistic import LogisticRegression
-from extract.probe.rows import FeatureRows, Scaling
+from extract.analysis.probe import feature_matrix as rows
+from extract.analysis.probe import logistic
+from extract.analysis.probe.feature_matrix import FeatureRows, Scaling
+from extract.analysis.probe.logistic import LogisticRegression
 
 STRENGTHS = [1e-6, 1e-3, 1.0, 100.0]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from extract.probe import memory
+from extract.analysis.probe import memory
 
 
 def group(folder, limit, used, cache, names=("memory.max", "memory.current", "inactive_file")):

@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import binomtest
 from sklearn import metrics as reference
 
-from extract.probe.metrics import (
+from extract.analysis.probe.metrics import (
     average_precision,
     by_class,
     classification_metrics,

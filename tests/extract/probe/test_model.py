@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from extract.analysis.probe import LinearProbe, linear_probe
 from extract.errors import InputError
-from extract.probe import LinearProbe, linear_probe
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from extract.probe import neighbours
-from extract.probe.neighbours import neighbour_shares
-from extract.probe.rows import FeatureRows
+from extract.analysis.probe import neighbours
+from extract.analysis.probe.feature_matrix import FeatureRows
+from extract.analysis.probe.neighbours import neighbour_shares
 
 
 def unit(n, d, seed):

@@ -13,8 +13,8 @@ from sklearn.multiclass import OneVsRestClassifier
 from sklearn.neighbors import NearestCentroid
 from sklearn.preprocessing import StandardScaler, normalize
 
+from extract.analysis.probe import PROTOCOLS, linear_probe, protocols
 from extract.errors import InputError, LayertapError
-from extract.probe import PROTOCOLS, linear_probe, protocols
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ import pytest
 from scipy.spatial.distance import pdist
 from scipy.stats import spearmanr
 
+from extract.analysis.probe import linear_cka, rsa
+from extract.analysis.probe.feature_matrix import FeatureRows
+from extract.analysis.probe.representations import similarities
 from extract.errors import InputError
-from extract.probe import linear_cka, rsa
-from extract.probe.representations import similarities
-from extract.probe.rows import FeatureRows
 
 
 def features(n, d, seed):

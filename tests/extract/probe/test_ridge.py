@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from sklearn.linear_model import Ridge
 
+from extract.analysis.probe import ridge
+from extract.analysis.probe.feature_matrix import FeatureRows
+from extract.analysis.probe.ridge import fit_ridge
 from extract.errors import InputError
-from extract.probe import ridge
-from extract.probe.ridge import fit_ridge
-from extract.probe.rows import FeatureRows
 
 
 @pytest.mark.parametrize(("n", "d"), [(200, 12), (12, 200)])

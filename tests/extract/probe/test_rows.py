@@ -8,8 +8,8 @@ import pytest
 import torch
 from sklearn.preprocessing import StandardScaler, normalize
 
+from extract.analysis.probe.feature_matrix import FeatureRows, Scaling
 from extract.errors import InputError
-from extract.probe.rows import FeatureRows, Scaling
 
 
 def test_blocks_are_the_rows_of_every_kind_of_source(tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from extract.store import remote
+from extract.store.places import objects as remote
 from tests.extract.store.bucket_server import KEY, SECRET, TOKEN, Proxy, direct, served
 from tests.extract.store.rows import complete_data_set
 

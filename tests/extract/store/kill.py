@@ -30,8 +30,8 @@ from torch import nn
 
 from extract import FeatureReader
 from extract.backbones import Backbone, Weights
-from extract.extraction import extract, plan
-from extract.preprocessing import Preprocessing
+from extract.backbones.preprocessing import Preprocessing
+from extract.extraction.run import extract, plan
 from extract.store.verify import verify
 
 BROKEN = "b/13.png"

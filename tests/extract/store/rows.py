@@ -13,9 +13,9 @@ import numpy as np
 import xxhash
 
 from extract import Status
-from extract.store.dataset import DataSet
-from extract.store.layout import RowNames, StoredFeature, create_shard
-from extract.store.writer import ShardWriter
+from extract.store.format.dataset import DataSet
+from extract.store.format.layout import RowNames, StoredFeature, create_shard
+from extract.store.format.writer import ShardWriter
 
 ROWS, SHARD_ROWS = 23, 10
 FEATURES = [StoredFeature("vector", (6,), "float32", {"layer": "fc"}), StoredFeature("map:none", (2, 3, 4), "float16")]
@@ -98,7 +98,7 @@ def change(path: Path, how: Callable[[h5py.File], object]) -> None:
 
 
 def sign(path: Path) -> None:
-    """Write the user block anew; an independent account of what `extract/store/layout.py` says of it."""
+    """Write the user block anew; an independent account of what `extract/store/format/layout.py` says of it."""
     content = bytearray(path.read_bytes())
     title, line = bytes(content).split(b"\n", 2)[:2]
     behind = int(re.fullmatch(rb"layertap shard, format 1; HDF5 begins at byte (\d+)", title)[1])  # type: ignore[index]

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extract import FeatureReader, UnknownNameError
-from extract.store.layout import RowNames, StoredFeature, create_shard
-from extract.store.writer import ShardWriter
+from extract.store.format.layout import RowNames, StoredFeature, create_shard
+from extract.store.format.writer import ShardWriter
 from tests.extract.store.rows import complete_data_set, data_set, no_files
 
 ROWS, WIDTH = 3000, 512

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from extract import FeatureReader, InputError, LayertapError
-from extract.store import block_cache, remote, remote_shard
-from extract.store.block_cache import BlockCache, RemoteFile, cache_folder
-from extract.store.dataset import DataSet
+from extract.store.format.dataset import DataSet
+from extract.store.places import block_cache, remote_shard
+from extract.store.places import objects as remote
+from extract.store.places.block_cache import BlockCache, RemoteFile, cache_folder
 from tests.extract.store.bucket_server import Proxy
 from tests.extract.store.rows import PATHS, ROWS, VALUES, complete_data_set
 from tests.extract.store.test_bucket import direct, published, put
@@ -298,9 +299,9 @@ def test_two_processes_share_a_cache(proxy: Proxy, url: str, small: None, tmp_pa
     code = f"""
 import sys, os
 import numpy as np
-from extract.store import block_cache
+from extract.store.places import block_cache
 block_cache.BLOCK_BYTES, block_cache._PAGE_BYTES = {SMALL}, 256
-from extract.store.block_cache import BlockCache, RemoteFile
+from extract.store.places.block_cache import BlockCache, RemoteFile
 file = RemoteFile({url!r}, {len(CONTENT)}, "0" * 64)
 content = open({str(tmp_path / "content")!r}, "rb").read()
 random = np.random.default_rng(int(sys.argv[1]))

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from extract import FeatureReader, InputError, LayertapError, Status
-from extract.files import read_json
-from extract.store import remote
-from extract.store.block_cache import cache_folder
-from extract.store.bucket import Bucket
-from extract.store.copying import copy_shard
-from extract.store.dataset import DataSet
-from extract.store.receipt import read_receipt
+from extract.store.format.copying import copy_shard
+from extract.store.format.dataset import DataSet
+from extract.store.format.receipt import read_receipt
+from extract.store.format.writer import ShardWriter
+from extract.store.places import objects as remote
+from extract.store.places.block_cache import cache_folder
+from extract.store.places.bucket import Bucket
 from extract.store.verify import verify
-from extract.store.writer import ShardWriter
+from extract.system.atomic_files import read_json
 from tests.extract.store.bucket_server import Proxy, direct, first
 from tests.extract.store.rows import VALUES, complete_data_set, create, created, data_set, write
 
@@ -27,8 +27,8 @@ PUBLISH = """
 import json
 import sys
 from pathlib import Path
-from extract.store import remote
-from extract.store.bucket import Bucket
+from extract.store.places import objects as remote
+from extract.store.places.bucket import Bucket
 remote._ANSWER_S = 60
 path = Path(sys.argv[2])
 print(Bucket(sys.argv[1]).publish(path, json.loads(path.with_suffix(".json").read_text())))

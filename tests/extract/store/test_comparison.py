@@ -9,9 +9,9 @@ import pytest
 from PIL import Image
 
 from extract import FeatureReader, extract_features
+from extract.analysis.dataset_diff import Similarity, compare
+from extract.compute.agreement import cosines, deviation
 from extract.errors import InputError
-from extract.similarity import cosines, deviation
-from extract.store.comparison import Similarity, compare
 from tests.conftest import make_picture
 
 NET = {"backbone": "timm/test_resnet", "weights": "random", "device": "cpu", "workers": 0, "progress": False}

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from extract import FeatureReader, InputError, LockedError
-from extract.locking import locked
-from extract.store.dataset import DataSet
+from extract.store.format.dataset import DataSet
+from extract.system.folder_lock import locked
 from tests.extract.store.rows import (
     PATHS_XXH3,
     create,

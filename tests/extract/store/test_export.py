@@ -12,9 +12,9 @@ import pytest
 
 from extract import FeatureReader, InputError, LayertapError, UnknownNameError
 from extract.store.export import _variables, export
-from extract.store.layout import StoredFeature
-from extract.store.row_hash import wrong_rows
-from extract.store.shard import Shard
+from extract.store.format.layout import StoredFeature
+from extract.store.format.row_hash import wrong_rows
+from extract.store.format.shard import Shard
 from tests.extract.store.rows import PATHS, ROWS, VALUES, change, complete_data_set
 
 FAILED = 3

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from extract import FeatureReader, InputError, LayertapError
-from extract.files import read_json
-from extract.store.dataset import DataSet
+from extract.store.format.dataset import DataSet
 from extract.store.verify import verify
+from extract.system.atomic_files import read_json
 from tests.extract.store.rows import VALUES, change, complete_data_set, sign
 
 
@@ -193,7 +193,7 @@ def test_a_part_of_another_data_set_is_not_gone_on_with(complete: Path, tmp_path
     data = DataSet.open(complete)
     data.path(0).unlink()
     other.path(0).rename(data.path(0, part=True))
-    from extract.store.writer import ShardWriter
+    from extract.store.format.writer import ShardWriter
 
     with pytest.raises(LayertapError, match="its fingerprint is .*; delete the file"):
         ShardWriter(data, 0)

@@ -10,8 +10,8 @@ import pytest
 import xxhash
 
 from extract import InputError, Status
-from extract.store.dataset import fingerprint_of
-from extract.store.layout import RowNames, StoredFeature, chunk_rows, create_shard
+from extract.store.format.dataset import fingerprint_of
+from extract.store.format.layout import RowNames, StoredFeature, chunk_rows, create_shard
 from tests.extract.store.rows import (
     PATHS,
     PATHS_XXH3,

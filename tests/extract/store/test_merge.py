@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from extract import FeatureReader, InputError, LayertapError, Status
-from extract.store.dataset import DataSet
+from extract.store.format.dataset import DataSet
 from extract.store.merge import merge
 from extract.store.verify import verify
 from tests.extract.store.rows import PATHS, ROWS, VALUES, change, complete_data_set

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from extract import Status
-from extract.store.shard import Shard
-from extract.store.writer import ShardWriter
+from extract.store.format.shard import Shard
+from extract.store.format.writer import ShardWriter
 from tests.extract.store.rows import VALUES, create, data_set, write
 
 PAGE = 512  # what a disk writes whole

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from extract import FeatureReader, InputError, LayertapError, Status, UnknownNameError
-from extract.store.copying import copy_shard
-from extract.store.dataset import DataSet
-from extract.store.layout import RowNames, create_shard
-from extract.store.writer import ShardWriter
+from extract.store.format.copying import copy_shard
+from extract.store.format.dataset import DataSet
+from extract.store.format.layout import RowNames, create_shard
+from extract.store.format.writer import ShardWriter
 from tests.extract.store.rows import (
     PATHS,
     ROWS,
@@ -456,7 +456,7 @@ def test_a_disk_that_is_nearly_full_is_an_error_and_no_crash(tmp_path: Path) -> 
     code = f"""
 import resource
 from pathlib import Path
-from extract.store.dataset import DataSet
+from extract.store.format.dataset import DataSet
 from tests.extract.store.rows import create
 data = DataSet.open(Path({str(data.out)!r}))
 for limit in range(1000, 30000, 3000):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from extract.errors import InputError, LayertapError
-from extract.store import remote
+from extract.store.places import objects as remote
 from tests.extract.store.bucket_server import SECRET, TOKEN, Proxy, direct, first
 
 pytestmark = pytest.mark.slow
@@ -259,7 +259,7 @@ def test_an_upload_that_is_killed_leaves_nothing_behind(proxy: Proxy, url: str, 
     (tmp_path / "file").write_bytes(CONTENT * 20)
     proxy.slow_s = 5
     proxy.rule = first("hang", "PUT", "sets")
-    code = "from pathlib import Path; from extract.store import remote; import sys; " \
+    code = "from pathlib import Path; from extract.store.places import objects as remote; import sys; " \
         "remote.put_file(sys.argv[1], Path(sys.argv[2]), '0' * 64)"  # fmt: skip
     run = subprocess.Popen([sys.executable, "-c", code, url, str(tmp_path / "file")], cwd=Path(__file__).parents[3])
     while not any(method == "PUT" for method, *_ in proxy.seen):

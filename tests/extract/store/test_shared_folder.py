@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from extract import FeatureReader, InputError, LayertapError
-from extract.files import read_json
-from extract.store import shared_folder
-from extract.store.dataset import DataSet
-from extract.store.shared_folder import SharedFolder
+from extract.store.format.dataset import DataSet
+from extract.store.places import shared_folder
+from extract.store.places.shared_folder import SharedFolder
 from extract.store.verify import verify
+from extract.system.atomic_files import read_json
 from tests.extract.store.rows import VALUES, complete_data_set, data_set
 
 
@@ -106,8 +106,8 @@ def test_killed_at_any_step_another_can_publish_and_nothing_stays_behind(
     code = f"""
 import errno, os, signal, sys
 from pathlib import Path
-from extract.store import shared_folder
-from extract.files import read_json
+from extract.store.places import shared_folder
+from extract.system.atomic_files import read_json
 step = getattr(shared_folder, {step!r})
 def killed(*given):
     step(*given) if {step!r} != "write_json" else None

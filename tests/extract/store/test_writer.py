@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extract import FeatureReader, LayertapError, Status
-from extract.store.dataset import DataSet
-from extract.store.layout import RowNames, StoredFeature, create_shard
-from extract.store.shard import Shard, runs
-from extract.store.writer import ShardWriter
+from extract.store.format.dataset import DataSet
+from extract.store.format.layout import RowNames, StoredFeature, create_shard
+from extract.store.format.shard import Shard, runs
+from extract.store.format.writer import ShardWriter
 from tests.extract.store.rows import (
     VALUES,
     complete_data_set,
@@ -72,8 +72,9 @@ def test_a_second_writer_of_a_shard_is_refused(tmp_path: Path) -> None:
     create(data, 0)
     with ShardWriter(data, 0):
         code = (
-            "from pathlib import Path; from extract.store.dataset import DataSet\n"
-            f"from extract.store.writer import ShardWriter; ShardWriter(DataSet.open(Path({str(data.out)!r})), 0)"
+            "from pathlib import Path; from extract.store.format.dataset import DataSet\n"
+            "from extract.store.format.writer import ShardWriter\n"
+            f"ShardWriter(DataSet.open(Path({str(data.out)!r})), 0)"
         )
         other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "LockedError" in other.stderr
@@ -356,8 +357,8 @@ def test_a_full_file_system_ends_in_an_error_and_no_crash(tmp_path: Path, compre
 import numpy as np
 from pathlib import Path
 from extract import LayertapError
-from extract.store.layout import RowNames, StoredFeature, create_shard
-from extract.store.writer import ShardWriter
+from extract.store.format.layout import RowNames, StoredFeature, create_shard
+from extract.store.format.writer import ShardWriter
 from tests.extract.store.rows import data_set, no_files
 features = [StoredFeature("x", (1024,), "float32")]
 data = data_set(Path({str(small / "out")!r}), features=features,

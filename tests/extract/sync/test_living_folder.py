@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from extract import FeatureReader
-from extract.status import Status
+from extract.row_status import Status
 from tests.extract.sync.tiny import one_pass, picture, planner, same_as_fresh
 
 NAMES = st.sampled_from(
@@ -207,7 +207,7 @@ class LivingFolder(RuleBasedStateMachine):
     # What must hold
 
     def run(self) -> Any:
-        from extract import filling
+        from extract.extraction import pipeline as filling
 
         original = filling.rows_begun
 

@@ -20,17 +20,17 @@ import pytest
 import xxhash
 
 from extract import FeatureReader, InputError, LayertapError, LockedError
-from extract.extraction import extract
+from extract.extraction.run import extract
 from extract.images import list_images
-from extract.status import Status
-from extract.store.dataset import DataSet
+from extract.row_status import Status
+from extract.store.format.dataset import DataSet
 from extract.store.verify import repair, verify
 from extract.sync import scan as scanning
 from extract.sync.compaction import compact, passes_to_compact
 from extract.sync.drift import drift_of
-from extract.sync.guards import Guards
 from extract.sync.manifest import Manifest
 from extract.sync.passes import Report, VanishedError
+from extract.sync.safety_limits import Guards
 from extract.sync.scan import Scan, Seen
 from tests.extract.sync.tiny import EAGER, one_pass, picture, planner, same_as_fresh
 
@@ -385,7 +385,7 @@ def test_libraries_that_compute_otherwise_are_refused_and_others_are_told(home: 
     assert home.sync().notes == []
     home.write("a/newer.ppm", 61)
     home.plan_for = with_versions("9.10")
-    import extract.recheck as rechecking
+    import extract.extraction.recheck as rechecking
 
     real = rechecking.rows_of
 

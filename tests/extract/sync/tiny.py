@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from extract import Backbone, FeatureReader, load_backbone
-from extract.extraction import extract, plan
+from extract.extraction.plan import Plan
+from extract.extraction.run import extract, plan
 from extract.images import list_images
-from extract.planning import Plan
-from extract.store.dataset import DataSet
-from extract.sync.guards import Guards
+from extract.store.format.dataset import DataSet
 from extract.sync.passes import Report, sync
+from extract.sync.safety_limits import Guards
 
 CODE = """
 import torch

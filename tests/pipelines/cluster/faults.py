@@ -50,7 +50,7 @@ class Finder:
         spec.loader.exec_module = changed
         return spec
 def change(loading):
-        from extract.images.source import Files
+        from extract.images.sources import Files
         loading._GIVE_UP_S = 10
         read = Files.read
         def slowly(self, row):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from extract.errors import InputError
-from pipelines.cluster.worker import Maker, Say
+from pipelines.embed.cluster.worker import Maker, Say
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from extract import FeatureReader
-from extract.store import remote
+from extract.store.places import objects as remote
 from pipelines.cli import main
 from tests.extract.store.bucket_server import Proxy, first
 from tests.extract.store.conftest import proxy, server, url  # noqa: F401

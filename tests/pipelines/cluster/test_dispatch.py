@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extract.errors import LayertapError
-from pipelines.cluster.dispatch import Dispatched, Done, Event, Failed, Joined, Left, Made, dispatch
+from pipelines.embed.cluster.dispatch import Dispatched, Done, Event, Failed, Joined, Left, Made, dispatch
 
 
 class Simulated:

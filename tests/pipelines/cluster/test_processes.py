@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from extract.errors import InputError, LayertapError
-from pipelines.cluster import processes
-from pipelines.cluster.dispatch import Dispatched, Event, Joined, Left, Said, dispatch
-from pipelines.cluster.processes import Processes, Slot
+from pipelines.embed.cluster import processes
+from pipelines.embed.cluster.dispatch import Dispatched, Event, Joined, Left, Said, dispatch
+from pipelines.embed.cluster.processes import Processes, Slot
 from tests.pipelines.cluster.made_up import MadeUp
 
 
@@ -93,8 +93,8 @@ def test_workers_end_when_the_first_process_is_killed(tmp_path: Path) -> None:
     code = f"""
 import sys
 from pathlib import Path
-from pipelines.cluster.dispatch import dispatch
-from pipelines.cluster.processes import Processes, Slot
+from pipelines.embed.cluster.dispatch import dispatch
+from pipelines.embed.cluster.processes import Processes, Slot
 from tests.pipelines.cluster.made_up import MadeUp
 if __name__ == "__main__":
     with Processes([Slot(MadeUp(Path({str(tmp_path)!r}), 0.05))] * 2) as engine:

@@ -17,9 +17,9 @@ from click.testing import CliRunner
 from extract import FeatureReader
 from extract.store.verify import verify
 from pipelines.cli import main
-from pipelines.cluster.engines import of_an_actor
-from pipelines.cluster.ray_actors import Room, room
-from pipelines.config import EmbedConfig, load_config
+from pipelines.embed.cluster.launch import of_an_actor
+from pipelines.embed.cluster.ray_actors import Room, room
+from pipelines.terminal.config import EmbedConfig, load_config
 from tests.pipelines.cluster import faults
 
 

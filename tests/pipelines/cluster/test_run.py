@@ -16,12 +16,12 @@ import pytest
 from click.testing import CliRunner
 
 from extract import FeatureReader, InputError, extract_features
-from extract.store.dataset import DataSet
+from extract.store.format.dataset import DataSet
 from extract.store.verify import verify
 from pipelines.cli import main
-from pipelines.cluster.run import embed_shared
-from pipelines.config import EmbedConfig, load_config
-from pipelines.report.facts import runs, stages
+from pipelines.data_sets.report.facts import runs, stages
+from pipelines.embed.cluster.driver import embed_shared
+from pipelines.terminal.config import EmbedConfig, load_config
 
 WORKER = ["--shard-rows", "3", "--batch-size", "2", "--compile", "off", "--workers", "0"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from extract import extract_features
-from pipelines.cluster.status import Making, print_making, watch
+from pipelines.data_sets.status import Making, print_making, watch
 
 
 def test_the_receipts_tell_how_far_it_is(folder: Path, tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""What the layers of a network do: inspection, monitors, ablation, attribution. Imports compute, backbones and taps."""

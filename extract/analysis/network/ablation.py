@@ -1,0 +1,267 @@
+"""What a network does without a layer or a channel: what an edit does to its features, answers and later layers.
+
+effects = ablation(backbone, batches, ["blocks.*"], edits.scale(0))
+for effect in effects: print(effect.layer, effect.cosine, effect.accuracy)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from extract.backbones import Backbone
+from extract.compute.feature_choice import EMBEDDING, Choice, Feature, choose_features
+from extract.errors import InputError
+from extract.system.torch_state import evaluating, full_float32, keeping_freed_memory
+from extract.taps.batch_axis import Rows
+from extract.taps.edits import Edit
+from extract.taps.record import Site
+from extract.taps.taps import Taps
+
+__all__ = ["Ablation", "Effect", "ablation", "mean_activations"]
+
+
+@dataclass
+class Effect:
+    """What an edit of one layer, or of one channel of it, does; means over images.
+
+    Attributes:
+        layer: that was edited.
+        channel: None: all.
+        cosine: of the embedding, or where there is none of the output, to that of the network as it is.
+        same_class: part of the images that get the same class as before; NaN without a classifier.
+        accuracy: top-1, of images with a target; NaN without.
+        later: layer -> cosine of what it gives to what it gave, of the layers that were edited, one by one, and are
+            computed after this one.
+    """
+
+    layer: str
+    channel: int | None = None
+    cosine: float = math.nan
+    same_class: float = math.nan
+    accuracy: float = math.nan
+    later: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Ablation:
+    """All effects, and the network as it is.
+
+    Attributes:
+        effects: in the order of the layers, then of the channels.
+        accuracy: top-1 of the network as it is, of images with a target; NaN without.
+        images: how many were looked at.
+        targets: how many of them had one.
+    """
+
+    effects: list[Effect]
+    accuracy: float
+    images: int
+    targets: int
+
+
+def ablation(
+    backbone: Backbone,
+    batches: Iterable[tuple[Tensor, Tensor | None]],
+    layers: Sequence[str],
+    edit: Edit | Mapping[str, Edit],
+    *,
+    channels: Sequence[int] | None = None,
+    on_forward: Callable[[int], None] = lambda images: None,
+) -> Ablation:
+    """Edit layers one by one, and compare with the network as it is.
+
+    Args:
+        backbone: as loaded.
+        batches: inputs (B, 3, H, W) and targets (B,), the right outputs, -1 for none; or None for all.
+        layers: names or globs. Of a layer that runs several times, all calls are edited.
+        edit: a function of one tensor, images first, as for `Taps.edit`, or one for each layer or tensor (`relu#1`)
+            by its name. Random numbers that it draws are the same for each layer.
+        channels: edit these one by one, and leave the others as they are; None edits the whole layer.
+        on_forward: called after each forward with the number of its images.
+
+    Raises:
+        UnknownNameError: a pattern matches no layer.
+        InputError: the rows of a layer are not the images, it has no such channel, or there is no batch.
+    """
+    with contextlib.ExitStack() as settings:
+        for setting in (torch.no_grad(), evaluating(backbone.model), full_float32(), keeping_freed_memory()):
+            settings.enter_context(setting)
+        choice = _in_order(backbone, choose_features(backbone, [f"{layer}:none" for layer in layers]))
+        trials = list(_trials(choice.features, channels))
+        outcomes = [_Outcome() for _ in trials]
+        whole = _Outcome()
+        with _embedding(backbone) as embedding:
+            for number, (inputs, targets) in enumerate(batches):
+                plain = _forward(backbone, inputs, choice.features, embedding)
+                whole.add(plain, plain, targets)
+                on_forward(len(inputs))
+                for (layer, channel), outcome in zip(trials, outcomes, strict=True):
+                    changes = [
+                        (feature.site, _of(_edit_of(edit, feature), feature, channel, number))
+                        for feature in choice.features
+                        if feature.site.layer == layer
+                    ]
+                    changed = _forward(backbone, inputs, choice.features, embedding, changes)
+                    outcome.add(changed, plain, targets)
+                    on_forward(len(inputs))
+    if not whole.images:
+        raise InputError("no batch to look at; give at least one")
+    effects = []
+    for (layer, channel), outcome in zip(trials, outcomes, strict=True):
+        last = max(i for i, feature in enumerate(choice.features) if feature.site.layer == layer)
+        later = [feature.name for feature in choice.features[last + 1 :]]
+        effect = Effect(
+            layer, channel, outcome.mean(outcome.cosines.get(EMBEDDING)), outcome.mean(outcome.same), outcome.accuracy,
+            {name: outcome.cosines[name] / whole.images for name in later},
+        )  # fmt: skip
+        effects.append(effect)
+    return Ablation(effects, whole.accuracy, whole.images, whole.targets)
+
+
+def _in_order(backbone: Backbone, choice: Choice) -> Choice:
+    """The same features in the order in which they are computed."""
+    taps = choice.kept_by(Taps(backbone.model, stop=True), torch.float32)
+    with taps:
+        taps(torch.zeros(1, 3, *backbone.preprocessing.crop_px, device=backbone.device))
+        place = {site: i for i, site in enumerate(taps.record.sites.values())}
+    return replace(choice, features=sorted(choice.features, key=lambda feature: place[feature.site]))
+
+
+def mean_activations(
+    backbone: Backbone, batches: Iterable[tuple[Tensor, Tensor | None]], layers: Sequence[str]
+) -> dict[str, Tensor]:
+    """What layers give on the average over images, at each position: name of the tensor -> (1, *shape)."""
+    sums: dict[str, Tensor] = {}
+    count = 0
+    with torch.no_grad(), evaluating(backbone.model), full_float32():
+        choice = choose_features(backbone, [f"{layer}:none" for layer in layers])
+        for inputs, _ in batches:
+            taps = choice.kept_by(Taps(backbone.model, stop=True), torch.float64)
+            with taps:
+                taps(inputs.clone())
+                for feature in choice.features:
+                    total = taps.record[feature.site][feature.name].sum(0, keepdim=True)
+                    sums[feature.name] = sums[feature.name] + total if feature.name in sums else total
+            count += len(inputs)
+    return {name: (total / count).float().to(backbone.device) for name, total in sums.items()}
+
+
+def _trials(features: Sequence[Feature], channels: Sequence[int] | None) -> Iterator[tuple[str, int | None]]:
+    """Layers, in the order of their first tensors, and their channels."""
+    for layer in dict.fromkeys(feature.site.layer for feature in features):
+        if channels is None:
+            yield layer, None
+            continue
+        for feature in features:
+            if feature.site.layer != layer:
+                continue
+            if "C" not in feature.layout.axes:
+                raise InputError(f"layer {feature.name!r} has no axis that is known to be of channels")
+            count = feature.activation_shape[feature.layout.axes.index("C")]
+            if wrong := [channel for channel in channels if not 0 <= channel < count]:
+                raise InputError(f"channel {wrong[0]} of layer {feature.name!r}: there are channels 0 to {count - 1}")
+        yield from ((layer, channel) for channel in dict.fromkeys(channels))
+
+
+def _edit_of(edit: Edit | Mapping[str, Edit], feature: Feature) -> Edit:
+    if not isinstance(edit, Mapping):
+        return edit
+    return edit[feature.name] if feature.name in edit else edit[feature.site.layer]
+
+
+def _of(edit: Edit, feature: Feature, channel: int | None, seed: int) -> Edit:
+    """The edit of a tensor as the layer gives it: images first, and of one channel only."""
+
+    def changed(value: Tensor) -> Tensor:
+        images = feature.rows.by_image(value)
+        with torch.random.fork_rng(devices=[] if value.device.type == "cpu" else [value.device]):
+            torch.manual_seed(seed)
+            result = edit(images)
+        if channel is not None:
+            axis = 1 + feature.layout.axes.index("C")
+            shape = [-1 if a == axis else 1 for a in range(images.ndim)]
+            here = torch.arange(images.shape[axis], device=images.device).view(shape) == channel
+            result = torch.where(here, result, images)
+        return _back(result, feature.rows, value)
+
+    return changed
+
+
+def _back(images: Tensor, rows: Rows, like: Tensor) -> Tensor:
+    """What `Rows.by_image` gave, as it was."""
+    shape = like.movedim(rows.axis, 0).shape
+    return images.reshape(shape).movedim(0, rows.axis)
+
+
+@contextlib.contextmanager
+def _embedding(backbone: Backbone) -> Iterator[Feature | None]:
+    """The embedding, if the backbone has one."""
+    try:
+        yield choose_features(backbone, [EMBEDDING]).features[0]
+    except InputError:
+        if backbone.classifier is not None:
+            raise
+        yield None
+
+
+@dataclass
+class _Seen:
+    values: dict[str, Tensor]
+    classes: Tensor | None
+
+
+def _forward(
+    backbone: Backbone, inputs: Tensor, features: Sequence[Feature], embedding: Feature | None,
+    changes: Sequence[tuple[Site, Edit]] = (),
+) -> _Seen:  # fmt: skip
+    """One forward, with a layer edited."""
+    wanted = {feature.name: feature for feature in features}
+    if embedding is not None:
+        wanted[EMBEDDING] = embedding
+    taps = Choice(list(wanted.values()), []).kept_by(Taps(backbone.model), torch.float32)
+    for site, change in changes:
+        taps.edit(site, change)
+    with taps:
+        output = taps(inputs.clone())  # a model may write into what it is given
+        values = {name: taps.record[feature.site][feature.name] for name, feature in wanted.items()}
+    if embedding is None and isinstance(output, Tensor):
+        values[EMBEDDING] = output.float().cpu()
+    scores = output if backbone.classifier is not None and isinstance(output, Tensor) and output.ndim == 2 else None
+    return _Seen(values, None if scores is None else scores.argmax(1).cpu())
+
+
+@dataclass
+class _Outcome:
+    images: int = 0
+    targets: int = 0
+    right: int = 0
+    same: float | None = None
+    cosines: dict[str, float] = field(default_factory=dict)
+
+    def add(self, seen: _Seen, plain: _Seen, targets: Tensor | None) -> None:
+        self.images += len(next(iter(seen.values.values())))
+        for name, value in seen.values.items():
+            before = plain.values[name]
+            cosine = F.cosine_similarity(value.flatten(1).double(), before.flatten(1).double(), dim=1)
+            same = (value == before).flatten(1).all(1)  # those without a direction, too
+            self.cosines[name] = self.cosines.get(name, 0.0) + float(torch.where(same, 1.0, cosine).sum())
+        if seen.classes is not None and plain.classes is not None:
+            self.same = (self.same or 0.0) + int((seen.classes == plain.classes).sum())
+            if targets is not None:
+                known = targets.cpu() >= 0
+                self.targets += int(known.sum())
+                self.right += int((seen.classes == targets.cpu())[known].sum())
+
+    def mean(self, total: float | None) -> float:
+        return math.nan if total is None else total / self.images
+
+    @property
+    def accuracy(self) -> float:
+        return self.right / self.targets if self.targets else math.nan

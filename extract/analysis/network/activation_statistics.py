@@ -1,0 +1,389 @@
+"""Running statistics of activations and gradients: a few numbers for each channel; no activation is kept.
+
+    statistics = Statistics()
+    for activation in batches:                             # (B, C, H, W)
+        statistics.add(summarise(activation, [2, 3]))
+    statistics.mean, statistics.std, statistics.quantile(0.99), statistics.dead
+
+`summarise` runs where the activation is, in a hook; `Statistics` adds what it returns in float64. Statistics of parts
+of the images, of other processes, are merged to those of all of them.
+
+Every number is exact to rounding (1e-5 of it at most, of any float32 values), but for quantiles: they come from a
+histogram whose bins are the values of bfloat16, so they are right to 1/128 of their size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from extract.analysis.probe.feature_matrix import FeatureRows
+from extract.errors import InputError
+
+__all__ = ["Statistics", "Summary", "statistics_of", "summarise"]
+
+_BINS = 1 << 16  # of float32's 32 bits, the upper half: sign, exponent, 7 bits of the fraction
+_AT_ONCE = 1 << 20  # values, so that several passes over them find them in the cache
+# Outside of this range, squares of float32 values are lost, or are no more than their rounding.
+_LARGE, _SMALL = 1e15, 1e-15
+_CONSTANT, _USUAL = 1e-6, 0.75  # within that part of a channel at that quantile, one is constant but for rounding
+# Of the range between the bounds of a function such as the sigmoid: a value so near to a bound is saturated.
+_NEAR_A_BOUND = 0.01
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What one batch adds to `Statistics`: of each image and channel, and a histogram of all.
+
+    Attributes:
+        count: (B, C) finite values.
+        mean, m2: (B, C) of them, and their summed squared deviations from it; 0 where there are none.
+        low, high: (B, C); infinity and minus infinity where there are none.
+        near_a_bound: (B, C) values that are saturated.
+        nan, infinite: (B,) values.
+        bins: (65536,) counts, by the upper half of the bits of each value in float32.
+    """
+
+    count: NDArray[np.int64]
+    mean: NDArray[np.float64]
+    m2: NDArray[np.float64]
+    low: NDArray[np.float64]
+    high: NDArray[np.float64]
+    near_a_bound: NDArray[np.int64]
+    nan: NDArray[np.int64]
+    infinite: NDArray[np.int64]
+    bins: NDArray[np.int64]
+
+    def as_tensors(self) -> dict[str, Tensor]:
+        """The same as tensors, which `Taps` can keep."""
+        return {name: torch.from_numpy(column) for name, column in vars(self).items()}
+
+    @classmethod
+    def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Summary:
+        """What `as_tensors` gave, again as it was."""
+        return cls(**{name: tensor.numpy() for name, tensor in tensors.items()})
+
+
+def summarise(values: Tensor, positions: Sequence[int], bounds: tuple[float, float] | None = None) -> Summary:
+    """Summarise one batch, on its device.
+
+    Args:
+        values: (B, ...) floating point, images on axis 0, at most one axis of channels.
+        positions: the axes that are neither images nor channels.
+        bounds: of the function that gave the values, where it has any: infinite where there is none on a side.
+    """
+    channels = [axis for axis in range(1, values.ndim) if axis not in positions]
+    if values.ndim < 1 or len(channels) > 1 or not values.is_floating_point():
+        raise InputError(
+            f"{values.dtype} of shape {tuple(values.shape)}, positions {list(positions)}: expected floating point, "
+            "images, and at most one axis of channels"
+        )
+    values = values.detach()
+    if values.dtype in (torch.float16, torch.bfloat16):
+        values = values.float()
+    n_channels = values.shape[channels[0]] if channels else 1
+    parts, bins = [], np.zeros(_BINS, np.int64)
+    for piece in torch.split(values, max(1, _AT_ONCE // max(1, values[:1].numel()))):
+        parts.append(_moments(piece, positions, n_channels, bounds))
+        bins += _histogram(piece)
+    columns = zip(*parts, strict=True)
+    return Summary(*(np.concatenate(column) for column in columns), bins)  # type: ignore[call-arg]
+
+
+def _moments(
+    values: Tensor, positions: Sequence[int], n_channels: int, bounds: tuple[float, float] | None
+) -> tuple[NDArray[Any], ...]:
+    """The columns of `Summary`, but for the bins."""
+    shape, n_images = (-1, n_channels), len(values)
+    per_channel = values[0].numel() // max(1, n_channels) if n_images else 0
+    if not values.numel():
+        empty = np.zeros((n_images, n_channels))
+        none = np.zeros(n_images, np.int64)
+        count = empty.astype(np.int64)
+        return count, empty, empty, empty + np.inf, empty - np.inf, count, none, none
+    axes = list(positions)
+    if axes:
+        middle = values.mean(axes, keepdim=True)
+        low, high = values.amin(axes), values.amax(axes)
+        apart = values - middle
+        # The mean is rounded; what that makes of the sums is taken back below.
+        first, second = apart.sum(axes), apart.square_().sum(axes)
+    else:
+        middle = low = high = values
+        first = second = torch.zeros_like(values)
+    numbers = [tensor.reshape(shape).cpu().numpy().astype(np.float64) for tensor in (middle, first, second, low, high)]
+    mean = numbers[0] + numbers[1] / per_channel
+    m2 = np.maximum(numbers[2] - numbers[1] ** 2 / per_channel, 0)
+    low_, high_ = numbers[3], numbers[4]
+    count = np.full(mean.shape, per_channel, np.int64)
+    nan = np.zeros(n_images, np.int64)
+    infinite = np.zeros(n_images, np.int64)
+    size = np.maximum(np.abs(low_), np.abs(high_)).max(1)
+    for i in np.flatnonzero(~((size == 0) | ((size > _SMALL) & (size < _LARGE)))):
+        one = values[i : i + 1].cpu().double()
+        count[i], mean[i], m2[i], low_[i], high_[i] = _in_float64(one, axes, shape)
+        nan[i], infinite[i] = int(one.isnan().sum()), int(one.isinf().sum())
+    near = np.zeros(mean.shape, np.int64)
+    if bounds is not None:
+        near = _near(values, axes, bounds).reshape(shape).cpu().numpy().astype(np.int64)
+    return count, mean, m2, low_, high_, near, nan, infinite
+
+
+def _in_float64(values: Tensor, axes: list[int], shape: tuple[int, int]) -> Iterator[NDArray[Any]]:
+    """Count, mean, M2, low and high of the finite values of one image; slow and safe."""
+    finite = values.isfinite()
+    infinity = torch.tensor(torch.inf, dtype=torch.float64)
+    count = finite.sum(axes, keepdim=True) if axes else finite.long()
+    known = torch.where(finite, values, 0.0)
+    # Divided before they are summed: the sum of values near the end of the range is beyond it.
+    mean = (known / count.clamp(min=1)).sum(axes, keepdim=True) if axes else known
+    apart = torch.where(finite, values - mean, 0.0).square()
+    m2 = apart.sum(axes) if axes else apart
+    low, high = torch.where(finite, values, infinity), torch.where(finite, values, -infinity)
+    if axes:
+        low, high = low.amin(axes), high.amax(axes)
+    for tensor in (count, mean, m2, low, high):
+        yield tensor.reshape(shape)[0].numpy()
+
+
+def _near(values: Tensor, axes: list[int], bounds: tuple[float, float]) -> Tensor:
+    low, high = bounds
+    margin = _NEAR_A_BOUND * (high - low if np.isfinite(high - low) else abs(high if np.isfinite(high) else low))
+    near = (values <= low + margin) | (values >= high - margin)
+    return near.sum(axes) if axes else near.long()
+
+
+def _histogram(values: Tensor) -> NDArray[np.int64]:
+    """Counts by the upper 16 bits of each value in float32."""
+    # The order of values does not matter, and that in memory needs no copy.
+    order = sorted(range(values.ndim), key=values.stride, reverse=True)
+    flat = values.permute(order).reshape(-1).float()
+    counts = torch.bincount((flat.view(torch.int32) >> 16) + _BINS // 2, minlength=_BINS).cpu().numpy()
+    return np.roll(counts, _BINS // 2)  # the shift was arithmetic: negative numbers came first
+
+
+@dataclass
+class Statistics:
+    """Statistics of what one layer gives, or of the gradients it gets, over all images that were added.
+
+    Only finite values count, but for `nan` and `infinite`.
+
+    Attributes:
+        images: how many were added.
+        count: (C,) values of each channel.
+        channel_mean, m2: (C,) their mean, and summed squared deviations from it.
+        low, high: (C,) the smallest and the largest value.
+        near_a_bound: (C,) values that are saturated.
+        nan, infinite: values that are not finite.
+        not_finite_images: positions, as they were added, of the first images that have any, at most 100.
+        bins: (65536,) histogram, by the upper half of the bits of each value in float32.
+    """
+
+    images: int = 0
+    count: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    channel_mean: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    m2: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    low: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    high: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    near_a_bound: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    nan: int = 0
+    infinite: int = 0
+    not_finite_images: list[int] = field(default_factory=list)
+    bins: NDArray[np.int64] = field(default_factory=lambda: np.zeros(_BINS, np.int64))
+
+    def add(self, summary: Summary, first_image: int | None = None) -> None:
+        """Add one batch.
+
+        Args:
+            summary: of the batch.
+            first_image: position of its first image among all; None: after those that were added.
+
+        Raises:
+            InputError: it has another number of channels than those before.
+        """
+        with np.errstate(over="ignore", invalid="ignore"):
+            count, mean, m2 = _combined(summary.count, summary.mean, summary.m2)
+        start = self.images if first_image is None else first_image
+        broken = np.flatnonzero(summary.nan + summary.infinite)
+        low, high = summary.low.min(0, initial=np.inf), summary.high.max(0, initial=-np.inf)
+        batch = Statistics(
+            len(summary.count), count, mean, m2, low, high,
+            summary.near_a_bound.sum(0), int(summary.nan.sum()), int(summary.infinite.sum()),
+            [start + int(i) for i in broken[:_REMEMBERED]], summary.bins,
+        )  # fmt: skip
+        self._merge(batch)
+
+    def merge(self, other: Statistics) -> None:
+        """Add all that was added to another one; positions of its images are counted after those of this one."""
+        moved = [self.images + i for i in other.not_finite_images]
+        self._merge(dataclasses.replace(other, not_finite_images=moved))
+
+    def _merge(self, other: Statistics) -> None:
+        if not self.images:
+            self.count, self.channel_mean, self.m2 = other.count, other.channel_mean, other.m2
+            self.low, self.high, self.near_a_bound = other.low, other.high, other.near_a_bound
+        elif len(self.count) != len(other.count):
+            raise InputError(f"{len(other.count)} channels, after {len(self.count)} before")
+        else:
+            with np.errstate(over="ignore", invalid="ignore"):
+                self.count, self.channel_mean, self.m2 = _combined(
+                    np.stack([self.count, other.count]),
+                    np.stack([self.channel_mean, other.channel_mean]),
+                    np.stack([self.m2, other.m2]),
+                )
+            self.low, self.high = np.minimum(self.low, other.low), np.maximum(self.high, other.high)
+            self.near_a_bound = self.near_a_bound + other.near_a_bound
+        self.images += other.images
+        self.nan += other.nan
+        self.infinite += other.infinite
+        self.not_finite_images = sorted([*self.not_finite_images, *other.not_finite_images])[:_REMEMBERED]
+        self.bins = self.bins + other.bins
+
+    @property
+    def channels(self) -> int:
+        """How many there are."""
+        return len(self.count)
+
+    @property
+    def total(self) -> int:
+        """Finite values of all channels."""
+        return int(self.count.sum())
+
+    @property
+    def mean(self) -> float:
+        """Of all values; NaN if there are none, as of all the others."""
+        return float(self._all()[1])
+
+    @property
+    def std(self) -> float:
+        """Of all values, by their number."""
+        count, _, m2 = self._all()
+        return float(np.sqrt(m2 / count)) if count else np.nan
+
+    @property
+    def channel_std(self) -> NDArray[np.float64]:
+        """(C,) of the values of each channel."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.sqrt(self.m2 / self.count)
+
+    @property
+    def rms(self) -> float:
+        """The root of the mean square: the norm of an image's values by the root of their number."""
+        return float(np.hypot(self.mean, self.std))
+
+    @property
+    def min(self) -> float:
+        """The smallest value."""
+        return float(self.low.min()) if self.total else np.nan
+
+    @property
+    def max(self) -> float:
+        """The largest value."""
+        return float(self.high.max()) if self.total else np.nan
+
+    @property
+    def zeros(self) -> float:
+        """Which part of the values is zero, or below 1e-40 in size."""
+        return float(self.bins[0] + self.bins[_BINS // 2]) / self.total if self.total else np.nan
+
+    @property
+    def saturated(self) -> NDArray[np.float64]:
+        """(C,) which part of a channel's values is near a bound of the layer's function."""
+        return self.near_a_bound / np.maximum(self.count, 1)
+
+    @property
+    def dead(self) -> NDArray[np.int64]:
+        """Channels that had one value, everywhere and on every image: after a ReLU, they were never active."""
+        return self.constant(_CONSTANT)
+
+    def constant(self, within: float) -> NDArray[np.int64]:
+        """Channels whose values lie within such a part of the standard deviation of a channel at the upper quartile."""
+        stds = self.channel_std
+        # Not of that of all values: one channel may be far larger than the others.
+        usual = np.quantile(stds[np.isfinite(stds)], _USUAL) if np.isfinite(stds).any() else 0.0
+        with np.errstate(invalid="ignore", over="ignore"):
+            constant = self.high - self.low <= within * usual
+        return np.flatnonzero(constant & (self.count > 0))
+
+    def quantile(self, part: float) -> float:
+        """The value that such a part of the values is below, right to 1/128 of its size.
+
+        Args:
+            part: from 0 to 1.
+        """
+        edges, counts = self._finite_bins()
+        below = np.cumsum(counts)
+        if not below[-1]:
+            return np.nan
+        rank = part * (below[-1] - 1)
+        at = int(np.searchsorted(below, rank, side="right"))
+        start = below[at - 1] if at else 0
+        inside = (rank - start + 0.5) / counts[at]
+        value = edges[at] + inside * (edges[at + 1] - edges[at])
+        return float(np.clip(value, self.min, self.max))
+
+    def histogram(self, edges: NDArray[np.float64]) -> NDArray[np.float64]:
+        """How many values lie between neighbouring edges; bins of our own that an edge cuts are shared out evenly."""
+        own, counts = self._finite_bins()
+        below = np.concatenate([[0], np.cumsum(counts)])
+        return np.diff(np.interp(edges, own, below))
+
+    def _all(self) -> tuple[Any, Any, Any]:
+        if not self.total:
+            return 0, np.nan, np.nan
+        with np.errstate(over="ignore", invalid="ignore"):
+            return _combined(self.count, self.channel_mean, self.m2)
+
+    def _finite_bins(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """Edges, ascending, of the bins of finite values, one more than there are counts."""
+        return _EDGES, self.bins[_ASCENDING]
+
+
+def statistics_of(rows: FeatureRows) -> tuple[Statistics, NDArray[np.float64]]:
+    """Statistics of stored features, a block at a time: each value of a row is a channel.
+
+    Returns:
+        the statistics, and (N,) the Euclidean length of each row.
+    """
+    statistics, lengths = Statistics(), np.empty(len(rows))
+    for start, block in rows.blocks():
+        statistics.add(summarise(torch.from_numpy(block), []))
+        lengths[start : start + len(block)] = np.sqrt(np.einsum("nd,nd->n", block, block, dtype=np.float64))
+    return statistics, lengths
+
+
+_REMEMBERED = 100  # images with values that are not finite
+
+
+def _ascending() -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Bins of finite values in the order of their values; and the edges between them.
+
+    The two bins of zero, +0 and -0, are one point between the smallest negative and the smallest positive one.
+    """
+    exponent_255 = 255 << 7
+    positive = np.arange(exponent_255, dtype=np.int64)
+    starts = (positive.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    ends = np.append(starts[1:], 2.0**128)
+    bins = np.concatenate([positive[::-1] + _BINS // 2, positive])
+    # The innermost bins hold zeros, and values so small that they are counted as such: no width.
+    edges = np.concatenate([-ends[:0:-1], [0.0, 0.0, 0.0], ends[1:]])
+    return bins, edges
+
+
+_ASCENDING, _EDGES = _ascending()
+
+
+def _combined(
+    count: NDArray[np.int64], mean: NDArray[np.float64], m2: NDArray[np.float64]
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """Count, mean and M2 of several groups of values as of one, along axis 0 (Chan, Golub, LeVeque 1979)."""
+    total = count.sum(0)
+    middle = (mean * (count / np.maximum(total, 1))).sum(0)
+    return total, middle, m2.sum(0) + (count * (mean - middle) ** 2).sum(0)

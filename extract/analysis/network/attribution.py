@@ -1,0 +1,199 @@
+"""Where a network looks: Grad-CAM, attention and its rollout, and the main directions of patch tokens as colours.
+
+cam = grad_cam(backbone, inputs, "blocks.6")                  # (B, h, w)
+weights = attentions(backbone, inputs)                        # layers x (B, heads, T, T)
+seen = rollout(weights)[:, 0, backbone.prefix_tokens:]        # (B, patches): by the class token
+colours = principal_colours(activations)                      # (B, h, w, 3), of (B, h, w, C)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from extract.backbones import Backbone
+from extract.compute.feature_choice import Choice, choose_features
+from extract.errors import InputError
+from extract.system.torch_state import evaluating, full_float32
+from extract.taps.layer_names import named_layers
+from extract.taps.record import Site
+from extract.taps.taps import Taps
+
+__all__ = ["activations_of", "attentions", "grad_cam", "map_of", "principal_colours", "rollout"]
+
+
+def activations_of(backbone: Backbone, inputs: Tensor, choice: Choice) -> dict[str, Tensor]:
+    """What layers give, not pooled: feature name -> (B, *shape), on the CPU.
+
+    Args:
+        backbone: as loaded.
+        inputs: (B, 3, H, W), as its preprocessing gives them.
+        choice: of `choose_features(backbone, ["LAYER:none", ...])`.
+    """
+    taps = choice.kept_by(Taps(backbone.model, stop=True), torch.float32)
+    with torch.no_grad(), evaluating(backbone.model), full_float32(), taps:
+        taps(inputs)
+        return {feature.name: taps.record[feature.site][feature.name] for feature in choice.features}
+
+
+def map_of(activation: Tensor, axes: str, prefix_tokens: int, input_px: Sequence[int]) -> Tensor:
+    """An activation as a map (B, h, w, C): of tokens, those of the patches.
+
+    Args:
+        activation: (B, ...) with axes as `Layout.axes` has them: "CHW", "HWC" or "TC".
+        axes: of one image.
+        prefix_tokens: tokens before those of the patches.
+        input_px: (height, width) of the input, whose sides the patches divide alike.
+
+    Raises:
+        InputError: it has no positions, or tokens that are no grid.
+    """
+    if axes == "CHW":
+        return activation.permute(0, 2, 3, 1)
+    if axes == "HWC":
+        return activation
+    if axes != "TC":
+        raise InputError("it has no positions; name a layer that gives a map or tokens")
+    patches = activation[:, prefix_tokens:]
+    height = round((patches.shape[1] * input_px[0] / input_px[1]) ** 0.5)
+    if height < 1 or patches.shape[1] % height:
+        raise InputError(f"{patches.shape[1]} tokens are no grid of a {input_px[0]}x{input_px[1]} input")
+    return patches.reshape(len(patches), height, -1, patches.shape[-1])
+
+
+def grad_cam(
+    backbone: Backbone, inputs: Tensor, layer: str, targets: Sequence[int] | Tensor | None = None
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Grad-CAM (Selvaraju et al. 2017, arXiv:1610.02391, equations 1 and 2): what speaks for a class, and where.
+
+    Each channel weighs as much as the mean of the gradient of the class's score over its positions; the map is the
+    weighted sum of the channels, without its negative part.
+
+    Args:
+        backbone: one that gives scores of classes.
+        inputs: (B, 3, H, W), as its preprocessing gives them.
+        layer: that gives maps or tokens.
+        targets: (B,) a class for each image; None: the one with the highest score.
+
+    Returns:
+        (B, h, w), zero or more, in the units of the score; (B,) the classes.
+
+    Raises:
+        InputError: the layer has no positions, or the backbone gives no scores.
+    """
+    with evaluating(backbone.model), full_float32():
+        features = choose_features(backbone, [f"{layer}:none"]).features
+        if len(features) > 1:
+            names = ", ".join(feature.name for feature in features)
+            raise InputError(f"{layer!r} gives several tensors; name one of them: {names}")
+        feature = features[0]
+        site = feature.site
+        gradient = Site(site.layer, site.call, site.path, "grad")
+        with torch.enable_grad(), Taps(backbone.model).keep(site).keep(gradient) as taps:
+            pixels = inputs.clone().requires_grad_()  # so that gradients flow though all parameters may be frozen
+            scores = taps(pixels.clone())
+            if not isinstance(scores, Tensor) or scores.ndim != 2:
+                raise InputError(f"{backbone.spec} gives no scores of classes, (images, classes)")
+            if targets is None:
+                chosen = scores.detach().argmax(1)
+            else:
+                chosen = torch.as_tensor(targets, dtype=torch.int64, device=scores.device)
+            if chosen.shape != (len(inputs),) or not bool(((chosen >= 0) & (chosen < scores.shape[1])).all()):
+                last = scores.shape[1] - 1
+                raise InputError(f"targets: expected a class from 0 to {last} for each of {len(inputs)} images")
+            torch.autograd.grad(scores.gather(1, chosen[:, None]).sum(), pixels)
+            values, slopes = taps.record[site], taps.record[gradient]
+    values, slopes = feature.rows.by_image(values), feature.rows.by_image(slopes)
+    layout, size = feature.layout, backbone.preprocessing.crop_px
+    activation = map_of(values, layout.axes, layout.prefix_tokens, size).float()
+    weights = map_of(slopes, layout.axes, layout.prefix_tokens, size).float().mean((1, 2))  # (B, C)
+    if not bool(weights.any()):
+        raise InputError(
+            f"no gradient reaches the positions of {layer!r} (the scores may be read from a class token behind it); "
+            "name an earlier layer"
+        )
+    cam = torch.einsum("bhwc,bc->bhw", activation, weights).relu()
+    return cam.numpy(), chosen.cpu().numpy()
+
+
+def attentions(backbone: Backbone, inputs: Tensor, layers: str | Sequence[str] | None = None) -> list[Tensor]:
+    """The weights of every attention over tokens, (B, heads, T, T) each, on the CPU, in the order of computing.
+
+    Args:
+        backbone: as loaded.
+        inputs: (B, 3, H, W), as its preprocessing gives them.
+        layers: names or globs of layers inside of which it is computed; None is all of it.
+
+    Raises:
+        UnknownNameError: a pattern matches no layer.
+        InputError: there is none that is known.
+    """
+    if layers is None:
+        layers = [name for name in named_layers(backbone.model) if "." not in name]
+    taps = Taps(backbone.model).keep(layers, "attention")
+    with torch.no_grad(), evaluating(backbone.model), full_float32(), taps:
+        taps(inputs)
+        found = list(taps.record.values())
+    if not found:
+        raise InputError(f"{backbone.spec} computes no attention that is known here")
+    return found
+
+
+def rollout(weights: Sequence[Tensor]) -> NDArray[np.float32]:
+    """Attention rollout (Abnar and Zuidema 2020, arXiv:2005.00928): how much of each token reaches each, in the end.
+
+    The heads of a layer are averaged; half of what a token has stays with it, for the residual connection.
+
+    Args:
+        weights: of each layer, the first first: (B, heads, T, T), rows sum to 1.
+
+    Returns:
+        (B, T, T), rows sum to 1.
+
+    Raises:
+        InputError: layers differ in the number of tokens.
+    """
+    shapes = {tuple(one.shape[-2:]) for one in weights}
+    if len(shapes) != 1 or len({len(one) for one in weights}) != 1:
+        sizes = ", ".join("x".join(map(str, shape)) for shape in sorted(shapes))
+        raise InputError(f"attention of {sizes} tokens: rollout is defined where all layers have the same tokens")
+    result: Tensor | None = None
+    for one in weights:
+        mean = one.double().mean(1)
+        mixed = 0.5 * mean + 0.5 * torch.eye(mean.shape[-1], dtype=mean.dtype)
+        mixed /= mixed.sum(-1, keepdim=True)
+        result = mixed if result is None else mixed @ result
+    assert result is not None
+    return result.float().numpy()
+
+
+def principal_colours(maps: Tensor) -> NDArray[np.float32]:
+    """The three main directions of what is at all positions of all images, as red, green and blue.
+
+    As in the figures of DINOv2 (Oquab et al. 2023, arXiv:2304.07193), without their separation of the background. Each
+    colour goes from the 1st to the 99th percentile of its direction. Like colours are like contents, across images too.
+
+    Args:
+        maps: (B, h, w, C).
+
+    Returns:
+        (B, h, w, 3) from 0 to 1.
+    """
+    flat = maps.reshape(-1, maps.shape[-1]).double()
+    if not bool(flat.isfinite().all()):
+        raise InputError("there are values that are not finite")
+    flat = flat - flat.mean(0)
+    count = min(3, *flat.shape)
+    directions = torch.linalg.eigh(flat.T @ flat)[1].flip(1)[:, :count] if len(flat) else flat.T[:, :0]
+    # Of a direction, either way is as good: the one in which the largest part points up.
+    largest = directions.abs().argmax(0)
+    directions = directions * directions[largest, torch.arange(count)].sign()
+    found = (flat @ directions).numpy()
+    low, high = np.percentile(found, [1, 99], axis=0)
+    colours = np.zeros((len(found), 3), np.float32)
+    colours[:, :count] = np.clip((found - low) / np.where(high > low, high - low, 1), 0, 1)
+    return colours.reshape(*maps.shape[:-1], 3)

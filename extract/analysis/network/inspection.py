@@ -1,0 +1,470 @@
+"""What each layer of a network does on real inputs: statistics of its activations, and of the gradients it gets.
+
+    inspection = inspect_model(model, batches)                       # batches of (B, 3, H, W)
+    inspection = inspect_model(model, batches, loss=F.cross_entropy) # of (images, targets): gradients too
+    for finding in inspection.findings: print(finding)               # "layer3.relu: 41 of 1,024 channels are zero ..."
+
+Everything is summed up in the hooks (see `activation_statistics`): memory does not grow with the number of images.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from extract.analysis.network.activation_statistics import Statistics, Summary, summarise
+from extract.analysis.network.findings import Finding, findings_of
+from extract.compute.pooling import recognise
+from extract.errors import InputError, LayertapError
+from extract.system.torch_state import evaluating, full_float32, keeping_freed_memory
+from extract.taps.batch_axis import Rows, Trial
+from extract.taps.layer_names import match_layers, named_layers, named_parameters
+from extract.taps.record import Record, Site
+from extract.taps.requests import StandInError
+from extract.taps.taps import Taps
+
+__all__ = [
+    "Inspection",
+    "Loss",
+    "ParameterReport",
+    "TensorReport",
+    "does_something",
+    "inspect_model",
+    "positions_of",
+]
+
+Loss = Callable[[Any, Any], Tensor]  # (what the model returned, targets or None) -> one number
+
+_TRIAL_INPUTS = 3
+_IDLE = (
+    nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.ModuleList, nn.ModuleDict,
+)  # fmt: skip
+# Of timm and torchvision; and the last projection inside nn.MultiheadAttention, which is not called.
+_IDLE_NAMES = {"DropPath", "StochasticDepth", "NonDynamicallyQuantizableLinear"}
+
+
+@dataclass
+class TensorReport:
+    """One tensor that a layer gives: all that is known of it.
+
+    Attributes:
+        name: text form of its site.
+        layer: its name.
+        type: class of the module.
+        leaf: whether no other layer ran inside it.
+        by_image: whether its rows were proved to be the images; otherwise each batch counts as one image.
+        shape: of an image's activation, or of a batch's.
+        activations: of what it gives.
+        input_rms: root mean square of what it was given; NaN if it was given no tensor.
+        gradients: of the loss with respect to it; None where none was asked for, or none came.
+        bounded: whether it is a function whose bounds are known, such as a sigmoid.
+        zero_weight: whether the layer's weight is zero, as that of some layers is before a training.
+    """
+
+    name: str
+    layer: str
+    type: str
+    leaf: bool
+    by_image: bool
+    shape: tuple[int, ...]
+    activations: Statistics = field(default_factory=Statistics)
+    input_rms: float = math.nan
+    gradients: Statistics | None = None
+    bounded: bool = False
+    zero_weight: bool = False
+
+    @property
+    def norm_ratio(self) -> float:
+        """Root mean square of what it gives, by that of what it was given."""
+        return self.activations.rms / self.input_rms if self.input_rms else math.nan
+
+    @property
+    def gradient_norm(self) -> float:
+        """L2 norm of an image's gradient: the root of the mean square over images."""
+        if self.gradients is None or not self.gradients.images:
+            return math.nan
+        return self.gradients.rms * math.sqrt(self.gradients.total / self.gradients.images)
+
+
+@dataclass
+class ParameterReport:
+    """One parameter.
+
+    Attributes:
+        name: with its layer's in front.
+        layer: that it belongs to.
+        norm: L2.
+        trainable: whether it takes gradients.
+        reached: whether the loss depends on it.
+        gradient_norm: L2, of the gradient of a batch's loss: the root of the mean square over the batches whose
+            gradients are finite.
+    """
+
+    name: str
+    layer: str
+    norm: float
+    trainable: bool
+    reached: bool = False
+    gradient_norm: float = math.nan
+
+    @property
+    def gradient_to_weight(self) -> float:
+        """Norm of the gradient by that of the parameter."""
+        return self.gradient_norm / self.norm if self.norm else math.nan
+
+
+@dataclass
+class Inspection:
+    """What was seen.
+
+    Attributes:
+        images: how many went through.
+        tensors: in the order in which they were computed.
+        parameters: of the layers that were asked for; empty without a loss.
+        never_ran: layers that gave nothing.
+        findings: what somebody should look at.
+        loss: mean over batches; NaN without one.
+    """
+
+    images: int
+    tensors: list[TensorReport]
+    parameters: list[ParameterReport]
+    never_ran: list[str]
+    findings: list[Finding] = field(default_factory=list)
+    loss: float = math.nan
+
+
+@dataclass(frozen=True)
+class _Place:
+    """How to sum up one tensor: where the images are in it (None: nobody knows), and which axes are positions."""
+
+    rows: Rows | None
+    shape: tuple[int, ...]  # of an image, or of all
+    positions: tuple[int, ...]
+    bounds: tuple[float, float] | None
+
+    def summary(self, value: Tensor) -> dict[str, Tensor]:
+        images = value[None] if self.rows is None else self.rows.by_image(value)
+        return summarise(images, self.positions, self.bounds).as_tensors()
+
+
+class _Once:
+    """A reduction that is not computed again for the tensor it was computed for last.
+
+    Containers, and layers that do nothing in eval mode, hand on what the layer before them gave. The tensor is held, so
+    that no other can be at its place in memory.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[Any, Tensor, dict[str, Tensor]] | None = None
+
+    def __call__(self, place: _Place, value: Tensor) -> dict[str, Tensor]:
+        key = (value.data_ptr(), value.shape, value.stride(), value._version, place)
+        if self._last is None or self._last[0] != key:
+            self._last = (key, value, place.summary(value))
+        return self._last[2]
+
+
+def inspect_model(
+    model: nn.Module,
+    batches: Iterable[Any],
+    layers: str | Sequence[str] | None = None,
+    *,
+    loss: Loss | None = None,
+    on_batch: Callable[[int], None] = lambda images: None,
+    name_of: Callable[[int], str] = lambda position: f"image {position}",
+) -> Inspection:
+    """Run a network over inputs, in eval mode, and tell what its layers do.
+
+    Args:
+        model: on its device.
+        batches: tensors (B, ...), or pairs of a tensor and targets, on the model's device.
+        layers: names or globs; None is every layer that does anything in eval mode.
+        loss: of what the model returned and the targets (None where there are none), to take gradients of.
+        on_batch: called after each batch with the number of its images.
+        name_of: what the image at a position, among all, is called in findings.
+
+    Raises:
+        UnknownNameError: a pattern matches no layer.
+        InputError: no batch, or none of the layers gives a floating-point tensor.
+    """
+    with contextlib.ExitStack() as settings:
+        for setting in (evaluating(model), full_float32(), keeping_freed_memory()):
+            settings.enter_context(setting)
+        pairs = _pairs(batches)
+        first = next(pairs, None)
+        if first is None:
+            raise InputError("no batch to inspect; give at least one")
+        names = _once_each(model) if layers is None else match_layers(named_layers(model), layers)
+        watch = _Watch(model, names, first[0], with_gradients=loss is not None)
+        inspection = watch.run(itertools.chain([first], pairs), loss, on_batch)
+    inspection.findings = findings_of(inspection.tensors, inspection.parameters, watch.broken_inputs, name_of)
+    return inspection
+
+
+def _once_each(model: nn.Module) -> list[str]:
+    """Every layer by the first of its names; without those that do nothing in eval mode."""
+    first: dict[int, str] = {}
+    for name, module in named_layers(model).items():
+        if does_something(module):
+            first.setdefault(id(module), name)
+    return list(first.values())
+
+
+def does_something(module: nn.Module) -> bool:
+    """Whether a layer is called, and gives something else than it is given, at least in eval mode."""
+    return not isinstance(module, _IDLE) and type(module).__name__ not in _IDLE_NAMES
+
+
+def _pairs(batches: Iterable[Any]) -> Iterator[tuple[Tensor, Any]]:
+    for batch in batches:
+        pair = batch if isinstance(batch, tuple | list) else (batch, None)
+        if len(pair) != 2:
+            raise InputError(f"a batch has {len(pair)} parts; expected a tensor (B, ...), or one and targets")
+        inputs, targets = pair
+        if not isinstance(inputs, Tensor) or not inputs.ndim:
+            raise InputError(f"a batch is {type(inputs).__name__}; expected a tensor (B, ...), or one and targets")
+        if len(inputs):
+            yield inputs, targets
+
+
+class _Watch:
+    """Taps on all that is asked for, and what they gave so far."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str], inputs: Tensor, *, with_gradients: bool):
+        self._model = model
+        self._names = names
+        self._places = _places(model, names, inputs)
+        if not self._places:
+            hint = "" if names else "; it is one layer by itself: wrap it, nn.Sequential(model)"
+            raise InputError(f"the model has no layer that gives a floating-point tensor{hint}")
+        named = named_layers(model)
+        leaves = _leaves({site.layer for site in self._places})
+        self.reports = {
+            site: TensorReport(
+                str(site), site.layer, type(named[site.layer]).__name__, site.layer in leaves,
+                place.rows is not None, place.shape, bounded=place.bounds is not None,
+                zero_weight=_has_zero_weight(named[site.layer]),
+            )
+            for site, place in self._places.items()
+        }  # fmt: skip
+        self._squares: dict[tuple[str, int], list[float]] = {}  # of inputs: sum, count
+        self.broken_inputs: list[int] = []
+        self._with_gradients = with_gradients
+        self._slopes = _slopes(model, self._places, inputs) if with_gradients else []
+
+    def run(
+        self, batches: Iterable[tuple[Tensor, Any]], loss: Loss | None, on_batch: Callable[[int], None]
+    ) -> Inspection:
+        parameters = _parameters(self._model, self._names) if loss else {}
+        squares: dict[str, list[float]] = {name: [] for name in parameters}
+        images, losses = 0, []
+        with self._taps() as taps:
+            for inputs, targets in batches:
+                if loss is None:
+                    with torch.no_grad():
+                        taps(inputs.clone())
+                else:
+                    value, gradients = self._backward(taps, inputs, targets, loss, parameters)
+                    losses.append(value)
+                    for name, gradient in gradients.items():
+                        squares[name].append(float(gradient.double().square().sum()))
+                if inputs.is_floating_point():
+                    broken = ~inputs.flatten(1).isfinite().all(1)
+                    self.broken_inputs += [images + int(i) for i in broken.nonzero().flatten().tolist()]
+                self._add(taps.record, images)
+                images += len(inputs)
+                on_batch(len(inputs))
+        for site, report in self.reports.items():
+            total, count = self._squares.get((site.layer, site.call), [0.0, 0.0])
+            report.input_rms = math.sqrt(total / count) if count else math.nan
+        reports = []
+        for name, parameter in parameters.items():
+            finite = [square for square in squares[name] if math.isfinite(square)]
+            one = ParameterReport(
+                name, name.rpartition(".")[0], float(parameter.detach().double().norm()), parameter.requires_grad,
+                reached=bool(squares[name]), gradient_norm=math.sqrt(float(np.mean(finite))) if finite else math.nan,
+            )  # fmt: skip
+            reports.append(one)
+        ran = {site.layer for site in self.reports}
+        return Inspection(
+            images, list(self.reports.values()), reports, [name for name in self._names if name not in ran],
+            loss=float(np.mean(losses)) if losses else math.nan,
+        )  # fmt: skip
+
+    def _taps(self) -> Taps:
+        taps, once = Taps(self._model, stop=not self._with_gradients), _Once()
+        for site, place in self._places.items():
+            taps.keep(site, reduce=partial(once, place))
+        for site in self._slopes:
+            taps.keep(_gradient_of(site), reduce=self._places[site].summary)
+        for layer in dict.fromkeys(site.layer for site in self._places):
+            taps.keep(layer, "input", reduce=_squared)
+        return taps
+
+    def _backward(
+        self, taps: Taps, inputs: Tensor, targets: Any, loss: Loss, parameters: dict[str, nn.Parameter]
+    ) -> tuple[float, dict[str, Tensor]]:
+        """The loss of a batch, and the gradients of parameters that it depends on."""
+        asked = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        with torch.enable_grad():
+            # Gradients of activations are wanted of a network that is all frozen, too.
+            inputs = inputs.clone().requires_grad_(inputs.is_floating_point())
+            value = loss(taps(inputs.clone()), targets)
+            if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+                what = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise InputError(
+                    f"the loss gave {what}; it must give one number that depends on what the model returns"
+                )
+            found = torch.autograd.grad(
+                value.reshape(()), [*asked.values(), *([inputs] if inputs.requires_grad else [])], allow_unused=True
+            )
+        gradients = {name: g for name, g in zip(asked, found[: len(asked)], strict=True) if g is not None}
+        return float(value.detach()), gradients
+
+    def _add(self, record: Record, first_image: int) -> None:
+        there = set(record.sites.values())
+        for site, report in self.reports.items():
+            if site not in there:
+                continue
+            # Where nobody knows which rows are which image, batches are counted.
+            first = first_image if report.by_image else None
+            report.activations.add(Summary.of_tensors(record[site]), first)
+            if (gradient := _gradient_of(site)) in there:
+                report.gradients = report.gradients or Statistics()
+                report.gradients.add(Summary.of_tensors(record[gradient]), first)
+        for site in record.sites.values():
+            if site.what == "input":
+                total = self._squares.setdefault((site.layer, site.call), [0.0, 0.0])
+                total[0] += float(record[site][0])
+                total[1] += float(record[site][1])
+
+
+def _gradient_of(site: Site) -> Site:
+    return Site(site.layer, site.call, site.path, "grad")
+
+
+def _slopes(model: nn.Module, places: Mapping[Site, _Place], inputs: Tensor) -> list[Site]:
+    """Those tensors whose gradients can be had; not those that the model writes to under another name."""
+    sites = list(places)
+    while True:
+        taps = Taps(model)
+        for site in sites:
+            taps.keep(_gradient_of(site))
+        try:
+            with torch.enable_grad(), taps:
+                taps(inputs[:1].clone().requires_grad_(inputs.is_floating_point()).clone())
+        except StandInError as error:
+            sites = [site for site in sites if _gradient_of(site) != error.site]
+        else:
+            return sites
+
+
+def _squared(value: Tensor) -> Tensor:
+    """(2,) float64: sum of squares of the finite values, and their number."""
+    if not value.is_floating_point() or not value.numel():
+        return torch.zeros(2, dtype=torch.float64)
+    norm = torch.linalg.vector_norm(value.float() if value.element_size() < 4 else value)
+    square, count = float(norm) ** 2, value.numel()
+    if not math.isfinite(square):
+        finite = value.double().cpu()
+        finite = finite[finite.isfinite()]
+        square, count = float(finite.square().sum()), finite.numel()
+    return torch.tensor([square, count], dtype=torch.float64)
+
+
+def _places(model: nn.Module, names: Sequence[str], inputs: Tensor) -> dict[Site, _Place]:
+    """Each floating-point tensor that these layers give, in order, and how to sum it up; from a trial."""
+    some = inputs[:_TRIAL_INPUTS].detach().clone()  # a model may write into what it is given
+    wanted = [(name, "output") for name in names]
+    trial: Trial | None = None
+    if len(some) > 1:
+        with contextlib.suppress(LayertapError):
+            trial = Trial(model, some, wanted)  # type: ignore[arg-type]
+    if trial is None:
+        with torch.no_grad(), Taps(model, list(names)) as taps:
+            taps(some)
+            record = taps.record
+    else:
+        record = trial.record
+    named, places = named_layers(model), {}
+    for site in record.sites.values():
+        value = record[site]
+        if not value.is_floating_point():
+            continue
+        rows = None
+        if trial is not None:
+            with contextlib.suppress(InputError):
+                rows = trial.rows(site)
+        shape = tuple((value[None] if rows is None else rows.by_image(value)).shape)
+        extra = 1 if rows is None or rows.per_image > 1 else 0
+        positions = positions_of(shape, inputs.shape, extra)
+        places[site] = _Place(rows, shape[1:], positions, _bounds_of(named[site.layer]))
+    return places
+
+
+def positions_of(shape: Sequence[int], inputs: Sequence[int], extra: int = 0) -> tuple[int, ...]:
+    """The axes of an activation (B, ...) that are neither images nor channels.
+
+    A map's are recognised by the size of the picture; else, as PyTorch's own layers have it, channels come first of
+    three axes (C, H, W), and last of two (T, C).
+
+    Args:
+        shape: images first.
+        inputs: of the batch that the model was given.
+        extra: axes after the first that only divide up an image.
+    """
+    own = tuple(shape[1 + extra :])
+    if not own:
+        return tuple(range(1, len(shape)))
+    layout = recognise(own, (inputs[-2], inputs[-1])) if len(inputs) == 4 else None
+    if layout is not None and layout.kind == "map":
+        channel = layout.axes.index("C")
+    else:
+        channel = 0 if len(own) == 3 else len(own) - 1
+    return tuple(axis for axis in range(1, len(shape)) if axis != 1 + extra + channel)
+
+
+_BOUNDS: dict[type[nn.Module], tuple[float, float]] = {
+    nn.Sigmoid: (0.0, 1.0), nn.Hardsigmoid: (0.0, 1.0), nn.Tanh: (-1.0, 1.0), nn.Softsign: (-1.0, 1.0),
+}  # fmt: skip
+
+
+def _bounds_of(module: nn.Module) -> tuple[float, float] | None:
+    """Between what a layer's values lie, where a value at the end means that its gradient is nearly lost.
+
+    A ReLU's zero is no such bound: half of its values are there by design.
+    """
+    if type(module) is nn.Hardtanh:
+        return float(module.min_val), float(module.max_val)
+    return _BOUNDS.get(type(module))
+
+
+def _has_zero_weight(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and bool(weight.numel()) and not bool(weight.detach().any())
+
+
+def _leaves(names: set[str]) -> set[str]:
+    """Of these layers, those that none of the others is inside of."""
+    parts = (name.split(".") for name in names)
+    return names - {".".join(part[:depth]) for part in parts for depth in range(1, len(part))}
+
+
+def _parameters(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Parameter]:
+    """Of these layers themselves, each once."""
+    wanted, found, seen = set(names), {}, set()
+    for name, parameter in named_parameters(model).items():
+        if name.rpartition(".")[0] in wanted and id(parameter) not in seen:
+            seen.add(id(parameter))
+            found[name] = parameter
+    return found

@@ -1,0 +1,385 @@
+"""Watch anybody's training: statistics of activations or gradients at every so many steps, and alarms.
+
+    with GradientMonitor(model, every=100, to="gradients.csv") as monitor:
+        for images, labels in loader:                 # the loop is not changed
+            loss = F.cross_entropy(model(images), labels)
+            loss.backward()
+            ...
+
+A step is one forward of the model in training mode. Between the steps that are looked at, nothing hooks the layers; in
+them, what is computed, and the random numbers that are drawn, are the same as without a monitor.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from extract.analysis.network.activation_statistics import Statistics, Summary, summarise
+from extract.analysis.network.inspection import does_something, positions_of
+from extract.errors import InputError, LayertapError
+from extract.taps.layer_names import match_layers, named_layers, named_parameters
+from extract.taps.non_copying_hook import UncopiedHook
+from extract.taps.record import Record
+from extract.taps.taps import Taps
+
+__all__ = ["ActivationMonitor", "Alarm", "GradientMonitor"]
+
+_DEAD_LOOKS = 3  # in a row, that a channel must give one value, so that it is called dead
+_VALUES_FOR_DEAD = 20  # of a channel, in each look
+_DEAD_PART = 0.5  # of the channels of a layer, from which on there is an alarm
+_EXPLODED = 100.0  # times the median of what the same layer had before
+_LOOKS_BEFORE = 3  # so many are needed to know what is usual
+
+Rows = list[dict[str, Any]]
+Target = Any  # a path of a CSV file, a SummaryWriter, a function of (step, rows), or None
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """Something that should stop or change a training.
+
+    Attributes:
+        step: at which it was seen.
+        kind: "not finite", "dead" or "exploding".
+        layer: the first that showed it: in the order of computing, of gradients the nearest to the loss.
+        text: what is the matter there.
+    """
+
+    step: int
+    kind: str
+    layer: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.layer}: {self.text}"
+
+
+class _Onlooker(Taps):
+    """Taps that leave the training as it is: no tensor is replaced by a copy of it."""
+
+    _stands_in = False
+
+
+class _Monitor:
+    """What both monitors do: look at every so many steps, and hand on what was seen.
+
+    Attributes:
+        step: forwards in training mode that have begun.
+        rows: what was seen last: a line for each layer.
+        alarms: all that were raised.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: str | Sequence[str] | None = None,
+        *,
+        every: int = 100,
+        to: Target = None,
+        on_alarm: Callable[[Alarm], None] | None = None,
+    ):
+        if every < 1:
+            raise InputError(f"every is {every}; it must be at least 1")
+        self._model = model
+        self._names = _watched(model) if layers is None else match_layers(named_layers(model), layers)
+        self._all = layers is None
+        self._every = every
+        self._hand_on = _writer(to)
+        self._on_alarm = on_alarm or (lambda alarm: warnings.warn(str(alarm), RuntimeWarning, stacklevel=2))
+        self._taps: Taps | None = None  # open in a step that is looked at, until the next
+        self._input_shape: tuple[int, ...] = ()
+        self._handle: RemovableHandle | None = None
+        self._usual: dict[str, list[float]] = defaultdict(list)
+        self._known: set[tuple[str, str]] = set()  # kinds and layers of alarms that have not gone
+        self.step = 0
+        self.rows: Rows = []
+        self.alarms: list[Alarm] = []
+
+    def __enter__(self) -> Self:
+        if self._handle is not None:
+            raise LayertapError("this monitor is in use already")
+        if self._model._compiled_call_impl is not None:
+            raise InputError("model.compile() takes hooks into its compiled code; monitor torch.compile(model) instead")
+        self._handle = self._model.register_forward_pre_hook(UncopiedHook(self._before))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+        self._close(kind, error, traceback)
+
+    def _close(self, *failure: Any) -> None:
+        """End a look, if there is one: its backward pass is over, and what was seen is handed on."""
+        taps, self._taps = self._taps, None
+        if taps is not None:
+            taps.__exit__(*(failure or (None, None, None)))
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        """A forward begins."""
+        self._close()
+        if not module.training or not torch.is_grad_enabled():
+            return
+        if self.step % self._every == 0:
+            tensors = [value for value in args if isinstance(value, Tensor)]
+            self._input_shape = tuple(tensors[0].shape) if tensors else ()
+            self._taps = _Onlooker(self._model, on_record=partial(self._seen, self.step))
+            self._ask(self._taps)
+            self._taps.__enter__()
+            self._taps._begin(module, args)  # hooks that are added now are not called for this module any more
+        self.step += 1
+
+    def _summary(self, value: Tensor) -> dict[str, Tensor]:
+        if not value.is_floating_point() or not value.ndim:
+            return {}
+        return summarise(value, positions_of(value.shape, self._input_shape)).as_tensors()
+
+    def _seen(self, step: int, record: Record) -> None:
+        self.rows = [{"step": step, **row} for row in self._rows_of(record)]
+        alarms = [Alarm(step, *found) for found in self._alarms_of(self.rows)]
+        self._known &= {(alarm.kind, alarm.layer) for alarm in alarms}
+        new = [alarm for alarm in alarms if (alarm.kind, alarm.layer) not in self._known]
+        first: dict[str, Alarm] = {}
+        for alarm in new:
+            first.setdefault(alarm.kind, alarm)  # what follows from it in other layers says no more
+            self._known.add((alarm.kind, alarm.layer))
+        self._hand_on(step, self.rows)
+        self.alarms += first.values()
+        for alarm in first.values():
+            self._on_alarm(alarm)
+
+    def _exploded(self, name: str, size: float) -> bool:
+        """Whether something is far larger than it used to be; if not, it is remembered."""
+        before = self._usual[name]
+        if len(before) >= _LOOKS_BEFORE and size > _EXPLODED * median(before) > 0:
+            return True
+        if math.isfinite(size):
+            before.append(size)
+            del before[:-_REMEMBERED]
+        return False
+
+    def _ask(self, taps: Taps) -> None:
+        raise NotImplementedError
+
+    def _rows_of(self, record: Record) -> Rows:
+        raise NotImplementedError
+
+    def _alarms_of(self, rows: Rows) -> Iterable[tuple[str, str, str]]:
+        """(kind, layer, text) of all that is wrong, the first first."""
+        raise NotImplementedError
+
+
+_REMEMBERED = 20  # sizes of each layer
+
+
+class ActivationMonitor(_Monitor):
+    """Statistics of what layers give during a training, and alarms of NaN, dead channels and explosions.
+
+    Args:
+        model: that is trained. Compiled code runs uncompiled in the steps that are looked at.
+        layers: names or globs; None is every layer that has no layers inside, or parameters of its own.
+        every: so many steps; the first is looked at.
+        to: where rows go: a `.csv` file, a TensorBoard `SummaryWriter`, or a function of (step, rows).
+        on_alarm: called with each `Alarm`; by default it is a `RuntimeWarning`.
+
+    A row has step, layer, mean, std, rms, min, max, zeros (part of the values), dead (channels that gave one value in
+    three looks in a row), channels, not_finite (values).
+    """
+
+    def __init__(self, model: nn.Module, layers: str | Sequence[str] | None = None, **how: Any):
+        super().__init__(model, layers, **how)
+        # For each channel that gave one value only: which, and in how many looks in a row.
+        self._constant: dict[str, tuple[NDArray[np.float64], NDArray[np.int64]]] = {}
+
+    def _ask(self, taps: Taps) -> None:
+        taps.keep(self._names, reduce=self._summary)
+
+    def _rows_of(self, record: Record) -> Rows:
+        rows = []
+        for name, found in record.items():
+            if found:
+                numbers = _statistics(found)
+                looks = self._looks_at_dead(name, numbers)
+                rows.append({
+                    "layer": name, "mean": numbers.mean, "std": numbers.std, "rms": numbers.rms,
+                    "min": numbers.min, "max": numbers.max, "zeros": numbers.zeros,
+                    "dead": int((looks >= _DEAD_LOOKS).sum()), "channels": numbers.channels,
+                    "not_finite": numbers.nan + numbers.infinite,
+                })  # fmt: skip
+        return rows
+
+    def _looks_at_dead(self, name: str, numbers: Statistics) -> NDArray[np.int64]:
+        """For each channel, in how many looks in a row it gave the same value everywhere."""
+        dead = np.zeros(numbers.channels, bool)
+        dead[numbers.dead] = True
+        dead &= numbers.count >= _VALUES_FOR_DEAD
+        values, looks = self._constant.get(name, (numbers.low, np.zeros(numbers.channels, np.int64)))
+        if len(looks) != len(dead):
+            looks = np.zeros(numbers.channels, np.int64)
+        else:
+            with np.errstate(invalid="ignore"):
+                near = np.abs(numbers.low - values) <= 1e-6 * np.abs(values) + 1e-6 * numbers.std
+            looks = np.where(near, looks, 0)
+        looks = np.where(dead, looks + 1, 0)
+        self._constant[name] = numbers.low, looks
+        return looks
+
+    def _alarms_of(self, rows: Rows) -> Iterable[tuple[str, str, str]]:
+        for row in rows:
+            if row["not_finite"]:
+                yield "not finite", row["layer"], f"{row['not_finite']:,} values are not finite"
+        for row in rows:
+            if self._exploded(row["layer"], row["rms"]):
+                yield "exploding", row["layer"], f"what it gives is 100 times as large as before ({row['rms']:.3g})"
+        for row in rows:
+            if row["dead"] >= _DEAD_PART * row["channels"]:
+                yield "dead", row["layer"], f"{row['dead']:,} of {row['channels']:,} channels give one value only"
+
+
+class GradientMonitor(_Monitor):
+    """Gradients of what layers give, and of their parameters, during a training; alarms of NaN and explosions.
+
+    Its arguments are those of `ActivationMonitor`. The gradient of an output is that of the tensor, whoever reads it;
+    where the model writes to the tensor in place, it may be missing.
+
+    A row has step, layer, of ("output", or a parameter's name), norm (L2, of the whole batch's), std and zeros (part of
+    the values) of an output's, ratio (by the norm of the parameter), not_finite (values). Where a GradScaler scales the
+    loss, the gradients are scaled. The backward pass must be over when the next forward begins.
+    """
+
+    def _ask(self, taps: Taps) -> None:
+        taps.keep(self._names, "grad", reduce=self._summary)
+        wanted = {*self._names, ""} if self._all else set(self._names)  # "": the model's own
+        parameters = {n: p for n, p in named_parameters(self._model).items() if n.rpartition(".")[0] in wanted}
+        if parameters:
+            taps.keep(list(parameters), "grad", reduce=_norm)
+        # Taken now: when gradients are looked at, the optimiser may have changed them.
+        self._sizes = {name: float(parameter.detach().norm()) for name, parameter in parameters.items()}
+
+    def _rows_of(self, record: Record) -> Rows:
+        rows = []
+        for name, site in record.sites.items():
+            found = record[site]
+            if site.layer in self._sizes:
+                layer, _, of = site.layer.rpartition(".")
+                norm, size, not_finite = float(found["norm"]), self._sizes[site.layer], int(found["not_finite"])
+                numbers = {"std": math.nan, "zeros": math.nan, "ratio": norm / size if size else math.nan}
+            elif found:
+                layer, of, output = name.removesuffix("@grad"), "output", _statistics(found)
+                norm = output.rms * math.sqrt(output.total) if output.total else math.nan
+                not_finite = output.nan + output.infinite
+                numbers = {"std": output.std, "zeros": output.zeros, "ratio": math.nan}
+            else:
+                continue
+            rows.append({"layer": layer, "of": of, "norm": norm, **numbers, "not_finite": not_finite})
+        return rows
+
+    def _alarms_of(self, rows: Rows) -> Iterable[tuple[str, str, str]]:
+        # Rows are in the order in which gradients came: from the loss on.
+        for row in rows:
+            if row["not_finite"]:
+                yield (
+                    "not finite",
+                    row["layer"],
+                    f"gradient of {row['of']}: {row['not_finite']:,} values are not finite",
+                )
+        for row in rows:
+            if self._exploded(f"{row['layer']} {row['of']}", row["norm"]):
+                text = f"the gradient of {row['of']} is 100 times as large as before (norm {row['norm']:.3g})"
+                yield "exploding", row["layer"], text
+
+
+def _norm(gradient: Tensor) -> dict[str, Tensor]:
+    """L2 norm of the finite values, and how many are not; parameters are large, so it is no more than that."""
+    norm = torch.linalg.vector_norm(gradient.float())
+    not_finite = torch.zeros((), dtype=torch.int64)
+    if not 1e-15 < float(norm) < 1e15:  # squares may have been lost
+        wide = gradient.double()
+        finite = wide.isfinite()
+        norm, not_finite = torch.where(finite, wide, 0.0).norm(), (~finite).sum()
+    return {"norm": norm, "not_finite": not_finite}
+
+
+def _statistics(found: Mapping[str, Tensor]) -> Statistics:
+    statistics = Statistics()
+    statistics.add(Summary.of_tensors(found))
+    return statistics
+
+
+def _watched(model: nn.Module) -> list[str]:
+    """Layers that have no layers inside, or parameters of their own, and do something."""
+    names = [
+        name
+        for name, module in named_layers(model).items()
+        if does_something(module) and (module._parameters or not any(True for _ in module.children()))
+    ]
+    if not names:
+        raise InputError("the model is one layer by itself; wrap it: nn.Sequential(model)")
+    return names
+
+
+def _writer(to: Target) -> Callable[[int, Rows], None]:
+    """What is done with the rows of a step."""
+    if to is None:
+        return lambda step, rows: None
+    if hasattr(to, "add_scalar"):
+        return lambda step, rows: _to_tensorboard(to, step, rows)
+    if callable(to):
+        return to  # type: ignore[no-any-return]
+    path = Path(to)
+    if path.suffix != ".csv":
+        raise InputError(f"to={str(to)!r}: expected a .csv file, a SummaryWriter, or a function of (step, rows)")
+    if not path.parent.is_dir():
+        raise InputError(f"{path} cannot be written: no such folder")
+    return lambda step, rows: _append(path, rows)
+
+
+def _to_tensorboard(writer: Any, step: int, rows: Rows) -> None:
+    for row in rows:
+        name = "/".join(str(row[key]) for key in ("layer", "of") if key in row)
+        for key, value in row.items():
+            if (
+                isinstance(value, int | float)
+                and key != "step"
+                and not (isinstance(value, float) and math.isnan(value))
+            ):
+                writer.add_scalar(f"{name}/{key}", value, step)
+
+
+def _append(path: Path, rows: Rows) -> None:
+    """Append rows to a CSV file.
+
+    Raises:
+        InputError: it is there, and has other columns.
+    """
+    if not rows:
+        return
+    columns = list(rows[0])
+    new = not path.exists() or path.stat().st_size == 0
+    if not new:
+        with path.open(encoding="utf-8") as file:
+            if file.readline().rstrip("\n") != ",".join(columns):
+                raise InputError(f"{path} is there already, with other columns; name another file")
+    with path.open("a", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)

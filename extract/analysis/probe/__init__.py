@@ -1,0 +1,13 @@
+"""How good features are: linear probes and others on arrays, by the protocols of the literature.
+
+result = linear_probe(x_train, y_train, x_test, y_test, protocol="clip")
+result.metrics["top1"].value
+result.model.predict(x_new)
+"""
+
+from extract.analysis.probe.model import LinearProbe
+from extract.analysis.probe.probing import ProbeResult, linear_probe
+from extract.analysis.probe.protocols import PROTOCOLS
+from extract.analysis.probe.representations import linear_cka, rsa
+
+__all__ = ["PROTOCOLS", "LinearProbe", "ProbeResult", "linear_cka", "linear_probe", "rsa"]

@@ -1,0 +1,190 @@
+"""A fitted probe: scores, probabilities and classes of features; kept in a file that cannot run code."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from extract.analysis.probe.feature_matrix import FeatureRows, Scaling, Source
+from extract.errors import InputError
+from extract.system.atomic_files import link_target, write_whole
+
+__all__ = ["LinearProbe"]
+
+_FORMAT = "layertap probe"
+_VERSION = "1"
+_TASKS = ("classification", "multilabel", "regression")
+
+
+@dataclass(frozen=True)
+class LinearProbe:
+    """scale(x) @ coef_.T + intercept_, named as scikit-learn names it.
+
+    Attributes:
+        coef_: (K, D) float32, float64 of regression; (1, D) for two classes.
+        intercept_: (K,), likewise.
+        classes_: (K,) what `predict` answers with; of several labels, their names; of regression, those of the targets.
+        task: "classification", "multilabel" or "regression".
+        scaling: of the features, with statistics of the rows that it was fitted on.
+        has_probabilities: the scores are logits.
+        about: what else is kept in the file: protocol, layers, fingerprint of the features, results.
+    """
+
+    coef_: NDArray[Any]
+    intercept_: NDArray[Any]
+    classes_: NDArray[Any]
+    task: str = "classification"
+    scaling: Scaling = field(default_factory=Scaling)
+    has_probabilities: bool = True
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def n_features_in_(self) -> int:
+        """D."""
+        return int(self.coef_.shape[1])
+
+    def decision_function(self, x: Source | FeatureRows) -> NDArray[Any]:
+        """(N, K) scores; (N,) for two classes, positive for the second.
+
+        Args:
+            x: (N, D) or (N, *shape) of as many values, as they are stored; they are scaled here.
+
+        Raises:
+            InputError: rows of another width, or values that are not finite.
+        """
+        rows = x if isinstance(x, FeatureRows) else FeatureRows.of(x)
+        if rows.width != self.n_features_in_:
+            raise InputError(f"the features have {rows.width} values; the probe was fitted on {self.n_features_in_}")
+        scores = np.empty((len(rows), len(self.coef_)), self.coef_.dtype)
+        for start, block in rows.scaled(self.scaling).blocks():
+            scores[start : start + len(block)] = block @ self.coef_.T + self.intercept_
+        return scores[:, 0] if self._one_score else scores
+
+    @property
+    def _one_score(self) -> bool:
+        return self.task == "classification" and len(self.coef_) == 1
+
+    def scores(self, x: Source | FeatureRows) -> NDArray[Any]:
+        """(N, K) as `decision_function`, but of two classes also two columns: 0, and its score."""
+        scores = self.decision_function(x)
+        return np.stack([np.zeros_like(scores), scores], 1) if scores.ndim == 1 else scores
+
+    def probabilities(self, scores: NDArray[np.float32]) -> NDArray[np.float32] | None:
+        """(N, K) from `scores`; None: it has none."""
+        if not self.has_probabilities:
+            return None
+        if self.task == "multilabel":
+            return _logistic(scores)
+        above = np.exp(scores - scores.max(1, keepdims=True))
+        return np.asarray(above / above.sum(1, keepdims=True), np.float32)
+
+    def predict_proba(self, x: Source | FeatureRows) -> NDArray[np.float32]:
+        """(N, K) probabilities; each label's own where several may be there.
+
+        Raises:
+            InputError: as of `decision_function`; or the probe has no probabilities.
+        """
+        found = self.probabilities(self.scores(x))
+        if found is None:
+            raise InputError("this probe has scores, but no probabilities")
+        return found
+
+    def predict(self, x: Source | FeatureRows) -> NDArray[Any]:
+        """(N,) classes; (N, K) 0 or 1 of several labels; (N,) or (N, K) values of regression."""
+        scores = self.scores(x)
+        if self.task == "classification":
+            return np.asarray(self.classes_[scores.argmax(1)])
+        if self.task == "multilabel":
+            return (scores > 0).astype(np.int64)
+        return scores[:, 0] if scores.shape[1] == 1 else scores
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it whole or not at all, as safetensors: `coef`, `intercept`, `mean`, `scale`, and text beside them."""
+        tensors = {"coef": self.coef_, "intercept": self.intercept_}
+        if self.scaling.mean is not None and self.scaling.scale is not None:
+            tensors |= {"mean": self.scaling.mean, "scale": self.scaling.scale}
+        text = {
+            "format": _FORMAT,
+            "format_version": _VERSION,
+            "task": self.task,
+            "classes": json.dumps(self.classes_.tolist()),
+            "scaling": self.scaling.name,
+            "has_probabilities": json.dumps(self.has_probabilities),
+            "about": json.dumps(dict(self.about)),
+        }
+        write_whole(link_target(Path(path)), save({k: np.ascontiguousarray(v) for k, v in tensors.items()}, text))
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> LinearProbe:
+        """Read what `save` has written.
+
+        Raises:
+            InputError: no such file, or it is no probe, or not a whole one.
+        """
+        try:
+            with safe_open(path, "np") as file:
+                text = file.metadata() or {}
+                if text.get("format") != _FORMAT or text.get("format_version") != _VERSION:
+                    raise InputError(f"{path} holds no probe of `layertap probe --save` (format {_VERSION})")
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            scaling = Scaling(text["scaling"], tensors.get("mean"), tensors.get("scale"))
+            classes, about = json.loads(text["classes"]), json.loads(text["about"])
+            probe = LinearProbe(
+                tensors["coef"], tensors["intercept"], np.array(classes), text["task"], scaling,
+                json.loads(text["has_probabilities"]), about,
+            )  # fmt: skip
+        except FileNotFoundError as error:
+            raise InputError(f"{path}: no such file") from error
+        except (SafetensorError, OSError, KeyError, ValueError, TypeError, RecursionError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(f"{path} is no probe that can be read: {error}") from error
+        for what in _wrong(probe):
+            raise InputError(f"{path} is no whole probe: {what}")
+        return probe
+
+
+def _wrong(probe: LinearProbe) -> Iterator[str]:
+    """What does not fit together."""
+    if probe.task not in _TASKS or probe.scaling.name not in ("none", "l2", "standardise"):
+        yield f"unknown task {probe.task!r} or scaling {probe.scaling.name!r}"
+    if probe.classes_.dtype.kind not in "Uif" or len(set(probe.classes_.ravel().tolist())) < probe.classes_.size:
+        yield "its classes are no names, or there twice"
+        return
+    if probe.classes_.ndim != 1 or not isinstance(probe.about, dict):
+        yield "its classes are no list, or what it is about is missing"
+        return
+    expected_dtype = np.float64 if probe.task == "regression" else np.float32
+    if (
+        probe.coef_.ndim != 2
+        or probe.intercept_.shape != probe.coef_.shape[:1]
+        or {probe.coef_.dtype, probe.intercept_.dtype} != {np.dtype(expected_dtype)}
+    ):
+        yield "its weights have other shapes than (K, D) and (K,)"
+        return
+    columns: Sequence[Any] = [one for one in (probe.scaling.mean, probe.scaling.scale) if one is not None]
+    if len(columns) != (2 if probe.scaling.name == "standardise" else 0):
+        yield "the statistics of its scaling are missing"
+    if any(one.shape != probe.coef_.shape[1:] for one in columns):
+        yield "its scaling has another width than its weights"
+    expected = 2 if probe._one_score else len(probe.coef_)
+    if probe.classes_.shape != (expected,):
+        yield f"it has {len(probe.classes_)} classes, and weights of {expected}"
+    if not all(np.isfinite(one).all() for one in (probe.coef_, probe.intercept_, *columns)):
+        yield "a number is not finite"
+    if probe.scaling.scale is not None and not (probe.scaling.scale > 0).all():
+        yield "a standard deviation is not above zero"
+
+
+def _logistic(scores: NDArray[np.float32]) -> NDArray[np.float32]:
+    small = np.exp(-np.abs(scores))  # exact also where the probability is tiny
+    return np.asarray(np.where(scores > 0, 1, small) / (1 + small), np.float32)

@@ -1,0 +1,95 @@
+"""Classification by the nearest rows, as in DINO (Caron et al. 2021; Wu et al. 2018)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from extract.analysis.probe.feature_matrix import FeatureRows
+from extract.system.torch_state import full_float32
+
+__all__ = ["TEMPERATURE", "neighbour_shares"]
+
+TEMPERATURE = 0.07  # of DINO's eval_knn.py and DINOv2's eval/knn.py
+_COSINES = 1 << 24  # that are held at once
+_QUERIES = 1024  # that are compared at once
+
+
+def neighbour_shares(
+    bank: FeatureRows,
+    targets: NDArray[np.int64] | NDArray[np.float32],
+    n_classes: int,
+    queries: FeatureRows,
+    ks: Sequence[int],
+    device: str | torch.device = "cpu",
+    memory_bytes: int = 1 << 30,
+) -> list[NDArray[np.float32]]:
+    """For each k, the share of the votes that each class has among the k rows nearest by cosine.
+
+    A neighbour's vote weighs exp(cosine / 0.07). Of equally near rows, the first is nearer.
+
+    Args:
+        bank: (N, D).
+        targets: (N,) classes, or (N, K) of 0 and 1.
+        n_classes: K.
+        queries: (Q, D).
+        ks: numbers of neighbours, N at most.
+        device: to compute on.
+        memory_bytes: of rows and cosines that are held at once.
+
+    Returns:
+        (Q, K) for each k; rows sum to 1 where a row has one class.
+    """
+    most = max(ks)
+    found = [np.zeros((len(queries), n_classes), np.float32) for _ in ks]
+    with torch.inference_mode(), full_float32():
+        for start, array in queries.blocks(min(4 * queries.width * _QUERIES, memory_bytes // 8)):
+            cosines, rows = _nearest_rows(bank, _unit(array, device), most, memory_bytes // 8)
+            # Less the largest, which the shares do not depend on, so that nothing overflows.
+            votes = ((cosines - cosines[:, :1]) / TEMPERATURE).double().exp().cpu().numpy()
+            total, everyone = np.zeros((len(array), n_classes)), np.arange(len(array))
+            for rank, neighbours in enumerate(rows.T.cpu().numpy()):
+                if targets.ndim == 1:
+                    total[everyone, targets[neighbours]] += votes[:, rank]
+                else:
+                    total += votes[:, rank, None] * targets[neighbours]
+                for k, shares in zip(ks, found, strict=True):
+                    if k == rank + 1:
+                        shares[start : start + len(array)] = total / votes[:, :k].sum(1, keepdims=True)
+    return found
+
+
+def _unit(array: NDArray[np.float32], device: str | torch.device) -> Tensor:
+    """(n, D) of length 1; one without a direction stays zero."""
+    rows = torch.from_numpy(array).to(device)
+    lengths: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    return rows.div_(lengths.clamp(min=torch.finfo(torch.float32).tiny))
+
+
+def _nearest_rows(bank: FeatureRows, block: Tensor, most: int, block_bytes: int) -> tuple[Tensor, Tensor]:
+    """(q, most) cosines and rows of the nearest, the nearest first; of the bank, so many bytes are read at once."""
+    cosines = torch.empty(len(block), 0, device=block.device)
+    rows = torch.empty(len(block), 0, dtype=torch.int64, device=block.device)
+    for first, others in bank.blocks(min(4 * bank.width * max(1, _COSINES // len(block)), block_bytes)):
+        here = block @ _unit(others, block.device).T
+        numbers = torch.arange(first, first + len(others), device=block.device).expand(len(block), -1)
+        cosines, rows = torch.cat([cosines, here], 1), torch.cat([rows, numbers], 1)
+        if cosines.shape[1] > most:
+            order = _largest(cosines, most).sort(1)[0]  # in the order of the rows, for ties with those to come
+            cosines, rows = cosines.gather(1, order), rows.gather(1, order)
+    order = cosines.sort(dim=1, descending=True, stable=True)[1]
+    return cosines.gather(1, order), rows.gather(1, order)
+
+
+def _largest(values: Tensor, most: int) -> Tensor:
+    """(q, most) columns of the largest values of each row; of equal ones, the first."""
+    top, columns = values.topk(most, 1)
+    # Which of several that equal the last one `topk` takes is not defined.
+    tied = (values >= top[:, -1:]).sum(1) > most
+    if bool(tied.any()):
+        columns[tied] = values[tied].sort(dim=1, descending=True, stable=True)[1][:, :most]
+    return columns

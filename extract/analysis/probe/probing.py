@@ -1,0 +1,384 @@
+"""One probe from arrays to numbers: `linear_probe`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from extract.analysis.probe.feature_matrix import FeatureRows, Source
+from extract.analysis.probe.memory import free_bytes
+from extract.analysis.probe.metrics import (
+    Estimate,
+    average_precision,
+    by_class,
+    classification_metrics,
+    confusion_of,
+    multilabel_metrics,
+    regression_metrics,
+)
+from extract.analysis.probe.model import LinearProbe
+from extract.analysis.probe.protocols import PROTOCOLS, Fitted, Labelled, Settings, few_shot
+from extract.errors import InputError, LayertapError, first_line, unknown_name
+from extract.system.torch_state import device_named
+
+__all__ = ["ProbeResult", "linear_probe", "probe"]
+
+PRIMARY = {"classification": "top1", "multilabel": "mAP", "regression": "r2"}
+_MOST_IN_A_TABLE = 1000  # classes in a confusion matrix, which has their square of numbers
+_LARGEST = 1e100  # target: its square must be finite, and their sum
+SCALINGS = ("none", "l2", "standardise")
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """What a probe of some features gave.
+
+    Attributes:
+        protocol: its name.
+        task: "classification", "multilabel" or "regression".
+        scaling: of the features: "none", "l2" or "standardise".
+        metrics: name -> value with its 95 % interval, on the test rows; the first is what features are compared by. Of
+            few-shot: "top1@5", the mean over five draws, with the interval of Student's t for that mean.
+        classes: (K,) names, or labels as given.
+        per_class: (K,) columns: n, recall, precision, f1; of several labels n, average_precision; none of regression.
+        confusion: (K, K) test rows of class i that were taken for class j; of at most 1,000 classes.
+        swept: what was chosen: "C", "lambda", "alpha" or "k"; empty: nothing.
+        chosen: its value.
+        curve: (value, top-1, mAP or R^2 on the validation rows) for all that were tried.
+        shots: of few-shot: rows of a class -> top-1 of each draw.
+        n_train, n_val, n_test: rows; of the training rows, those of validation included that were refitted with.
+        predictions: (N,) numbers of classes; (N, K) labels, 0 or 1; (N, K) numbers; None of few-shot.
+        truth: (N,) numbers of classes, below 0 where training had no such class; (N, K) labels or numbers.
+        probabilities: (N, K), where there are any.
+        objective: what logistic regression minimised, for the chosen value, on training and validation rows.
+        model: the probe, to be used and saved; None: k nearest neighbours, few-shot.
+        notes: what a reader of the numbers should know.
+        seconds: it took.
+    """
+
+    protocol: str
+    task: str
+    scaling: str
+    metrics: dict[str, Estimate]
+    classes: NDArray[Any]
+    n_train: int
+    n_val: int
+    n_test: int
+    truth: NDArray[Any]
+    swept: str = ""
+    chosen: float = float("nan")
+    curve: Sequence[tuple[float, float]] = ()
+    per_class: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    confusion: NDArray[np.int64] | None = None
+    shots: Mapping[int, list[float]] = field(default_factory=dict)
+    predictions: NDArray[Any] | None = None
+    probabilities: NDArray[np.float32] | None = None
+    objective: float | None = None
+    model: LinearProbe | None = None
+    notes: Sequence[str] = ()
+    seconds: float = 0.0
+
+    @property
+    def primary(self) -> str:
+        """The metric that features are compared by: "top1", "mAP", "r2"; of few-shot that of the most shots."""
+        return f"top1@{max(self.shots)}" if self.shots else PRIMARY[self.task]
+
+    @property
+    def value(self) -> float:
+        """The primary metric."""
+        return self.metrics[self.primary].value
+
+    @property
+    def right(self) -> NDArray[np.bool_] | None:
+        """(N,) test rows whose class was found; None: no classification, or few-shot."""
+        if self.task != "classification" or self.predictions is None:
+            return None
+        return np.asarray(self.predictions == self.truth)
+
+
+def linear_probe(
+    x_train: Source,
+    y_train: ArrayLike,
+    x_test: Source,
+    y_test: ArrayLike,
+    *,
+    protocol: str = "clip",
+    x_val: Source | None = None,
+    y_val: ArrayLike | None = None,
+    scaling: str | None = None,
+    class_weight: str | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    memory_bytes: int | None = None,
+) -> ProbeResult:
+    """How well a simple classifier on these features does, by a protocol of the literature.
+
+        result = linear_probe(x_train, y_train, x_test, y_test, protocol="simclr")
+        result.metrics["top1"]       # Estimate(value=0.742, low=0.714, high=0.769)
+        result.chosen, result.curve  # C, and what each C gave on validation rows
+
+    Test rows are predicted once, by the probe that was chosen without them.
+
+    Args:
+        x_train: (N, D) features, or (N, *shape); an array, tensor, memory map, or a feature of a `FeatureReader`.
+        y_train: (N,) classes, of any kind that can be sorted; (N, K) of 0 and 1 for labels that do not exclude each
+            other; for the protocol "ridge", (N,) or (N, K) numbers.
+        x_test: (N, D) features that are tested on.
+        y_test: their classes, labels or numbers.
+        protocol: one of `PROTOCOLS`; what each does stands in `extract.analysis.probe.protocols`.
+        x_val: features that hyper-parameters are chosen on; None: a tenth of the training rows.
+        y_val: theirs.
+        scaling: "none", "l2" or "standardise" instead of the protocol's own.
+        class_weight: "balanced" lets each class weigh the same, as in scikit-learn.
+        seed: of all that is drawn.
+        device: "auto", "cpu", "cuda", ...
+        memory_bytes: of features and variables that are held at once; what does not fit is read again in each pass.
+            None: half of what is free.
+
+    Raises:
+        InputError: shapes do not fit, a value is not finite, there are fewer than two classes, or the protocol is not
+            made for this task.
+        UnknownNameError: no such protocol or scaling.
+    """
+    if (x_val is None) != (y_val is None):
+        raise InputError("x_val and y_val go together")
+    if class_weight not in (None, "balanced"):
+        raise unknown_name("class_weight", str(class_weight), ["balanced"])
+    if not isinstance(protocol, str) or protocol not in PROTOCOLS:
+        raise unknown_name("protocol", str(protocol), PROTOCOLS)
+    kind = PROTOCOLS[protocol]
+    numbers = kind.tasks == ("regression",)
+    if not isinstance(seed, int) or not 0 <= seed < 1 << 32:
+        raise InputError(f"seed is {seed!r}; expected a whole number from 0 to {(1 << 32) - 1}")
+    train, test = np.asarray(y_train), np.asarray(y_test)
+    val = None if y_val is None else np.asarray(y_val)
+    task, classes, encoded = _encoded(train, val, test, numbers)
+    pieces: list[Labelled | None] = []
+    for name, x, y in (("train", x_train, encoded[0]), ("val", x_val, encoded[1]), ("test", x_test, encoded[2])):
+        if x is None or y is None:
+            pieces.append(None)
+            continue
+        # A list of rows is an array; `FeatureRows` takes a list for arrays that lie side by side.
+        rows = FeatureRows.of(np.asarray(x) if isinstance(x, list | tuple) else x)
+        if len(rows) != len(y):
+            raise InputError(f"x_{name} has {len(rows):,} rows, y_{name} {len(y):,}")
+        pieces.append(Labelled(rows, y))
+    fit, chosen_on, tested = pieces
+    assert fit is not None
+    assert tested is not None
+    return probe(
+        fit, chosen_on, tested, classes, task, protocol=protocol, scaling=scaling, balanced=class_weight == "balanced",
+        seed=seed, device=device, memory_bytes=memory_bytes,
+    )  # fmt: skip
+
+
+def probe(
+    train: Labelled,
+    val: Labelled | None,
+    test: Labelled,
+    classes: NDArray[Any],
+    task: str,
+    *,
+    protocol: str = "clip",
+    scaling: str | None = None,
+    balanced: bool = False,
+    seed: int = 0,
+    device: str = "auto",
+    memory_bytes: int | None = None,
+) -> ProbeResult:
+    """As `linear_probe`, of rows whose targets are encoded already.
+
+    Args:
+        train: targets of classes are numbers in `classes`.
+        val: likewise, or None.
+        test: likewise; -1, -2, ... for classes that training does not have.
+        classes: (K,) of anything.
+        task: "classification", "multilabel" or "regression".
+        protocol: this and what follows as of `linear_probe`.
+        scaling: None: the protocol's own.
+        balanced: each class weighs the same.
+        seed: of all that is drawn.
+        device: "auto", "cpu", "cuda", ...
+        memory_bytes: None: half of what is free.
+    """
+    started = time.perf_counter()
+    if protocol not in PROTOCOLS:
+        raise unknown_name("protocol", protocol, PROTOCOLS)
+    kind = PROTOCOLS[protocol]
+    if task not in kind.tasks:
+        fitting = ", ".join(name for name, one in PROTOCOLS.items() if task in one.tasks)
+        raise InputError(f"the protocol {protocol} is for {' and '.join(kind.tasks)}, not for {task}: take {fitting}")
+    if scaling is not None and scaling not in SCALINGS:
+        raise unknown_name("scaling", scaling, SCALINGS)
+    if balanced and (task != "classification" or protocol in ("knn", "centroid")):
+        raise InputError(f"class weights are for logistic regression of classes, not for {protocol} of {task}")
+    if val is not None and not len(val):
+        val = None
+    if not len(test) or not len(train):
+        raise InputError(f"{len(train):,} rows to train on and {len(test):,} to test on; both need some")
+    if task == "regression" and (constant := np.flatnonzero(np.ptp(train.targets, axis=0) == 0)).size:
+        raise InputError(f"{classes[constant[0]]} is {train.targets[0, constant[0]]:g} in all training rows")
+    if task == "classification" and len(classes) < 2:
+        raise InputError(f"the training rows have {len(classes)} class; a probe needs at least two")
+    widths = {name: one.rows.width for name, one in (("train", train), ("val", val), ("test", test)) if one is not None}
+    if len(set(widths.values())) > 1:
+        raise InputError(f"rows of different widths: {widths}")
+    place = _place(device)
+    memory_bytes = free_bytes() // 2 if memory_bytes is None else memory_bytes
+    if place.type == "cuda":
+        memory_bytes = min(memory_bytes, torch.cuda.mem_get_info(place)[0] // 2)
+    settings = Settings(task, classes, scaling or kind.scaling, balanced, seed, place, memory_bytes)
+    # What fits is read once; a third, since what is fitted on is held along its principal axes too.
+    held_bytes = sum(one.rows.nbytes for one in (train, val, test) if one is not None)
+    if held_bytes <= memory_bytes // 3:
+        settings = replace(settings, memory_bytes=memory_bytes - held_bytes)
+        train, test = (Labelled(one.rows.held(), one.targets) for one in (train, test))
+        val = None if val is None else Labelled(val.rows.held(), val.targets)
+    try:
+        if kind.fit is None:
+            result = _few_shot(train, val, test, settings, protocol)
+        else:
+            result = _tested(kind.fit(train, val, settings), test, settings, protocol)
+    except torch.OutOfMemoryError as error:
+        raise LayertapError(
+            f"the memory of {place} does not suffice: {first_line(error)}; set --max-memory-mb (memory_bytes)"
+        ) from error
+    notes = list(result.notes)
+    if task == "classification" and (unknown := int((test.targets < 0).sum())):
+        notes.append(f"{unknown:,} test rows have a class that no training row has; they count as wrong")
+    return replace(result, notes=notes, seconds=time.perf_counter() - started)
+
+
+def _place(device: str) -> torch.device:
+    place = device_named(device)
+    if place.type == "mps" and device != "auto":
+        raise InputError("probes need double precision, which mps has not; take --device cpu")
+    return torch.device("cpu") if place.type == "mps" else place
+
+
+def _few_shot(train: Labelled, val: Labelled | None, test: Labelled, settings: Settings, protocol: str) -> ProbeResult:
+    shots = few_shot(train, val, test, settings)
+    return ProbeResult(
+        protocol=protocol,
+        task=settings.task,
+        scaling=settings.scaling,
+        metrics={f"top1@{n}": _over_draws(values) for n, values in shots.items()},
+        classes=settings.classes,
+        n_train=len(train),
+        n_val=0 if val is None else len(val),
+        n_test=len(test),
+        truth=test.targets,
+        shots=shots,
+    )
+
+
+def _tested(fitted: Fitted, test: Labelled, settings: Settings, protocol: str) -> ProbeResult:
+    """The test rows are predicted here, and nowhere else."""
+    scores, probabilities = fitted.scores(test.rows)
+    truth, k = test.targets, len(settings.classes)
+    per_class: dict[str, NDArray[Any]] = {}
+    confusion, predictions = None, scores
+    if settings.task == "classification":
+        metrics = classification_metrics(scores, truth, probabilities, settings.seed)
+        predictions = scores.argmax(1)
+        per_class = by_class(predictions, truth, k)
+        confusion = confusion_of(predictions, truth, k) if k <= _MOST_IN_A_TABLE else None
+    elif settings.task == "multilabel":
+        metrics = multilabel_metrics(scores, truth, settings.seed)
+        predictions = (scores > fitted.threshold).astype(np.int64)
+        per_class = {"n": truth.sum(0).astype(np.int64), "average_precision": average_precision(scores, truth)}
+    else:
+        metrics = regression_metrics(scores.astype(np.float64), truth, settings.seed)
+    return ProbeResult(
+        protocol=protocol,
+        task=settings.task,
+        scaling=settings.scaling,
+        metrics=metrics,
+        classes=settings.classes,
+        n_train=fitted.n_train,
+        n_val=fitted.n_val,
+        n_test=len(test),
+        truth=truth,
+        swept=fitted.swept,
+        chosen=fitted.chosen,
+        curve=fitted.curve,
+        per_class=per_class,
+        confusion=confusion,
+        predictions=predictions,
+        probabilities=probabilities,
+        objective=fitted.objective,
+        model=fitted.model,
+        notes=fitted.notes,
+    )
+
+
+# The 0.975 quantile of Student's t for 1 to 9 degrees of freedom (any table; NIST/SEMATECH e-Handbook, 1.3.6.7.2).
+_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+
+
+def _over_draws(values: list[float]) -> Estimate:
+    mean = float(np.mean(values))
+    half = _T[len(values) - 2] * float(np.std(values, ddof=1)) / len(values) ** 0.5 if len(values) > 1 else float("nan")
+    return Estimate(mean, mean - half, mean + half)
+
+
+def _encoded(
+    train: NDArray[Any], val: NDArray[Any] | None, test: NDArray[Any], numbers: bool
+) -> tuple[str, NDArray[Any], tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any]]]:
+    """The task, the classes, and the targets as numbers of them."""
+    given = [one for one in (train, val, test) if one is not None]
+    if not train.size or not test.size:
+        raise InputError(f"{len(train):,} rows to train on and {len(test):,} to test on; both need some")
+    if any(one.dtype.kind == "f" and not np.isfinite(one).all() for one in given):
+        raise InputError("a target is NaN or infinite; leave such rows out")
+    if any(one.dtype.kind == "O" for one in given):
+        kinds = sorted({type(value).__name__ for one in given for value in one.ravel().tolist()})
+        if kinds != ["str"]:
+            raise InputError(f"targets are of several kinds ({', '.join(kinds)}); expected all text, or all numbers")
+    if any(one.ndim not in (1, 2) or one.ndim != train.ndim or one.shape[1:] != train.shape[1:] for one in given):
+        raise InputError(f"targets of shapes {', '.join(str(one.shape) for one in given)}; expected (N,) or (N, K)")
+    if numbers:
+        if any(
+            one.dtype.kind not in "iufb" or np.abs(one.astype(np.float64)).max(initial=0) > _LARGEST for one in given
+        ):
+            raise InputError("the targets of regression are finite numbers, below 1e100")
+        as_numbers = [None if one is None else one.reshape(len(one), -1).astype(np.float64)
+                      for one in (train, val, test)]  # fmt: skip
+        names = np.array([f"target {i}" for i in range(np.prod(train.shape[1:], dtype=int))])
+        return "regression", names, tuple(as_numbers)  # type: ignore[return-value]
+    if train.ndim == 2 and train.shape[1] == 1:  # a column of classes
+        return _encoded(train[:, 0], None if val is None else val[:, 0], test[:, 0], numbers)
+    if train.ndim == 2:
+        if any(not np.isin(one, (0, 1)).all() for one in given):
+            raise InputError("targets of shape (N, K) are labels, 0 or 1; of numbers, take protocol='ridge'")
+        labels = [None if one is None else one.astype(np.float32) for one in (train, val, test)]
+        return "multilabel", np.arange(train.shape[1]), tuple(labels)  # type: ignore[return-value]
+    if train.dtype.kind == "f" and (train != np.round(train)).any():
+        raise InputError("y_train holds fractions; numbers are predicted with protocol='ridge', classes are whole")
+    classes = np.unique(train)
+    encoded: list[NDArray[Any] | None] = []
+    for name, one in (("val", val), ("test", test)):
+        if one is None:
+            encoded.append(None)
+            continue
+        comparable = (one.dtype.kind in "US") == (classes.dtype.kind in "US")
+        places = np.minimum(np.searchsorted(classes, one), len(classes) - 1) if comparable else np.zeros(len(one), int)
+        found = np.where(classes[places] == one, places, -1) if comparable else places - 1
+        # -1, -2, ...: classes that training does not have, each its own.
+        number = np.unique(one[found < 0], return_inverse=True)[1]
+        found[found < 0] = -1 - number
+        if name == "val" and (found < 0).any():
+            raise InputError(f"y_val has the class {one[found < 0][0].item()!r}, which y_train has not")
+        if not (found >= 0).any() and len(one):
+            raise InputError(
+                f"no class of y_{name} is one of y_train: {one[0].item()!r} ({one.dtype}) there, {classes[0].item()!r} "
+                f"({train.dtype}) here"
+            )
+        encoded.append(found)
+    return "classification", classes, (np.searchsorted(classes, train), encoded[0], encoded[1])  # type: ignore[return-value]

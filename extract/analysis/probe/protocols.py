@@ -1,0 +1,478 @@
+"""The protocols by which papers tell how good features are: what is fitted, on what, and how its strength is chosen.
+
+In each of them: statistics for scaling come from the rows that are fitted on, hyper-parameters are chosen on validation
+rows, and test rows are predicted at the end, by the probe that was chosen without them. Where no validation rows are
+given, a tenth of the training rows is held out for the choice, as DINOv2 does (the first of `torch.randperm` with the
+seed).
+
+The papers say that the strength with the best accuracy on validation rows is taken, and none says which of several that
+are equally good. Here it is the one with the least log loss on these rows, and of those the strongest penalty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from extract.analysis.probe.feature_matrix import FeatureRows, Scaling
+from extract.analysis.probe.logistic import Fit, LogisticRegression
+from extract.analysis.probe.metrics import average_precision
+from extract.analysis.probe.model import LinearProbe
+from extract.analysis.probe.neighbours import neighbour_shares
+from extract.analysis.probe.ridge import fit_ridge
+from extract.errors import InputError
+
+__all__ = ["PROTOCOLS", "SHOTS", "Fitted", "Labelled", "Protocol", "Settings"]
+
+SHOTS = (1, 2, 5, 10, 20)
+_KS = (10, 20, 100, 200)
+_REPEATS = 5  # seeds of a few-shot probe
+_FEW = 50  # rows, on which an accuracy is known to no better than 14 points
+_SCORES = 1 << 26  # that are held at once while strengths are compared
+# In nats for each validation row. Log losses that are nearer to each other count as equal: where the classes can be
+# separated, the log loss falls for ever as the penalty goes to zero, by less and less.
+_EQUAL_LOG_LOSS = 1e-3
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Rows, and what is to be predicted of them.
+
+    Attributes:
+        rows: (N, D).
+        targets: (N,) int64 classes; (N, K) float32 labels of 0 and 1; (N, K) float64 numbers.
+    """
+
+    rows: FeatureRows
+    targets: NDArray[Any]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __add__(self, other: Labelled) -> Labelled:
+        return Labelled(self.rows + other.rows, np.concatenate([self.targets, other.targets]))
+
+    def subset(self, chosen: NDArray[np.int64]) -> Labelled:
+        """Some rows, by their sorted numbers."""
+        return Labelled(self.rows.subset(chosen), self.targets[chosen])
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a protocol is told beside its rows.
+
+    Attributes:
+        task: "classification", "multilabel" or "regression".
+        classes: (K,) what the columns of targets are called.
+        scaling: of the features; "none", "l2" or "standardise".
+        balanced: rows weigh N / (K * rows of their class), as scikit-learn's class_weight="balanced".
+        seed: of what is drawn at random.
+        device: to compute on.
+        memory_bytes: of features and variables that are held at once.
+    """
+
+    task: str
+    classes: NDArray[Any]
+    scaling: str
+    balanced: bool
+    seed: int
+    device: torch.device
+    memory_bytes: int
+
+
+Scorer = Callable[[FeatureRows], tuple[NDArray[np.float32], NDArray[np.float32] | None]]
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What a protocol has found.
+
+    Attributes:
+        scores: rows -> (N, K) scores, (N, K) probabilities or None.
+        n_train: rows that it was fitted on in the end.
+        swept: what was chosen: "C", "lambda", "alpha", "k"; empty: nothing.
+        chosen: its value.
+        curve: (value, what it gave on the validation rows), by value.
+        n_val: rows that it was chosen on.
+        model: that can be kept; None: it is as large as its training rows.
+        threshold: scores above it say that a label is there.
+        objective: that was minimised, for the chosen value.
+        notes: what a reader of the numbers should know.
+    """
+
+    scores: Scorer
+    n_train: int
+    swept: str = ""
+    chosen: float = float("nan")
+    curve: Sequence[tuple[float, float]] = ()
+    n_val: int = 0
+    model: LinearProbe | None = None
+    threshold: float = 0.0
+    objective: float | None = None
+    notes: Sequence[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """A protocol of the literature.
+
+    Attributes:
+        fit: the training rows, the validation rows if there are any, the settings -> what was found; None for few-shot,
+            which fits many probes.
+        scaling: of the features.
+        tasks: it can be used for.
+        about: what it does, and its source.
+    """
+
+    fit: Callable[[Labelled, Labelled | None, Settings], Fitted] | None
+    scaling: str
+    tasks: tuple[str, ...]
+    about: str
+
+
+def simclr(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
+    """Logistic regression, of 45 strengths from 1e-6 to 1e5 the best on validation rows, refitted with these.
+
+    SimCLR (Chen et al. 2020), appendix B.8, after Kornblith, Shlens and Le 2019, appendix A.5: L-BFGS, no
+    augmentation. The range is taken as that of C.
+    """
+    train, val = held_out(train, val, settings)
+    return _refitted(train, val, settings, _swept(train, val, settings, np.logspace(-6, 5, 45)), "C")
+
+
+def dinov2_logreg(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
+    """Logistic regression, C of 10^linspace(-6, 5, 45), chosen on a tenth of the training rows, refitted on all.
+
+    DINOv2 (Oquab et al. 2023), `dinov2/eval/log_regression.py`: 1,000 iterations at most; its seed is 0, as is ours
+    unless another is asked for. Where there are validation rows, they are trained on.
+    """
+    train, val = held_out(train if val is None else train + val, None, settings)
+    return _refitted(train, val, settings, _swept(train, val, settings, 10 ** np.linspace(-6, 5, 45)), "C")
+
+
+def clip(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
+    """Logistic regression, lambda = 1 / C searched from coarse to fine on validation rows, refitted with these.
+
+    CLIP (Radford et al. 2021), appendix A.3: 1e-6 to 1e6 in 96 logarithmic steps, of which 1e-6, 1e-4, ..., 1e6 are
+    tried first, then the middles beside the best, down to 8 steps in a factor of ten; 1,000 iterations at most.
+    """
+    train, val = held_out(train, val, settings)
+    return _refitted(train, val, settings, _searched(train, val, settings), "lambda")
+
+
+def knn(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
+    """The classes of the 10, 20, 100 or 200 nearest rows by cosine, each weighing exp(cosine / 0.07).
+
+    DINO (Caron et al. 2021), `eval_knn.py`; k is chosen on validation rows, which are then neighbours too.
+    """
+    fit, chosen_on = held_out(train, val, settings)
+    ks = [k for k in _KS if k <= len(fit)] or [len(fit)]
+    n_classes, where = len(settings.classes), (settings.device, settings.memory_bytes)
+    scaling = Scaling.of(settings.scaling, fit.rows)
+    bank, queries = fit.rows.scaled(scaling), chosen_on.rows.scaled(scaling)
+    shares = neighbour_shares(bank, fit.targets, n_classes, queries, ks, *where)
+    curve = [(float(k), primary(one, chosen_on.targets, settings.task)) for k, one in zip(ks, shares, strict=True)]
+    k = ks[int(np.argmax([value for _, value in curve]))]
+    everyone = fit + chosen_on
+    scaling = Scaling.of(settings.scaling, everyone.rows)
+
+    def scores(rows: FeatureRows) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+        (found,) = neighbour_shares(
+            everyone.rows.scaled(scaling), everyone.targets, n_classes, rows.scaled(scaling), [k], *where
+        )
+        return found, None  # shares of votes are no probabilities: most are exactly 0
+
+    return Fitted(scores, len(everyone), "k", k, curve, len(chosen_on), threshold=0.5, notes=_on_few(len(chosen_on)))
+
+
+def centroid(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
+    """The class whose mean is nearest by cosine; nothing is chosen, so validation rows are trained on.
+
+    Nearest class mean (Mensink et al. 2013; Snell, Swersky and Zemel 2017), with features of length 1.
+    """
+    train = train if val is None else train + val
+    scaling = Scaling.of(settings.scaling, train.rows)
+    sums = np.zeros((len(settings.classes), train.rows.width))
+    for start, block in train.rows.scaled(scaling).blocks():
+        here = train.targets[start : start + len(block)]
+        for one in np.unique(here):
+            sums[one] += block[here == one].sum(0, dtype=np.float64)
+    lengths = np.linalg.norm(sums, axis=1, keepdims=True)
+    means = (sums / np.where(lengths > 0, lengths, 1)).astype(np.float32)
+    if len(means) == 2:
+        means = means[1:] - means[:1]
+    zero = np.zeros(len(means), np.float32)
+    model = LinearProbe(means, zero, settings.classes, settings.task, scaling, has_probabilities=False)
+    return Fitted(_scorer(model), len(train), model=model)
+
+
+def ridge(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
+    """Ridge regression of numbers, of 45 alphas from 1e-5 to 1e6 the best on validation rows, refitted with these.
+
+    Hoerl and Kennard 1970; as scikit-learn's `Ridge`, |X w + b - y|^2 + alpha |w|^2, of standardised features.
+    """
+    fit, chosen_on = held_out(train, val, settings)
+    alphas = np.logspace(-5, 6, 45)
+    scaling = Scaling.of(settings.scaling, fit.rows)
+    weights, biases = fit_ridge(fit.rows.scaled(scaling), fit.targets, alphas.tolist())
+    compared = _compared(weights, biases, scaling, chosen_on, settings)
+    curve = [(alpha, one.value) for alpha, one in zip(alphas.tolist(), compared, strict=True)]
+    alpha = float(alphas[::-1][_best(compared[::-1])])
+    everyone = fit + chosen_on
+    scaling = Scaling.of(settings.scaling, everyone.rows)
+    weights, biases = fit_ridge(everyone.rows.scaled(scaling), everyone.targets, [alpha])
+    model = LinearProbe(weights[0], biases[0], settings.classes, settings.task, scaling, has_probabilities=False)
+    notes = _at_the_end("alpha", alpha, curve) + _on_few(len(chosen_on)) + _tied("alpha", curve)
+    return Fitted(_scorer(model), len(everyone), "alpha", alpha, curve, len(chosen_on), model, notes=notes)
+
+
+_CLASSES = ("classification", "multilabel")
+PROTOCOLS = {
+    "clip": Protocol(clip, "none", _CLASSES, "logistic regression, 96 lambdas searched from coarse to fine"),
+    "simclr": Protocol(simclr, "none", _CLASSES, "logistic regression, 45 C from 1e-6 to 1e5"),
+    "dinov2-logreg": Protocol(
+        dinov2_logreg, "none", _CLASSES, "logistic regression, 45 C, chosen on a tenth of the training rows"
+    ),
+    "knn": Protocol(knn, "l2", _CLASSES, "10, 20, 100 or 200 nearest rows by cosine, temperature 0.07"),
+    "centroid": Protocol(centroid, "l2", ("classification",), "the nearest class mean by cosine"),
+    "fewshot": Protocol(
+        None, "none", ("classification",), "logistic regression on 1, 2, 5, 10, 20 rows a class, five draws"
+    ),
+    "ridge": Protocol(ridge, "standardise", ("regression",), "ridge regression, 45 alphas from 1e-5 to 1e6"),
+}
+
+
+def held_out(train: Labelled, val: Labelled | None, settings: Settings) -> tuple[Labelled, Labelled]:
+    """What is fitted on, and what strengths are chosen on.
+
+    Raises:
+        InputError: there are too few training rows to hold any out.
+    """
+    if val is not None:
+        return train, val
+    count = len(train) // 10
+    if not count:
+        raise InputError(
+            f"{len(train)} training rows are too few to hold a tenth out for the choice of hyper-parameters; give "
+            "validation rows, or take the protocol centroid, which chooses nothing"
+        )
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(settings.seed)).numpy()
+    return train.subset(np.sort(order[count:])), train.subset(np.sort(order[:count]))
+
+
+def few_shot(train: Labelled, val: Labelled | None, test: Labelled, settings: Settings) -> dict[int, list[float]]:
+    """Top-1 on the test rows of probes on a few rows of each class: shots -> one for each of five draws.
+
+    The search of CLIP, on min(shots, 4) validation rows a class, as in CoOp (Zhou et al. 2022, and its code). These
+    come from the validation rows, or from training rows that were not drawn. Fewer shots are part of more.
+    Numbers of shots that a class has not rows enough for are left out.
+
+    Raises:
+        InputError: a class has too few rows for one shot.
+    """
+    found: dict[int, list[float]] = {}
+    n_classes = len(settings.classes)
+    fewest = int(np.bincount(train.targets, minlength=n_classes).min())
+    fewest_val = fewest if val is None else int(np.bincount(val.targets, minlength=n_classes).min())
+    for repeat in range(_REPEATS):
+        generator = np.random.default_rng([settings.seed, repeat])
+        order = _shuffled_by_class(train.targets, n_classes, generator)
+        order_val = None if val is None else _shuffled_by_class(val.targets, n_classes, generator)
+        for shots in SHOTS:
+            n_val = min(shots, 4)
+            if shots + (0 if val is not None else n_val) > fewest or (val is not None and n_val > fewest_val):
+                continue
+            drawn = train.subset(np.sort(np.concatenate([rows[:shots] for rows in order])))
+            if val is None or order_val is None:
+                chosen_on = train.subset(np.sort(np.concatenate([rows[-n_val:] for rows in order])))
+            else:
+                chosen_on = val.subset(np.sort(np.concatenate([rows[:n_val] for rows in order_val])))
+            drawn = Labelled(drawn.rows.held(), drawn.targets)
+            sweep = _searched(drawn, Labelled(chosen_on.rows.held(), chosen_on.targets), settings)
+            scores, _ = _scorer(sweep.best)(test.rows)
+            found.setdefault(shots, []).append(primary(scores, test.targets, settings.task))
+    if not found:
+        raise InputError(
+            f"a class has {fewest} training rows" + ("" if val is None else f" and {fewest_val} validation rows")
+            + "; few-shot needs at least one for training and one for validation"
+        )  # fmt: skip
+    return found
+
+
+def primary(scores: NDArray[Any], targets: NDArray[Any], task: str) -> float:
+    """What is compared: top-1 of classes, mAP of labels, R^2 of numbers."""
+    if task == "classification":
+        return float((scores.argmax(1) == targets).mean())
+    if task == "multilabel":
+        each = average_precision(scores, targets)
+        return float(np.nanmean(each)) if np.isfinite(each).any() else 0.0
+    spread = ((targets - targets.mean(0)) ** 2).sum(0)
+    return float(np.mean(1 - ((scores - targets) ** 2).sum(0) / np.where(spread > 0, spread, 1)))
+
+
+@dataclass(frozen=True)
+class _Sweep:
+    """Strengths that were compared, and the probe of the best one (`_best`)."""
+
+    curve: list[tuple[float, float]]  # C and what it gave, by C
+    best_strength: float
+    best: LinearProbe
+
+
+def _problem(train: Labelled, settings: Settings) -> tuple[LogisticRegression, Scaling]:
+    scaling = Scaling.of(settings.scaling, train.rows)
+    problem = LogisticRegression(
+        train.rows.scaled(scaling), train.targets, len(settings.classes),
+        sample_weight=_balanced(train.targets, len(settings.classes)) if settings.balanced else None,
+        device=settings.device, memory_bytes=settings.memory_bytes,
+    )  # fmt: skip
+    return problem, scaling
+
+
+def _swept(train: Labelled, val: Labelled, settings: Settings, strengths: NDArray[np.float64]) -> _Sweep:
+    """All strengths, side by side."""
+    problem, scaling = _problem(train, settings)
+    fit = problem.fit(strengths.tolist())
+    found = _compared(fit.weights, fit.biases, scaling, val, settings)
+    best = _best(found)  # from the strongest penalty on
+    # Copies, or the weights of all strengths would be kept with these.
+    weights, biases = fit.weights[best].copy(), fit.biases[best].copy()
+    model = LinearProbe(weights, biases, settings.classes, settings.task, scaling)
+    curve = [(strength, one.value) for strength, one in zip(strengths.tolist(), found, strict=True)]
+    return _Sweep(curve, float(strengths[best]), model)
+
+
+def _searched(train: Labelled, val: Labelled, settings: Settings) -> _Sweep:
+    """CLIP's search: every sixteenth of 97 values, then the middles on both sides of the best."""
+    problem, scaling = _problem(train, settings)
+    known: dict[int, tuple[_OnVal, LinearProbe]] = {}
+    steps = list(range(0, 97, 16))
+    for distance in (8, 4, 2, 1, 0):
+        strengths = [10 ** (6 - step / 8) for step in steps]  # 1 / lambda
+        fit = problem.fit(strengths)
+        found = _compared(fit.weights, fit.biases, scaling, val, settings)
+        for i, (step, one) in enumerate(zip(steps, found, strict=True)):
+            known[step] = one, LinearProbe(fit.weights[i], fit.biases[i], settings.classes, settings.task, scaling)
+        from_strongest = sorted(known, reverse=True)
+        best = from_strongest[_best([known[step][0] for step in from_strongest])]
+        steps = [step for step in (best - distance, best + distance) if 0 <= step <= 96 and step not in known]
+        if not steps:
+            break
+    curve = [(10 ** (6 - step / 8), known[step][0].value) for step in from_strongest]
+    return _Sweep(curve, 10 ** (6 - best / 8), known[best][1])
+
+
+def _refitted(train: Labelled, val: Labelled, settings: Settings, sweep: _Sweep, swept: str) -> Fitted:
+    """The probe of the best strength, on training and validation rows."""
+    problem, scaling = _problem(train + val, settings)
+    fit: Fit = problem.fit([sweep.best_strength])
+    model = LinearProbe(fit.weights[0], fit.biases[0], settings.classes, settings.task, scaling)
+    curve = sweep.curve if swept == "C" else [(1 / c, value) for c, value in reversed(sweep.curve)]
+    chosen = sweep.best_strength if swept == "C" else 1 / sweep.best_strength
+    notes = _at_the_end(swept, chosen, curve) + _on_few(len(val)) + _tied(swept, curve)
+    if not fit.converged[0]:
+        notes.append(f"{swept} = {chosen:.3g} had not converged after {int(fit.iterations[0]):,} iterations")
+    objective, n_train = float(fit.objectives[0]), len(train) + len(val)
+    return Fitted(_scorer(model), n_train, swept, chosen, curve, len(val), model, objective=objective, notes=notes)
+
+
+def _at_the_end(swept: str, chosen: float, curve: Sequence[tuple[float, float]]) -> list[str]:
+    values = [value for value, _ in curve]
+    return [f"{swept} = {chosen:.3g} is an end of its range"] if chosen in (min(values), max(values)) else []
+
+
+def _tied(swept: str, curve: Sequence[tuple[float, float]]) -> list[str]:
+    """Where the validation rows hardly choose."""
+    values = [value for _, value in curve]
+    equal = values.count(max(values))
+    if equal <= len(values) // 3 or len(values) < 3:
+        return []
+    return [
+        f"{equal} of {len(values)} values of {swept} are equally good on the validation rows; "
+        + ("the strongest penalty of them is taken" if swept == "alpha" else "the one with the least log loss is taken")
+    ]
+
+
+def _on_few(count: int) -> list[str]:
+    return [f"chosen on {count} rows only"] if count < _FEW else []
+
+
+class _OnVal(NamedTuple):
+    """What a strength gives on the validation rows: the primary metric, and the log loss in nats (0 for numbers)."""
+
+    value: float
+    log_loss: float
+
+
+def _best(found: Sequence[_OnVal]) -> int:
+    """The position of the best strength; `found` begins with the strongest penalty."""
+    top = max(one.value for one in found)
+    least = min(one.log_loss for one in found if one.value == top)
+    return next(i for i, one in enumerate(found) if one.value == top and one.log_loss <= least + _EQUAL_LOG_LOSS)
+
+
+def _log_loss(scores: NDArray[Any], targets: NDArray[Any], task: str) -> float:
+    """The mean of -log p over rows, and over labels where there are several; rows of unknown classes are left out.
+
+    Args:
+        scores: (N, K) logits.
+        targets: (N,) classes, negative ones unknown; or (N, K) 0 or 1; or (N, K) numbers, which have none.
+        task: of `Settings`.
+    """
+    wide = scores.astype(np.float64)
+    if task == "multilabel":
+        return float(np.logaddexp(0, np.where(targets > 0, -wide, wide)).mean())
+    known = np.flatnonzero(targets >= 0) if task == "classification" else np.zeros(0, np.int64)
+    if not len(known):
+        return 0.0
+    return float((np.logaddexp.reduce(wide[known], axis=1) - wide[known, targets[known]]).mean())
+
+
+def _compared(
+    weights: NDArray[Any], biases: NDArray[Any], scaling: Scaling, val: Labelled, settings: Settings
+) -> list[_OnVal]:
+    """What each of (M, K, D) and (M, K) gives on the validation rows, some at a time."""
+    k = weights.shape[1]
+    at_once = max(1, _SCORES // (k * len(val)))
+    found = []
+    for first in range(0, len(weights), at_once):
+        some, shift = weights[first : first + at_once], biases[first : first + at_once]
+        scores = np.empty((len(val), len(some), k), some.dtype)
+        for start, block in val.rows.scaled(scaling).blocks():
+            scores[start : start + len(block)] = (block @ some.reshape(-1, some.shape[2]).T).reshape(
+                -1, len(some), k
+            ) + shift
+        for i in range(len(some)):
+            one = scores[:, i]
+            if settings.task == "classification" and k == 1:
+                one = np.concatenate([np.zeros_like(one), one], 1)
+            value = primary(one, val.targets, settings.task)
+            found.append(_OnVal(value, _log_loss(one, val.targets, settings.task)))
+    return found
+
+
+def _scorer(model: LinearProbe) -> Scorer:
+    def scores(rows: FeatureRows) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+        found = model.scores(rows)
+        return found, model.probabilities(found)
+
+    return scores
+
+
+def _balanced(targets: NDArray[np.int64], n_classes: int) -> NDArray[np.float32]:
+    counts = np.bincount(targets, minlength=n_classes)
+    return (len(targets) / (np.count_nonzero(counts) * counts[targets])).astype(np.float32)
+
+
+def _shuffled_by_class(
+    targets: NDArray[np.int64], n_classes: int, generator: np.random.Generator
+) -> list[NDArray[np.int64]]:
+    """The rows of each class in random order."""
+    order = np.argsort(targets, kind="stable")
+    edges = np.searchsorted(targets[order], np.arange(1, n_classes))
+    return [generator.permutation(rows) for rows in np.split(order, edges)]

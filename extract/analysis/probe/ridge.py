@@ -1,0 +1,60 @@
+"""Ridge regression for many strengths at once, in closed form (Hoerl and Kennard 1970)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from extract.analysis.probe.feature_matrix import FeatureRows
+from extract.errors import InputError
+
+__all__ = ["fit_ridge"]
+
+_WIDEST = 8_000  # values of a row, or rows: of a matrix whose eigenvectors are found
+_MOST_BYTES = 8 << 30  # of rows in double precision, where there are fewer of them than columns
+
+
+def fit_ridge(
+    rows: FeatureRows, targets: NDArray[np.float64], alphas: Sequence[float]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """What scikit-learn's `Ridge(alpha)` minimises, |X w + b - y|^2 + alpha |w|^2, for every alpha.
+
+    One decomposition serves them all.
+
+    Args:
+        rows: (N, D), read in two passes.
+        targets: (N, K).
+        alphas: M of them, above zero.
+
+    Returns:
+        (M, K, D) weights and (M, K) biases, in double precision: a year in seconds has no place in float32.
+
+    Raises:
+        InputError: both N and D are too large for a matrix of their products.
+    """
+    count, width = len(rows), rows.width
+    if min(count, width) > _WIDEST or (count < width and 8 * count * width > _MOST_BYTES):
+        raise InputError(
+            f"ridge regression of {count:,} rows of {width:,} values needs too much memory; with at most {_WIDEST:,} "
+            "values it can be had for any number of rows: store the layer with a pooling"
+        )
+    mean = sum((block.sum(0, dtype=np.float64) for _, block in rows.blocks()), np.zeros(width)) / count
+    about = targets.mean(0)
+    centred_targets = targets - about
+    if count < width:
+        # w = X^T (X X^T + alpha)^-1 y: the same by the push-through identity.
+        centred = rows.between(0, count).astype(np.float64) - mean
+        values, vectors = np.linalg.eigh(centred @ centred.T)
+        along, back = vectors.T @ centred_targets, centred.T @ vectors
+    else:
+        moments, products = np.zeros((width, width)), np.zeros((width, targets.shape[1]))
+        for start, block in rows.blocks():
+            here = block - mean
+            moments += here.T @ here
+            products += here.T @ centred_targets[start : start + len(block)]
+        values, back = np.linalg.eigh(moments)
+        along = back.T @ products
+    weights = np.stack([(back @ (along / (np.maximum(values, 0) + alpha)[:, None])).T for alpha in alphas])
+    return weights, about - weights @ mean

@@ -1,0 +1,133 @@
+"""Features on a plane: principal components, computed in blocks; and t-SNE and UMAP, where their libraries are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from extract.analysis.probe.feature_matrix import FeatureRows
+from extract.system.optional_libraries import library
+from extract.system.torch_state import full_float32
+
+__all__ = ["Principal", "principal", "tsne", "umap"]
+
+_WIDEST = 4096  # D for which a (D, D) matrix is summed up; of wider rows, some are held, and their products taken
+_HELD_BYTES = 256 << 20
+_HELD_ROWS = 2000
+_KEPT = 50  # principal axes that t-SNE is given (van der Maaten and Hinton 2008, section 4.2 takes 30)
+
+
+@dataclass(frozen=True)
+class Principal:
+    """The directions in which rows differ most.
+
+    Attributes:
+        mean: (D,) float32.
+        axes: (K, D) float32, of length 1; the largest value of each is positive, so that the sign is no accident.
+        shares: (K,) of the variance.
+        rows: that they were computed from.
+    """
+
+    mean: NDArray[np.float32]
+    axes: NDArray[np.float32]
+    shares: NDArray[np.float64]
+    rows: int
+
+    def project(self, rows: FeatureRows) -> NDArray[np.float32]:
+        """(N, K): coordinates of rows."""
+        found = np.empty((len(rows), len(self.axes)), np.float32)
+        for start, block in rows.blocks():
+            found[start : start + len(block)] = (block - self.mean) @ self.axes.T
+        return found
+
+
+def principal(rows: FeatureRows, count: int, seed: int = 0) -> Principal:
+    """The first principal axes.
+
+    Of up to 4,096 values a row, exactly, over all rows, with a (D, D) matrix in memory. Of wider rows, of at most 2,000
+    of them, drawn at random, which are held in memory (256 MB).
+
+    Args:
+        rows: (N, D), N at least 1.
+        count: axes; fewer, where there are fewer rows or values.
+        seed: of the choice.
+
+    Raises:
+        InputError: a value is not finite.
+    """
+    with torch.inference_mode(), full_float32():
+        if rows.width <= _WIDEST:
+            mean, products, used = *_products(rows), len(rows)
+            variances, vectors = np.linalg.eigh(products)
+            count = min(count, len(rows), rows.width)
+            axes = vectors[:, ::-1][:, :count].T
+            shares = variances[::-1][:count]
+            total = float(np.trace(products))
+        else:
+            used = max(2, min(_HELD_ROWS, _HELD_BYTES // (4 * rows.width)))
+            chosen = np.sort(np.random.default_rng(seed).permutation(len(rows))[:used])
+            held = rows.subset(chosen).between(0, len(chosen))
+            used = len(held)
+            mean = held.mean(0, dtype=np.float64)
+            held -= mean.astype(np.float32)
+            variances, vectors = np.linalg.eigh((held @ held.T).astype(np.float64))
+            count = min(count, used)
+            axes = vectors[:, ::-1][:, :count].T @ held
+            shares, total = variances[::-1][:count], float(variances.sum())
+    lengths = np.linalg.norm(axes, axis=1, keepdims=True)
+    axes = np.divide(axes, lengths, out=np.zeros(axes.shape), where=lengths > 0)
+    axes *= np.where(axes[np.arange(count), np.abs(axes).argmax(1)] < 0, -1, 1)[:, None]
+    part = np.maximum(shares, 0) / total if total > 0 else np.zeros(count)
+    return Principal(mean.astype(np.float32), axes.astype(np.float32), part, used)
+
+
+def _products(rows: FeatureRows) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(D,) mean, and (D, D) the sum of products of what each row is off it."""
+    count, mean, products = 0, np.zeros(rows.width), np.zeros((rows.width, rows.width))
+    for _, block in rows.blocks():
+        here = block.mean(0, dtype=np.float64)
+        centred = torch.from_numpy(block - here.astype(np.float32))
+        off = (here - mean)[:, None]
+        total = count + len(block)
+        products += (centred.T @ centred).numpy()
+        products += (off @ off.T) * (count * len(block) / total)
+        mean += off[:, 0] * (len(block) / total)
+        count = total
+    return mean, products
+
+
+def tsne(rows: FeatureRows, seed: int = 0) -> NDArray[np.float32]:
+    """(N, 2): t-SNE by cosine, of rows that are held in memory, in their first 50 principal axes.
+
+    Raises:
+        LayertapError: scikit-learn is not installed.
+    """
+    manifold = library("sklearn.manifold", "demo", "a map by t-SNE")
+    vectors = _unit(principal(rows, _KEPT, seed).project(rows))
+    perplexity = min(30.0, max(1.0, (len(vectors) - 1) / 3))
+    found = manifold.TSNE(perplexity=perplexity, init="random" if len(vectors) < 4 else "pca", random_state=seed)
+    # Its threads wait for each other in each of a thousand steps, which on busy cores takes longer than the work.
+    with library("threadpoolctl", "demo", "a map by t-SNE").threadpool_limits(1, "openmp"):
+        return np.asarray(found.fit_transform(vectors), np.float32)
+
+
+def umap(rows: FeatureRows, seed: int = 0) -> NDArray[np.float32]:
+    """(N, 2): UMAP by cosine, of rows that are held in memory.
+
+    Raises:
+        LayertapError: umap-learn is not installed.
+    """
+    umap_learn = library("umap", "umap", "a map by UMAP")
+    vectors = rows.between(0, len(rows))
+    neighbours = min(15, max(2, len(vectors) - 1))
+    found = umap_learn.UMAP(n_neighbors=neighbours, metric="cosine", random_state=seed, n_jobs=1)
+    return np.asarray(found.fit_transform(vectors), np.float32)
+
+
+def _unit(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    found: NDArray[np.float32] = np.divide(vectors, lengths, out=np.zeros_like(vectors), where=lengths > 0)
+    return found

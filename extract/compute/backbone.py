@@ -1,0 +1,107 @@
+"""Features of pictures that are in memory: `backbone.features(pictures, layers)`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from extract.backbones import Backbone
+from extract.compute.backends import ready
+from extract.compute.feature_choice import choose_features
+from extract.compute.forward import check_rows
+from extract.errors import InputError
+from extract.images import to_picture
+from extract.system.torch_state import evaluating, full_float32
+
+__all__ = ["Picture", "features_of"]
+
+Picture = Image.Image | NDArray[Any] | Tensor
+
+
+def features_of(
+    backbone: Backbone, pictures: Picture | Iterable[Picture], layers: str | Sequence[str], batch_size: int
+) -> dict[str, NDArray[np.float32]]:
+    """What `Backbone.features` returns."""
+    if batch_size < 1:
+        raise InputError(f"batch_size is {batch_size}; it must be at least 1")
+    with evaluating(backbone.model), full_float32():
+        choice = choose_features(backbone, [layers] if isinstance(layers, str) else layers)
+    parts: dict[str, list[NDArray[np.float32]]] = {
+        feature.name: [np.empty((0, *feature.shape), np.float32)] for feature in choice.features
+    }
+    waiting: list[Tensor] = []
+    with ready(backbone, choice, "float32") as forward:
+
+        def compute() -> None:
+            images = torch.stack(waiting)
+            features = forward(images)
+            if len(next(iter(parts.values()))) == 1:  # the first batch
+                check_rows(forward, images, features)
+            for name, values in features.items():
+                parts[name].append(values)
+            waiting.clear()
+
+        for number, picture in enumerate(_each(pictures)):
+            waiting.append(backbone.preprocessing.prepare(_as_picture(picture, number)))
+            if len(waiting) == batch_size:
+                compute()
+        if waiting:
+            compute()
+    return {name: np.concatenate(values) for name, values in parts.items()}
+
+
+def _each(pictures: Picture | Iterable[Picture]) -> Iterable[Picture]:
+    """One picture, a batch in one array or tensor, or pictures one by one."""
+    if isinstance(pictures, Image.Image):
+        return [pictures]
+    if isinstance(pictures, np.ndarray | Tensor):
+        return [pictures] if pictures.ndim < 4 else list(pictures)
+    return pictures
+
+
+def _as_picture(picture: Picture, number: int) -> Image.Image:
+    """An upright RGB picture, by the same rules as for a file.
+
+    Raises:
+        InputError: it has no pixels of 8 bits, or is a file that cannot be decoded.
+    """
+    given = f"picture {number}"
+    if isinstance(picture, Tensor):
+        pixels = picture.detach().cpu()
+        if pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[0] not in (1, 3, 4)):
+            raise InputError(f"{given} is a tensor of shape {tuple(pixels.shape)}; expected (3, H, W)")
+        if pixels.is_floating_point():
+            pixels = _eight_bits(pixels, given)
+        picture = (pixels.permute(1, 2, 0) if pixels.ndim == 3 else pixels).numpy()
+        picture = picture[:, :, 0] if picture.ndim == 3 and picture.shape[2] == 1 else picture
+    if isinstance(picture, np.ndarray):
+        if picture.dtype != np.uint8:
+            raise InputError(f"{given} is an array of {picture.dtype}; expected uint8, 0 to 255")
+        if picture.ndim not in (2, 3) or (picture.ndim == 3 and picture.shape[2] not in (3, 4)) or not picture.size:
+            raise InputError(f"{given} is an array of shape {picture.shape}; expected (H, W, 3) or (H, W)")
+        picture = Image.fromarray(np.ascontiguousarray(picture))
+    if not isinstance(picture, Image.Image):
+        raise InputError(f"{given} is a {type(picture).__name__}; expected a PIL picture, an array or a tensor")
+    try:
+        picture.load()  # of a file, the pixels are read only now
+        return to_picture(picture)
+    except (ValueError, OSError, SyntaxError) as error:
+        raise InputError(f"{given}: {error}") from error
+
+
+def _eight_bits(pixels: Tensor, given: str) -> Tensor:
+    """0..1 as torchvision's `to_tensor` gives them, back to 0..255; anything else would not be the same numbers."""
+    scaled = pixels.double() * 255
+    whole = scaled.round()
+    if not bool(((scaled - whole).abs() < 1e-3).all()) or whole.min() < 0 or whole.max() > 255:
+        raise InputError(
+            f"{given} is a tensor of {pixels.dtype} that is not an 8-bit picture scaled to 0..1; pass the picture "
+            "as it was before any preprocessing, or use Taps on the model"
+        )
+    return whole.to(torch.uint8)

@@ -1,0 +1,145 @@
+"""What runs the forward: PyTorch as it is ("eager"), or its graph compiled by inductor or OpenVINO."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from extract import defaults
+from extract.backbones import Backbone
+from extract.compute.compiled import compiled, openvino, openvino_computes_in
+from extract.compute.feature_choice import Choice
+from extract.compute.forward import Forward, Values, joined
+from extract.compute.transfers import Transfers, transfers_for
+from extract.errors import InputError, LayertapError, unknown_name
+from extract.system.torch_state import evaluating, full_float32, keeping_freed_memory
+from extract.taps.record import Reduce, Site, take
+from extract.taps.taps import Taps
+
+__all__ = ["COMPILE", "default_engine", "engine_for", "ready"]
+
+COMPILE = ("auto", "on", "off", "inductor", "openvino")
+
+
+def engine_for(compile: str, device: torch.device, precision: str) -> str:
+    """What `compile` means: "eager", "inductor" or "openvino".
+
+    Args:
+        compile: one of `COMPILE`, but "auto".
+        device: of the backbone.
+        precision: of the computation.
+
+    Raises:
+        UnknownNameError: no such value.
+        InputError: that compiler cannot do it, or is not installed.
+    """
+    if compile not in COMPILE:
+        raise unknown_name("compile", compile, COMPILE)
+    if compile == "off":
+        return "eager"
+    if compile == "on":
+        return default_engine(device, precision)
+    if compile == "openvino":
+        if device.type != "cpu":
+            raise InputError(f"OpenVINO computes on the CPU here; the device is {device}. Take --device cpu")
+        openvino()
+        if not openvino_computes_in(precision):
+            raise InputError(f"OpenVINO does not compute in {precision} on this CPU. Take --precision float32")
+    return compile
+
+
+def default_engine(device: torch.device, precision: str) -> str:
+    """The faster of the compilers that are there: OpenVINO on a CPU, where it is installed; else inductor."""
+    there = device.type == "cpu" and importlib.util.find_spec("openvino") is not None
+    return "openvino" if there and openvino_computes_in(precision) else "inductor"
+
+
+@contextlib.contextmanager
+def ready(
+    backbone: Backbone,
+    choice: Choice,
+    dtype: str,
+    precision: str = defaults.PRECISION,
+    engine: str = "eager",
+    batch_size: int = defaults.BATCH_SIZE,
+    on_smaller: Callable[[int], None] = lambda size: None,
+) -> Iterator[Forward]:
+    """The backbone, with everything set for computing; gives the forward, to be used inside.
+
+    Args:
+        backbone: as loaded.
+        choice: of features.
+        dtype: of what is returned.
+        precision: "float32", "bfloat16" or "float16"; PyTorch computes in the lower ones under autocast.
+        engine: "eager", under its taps; "inductor" or "openvino", compiled.
+        batch_size: images at most that a compiled forward is given.
+        on_smaller: called when the memory does not suffice for an eager forward of a batch, with the number of images
+            that are computed at once from then on.
+    """
+    transfers = transfers_for(backbone.device)
+    with evaluating(backbone.model), full_float32(), keeping_freed_memory():
+        if engine != "eager":
+            with compiled(engine, backbone, choice, dtype, precision, batch_size, transfers) as forward:
+                yield forward
+            return
+        lower = torch.autocast(backbone.device.type, getattr(torch, precision), enabled=precision != "float32")
+        taps = _SentTaps(backbone.model, transfers) if transfers.ahead else Taps(backbone.model, stop=True)
+        with torch.inference_mode(), lower, choice.kept_by(taps, getattr(torch, dtype)):
+            yield _Eager(backbone, choice, taps, transfers, on_smaller)
+
+
+class _SentTaps(Taps):
+    """Taps that begin to copy what they keep, and do not wait for it."""
+
+    def __init__(self, model: nn.Module, transfers: Transfers):
+        super().__init__(model, stop=True)
+        self._transfers = transfers
+
+    def _take(self, tensor: Tensor, reduce: Reduce | None, site: Site) -> Any:
+        return take(tensor, reduce, site, self._transfers.down)
+
+
+class _Eager(Forward):
+    """The backbone under its taps; a batch is computed in parts where the memory does not suffice for all of it."""
+
+    def __init__(
+        self, backbone: Backbone, choice: Choice, taps: Taps, transfers: Transfers, on_smaller: Callable[[int], None]
+    ):
+        self._to_input, self._features = backbone.preprocessing.to_input, choice.features
+        self._taps, self._transfers, self._on_smaller = taps, transfers, on_smaller
+        self._at_once: int | None = None
+        self.ahead = transfers.ahead
+
+    @property
+    def copying_s(self) -> float:  # type: ignore[override]
+        return self._transfers.seconds
+
+    def begin(self, images: Tensor) -> Callable[[], Values]:
+        parts, last = self._parts(images), self._transfers.begun()
+
+        def values() -> Values:
+            self._transfers.wait(last)
+            return joined(parts)
+
+        return values
+
+    def _part(self, images: Tensor) -> Values:
+        self._taps(self._to_input(self._transfers.up(images)))
+        return {feature.name: self._taps.record[feature.site][feature.name].numpy() for feature in self._features}
+
+    def _parts(self, images: Tensor) -> list[Values]:
+        while True:
+            try:
+                return [self._part(part) for part in torch.split(images, self._at_once or len(images))]
+            except torch.OutOfMemoryError as error:
+                size = min(self._at_once or len(images), len(images))
+                if size == 1:
+                    raise LayertapError(f"the memory of the device does not suffice for one image: {error}") from error
+            self._at_once = -(-size // 2)
+            torch.cuda.empty_cache()  # not while the error holds the tensors of its frames
+            self._on_smaller(self._at_once)

@@ -1,0 +1,69 @@
+"""The backbone, its taps and the pooling as one graph, for compilers.
+
+`torch.export` runs the model once, on tensors without values, under the same `Taps` that an eager forward runs under,
+and writes down what is computed. In the graph nothing is changed in place, what is kept is an output, and what no
+output depends on is not there: later layers cost nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from extract.backbones import Backbone
+from extract.compute.feature_choice import Choice
+from extract.taps.record import Reduce, Site
+from extract.taps.taps import Taps
+
+__all__ = ["graph_of"]
+
+
+def graph_of(backbone: Backbone, choice: Choice, dtype: str, precision: str, images: Tensor) -> ExportedProgram:
+    """The computation from a batch, as `Preprocessing.prepare` makes it, to a tuple of the features, in order.
+
+    Args:
+        backbone: in eval mode.
+        choice: of features.
+        dtype: of the features.
+        precision: "float32", or what PyTorch computes in under autocast.
+        images: a batch on the backbone's device; the graph takes only such that have its shape.
+
+    Raises:
+        Exception: anything; the code of a model may do what cannot be written down.
+    """
+    with torch.no_grad():
+        backbone.preprocessing.to_input(images[:1])  # makes its constants, as tensors with values
+        return torch.export.export(_Kept(backbone, choice, dtype, precision), (images,), strict=False)
+
+
+class _Kept(nn.Module):
+    """A module that returns the features."""
+
+    def __init__(self, backbone: Backbone, choice: Choice, dtype: str, precision: str):
+        super().__init__()
+        self.model = backbone.model
+        self._to_input: Callable[[Tensor], Tensor] = backbone.preprocessing.to_input
+        self._choice, self._dtype = choice, getattr(torch, dtype)
+        self._lower: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if precision != "float32":
+            self._lower = torch.autocast(backbone.device.type, getattr(torch, precision))
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        """Features of a batch."""
+        with self._lower, self._choice.kept_by(_TracedTaps(self.model), self._dtype) as taps:
+            taps(self._to_input(images))
+            return tuple(taps.record[feature.site][feature.name] for feature in self._choice.features)
+
+
+class _TracedTaps(Taps):
+    """Taps that keep each tensor where it is."""
+
+    def _take(self, tensor: Tensor, reduce: Reduce | None, site: Site) -> Any:
+        assert reduce is not None
+        # A copy, since the model may write into the tensor later.
+        return {name: part.clone() for name, part in reduce(tensor.detach()).items()}

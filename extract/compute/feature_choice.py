@@ -1,0 +1,202 @@
+"""Which features a run stores: what `LAYER[:POOLING]` means for a backbone, found out by trial forwards.
+
+The trial (`extract/taps/batch_axis.py`) shows which layers run, what they give, and which rows of it belong to which
+image; a layer for which that cannot be shown is refused.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from extract.backbones import Backbone
+from extract.backbones.output_as_embedding import WithEmbedding
+from extract.compute.pooling import POOLINGS, Layout, pool, recognise, resolve_pooling
+from extract.errors import InputError, LayertapError, UnknownNameError, first_line
+from extract.taps.batch_axis import Rows, Trial
+from extract.taps.layer_names import is_glob, match_layers, named_layers
+from extract.taps.record import Record, Site, What, split_text
+from extract.taps.taps import Taps
+
+__all__ = ["EMBEDDING", "Choice", "Feature", "choose_features"]
+
+EMBEDDING = "embedding"  # reserved in place of a layer's name: the input of the backbone's classifier
+
+_TRIAL_IMAGES = 3
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One feature of each image.
+
+    Attributes:
+        name: in the store.
+        site: the tensor it comes from.
+        rows: where the images are in it.
+        pooling: never `auto`.
+        layout: of the activation.
+        activation_shape: of one image, before pooling.
+        shape: of one image, as stored.
+        source_dtype: of the activation.
+        automatic: whether `auto` chose the pooling.
+    """
+
+    name: str
+    site: Site
+    rows: Rows
+    pooling: str
+    layout: Layout
+    activation_shape: tuple[int, ...]
+    shape: tuple[int, ...]
+    source_dtype: str
+    automatic: bool
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The features of a run, and the layers that a glob matched but that never run."""
+
+    features: list[Feature]
+    never_run: list[str]
+
+    def kept_by(self, taps: Taps, dtype: torch.dtype) -> Taps:
+        """Taps asked to pool each tensor on its device, and to keep nothing else: a dict of features at each site."""
+        for site in dict.fromkeys(feature.site for feature in self.features):
+            taps.keep(site, reduce=_reduction([f for f in self.features if f.site == site], dtype))
+        return taps
+
+
+def _reduction(features: Sequence[Feature], dtype: torch.dtype) -> Callable[[Tensor], dict[str, Tensor]]:
+    return lambda activation: {
+        f.name: pool(f.rows.by_image(activation), f.pooling, f.layout).to(dtype) for f in features
+    }
+
+
+@dataclass(frozen=True)
+class _Request:
+    """One layer asked for by its own name; `part` is a call or a path behind it, as in `relu#1` or `lstm:0`."""
+
+    layer: str
+    part: str
+    pooling: str
+    what: What = "output"
+    by_glob: bool = False
+
+
+def choose_features(backbone: Backbone, layers: Sequence[str]) -> Choice:
+    """Resolve layer arguments against a backbone.
+
+    Args:
+        backbone: in eval mode on its device.
+        layers: `LAYER[:POOLING]` each; LAYER is a name, a glob, a name with a call (`relu#1`) or a path (`lstm:0`), or
+            `embedding`. Without POOLING, `auto`.
+
+    Raises:
+        UnknownNameError: no such layer or pooling.
+        InputError: a layer never runs, its rows are not the images, or the pooling does not fit.
+    """
+    requests = [request for text in layers for request in _parse(backbone, text)]
+    trial = _trial(backbone, requests)
+    record = trial.record
+    names = {site: name for name, site in record.sites.items()}
+    features: dict[tuple[Site, str], Feature] = {}
+    never_run: dict[str, None] = {}
+    for request in requests:
+        sites = _sites_of(record, request)
+        if not sites and not request.by_glob:
+            raise _absent(backbone, record, request)
+        if not sites:
+            never_run[request.layer] = None
+        for site in sites:
+            name = EMBEDDING if request.what == "input" else names[site]
+            feature = _feature(backbone, name, request.pooling, site, trial)
+            features.setdefault((site, feature.pooling), feature)
+    ran = {site.layer for site in record.sites.values()}
+    if not features and (wrong := [request for request in requests if request.part and request.layer in ran]):
+        raise _absent(backbone, record, wrong[0])
+    if not features:
+        raise InputError(f"none of these layers of {backbone.spec} ever runs: {', '.join(never_run) or 'none given'}")
+    poolings = Counter(site for site, _ in features)
+    named = [
+        replace(feature, name=f"{feature.name}:{feature.pooling}") if poolings[site] > 1 else feature
+        for (site, _), feature in features.items()
+    ]
+    if len({feature.name for feature in named}) < len(named):
+        raise InputError(f"{backbone.spec} has a layer called {EMBEDDING!r}; ask for it in a run of its own")
+    return Choice(named, list(never_run))
+
+
+def _parse(backbone: Backbone, text: str) -> list[_Request]:
+    names = named_layers(backbone.model)
+    layer, _, last = text.rpartition(":")
+    text, pooling = (layer, last) if layer and last in POOLINGS else (text, "auto")
+    if text == EMBEDDING:
+        if isinstance(backbone.model, WithEmbedding):
+            return [_Request(EMBEDDING, "", pooling)]
+        if backbone.classifier is None:
+            why = backbone.no_embedding or "it has no single classifier whose input would be that"
+            raise InputError(f"{backbone.spec} has no embedding: {why}; name layers, such as -l '*'")
+        return [_Request(backbone.classifier, "", pooling, what="input")]
+    pattern = split_text(text, names)[0]
+    matches = match_layers(names, pattern, backbone.spec)
+    by_glob = is_glob(pattern) and pattern not in names
+    return [_Request(name, text[len(pattern) :], pooling, by_glob=by_glob) for name in matches]
+
+
+def _trial(backbone: Backbone, requests: Sequence[_Request]) -> Trial:
+    height, width = backbone.preprocessing.crop_px
+    generator = torch.Generator().manual_seed(0)
+    pictures = torch.randint(0, 256, (_TRIAL_IMAGES, height, width, 3), dtype=torch.uint8, generator=generator)
+    images = backbone.preprocessing.to_input(pictures.to(backbone.device))
+    try:
+        return Trial(backbone.model, images, [(request.layer, request.what) for request in requests])
+    except LayertapError:
+        raise
+    except Exception as error:
+        if not backbone.asked.get("preprocessing"):  # then it is no slip of the user's
+            raise
+        raise InputError(f"{backbone.spec} cannot take pictures of {height}x{width}: {first_line(error)}") from error
+
+
+def _sites_of(record: Record, request: _Request) -> list[Site]:
+    if request.what == "input":
+        return [site for site in record.sites.values() if (site.layer, site.what) == (request.layer, "input")][:1]
+    return [site for site in record.find(request.layer + request.part) if site.what == "output"]
+
+
+def _absent(backbone: Backbone, record: Record, request: _Request) -> LayertapError:
+    given = [name for name, site in record.sites.items() if site.layer == request.layer]
+    if not given:
+        return InputError(f"layer {request.layer!r} of {backbone.spec} never runs, or gives no tensor; name another")
+    return UnknownNameError(
+        f"{request.part!r} behind layer {request.layer!r} is neither a pooling ({', '.join(POOLINGS)}) "
+        f"nor one of its tensors ({', '.join(given)})"
+    )
+
+
+def _feature(backbone: Backbone, name: str, pooling: str, site: Site, trial: Trial) -> Feature:
+    try:
+        rows = trial.rows(site)
+        values = rows.by_image(trial.record[site])
+        shape = tuple(values.shape[1:])
+        layout = recognise(
+            shape, backbone.preprocessing.crop_px, backbone.prefix_tokens, backbone.patches, backbone.class_token
+        )
+        resolved = resolve_pooling(pooling, layout, shape, backbone.reads_class_token)
+    except InputError as error:
+        raise InputError(f"layer {site.text()!r} of {backbone.spec}: {error}") from None
+    return Feature(
+        name=name,
+        site=site,
+        rows=rows,
+        pooling=resolved,
+        layout=layout,
+        activation_shape=shape,
+        shape=tuple(pool(values, resolved, layout).shape[1:]),
+        source_dtype=str(values.dtype).removeprefix("torch."),
+        automatic=pooling == "auto",
+    )

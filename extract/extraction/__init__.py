@@ -1,0 +1,1 @@
+"""A run: features of images into a data set, by one worker or several. Imports compute, store, images and backbones."""

@@ -1,0 +1,145 @@
+"""Features of other images, or of the same once more, or of texts, computed as those of a data set were."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from extract import defaults
+from extract.backbones import Backbone, load_backbone, load_text_tower
+from extract.backbones.user_code import permitted
+from extract.compute.backends import ready
+from extract.compute.forward import rows_of
+from extract.errors import InputError
+from extract.extraction.plan import Plan, asked_of, how_made, plan_for
+from extract.images import Images, load_batches
+from extract.images.sources import Files
+from extract.row_status import Status
+from extract.store.format.dataset import DataSet, differences
+
+__all__ = ["features_of_file", "features_of_text", "plan_as_made"]
+
+
+def plan_as_made(
+    dataset: DataSet, provenance: dict[str, Any], images: Images, backbone: Backbone | str | None = None,
+    weights: str | None = None, device: str = defaults.DEVICE, workers: int = 0,
+) -> Plan:  # fmt: skip
+    """How the data set says it was made, for these images.
+
+    Args:
+        dataset: says what the numbers depend on.
+        provenance: of its reader.
+        images: of which features are wanted.
+        backbone: as loaded, or its spec; None loads the one that the data set records, unless it is code.
+        weights: a name or file; None: those the data set names.
+        device: to compute on.
+        workers: processes that decode.
+
+    Raises:
+        InputError: the data set does not say it, or its backbone cannot be loaded; or it is code, and was not named.
+        LayertapError: as of `load_backbone`.
+    """
+    layers, spec, asked = _said(dataset, provenance, weights)
+    max_pixels = provenance["configuration"].get("max_pixels", defaults.MAX_PIXELS)
+    made = how_made(dataset.depends_on)
+    if made["compile"] == "openvino" and device == "auto":
+        device = "cpu"
+    if not isinstance(backbone, Backbone):
+        backbone = load_backbone(permitted(spec, backbone, dataset.out), device=device, **asked)
+    settings = {
+        "layers": layers, "batch_size": defaults.BATCH_SIZE, "workers": workers, "dtype": dataset.features[0].dtype,
+        **made, "compile": "off" if made["compile"] == "auto" else made["compile"],
+        "min_cosine": defaults.MIN_COSINE,
+        "max_pixels": max_pixels, "shard_rows": None, "compress": None,
+    }  # fmt: skip
+    return plan_for(images, dataset.out, backbone, settings)
+
+
+def _said(dataset: DataSet, provenance: dict[str, Any], weights: str | None) -> tuple[list[str], str, dict[str, Any]]:
+    """What a data set says of its layers, its backbone, and what `load_backbone` was told."""
+    configuration = provenance.get("configuration", {})
+    try:
+        return list(configuration["layers"]), str(provenance["backbone"]), asked_of(configuration, weights)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{dataset.out} does not say how it was made: {error} is missing in its provenance") from error
+
+
+def features_of_text(
+    dataset: DataSet, provenance: dict[str, Any], text: str, backbone: str | None = None, weights: str | None = None,
+    device: str = defaults.DEVICE,
+) -> NDArray[np.float32]:  # fmt: skip
+    """(D,) the feature of a text, to be compared with the embeddings of a data set by cosine.
+
+    Args:
+        dataset: of a backbone that has a text tower beside it.
+        provenance: of its reader.
+        text: as it is.
+        backbone: its spec; as of `plan_as_made`.
+        weights: as of `plan_as_made`.
+        device: to compute on.
+
+    Raises:
+        InputError: its backbone has none, or the weights are others now; or it has no embeddings; or the text is too
+            long.
+        LayertapError: as of `load_text_tower`.
+    """
+    shape = next((one.shape for one in dataset.features if one.name == "embedding"), None)
+    if shape is None:
+        raise InputError(f"a text is compared with embeddings, and {dataset.out} has none; embed it with -l embedding")
+    _, spec, asked = _said(dataset, provenance, weights)
+    tower = load_text_tower(
+        permitted(spec, backbone, dataset.out), weights=asked["weights"], seed=asked["seed"], device=device
+    )
+    now = {**dataset.depends_on, "architecture": tower.architecture, "weights_sha256": tower.weights_sha256}
+    if changed := differences(dataset.depends_on, now):
+        raise InputError(f"texts would not be comparable with the images of {dataset.out}: {'; '.join(changed)}")
+    feature: NDArray[np.float32] = tower.features(text)[0]
+    if shape != feature.shape:
+        sizes = " x ".join(map(str, shape))
+        raise InputError(f"{spec} gives texts {len(feature)} values, and the embeddings of {dataset.out} have {sizes}")
+    return feature
+
+
+def features_of_file(
+    dataset: DataSet, provenance: dict[str, Any], path: Path, backbone: str | None = None, weights: str | None = None,
+    device: str = defaults.DEVICE,
+) -> dict[str, NDArray[Any]]:  # fmt: skip
+    """Layer -> (*shape) features of one image file.
+
+    Args:
+        dataset: whose features they are to be compared with.
+        provenance: of its reader.
+        path: of the file.
+        backbone: its spec; as of `plan_as_made`.
+        weights: as of `plan_as_made`.
+        device: to compute on.
+
+    Raises:
+        InputError: it is no image, or cannot be decoded; or its features would depend on something else than those of
+            the data set.
+        LayertapError: as of `plan_as_made`.
+    """
+    none = np.full(1, -1, np.int64)
+    image = Images(str(path.parent), [path.name], none, [], [""], Files(str(path.parent), [path.name]))
+    plan = plan_as_made(dataset, provenance, image, backbone, weights, device)
+    if changed := differences(dataset.depends_on, plan.dataset.depends_on):
+        raise InputError(
+            f"features of {path} would not be comparable with those of {dataset.out}: {'; '.join(changed)}"
+        )
+    dtype, preprocessing = dataset.features[0].dtype, plan.backbone.preprocessing
+    loaded = load_batches(
+        image, [[0]], preprocessing.prepare, workers=0, max_pixels=plan.max_pixels,
+        at_least_px=preprocessing.at_least_px,
+    )  # fmt: skip
+    with (
+        contextlib.closing(loaded),
+        ready(plan.backbone, plan.choice, dtype, plan.precision, plan.engine, plan.batch_size) as forward,
+    ):
+        values, status, reasons = rows_of(next(loaded), forward, plan.choice.features, dtype)
+    if status[0] != Status.OK:
+        raise InputError(f"{path}: {Status(status[0]).text}: {reasons.get(0, '')}")
+    return {name: one[0] for name, one in values.items()}

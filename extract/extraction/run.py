@@ -1,0 +1,225 @@
+"""From images to features on disk: a run, which joins images, backbone, taps, pooling and store.
+
+    images -> DataLoader -> backbone, under Taps -> pooling (on the device) -> CPU -> ShardWriter -> HDF5
+
+`extract_features` is all of it in one call. `plan` and `extract` are its two halves, for those who want to look at what
+was resolved, show progress, or stop in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from extract import defaults
+from extract.backbones import Backbone, load_backbone
+from extract.errors import InputError
+from extract.extraction.pipeline import fill_shard
+from extract.extraction.plan import Plan, plan
+from extract.extraction.summary import Summary
+from extract.extraction.todo import batches_of, check_disk_space, check_same_images, work_of
+from extract.extraction.validation import Computation, verified
+from extract.images import load_batches
+from extract.store.format.dataset import BUILDING
+from extract.store.reader import FeatureReader
+from extract.system.urls import is_url
+
+__all__ = ["Plan", "Summary", "extract", "extract_features", "plan"]
+
+
+def extract_features(
+    images: str | os.PathLike[str],
+    *,
+    out: str | os.PathLike[str],
+    backbone: str | Backbone = defaults.BACKBONE,
+    layers: str | Sequence[str] = defaults.LAYERS,
+    weights: str | None = None,
+    batch_size: int = defaults.BATCH_SIZE,
+    workers: int = defaults.WORKERS,
+    decode: str = defaults.DECODE,
+    device: str = defaults.DEVICE,
+    dtype: str = defaults.DTYPE,
+    precision: str = defaults.PRECISION,
+    compile: str = defaults.COMPILE,
+    min_cosine: float = defaults.MIN_COSINE,
+    limit: int | None = None,
+    max_pixels: int = defaults.MAX_PIXELS,
+    seed: int = defaults.SEED,
+    allow_missing_head: bool = False,
+    preprocessing: Mapping[str, Any] | None = None,
+    shard_rows: int | None = None,
+    compress: str | None = None,
+    retry_failed: bool = False,
+    progress: bool = True,
+) -> FeatureReader:
+    """Extract features of all images below a folder into a data set, and open it.
+
+    Called again with the same arguments, it computes only what is not done. Images that cannot be decoded are rows with
+    a status and NaN (`reader.failures`).
+
+    Args:
+        images: a folder, list, archive, array or URL; see `extract.images.list_images`.
+        out: folder of the data set; made if need be.
+        backbone: a spec, or what `load_backbone` returned; then `weights`, `device` and `seed` have no effect.
+        layers: `LAYER[:POOLING]` each, globs allowed; see `choose_features`.
+        weights: a name, a file, or "random"; see `load_backbone`.
+        batch_size: images a forward.
+        workers: processes that decode; 0 decodes in this one.
+        decode: "exact": the pixels that the library's own preprocessing gives; "fast": nearly the same, compared on the
+            first images, and refused where features point elsewhere.
+        device: "auto", "cpu", "cuda", "cuda:1", "mps".
+        dtype: "float32" or "float16", as stored.
+        precision: "float32", "bfloat16" or "float16", as computed. Whatever is not float32 runs the first batch both
+            ways, and is refused where features point elsewhere.
+        compile: "off": PyTorch runs the model as it is; "on": compiled, by OpenVINO on a CPU where it is installed,
+            else by inductor; or the name of either. "auto": compiled if there is so much to do that it pays, and the
+            first batch agrees.
+        min_cosine: of a feature and the same one, exactly decoded, in float32, from which on they point the same way.
+        limit: only so many images, the first in order.
+        max_pixels: an image of more is taken for a decompression bomb, and is a failed row.
+        seed: of random weights.
+        allow_missing_head: whether the weights may lack the classifier; see `load_backbone`.
+        preprocessing: any of size, crop, interpolation, mean and std in place of the library's; see `load_backbone`.
+        shard_rows: images in a file; None makes files of at most 1 GB.
+        compress: "gzip", "lzf" or "blosc2" packs each file when it is finished; None leaves features plain, which is
+            faster to read.
+        retry_failed: try images again that had failed in an earlier run. Those with an I/O error are tried again in
+            any case.
+        progress: show a bar.
+
+    Raises:
+        UnknownNameError: no such backbone, layer or pooling.
+        InputError: no images; a layer, a pooling or the weights do not fit; `out` holds other features.
+        LockedError: another process writes to `out`.
+        LayertapError: the disk is full, a download failed, a device is missing.
+    """
+    if is_url(os.fspath(out)):
+        raise InputError(
+            f"{os.fspath(out)}: from Python, features are written to a folder; `layertap embed -o {os.fspath(out)}` "
+            "builds shards and publishes them there"
+        )
+    if isinstance(backbone, str):
+        backbone = load_backbone(
+            backbone,
+            weights=weights,
+            device=device,
+            seed=seed,
+            allow_missing_head=allow_missing_head,
+            preprocessing=preprocessing,
+        )
+    planned = plan(
+        images,
+        out=out,
+        backbone=backbone,
+        layers=layers,
+        batch_size=batch_size,
+        workers=workers,
+        decode=decode,
+        dtype=dtype,
+        precision=precision,
+        compile=compile,
+        min_cosine=min_cosine,
+        limit=limit,
+        max_pixels=max_pixels,
+        shard_rows=shard_rows,
+        compress=compress,
+    )
+    from tqdm.auto import tqdm
+
+    with tqdm(total=len(planned.images), unit=" images", disable=not progress) as bar:
+        extract(planned, retry_failed=retry_failed, on_rows=lambda rows, found: _advance(bar, rows, found))
+    return FeatureReader(out)
+
+
+def _advance(bar: Any, rows: int, found: bool) -> None:
+    if found and not bar.disable:  # a bar that is not shown does not count
+        bar.initial += rows
+    bar.update(rows)
+
+
+def extract(
+    plan: Plan,
+    *,
+    retry_failed: bool = False,
+    begun: bool = False,
+    on_rows: Callable[[int, bool], None] = lambda rows, found: None,
+    on_computation: Callable[[Computation], None] = lambda computation: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Summary:
+    """Compute every row of the data set that is not done.
+
+    Args:
+        plan: what to compute.
+        retry_failed: also rows of finished shards that have no good features; such a shard is written anew, and
+            replaces the old one when it is finished.
+        begun: whether others rows are stored elsewhere that these go with: as with those of an earlier run, features in
+            lower precision are compared, but not refused.
+        on_rows: called with a number of rows, and whether they were found done (True) or computed now (False).
+        on_computation: called when it is known how features are computed, after the first batch.
+        stop: asked after each batch; True ends the run there, in order.
+
+    Raises:
+        InputError: the folder holds other features.
+        LockedError: another process writes to it.
+        LayertapError: the disk is full or refuses.
+    """
+    dataset = plan.dataset
+    summary = Summary(n_rows=dataset.n_rows)
+    dataset.check()
+    check_disk_space(dataset)
+    with dataset.locked():
+        existing = dataset.open_or_create()
+        if existing is not None and existing.images["root"] != dataset.images["root"]:
+            check_same_images(plan, existing)
+        work = work_of(dataset, plan.images.source, retry_failed)
+        summary.found = dataset.n_rows - sum(len(one.rows) for one in work)
+        if summary.found:
+            on_rows(summary.found, True)
+        if summary.found < dataset.n_rows:
+            run = {name: value for name, value in plan.provenance.items() if name != "depends_on"}
+            dataset.add_run({"event": "started", "found_done": summary.found, **run})
+        start = time.perf_counter()
+        # The worker processes start here, before any shard is open.
+        batches = load_batches(
+            plan.images,
+            itertools.chain.from_iterable(batches_of(one.rows, plan) for one in work),
+            plan.backbone.preprocessing.prepare,
+            workers=plan.workers if summary.found < dataset.n_rows else 0,
+            batch_size=plan.batch_size,
+            max_pixels=plan.max_pixels,
+            at_least_px=plan.backbone.preprocessing.at_least_px,
+        )
+
+        def on_chosen(computation: Computation) -> None:
+            summary.computation = computation
+            how = dataclasses.asdict(computation)
+            dataset.add_run({"event": "computing", "started": plan.provenance["started"], "computation": how})
+            on_computation(computation)
+
+        def on_smaller(size: int) -> None:
+            summary.at_once = size
+
+        begun = begun or summary.found > 0
+        with contextlib.closing(batches), verified(plan, on_chosen, on_smaller, begun) as forward:
+            for one in work:
+                count = sum(1 for _ in batches_of(one.rows, plan))
+                fill_shard(plan, one, itertools.islice(batches, count), forward, summary, on_rows, stop)
+                if summary.stopped:
+                    break
+        summary.seconds = time.perf_counter() - start
+        if not summary.stopped:
+            shutil.rmtree(dataset.out / BUILDING, ignore_errors=True)  # of several processes that were stopped before
+        if summary.computed:
+            ended = {
+                "rows": summary.computed,
+                "seconds": summary.seconds,
+                "stages": summary.stages,
+            }
+            dataset.add_run({"event": "ended", "started": plan.provenance["started"], **ended})
+    return summary

@@ -1,0 +1,179 @@
+"""What is left to do: shards that are not finished, their rows in batches, and the files that they are written to."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from extract.errors import InputError, LayertapError
+from extract.extraction.plan import Plan
+from extract.images.sources import Source
+from extract.row_status import Status
+from extract.store.format.copying import copy_shard
+from extract.store.format.dataset import DataSet, Whereabouts
+from extract.store.format.layout import RowNames, create_shard, row_bytes
+from extract.store.format.receipt import read_receipt
+from extract.store.format.writer import ShardWriter
+
+__all__ = ["ShardWork", "batches_of", "check_disk_space", "check_same_images", "create_part", "work_at", "work_of"]
+
+_TRIED = 4  # images of a shard that had an I/O error; where a server is away, each takes seconds
+_SAMPLED = 16  # stored rows whose images are read again when their folder has another name than before
+RowNumbers = range | NDArray[np.int64]  # ascending
+
+
+@dataclass(frozen=True)
+class ShardWork:
+    """A shard that is not finished.
+
+    Attributes:
+        shard: its number.
+        revision: of the file that is written.
+        rows: of the data set, that have no good features yet.
+        published: the finished file that the new one is to replace; None: there is none.
+        compress: how that one is compressed; None: plain.
+    """
+
+    shard: int
+    revision: int
+    rows: RowNumbers
+    published: Path | None = None
+    compress: str | None = None
+
+
+def work_of(dataset: DataSet, source: Source, retry_failed: bool) -> list[ShardWork]:
+    """Every shard that is not finished, and rows with an I/O error whose images can be read again.
+
+    Args:
+        dataset: that has the shards.
+        source: of its images.
+        retry_failed: whether all other rows without good features are to be computed again, too.
+    """
+    found = []
+    for shard, where in enumerate(dataset.whereabouts()):
+        work = work_at(dataset, shard, where, retry_failed)
+        if work is None and not retry_failed:
+            work = _of_io_errors(dataset, source, shard, where)
+        if work is not None:
+            found.append(work)
+    return found
+
+
+def _of_io_errors(dataset: DataSet, source: Source, shard: int, where: Whereabouts) -> ShardWork | None:
+    """The rows of a finished shard with an I/O error, if any of the first of them can be read now."""
+    assert where.published is not None
+    published = dataset.path(shard, where.published)
+    counts = (read_receipt(published) or {}).get("status")
+    if not isinstance(counts, dict) or not counts.get(Status.IO_ERROR.text):
+        return None
+    with dataset.open_shard(shard, published) as opened:
+        compress = next(iter(opened.compression.values()), None)
+        rows = dataset.shard_range(shard)[0] + np.flatnonzero(opened.column("status") == Status.IO_ERROR)
+    if not any(_can_be_read(source, row) for row in rows[:_TRIED].tolist()):
+        return None  # the shard is not written anew for nothing
+    return ShardWork(shard, where.published + 1, rows, published, compress)
+
+
+def _can_be_read(source: Source, row: int) -> bool:
+    try:
+        source.read(row)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def work_at(dataset: DataSet, shard: int, where: Whereabouts, retry_failed: bool = False) -> ShardWork | None:
+    """What is left to do of one shard; None: nothing."""
+    rows: RowNumbers = dataset.shard_range(shard)
+    first_row, published, compress = rows[0], None, None
+    if where.published is not None:
+        if where.part is None and not retry_failed:
+            return None
+        published = dataset.path(shard, where.published)
+        with dataset.open_shard(shard, published) as opened:
+            compress = next(iter(opened.compression.values()), None)
+            rows = first_row + np.flatnonzero(opened.column("status") != Status.OK)
+    if where.part is not None:
+        with ShardWriter(dataset, shard, where.part) as writer:
+            writer.check()
+            rows = first_row + np.flatnonzero(writer.status != Status.OK)
+        return ShardWork(shard, where.part, rows, published, compress)
+    revision = 0 if where.published is None else where.published + 1
+    return ShardWork(shard, revision, rows, published, compress) if len(rows) else None
+
+
+def create_part(plan: Plan, work: ShardWork, part: Path) -> None:
+    """Make the file that the rows are written to: a new one, or a copy of the finished one without them."""
+    dataset, images = plan.dataset, plan.images
+    rows = dataset.shard_range(work.shard)
+    if work.published is not None:
+        with dataset.open_shard(work.shard, work.published) as published:
+            copy_shard(published, part, pending=np.asarray(work.rows) - rows.start)
+        return
+    here = images.between(rows.start, rows.stop)
+    names = RowNames(here.paths, here.labels, here.splits, here.classes, here.ids)
+    create_shard(part, dataset.features, dataset.identity(work.shard), names, plan.provenance)
+
+
+def batches_of(rows: RowNumbers, plan: Plan) -> Iterator[list[int]]:
+    """The rows of one shard in batches that begin where they begin when all rows are to do.
+
+    So a run that was interrupted and resumed computes each row in the same company as one that was not.
+    """
+    start = int(rows[0]) // plan.dataset.shard_rows * plan.dataset.shard_rows if len(rows) else 0
+    for _, batch in itertools.groupby(rows, lambda row: (int(row) - start) // plan.batch_size):
+        yield [int(row) for row in batch]
+
+
+def check_same_images(plan: Plan, existing: DataSet) -> None:
+    """Whether a few images that have rows already are the same at the new place, byte for byte.
+
+    Raises:
+        InputError: they are not; other pictures may lie under the same names.
+    """
+    for shard, where in enumerate(existing.whereabouts()):
+        file = existing.current(shard, where)
+        if file is None:
+            continue
+        with existing.open_shard(shard, file) as stored:
+            good = np.flatnonzero(stored.column("status") == Status.OK)
+            chosen = good[:: max(1, len(good) // _SAMPLED)]
+            hashes = stored.column("source_hash")[chosen]
+            first_row = stored.identity.first_row
+            for row, expected in zip((first_row + chosen).tolist(), hashes, strict=True):
+                path = plan.images.between(row, row + 1).paths[0]
+                try:
+                    same = xxhash.xxh3_128_digest(plan.images.source.read(row)[0]) == expected.tobytes()
+                except (OSError, ValueError):
+                    same = False
+                if not same:
+                    raise InputError(
+                        f"{existing.out} holds features of the images in {existing.images['root']}; those in "
+                        f"{plan.images.root} are others: {path} differs. Choose another output folder"
+                    )
+        if len(chosen):
+            return
+
+
+def check_disk_space(dataset: DataSet) -> None:
+    """Whether the shards that are to be made fit on the disk.
+
+    Raises:
+        LayertapError: they do not.
+    """
+    new = [shard for shard, where in enumerate(dataset.whereabouts()) if where.published is None and where.part is None]
+    needed = sum(len(dataset.shard_range(shard)) for shard in new) * row_bytes(dataset.features)
+    place = next(folder for folder in (dataset.out.absolute(), *dataset.out.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise LayertapError(
+            f"{dataset.out}: {needed / 1e6:,.1f} MB of features to come, {free / 1e6:,.1f} MB free on the disk; "
+            "pool the layers, store float16, or choose another output folder"
+        )

@@ -1,0 +1,312 @@
+"""Images named by a list: CSV, TSV or Parquet with a column `path`, and perhaps `label`, `split` and `id`."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import csv
+import io
+import itertools
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+
+from extract.errors import InputError, LayertapError, first_line
+from extract.images.image_list import SPLITS, Images, label_text, labels_from_values
+from extract.images.sources import Files, read_remote
+from extract.system.optional_libraries import library
+from extract.system.urls import is_url
+
+if TYPE_CHECKING:
+    from _csv import Reader as CsvReader
+
+__all__ = ["Row", "check_once", "list_table", "places_of", "read_table", "rows_in_pieces"]
+
+_TEXT, _WHOLE, _NUMBER = "text", "text or whole numbers", "text or numbers"
+_COLUMNS = {"path": _TEXT, "label": _WHOLE, "split": _TEXT, "id": _WHOLE}
+_BUFFER_BYTES = 1 << 20  # of a column of Parquet that is read bit by bit
+
+
+class Row(NamedTuple):
+    """A row of a list; in the order of `path` and, of two of one path, of `place`.
+
+    Attributes:
+        path: its bytes.
+        place: the line that it ends on; of Parquet, its number.
+        label: as of `label_text`.
+        split: train, val, test or empty.
+        id: None: it has none.
+    """
+
+    path: bytes
+    place: int
+    label: str | None = None
+    split: str = ""
+    id: str | None = None
+
+
+def list_table(where: str) -> Images:
+    """The images of a list, sorted by path. Paths are whole ones, URLs, or relative to the folder of the list.
+
+    Labels are names, or numbers from 0 on; empty: no class. Splits are train, val (valid, validation), test or empty.
+    """
+    given, lines = _read(where, _COLUMNS)
+    _check_columns(where, given)
+    count = len(given["path"])
+    columns = [given.get(name) or [None] * count for name in _COLUMNS]
+    places = lines or range(count)
+    rows = sorted(_row(where, place, *values) for place, *values in zip(places, *columns, strict=True))
+    for before, row in itertools.pairwise(rows):
+        check_once(where, before, row)
+    labels, classes = labels_from_values([row.label for row in rows])
+    ids = None
+    if any(row.id is not None for row in rows):
+        ids = [row.id or "" for row in rows]
+    root, base = places_of(where)
+    paths = [os.fsdecode(row.path) for row in rows]
+    return Images(root, paths, labels, classes, [row.split for row in rows], Files(base, paths, anywhere=True), ids)
+
+
+def places_of(where: str) -> tuple[str, str]:
+    """Where a list is found from anywhere, and the folder that its paths are relative to."""
+    root = where if is_url(where) else str(Path(where).resolve())
+    return root, root.rpartition("/")[0] or "/"
+
+
+def check_once(where: str, before: Row, row: Row) -> None:
+    """See that a row has another path than the one before it, in order.
+
+    Raises:
+        InputError: it has not.
+    """
+    if before.path == row.path:
+        first, second = sorted((before.place, row.place))
+        raise InputError(
+            f"{_place(where, second)}: {os.fsdecode(row.path)} is in {_place(where, first)} already; a list has each "
+            "image once"
+        )
+
+
+def _place(where: str, place: int) -> str:
+    return f"{where}: {'row' if _is_parquet(where) else 'line'} {place}"
+
+
+def _is_parquet(where: str) -> bool:
+    return where.partition("?")[0].lower().endswith(".parquet")
+
+
+def _check_columns(where: str, columns: Collection[str]) -> None:
+    if "path" not in columns:
+        raise InputError(
+            f"{where}: no column 'path' among {_names(columns)}; a list has a header, with 'path' and, where there "
+            "are any, 'label', 'split' and 'id'"
+        )
+
+
+def _row(where: str, place: int, path: Any, label: Any, split: Any, id: Any) -> Row:
+    """A row of a list, checked."""
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise InputError(f"{_place(where, place)}: the path is empty, or has a null character")
+    for name, value in (("label", label), ("split", split), ("id", id)):
+        if isinstance(value, str) and not value.isascii() and any("\udc80" <= one <= "\udcff" for one in value):
+            raise InputError(f"{_place(where, place)}: the {name} is not UTF-8; save the list in that encoding")
+    split = str(split or "").strip().lower()
+    if split and split not in SPLITS:
+        raise InputError(f"{_place(where, place)}: split {split!r}; expected train, val, test or nothing")
+    return Row(os.fsencode(path), place, label_text(label), SPLITS.get(split, ""), None if id is None else str(id))
+
+
+def rows_in_pieces(
+    where: str, file: Path, size: int, after: dict[str, int]
+) -> Iterator[tuple[list[Row], dict[str, int]]]:
+    """The rows of a list in the order of the file, so many at a time, and each time where the next ones begin.
+
+    Args:
+        where: the list, as it is called in errors, and by its ending.
+        file: its content.
+        size: rows in a piece.
+        after: where to begin, as it was given with the last piece before; empty: at the start.
+
+    Raises:
+        InputError: as of `list_table`.
+    """
+    return (_parquet_pieces if _is_parquet(where) else _csv_pieces)(where, file, size, after)
+
+
+def _csv_pieces(where: str, file: Path, size: int, after: dict[str, int]) -> Iterator[tuple[list[Row], dict[str, int]]]:
+    with _opened(where, file) as opened, _text(opened) as text:
+        header, delimiter, reader = _table(where, text, _COLUMNS)
+        _check_columns(where, header)
+        columns = [header.index(name) if name in header else None for name in _COLUMNS]
+        if after:
+            text.seek(after["byte"])
+            reader = csv.reader(iter(text.readline, ""), delimiter=delimiter)
+        before = after.get("line", 0)
+        found = (
+            _row(where, line, *(None if i is None else row[i] for i in columns))
+            for row, line in _lines(where, reader, len(header), before)
+        )
+        while rows := list(itertools.islice(found, size)):
+            # Not what a piece's last row says: empty lines may follow it.
+            yield rows, {"byte": text.tell(), "line": before + reader.line_num}
+
+
+def _parquet_pieces(
+    where: str, file: Path, size: int, after: dict[str, int]
+) -> Iterator[tuple[list[Row], dict[str, int]]]:
+    with _opened(where, file) as opened, _parquet(where, opened, _COLUMNS, _BUFFER_BYTES) as (parquet, names):
+        _check_columns(where, names)
+        wanted = [name for name in _COLUMNS if name in names]
+        done, groups, first = after.get("row", 0), list(range(parquet.num_row_groups)), 0
+        while groups and first + parquet.metadata.row_group(groups[0]).num_rows <= done:
+            first += parquet.metadata.row_group(groups.pop(0)).num_rows
+
+        def found() -> Iterator[Row]:
+            place = first
+            for batch in parquet.iter_batches(
+                min(size, 1 << 16), row_groups=groups, columns=[names[name] for name in wanted], use_threads=False
+            ):
+                given = {name: _values(where, name, batch.column(names[name]), _COLUMNS) for name in wanted}
+                columns = [given.get(name) or [None] * len(batch) for name in _COLUMNS]
+                for values in zip(*columns, strict=True):
+                    if place >= done:
+                        yield _row(where, place, *values)
+                    place += 1
+
+        rows_found = found()
+        while rows := list(itertools.islice(rows_found, size)):
+            done = rows[-1].place + 1
+            yield rows, {"row": done}
+
+
+def read_table(where: str, column: str) -> tuple[dict[str, Sequence[Any]], list[int]]:
+    """Values beside images: those of the columns `path`, `id`, `split` and the one named that there are.
+
+    Args:
+        where: CSV, TSV or Parquet file, or URL.
+        column: name of the column of values, text or numbers; case does not count.
+
+    Returns:
+        name -> values, in the order of the file; and the line that each row ends on, of text.
+
+    Raises:
+        InputError: neither `path` nor `id` is there, or not the column; or the file is damaged.
+    """
+    column = column.strip().lower()
+    kinds = {"path": _TEXT, "id": _WHOLE, "split": _TEXT, column: _NUMBER}
+    given, lines = _read(where, kinds)
+    if column not in given or not ("path" in given or "id" in given):
+        raise InputError(f"{where}: expected a column 'path' or 'id', and a column {column!r}; it has {_names(given)}")
+    return {name: values for name, values in given.items() if name in kinds}, lines
+
+
+def _names(columns: Collection[str]) -> str:
+    return ", ".join(map(repr, list(columns)[:8])) or "none"
+
+
+def _read(where: str, kinds: Mapping[str, str]) -> tuple[dict[str, Sequence[Any]], list[int]]:
+    """The columns that there are, with the values of those that have a kind."""
+    if _is_parquet(where):
+        return _read_parquet(where, kinds), []
+    return _read_csv(where, kinds)
+
+
+@contextlib.contextmanager
+def _opened(where: str, file: Path | None = None) -> Iterator[BinaryIO]:
+    """A list, open for reading; or a file that has its content."""
+    try:
+        content = io.BytesIO(read_remote(where)) if file is None and is_url(where) else (file or Path(where)).open("rb")
+        with content:
+            yield content
+    except FileNotFoundError as error:
+        raise InputError(f"{where}: no such file") from error
+    except OSError as error:
+        raise LayertapError(f"{where} cannot be read: {error.strerror or error}") from error
+
+
+def _text(file: BinaryIO) -> io.TextIOWrapper:
+    """The text of a list; its lines keep their ends, as `csv` wants them."""
+    start = file.read(2)
+    file.seek(0)
+    if start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # Excel's "Unicode text"
+        return io.TextIOWrapper(file, "utf-16", "replace", newline="")
+    # Names of files may have any bytes; a byte order mark is what Excel puts in front.
+    return io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="")
+
+
+def _table(where: str, text: io.TextIOWrapper, kinds: Mapping[str, str]) -> tuple[list[str], str, CsvReader]:
+    """The names of the columns, what stands between values, and the rows."""
+    head = text.readline()
+    delimiter = max(",;\t", key=head.count)
+    # Lines are asked for one by one: a file that is iterated does not tell where it is.
+    reader = csv.reader(itertools.chain([head], iter(text.readline, "")), delimiter=delimiter)
+    try:
+        header = [name.strip().lower() for name in next(reader, [])]
+    except csv.Error as error:
+        raise InputError(f"{where}: line {reader.line_num}: {error}") from error
+    _unique(where, header, kinds)
+    return header, delimiter, reader
+
+
+def _lines(where: str, reader: CsvReader, width: int, before: int = 0) -> Iterator[tuple[list[str], int]]:
+    """Rows with the lines that they end on, of which so many were read before."""
+    try:
+        for row in reader:
+            if not row:
+                continue
+            if len(row) != width:
+                line = before + reader.line_num
+                raise InputError(f"{where}: line {line} has {len(row)} values, its header {width}")
+            yield row, before + reader.line_num
+    except csv.Error as error:
+        raise InputError(f"{where}: line {before + reader.line_num}: {error}") from error
+
+
+def _read_csv(where: str, kinds: Mapping[str, str]) -> tuple[dict[str, Sequence[Any]], list[int]]:
+    """Column -> values of all, and the lines that they end on."""
+    with _opened(where) as file, _text(file) as text:
+        header, _, reader = _table(where, text, kinds)
+        found = list(_lines(where, reader, len(header)))
+    return {name: [row[i] for row, _ in found] for i, name in enumerate(header)}, [line for _, line in found]
+
+
+@contextlib.contextmanager
+def _parquet(
+    where: str, file: BinaryIO, kinds: Mapping[str, str], buffer_bytes: int = 0
+) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """An open Parquet file, and name -> its column."""
+    pa, parquet = (library(name, "parquet", f"{where}: Parquet") for name in ("pyarrow", "pyarrow.parquet"))
+    try:
+        # Without threads, which may be running still when an error ends the process.
+        opened = parquet.ParquetFile(file, pre_buffer=False, buffer_size=buffer_bytes)
+        header = [str(name).strip().lower() for name in opened.schema_arrow.names]
+        _unique(where, header, kinds)
+        yield opened, dict(zip(header, opened.schema_arrow.names, strict=True))
+    except pa.ArrowException as error:
+        raise InputError(f"{where} is no Parquet file: {first_line(error)}") from error
+
+
+def _read_parquet(where: str, kinds: Mapping[str, str]) -> dict[str, Sequence[Any]]:
+    """Column -> values of those that have a kind; the others are not read."""
+    with _opened(where) as file, _parquet(where, file, kinds) as (opened, names):
+        table = opened.read(columns=[names[name] for name in kinds if name in names], use_threads=False)
+        return {name: _values(where, name, table.column(names[name]), kinds) if name in kinds else () for name in names}
+
+
+def _values(where: str, name: str, column: Any, kinds: Mapping[str, str]) -> list[Any]:
+    """The values of a column of Parquet, if they are of its kind."""
+    types = library("pyarrow", "parquet", f"{where}: Parquet").types
+    kind = column.type.value_type if types.is_dictionary(column.type) else column.type
+    if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+            or (kinds[name] != _TEXT and types.is_integer(kind)) or types.is_null(kind)
+            or (kinds[name] == _NUMBER and types.is_floating(kind))):  # fmt: skip
+        raise InputError(f"{where}: column {name!r} is {kind}; expected {kinds[name]}")
+    values: list[Any] = column.to_pylist()
+    return values
+
+
+def _unique(where: str, header: Sequence[str], kinds: Mapping[str, str]) -> None:
+    for name in kinds:
+        if list(header).count(name) > 1:
+            raise InputError(f"{where}: two columns are called {name!r}")

@@ -1,0 +1,256 @@
+"""What is known of images before any of them is read: names in a fixed order, labels, splits, and their source."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, Self
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from extract.images.sources import Chosen, Source
+
+__all__ = [
+    "SPLITS",
+    "ImageList",
+    "Images",
+    "class_and_split",
+    "classes_of_folders",
+    "classes_of_values",
+    "hashes_of",
+    "is_litter",
+    "label_text",
+    "labels_from_folders",
+    "labels_from_values",
+    "order_of",
+]
+
+SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
+
+# What operating systems and file servers leave in folders and archives, besides hidden files.
+_LITTER = frozenset({
+    "thumbs.db", "ehthumbs.db", "desktop.ini", "__macosx", "$recycle.bin", "system volume information", "lost+found",
+    "@eadir", "icon\r",
+})  # fmt: skip
+
+_LARGEST_LABEL = 100_000  # numbers up to it are labels as they are; larger ones are names of classes
+
+
+class ImageList(Protocol):
+    """What a run needs of images in the byte order of their paths, whether all are in memory or not.
+
+    `Images` has all of them in memory, `extract.images.index.image_index.PlannedImages` a part at a time.
+
+    Attributes:
+        root: as of `Images`, and so are classes, source, left_out and notes.
+        split_names: which splits there are, sorted.
+        paths_xxh3: xxh3-128 of all paths, with zero bytes between them.
+        labels_xxh3: of labels, splits, classes and ids: a list may say something else of the same paths the next time.
+    """
+
+    @property
+    def root(self) -> str: ...  # noqa: D102
+    @property
+    def classes(self) -> list[str]: ...  # noqa: D102
+    @property
+    def source(self) -> Source: ...  # noqa: D102
+    @property
+    def left_out(self) -> Counter[str]: ...  # noqa: D102
+    @property
+    def notes(self) -> tuple[str, ...]: ...  # noqa: D102
+    @property
+    def split_names(self) -> list[str]: ...  # noqa: D102
+    @property
+    def paths_xxh3(self) -> str: ...  # noqa: D102
+    @property
+    def labels_xxh3(self) -> str: ...  # noqa: D102
+
+    def __len__(self) -> int: ...
+
+    def between(self, start: int, stop: int) -> Images:
+        """The rows of a range."""
+
+    def only(self, rows: Sequence[int]) -> Images:
+        """Some rows, ascending."""
+
+    def first(self, count: int) -> Self:
+        """Only so many; what classes there are does not change."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images, sorted by the bytes of their path.
+
+    Attributes:
+        root: where they are: a folder, an archive, a list, a URL; it finds them again from anywhere on this machine.
+        paths: relative to the folder or URL, or as the list or archive has them, with `/`; bytes that are not UTF-8 as
+            in `os.fsdecode`.
+        labels: (N,) int64, index into `classes`; -1 for an image without a class.
+        classes: their names.
+        splits: `train`, `val`, `test` or empty, for each image.
+        source: reads the bytes of a row.
+        ids: of a list that has them, one for each image; else None.
+        left_out: suffix, or another reason -> number of files that are no images.
+        notes: what the user must be told of how they were found.
+    """
+
+    root: str
+    paths: list[str]
+    labels: NDArray[np.int64]
+    classes: list[str]
+    splits: list[str]
+    source: Source
+    ids: list[str] | None = None
+    left_out: Counter[str] = field(default_factory=Counter)
+    notes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def first(self, count: int) -> Images:
+        """Only so many; what classes there are does not change."""
+        ids = None if self.ids is None else self.ids[:count]
+        return replace(self, paths=self.paths[:count], labels=self.labels[:count], splits=self.splits[:count], ids=ids)
+
+    def between(self, start: int, stop: int) -> Images:
+        """As of `ImageList`."""
+        return self.only(range(start, min(stop, len(self))))
+
+    def only(self, rows: Sequence[int]) -> Images:
+        """As of `ImageList`."""
+        return replace(
+            self,
+            paths=[self.paths[row] for row in rows],
+            labels=self.labels[np.asarray(rows, np.int64)],
+            splits=[self.splits[row] for row in rows],
+            source=Chosen(self.source, rows),
+            ids=None if self.ids is None else [self.ids[row] for row in rows],
+        )
+
+    @property
+    def split_names(self) -> list[str]:
+        """As of `ImageList`."""
+        return sorted(set(self.splits) - {""})
+
+    @property
+    def paths_xxh3(self) -> str:
+        """As of `ImageList`."""
+        return hashes_of(lambda: iter([self]))[0]
+
+    @property
+    def labels_xxh3(self) -> str:
+        """As of `ImageList`."""
+        return hashes_of(lambda: iter([self]))[1]
+
+
+def hashes_of(pieces: Callable[[], Iterator[Images]]) -> tuple[str, str]:
+    """The `paths_xxh3` and `labels_xxh3` of images that come in pieces; they are read once, or once a column.
+
+    Args:
+        pieces: called for a pass over all of them, in order, of the same classes.
+    """
+    paths, labels = xxhash.xxh3_128(), xxhash.xxh3_128()
+    splits, ids, classes, count = set[str](), False, list[str](), 0
+    for piece in pieces():
+        paths.update(b"\0" * bool(count) + b"\0".join(map(os.fsencode, piece.paths)))
+        labels.update(piece.labels.astype("<i8").tobytes())
+        splits.update(piece.splits)
+        ids, classes, count = piece.ids is not None, piece.classes, count + len(piece)
+    if splits <= {""}:
+        labels.update(b"\0" * max(0, count - 1) + b"\0\0")
+    else:
+        _hash_texts(labels, (piece.splits for piece in pieces()))
+    _hash_texts(labels, [classes])
+    _hash_texts(labels, (piece.ids or [] for piece in pieces()) if ids else [])
+    return paths.hexdigest(), labels.hexdigest()
+
+
+def _hash_texts(digest: xxhash.xxh3_128, pieces: Iterable[Sequence[str]]) -> None:
+    between = b""
+    for texts in pieces:
+        digest.update(between + b"\0".join(map(os.fsencode, texts)))
+        between = b"\0"
+    digest.update(b"\0\0")
+
+
+def order_of(paths: Sequence[str]) -> list[int]:
+    """The positions of paths, sorted by their bytes."""
+    encoded = [os.fsencode(path) for path in paths]
+    return sorted(range(len(encoded)), key=encoded.__getitem__)
+
+
+def is_litter(name: str) -> bool:
+    """Whether a file or folder of this name is hidden, or was left by an operating system."""
+    return name.startswith(".") or name.lower() in _LITTER
+
+
+def labels_from_folders(paths: Sequence[str]) -> tuple[NDArray[np.int64], list[str], list[str]]:
+    """Labels, classes and splits, by the names of folders.
+
+    The first folder is the class. Where every first folder is called train, val (valid, validation) or test, it is
+    the split, and the class is the folder below that.
+    """
+    folders = [path.rpartition("/")[0] for path in paths]
+    classes, split_level = classes_of_folders(folders)
+    found = {folder: class_and_split(folder, split_level) for folder in set(folders)}
+    labels, _ = _indexed([found[folder][0] for folder in folders], classes)
+    return labels, classes, [found[folder][1] for folder in folders]
+
+
+def classes_of_folders(folders: Iterable[str]) -> tuple[list[str], bool]:
+    """The classes of images in these folders, and whether the first folders are splits; as of `labels_from_folders`.
+
+    Args:
+        folders: relative paths, empty for the top; read once.
+    """
+    top, below, split_level = set[str](), set[str](), True
+    for folder in folders:
+        if not folder:
+            continue
+        first, *others = folder.split("/", 2)
+        top.add(first)
+        # `train` beside `airplane` and `bus` is a class; only where all are names of splits are they splits.
+        if split_level and first.lower() not in SPLITS:
+            split_level, below = False, set()
+        if split_level and others:
+            below.add(others[0])
+    return sorted(below if split_level else top, key=os.fsencode), bool(top) and split_level
+
+
+def class_and_split(folder: str, split_level: bool) -> tuple[str | None, str]:
+    """The class and the split of images in a folder, when it is known whether the first folders are splits."""
+    parts = folder.split("/") if folder else []
+    split = SPLITS[parts[0].lower()] if split_level and parts else ""
+    return parts[split_level] if len(parts) > split_level else None, split
+
+
+def labels_from_values(values: Sequence[str | int | None]) -> tuple[NDArray[np.int64], list[str]]:
+    """Labels and classes, by what somebody wrote down for each image; None, empty and -1 mean no class.
+
+    Where all are numbers from 0 on, they are the labels, and their digits the names of the classes.
+    """
+    texts = [label_text(value) for value in values]
+    return _indexed(texts, classes_of_values({text for text in texts if text is not None}))
+
+
+def label_text(value: str | int | None) -> str | None:
+    """What somebody wrote down for an image, as text; None: no class."""
+    return None if value in (None, "", "-1", -1) else str(value)
+
+
+def classes_of_values(known: set[str]) -> list[str]:
+    """The classes, where these are all the labels that there are."""
+    numbers = all(re.fullmatch(r"0|-?[1-9]\d{0,17}", text, re.ASCII) for text in known)
+    if numbers and known and 0 <= min(map(int, known)) <= max(map(int, known)) <= _LARGEST_LABEL:
+        return [str(number) for number in range(max(map(int, known)) + 1)]
+    return sorted(known, key=int if numbers else os.fsencode)
+
+
+def _indexed(names: Sequence[str | None], classes: list[str]) -> tuple[NDArray[np.int64], list[str]]:
+    index = {name: i for i, name in enumerate(classes)}
+    return np.array([-1 if name is None else index[name] for name in names], np.int64), classes

@@ -1,0 +1,273 @@
+"""A plan: images that were listed once, into files, so that no process holds all their names.
+
+A plan is a folder, of any number of images:
+
+    plan.json            what is in it; it is written last, and without it there is no plan
+    parts/000000.npz     so many rows each, in order (extract/images/index/index_parts.py)
+    listing/             while it is being made (extract/images/index/index_writing.py)
+
+`plan.json` has the keys
+
+    format           "layertap plan"          version       1
+    kind             "folder": paths are relative to `root`; "list": to the folder of it, or whole paths, or URLs
+    root             the folder, URL or list that was listed
+    count            images                   part_rows     images in each part but the last
+    classes          names                    splits        those that there are
+    ids              whether rows have ids    left_out      suffix -> number of files that are no images
+    notes            what the user must be told of how they were found
+    paths_xxh3, labels_xxh3                   as of `extract.images.image_list.ImageList`
+    parts_xxh3       of each part, the xxh3-128 of the file
+
+Nothing in it depends on when and where it was made: the same images give the same bytes.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from extract.errors import InputError
+from extract.images.image_list import Images, hashes_of
+from extract.images.index.index_parts import MOST_PART_ROWS, SPLIT_CODES, Part, part_path, read_part
+from extract.images.sources import Chosen, Files
+from extract.system.atomic_files import read_json
+from extract.system.urls import is_url
+
+__all__ = ["FORMAT", "LISTING", "VERSION", "PlannedImages", "is_plan", "open_plan", "read_in_pieces"]
+
+FORMAT, VERSION = "layertap plan", 1
+LISTING = "listing"
+
+_KEPT = 2  # parts in memory: a batch may end one and begin the next
+
+
+def is_plan(where: str | os.PathLike[str]) -> bool:
+    """Whether a folder is a plan.
+
+    Raises:
+        InputError: it is one that is not finished.
+    """
+    folder = Path(where)
+    if (folder / "plan.json").is_file() and (folder / "parts").is_dir():
+        return read_json(folder / "plan.json").get("format") == FORMAT
+    if (folder / LISTING / "begun.json").is_file():
+        begun = read_json(folder / LISTING / "begun.json")
+        if begun.get("format") == FORMAT:
+            raise InputError(f"{folder} is a plan that is not finished; `layertap plan` goes on with it")
+    return False
+
+
+class PlannedNames(Sequence[str]):
+    """The names of a plan's images, by row; a few parts are in memory. As it goes to worker processes, it is small."""
+
+    def __init__(self, folder: Path, part_rows: int, count: int, n_classes: int, ids: bool, below: bool, hashes: bytes):
+        self._folder, self._part_rows, self._count = folder, part_rows, count
+        self._n_classes, self.ids, self._below = n_classes, ids, below
+        self._hashes = hashes  # 16 bytes for each part
+        self._kept: dict[int, Part] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_kept": {}}
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, row: Any) -> Any:
+        number, place = divmod(int(row), self._part_rows)
+        return os.fsdecode(self.part(number).names[place])
+
+    def part(self, number: int) -> Part:
+        """A part of the plan.
+
+        Raises:
+            BrokenListError: it is damaged, or not there any more.
+        """
+        part = self._kept.pop(number, None)
+        if part is None:
+            rows = min(self._part_rows, self._count - number * self._part_rows)
+            xxh3 = self._hashes[16 * number : 16 * number + 16]
+            part = read_part(part_path(self._folder, number), rows, self._n_classes, self.ids, self._below, xxh3)
+        self._kept[number] = part  # the one that was asked for last is the last
+        if len(self._kept) > _KEPT:
+            del self._kept[next(iter(self._kept))]
+        return part
+
+    def row_of(self, name: bytes) -> int | None:
+        """The row of a path; None: it has none."""
+        first = bisect.bisect(range(-(-self._count // self._part_rows)), name, key=lambda one: self.part(one).names[0])
+        if not first:
+            return None
+        names = self.part(first - 1).names
+        place = bisect.bisect_left(names, name)
+        return (first - 1) * self._part_rows + place if place < len(names) and names[place] == name else None
+
+
+@dataclass(frozen=True)
+class PlannedImages:
+    """Images of a plan, or the first of them: what `ImageList` says, from files.
+
+    Attributes:
+        folder: of the plan.
+        kind: "folder" or "list".
+        count: of images.
+        part_rows: images in each part of the plan but its last.
+        names: by row.
+        root, classes, left_out, notes, split_names, paths_xxh3, labels_xxh3: as of `ImageList`.
+        source: reads the bytes of a row.
+    """
+
+    folder: Path
+    kind: str
+    root: str
+    count: int
+    part_rows: int
+    names: PlannedNames
+    classes: list[str]
+    source: Files
+    split_names: list[str]
+    paths_xxh3: str
+    labels_xxh3: str
+    left_out: Counter[str] = field(default_factory=Counter)
+    notes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return self.count
+
+    def between(self, start: int, stop: int) -> Images:
+        """As of `ImageList`.
+
+        Raises:
+            BrokenListError: a part is damaged, or not there any more.
+        """
+        stop = min(stop, self.count)
+        pieces = []
+        for number in range(start // self.part_rows, -(-stop // self.part_rows)):
+            part, first = self.names.part(number), number * self.part_rows
+            pieces.append(part.rows(slice(max(start - first, 0), min(stop - first, self.part_rows))))
+        return self._images(pieces, range(start, stop))
+
+    def only(self, rows: Sequence[int]) -> Images:
+        """As of `ImageList`; errors as of `between`."""
+        pieces = []
+        for row in rows:
+            number, place = divmod(row, self.part_rows)
+            pieces.append(self.names.part(number).rows(slice(place, place + 1)))
+        return self._images(pieces, rows)
+
+    def _images(self, pieces: list[Part], rows: Sequence[int]) -> Images:
+        none = np.zeros(0, np.int64)
+        ids = [one.decode() for piece in pieces for one in piece.ids or ()]
+        return Images(
+            self.root,
+            [os.fsdecode(name) for piece in pieces for name in piece.names],
+            np.concatenate([none, *(piece.labels.astype(np.int64) for piece in pieces)]),
+            self.classes,
+            [SPLIT_CODES[code] for piece in pieces for code in piece.splits.tolist()],
+            Chosen(self.source, rows),
+            ids if self.names.ids else None,
+            self.left_out,
+            self.notes,
+        )
+
+    def first(self, count: int) -> PlannedImages:
+        """As of `ImageList`; errors as of `between`. Their hashes are of their own, for which they are read."""
+        if count >= self.count:
+            return self
+        splits = {split for piece in self.pieces(count) for split in piece.splits}
+        paths_xxh3, labels_xxh3 = hashes_of(lambda: self.pieces(count))
+        return replace(
+            self, count=count, split_names=sorted(splits - {""}), paths_xxh3=paths_xxh3, labels_xxh3=labels_xxh3
+        )
+
+    def pieces(self, count: int) -> Iterator[Images]:
+        """The first so many, part by part; errors as of `between`."""
+        return (self.between(row, min(row + self.part_rows, count)) for row in range(0, count, self.part_rows))
+
+    def found(self, paths: Sequence[str]) -> list[int | None]:
+        """The rows of these paths; None: the plan has none; errors as of `between`."""
+        rows = {path: self.names.row_of(os.fsencode(path)) for path in sorted(set(paths), key=os.fsencode)}
+        return [rows[path] for path in paths]
+
+
+def open_plan(where: str | os.PathLike[str]) -> PlannedImages:
+    """The images of a plan. Its parts are looked at when they are read.
+
+    Raises:
+        InputError: no plan is there, or it is damaged.
+    """
+    folder = Path(where).resolve()
+    path = folder / "plan.json"
+    try:
+        content = read_json(path)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise InputError(f"{folder} is no plan: it has no plan.json") from error
+    try:
+        return _images(folder, content)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise InputError(f"{path} is damaged: {why}. Delete the plan, and plan again") from error
+
+
+def read_in_pieces(folder: Path, content: dict[str, Any]) -> Iterator[Images]:
+    """The images of a plan part by part, while its hashes and splits are not known yet."""
+    found = _images(folder.resolve(), {**content, "splits": [], "paths_xxh3": "0" * 32, "labels_xxh3": "0" * 32})
+    return found.pieces(found.count)
+
+
+def _images(folder: Path, content: dict[str, Any]) -> PlannedImages:
+    """What a description says, checked.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: it is damaged.
+    """
+    if content["format"] != FORMAT or content["version"] != VERSION:
+        raise ValueError(f"expected {FORMAT!r} of version {VERSION}; a newer layertap may read it")
+    kind, root, notes, count, part_rows, ids, hashes, left_out, classes, splits = (
+        content[name]
+        for name in (
+            "kind", "root", "notes", "count", "part_rows", "ids", "parts_xxh3", "left_out", "classes", "splits",
+        )
+    )  # fmt: skip
+    of_all = content["paths_xxh3"], content["labels_xxh3"]
+    lists = (notes, hashes, classes, splits)
+    if not all(isinstance(one, list) for one in lists) or not isinstance(left_out, dict):
+        raise ValueError("a value that should be a list is none")
+    if not all(isinstance(text, str) for text in (kind, root, *of_all, *notes, *hashes, *classes, *splits)):
+        raise ValueError("a value that should be text is none")
+    numbers = [count, part_rows, *left_out.values()]
+    if not all(type(number) is int and number >= 0 for number in numbers) or type(ids) is not bool:
+        raise ValueError("a value that should be a number, or a truth, is none")
+    if not 1 <= part_rows <= MOST_PART_ROWS or count < 1 or len(hashes) != -(-count // part_rows):
+        raise ValueError(f"{count:,} images in {len(hashes):,} parts of {part_rows:,}")
+    if kind not in ("folder", "list") or "\0" in root or not (is_url(root) or root.startswith("/")):
+        raise ValueError(f"kind {kind!r}, root {root!r}")
+    if not all(re.fullmatch("[0-9a-f]{32}", one) for one in (*of_all, *hashes)):
+        raise ValueError("a hash is none")
+    if not set(splits) <= set(SPLIT_CODES[1:]):
+        raise ValueError(f"splits {splits}")
+    below = kind == "folder" and not is_url(root)
+    names = PlannedNames(folder, part_rows, count, len(classes), ids, below, bytes.fromhex("".join(hashes)))
+    base = root if kind == "folder" else root.rpartition("/")[0] or "/"
+    return PlannedImages(
+        folder,
+        kind,
+        root,
+        count,
+        part_rows,
+        names,
+        classes,
+        Files(base, names, anywhere=kind == "list"),
+        sorted(splits),
+        content["paths_xxh3"],
+        content["labels_xxh3"],
+        Counter(left_out),
+        tuple(notes),
+    )

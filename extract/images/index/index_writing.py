@@ -1,0 +1,359 @@
+"""Making a plan: images are listed into files, in memory that does not grow with their number.
+
+    a folder, walked in order --------.
+    a list, in pieces that are sorted -+-> runs -> merged -> parts -> plan.json
+
+Labels and splits are a property of all paths: `train` is a split only where no other folder stands beside it. So runs
+are written first, with the names that decide, and parts when all of these are known. While a plan is being made, it has
+a folder more:
+
+    listing/begun.json     what is listed
+    listing/content        of a list behind a URL: a copy of it
+    listing/*.jsonl        runs (extract/images/index/external_sort.py)
+
+Every file is given its name when it is whole. So whatever ends the process, the next one goes on behind the last run or
+part; and there is no plan until there is a `plan.json`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import operator
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from extract.errors import InputError, LayertapError, first_line
+from extract.images.csv_lists import Row, check_once, places_of, rows_in_pieces
+from extract.images.folders import files_behind, files_below, other_suffix
+from extract.images.image_list import Images, class_and_split, classes_of_folders, classes_of_values, hashes_of
+from extract.images.index.external_sort import Runs
+from extract.images.index.image_index import FORMAT, LISTING, VERSION, PlannedImages, is_plan, open_plan, read_in_pieces
+from extract.images.index.index_parts import SPLIT_CODES, Part, part_path, read_part, write_part
+from extract.images.listing import kind_of, no_images
+from extract.system.atomic_files import discard, own_folder, read_json, whole_file, write_json
+from extract.system.folder_lock import locked
+from extract.system.urls import file_system, is_url
+
+__all__ = ["is_finished", "write_plan"]
+
+PART_ROWS = 100_000
+WALKED_ROWS = 50_000  # of a folder, after which there is something to go on from
+SORTED_ROWS = 250_000  # of a list: 100 to 150 MB
+
+_KINDS = 1_000  # of other files, that are counted apart
+_CLASSES_BYTES = 1 << 25  # half of what `read_json` reads
+_CODE = {split: code for code, split in enumerate(SPLIT_CODES)}
+
+
+def write_plan(
+    images: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    on_rows: Callable[[str, int], None] = lambda stage, rows: None,
+) -> PlannedImages:
+    """List images into a plan, or go on with one that was begun; one that is finished is left as it is.
+
+    The images are those of `list_images`, with its order, labels, classes and splits. What was listed before the
+    process was killed is not listed again: if the folder changed meanwhile, the plan has some files as they were and
+    some as they are, each once and in order. A list that changed is listed anew.
+
+    Memory is bounded by the largest single folder, and by the classes. What is behind a URL is asked for folder by
+    folder; an object store's own inventory, as a list, is the better way to a hundred million.
+
+    Args:
+        images: a folder, the URL of one, or a list, as of `list_images`.
+        out: folder of the plan; made if need be.
+        on_rows: called with "listed", "merged" or "written", and a number of rows; with "found" for rows that were
+            listed before.
+
+    Raises:
+        InputError: no images; neither a folder nor a list; or `out` holds something else.
+        LockedError: another process writes to `out`.
+        LayertapError: the disk is full; a URL does not answer.
+    """
+    where, out = os.fspath(images).removeprefix("file://"), Path(out)
+    kind = _kind(where)
+    where = where.rstrip("/") if is_url(where) else where
+    root = places_of(where)[0]
+    _check_place(out, where, kind, root)
+    with _told(out), locked(out):
+        if not is_finished(out):
+            _begin(out, where, kind, root)
+            runs = Runs(out / LISTING, in_sequence=kind == "folder")
+            on_rows("found", runs.rows)
+            if not runs.ended:
+                (_walk if kind == "folder" else _sort)(out / LISTING, where, runs, on_rows)
+            if not runs.rows:
+                error = no_images(where, _left_out(runs))
+                shutil.rmtree(out / "parts")
+                shutil.rmtree(out / LISTING)
+                raise error
+            runs.merge(lambda rows: on_rows("merged", rows))
+            classes, split_level = _classes(where, kind, runs)
+            _write_parts(out, where, kind, runs, classes, split_level, on_rows)
+            _finish(out, kind, root, runs, classes)
+        shutil.rmtree(out / LISTING, ignore_errors=True)
+    return open_plan(out)
+
+
+def is_finished(out: Path) -> bool:
+    """Whether a plan is there, and whole.
+
+    Raises:
+        InputError: it is damaged.
+    """
+    return (out / "plan.json").is_file() and is_plan(out)
+
+
+def _kind(where: str) -> str:
+    """Either "folder" or "list".
+
+    Raises:
+        InputError: it is neither.
+    """
+    kind, here = kind_of(where), not is_url(where)
+    if kind == "plan":
+        raise InputError(f"{where} is a plan already; give it in place of the images: layertap embed {where}")
+    if kind in ("archives", "array"):
+        why = "an array is its own list" if kind == "array" else "archives have lists of their own, which are read fast"
+        raise InputError(f"{where}: {why}, so no plan is made of them: layertap embed {where}")
+    if here and not Path(where).exists():
+        raise InputError(f"{where}: no such folder or file")
+    if here and Path(where).is_dir() != (kind == "folder"):
+        raise InputError(f"{where}: not a folder or list, of which plans are made")
+    return kind
+
+
+def _check_place(out: Path, where: str, kind: str, root: str) -> None:
+    """Refuse a folder that holds something else.
+
+    Raises:
+        InputError: it does.
+    """
+    if kind == "folder" and not is_url(where) and out.resolve().is_relative_to(root):
+        raise InputError(f"{out} lies in the folder that is to be listed; choose another place for the plan")
+    if out.exists() and not out.is_dir():
+        raise InputError(f"{out} is a file; a plan is a folder")
+    begun: dict[str, Any] = {}
+    if is_finished(out):
+        plan = open_plan(out)
+        begun = {"kind": plan.kind, "root": plan.root}
+    elif (out / LISTING / "begun.json").is_file():
+        if any((out / LISTING).glob("*.jsonl")):  # or else nothing is lost
+            begun = read_json(out / LISTING / "begun.json")
+    elif out.is_dir() and any(not _was_killed_early(entry) for entry in out.iterdir()):
+        raise InputError(f"{out} is not empty and no plan; choose another folder")
+    if begun and (begun.get("kind"), begun.get("root")) != (kind, root):
+        raise InputError(f"{out} is a plan of {begun.get('root')}; choose another folder for one of {root}")
+
+
+def _was_killed_early(entry: Path) -> bool:
+    """Whether an entry of a folder may be ours, though it is not said what was to be listed."""
+    inside = [one.name for one in entry.iterdir()] if entry.name == LISTING and entry.is_dir() else ["?"]
+    return entry.name == ".lock" or all(name.startswith("begun.json.") for name in inside)
+
+
+@contextlib.contextmanager
+def _told(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise LayertapError(
+            f"{error.filename or out} cannot be written: {error.strerror or error}. What was listed is kept; run again "
+            "to go on"
+        ) from error
+
+
+def _begin(out: Path, where: str, kind: str, root: str) -> None:
+    """Make the folder ready; what was listed of a list that has changed since is removed."""
+    listing, parts = out / LISTING, out / "parts"
+    begun = {"format": FORMAT, "version": VERSION, "kind": kind, "root": root, "part_rows": PART_ROWS}
+    if kind == "list" and not is_url(where):
+        status = Path(where).stat()
+        begun |= {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
+    with contextlib.suppress(FileNotFoundError):
+        if read_json(listing / "begun.json") != begun:  # which is written last, so that a kill in here does no harm
+            shutil.rmtree(parts, ignore_errors=True)
+            for path in (*listing.glob("*.jsonl"), *listing.glob("content")):
+                path.unlink()
+    own_folder(listing)
+    write_json(listing / "begun.json", begun)
+    own_folder(parts)
+    for folder in (out, listing, parts):
+        for stray in folder.glob("*.new"):
+            discard(stray)
+
+
+def _walk(listing: Path, where: str, runs: Runs, on_rows: Callable[[str, int], None]) -> None:
+    """Write runs of the images of a folder, which come in order."""
+    left_out = _left_out(runs)
+    after = os.fsencode(runs.heads[-1]["last"]) if runs.heads else b""
+    found = _images(files_behind(where, after) if is_url(where) else files_below(where, after), left_out)
+    while not runs.ended:
+        rows = list(itertools.islice(found, WALKED_ROWS))
+        deciding = dict.fromkeys(_first_two(row.path) for row in rows)
+        # Other files behind the last image are counted with the next run, which begins there.
+        runs.add(rows, deciding, end=len(rows) < WALKED_ROWS, left_out=left_out)
+        on_rows("listed", len(rows))
+
+
+def _images(names: Iterator[str], left_out: Counter[str]) -> Iterator[Row]:
+    for name in names:
+        if other := other_suffix(name):
+            left_out[other if other in left_out or len(left_out) < _KINDS else "other suffixes"] += 1
+        else:
+            yield Row(os.fsencode(name), 0)
+
+
+def _first_two(path: bytes) -> str:
+    """The first two folders of a path: they tell its class and split."""
+    return os.fsdecode(b"/".join(path.split(b"/", 2)[:-1]))
+
+
+def _left_out(runs: Runs) -> Counter[str]:
+    return Counter(runs.heads[-1].get("left_out", {}) if runs.heads else {})
+
+
+def _sort(listing: Path, where: str, runs: Runs, on_rows: Callable[[str, int], None]) -> None:
+    """Write runs of a list: so many rows as they come, sorted."""
+    file = Path(where)
+    if is_url(where):
+        file = listing / "content"
+        if not file.exists():
+            _copy(where, file)
+    begin = runs.heads[-1]["behind"] if runs.heads else {}
+    for rows, behind in rows_in_pieces(where, file, SORTED_ROWS, begin):
+        rows.sort(key=operator.itemgetter(0))
+        labels = dict.fromkeys(row.label for row in rows if row.label is not None)
+        ids = any(row.id is not None for row in rows)
+        runs.add(rows, labels, end=len(rows) < SORTED_ROWS, behind=behind, ids=ids)
+        on_rows("listed", len(rows))
+    if not runs.ended:
+        runs.add([], (), end=True, behind={}, ids=False)
+
+
+def _copy(url: str, file: Path) -> None:
+    """Copy what is behind a URL, whole or not at all."""
+    fs, path = file_system(url)
+    with whole_file(file) as target:
+        try:
+            with fs.open(path, "rb") as source:
+                content = iter(lambda: source.read(1 << 24), b"")
+                while data := next(content, b""):
+                    target.write(data)
+        except FileNotFoundError as error:
+            raise InputError(f"{url}: no such file") from error
+        except Exception as error:  # each protocol's library has errors of its own
+            raise LayertapError(f"{url} cannot be copied: {type(error).__name__}: {first_line(error)}") from error
+
+
+def _classes(where: str, kind: str, runs: Runs) -> tuple[list[str], bool]:
+    """The classes, and whether the first folders are splits.
+
+    Raises:
+        InputError: their names are more than a description holds.
+    """
+    if kind == "folder":
+        classes, split_level = classes_of_folders(runs.deciding())
+    else:
+        classes, split_level = classes_of_values(set(runs.deciding())), False
+    if len(json.dumps(classes)) > _CLASSES_BYTES:
+        raise InputError(
+            f"{where}: {len(classes):,} classes, whose names take more than {_CLASSES_BYTES >> 20} MB; expected some "
+            "thousand. Leave the column 'label' out, or list folders whose names are classes"
+        )
+    return classes, split_level
+
+
+def _write_parts(
+    out: Path,
+    where: str,
+    kind: str,
+    runs: Runs,
+    classes: list[str],
+    split_level: bool,
+    on_rows: Callable[[str, int], None],
+) -> None:
+    """Write the parts that are not there yet."""
+    index = {name: number for number, name in enumerate(classes)}
+    ids = _has_ids(runs)
+    number, after = 0, b""
+    while part_path(out, number).exists():
+        number += 1
+    if number:
+        rows_before = min(number * PART_ROWS, runs.rows)
+        rows_of_last = rows_before - (number - 1) * PART_ROWS
+        last = read_part(part_path(out, number - 1), rows_of_last, len(classes), ids, below=False, xxh3=None)
+        after = last.names[-1]
+        on_rows("written", rows_before)
+    found = _each_once(where, kind, runs.in_order(after), after)
+    known: dict[bytes, tuple[int, int]] = {}  # folder -> label and split
+    while rows := list(itertools.islice(found, PART_ROWS)):
+        if kind == "folder":
+            folders = [row.path.rpartition(b"/")[0] for row in rows]
+            known = {one: known.get(one) or _label_and_split(one, split_level, index) for one in set(folders)}
+            codes = [known[folder] for folder in folders]
+        else:
+            codes = [(-1 if row.label is None else index[row.label], _CODE[row.split]) for row in rows]
+        labels, splits = (np.array(column) for column in zip(*codes, strict=True))
+        texts = [(row.id or "").encode() for row in rows] if ids else None
+        write_part(part_path(out, number), Part([row.path for row in rows], labels, splits, texts))
+        number += 1
+        on_rows("written", len(rows))
+
+
+def _each_once(where: str, kind: str, rows: Iterator[Row], after: bytes) -> Iterator[Row]:
+    """The rows behind a path, of rows from that path on; those of a list are seen to be different."""
+    before: Row | None = None
+    for row in rows:
+        if before is not None and kind == "list":
+            check_once(where, before, row)
+        before = row
+        if row.path > after:
+            yield row
+
+
+def _label_and_split(folder: bytes, split_level: bool, index: dict[str, int]) -> tuple[int, int]:
+    name, split = class_and_split(os.fsdecode(folder), split_level)
+    return -1 if name is None else index[name], _CODE[split]
+
+
+def _has_ids(runs: Runs) -> bool:
+    return any(head.get("ids", False) for head in runs.heads)
+
+
+def _finish(out: Path, kind: str, root: str, runs: Runs, classes: list[str]) -> None:
+    """Read all parts again, as they are on the disk, and write what they are."""
+    n_parts = -(-runs.rows // PART_ROWS)
+    hashes = [xxhash.xxh3_128_digest(part_path(out, number).read_bytes()) for number in range(n_parts)]
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "kind": kind,
+        "root": root,
+        "count": runs.rows,
+        "part_rows": PART_ROWS,
+        "classes": classes,
+        "ids": _has_ids(runs),
+        "left_out": dict(sorted(_left_out(runs).items())),
+        "notes": [],
+        "parts_xxh3": [one.hex() for one in hashes],
+    }
+    splits: set[str] = set()
+
+    def pieces() -> Iterator[Images]:
+        for piece in read_in_pieces(out, content):
+            splits.update(piece.split_names)
+            yield piece
+
+    paths_xxh3, labels_xxh3 = hashes_of(pieces)
+    known = {"splits": sorted(splits), "paths_xxh3": paths_xxh3, "labels_xxh3": labels_xxh3}
+    write_json(out / "plan.json", {**content, **known})

@@ -1,0 +1,79 @@
+"""Copies of a shard: compressed, or with rows that are to be computed again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from extract.errors import unknown_name
+from extract.store.format.layout import ROW_DATA, chunk_rows, new_shard_file, preallocated
+from extract.store.format.shard import Shard
+from extract.store.format.untrusted import FILTERS, need_libraries
+
+__all__ = ["COMPRESSIONS", "copy_shard"]
+
+COMPRESSIONS = tuple(FILTERS.values())
+
+
+def copy_shard(
+    shard: Shard, path: Path, *, compress: str | None = None, pending: NDArray[np.int64] | None = None
+) -> None:
+    """Write a copy of a shard, whole or not at all.
+
+    Args:
+        shard: what is copied.
+        path: where to; a file of that name is replaced.
+        compress: "gzip", "lzf" or "blosc2"; None makes a plain copy, that can be written to.
+        pending: rows, counted within the shard, that are not copied but pending; as are those that cannot be read.
+
+    Raises:
+        UnknownNameError: no such compression.
+        LayertapError: the disk is full or refuses, or a library for the compression is missing.
+    """
+    n_rows = len(shard)
+    layouts = [
+        _packed((chunk_rows(feature, n_rows), *feature.shape), compress)
+        if compress
+        else preallocated((chunk_rows(feature, n_rows), *feature.shape))
+        for feature in shard.features
+    ]
+    keep = np.ones(n_rows, bool)
+    keep[[] if pending is None else pending] = False
+    with new_shard_file(path, shard.features, layouts, shard.identity, shard.names, shard.provenance) as file:
+        for start, stop, block in shard.blocks(np.flatnonzero(keep)):
+            if block is None:
+                keep[start:stop] = False
+                continue
+            for name, values in block.items():
+                file["features"][name][start:stop] = values
+        for name, *_ in ROW_DATA:
+            values = shard.column(name)
+            values[~keep] = 0  # a status of 0 is pending
+            file[name][...] = values
+
+
+def _packed(chunks: tuple[int, ...], compress: str) -> Any:
+    """Creation properties: bytes shuffled, packed, and with a checksum, so that damage never reaches the unpacking."""
+    properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    properties.set_chunk(chunks)
+    properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    if compress == "blosc2":
+        need_libraries(compress)
+        import hdf5plugin
+
+        options = hdf5plugin.Blosc2(cname="zstd", clevel=5, filters=hdf5plugin.Blosc2.SHUFFLE)
+        properties.set_filter(options.filter_id, h5py.h5z.FLAG_MANDATORY, options.filter_options)
+    elif compress in COMPRESSIONS:
+        properties.set_shuffle()
+        if compress == "gzip":
+            properties.set_deflate(4)
+        else:
+            properties.set_filter(h5py.h5z.FILTER_LZF, h5py.h5z.FLAG_OPTIONAL)
+    else:
+        raise unknown_name("compression", compress, COMPRESSIONS)
+    properties.set_fletcher32()
+    return properties

@@ -1,0 +1,460 @@
+"""The folder of a data set: what it holds, which shards are done, and who is writing to it.
+
+`dataset.json` is written once, before the first shard, and not changed afterwards:
+
+    format, format_version
+    fingerprint      sha256 of `depends_on`
+    depends_on       what the numbers depend on: weights, architecture, layers, preprocessing, precision, decoder
+    features         name, shape, dtype, attributes of each
+    images           root, count, paths_xxh3: xxh3-128 of the sorted paths, labels_xxh3: of labels, splits, classes and
+                     ids; merged_from: of a merged data set, root, count and paths_xxh3 of its sources
+    shard_rows       rows in every shard but the last
+    version          of a data set that is kept in step with a folder, which has no shards of its own; see `version.py`.
+                     Then, and only then, the file is written anew
+
+Readers ignore keys they do not know. `runs.jsonl` has a line "started" for each run that wrote to the data set, with
+versions and machine, a line "computing" when its first batch has been compared, and a line "ended" if it ended in
+order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from extract.errors import InputError, LayertapError
+from extract.row_status import Status
+from extract.store.format.layout import FORMAT, FORMAT_VERSION, Identity, StoredFeature, row_bytes
+from extract.store.format.shard import Shard
+from extract.store.format.version import Version, pass_folder
+from extract.system.atomic_files import append_line, own_folder, read_json, sync_folder, write_json
+from extract.system.folder_lock import locked
+
+__all__ = [
+    "BUILDING",
+    "DataSet",
+    "Whereabouts",
+    "changes",
+    "differences",
+    "existing_shard_rows",
+    "fingerprint_of",
+    "shard_rows_for",
+    "stem_of",
+]
+
+# A shard is what a crash can damage, what is copied and what one machine works on at a time.
+_SHARD_BYTES = 1_000_000_000
+_SHARD_ROWS = 1 << 22  # more than that, of small features, and opening a shard would be slow for its many paths
+_SHARDS = 1_000_000  # their names have six digits
+BUILDING = ".building"  # folder in which several processes of one machine build shards, before they publish them
+
+
+def fingerprint_of(depends_on: dict[str, Any]) -> str:
+    """sha256 over the JSON text with sorted keys."""
+    return hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()
+
+
+def stem_of(shard: int, revision: int) -> str:
+    """The name of a shard's files without what follows the dot: 000000, written anew 000000-r1."""
+    return f"{shard:06d}-r{revision}" if revision else f"{shard:06d}"
+
+
+def shard_rows_for(features: Sequence[StoredFeature]) -> int:
+    """Rows that make a shard of at most 1 GB and four million rows, at least 1."""
+    return min(_SHARD_ROWS, max(1, _SHARD_BYTES // max(1, row_bytes(features))))
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """Which files there are of a shard, by revision: how often it was written anew to fill failed or bad rows.
+
+    Attributes:
+        published: of the finished file; None: there is none.
+        part: of the file being written, which will replace the published one; None: there is none.
+    """
+
+    published: int | None = None
+    part: int | None = None
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """What `dataset.json` says of the folder `out`."""
+
+    out: Path
+    depends_on: dict[str, Any]
+    features: list[StoredFeature]
+    images: dict[str, Any]
+    shard_rows: int
+    version: Version | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """What shards of this data set carry; rows of different fingerprints never mix."""
+        return fingerprint_of(self.depends_on)
+
+    @property
+    def n_rows(self) -> int:
+        """Rows in all shards."""
+        return int(self.images["count"])
+
+    @property
+    def n_shards(self) -> int:
+        """Shards when complete; of a data set of passes, those are theirs."""
+        return 0 if self.version else -(-self.n_rows // self.shard_rows)
+
+    def parts(self) -> list[DataSet]:
+        """The data sets that have the shards: this one, or the passes of its version.
+
+        Raises:
+            InputError: a pass is missing, or has other features.
+        """
+        if self.version is None:
+            return [self]
+        found = [DataSet.open(pass_folder(self.out, number)) for number in self.version.passes]
+        for one in found:
+            if one.depends_on != self.depends_on or one.features != self.features or one.version:
+                raise InputError(f"{one.out} does not belong to {self.out}: it holds other features")
+        return found
+
+    def path(self, shard: int, revision: int = 0, *, part: bool = False) -> Path:
+        """The name of a shard's file: 000000.h5, written anew 000000-r1.h5; while being written .part is behind it."""
+        return self.out / "shards" / f"{stem_of(shard, revision)}.h5{'.part' if part else ''}"
+
+    def whereabouts(self) -> list[Whereabouts]:
+        """The files of each shard; of several revisions, which a killed run may leave, the last one."""
+        published: dict[int, int] = {}
+        parts: dict[int, int] = {}
+        for shard, revision, part, _ in self.files():
+            kind = parts if part else published
+            kind[shard] = max(revision, kind.get(shard, 0))
+        found = []
+        for shard in range(self.n_shards):
+            final, writing = published.get(shard), parts.get(shard)
+            if writing is not None and final is not None and writing <= final:
+                writing = None
+            found.append(Whereabouts(final, writing))
+        return found
+
+    def current(self, shard: int, where: Whereabouts) -> Path | None:
+        """The file that holds the rows of a shard: the finished one, or else the one being written."""
+        if where.published is not None:
+            return self.path(shard, where.published)
+        return None if where.part is None else self.path(shard, where.part, part=True)
+
+    def published(self) -> list[Path | None]:
+        """The finished file of each shard; None where there is none."""
+        return [
+            None if where.published is None else self.path(shard, where.published)
+            for shard, where in enumerate(self.whereabouts())
+        ]
+
+    def files(self) -> Iterator[tuple[int, int, bool, Path]]:
+        """Files of shards: shard, revision, whether it is a part, path."""
+        try:
+            entries = list((self.out / "shards").iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise LayertapError(f"cannot read {self.out / 'shards'}: {error.strerror}") from error
+        for entry in entries:
+            if name := re.fullmatch(r"(\d{6})(?:-r([1-9]\d{0,5}))?\.h5(\.part)?", entry.name, re.ASCII):
+                yield int(name[1]), int(name[2] or 0), bool(name[3]), entry
+
+    def shard_range(self, shard: int) -> range:
+        """The rows of a shard."""
+        return range(shard * self.shard_rows, min((shard + 1) * self.shard_rows, self.n_rows))
+
+    def identity(self, shard: int) -> Identity:
+        """The attributes of a shard's file."""
+        rows = self.shard_range(shard)
+        return Identity(shard, rows.start, len(rows), self.fingerprint, self.images["paths_xxh3"])
+
+    def open_shard(self, shard: int, path: Path) -> Shard:
+        """Open a file as a shard of this data set.
+
+        Raises:
+            InputError: it is another one, or as of `Shard`.
+        """
+        opened = Shard(path)
+        try:
+            self.check_shard(shard, opened)
+        except BaseException:
+            opened.close()
+            raise
+        return opened
+
+    def check_shard(self, shard: int, opened: Shard) -> None:
+        """See that what has been opened is this shard of this data set.
+
+        Raises:
+            InputError: it is another one.
+        """
+        for name, value in vars(self.identity(shard)).items():
+            if (found := getattr(opened.identity, name)) != value:
+                raise InputError(f"{opened.name} is no shard {shard} of this data set: its {name} is {_short(found)}")
+        expected = {feature.name: (feature.shape, feature.dtype) for feature in self.features}
+        found_features = {feature.name: (feature.shape, feature.dtype) for feature in opened.features}
+        if found_features != expected:
+            different = [name for name in expected | found_features if expected.get(name) != found_features.get(name)]
+            raise InputError(
+                f"{opened.name} is no shard {shard} of this data set: its feature {different[0]!r} is "
+                f"{found_features.get(different[0], 'missing')}, expected {expected.get(different[0], 'none')}"
+            )
+
+    @classmethod
+    def open(cls, out: Path) -> DataSet:
+        """Read `dataset.json`.
+
+        Raises:
+            InputError: no data set there, or of a later format.
+        """
+        path = out / "dataset.json"
+        try:
+            content = read_json(path)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            missing = "is no layertap data set: it has no dataset.json" if out.exists() else "does not exist"
+            raise InputError(f"{out} {missing}") from error
+        return cls.described(content, out, path)
+
+    @classmethod
+    def described(cls, content: dict[str, Any], out: Path, path: Path | str) -> DataSet:
+        """What a `dataset.json` says that has been read; `path` is its name.
+
+        Raises:
+            InputError: it is damaged, or of a later format.
+        """
+        try:
+            if content["format"] != FORMAT or content["format_version"] != FORMAT_VERSION:
+                kind = f"{content['format']} format version {content['format_version']}"
+                raise InputError(f"{path}: {kind}; this layertap reads {FORMAT} format version {FORMAT_VERSION}")
+            features = [_feature(one) for one in content["features"]]
+            images, depends_on, shard_rows = content["images"], content["depends_on"], content["shard_rows"]
+            version = Version.of(content["version"]) if "version" in content else None
+            whole = isinstance(images["root"], str) and isinstance(images["paths_xxh3"], str) and features
+            least = 0 if version else 1
+            if not whole or int(images["count"]) < least or int(shard_rows) < 1 or not isinstance(depends_on, dict):
+                raise ValueError("a value is missing or out of range")
+            found = cls(out, depends_on, features, images, int(shard_rows), version)
+            if found.n_shards > _SHARDS:
+                raise ValueError(f"{found.n_shards:,} shards")
+            if content["fingerprint"] != found.fingerprint:
+                raise ValueError("its fingerprint is not that of its content")
+            return found
+        except InputError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise InputError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+    def check(self) -> DataSet | None:
+        """What the folder holds already, if rows of this data set may go into it; nothing is written.
+
+        A data set without any row gives way: it is as if it were not there.
+
+        Raises:
+            InputError: the folder holds another data set (what differs is said), or other files; or there would be more
+                shards than their names can count.
+        """
+        self.check_size()
+        if (self.out / "dataset.json").exists():
+            existing = DataSet.open(self.out)
+            empty = not any(self.files()) and not any((self.out / "shards").glob("*.damaged*"))
+            return existing if self.goes_with(existing, self.out, gives_way=empty) else None
+        if self.out.is_dir() and any(_is_foreign(entry) for entry in self.out.iterdir()):
+            raise InputError(f"{self.out} is not empty and no layertap data set; choose another output folder")
+        return None
+
+    def check_size(self) -> None:
+        """See that names can count the shards.
+
+        Raises:
+            InputError: there would be more.
+        """
+        if self.n_shards > _SHARDS:
+            raise InputError(
+                f"{self.n_shards:,} shards are too many; shard_rows must be at least {-(-self.n_rows // _SHARDS):,}"
+            )
+
+    def goes_with(self, existing: DataSet, where: Path | str, *, gives_way: bool) -> bool:
+        """Whether rows of this data set may go to `where`, which holds `existing`; False: that one gives way.
+
+        Args:
+            existing: what is there.
+            where: its name.
+            gives_way: whether it does so if it is another one, since nothing would be lost.
+
+        Raises:
+            InputError: it is another one, and does not give way; what differs is said.
+        """
+        if existing.version:
+            raise InputError(
+                f"{where} is kept in step with {existing.images['root']} by `layertap sync`; choose another output "
+                "folder"
+            )
+        if ("merged_from" in existing.images) != ("merged_from" in self.images) and not gives_way:
+            how = (
+                "was merged from others; merge again to go on" if "merged_from" in existing.images else "was not merged"
+            )
+            raise InputError(f"{where} holds a data set that {how}; or choose another output folder")
+        changed = existing._differences(self)
+        if changed and not gives_way:
+            raise InputError(
+                f"{where} holds other features; rows that differ in these do not mix:\n  "
+                + "\n  ".join(changed)
+                + "\nChoose another output folder, or delete this one."
+            )
+        return not changed
+
+    def open_or_create(self) -> DataSet | None:
+        """Make the folder hold this data set, under the lock; returns what `check` does.
+
+        Raises:
+            InputError: as of `check`.
+            LayertapError: the folder cannot be written to.
+        """
+        existing = self.check()
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            own_folder(self.out / "shards")
+            if existing is None:
+                self.write()
+                sync_folder(self.out.parent)
+            self._clean()
+        except OSError as error:
+            raise LayertapError(f"cannot write to {self.out}: {error.strerror}") from error
+        return existing
+
+    def write(self, path: Path | None = None) -> None:
+        """Write `dataset.json`, or the same under another name; that publishes the version, where there is one."""
+        write_json(path or self.out / "dataset.json", self.content())
+
+    def content(self) -> dict[str, Any]:
+        """What `dataset.json` says."""
+        version = {"version": asdict(self.version)} if self.version else {}
+        return {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "fingerprint": self.fingerprint,
+            "depends_on": self.depends_on,
+            "features": [asdict(feature) for feature in self.features],
+            "images": self.images,
+            "shard_rows": self.shard_rows,
+            **version,
+        }
+
+    def _differences(self, other: DataSet) -> list[str]:
+        def compared(one: DataSet) -> dict[str, Any]:
+            # Where the images lie is no difference: that they are the same ones is checked on their bytes.
+            left_out = {"root"}
+            if not all("labels_xxh3" in images for images in (self.images, other.images)):  # an older one has none
+                left_out.add("labels_xxh3")
+            images = {name: value for name, value in one.images.items() if name not in left_out}
+            cut = {"shard_rows": one.shard_rows} if self.n_rows == other.n_rows else {}  # it follows from the other
+            return {**one.depends_on, "images": images, **cut}
+
+        return differences(compared(self), compared(other))
+
+    def locked(self) -> contextlib.AbstractContextManager[None]:
+        """Hold the data set for writing; errors as of `extract.system.folder_lock.locked`."""
+        return locked(self.out)
+
+    def _clean(self) -> None:
+        """Remove what an interrupted run left half made, and what a later revision has replaced."""
+        for folder in (self.out, self.out / "shards"):
+            for stray in folder.iterdir():
+                if _is_stray(stray):
+                    stray.unlink()
+        published = [where.published for where in self.whereabouts()]
+        whole: dict[int, bool] = {}
+        for shard, revision, part, path in self.files():
+            last = published[shard] if shard < len(published) else None
+            # A part of the published revision is its other name: killed between the link and the unlink.
+            if last is None or revision > last or (revision == last and not part):
+                continue
+            if shard not in whole:  # a name alone is no reason to remove anything
+                whole[shard] = self._is_whole(shard, self.path(shard, last))
+            if whole[shard]:
+                path.unlink() if part else self.withdraw(path)
+        for receipt in (self.out / "shards").glob("*-r*.json"):  # of a file that was removed by hand
+            if not receipt.with_suffix(".h5").exists() and not receipt.with_suffix(".h5.part").exists():
+                receipt.unlink()
+
+    def _is_whole(self, shard: int, path: Path) -> bool:
+        try:
+            with self.open_shard(shard, path) as opened:
+                return bool((opened.column("status") != Status.PENDING).all())
+        except LayertapError:
+            return False
+
+    @staticmethod
+    def withdraw(path: Path) -> None:
+        """Remove a published file that another one has replaced, and its receipt; the file last, so that it is seen
+        and removed by the next run, if this one is killed in between.
+        """
+        path.with_suffix(".json").unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+
+    def add_run(self, run: dict[str, Any]) -> None:
+        """Add a line to `runs.jsonl`."""
+        try:
+            append_line(self.out / "runs.jsonl", json.dumps(run))
+        except OSError as error:
+            raise LayertapError(f"cannot write to {self.out / 'runs.jsonl'}: {error.strerror}") from error
+
+
+def existing_shard_rows(out: Path) -> int | None:
+    """How the data set that is there already is cut; None if there is none."""
+    return DataSet.open(out).shard_rows if (out / "dataset.json").exists() else None
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """What differs between two nested dicts, a line for each leaf."""
+    return [f"{key}: {before} there, {now} now" for key, before, now in changes(old, new)]
+
+
+def changes(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """The leaves in which two nested dicts differ: dotted key, old, new."""
+    return list(_changed(old, new))
+
+
+def _feature(content: dict[str, Any]) -> StoredFeature:
+    name, shape, dtype, attributes = (content[key] for key in ("name", "shape", "dtype", "attributes"))
+    numbers = all(isinstance(side, int) and 0 < side < 1 << 40 for side in shape)
+    texts = all(isinstance(text, str) for text in (name, *attributes, *attributes.values()))
+    if not numbers or not texts or dtype not in ("float32", "float16") or not name or "/" in name:
+        raise ValueError(f"the feature {str(name)[:80]!r} is not one that can be stored")
+    return StoredFeature(name, tuple(shape), dtype, attributes)
+
+
+def _is_foreign(entry: Path) -> bool:
+    """Whether a file in an output folder is there for other reasons than a run of ours that was killed early."""
+    if entry.name == "shards" and entry.is_dir():
+        return any(not _is_stray(inner) for inner in entry.iterdir())
+    being_begun = re.fullmatch(r"dataset\.json(\..*\.new)?", entry.name)  # by another worker, at this moment
+    return entry.name not in (".lock", BUILDING) and not being_begun and not _is_stray(entry)
+
+
+def _is_stray(entry: Path) -> bool:
+    """Whether a file is one of ours that was being made when a run was killed."""
+    return entry.is_file() and bool(
+        re.fullmatch(r"(dataset\.json|\d{6}[-.].*)\.(\d+|packed)\.new", entry.name, re.ASCII)
+    )
+
+
+def _changed(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The leaves in which two nested dicts differ, as (dotted key, old, new)."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in dict.fromkeys([*old, *new]):
+            yield from _changed(old.get(name, "nothing"), new.get(name, "nothing"), f"{key}.{name}" if key else name)
+    elif old != new:
+        yield key, _short(old), _short(new)
+
+
+def _short(value: Any) -> Any:
+    return value[:12] + "..." if isinstance(value, str) and len(value) in (32, 64) else value  # a hash

@@ -1,0 +1,497 @@
+"""One shard, open for reading. Files are not trusted: each is checked before anything in it is believed.
+
+HDF5 is asked once where everything lies. What is stored without compression is then read through a memory map, which
+is as fast as `np.load`, needs no lock, and may be shared between threads and over a fork; only compressed features are
+read through HDF5.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import itertools
+import json
+import math
+import mmap
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import EllipsisType
+from typing import Any, Self
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from extract.errors import InputError, LayertapError, first_line
+from extract.store.format.layout import (
+    ROW_DATA,
+    Identity,
+    RowNames,
+    StoredFeature,
+    chunk_rows,
+    plain_offset,
+    read_header,
+    row_bytes,
+)
+from extract.store.format.untrusted import (
+    Refuse,
+    attributes_of,
+    filters_of,
+    identity_of,
+    member,
+    need_libraries,
+    opened,
+)
+from extract.system.atomic_files import allow_more_files
+
+__all__ = ["BLOCK_BYTES", "MEDIA_ERRORS", "Seekable", "Shard", "runs"]
+
+_FEATURES = 10_000  # in one file
+_TEXT_BYTES = 1 << 24  # of the provenance
+_CHUNK_BYTES = 1 << 26  # of a compressed chunk of more than one row
+_ROW_BYTES = 1 << 32
+BLOCK_BYTES = 1 << 26  # of features, held in memory at once
+_ROW_DATA = {name for name, *_ in ROW_DATA}
+# What the system says of a disk, or a server, that does not give back what it was given.
+MEDIA_ERRORS = {errno.EIO, errno.ESTALE, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA}
+_WORTH_ASKING = 1 << 20  # bytes from which on the kernel is told what is about to be read
+
+
+class Shard:
+    """A finished shard, or one being written; a context manager. It can be pickled, shared by threads, and forked.
+
+    Args:
+        path: the file.
+
+    Attributes:
+        path: the file.
+        name: the same, as errors name it.
+        size: bytes of the file.
+        identity: which shard of which data set it says it is.
+        features: what it holds, sorted by name.
+        compression: name of the feature -> "gzip", "lzf" or "blosc2", for those that are compressed.
+        chunks: name of the feature -> rows in a chunk.
+        stored_bytes: name of the feature -> bytes in the file.
+        offsets: "/features/NAME", "/status", ... -> first byte in the file, for what is stored plain.
+
+    Raises:
+        InputError: it is not there, no shard, damaged, or holds what a shard has no need of.
+        LayertapError: it cannot be read, or a library for its compression is missing.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._begin(str(path))
+        try:
+            if not stat.S_ISREG(path.stat().st_mode):
+                raise InputError(f"{path} is no file")
+            with path.open("rb") as raw:
+                self._row_data = read_header(raw, path)
+                self._inode = os.fstat(raw.fileno()).st_ino
+                self._mapping = mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ)
+                self.size = len(self._mapping)
+                with opened(path) as file:
+                    self._describe(file)
+        except FileNotFoundError as error:
+            raise InputError(f"{path} does not exist") from error
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else first_line(error)
+            raise LayertapError(f"{path} cannot be read: {reason}") from error
+        for feature in self.features:
+            if feature.name not in self.compression:
+                dtype = np.dtype(feature.dtype).newbyteorder("<")
+                start = self.offsets.get(f"/features/{feature.name}")
+                self._arrays[feature.name] = self._at(start, (len(self), *feature.shape), dtype)
+
+    def _begin(self, name: str) -> None:
+        self.name = name
+        self._packed: tuple[int, h5py.File] | None = None
+        self._guard = os.getpid(), threading.Lock()
+        self._arrays: dict[str, NDArray[Any]] = {}
+
+    def _describe(self, file: h5py.File) -> None:
+        """Take over what the file says, after checking it."""
+
+        def refuse(what: str) -> InputError:
+            return InputError(f"{self.name} is refused: {what}")
+
+        self.identity = identity_of(file, refuse)
+        n_rows = self.identity.n_rows
+        group = member(file, "features", h5py.Group, refuse)
+        if not 1 <= len(group) <= _FEATURES:
+            raise refuse(f"it has {len(group):,} features")
+        self.features: list[StoredFeature] = []
+        self.compression: dict[str, str] = {}
+        self.chunks: dict[str, int] = {}
+        self.stored_bytes: dict[str, int] = {}
+        self.offsets: dict[str, int] = {}
+        for name in sorted(group):
+            data = member(group, name, h5py.Dataset, refuse)
+            if data.dtype not in (np.dtype("<f4"), np.dtype("<f2")):
+                raise refuse(f"feature {name!r} is {data.dtype}; expected float32 or float16")
+            if not data.shape or data.shape[0] != n_rows or (data.chunks or data.shape)[1:] != data.shape[1:]:
+                raise refuse(f"feature {name!r} has shape {data.shape} in chunks {data.chunks}, with {n_rows} rows")
+            feature = StoredFeature(name, data.shape[1:], data.dtype.name, attributes_of(data))
+            self.chunks[name] = data.chunks[0] if data.chunks else chunk_rows(feature, n_rows)
+            chunk_bytes = feature.row_bytes * self.chunks[name]
+            if feature.row_bytes > _ROW_BYTES or chunk_bytes > max(_CHUNK_BYTES, feature.row_bytes):
+                raise refuse(f"feature {name!r} is in chunks of {data.chunks}")
+            self.features.append(feature)
+            self.stored_bytes[name] = data.id.get_storage_size()
+            packed = filters_of(data, refuse)
+            if not packed:
+                self._place(data, refuse)
+                continue
+            self.compression[name] = packed
+            if data.id.get_num_chunks() != -(-n_rows // self.chunks[name]):
+                raise refuse(f"feature {name!r} has {data.id.get_num_chunks():,} chunks for {n_rows:,} rows")
+            plain = feature.row_bytes * n_rows
+            if self.stored_bytes[name] > plain * 2 + (1 << 20):
+                raise refuse(f"feature {name!r} takes {self.stored_bytes[name]:,} bytes for {plain:,} unpacked")
+        self._feature = {feature.name: feature for feature in self.features}
+        self._columns: dict[str, NDArray[Any]] = {}
+        for name, width, dtype in (*ROW_DATA, ("label", (), "<i8")):
+            self._columns[name] = self._column(file, name, refuse)
+            if self._columns[name].shape != (n_rows, *width) or self._columns[name].dtype != np.dtype(dtype):
+                raise refuse(f"{name} is {self._columns[name].dtype} {self._columns[name].shape}; expected {dtype}")
+        texts = {"path": (n_rows,), "split": (n_rows,), "classes": None, "provenance": ()}
+        if "id" in file:
+            texts["id"] = (n_rows,)
+        for name, shape in texts.items():
+            self._columns[name] = column = self._column(file, name, refuse)
+            if column.dtype.kind != "S" or column.shape != (column.shape[:1] if shape is None else shape):
+                raise refuse(f"{name} is {column.dtype} {column.shape}; expected text of fixed length")
+        if self._columns["provenance"].nbytes > _TEXT_BYTES:
+            raise refuse(f"provenance of {self._columns['provenance'].nbytes:,} bytes")
+
+    def _column(self, file: h5py.File, name: str, refuse: Refuse) -> NDArray[Any]:
+        data = member(file, name, h5py.Dataset, refuse)
+        if data.chunks is not None:
+            raise refuse(f"{name} is in chunks")
+        return self._at(self._place(data, refuse), data.shape, data.dtype)
+
+    def _at(self, start: int | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """A plain data set as an array over the file itself; None: it has no bytes."""
+        return np.empty(shape, dtype) if start is None else np.ndarray(shape, dtype, self._mapping, start)
+
+    def _place(self, data: h5py.Dataset, refuse: Refuse) -> int | None:
+        """The first byte of a plain data set, after checking that all of it lies where it should; None: it has none."""
+        if filters_of(data, refuse):
+            raise refuse(f"{data.name} is compressed")
+        if data.size == 0:
+            return None
+        needed = math.prod(data.shape) * data.dtype.itemsize
+        start = plain_offset(data)
+        if start is None or data.id.get_storage_size() < needed or start + needed > self.size:
+            raise refuse(f"{data.name} says it has {needed:,} bytes; they are not in the file, or not in order")
+        # What is written row by row, and only that, lies in the ranges that the user block names.
+        inside = [first <= start and start + needed <= stop for first, stop in self._row_data]
+        outside = [start + needed <= first or stop <= start for first, stop in self._row_data]
+        if not (any(inside) if data.name.startswith("/features/") or data.name[1:] in _ROW_DATA else all(outside)):
+            raise refuse(f"{data.name} is not where the first lines of the file say")
+        self.offsets[data.name] = start
+        return start
+
+    # Rows
+
+    def __len__(self) -> int:
+        return self.identity.n_rows
+
+    def read(self, name: str, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
+        """(stop - start, *shape): neighbouring rows, copied; into `out`, where that is given."""
+        if name in self.compression:
+            rows = self._unpack(name, start, stop)
+        else:
+            rows = self._plain(name)[start:stop]
+            if rows.nbytes > _WORTH_ASKING and hasattr(mmap, "MADV_WILLNEED"):
+                self._advise(rows, mmap.MADV_WILLNEED)
+        if out is None:
+            return rows if name in self.compression else rows.copy()
+        out[...] = rows
+        return out
+
+    def _plain(self, name: str) -> NDArray[Any]:
+        if name not in self._arrays:
+            raise LayertapError(f"{self.name} is closed")
+        return self._arrays[name]
+
+    def row(self, name: str, row: int) -> NDArray[Any]:
+        """(*shape): one row, copied."""
+        if name in self.compression:
+            found: NDArray[Any] = self._unpack(name, row, row + 1)[0]
+        else:
+            found = self._plain(name)[row].copy()
+        return found
+
+    def take(self, name: str, rows: NDArray[np.int64], out: NDArray[Any] | None = None) -> NDArray[Any]:
+        """(len(rows), *shape): rows in any order, copied; into `out`, where that is given. They must be in range."""
+        if out is None:
+            feature = self._feature[name]
+            out = np.empty((len(rows), *feature.shape), feature.dtype)
+        if name not in self.compression:
+            # "clip" writes straight into `out`, four times as fast as through a buffer (NumPy, "take").
+            np.take(self._plain(name), rows, axis=0, out=out, mode="clip")
+            return out
+        home = rows // self.chunks[name]
+        order = np.argsort(home, kind="stable")
+        for first, stop in _equal(home[order]):  # each chunk is unpacked once
+            where = order[first:stop]
+            first_row = int(rows[where].min())
+            out[where] = self._unpack(name, first_row, int(rows[where].max()) + 1)[rows[where] - first_row]
+        return out
+
+    def blocks(self, rows: NDArray[np.int64]) -> Iterator[tuple[int, int, dict[str, NDArray[Any]] | None]]:
+        """Ascending rows in runs of neighbours that memory can hold: (start, stop, name -> features of these rows).
+
+        None instead of the features says that these rows cannot be read or unpacked. Unlike all other ways to read,
+        this one survives a disk that cannot read a sector, which ends a process that meets it in a memory map.
+
+        Raises:
+            LayertapError: a library for the compression is missing.
+        """
+        self.need_libraries()
+        largest, smallest = max(self.chunks.values()), min(self.chunks.values())
+        at_most = max(1, BLOCK_BYTES // max(1, row_bytes(self.features)))
+        if at_most > largest:
+            at_most -= at_most % largest  # so that each chunk is unpacked once
+        with self._reopened() as descriptor:
+            for start, stop in runs(rows, at_most):
+                block = self._block(descriptor, start, stop)
+                if block is not None or stop - start <= smallest:
+                    yield start, stop, block
+                    continue
+                for first in range(start, stop, smallest):  # what is damaged takes no more with it than it must
+                    last = min(first + smallest, stop)
+                    yield first, last, self._block(descriptor, first, last)
+
+    @contextlib.contextmanager
+    def _reopened(self) -> Iterator[int | None]:
+        """A descriptor of the file; None if it has another name by now, or none."""
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            yield None
+            return
+        try:
+            yield descriptor if os.fstat(descriptor).st_ino == self._inode else None
+        finally:
+            os.close(descriptor)
+
+    def _block(self, descriptor: int | None, start: int, stop: int) -> dict[str, NDArray[Any]] | None:
+        found = {}
+        for feature in self.features:
+            if feature.name in self.compression or descriptor is None:
+                try:
+                    found[feature.name] = self.read(feature.name, start, stop)
+                except InputError:
+                    return None
+                continue
+            found[feature.name] = values = np.empty((stop - start, *feature.shape), feature.dtype)
+            space = memoryview(values.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+            offset = self.offsets[f"/features/{feature.name}"] + start * feature.row_bytes
+            try:
+                while space:
+                    count = os.preadv(descriptor, [space], offset)
+                    if not count:
+                        return None
+                    space, offset = space[count:], offset + count
+            except OSError as error:
+                if error.errno in MEDIA_ERRORS:
+                    return None
+                raise LayertapError(f"{self.name} cannot be read: {error.strerror}") from error
+        return found
+
+    def forget(self, name: str, start: int, stop: int) -> None:
+        """Take rows that have been read out of this process's memory; the file stays in the kernel's cache."""
+        if name in self._arrays and hasattr(mmap, "MADV_DONTNEED"):
+            self._advise(self._arrays[name][start:stop], mmap.MADV_DONTNEED)
+
+    def _advise(self, rows: NDArray[Any], advice: int) -> None:
+        start = rows.__array_interface__["data"][0] - np.frombuffer(self._mapping, np.uint8, 1).ctypes.data
+        page = start // mmap.PAGESIZE * mmap.PAGESIZE
+        self._mapping.madvise(advice, page, start + rows.nbytes - page)
+
+    def _unpack(self, name: str, start: int, stop: int) -> NDArray[Any]:
+        """Rows of a compressed feature; HDF5's handles do not survive a fork, so each process opens its own."""
+        self.need_libraries()
+        if self._guard[0] != os.getpid():  # forked, perhaps while another thread held it
+            self._guard = os.getpid(), threading.Lock()
+        with self._guard[1]:
+            if not self._columns:
+                raise LayertapError(f"{self.name} is closed")
+            if self._packed is None or self._packed[0] != os.getpid():
+                # Chunks are read whole, so that HDF5's own cache of them would only be a copy.
+                try:
+                    # Through the map: by now the file may have another name, or none.
+                    self._packed = os.getpid(), h5py.File(self._source(), "r", rdcc_nbytes=0)
+                except OSError as error:
+                    raise LayertapError(f"{self.name} cannot be read: {first_line(error)}") from error
+            try:
+                found: NDArray[Any] = self._packed[1]["features"][name][start:stop]
+            except OSError as error:
+                raise InputError(
+                    f"{self.name} is damaged: {name!r} cannot be unpacked in rows {start} to {stop - 1}"
+                ) from error
+            return found
+
+    def _source(self) -> io.RawIOBase:
+        """The bytes of the file, for HDF5."""
+        return _InMap(self._mapping)
+
+    def need_libraries(self) -> None:
+        """See that what was compressed can be unpacked.
+
+        Raises:
+            LayertapError: a library is not installed.
+        """
+        for compression in self.compression.values():
+            need_libraries(compression)
+
+    # What is beside the features
+
+    def column(self, name: str) -> NDArray[Any]:
+        """(N, ...): status, row_hash, source_size, source_mtime_ns, source_hash or label, as it is now; a copy."""
+        return self._beside(name).copy()
+
+    def text(self, name: str, rows: slice | NDArray[np.int64] | EllipsisType = ...) -> list[str]:
+        """The path or split of rows, or the classes, as `os.fsdecode` gives them."""
+        return [os.fsdecode(value) for value in self._beside(name)[rows].tolist()]
+
+    def _beside(self, name: str) -> NDArray[Any]:
+        if not self._columns:
+            raise LayertapError(f"{self.name} is closed")
+        return self._columns[name]
+
+    @property
+    def names(self) -> RowNames:
+        """Paths, labels, splits, classes and ids."""
+        ids = self.text("id") if self.has_ids else None
+        return RowNames(self.text("path"), self.column("label"), self.text("split"), self.text("classes"), ids)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the file is being written, or was left by a run that was interrupted."""
+        return self.path.suffix == ".part"
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether each row has an id."""
+        return "id" in self._columns
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """What the features were made from and with.
+
+        Raises:
+            InputError: it is no JSON object.
+        """
+        try:
+            content = json.loads(self._beside("provenance").item())
+            if isinstance(content, dict):
+                return content
+        except (ValueError, RecursionError):
+            pass
+        raise InputError(f"{self.name} is damaged: its provenance is no JSON object")
+
+    # Life
+
+    def keep_columns(self) -> None:
+        """Let status and the like stay as they are now, though another process goes on writing them."""
+        self._columns = {name: column.copy() for name, column in self._columns.items()}
+
+    def close(self) -> None:
+        """Give the file back; arrays that were taken from it stay valid."""
+        self._arrays, self._columns = {}, {}
+        packed, self._packed = self._packed, None
+        if packed is not None and packed[0] == os.getpid():
+            packed[1].close()
+        with contextlib.suppress(BufferError):  # an array over it is in use: the last one closes it
+            self._mapping.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (self.path, self.identity)
+
+
+class Seekable(io.RawIOBase):
+    """A file that HDF5 reads from, which is none on a disk; who derives from it says what `readinto` gives.
+
+    Args:
+        size: in bytes.
+    """
+
+    def __init__(self, size: int):
+        self._size, self._place = size, 0
+
+    def readable(self) -> bool:
+        """As of `io.RawIOBase`."""
+        return True
+
+    def seekable(self) -> bool:
+        """As of `io.RawIOBase`."""
+        return True
+
+    def tell(self) -> int:
+        """As of `io.RawIOBase`."""
+        return self._place
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """As of `io.RawIOBase`."""
+        starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}
+        self._place = starts[whence] + offset
+        return self._place
+
+
+class _InMap(Seekable):
+    """A memory map as a file; with a place of its own, unlike a descriptor that is forked."""
+
+    def __init__(self, mapping: mmap.mmap):
+        super().__init__(len(mapping))
+        self._mapping = mapping
+
+    def readinto(self, buffer: Any) -> int:
+        content = self._mapping[self._place : self._place + len(buffer)]
+        buffer[: len(content)] = content
+        self._place += len(content)
+        return len(content)
+
+
+def _unpickled(path: Path, identity: Identity) -> Shard:
+    allow_more_files(1)
+    if path.suffix == ".part" and not path.exists():
+        path = path.with_suffix("")  # it was published since
+    if not path.exists() and path.parts[-4:-3] == ("passes",):
+        raise InputError(f"{path} is no more: its data set was compacted since the reader was pickled; open it again")
+    shard = Shard(path)
+    if path.suffix == ".part":
+        shard.keep_columns()
+    if shard.identity != identity:
+        raise InputError(f"{path} is another shard now than the one that was pickled")
+    return shard
+
+
+def runs(rows: NDArray[np.integer[Any]], at_most: int | None = None) -> Iterator[tuple[int, int]]:
+    """Ascending rows as half-open ranges of neighbours: [3, 4, 5, 9] -> (3, 6), (9, 10)."""
+    if not len(rows):
+        return
+    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+    for part in np.split(rows, breaks):
+        step = at_most or len(part)
+        for first in range(0, len(part), step):
+            piece = part[first : first + step]
+            yield int(piece[0]), int(piece[-1]) + 1
+
+
+def _equal(values: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Ranges of positions that hold the same value, of a sorted array: [4, 4, 7] -> (0, 2), (2, 3)."""
+    edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
+    yield from ((a, b) for a, b in itertools.pairwise(edges) if a < b)

@@ -1,0 +1,185 @@
+"""Which rows a data set has that is kept in step with a folder: a table that each pass writes anew, and then publishes.
+
+    OUT/
+      dataset.json             as of any data set, with `version`: its number, its passes, the hash of its table
+      versions/000012.h5       the table: for each row its path, label and split, and where its features are
+      passes/000001/           what one pass has computed: an ordinary data set, whose rows are never changed
+      passes/000012/
+
+Publishing is the renaming of `dataset.json`. Who has opened a version goes on reading it; files that no version needs
+any more are removed, which takes nothing from who has them open.
+
+The table is plain HDF5: `path`, `label`, `split`, `classes`, and `pass` and `row`, the row of that pass. Rows are
+sorted by those two, so that they are read in the order in which they lie. Several rows may share their features: images
+that are the same, byte for byte.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import h5py
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from extract.errors import InputError, LayertapError, first_line
+from extract.store.format.untrusted import member
+from extract.system.atomic_files import own_folder, write_whole
+
+if TYPE_CHECKING:
+    from extract.store.format.dataset import DataSet
+
+__all__ = ["RowTable", "Version", "is_whole", "pass_folder", "read_rows", "table_path", "write_rows"]
+
+_FORMAT = "layertap version"
+_COLUMNS = {"path": "S", "split": "S", "classes": "S", "label": "i", "pass": "i", "row": "i"}  # kinds of NumPy
+
+
+@dataclass(frozen=True)
+class Version:
+    """What `dataset.json` says of the version that is published.
+
+    Attributes:
+        number: from 1 on; each is higher than the one before.
+        rows_xxh3: xxh3-128 of the file of its table.
+        passes: numbers of the passes that its rows are in, ascending.
+    """
+
+    number: int
+    rows_xxh3: str
+    passes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, content: Any) -> Version:
+        """As read from JSON; ValueError, KeyError or TypeError if it is none."""
+        found = cls(content["number"], content["rows_xxh3"], tuple(content["passes"]))
+        whole = [found.number, *found.passes]
+        if not all(type(one) is int and 0 < one < 1_000_000_000 for one in whole) or not isinstance(
+            found.rows_xxh3, str
+        ):
+            raise ValueError("its version is not one that can be")
+        return found
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """The rows of a version.
+
+    Attributes:
+        paths: relative to the folder of the images; undecodable bytes as in `os.fsdecode`.
+        labels: (N,) int64, index into `classes`; -1 unknown.
+        splits: train, val, test or empty, for each row.
+        classes: names.
+        passes: (N,) int64, ascending: the pass that has the features of each row.
+        rows: (N,) int64: which row of that pass; ascending within a pass, with repeats.
+    """
+
+    paths: Sequence[str]
+    labels: NDArray[np.int64]
+    splits: Sequence[str]
+    classes: Sequence[str]
+    passes: NDArray[np.int64]
+    rows: NDArray[np.int64]
+
+
+def pass_folder(out: Path, number: int) -> Path:
+    """The data set that one pass has computed."""
+    return out / "passes" / f"{number:06d}"
+
+
+def table_path(out: Path, number: int) -> Path:
+    """The file of a version's rows."""
+    return out / "versions" / f"{number:06d}.h5"
+
+
+def write_rows(out: Path, number: int, table: RowTable) -> Version:
+    """Write the table of a version, which is not published by it.
+
+    Raises:
+        LayertapError: the disk is full or refuses.
+    """
+    path, content = table_path(out, number), _as_hdf5(number, table)
+    try:
+        own_folder(path.parent)
+        write_whole(path, content)
+    except OSError as error:
+        raise LayertapError(f"cannot write {path}: {error.strerror}") from error
+    return Version(number, xxhash.xxh3_128_hexdigest(content), tuple(np.unique(table.passes).tolist()))
+
+
+def _as_hdf5(number: int, table: RowTable) -> bytes:
+    memory = io.BytesIO()
+    with h5py.File(memory, "w") as file:
+        file.attrs.update(format=_FORMAT, version=number)
+        for name, texts in (("path", table.paths), ("split", table.splits), ("classes", table.classes)):
+            encoded = [os.fsencode(text) for text in texts]
+            kind = h5py.string_dtype("utf-8", max(map(len, encoded), default=1) or 1)
+            file.create_dataset(name, data=np.array(encoded, f"S{kind.itemsize}").astype(kind))
+        for name, numbers in (("label", table.labels), ("pass", table.passes), ("row", table.rows)):
+            file.create_dataset(name, data=np.asarray(numbers, "<i8"))
+    return memory.getvalue()
+
+
+def is_whole(dataset: DataSet) -> bool:
+    """Whether the table of its version is there, as it was written."""
+    version = dataset.version
+    assert version is not None
+    try:
+        return xxhash.xxh3_128_hexdigest(table_path(dataset.out, version.number).read_bytes()) == version.rows_xxh3
+    except OSError:
+        return False
+
+
+def read_rows(dataset: DataSet) -> RowTable:
+    """The rows of the version that `dataset` names.
+
+    Raises:
+        FileNotFoundError: its table is gone; there is a later version by now.
+        InputError: the table is damaged, or holds what it has no need of.
+        LayertapError: it cannot be read.
+    """
+    version = dataset.version
+    assert version is not None
+    path = table_path(dataset.out, version.number)
+
+    def refuse(what: str) -> InputError:
+        return InputError(f"{path} is refused: {what}")
+
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise LayertapError(f"cannot read {path}: {error.strerror}") from error
+    if xxhash.xxh3_128_hexdigest(content) != version.rows_xxh3:
+        raise InputError(f"{path} is damaged: it is not what dataset.json says; the next `layertap sync` mends it")
+    columns: dict[str, NDArray[Any]] = {}
+    try:
+        with h5py.File(io.BytesIO(content), "r") as file:
+            for name, kinds in _COLUMNS.items():
+                data = member(file, name, h5py.Dataset, refuse)
+                if data.dtype.kind not in kinds or data.ndim != 1 or data.id.get_create_plist().get_nfilters():
+                    raise refuse(f"{name} is {data.dtype} {data.shape}")
+                if data.size * data.dtype.itemsize > len(content):
+                    raise refuse(f"{name} says it has more bytes than the file")
+                columns[name] = data[:]
+    except LayertapError:
+        raise
+    except Exception as error:  # h5py answers a strange file with errors of many kinds
+        raise InputError(f"{path} is damaged: {first_line(error)}") from error
+    passes, rows, labels = (columns[name].astype(np.int64) for name in ("pass", "row", "label"))
+    lengths = {name: len(column) for name, column in columns.items() if name != "classes"}
+    order = np.lexsort((rows, passes))
+    within = (labels >= -1).all() and (labels < len(columns["classes"])).all() and (rows >= 0).all()
+    if set(lengths.values()) != {dataset.n_rows} or not within or (order != np.arange(len(order))).any():
+        raise refuse(f"its columns do not go together: {lengths}, {dataset.n_rows} rows")
+    if not np.isin(passes, version.passes).all():
+        raise refuse("it names passes that dataset.json does not")
+    texts = {name: [os.fsdecode(one) for one in columns[name].tolist()] for name in ("path", "split", "classes")}
+    return RowTable(texts["path"], labels, texts["split"], texts["classes"], passes, rows)

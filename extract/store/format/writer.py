@@ -1,0 +1,265 @@
+"""Write a shard: batch by batch into the `.part` file, then publish it under its final name."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from extract import defaults
+from extract.errors import InputError, LayertapError, LockedError
+from extract.row_status import Status
+from extract.store.format.copying import copy_shard
+from extract.store.format.dataset import DataSet
+from extract.store.format.layout import ROW_DATA
+from extract.store.format.receipt import write_receipt
+from extract.store.format.row_hash import hash_records, hash_rows, wrong_rows
+from extract.store.format.shard import Shard, runs
+from extract.system.atomic_files import claim, discard, open_own, sync_folder
+
+__all__ = ["SOURCE", "ShardWriter"]
+
+SOURCE = ("source_size", "source_mtime_ns", "source_hash")  # what is known of the image file of each row
+
+
+class ShardWriter:
+    """An open `.part` file whose rows are being filled; a context manager.
+
+    The file has its full size and structure already, so rows are written in place and HDF5 takes no part in it. A row
+    is stored when `write` returns. If the process dies at any moment, the file still opens, and rows whose `write` had
+    not returned are pending. If the power fails, rows of the last `sync_s` seconds may be lost; those that are damaged
+    by it do not agree with their hashes, and `check` finds them.
+
+    Args:
+        dataset: what the shard belongs to.
+        shard: its number.
+        revision: of the file; its `.part` was made by `create_shard` or `copy_shard`.
+        sync_s: seconds after which what was written is forced to the disk; 0: after every batch.
+
+    Attributes:
+        status: (N,) of the rows of this shard.
+
+    Raises:
+        LockedError: another process has the file open.
+        LayertapError: the file cannot be opened, is damaged, or belongs to another data set.
+    """
+
+    def __init__(self, dataset: DataSet, shard: int, revision: int = 0, *, sync_s: float = defaults.SYNC_S):
+        self._dataset, self._number, self._revision = dataset, shard, revision
+        self._part = part = dataset.path(shard, revision, part=True)
+        self._final = dataset.path(shard, revision)
+        self._sync_s, self._synced = sync_s, time.monotonic()
+        self._in_use = threading.Lock()  # the file
+        try:
+            self._file = open_own(part, os.O_RDWR)
+        except OSError as error:
+            raise LayertapError(f"{part} cannot be opened: {error.strerror}") from error
+        try:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the lock that HDF5 takes, too
+            except OSError as error:
+                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise LockedError(f"{part} is open in another process") from error
+                if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):  # a file system without locks
+                    raise
+            try:
+                self._shard = dataset.open_shard(shard, part)
+            except InputError as error:
+                raise LayertapError(f"{error}; delete the file, and its rows will be computed again") from error
+            if self._shard.compression:
+                raise LayertapError(f"{part} is compressed, and cannot be written to; delete the file")
+        except BaseException:
+            os.close(self._file)
+            raise
+        self._offsets, self._paths = self._shard.offsets, self._shard.column("path")
+        self._row_data = {name: np.dtype(dtype) for name, _, dtype in ROW_DATA}
+        self._features = {feature.name: feature for feature in self._shard.features}
+        self.first_row = self._shard.identity.first_row
+        self.status: NDArray[np.uint8] = self._shard.column("status")
+        self._reasons: dict[int, str] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        self._shard.close()
+        with self._in_use:  # a thread may be writing
+            file, self._file = self._file, -1  # first, since a signal may come at any moment
+            if file >= 0:
+                os.close(file)
+
+    def check(self) -> int:
+        """Reset to pending each stored row that does not agree with its hashes; returns how many."""
+        wrong = wrong_rows(self._shard, np.flatnonzero(self.status))
+        self.reset(wrong)
+        return len(wrong)
+
+    def reset(self, rows: NDArray[np.int64]) -> None:
+        """Make rows, counted within the shard, pending."""
+        self.status[rows] = Status.PENDING
+        try:
+            for start, stop in runs(rows):
+                self._put("/status", start, self.status[start:stop])
+        except OSError as error:
+            raise LayertapError(f"cannot write to {self._part}: {error.strerror}") from error
+
+    def column(self, name: str) -> NDArray[Any]:
+        """As of `Shard.column`."""
+        return self._shard.column(name)
+
+    def read(self, rows: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        """Rows, counted within the shard, that are stored already: name -> (len(rows), *shape)."""
+        return {name: self._shard.take(name, rows) for name in self._features}
+
+    def write(
+        self,
+        rows: NDArray[np.int64],
+        features: Mapping[str, NDArray[Any]],
+        status: NDArray[np.uint8],
+        source: Mapping[str, NDArray[Any]],
+        reasons: Mapping[int, str] | None = None,
+    ) -> None:
+        """Store one batch of rows.
+
+        Args:
+            rows: (R,) int64, ascending, counted over the whole data set.
+            features: name -> (R, *shape) in the file's dtype, for every feature of the file.
+            status: (R,) uint8, none of them pending.
+            source: "source_size", "source_mtime_ns", "source_hash" -> one value a row.
+            reasons: row -> why it failed, for the receipt.
+
+        Raises:
+            ValueError: a feature or column is missing, or has another shape than the file.
+            LayertapError: the disk refused; rows of this call are not stored.
+        """
+        if features.keys() != self._features.keys():
+            raise ValueError(f"features {sorted(features)} given, the file has {sorted(self._features)}")
+        for name, values in features.items():
+            if values.shape != (len(rows), *self._features[name].shape) or values.dtype != self._features[name].dtype:
+                expected = f"rows of {self._features[name].shape} {self._features[name].dtype}"
+                raise ValueError(f"{name}: {values.shape} {values.dtype} given for {len(rows)} {expected}")
+        local = np.asarray(rows, np.int64) - self.first_row
+        if len(local) and not (local[0] >= 0 and local[-1] < len(self.status) and (np.diff(local) > 0).all()):
+            raise ValueError(f"rows {rows} are not ascending rows of this shard")
+        if sorted(source) != sorted(SOURCE) or any(len(one) != len(rows) for one in (status, *source.values())):
+            raise ValueError(f"status and {', '.join(SOURCE)} must be given, with {len(rows)} rows each")
+        beside = {name: np.asarray(values, self._row_data[name]) for name, values in source.items()}
+        beside |= {"row_hash": hash_rows(features), "status": np.asarray(status, np.uint8)}
+        beside["record_hash"] = hash_records(self._paths[local].tolist(), beside)
+        columns = {f"/features/{name}": values for name, values in features.items()}
+        columns |= {f"/{name}": values for name, values in beside.items() if name != "status"}
+        columns["/status"] = beside["status"]  # the last to be written: it says that all the others are there
+        done = 0
+        places: list[tuple[int, slice]] = []  # row of the file, and which of the given rows begin there
+        for start, stop in runs(local):
+            places.append((start, slice(done, done + stop - start)))
+            done += stop - start
+        try:
+            with self._in_use:
+                for name, values in columns.items():
+                    if name == "/status" and self._sync_s == 0:
+                        os.fdatasync(self._file)  # so that no status is on the disk before its row
+                    for start, here in places:
+                        self._put(name, start, values[here])
+                if time.monotonic() - self._synced >= self._sync_s:
+                    os.fdatasync(self._file)
+                    self._synced = time.monotonic()
+        except OSError as error:
+            raise LayertapError(
+                f"cannot write to {self._part}: {error.strerror}; what was stored before is safe"
+            ) from error
+        self.status[local] = beside["status"]
+        self._reasons.update(reasons or {})
+
+    def give_reasons(self, reasons: Mapping[int, str]) -> None:
+        """Why rows of the data set failed, for the receipt."""
+        self._reasons.update(reasons)
+
+    def _put(self, name: str, row: int, values: NDArray[Any]) -> None:
+        """Write values over rows from `row` on."""
+        content = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+        offset = self._offsets[name] + row * (len(content) // max(1, len(values)))
+        while content:
+            written = os.pwrite(self._file, content, offset)
+            content, offset = content[written:], offset + written
+
+    def publish(self, compress: str | None = None, made: Mapping[str, Any] | None = None) -> Path:
+        """Close the file and give it its final name, then remove the file it replaces; returns the final path.
+
+        The receipt is written first, and the name is taken with a link, which fails where it exists: of two writers,
+        one wins.
+
+        Args:
+            compress: "gzip", "lzf" or "blosc2" packs the features first; None leaves them plain.
+            made: where and how fast, for the receipt.
+
+        Raises:
+            LayertapError: rows are pending, the disk is full, or a shard of that name exists.
+        """
+        pending = int((self.status == Status.PENDING).sum())
+        if pending:
+            raise LayertapError(f"{self._part}: {pending} rows are still pending")
+        ready = self._part
+        try:
+            os.fsync(self._file)
+            if compress:
+                ready = self._final.with_name(self._final.name + ".packed.new")
+                self._pack(ready, compress)
+            if self._final.exists():
+                raise FileExistsError
+            write_receipt(self._final, ready, self._shard, self._reasons, made)
+            claim(ready, self._final)
+            self._part.unlink(missing_ok=True)
+            sync_folder(self._final.parent)
+            for earlier in range(self._revision):
+                self._dataset.withdraw(self._dataset.path(self._number, earlier))
+        except FileExistsError as error:
+            raise LayertapError(f"{self._final} exists already: another run published this shard first") from error
+        except OSError as error:
+            if self._final.exists():
+                raise LayertapError(
+                    f"{self._final} is published, but its folder cannot be forced to the disk: {error.strerror}"
+                ) from error
+            if not self._part.exists():
+                raise LayertapError(
+                    f"cannot publish {self._final}: {self._part.name} or its folder has vanished; run again to compute "
+                    "its rows anew"
+                ) from error
+            raise LayertapError(
+                f"cannot publish {self._final}: {error.strerror}; its rows are safe in {self._part.name}; "
+                "run again to go on"
+            ) from error
+        finally:
+            if ready != self._part:
+                discard(ready)
+        self._close()
+        return self._final
+
+    def _pack(self, path: Path, compress: str) -> None:
+        """Write a compressed copy, and read it again."""
+        try:
+            copy_shard(self._shard, path, compress=compress)
+        except LayertapError as error:
+            if not self._part.exists():
+                raise LayertapError(f"{error}; {self._part.name} or its folder has vanished") from error
+            raise LayertapError(
+                f"{error}; its rows are safe in {self._part.name}; run again to go on, or without compression"
+            ) from error
+        with Shard(path) as packed:
+            wrong = wrong_rows(packed, np.arange(len(packed)))
+        if len(wrong):
+            raise LayertapError(
+                f"{path}: {len(wrong)} rows are not what they were before {compress}, first row {wrong[0]}; "
+                f"they are safe in {self._part.name}; run again without compression"
+            )

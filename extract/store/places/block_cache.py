@@ -1,0 +1,299 @@
+"""Blocks of objects in a bucket, kept on the local disk.
+
+    ~/.cache/layertap/blocks/          or $XDG_CACHE_HOME/layertap/blocks
+      bytes                            how many there are in all blocks, and the lock for writing one
+      3f/3f0c...-000012                block 12 of one object, and checksums
+
+A block is 4 MB of an object. Its name holds a hash over URL, size and sha256 of the object, so that another object
+never passes for it. Behind the bytes stands xxh3-64 of each page of 64 KB, seeded with name and number: what is read
+from a block is checked first, and what was damaged, cut short or put in another's place is fetched again.
+
+Blocks are written under another name and renamed, and those not used for longest are removed, whoever keeps the cache:
+several processes may share it. A process that is forked begins anew, with threads and connections of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import xxhash
+
+from extract.errors import InputError, LayertapError
+from extract.store.places import objects as remote
+from extract.system.atomic_files import discard
+
+__all__ = ["BLOCK_BYTES", "CACHE_BYTES", "BlockCache", "RemoteFile", "cache_folder"]
+
+CACHE_BYTES = 10_000_000_000
+BLOCK_BYTES = 4 << 20  # a request of S3 takes tens of milliseconds before its first byte; much less, and that is all
+_PAGE_BYTES = 64 << 10  # what is checked to read one row
+_AT_ONCE = 8  # requests
+_IN_MEMORY = 2 * _AT_ONCE  # blocks that were fetched last, or are being fetched
+_FRESH_S = 1.0  # since when a block was used, so that it need not be noted again
+
+_MAKING_ROOM: dict[int, threading.Lock] = {}  # of each process; a POSIX lock does not keep its threads apart
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """An object whose content is known.
+
+    Attributes:
+        url: where it lies.
+        size: in bytes.
+        sha256: of its content.
+    """
+
+    url: str
+    size: int
+    sha256: str
+
+    @cached_property
+    def key(self) -> str:
+        """What its blocks are called."""
+        return hashlib.sha256(f"{self.url}\0{self.size}\0{self.sha256}".encode()).hexdigest()[:40]
+
+    def block(self, number: int) -> tuple[int, int]:
+        """The first byte of a block, and the one behind it."""
+        return number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, self.size)
+
+
+def cache_folder() -> Path:
+    """Where blocks are kept.
+
+    Raises:
+        LayertapError: nobody says where the user's files are.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "layertap" / "blocks"
+    except RuntimeError as error:
+        raise LayertapError("no home folder to keep blocks of remote files in; set XDG_CACHE_HOME") from error
+
+
+class BlockCache:
+    """Reads objects through the cache; may be shared by threads, forked and pickled.
+
+    Args:
+        cache_bytes: that all blocks in the folder take together, at most; also if others filled it.
+        folder: for other places than the user's own.
+
+    Raises:
+        InputError: not even one block would fit.
+    """
+
+    def __init__(self, cache_bytes: int = CACHE_BYTES, folder: Path | None = None):
+        self.cache_bytes, self.folder = int(cache_bytes), folder or cache_folder()
+        if self.cache_bytes < _stored_bytes(BLOCK_BYTES):
+            raise InputError(f"cache_bytes is {self.cache_bytes:,}; at least one block of {BLOCK_BYTES:,} must fit")
+        self._mine = _Fetches()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return BlockCache, (self.cache_bytes, self.folder)
+
+    def read(self, file: RemoteFile, start: int, stop: int, out: memoryview) -> None:
+        """Bytes of an object from `start` to before `stop`, into `out`, which has room for just these.
+
+        Raises:
+            LayertapError: the object is gone or shorter, the store does not answer, or the local disk is full.
+        """
+        if start == stop:
+            return
+        first, last = start // BLOCK_BYTES, (stop - 1) // BLOCK_BYTES
+        for number in range(first, last + 1):
+            begin, end = file.block(number)
+            here = slice(max(start, begin) - begin, min(stop, end) - begin)
+            into = out[begin + here.start - start : begin + here.stop - start]
+            self._read_ahead(file, number, last)
+            fetched = self._fetched(file, number)
+            if fetched is not None:
+                into[:] = memoryview(fetched)[here]
+            elif not self._from_disk(file, number, here.start, here.stop, into):
+                into[:] = memoryview(self._submit(file, number).result())[here]
+
+    def expect(self, file: RemoteFile, numbers: Iterable[int]) -> None:
+        """Begin to fetch blocks that will be read next, if they are not here."""
+        for number in numbers:
+            if not self._is_here(file, number):
+                self._submit(file, number)
+
+    def close(self) -> None:
+        """End what is being fetched ahead; the cache can still be used."""
+        self._mine.end()
+
+    # Fetching
+
+    def _fetches(self) -> _Fetches:
+        if self._mine.process != os.getpid():  # forked, perhaps while another thread held its lock
+            self._mine = _Fetches()
+        return self._mine
+
+    def _read_ahead(self, file: RemoteFile, number: int, last: int) -> None:
+        """Begin to fetch what follows, if it is to be read, or if blocks are read one after the other."""
+        mine = self._fetches()
+        before, mine.last[file.key] = mine.last.get(file.key, -2), number
+        if before == number:
+            return
+        until = number + _AT_ONCE - 1 if before == number - 1 else min(last, number + _AT_ONCE - 1)
+        if until > number:
+            self.expect(file, range(number, min(until, (file.size - 1) // BLOCK_BYTES) + 1))
+
+    def _is_here(self, file: RemoteFile, number: int) -> bool:
+        return (file.key, number) in self._fetches().blocks or self._path(file, number).exists()
+
+    def _fetched(self, file: RemoteFile, number: int) -> bytes | None:
+        """A block that is in memory or under way; None: it is not, or could not be fetched then."""
+        mine = self._fetches()
+        with mine.lock:
+            future = mine.blocks.get((file.key, number))
+        if future is None:
+            return None
+        try:
+            return future.result()
+        except Exception:  # it was fetched ahead; who wants it now tries again, and is told
+            with mine.lock:
+                if mine.blocks.get((file.key, number)) is future:
+                    del mine.blocks[file.key, number]
+            return None
+
+    def _submit(self, file: RemoteFile, number: int) -> Future[bytes]:
+        mine = self._fetches()
+        with mine.lock:
+            future = mine.blocks.get((file.key, number))
+            if future is None:
+                future = mine.blocks[file.key, number] = mine.pool.submit(self._fetch, file, number)
+                done = [name for name, one in mine.blocks.items() if one.done()]
+                for name in done[: max(0, len(mine.blocks) - _IN_MEMORY)]:
+                    del mine.blocks[name]
+        return future
+
+    def _fetch(self, file: RemoteFile, number: int) -> bytes:
+        try:
+            content = remote.read_range(file.url, *file.block(number))
+        except FileNotFoundError:
+            raise LayertapError(f"{file.url} is gone since it was opened; open the data set again") from None
+        self._keep(file, number, content)
+        return content
+
+    # The disk
+
+    def _path(self, file: RemoteFile, number: int) -> Path:
+        return self.folder / file.key[:2] / f"{file.key}-{number:06d}"
+
+    def _keep(self, file: RemoteFile, number: int, content: bytes) -> None:
+        path = self._path(file, number)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.new")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with self._room_for(_stored_bytes(len(content))):
+                with temporary.open("wb") as written:
+                    written.write(content)
+                    written.write(b"".join(_hashes(file, number, content)))
+                temporary.rename(path)
+        except FileNotFoundError:
+            pass  # somebody empties the folder; it is read from memory now
+        except OSError as error:
+            raise LayertapError(
+                f"{self.folder}: cannot keep what is read from {file.url}: {error.strerror}; make room, give a smaller "
+                "cache_bytes, or set XDG_CACHE_HOME to another folder"
+            ) from error
+        finally:
+            discard(temporary)
+
+    def _from_disk(self, file: RemoteFile, number: int, start: int, stop: int, out: memoryview) -> bool:
+        """Bytes of a block that is on the disk, into `out`; False: it is not, or not as it was written."""
+        begin, end = file.block(number)
+        size, first, last = end - begin, start // _PAGE_BYTES, -(-stop // _PAGE_BYTES)
+        try:
+            descriptor = os.open(self._path(file, number), os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            about = os.fstat(descriptor)
+            content = os.pread(descriptor, min(last * _PAGE_BYTES, size) - first * _PAGE_BYTES, first * _PAGE_BYTES)
+            expected = os.pread(descriptor, 8 * (last - first), size + 8 * first)
+            if about.st_size != _stored_bytes(size) or b"".join(_hashes(file, number, content, first)) != expected:
+                return False
+            if time.time() - about.st_mtime > _FRESH_S:
+                os.utime(descriptor)  # so that it is removed after those that are used less
+        except OSError:  # a sector that cannot be read, for one
+            return False
+        finally:
+            os.close(descriptor)
+        out[:] = memoryview(content)[start - first * _PAGE_BYTES : stop - first * _PAGE_BYTES]
+        return True
+
+    @contextlib.contextmanager
+    def _room_for(self, size: int) -> Iterator[None]:
+        """Hold the cache for writing a block, after removing those that were not used for longest, if need be."""
+        with _MAKING_ROOM.setdefault(os.getpid(), threading.Lock()), (self.folder / "bytes").open("a+b") as counted:
+            fcntl.lockf(counted, fcntl.LOCK_EX)
+            counted.seek(0)
+            text = counted.read(32)
+            # Killed in between, a process leaves a count that is too high; what there is is counted before removing.
+            total = int(text) if text.isdigit() else self._remove_until(self.cache_bytes - size)
+            if total + size > self.cache_bytes:
+                total = self._remove_until(self.cache_bytes - max(size, self.cache_bytes // 16))
+            counted.truncate(0)
+            counted.write(b"%d" % (total + size))
+            counted.flush()
+            yield
+
+    def _remove_until(self, most: int) -> int:
+        """Remove blocks until the others have so few bytes, those used last; returns how many they have."""
+        found = []
+        for folder in self.folder.iterdir():
+            with contextlib.suppress(NotADirectoryError, FileNotFoundError):
+                for entry in os.scandir(folder):
+                    with contextlib.suppress(FileNotFoundError):
+                        about = entry.stat()
+                        stays = not entry.name.endswith(".new")  # left by who was killed: nobody else writes now
+                        found.append((stays, about.st_mtime_ns, about.st_size, entry.path))
+        total = sum(size for *_, size, _ in found)
+        for stays, _, size, path in sorted(found):
+            if stays and total <= most:
+                break
+            discard(Path(path))
+            total -= size
+        return total
+
+
+class _Fetches:
+    """What one process is fetching: its threads, and the blocks they have fetched last."""
+
+    def __init__(self) -> None:
+        self.process, self.lock = os.getpid(), threading.Lock()
+        self.blocks: OrderedDict[tuple[str, int], Future[bytes]] = OrderedDict()
+        self.last: dict[str, int] = {}  # of each object, the block that was read last
+        self.pool = ThreadPoolExecutor(_AT_ONCE, "layertap-blocks")  # starts threads when there is work
+
+    def end(self) -> None:
+        """Give memory back, and do not begin what was only to be fetched ahead."""
+        with self.lock:
+            blocks, self.blocks = self.blocks, OrderedDict()
+        for future in blocks.values():
+            future.cancel()
+
+
+def _stored_bytes(size: int) -> int:
+    return size + 8 * -(-size // _PAGE_BYTES)
+
+
+def _hashes(file: RemoteFile, number: int, content: bytes, first: int = 0) -> list[bytes]:
+    """xxh3-64 of each page, as stored; the first one's number is given."""
+    seed = (int(file.key[:15], 16) + (number << 8) + first) & ((1 << 64) - 1)
+    view = memoryview(content)
+    return [
+        xxhash.xxh3_64_intdigest(view[start : start + _PAGE_BYTES], seed + i).to_bytes(8, "little")
+        for i, start in enumerate(range(0, len(content), _PAGE_BYTES))
+    ]

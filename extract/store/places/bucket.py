@@ -1,0 +1,329 @@
+"""Finished shards of one data set in a bucket: published once, read by ranges.
+
+A data set in a bucket has the layout of one in a folder, so that a copy of it is one (`aws s3 sync`):
+
+    URL/dataset.json           what it holds, as in a folder
+    URL/shards/000000.h5       a shard, as it was sealed on a local disk
+    URL/shards/000000.json     its receipt: the commit
+    URL/shards/000002-r1.h5    a shard that was written anew, and its receipt; readers take the last revision
+
+A bucket has no locks and no renaming, but it can create an object only if there is none of its name. So nothing is ever
+written over or deleted, and of several writers one wins. The object goes first, its receipt last: an object without a
+receipt does not exist for readers. A receipt whose object is missing, or has another size, is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Container, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from extract.errors import InputError, LayertapError
+from extract.row_status import Status
+from extract.store.format.dataset import DataSet, stem_of
+from extract.store.format.receipt import reasons_in, receipt_of
+from extract.store.format.row_hash import wrong_rows
+from extract.store.places import objects as remote
+from extract.store.places.block_cache import BlockCache, RemoteFile
+from extract.store.places.remote_shard import RemoteShard
+from extract.system.atomic_files import discard
+
+__all__ = ["Bucket", "open_remote_shard"]
+
+_AT_ONCE = 8  # shards that are opened at the same time
+
+
+class Bucket:
+    """The place in a bucket where the finished shards of one data set are.
+
+    Args:
+        url: of the data set, as `s3://BUCKET/NAME`; credentials and servers as told in `extract.store.places.objects`.
+
+    Raises:
+        InputError: no URL of a bucket.
+    """
+
+    def __init__(self, url: str):
+        self.url = url.rstrip("/")
+        if not re.fullmatch(r"[a-z0-9]+://[^/]+(/[^/]+)*", self.url):
+            raise InputError(f"{url} names no place in a bucket; expected s3://BUCKET/NAME")
+        self._is_safe = False
+
+    @cached_property
+    def dataset(self) -> DataSet:
+        """What `dataset.json` says; it has no folder, so `out` is only the name of one.
+
+        Raises:
+            InputError: there is no data set, or it is kept in step with a folder.
+            LayertapError: the store does not answer.
+        """
+        name = f"{self.url}/dataset.json"
+        try:
+            content = remote.read(name)
+        except FileNotFoundError as error:
+            raise InputError(f"{self.url} is no layertap data set: it has no dataset.json") from error
+        found = DataSet.described(_json_of(content, name), Path(self.url), name)
+        if found.version:
+            raise InputError(
+                f"{self.url} is kept in step with a folder by `layertap sync`, which is read from a folder only; copy "
+                "it to a local disk"
+            )
+        return found
+
+    def existing(self) -> DataSet | None:
+        """As of `dataset`; None: there is none."""
+        return None if remote.info(f"{self.url}/dataset.json") is None else self.dataset
+
+    def open_or_create(self, dataset: DataSet) -> DataSet | None:
+        """Make the bucket hold this data set; returns what it holds already, None if nothing.
+
+        Another data set never gives way, not even one without shards: another writer may be about to add one, and
+        there is no lock that would tell.
+
+        Args:
+            dataset: as it lies on the local disk, or will; what is returned has its folder.
+
+        Raises:
+            InputError: as of `DataSet.check`.
+            LayertapError: the store does not answer, or cannot create objects only where there are none.
+        """
+        dataset.check_size()
+        if dataset.version:
+            raise InputError(f"{dataset.out} is kept in step with a folder by `layertap sync`, and stays in a folder")
+        name = f"{self.url}/dataset.json"
+        if remote.info(name) is None:
+            if remote.names(self.url):
+                raise InputError(f"{self.url} is not empty and no layertap data set; choose another output folder")
+            if remote.put(name, (json.dumps(dataset.content(), indent=1) + "\n").encode()):
+                self._check_safe()
+                return None
+        existing = replace(self.dataset, out=dataset.out)
+        dataset.goes_with(existing, self.url, gives_way=False)
+        self._check_safe()
+        return existing
+
+    def _check_safe(self) -> None:
+        """See that an object cannot be written over, by trying to, with the same content.
+
+        Raises:
+            LayertapError: the server, or the library, leaves out the condition without a word.
+        """
+        name = f"{self.url}/dataset.json"
+        if not self._is_safe:
+            try:
+                content = remote.read(name)
+            except FileNotFoundError as error:
+                raise InputError(f"{self.url} is no layertap data set: it has no dataset.json") from error
+            if remote.put(name, content):
+                raise LayertapError(
+                    f"{self.url}: this server, or the library for it, writes over an object that was to be created "
+                    "only if there is none (If-None-Match: *); several writers would damage each other's shards. Use "
+                    "another server, or update the library"
+                )
+            self._is_safe = True
+
+    def published(self) -> NDArray[np.int64]:
+        """(n,) numbers of the shards that are finished, ascending; one listing.
+
+        Raises:
+            LayertapError: the object of a receipt is missing, or the store does not answer.
+        """
+        return np.array(sorted(self._published()), np.int64)
+
+    def receipts(self, known: Container[str]) -> Iterator[tuple[str, int, dict[str, Any] | None]]:
+        """Name, shard and receipt of each shard that is there, but for known names.
+
+        Raises:
+            InputError: a receipt is damaged.
+            LayertapError: as of `published`.
+        """
+        new = {stem: (shard, size) for shard, (stem, _, size) in self._published().items() if stem not in known}
+
+        def one(stem: str) -> tuple[str, int, dict[str, Any] | None]:
+            name = f"{self.url}/shards/{stem}.json"
+            return stem, new[stem][0], _json_of(remote.read(name, new[stem][1]), name)
+
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            yield from pool.map(one, new)
+
+    def _published(self) -> dict[int, tuple[str, int, int]]:
+        """Shard -> name of its last revision without what follows the dot, sizes of the object and of the receipt."""
+        sizes = remote.names(f"{self.url}/shards")
+        last: dict[int, int] = {}
+        for name in sizes:
+            if found := re.fullmatch(r"(\d{6})(?:-r([1-9]\d{0,5}))?\.json", name, re.ASCII):
+                shard, revision = int(found[1]), int(found[2] or 0)
+                last[shard] = max(revision, last.get(shard, 0))
+        published = {}
+        for shard, revision in last.items():
+            stem = stem_of(shard, revision)
+            if f"{stem}.h5" not in sizes:
+                raise LayertapError(
+                    f"{self.url}/shards/{stem}.h5 is missing, though its receipt is there; put it back, or remove the "
+                    "receipt, and run the command that made the data set again"
+                )
+            published[shard] = stem, sizes[f"{stem}.h5"], sizes[f"{stem}.json"]
+        return published
+
+    def publish(self, path: Path, receipt: Mapping[str, Any]) -> bool:
+        """Put a sealed shard into the bucket, and then its receipt.
+
+        If the process dies inside this call, the shard is not published, and can be published again, by anybody. What
+        another writer left without a receipt is checked row by row, and published if it is whole.
+
+        Args:
+            path: the shard, under its final name.
+            receipt: as `write_receipt` made it.
+
+        Returns:
+            Whether this call published the shard; False: another writer was first, and nothing of his is changed.
+
+        Raises:
+            InputError: the file and its receipt do not go together.
+            LayertapError: the store does not answer; or something is there under this name that is no such shard.
+        """
+        self._check_safe()
+        url = f"{self.url}/shards/{path.name}"
+        named = f"{url.removesuffix('.h5')}.json"
+        size, sha256 = _size_and_sha256(receipt, f"the receipt of {path}")
+        if path.stat().st_size != size:
+            raise InputError(f"{path} has {path.stat().st_size:,} bytes, its receipt says {size:,}; seal it again")
+        if remote.info(named) is not None:
+            return False
+        ours = remote.put_file(url, path, sha256)
+        there = remote.info(url)
+        if there is None:
+            raise LayertapError(f"{url} was written, and is gone; run again when nobody else changes the bucket")
+        if ours and there.size != size:
+            raise LayertapError(
+                f"{url} has {there.size:,} bytes of {size:,} after it was written; remove it, run again"
+            )
+        if not ours and (there.size != size or (there.sha256 or remote.sha256_of(url, there.size)) != sha256):
+            if remote.info(named) is not None:
+                return False
+            receipt = self._receipt_for(url, there.size, path, reasons_in(receipt))
+        return remote.put(named, (json.dumps(receipt, indent=1) + "\n").encode())
+
+    def _receipt_for(self, url: str, size: int, path: Path, reasons: Mapping[int, str]) -> dict[str, Any]:
+        """A receipt for an object that another writer left without one, if it is the whole shard that `path` is.
+
+        Raises:
+            LayertapError: it is not, or cannot be copied to the local disk.
+        """
+        copy = path.with_name(f"{path.name}.{os.getpid()}.new")
+        shard = int(path.name[:6])
+        try:
+            remote.download(url, size, copy)
+            with self.dataset.open_shard(shard, copy) as opened:
+                status = opened.column("status")
+                wrong = wrong_rows(opened, np.arange(len(opened)))
+                known = np.isin(status, list(Status)) & (status != Status.PENDING)
+                if len(wrong) or not known.all():
+                    raise InputError(f"{len(wrong) or (~known).sum():,} of its rows are not as they were written")
+                return receipt_of(copy, opened, reasons)
+        except InputError as error:
+            raise LayertapError(
+                f"{url} is there without a receipt, and is no whole shard {shard} of this data set: "
+                f"{str(error).replace(str(copy), 'it')}. Look at it, remove it, and run again"
+            ) from error
+        except FileNotFoundError as error:
+            raise LayertapError(f"{url} is gone while it was looked at; run again") from error
+        except OSError as error:
+            raise LayertapError(f"cannot write {copy}, a copy of {url}: {error.strerror}") from error
+        finally:
+            discard(copy)
+
+    def open_shards(self, cache: BlockCache, *, partial: bool) -> list[RemoteShard]:
+        """The finished shards, open for reading.
+
+        Args:
+            cache: through which they are read.
+            partial: whether some may be missing.
+
+        Raises:
+            InputError: a shard is damaged, or of another data set.
+            LayertapError: one is missing, or the store does not answer.
+        """
+        dataset, published = self.dataset, self._published()
+        missing = [shard for shard in range(dataset.n_shards) if shard not in published]
+        if missing and not partial:
+            raise LayertapError(
+                f"{self.url}/shards/{missing[0]:06d}.h5 is missing (shard {missing[0]} of {dataset.n_shards}); run the "
+                "same command again to finish it, or read what there is with partial=True"
+            )
+
+        def one(shard: int) -> RemoteShard:
+            stem, size, receipt_size = published[shard]
+            opened = open_remote_shard(f"{self.url}/shards/{stem}.h5", cache, size, receipt_size)
+            try:
+                dataset.check_shard(shard, opened)
+            except BaseException:
+                opened.close()
+                raise
+            return opened
+
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            work = [pool.submit(one, shard) for shard in sorted(published) if shard < dataset.n_shards]
+            try:
+                return [each.result() for each in work]
+            except BaseException:
+                for each in work:
+                    if not each.cancel():
+                        with contextlib.suppress(LayertapError, OSError):
+                            each.result().close()
+                raise
+
+
+def open_remote_shard(
+    url: str, cache: BlockCache, size: int | None = None, receipt_size: int | None = None
+) -> RemoteShard:
+    """Open one finished shard by the URL of its object; sizes are asked for where they are not known.
+
+    Raises:
+        InputError: there is none, or it is damaged.
+        LayertapError: the object is not that of its receipt, or the store does not answer.
+    """
+    named = f"{url.removesuffix('.h5')}.json"
+    try:
+        receipt = _json_of(remote.read(named, receipt_size), named)
+    except FileNotFoundError as error:
+        raise InputError(f"{url} is no finished shard: it has no receipt {named}") from error
+    expected, sha256 = _size_and_sha256(receipt, named)
+    if size is None:
+        found = remote.info(url)
+        if found is None:
+            raise LayertapError(f"{url} is missing, though its receipt is there; put it back, or remove the receipt")
+        size = found.size
+    if size != expected:
+        raise LayertapError(
+            f"{url} has {size:,} bytes, its receipt says {expected:,}; it was changed since it was published. Put the "
+            "right one back, or remove both, and run the command that made the data set again"
+        )
+    return RemoteShard(RemoteFile(url, size, sha256), receipt, cache)
+
+
+def _size_and_sha256(receipt: Mapping[str, Any], name: str) -> tuple[int, str]:
+    size, sha256 = receipt.get("size"), receipt.get("sha256")
+    if type(size) is not int or size < 1 or not re.fullmatch("[0-9a-f]{64}", str(sha256), re.ASCII):
+        raise InputError(f"{name} is damaged: it says no size and sha256")
+    return size, str(sha256)
+
+
+def _json_of(content: bytes, name: str) -> dict[str, Any]:
+    try:
+        found = json.loads(content.decode())
+        if not isinstance(found, dict):
+            raise ValueError("it holds no keys")
+        return found
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{name} is damaged: {type(error).__name__}: {error}") from error

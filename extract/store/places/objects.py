@@ -1,0 +1,360 @@
+"""Objects in a bucket: the only place that talks to a store's library for data sets.
+
+What is stored is `s3://BUCKET/NAME` or `gs://BUCKET/NAME`; `memory://` is for tests within one process. Other
+protocols are refused, since their libraries cannot create an object only where there is none, as one step.
+
+Credentials come from where the libraries look for them: for S3 from `AWS_ACCESS_KEY_ID` and `AWS_SECRET_ACCESS_KEY`,
+`~/.aws/credentials`, `AWS_PROFILE`, or the role of the machine; for Google from `GOOGLE_APPLICATION_CREDENTIALS`, or
+what `gcloud` has stored. They are never part of a URL. The address of another server that speaks S3 comes from
+`AWS_ENDPOINT_URL_S3`, `AWS_ENDPOINT_URL`, `endpoint_url` in `~/.aws/config` (botocore, "Service-specific endpoints"),
+or `FSSPEC_S3_ENDPOINT_URL`.
+
+Every request has a limit in time. What may pass (5xx, throttling, time-outs, broken connections, bodies cut short) is
+tried five times, with growing pauses of random length; what does not pass (403, 404) is not. The retries of s3fs and
+botocore are off, so that one place decides; those of gcsfs cannot be turned off, and come on top.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import random
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from extract.errors import InputError, LayertapError, first_line
+from extract.system.urls import file_system
+
+__all__ = ["Stored", "download", "info", "names", "put", "put_file", "read", "read_range", "sha256_of"]
+
+T = TypeVar("T")
+
+_S3, _GOOGLE, _MEMORY = {"s3", "s3a"}, {"gs", "gcs"}, {"memory"}
+
+_ATTEMPTS = 5
+_WAIT_S = 0.5  # before the second, on average; twice that before each next one
+_CONNECT_S = 10
+_ANSWER_S = 30  # within which a server must begin to answer, and go on
+_SLOWEST = 128 << 10  # bytes a second below which a transfer is given up
+_CONNECTIONS = 32
+
+_WHOLE_BYTES = 1 << 26  # of what is read as a whole: far above a description, or a receipt of a million failed rows
+_PIECE_BYTES = 16 << 20  # of large objects that are read through
+_PUT_BYTES = 5 << 30  # the most that S3 takes in one request (Amazon S3 user guide, "Uploading objects")
+
+# Told with each object: its sha256, and a number of the request that made it, by which a writer knows its own.
+_SHA256, _PUT = "layertap-sha256", "layertap-put"
+
+_IN_MEMORY = threading.Lock()  # makes "is it there" and "put it" one step
+
+# Classes of errors, by name since their libraries are optional, that tell of a network or a server.
+_PASSING = {
+    "HTTPClientError", "ConnectionError", "ResponseParserError", "IncompleteReadError", "IncompleteRead",  # botocore
+    "ClientError", "RequestException", "ChecksumError",  # aiohttp, requests, gcsfs
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a store knows of an object.
+
+    Attributes:
+        size: in bytes.
+        sha256: as its writer told it; empty: it did not.
+        put: number of the request that made it; empty: it is not known.
+    """
+
+    size: int
+    sha256: str = ""
+    put: str = ""
+
+
+class _CutShortError(OSError):
+    """Fewer bytes came than were asked for."""
+
+
+def names(url: str) -> dict[str, int]:
+    """Name -> size of each object below a URL, names relative to it.
+
+    Raises:
+        LayertapError: there is no such bucket, or the store does not answer.
+    """
+
+    def ask() -> dict[str, int]:
+        fs, path = _at(url)
+        found = fs.find(path, detail=True, **_limit(fs, 1 << 30))  # a million names are thousands of requests
+        start = path.rstrip("/") + "/"
+        return {
+            name.removeprefix(start): int(about["size"])
+            for name, about in found.items()
+            if name.startswith(start) and about.get("type", "file") == "file"
+        }
+
+    try:
+        return _asked(url, "listed", ask)
+    except FileNotFoundError:
+        return {}
+
+
+def info(url: str) -> Stored | None:
+    """What is known of an object; None: there is none.
+
+    Raises:
+        LayertapError: there is no such bucket, or the store does not answer.
+    """
+
+    def ask() -> Stored | None:
+        fs, path = _at(url)
+        if _protocol(url) in _S3:
+            bucket, key, _ = fs.split_path(path)
+            head = fs.call_s3("head_object", Bucket=bucket, Key=key, **_limit(fs))
+            about = head.get("Metadata", {})
+            return Stored(int(head["ContentLength"]), about.get(_SHA256, ""), about.get(_PUT, ""))
+        found = fs.info(path, **_limit(fs))
+        about = found.get("metadata") or {}
+        if found["type"] != "file":
+            return None
+        return Stored(int(found["size"]), about.get(_SHA256, ""), about.get(_PUT, ""))
+
+    try:
+        return _asked(url, "looked at", ask)
+    except FileNotFoundError:
+        return None
+
+
+def read(url: str, size: int | None = None) -> bytes:
+    """A whole small object.
+
+    Args:
+        url: of the object.
+        size: of it, where that is known.
+
+    Raises:
+        FileNotFoundError: there is none.
+        InputError: it is too large to be one of ours.
+        LayertapError: the store does not answer.
+    """
+    if size is None:
+        found = info(url)
+        if found is None:
+            raise FileNotFoundError(url)
+        size = found.size
+    if size > _WHOLE_BYTES:
+        raise InputError(f"{url} is damaged: it has more than {_WHOLE_BYTES >> 20} MB")
+    return read_range(url, 0, size)
+
+
+def read_range(url: str, start: int, stop: int) -> bytes:
+    """The bytes of an object from `start` to before `stop`, all of them.
+
+    Raises:
+        FileNotFoundError: there is no such object.
+        LayertapError: it is shorter, or the store does not answer.
+    """
+    if start == stop:
+        return b""
+
+    def ask() -> bytes:
+        fs, path = _at(url)
+        content = bytes(fs.cat_file(path, start=start, end=stop, **_limit(fs, stop - start)))
+        if len(content) != stop - start:
+            raise _CutShortError(f"{len(content):,} bytes came of {stop - start:,} from byte {start:,} on")
+        return content
+
+    return _asked(url, "read", ask)
+
+
+def put(url: str, content: bytes) -> bool:
+    """Create an object, if there is none of this name; returns whether this call has.
+
+    If the process dies inside this call, the object is there as a whole or not at all.
+
+    Raises:
+        LayertapError: the store refuses, or does not answer; or cannot create only where there is nothing.
+    """
+    return _put(url, content, len(content), hashlib.sha256(content).hexdigest())
+
+
+def put_file(url: str, path: Path, sha256: str) -> bool:
+    """As `put`, with the content of a local file whose sha256 is given; the store checks it where it can."""
+    return _put(url, path, path.stat().st_size, sha256)
+
+
+def _put(url: str, content: bytes | Path, size: int, sha256: str) -> bool:
+    number = uuid.uuid4().hex
+    about = {_SHA256: sha256, _PUT: number}
+    if _protocol(url) in _S3 and size > _PUT_BYTES:
+        raise InputError(f"{url}: {size:,} bytes; S3 takes {_PUT_BYTES:,} in one piece. Set a smaller shard_rows")
+
+    def ask() -> None:
+        fs, path = _at(url)
+        limit = _limit(fs, size)
+        if _protocol(url) in _S3:
+            # In one request, and not in parts: it is whole or not there, the server compares its sha256, and a writer
+            # that is killed leaves no parts behind that somebody pays for.
+            bucket, key, _ = fs.split_path(path)
+            digest = base64.b64encode(bytes.fromhex(sha256)).decode()
+            with contextlib.ExitStack() as stack:
+                body = content if isinstance(content, bytes) else stack.enter_context(content.open("rb"))
+                fs.call_s3(
+                    "put_object", Bucket=bucket, Key=key, Body=body, Metadata=about, ChecksumSHA256=digest,
+                    IfNoneMatch="*", **limit,
+                )  # fmt: skip
+        elif _protocol(url) in _GOOGLE:
+            if isinstance(content, bytes):
+                fs.pipe_file(path, content, mode="create", metadata=about, **limit)
+            else:
+                fs.put_file(str(content), path, mode="create", metadata=about, **limit)
+        else:
+            with _IN_MEMORY:
+                if fs.exists(path):
+                    raise FileExistsError(url)
+                fs.pipe_file(path, content if isinstance(content, bytes) else content.read_bytes())
+
+    try:
+        _asked(url, "written", ask)
+        return True
+    except FileExistsError:
+        # The answer to an earlier attempt may have been lost: then it is our own.
+        found = info(url)
+        return found is not None and found.put == number
+
+
+def sha256_of(url: str, size: int) -> str:
+    """The sha256 of an object, which is read for it; errors as of `read_range`."""
+    digest = hashlib.sha256()
+    for piece in _pieces(url, size):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def download(url: str, size: int, path: Path) -> None:
+    """Copy an object to a local file.
+
+    Raises:
+        OSError: the file cannot be written.
+        FileNotFoundError, LayertapError: as of `read_range`.
+    """
+    with path.open("wb") as file:
+        for piece in _pieces(url, size):
+            file.write(piece)
+
+
+def _pieces(url: str, size: int) -> Iterator[bytes]:
+    for start in range(0, size, _PIECE_BYTES):
+        yield read_range(url, start, min(start + _PIECE_BYTES, size))
+
+
+def _protocol(url: str) -> str:
+    return url.partition("://")[0]
+
+
+def _at(url: str) -> tuple[Any, str]:
+    """The file system and the path in it; asked for each time, since fsspec keeps one for each process."""
+    protocol = _protocol(url)
+    settings: dict[str, Any] = {"use_listings_cache": False}  # what others publish must be seen
+    if protocol in _S3:
+        settings["config_kwargs"] = {
+            "connect_timeout": _CONNECT_S,
+            "read_timeout": _ANSWER_S,
+            "retries": {"total_max_attempts": 1},
+            "max_pool_connections": _CONNECTIONS,
+        }
+    elif protocol in _MEMORY:
+        settings = {}
+    elif protocol not in _GOOGLE:
+        raise InputError(
+            f"{url}: a data set cannot lie behind {protocol}://, where an object cannot be created only if there is "
+            "none; use s3:// or gs://, or a folder"
+        )
+    fs, path = file_system(url, **settings)
+    if protocol in _S3:
+        fs.retries = 1
+    return fs, path
+
+
+def _limit(fs: Any, size: int = 0) -> dict[str, float]:
+    """How long a request may take that moves so many bytes, for what is a call into fsspec's own thread."""
+    return {"timeout": _CONNECT_S + _ANSWER_S + size / _SLOWEST} if fs.async_impl else {}
+
+
+def _asked(url: str, done: str, ask: Callable[[], T]) -> T:
+    """What the store answers, in the end.
+
+    Args:
+        url: what is asked for.
+        done: with it, for the error.
+        ask: does it once.
+
+    Raises:
+        FileNotFoundError, FileExistsError: as the store says.
+        LayertapError: it refuses, or does not answer.
+    """
+    for attempt in range(_ATTEMPTS):
+        try:
+            return ask()
+        except LayertapError:
+            raise
+        except Exception as error:
+            status, code = _answer_in(error)
+            if code == "NoSuchBucket":
+                raise LayertapError(f"{url}: there is no bucket of this name") from None
+            if isinstance(error, FileExistsError) or status == 412:
+                raise FileExistsError(url) from None
+            if isinstance(error, FileNotFoundError) or status == 404:
+                raise FileNotFoundError(url) from None
+            what = _reason(error, status, code)
+            if not _may_pass(error, status, code):
+                # The server's own words are left out, here and in the chain: they may repeat what it was sent.
+                raise LayertapError(f"{url} cannot be {done}: {what}") from None
+            if attempt == _ATTEMPTS - 1:
+                raise LayertapError(
+                    f"{url} cannot be {done}: {what}, {_ATTEMPTS} times. What was stored is safe; run again when the "
+                    "server answers"
+                ) from None
+        time.sleep(_WAIT_S * 2**attempt * random.uniform(0.5, 1.5))
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _answer_in(error: BaseException) -> tuple[int, str]:
+    """The HTTP status and S3's code that an error is about; 0 and "" where it is about neither."""
+    for one in (error, error.__cause__):
+        response = getattr(one, "response", None)
+        if isinstance(response, dict):
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            return int(status), str(response.get("Error", {}).get("Code", ""))
+    for name in ("code", "status"):  # not of a cause: aiohttp calls a body that was cut short 400
+        if re.fullmatch(r"[1-5]\d\d", str(value := getattr(error, name, ""))):
+            return int(value), ""
+    return 0, ""
+
+
+def _may_pass(error: Exception, status: int, code: str) -> bool:
+    if status:
+        # 409: two conditional requests at the same time (Amazon S3 user guide, "Conditional writes").
+        return status >= 500 or status in (408, 409, 425, 429) or code in ("RequestTimeout", "IncompleteBody")
+    if {kind.__name__ for kind in type(error).__mro__} & _PASSING:
+        return True
+    if isinstance(error, PermissionError) or first_line(error).startswith("Forbidden"):  # gcsfs
+        return False
+    return isinstance(error, OSError | EOFError | asyncio.TimeoutError)
+
+
+def _reason(error: Exception, status: int, code: str) -> str:
+    if status:
+        # 403 and 401 have a code of their own only where there is a body.
+        what = f"HTTP {status}" + ("" if code in ("", str(status)) else f" {code}")
+        return f"{what}; see that the credentials are right, and allow it" if status in (401, 403) else what
+    if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError"):
+        return "no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+    if isinstance(error, TimeoutError | asyncio.TimeoutError) or "Timeout" in type(error).__name__:
+        return f"no answer ({type(error).__name__})"
+    return f"{type(error).__name__}: " + re.sub(r"//[^/@\s]+@", "//...@", first_line(error))

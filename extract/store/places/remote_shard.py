@@ -1,0 +1,246 @@
+"""A shard in a bucket, checked and open for reading: by ranges, through blocks on the local disk.
+
+What stands beside the features is read when the shard is opened, and held in memory; features are read as they are
+asked for. HDF5 is never kept waiting for a network: it holds a lock meanwhile, which the garbage collection of any
+other thread may want, that of fsspec's too. It is given what is there already; where that is not enough, the rest is
+fetched, and HDF5 is asked again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from extract.errors import InputError, LayertapError
+from extract.store.format.layout import Identity, before_hdf5, read_header
+from extract.store.format.shard import Seekable, Shard, runs
+from extract.store.format.untrusted import opened
+from extract.store.places.block_cache import BLOCK_BYTES, BlockCache, RemoteFile
+
+__all__ = ["RemoteShard"]
+
+_EXPECTED = 8  # blocks that rows in any order are in, fetched at the same time
+
+
+class RemoteShard(Shard):
+    """A finished shard in a bucket; a context manager. It can be pickled, shared by threads, and forked.
+
+    Args:
+        file: the object.
+        receipt: what was written beside it.
+        cache: through which it is read.
+
+    Attributes:
+        receipt: as given.
+
+    Raises:
+        InputError, LayertapError: as of `Shard`; or the store does not answer.
+    """
+
+    def __init__(self, file: RemoteFile, receipt: dict[str, Any], cache: BlockCache):
+        self._begin(file.url)
+        self.receipt, self.size = receipt, file.size
+        self._file, self._cache = file, cache
+        self._places: dict[str, NDArray[np.int64]] = {}
+        self._turn = os.getpid(), threading.Lock()
+        bytes_of = _Held(file, cache)
+        buffered = io.BufferedReader(bytes_of)
+        self._row_data = read_header(buffered, file.url)
+        buffered.detach()  # which would close it
+        bytes_of.fetching = False  # from now on HDF5 reads
+        while True:
+            try:
+                with opened(file.url, bytes_of) as found:
+                    self._describe(found)
+                    for name in self.compression:
+                        self._places[name] = _chunks_of(found["features"][name])
+                break
+            except (LayertapError, OSError):
+                if not bytes_of.fetch_missing():
+                    raise
+        self._packed_bytes = _Held(file, cache, fetching=False)
+
+    @property
+    def is_part(self) -> bool:
+        """As of `Shard`: never."""
+        return False
+
+    def _at(self, start: int | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """What stands beside the features, copied."""
+        values = np.empty(shape, dtype)
+        if start is not None:
+            self._cache.read(self._file, start, start + values.nbytes, _bytes_of(values))
+        return values
+
+    # Rows
+
+    def read(self, name: str, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
+        """As of `Shard`."""
+        if name in self.compression:
+            return super().read(name, start, stop, out)
+        feature = self._feature[name]
+        if out is None or not out.flags.c_contiguous:
+            rows = np.empty((stop - start, *feature.shape), feature.dtype)
+        else:
+            rows = out
+        self._fill(name, start, stop, rows)
+        if out is not None and rows is not out:
+            out[...] = rows
+            return out
+        return rows
+
+    def _fill(self, name: str, start: int, stop: int, out: NDArray[Any]) -> None:
+        if not self._columns:
+            raise LayertapError(f"{self.name} is closed")
+        first, row_bytes = self.offsets[f"/features/{name}"], self._feature[name].row_bytes
+        self._cache.read(self._file, first + start * row_bytes, first + stop * row_bytes, _bytes_of(out))
+
+    def row(self, name: str, row: int) -> NDArray[Any]:
+        """As of `Shard`."""
+        found: NDArray[Any] = self.read(name, row, row + 1)[0]
+        return found
+
+    def take(self, name: str, rows: NDArray[np.int64], out: NDArray[Any] | None = None) -> NDArray[Any]:
+        """As of `Shard`; in the order in which they lie, several blocks at the same time."""
+        if name in self.compression:
+            return super().take(name, rows, out)
+        feature = self._feature[name]
+        wanted, where = np.unique(rows, return_inverse=True)
+        found = np.empty((len(wanted), *feature.shape), feature.dtype)
+        starts = self.offsets[f"/features/{name}"] + wanted * feature.row_bytes
+        blocks = np.unique([starts // BLOCK_BYTES, (starts + feature.row_bytes - 1) // BLOCK_BYTES])
+        done, expected = 0, -1
+        for first, stop in runs(wanted):
+            block = int(np.searchsorted(blocks, starts[done] // BLOCK_BYTES))
+            if block != expected and len(blocks) > 1:
+                self._cache.expect(self._file, blocks[block : block + _EXPECTED].tolist())
+                expected = block
+            self._fill(name, first, stop, found[done : done + stop - first])
+            done += stop - first
+        if out is None:
+            return found[where]
+        np.take(found, where, axis=0, out=out, mode="clip")
+        return out
+
+    @contextlib.contextmanager
+    def _reopened(self) -> Iterator[int | None]:
+        yield None
+
+    def forget(self, name: str, start: int, stop: int) -> None:
+        """As of `Shard`: nothing is mapped."""
+
+    def _unpack(self, name: str, start: int, stop: int) -> NDArray[Any]:
+        if self._turn[0] != os.getpid():  # forked, perhaps while another thread held it
+            self._turn = os.getpid(), threading.Lock()
+        rows = self.chunks[name]
+        with self._turn[1]:
+            try:
+                for first, behind in self._places[name][start // rows : -(-stop // rows)].tolist():
+                    self._packed_bytes.hold(first, behind)
+                while True:
+                    try:
+                        return super()._unpack(name, start, stop)
+                    except LayertapError:
+                        if not self._packed_bytes.fetch_missing():
+                            raise
+            finally:
+                self._packed_bytes.forget()
+
+    def _source(self) -> io.RawIOBase:
+        return self._packed_bytes
+
+    # Life
+
+    def close(self) -> None:
+        """As of `Shard`."""
+        self._columns = {}
+        packed, self._packed = self._packed, None
+        if packed is not None and packed[0] == os.getpid():
+            packed[1].close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (self._file, self.receipt, self._cache, self.identity)
+
+
+class _Held(Seekable):
+    """An object as a file, of which some blocks are held in memory.
+
+    Attributes:
+        fetching: whether others are fetched when they are read; or else that is an error, and they are noted.
+    """
+
+    def __init__(self, file: RemoteFile, cache: BlockCache, *, fetching: bool = True):
+        super().__init__(file.size)
+        self._file, self._cache, self.fetching = file, cache, fetching
+        self._blocks: dict[int, bytearray] = {}
+        self._missing: list[int] = []
+
+    def readinto(self, buffer: Any) -> int:
+        out = memoryview(buffer).cast("B")
+        stop = min(self._place + len(out), self._file.size)
+        done = 0
+        while self._place < stop:
+            number, within = divmod(self._place, BLOCK_BYTES)
+            if number not in self._blocks:
+                if not self.fetching:
+                    self._missing.append(number)
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                self._hold(number)
+            piece = memoryview(self._blocks[number])[within : within + stop - self._place]
+            out[done : done + len(piece)] = piece
+            self._place, done = self._place + len(piece), done + len(piece)
+        return done
+
+    def hold(self, start: int, stop: int) -> None:
+        """Have these bytes in memory."""
+        for number in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
+            if number not in self._blocks:
+                self._hold(number)
+
+    def _hold(self, number: int) -> None:
+        start, stop = self._file.block(number)
+        content = bytearray(stop - start)
+        self._cache.read(self._file, start, stop, memoryview(content))
+        self._blocks[number] = content
+
+    def fetch_missing(self) -> bool:
+        """Have in memory what was missing since this was last called; False: nothing was."""
+        missing, self._missing = self._missing, []
+        for number in missing:
+            self._hold(number)
+        return bool(missing)
+
+    def forget(self) -> None:
+        """Give the memory back."""
+        self._blocks = {}
+
+
+def _bytes_of(values: NDArray[Any]) -> memoryview:
+    return memoryview(values.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+
+
+def _chunks_of(data: h5py.Dataset) -> NDArray[np.int64]:
+    """(chunks, 2): first byte of each in the file, and the one behind, in the order of rows."""
+    places: dict[int, tuple[int, int]] = {}
+
+    def note(chunk: Any) -> None:
+        places[chunk.chunk_offset[0]] = chunk.byte_offset, chunk.byte_offset + chunk.size
+
+    data.id.chunk_iter(note)
+    return np.array([places[row] for row in sorted(places)], np.int64) + before_hdf5(data.file)
+
+
+def _unpickled(file: RemoteFile, receipt: dict[str, Any], cache: BlockCache, identity: Identity) -> RemoteShard:
+    shard = RemoteShard(file, receipt, cache)
+    if shard.identity != identity:
+        raise InputError(f"{file.url} is another shard now than the one that was pickled")
+    return shard

@@ -1,0 +1,266 @@
+"""What a reader reads: some rows of each of some shards, and what they are called."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from extract.errors import InputError, LayertapError
+from extract.row_status import Status
+from extract.store.format.dataset import DataSet
+from extract.store.format.layout import RowNames, StoredFeature
+from extract.store.format.row_hash import wrong_rows
+from extract.store.format.shard import Shard
+from extract.store.format.version import read_rows
+from extract.store.places.block_cache import BlockCache
+from extract.store.places.bucket import Bucket, open_remote_shard
+from extract.system.atomic_files import allow_more_files
+
+__all__ = ["Opened", "Part", "of_one_version", "open_parts"]
+
+T = TypeVar("T")
+
+_ATTEMPTS = 5  # at a data set of which a new version is published at that moment
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of one shard.
+
+    Attributes:
+        shard: the file.
+        rows: (N,) which rows of the data set they are, ascending.
+        chosen: (N,) which rows of the file; None: all, in order.
+        names: what they are called, where the file does not say it.
+    """
+
+    shard: Shard
+    rows: NDArray[np.int64]
+    chosen: NDArray[np.int64] | None = None
+    names: RowNames | None = None
+
+    def after(self, count: int) -> Part:
+        """The same behind so many rows of other data sets."""
+        return replace(self, rows=self.rows + count)
+
+    def column(self, name: str) -> NDArray[Any]:
+        """(N, ...) a column of the file."""
+        column = self.shard.column(name)
+        return column if self.chosen is None else column[self.chosen]
+
+    def own_paths(self) -> list[str]:
+        """The paths of the images when their features were computed."""
+        return self._text("path")
+
+    def _text(self, name: str) -> list[str]:
+        return self.shard.text(name, ... if self.chosen is None else self.chosen)
+
+    @property
+    def paths(self) -> list[str]:
+        """Paths of the images."""
+        return self._text("path") if self.names is None else list(self.names.paths)
+
+    @property
+    def splits(self) -> list[str]:
+        """train, val, test or empty."""
+        return self._text("split") if self.names is None else list(self.names.splits)
+
+    @property
+    def ids(self) -> list[str] | None:
+        """What a list of images called them besides."""
+        return self._text("id") if self.names is None and self.shard.has_ids else None
+
+    @property
+    def classes(self) -> list[str]:
+        """Names of the classes."""
+        return self.shard.text("classes") if self.names is None else list(self.names.classes)
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """(N,) index into `classes`; -1 unknown.
+
+        Raises:
+            InputError: one is neither.
+        """
+        labels = self.column("label") if self.names is None else self.names.labels
+        if len(labels) and not (labels.min() >= -1 and labels.max() < len(self.classes)):
+            raise InputError(f"{self.shard.name} is damaged: a label is not the number of a class")
+        return labels
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A data set, or one shard, open for reading.
+
+    Attributes:
+        parts: what can be read.
+        features: of each row.
+        fingerprint: of the data set.
+        n_rows: rows of the data set, those that cannot be read yet included.
+    """
+
+    parts: list[Part]
+    features: list[StoredFeature]
+    fingerprint: str
+    n_rows: int
+
+
+def open_parts(path: Path | str, partial: bool, cache: BlockCache | None) -> Opened:
+    """Open a data set folder or a shard, or behind a URL through a cache; else as of `FeatureReader`."""
+    if isinstance(path, str):
+        assert cache is not None
+        return _behind_url(path, partial, cache)
+    if path.is_dir():
+        return of_one_version(path, lambda dataset: _of_data_set(dataset, partial))
+    with contextlib.ExitStack() as on_error:
+        shard = on_error.enter_context(Shard(path))
+        part = _part(shard, shard.identity.first_row, partial)
+        on_error.pop_all()  # it stays open
+    return Opened([part], shard.features, shard.identity.fingerprint, len(shard))
+
+
+def _behind_url(url: str, partial: bool, cache: BlockCache) -> Opened:
+    """A data set, or a shard, in a bucket."""
+    if url.endswith(".h5"):
+        shard = open_remote_shard(url, cache)
+        part = _part(shard, shard.identity.first_row, partial)
+        return Opened([part], shard.features, shard.identity.fingerprint, len(shard))
+    bucket = Bucket(url)
+    shards = bucket.open_shards(cache, partial=partial)
+    parts = [_part(one, one.identity.first_row, partial) for one in shards]
+    return Opened(parts, bucket.dataset.features, bucket.dataset.fingerprint, bucket.dataset.n_rows)
+
+
+def of_one_version(out: Path, look: Callable[[DataSet], T]) -> T:
+    """What `look` finds of a data set; if a later version is published meanwhile, it looks at that one.
+
+    Raises:
+        InputError: a file of the version is missing.
+    """
+    for attempt in range(_ATTEMPTS):
+        dataset = DataSet.open(out)
+        try:
+            found = look(dataset)
+        except (LayertapError, FileNotFoundError) as error:
+            if DataSet.open(out).version != dataset.version and attempt + 1 < _ATTEMPTS:
+                continue
+            if isinstance(error, FileNotFoundError):
+                raise InputError(f"{error.filename} is missing; the next `layertap sync` mends it") from error
+            raise
+        return found
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _of_data_set(dataset: DataSet, partial: bool) -> Opened:
+    parts: list[Part] = []
+    with contextlib.ExitStack() as on_error:
+        if dataset.version is None:
+            for first, shard in _open_shards(dataset, partial):
+                parts.append(_part(on_error.enter_context(shard), first, partial))
+        else:
+            for part in _of_version(dataset):
+                on_error.enter_context(part.shard)
+                parts.append(part)
+        on_error.pop_all()  # the shards stay open
+    return Opened(parts, dataset.features, dataset.fingerprint, dataset.n_rows)
+
+
+def _of_version(dataset: DataSet) -> Iterator[Part]:
+    """The rows of the version of a data set that is kept in step with a folder.
+
+    Raises:
+        FileNotFoundError: its table is gone.
+        LayertapError: a pass is missing, unfinished or damaged.
+    """
+    table = read_rows(dataset)
+    assert dataset.version is not None
+    for number, one in zip(dataset.version.passes, dataset.parts(), strict=True):
+        start, stop = np.searchsorted(table.passes, [number, number + 1]).tolist()
+        shards = table.rows[start:stop] // one.shard_rows
+        whereabouts = one.whereabouts()
+        allow_more_files(len(whereabouts))
+        for shard in np.unique(shards).tolist():
+            if shard >= len(whereabouts):
+                raise InputError(f"{one.out} has no shard {shard}; the next `layertap sync` mends it")
+            first, last = (start + np.searchsorted(shards, [shard, shard + 1])).tolist()
+            path = one.path(shard, whereabouts[shard].published or 0)
+            opened = one.open_shard(shard, path)
+            try:
+                _done(opened, partial=False)
+                chosen = table.rows[first:last] - opened.identity.first_row
+                if chosen.max() >= len(opened):
+                    raise InputError(f"{path} has no row {chosen.max()}, which the version names")
+                names = RowNames(
+                    table.paths[first:last], table.labels[first:last], table.splits[first:last], table.classes
+                )
+                every = len(chosen) == len(opened) and bool((chosen == np.arange(len(opened))).all())
+                yield Part(opened, np.arange(first, last), None if every else chosen, names)
+            except BaseException:
+                opened.close()
+                raise
+
+
+def _part(shard: Shard, first_row: int, partial: bool) -> Part:
+    """The rows of a shard that are not pending."""
+    done = _done(shard, partial)
+    return Part(shard, first_row + done, None if len(done) == len(shard) else done)
+
+
+def _open_shards(dataset: DataSet, partial: bool) -> Iterator[tuple[int, Shard]]:
+    """The shards of a data set that can be read: (first row, shard)."""
+    whereabouts = dataset.whereabouts()
+    if not partial and any(where.published is None for where in whereabouts):
+        whereabouts = dataset.whereabouts()  # a file that is given its name while a folder is listed can be missed
+    allow_more_files(len(whereabouts))
+    for shard, where in enumerate(whereabouts):
+        if where.published is not None:
+            path = dataset.path(shard, where.published)
+        elif partial and where.part is not None:
+            path = dataset.path(shard, where.part, part=True)
+        elif partial:
+            continue
+        else:
+            path = dataset.current(shard, where) or dataset.path(shard)
+            state = "unfinished" if where.part is not None else "missing"
+            raise LayertapError(
+                f"{path} is {state} (shard {shard} of {dataset.n_shards}); run the same command again to finish "
+                "it, or read what there is with partial=True"
+            )
+        try:
+            opened = dataset.open_shard(shard, path)
+        except InputError:
+            # It may just have been published, or written anew: then it has another name now.
+            now = dataset.whereabouts()[shard]
+            if now == where or now.published is None:
+                raise
+            opened = dataset.open_shard(shard, dataset.path(shard, now.published))
+        yield dataset.shard_range(shard).start, opened
+
+
+def _done(shard: Shard, partial: bool) -> NDArray[np.int64]:
+    """The rows of a shard that are not pending."""
+    part = shard.is_part
+    if part:
+        shard.keep_columns()
+    status = shard.column("status")
+    if not np.isin(status, list(Status)).all():
+        raise InputError(f"{shard.name} is damaged: it has rows of a status that does not exist")
+    done = np.flatnonzero(status != Status.PENDING)
+    if len(done) < len(shard) and not part:
+        raise InputError(
+            f"{shard.name} is damaged: {len(shard) - len(done)} rows are pending in a finished file; "
+            "`layertap verify --repair`, and then the command that made the data set, mend it"
+        )
+    if len(done) < len(shard) and not partial:
+        raise LayertapError(
+            f"{shard.name} is unfinished: {len(shard) - len(done)} rows are pending; run the same command again to "
+            "finish it, or read what there is with partial=True"
+        )
+    # A row that a power cut tore apart says that it is done, but does not agree with its hashes.
+    return np.setdiff1d(done, wrong_rows(shard, done)) if part else done

@@ -1,0 +1,159 @@
+"""Which rows of what a layer gives belong to which image: learned from trial forwards, never assumed.
+
+Most layers have the batch on axis 0, one row an image. Sequence-first attention has it on axis 1; Swin's windows give
+several rows an image. Pictures are run together, in one order and in the opposite one, then each alone: the one axis
+that follows the number of pictures is the batch's, and the rows of a picture are those that equal what it gives alone.
+
+A layer may sort the pictures of a batch by what is in them, and one order may happen to be sorted already; the opposite
+one is not. What shows only in other pictures than these is found in the first batch of a run (`forward.check_rows`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from extract.errors import InputError
+from extract.taps.record import Record, Site, What
+from extract.taps.taps import Taps
+
+__all__ = ["Rows", "Trial", "learn_rows"]
+
+# A picture computed in another batch differs by rounding: by far less than it differs from another picture, or, where
+# pictures hardly differ, by less than so many roundings of the largest value.
+_OF_ANOTHER_PICTURE = 0.005
+_ROUNDINGS = 100
+_NO_DIFFERENCE = 4  # roundings: two pictures that are no further apart cannot be told apart
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the images of a batch are in an activation.
+
+    Attributes:
+        axis: of the batch.
+        per_image: neighbouring rows on that axis for each image.
+    """
+
+    axis: int = 0
+    per_image: int = 1
+
+    def by_image(self, activation: Tensor) -> Tensor:
+        """The activation with the images on axis 0: (B, ...), or (B, per_image, ...) where there are several rows.
+
+        Raises:
+            InputError: the rows cannot be those of whole images.
+        """
+        moved = activation.movedim(self.axis, 0)
+        if not torch.compiler.is_compiling() and moved.shape[0] % self.per_image:
+            raise InputError(
+                f"a layer gave {moved.shape[0]:,} rows, and {self.per_image} for each image were expected: how many "
+                "there are depends on the images, so they cannot be stored as theirs"
+            )
+        return moved if self.per_image == 1 else moved.reshape(-1, self.per_image, *moved.shape[1:])
+
+
+class Trial:
+    """Records of a few pictures, together in two orders, and alone.
+
+    Args:
+        model: in eval mode.
+        pictures: (B, 3, H, W), different ones, at least 2.
+        layers: (name, what) pairs to keep.
+    """
+
+    def __init__(self, model: nn.Module, pictures: Tensor, layers: Sequence[tuple[str, What]]):
+        self._count = len(pictures)
+        if self._count < 2:
+            raise InputError(f"{self._count} picture given; telling the images of a batch apart takes at least 2")
+        taps = Taps(model)
+        for layer, what in dict.fromkeys(layers):
+            taps.keep(layer, what)
+        with torch.no_grad(), taps:
+            taps(pictures.flip(0))  # a copy, since a model may write into what it is given
+            self._reversed: Record = taps.record
+            taps(pictures.clone())
+            self.record: Record = taps.record
+            self._alone: list[Record] = []
+            for number in range(self._count):
+                # A picture alone cannot be mistaken for another, whatever a layer does to the order of a batch.
+                taps(pictures[number : number + 1].clone())
+                self._alone.append(taps.record)
+
+    def rows(self, site: Site) -> Rows:
+        """Where the images are in one tensor.
+
+        Raises:
+            InputError: its rows are not the images.
+        """
+        together = self.record[site]
+        if site not in self._reversed.sites.values():
+            raise InputError("it does not run for every order of the pictures")
+        lone = [record[site] for record in self._alone if site in record.sites.values()]
+        if len(lone) < len(self._alone):
+            raise InputError("it does not run for every picture")
+        if not together.is_floating_point():
+            raise InputError(f"it gives {together.dtype}; features are floating point")
+        rows = self._axis(site, together, lone[0])
+        self._check(rows, together, lone)
+        self._check(rows, self._reversed[site], lone[::-1])
+        return rows
+
+    def _check(self, rows: Rows, together: Tensor, lone: Sequence[Tensor]) -> None:
+        """See that each picture of a batch has the rows that it has alone; `lone` is in the order of the batch."""
+        if together.shape[rows.axis] != len(lone) * rows.per_image:
+            raise InputError("how many rows it gives depends on the order of the pictures: its rows are not the images")
+        rounding = torch.finfo(together.dtype).eps * _distance(together, torch.zeros_like(together))
+        for picture, alone in enumerate(lone):
+            found, expected = rows.by_image(together)[picture], rows.by_image(alone)[0]
+            own = _distance(found, expected)
+            other = min(_distance(found, rows.by_image(one)[0]) for i, one in enumerate(lone) if i != picture)
+            apart = min(_distance(alone, one) for i, one in enumerate(lone) if i != picture)
+            same_gaps = torch.equal(found.isfinite(), expected.isfinite())
+            nearer = 2 * own <= other or max(own, apart) <= _NO_DIFFERENCE * rounding
+            if not same_gaps or not nearer or own > max(_OF_ANOTHER_PICTURE * apart, _ROUNDINGS * rounding):
+                raise InputError("it gives a picture other values in a batch than alone: its rows are not the images")
+
+    def _axis(self, site: Site, together: Tensor, alone: Tensor) -> Rows:
+        many, one = tuple(together.shape), tuple(alone.shape)
+        axes = [axis for axis in range(len(many)) if len(one) == len(many) and many[axis] != one[axis]]
+        if len(axes) != 1 or many[axes[0]] != self._count * one[axes[0]]:
+            raise InputError(
+                f"it gives {many} for {self._count} images and {one} for 1: "
+                "its rows are not the images, and cannot be stored as theirs"
+            )
+        return Rows(axes[0], one[axes[0]])
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """The largest difference, where both are finite."""
+    wide = torch.float32 if one.element_size() < 4 else one.dtype
+    if one.numel():  # what is close is subtracted without rounding
+        low, high = torch.aminmax(one.to(wide) - other.to(wide))
+        if math.isfinite(largest := max(abs(float(low)), abs(float(high)))):
+            return largest
+    difference = (one.double() - other.double()).abs()
+    return float(difference[difference.isfinite()].max()) if difference.isfinite().any() else 0.0
+
+
+def learn_rows(model: nn.Module, pictures: Tensor, layers: Sequence[str]) -> Mapping[str, Rows]:
+    """Where the images of a batch are in what each of these layers gives.
+
+    Args:
+        model: in eval mode.
+        pictures: (B, 3, H, W), different ones, at least 2, on the model's device.
+        layers: names or globs.
+
+    Returns:
+        Text form of each tensor -> where the images are in it.
+
+    Raises:
+        UnknownNameError: a pattern matches no layer.
+        InputError: the rows of a tensor are not the images; the message names it and says why.
+    """
+    trial = Trial(model, pictures, [(layer, "output") for layer in layers])
+    return {name: trial.rows(site) for name, site in trial.record.sites.items()}

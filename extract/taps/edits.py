@@ -1,0 +1,174 @@
+"""Edits for `Taps.edit`: functions of one tensor that return a new one.
+
+    Taps(model).edit("layer2", scale(2))              # activations
+    Taps(model).edit("fc", clip(1.0), what="grad")    # gradients
+
+Each of these returns such a function; any function of the same kind will do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from extract.errors import InputError
+from extract.taps.layer_names import match_layers, named_layers
+from extract.taps.record import Site
+
+__all__ = [
+    "Edit",
+    "ablate",
+    "apply_edit",
+    "clamp",
+    "clip",
+    "freeze",
+    "mix",
+    "noise",
+    "prune",
+    "replace",
+    "scale",
+    "smooth",
+]
+
+Edit = Callable[[Tensor], Tensor]
+
+
+def scale(factor: float) -> Edit:
+    """`factor * h`."""
+    return lambda h: h * factor
+
+
+def clamp(low: float | None = None, high: float | None = None) -> Edit:
+    """Every value at least `low` and at most `high`."""
+    return lambda h: h.clamp(low, high)
+
+
+def replace(value: Tensor | float) -> Edit:
+    """`value`, spread over the shape of the activation; gradients end here."""
+    return lambda h: torch.as_tensor(value, dtype=h.dtype, device=h.device).expand_as(h).clone()
+
+
+def ablate(by: Literal["zero", "mean"] = "zero", channels: Sequence[int] | None = None, axis: int = 1) -> Edit:
+    """Take a layer, or some channels of it, out of play.
+
+    Args:
+        by: "zero", or "mean": each value becomes the mean of its place over the batch.
+        channels: positions on `axis`; None is all.
+        axis: of the channels: 1 for maps (B, C, H, W), -1 for tokens (B, T, C).
+    """
+    if by not in ("zero", "mean"):
+        raise InputError(f"ablate by {by!r}; there are 'zero' and 'mean'")
+
+    def edit(h: Tensor) -> Tensor:
+        instead = torch.zeros_like(h) if by == "zero" else h.mean(0, keepdim=True).expand_as(h)
+        if channels is None:
+            return instead
+        places = torch.zeros(h.shape[axis], dtype=torch.bool, device=h.device)
+        places[list(channels)] = True
+        return torch.where(places.view([-1 if a == axis % h.ndim else 1 for a in range(h.ndim)]), instead, h)
+
+    return edit
+
+
+def noise(std: float) -> Edit:
+    """`h + std * N(0, 1)`, drawn from PyTorch's default generator."""
+    return lambda h: h + std * torch.randn_like(h)
+
+
+def mix(permutation: Tensor, lam: float) -> Edit:
+    """`lam * h + (1 - lam) * h[permutation]`: manifold mixup (Verma et al. 2019, arXiv:1806.05236, equation 1).
+
+    Args:
+        permutation: (B,) int64, the partner of each image.
+        lam: from 0 to 1.
+    """
+    return lambda h: lam * h + (1 - lam) * h[permutation.to(h.device)]
+
+
+def prune(fraction: float) -> Edit:
+    """Zero the values of smallest magnitude: so large a fraction of each image's, rounded down."""
+    if not 0 <= fraction <= 1:
+        raise InputError(f"prune {fraction}; a fraction is from 0 to 1")
+
+    def edit(h: Tensor) -> Tensor:
+        flat = h.flatten(1)
+        smallest = flat.abs().argsort(1)[:, : int(fraction * flat.shape[1])]
+        return torch.ones_like(flat).scatter(1, smallest, 0).mul(flat).view_as(h)
+
+    return edit
+
+
+def clip(limit: float, by: Literal["value", "norm"] = "value") -> Edit:
+    """Keep each value within -limit and limit; or, by norm, shrink the whole tensor to that L2 norm if it is larger."""
+    if by not in ("value", "norm"):
+        raise InputError(f"clip by {by!r}; there are 'value' and 'norm'")
+    if by == "value":
+        return lambda g: g.clamp(-limit, limit)
+    return lambda g: g * (limit / g.norm().clamp(min=limit))
+
+
+class smooth:  # noqa: N801  used as the other verbs are
+    """Exponential moving average over calls: `m = beta * m + (1 - beta) * g`, beginning with the first `g`.
+
+    Each tensor it is applied to has a mean of its own.
+    """
+
+    def __init__(self, beta: float):
+        self._beta = beta
+        self._means: dict[Any, Tensor] = {}
+
+    def __call__(self, g: Tensor) -> Tensor:
+        """The mean after one more value, of a tensor that nobody named."""
+        return self.at(None)(g)
+
+    def at(self, site: Any) -> Edit:
+        """The edit of one tensor: `Taps` asks for it by the tensor's site."""
+
+        def edit(g: Tensor) -> Tensor:
+            new, mean = g.detach(), self._means.get(site)
+            if mean is not None and mean.shape != new.shape:
+                raise InputError(f"smooth: the tensor is {tuple(new.shape)} now, and was {tuple(mean.shape)} before")
+            self._means[site] = new if mean is None else self._beta * mean + (1 - self._beta) * new
+            return self._means[site]
+
+        return edit
+
+
+@contextlib.contextmanager
+def freeze(model: nn.Module, layers: str | Sequence[str]) -> Iterator[None]:
+    """No gradients for the parameters of these layers inside the block; each has its own setting back afterwards."""
+    named = named_layers(model)
+    matches = match_layers(named, layers)
+    changed = [p for layer in matches for p in named[layer].parameters() if p.requires_grad]
+    try:
+        for parameter in changed:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in changed:
+            parameter.requires_grad_(True)
+
+
+def apply_edit(tensor: Tensor, edit: Edit, site: Site) -> Tensor:
+    """What an edit makes of a tensor; it is given a copy, and a copy is taken of what it returns."""
+    if hasattr(edit, "at"):  # one with a memory, which must not mix tensors
+        edit = edit.at(site)
+    try:
+        result = edit(tensor.clone())
+    except Exception as error:
+        error.add_note(f"while editing {site} of shape {tuple(tensor.shape)}")
+        raise
+    expected = (tensor.shape, tensor.dtype, tensor.device)
+    if not isinstance(result, Tensor):
+        raise InputError(f"the edit of {site} returned {type(result).__name__}; it must return a tensor")
+    if (result.shape, result.dtype, result.device) != expected:
+        found = f"{tuple(result.shape)} {result.dtype} on {result.device}"
+        raise InputError(
+            f"the edit of {site} returned {found}; it was given, and must return, "
+            f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+        )
+    return result.clone()

@@ -1,0 +1,164 @@
+"""What layers a model has: types, shapes, sizes, and where a hook's word cannot be taken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from extract.errors import InputError
+from extract.taps.batch_axis import Trial
+from extract.taps.functions import operation_name, watching
+from extract.taps.layer_names import match_layers, named_layers, unwrap
+from extract.taps.nested import tensors_in
+from extract.taps.record import Site
+
+__all__ = ["LayerRow", "layer_table"]
+
+
+@dataclass
+class LayerRow:
+    """One layer, or one function called in a layer's forward.
+
+    Attributes:
+        name: as `Taps` takes it.
+        type: class of the module, or "function".
+        shapes: of each tensor it gives for one image, by part of the output; the first call's.
+        bytes: of all of them, for one image, over all calls.
+        calls: in a forward.
+        parameters: in the layer and everything below it.
+        notes: what to know before its values are used.
+    """
+
+    name: str
+    type: str
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    bytes: int = 0
+    calls: int = 0
+    parameters: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+def layer_table(
+    model: nn.Module, pictures: Tensor, layers: str | Sequence[str] | None = None, *, operations: bool = False
+) -> list[LayerRow]:
+    """Run a few pictures, and tell what each layer does.
+
+    Args:
+        model: in eval mode.
+        pictures: (B, 3, H, W), different ones, at least 2.
+        layers: names or globs; None is every layer.
+        operations: list functions called in the layers' own forwards too, as `LAYER/FUNCTION`.
+
+    Raises:
+        UnknownNameError: a pattern matches no layer.
+    """
+    named = named_layers(model)
+    names = list(named) if layers is None else match_layers(named, layers)
+    trial = Trial(model, pictures, [(name, "output") for name in names])
+    rewritten = _rewritten(model, pictures[:1])
+    sites: dict[str, list[Site]] = {}
+    for site in trial.record.sites.values():
+        sites.setdefault(site.layer, []).append(site)
+    rows = []
+    for name in names:
+        module = named[name]
+        row = LayerRow(name, type(module).__name__, parameters=sum(p.numel() for p in module.parameters()))
+        row.calls = len({site.call for site in sites.get(name, [])})
+        for site in sites.get(name, []):
+            _describe(row, trial, site)
+        if not row.calls:
+            row.notes.append(_why_silent(named, name))
+        elif row.calls > 1:
+            row.notes.append(f"runs {row.calls} times: {name}#0 to {name}#{row.calls - 1}")
+        if id(module) in rewritten:
+            row.notes.append("its output is written to afterwards; a bare hook sees the later values")
+        rows.append(row)
+    return rows + (_operations(model, pictures[:1], names) if operations else [])
+
+
+def _describe(row: LayerRow, trial: Trial, site: Site) -> None:
+    value = trial.record[site]
+    part = ".".join(map(str, site.path))
+    try:
+        where = trial.rows(site)
+    except InputError as error:
+        note = str(error).split(": ", 1)[-1]
+        shape = tuple(value.shape)
+    else:
+        by_image = where.by_image(value)
+        shape, row.bytes = tuple(by_image.shape[1:]), row.bytes + by_image[0].numel() * by_image.element_size()
+        note = f"the batch is on axis {where.axis}" if where.axis else ""
+        note = f"{where.per_image} rows an image" if where.per_image > 1 else note
+    if site.call == 0:
+        row.shapes[part] = shape
+    note = f"{part}: {note}" if note and part else note
+    if note and note not in row.notes:
+        row.notes.append(note)
+
+
+def _why_silent(named: dict[str, nn.Module], name: str) -> str:
+    if isinstance(named.get(name.rpartition(".")[0]), nn.MultiheadAttention):
+        return "never called: nn.MultiheadAttention uses its weights directly"
+    return "never called, or gives no tensor"
+
+
+def _rewritten(model: nn.Module, picture: Tensor) -> set[int]:
+    """Ids of the modules whose output was written to in place between its hook and the end of the forward."""
+    seen: list[tuple[int, Tensor, int]] = []
+    handles = [
+        module.register_forward_hook(
+            lambda m, args, out: seen.extend((id(m), tensor, tensor._version) for _, tensor in tensors_in(out))
+        )
+        for module in unwrap(model).modules()
+    ]
+    try:
+        with torch.no_grad():
+            model(picture)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {module for module, tensor, version in seen if tensor._version != version}
+
+
+def _operations(model: nn.Module, picture: Tensor, names: Sequence[str]) -> list[LayerRow]:
+    """Functions that give tensors, called in the forwards of these layers or of the model itself."""
+    named = named_layers(model)
+    # The functions inside nn.Conv2d and the like say nothing that the layer itself does not.
+    told = {name for name in names if not type(named[name]).__module__.startswith("torch.nn.")} | {""}
+    stack = [""]
+    rows: dict[str, LayerRow] = {}
+
+    def on_call(function: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        name = operation_name(function)
+        tensors = [tensor for _, tensor in tensors_in(result)]
+        if name is not None and tensors and stack[-1] in told:
+            row = rows.setdefault(f"{stack[-1]}/{name}", LayerRow(f"{stack[-1]}/{name}", "function"))
+            row.shapes = row.shapes or {"": tuple(tensors[0].shape[1:])}
+            row.calls += 1
+            row.bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return result
+
+    def push(name: str, module: nn.Module, args: Any) -> None:
+        stack.append(name)
+
+    def pop(module: nn.Module, args: Any, output: Any) -> None:
+        stack.pop()
+
+    handles = []
+    try:
+        for name, module in named.items():
+            handles += [module.register_forward_pre_hook(partial(push, name)), module.register_forward_hook(pop)]
+        with torch.no_grad(), watching(on_call):
+            model(picture)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for row in rows.values():
+        if row.calls > 1:
+            row.notes.append(f"called {row.calls} times: {row.name}#0 to {row.name}#{row.calls - 1}")
+    return list(rows.values())

@@ -1,0 +1,1 @@
+"""Commands for finished data sets: show, search, report and others. Imports `pipelines.sync` and below."""

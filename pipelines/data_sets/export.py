@@ -1,0 +1,39 @@
+"""Features as plain files for other tools: `layertap export OUT --to h5|npy|parquet|mat`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from extract.errors import InputError
+from extract.store.export import export
+from extract.store.reader import FeatureReader
+from pipelines.terminal.progress import Progress
+
+__all__ = ["run_export"]
+
+
+def run_export(out: Path | str, to: str, output: Path | None, layers: Sequence[str]) -> str:
+    """Run the job, and say what was written.
+
+    Args:
+        out: folder of the data set, or its URL.
+        to: what to write.
+        output: file, or folder of npy; None: beside the folder of the data set.
+        layers: only these; none: all.
+
+    Raises:
+        InputError: no data set there, no such layer, or it cannot be written.
+    """
+    if output is not None:
+        path = output
+    elif isinstance(out, Path):
+        folder = out.resolve()
+        path = folder.with_name(f"{folder.name}-npy" if to == "npy" else f"{folder.name}.{to}")
+    else:
+        raise InputError(f"{out} is in a bucket, beside which nothing is written; name a file on this machine by -o")
+    with FeatureReader(out) as reader, Progress(len(reader), "rows") as progress:
+        export(reader, path, to, layers or None, on_rows=lambda rows: progress.advance(rows, False))
+        names = ", ".join(layers or reader.layers)
+    size = sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else [path]))
+    return f"{path}: {len(reader):,} rows of {names}, {size / 1e6:,.1f} MB"

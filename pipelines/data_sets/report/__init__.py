@@ -1,0 +1,5 @@
+"""One page that tells what is in a data set: `layertap report OUT [OTHER]`."""
+
+from pipelines.data_sets.report.page import run_report
+
+__all__ = ["run_report"]

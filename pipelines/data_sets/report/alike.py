@@ -1,0 +1,136 @@
+"""Which images of a data set are alike, as a report tells it: copies, near-duplicates, outliers, and neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from extract.analysis.dataset_diff import shared_images
+from extract.analysis.nearest_rows import MEMORY_BYTES, Neighbours, nearest, overlap
+from extract.analysis.probe.feature_matrix import FeatureRows
+from extract.store.reader import FeatureArray, FeatureReader
+
+__all__ = ["ALIKE", "Alike", "K", "alike", "copies", "neighbours_of", "shared_neighbours"]
+
+K = 10  # neighbours that are looked for
+ALIKE = 0.95  # cosine from which on two images are called near-duplicates
+_PRODUCTS = 5e11  # multiplications of a search: about a quarter of a minute on two cores
+_SHARED_ROWS = 2000  # images that two data sets are compared on, drawn at random
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Neighbours of images among all others, of byte-identical images one each.
+
+    Attributes:
+        among: (M,) rows that were compared: of images with the same bytes, the first.
+        queries: (Q,) rows whose neighbours were looked for, ascending: all of `among`, or some drawn at random.
+        near: their neighbours, without themselves; (Q, K).
+    """
+
+    among: NDArray[np.int64]
+    queries: NDArray[np.int64]
+    near: Neighbours
+
+    @property
+    def means(self) -> NDArray[np.float64]:
+        """(Q,) the mean cosine of each to its neighbours; NaN where it has none."""
+        count = np.isfinite(self.near.cosines).sum(1)
+        total = np.nansum(self.near.cosines, 1)
+        found: NDArray[np.float64] = np.divide(total, count, out=np.full(len(total), np.nan), where=count > 0)
+        return found
+
+    def pairs(self) -> list[tuple[int, int, float]]:
+        """Near-duplicates: (row, row, cosine), each pair once, the most alike first."""
+        found: dict[tuple[int, int], float] = {}
+        for place, rank in np.argwhere(self.near.cosines >= ALIKE).tolist():
+            one, other = int(self.queries[place]), int(self.near.rows[place, rank])
+            found[min(one, other), max(one, other)] = float(self.near.cosines[place, rank])
+        return sorted(((one, other, near) for (one, other), near in found.items()), key=lambda pair: (-pair[2], pair))
+
+
+def alike(array: FeatureArray, hashes: NDArray[np.uint8], good: NDArray[np.int64], seed: int) -> Alike:
+    """The neighbours of as many images as can be compared with all others in about a quarter of a minute.
+
+    Args:
+        array: the feature.
+        hashes: (N, 16) of the images' bytes.
+        good: rows with features, ascending.
+        seed: of the choice, where not all can be compared.
+    """
+    among = _first_of_each(hashes, good)
+    width = max(1, int(np.prod(array.shape[1:])))
+    most = int(max(1, _PRODUCTS // max(1, len(among) * width)))
+    queries = among
+    if most < len(among):
+        queries = np.sort(np.random.default_rng(seed).permutation(among)[:most])
+    return Alike(among, queries, neighbours_of(array, queries, among))
+
+
+def neighbours_of(array: FeatureArray, queries: NDArray[np.int64], among: NDArray[np.int64], k: int = K) -> Neighbours:
+    """Of rows of a feature, among rows of it; so many queries are read at once as fit into memory."""
+    width = max(1, int(np.prod(array.shape[1:])))
+    step = max(1, MEMORY_BYTES // (4 * 4 * width))
+    found = []
+    for start in range(0, len(queries), step):
+        here = queries[start : start + step]
+        vectors = FeatureRows.of(array, here).between(0, len(here))
+        found.append(nearest(array, vectors, k, among=among, without=here))
+    if not found:
+        return Neighbours(np.empty((0, k), np.int64), np.empty((0, k)))
+    return Neighbours(np.concatenate([one.rows for one in found]), np.concatenate([one.cosines for one in found]))
+
+
+def copies(hashes: NDArray[np.uint8], good: NDArray[np.int64]) -> list[list[int]]:
+    """Rows of images with the same bytes, a list for each image that is there more than once, the longest first."""
+    keys, known = _keys(hashes, good)
+    order = np.argsort(keys, kind="stable")
+    edges = np.flatnonzero(np.concatenate([[True], keys[order][1:] != keys[order][:-1], [True]]))
+    groups = [known[order[start:stop]].tolist() for start, stop in pairwise(edges) if stop - start > 1]
+    return sorted(groups, key=lambda group: (-len(group), group))
+
+
+def _first_of_each(hashes: NDArray[np.uint8], good: NDArray[np.int64]) -> NDArray[np.int64]:
+    keys, known = _keys(hashes, good)
+    _, first = np.unique(keys, return_index=True)
+    return np.sort(np.concatenate([known[first], np.setdiff1d(good, known)]))
+
+
+def _keys(hashes: NDArray[np.uint8], good: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """The hash of each row that has one, as one value that can be sorted, and the rows."""
+    known = good[hashes[good].any(1)]
+    return np.ascontiguousarray(hashes[known]).view("V16").reshape(-1), known
+
+
+def shared_neighbours(
+    first: FeatureReader, second: FeatureReader, layers: list[tuple[str, str]], seed: int
+) -> tuple[int, list[tuple[str, str, float, float]]]:
+    """Whether images have the same neighbours in two data sets.
+
+    Args:
+        first: a data set.
+        second: another.
+        layers: pairs of a layer of each.
+        seed: of the choice of images.
+
+    Returns:
+        on how many images they were compared, and (layer, layer, share, chance): the mean share of the K nearest that
+        are the same images, and what it would be if neighbours were drawn at random.
+    """
+    mine, theirs = shared_images(first, second)
+    order = np.random.default_rng(seed).permutation(len(mine))[:_SHARED_ROWS]
+    mine, theirs = mine[order], theirs[order]
+    found = []
+    if len(mine) > 1:
+        k = min(K, len(mine) - 1)
+        for one, other in layers:
+            tables = []
+            for array, rows in ((first[one], mine), (second[other], theirs)):
+                held = FeatureRows.of(array, np.sort(rows)).between(0, len(rows))[np.argsort(np.argsort(rows))]
+                tables.append(nearest(held, held, k, without=np.arange(len(held))).rows)
+            found.append((one, other, float(overlap(*tables).mean()), k / (len(mine) - 1)))
+    return len(mine), found

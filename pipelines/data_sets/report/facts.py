@@ -1,0 +1,176 @@
+"""What a report tells without looking at features: what was extracted, how long it took, what probes have found."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import operator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from extract.errors import LayertapError
+from extract.store.format.dataset import DataSet
+from extract.store.format.version import pass_folder
+from extract.system.atomic_files import read_json
+from pipelines.terminal.text_output import printable
+
+__all__ = ["facts", "probes", "runs", "stages"]
+
+_LAST_RUNS = 50
+_PLACES = 4  # of the workers of a run, that are named
+_PROBES = 50  # results that are read
+
+
+def facts(content: dict[str, Any]) -> list[list[str]]:
+    """(what, how it is) in words, of what `pipelines.data_sets.show.describe` has found."""
+    depends_on, provenance = content["depends_on"], content.get("provenance", {})
+    preprocessing = ", ".join(f"{name} {value}" for name, value in depends_on.get("preprocessing", {}).items())
+    configuration = provenance.get("configuration", {})
+    versions = ", ".join(f"{name} {number}" for name, number in provenance.get("versions", {}).items())
+    state = "complete" if content["complete"] else f"unfinished: {content['rows_done']:,} rows done"
+    if content["version"]:
+        state += f", version {content['version']}, kept in step with a folder"
+    found = [
+        ("Images", content["images"]["root"]),
+        ("Rows", f"{content['rows']:,}, {state}"),
+        ("Classes", f"{len(content['classes']):,}" if content.get("classes") else "none"),
+        ("Splits", ", ".join(f"{name} {count:,}" for name, count in content.get("splits", {}).items()) or "none"),
+        ("Backbone", provenance.get("backbone") or depends_on.get("architecture", "")),
+        ("Weights", f"{provenance.get('weights', '')}, sha256 {depends_on.get('weights_sha256', '')}"),
+        ("Preprocessing", preprocessing),
+        ("Asked for otherwise", ", ".join(configuration.get("preprocessing") or {})),
+        ("Decoder", depends_on.get("decoder", "")),
+        ("Computed in", depends_on.get("precision", "")),
+        ("Stored as", f"{depends_on.get('stored_as', '')}, {content['bytes'] / 1e6:,.1f} MB in all files"),
+        ("Made", f"{provenance.get('started', '')} on {provenance.get('device', '')} with {versions}"),
+        ("Fingerprint", content["fingerprint"]),
+        ("Data set", content["out"]),
+    ]
+    return [[name, printable(str(text))] for name, text in found if text]
+
+
+def runs(out: Path) -> list[dict[str, Any]]:
+    """The last runs or passes that were noted, in words and numbers, the last one first."""
+    found: list[dict[str, Any]] = []
+    for file in _logs(out):
+        found += _runs_of(file)
+    found.sort(key=operator.itemgetter("started"))  # those that began in the same second stay in order
+    last = found[-_LAST_RUNS:][::-1]
+    return [one | {name: printable(one.get(name, "")) for name in ("how", "where", "engine")} for one in last]
+
+
+def _runs_of(file: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    begun: dict[str, dict[str, Any]] = {}
+    workers: dict[str, Counter[str]] = {}  # by the run that they had joined
+    for line in _lines(file):
+        started = str(line["started"])
+        if line["event"] == "started":
+            machine = line.get("machine") or {}
+            where = f"{line.get('device', '')} of {machine.get('host', '')}" if machine else ""
+            begun[started] = {"started": started, "how": "did not end in order", "where": where, "found": 0}
+            found.append(begun[started])
+        elif line["event"] == "joined" and started in begun:
+            workers.setdefault(started, Counter())[f"{line.get('device', '')} of {line.get('host', '')}"] += 1
+        elif line["event"] == "computing" and started in begun:
+            how = line.get("computation") or {}
+            begun[started]["engine"] = str(how.get("engine", ""))
+        elif line["event"] == "ended" and started in begun:
+            begun[started] |= {"how": "ended", **_numbers(line)}
+        elif line["event"] in ("synced", "stopped", "failed") and "shard" not in line:
+            changed = [f"{line[name]:,} {name}" for name in ("added", "changed", "renamed", "deleted")
+                       if isinstance(line.get(name), int) and line[name]]  # fmt: skip
+            what = {"synced": "nothing new", "stopped": "stopped", "failed": f"failed: {line.get('error', '')}"}
+            how = ", ".join(changed) if changed and line["event"] == "synced" else what[line["event"]]
+            numbers = _numbers({**line, "rows": line.get("computed")})
+            found.append({"started": started, "how": how, "where": "", **numbers})
+    for started, places in workers.items():
+        said = [f"{count} × {place}" if count > 1 else place for place, count in places.most_common(_PLACES)]
+        more = [f"{len(places) - _PLACES:,} more"] if len(places) > _PLACES else []
+        begun[started]["where"] = ", ".join(said + more)
+    return found
+
+
+def stages(dataset: DataSet) -> dict[str, float]:
+    """Stage -> seconds that all runs in order have spent in it, each worker of several, of a version's passes, too."""
+    total: dict[str, float] = {}
+    folders = [dataset.out] if dataset.version is None else [
+        pass_folder(dataset.out, number) for number in dataset.version.passes
+    ]  # fmt: skip
+    for line in (line for folder in folders for file in _logs(folder) for line in _lines(file)):
+        spent = line.get("made") if line["event"] == "shard" else line if line["event"] == "ended" else None
+        spent = spent.get("stages") if isinstance(spent, dict) else None
+        for stage, seconds in spent.items() if isinstance(spent, dict) else ():
+            if _is_number(seconds):
+                total[printable(str(stage))] = total.get(printable(str(stage)), 0.0) + float(seconds)
+    return total
+
+
+def _logs(out: Path) -> list[Path]:
+    """`runs.jsonl`, and the files beside it that the tasks of an array write."""
+    return sorted(out.glob("runs*.jsonl"))
+
+
+def _lines(file: Path) -> Iterator[dict[str, Any]]:
+    """Lines of a log that are whole."""
+    try:
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return
+    for text in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            line = json.loads(text)
+            if isinstance(line, dict) and {"event", "started"} <= line.keys():
+                yield line
+
+
+def _numbers(line: dict[str, Any]) -> dict[str, Any]:
+    return {name: line[name] for name in ("rows", "seconds") if _is_number(line.get(name))}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def probes(out: Path, others: Sequence[Path]) -> tuple[list[dict[str, Any]], list[str]]:
+    """What `layertap probe` has found, of OUT/probe/*/results.json and other folders; and notes of what cannot be read.
+
+    Each: `name`, `protocol`, `metrics` (their names), `complete`, and `layers`: layer, width, rows, what was chosen,
+    and metric -> [value, low, high].
+    """
+    files = sorted((out / "probe").glob("*/results.json"))
+    files += [one / "results.json" if one.is_dir() else one for one in others]
+    found, notes = [], []
+    for file in files[:_PROBES]:
+        try:
+            results = read_json(file)
+            layers = [_probed(one) for one in results["probes"]]
+            protocol = str(results["configuration"]["protocol"])
+        except (LayertapError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+            notes.append(printable(f"{file} cannot be read as results of a probe: {type(error).__name__}: {error}"))
+            continue
+        if layers:
+            metrics = list(dict.fromkeys(name for one in layers for name in one["metrics"]))
+            found.append({"name": printable(str(file.parent)), "protocol": printable(protocol), "metrics": metrics,
+                          "complete": bool(results.get("complete", True)), "layers": layers})  # fmt: skip
+    if len(files) > _PROBES:
+        notes.append(f"of {len(files):,} results of probes, {_PROBES} are shown")
+    return found, notes
+
+
+def _probed(one: dict[str, Any]) -> dict[str, Any]:
+    chosen = ", ".join(f"{name} {value:.3g}" for name, value in one["chosen"].items())
+    rows = one["rows"]
+    metrics = {
+        printable(str(name)): [float(estimate[end]) if _is_number(estimate[end]) else None
+                               for end in ("value", "low", "high")]
+        for name, estimate in one["metrics"].items()
+    }  # fmt: skip
+    return {
+        "data_set": printable(str(one["data_set"])), "layer": printable(str(one["layer"])), "width": int(one["width"]),
+        "train": int(rows["train"]) + int(rows["val"]), "test": int(rows["test"]), "chosen": printable(chosen),
+        "metrics": metrics,
+    }  # fmt: skip

@@ -1,0 +1,442 @@
+"""The page of `layertap report`: its content as JSON, its thumbnails, and one HTML file of it all.
+
+The page is shown by `page.js`, which sets every text as text. Its security policy lets it load nothing, and run
+nothing but the two scripts whose hashes are in it; so a name of a file or class can do nothing, whatever is in it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from importlib import resources
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from extract.analysis.dataset_diff import compare
+from extract.analysis.nearest_rows import layer_to_search
+from extract.analysis.network.activation_statistics import statistics_of
+from extract.analysis.probe.feature_matrix import FeatureRows
+from extract.analysis.projection import principal, tsne, umap
+from extract.errors import InputError
+from extract.row_status import Status
+from extract.store.format.dataset import DataSet
+from extract.store.reader import FeatureReader
+from extract.system.atomic_files import link_target, whole_file
+from extract.system.urls import is_url
+from pipelines.data_sets.diff import as_json as comparison_as_json
+from pipelines.data_sets.report.alike import ALIKE, K, alike, copies, neighbours_of, shared_neighbours
+from pipelines.data_sets.report.facts import facts, probes, runs, stages
+from pipelines.data_sets.show import describe
+from pipelines.data_sets.thumbnails import Pictures
+from pipelines.terminal.text_output import printable
+
+__all__ = ["MAPS", "run_report"]
+
+MAPS = ("pca", "tsne", "umap")
+PAGE_BYTES = 10_000_000  # at most; thumbnails take what is left
+_POINTS = 3000  # of a map
+_MANIFOLD_POINTS = 1500  # of one by t-SNE or UMAP, which take a quarter of a minute for so many on two cores
+_PRINCIPAL_ROWS = 100_000  # that principal axes are computed from
+_QUERIES = 6  # whose neighbours are shown
+_SHOWN = 24  # pairs, outliers, groups of copies
+_OF_A_GROUP = 8  # copies of one image
+_FAILURES = 500
+_CLASSES = 2000
+_LONGEST = 160  # characters of a path
+_BINS = 40
+_SIDE_PX = 96  # of a thumbnail
+_QUALITY = 70  # of WebP
+_HEADER = b"<!doctype html>\n<!-- layertap report -->\n"
+
+
+def run_report(
+    out: Path, other: Path | None = None, *, output: Path | None = None, layer: str | None = None,
+    maps: Sequence[str] = ("pca",), probe_results: Sequence[Path] = (), images: str | None = None,
+    thumbnails: int = 1500, seed: int = 0, say: Callable[[str], None] = lambda text: None,
+) -> Path:  # fmt: skip
+    """Write the page, and return where it is.
+
+    Args:
+        out: folder of a data set, which need not be complete.
+        other: of another, to compare it with.
+        output: HTML file; None: OUT/report.html.
+        layer: that images are compared by; None: `embedding`, or the last.
+        maps: of pca, tsne and umap.
+        probe_results: folders or files of results besides OUT/probe.
+        images: where the images lie now; None: where they lay.
+        thumbnails: at most so many; 0: none.
+        seed: of what is drawn at random.
+        say: told what is being done.
+
+    Raises:
+        InputError: no data set there, no such layer, or the file cannot be written.
+        LayertapError: a library for a map is missing, or the data set cannot be read.
+    """
+    output, written_to = (out / "report.html",) * 2 if output is None else (output, link_target(output))
+    if output.is_dir() or not output.resolve().parent.is_dir():
+        what = "it is a folder" if output.is_dir() else "no such folder"
+        raise InputError(f"{output} cannot be written: {what}")
+    if output.is_file() and not _is_report(output):
+        raise InputError(f"{output} is there already, and is no report; name another file")
+    say("reading the description")
+    described = describe(out)
+    dataset = DataSet.open(out)
+    with FeatureReader(out, partial=not described["complete"]) as reader:
+        content = _Content(reader, described, dataset, layer, seed, say)
+        content.fill(maps)
+        content.told["probes"], notes = probes(out, probe_results)
+        content.told["notes"] += notes
+        if other is not None:
+            say(f"comparing with {other}")
+            content.compare_with(out, other)
+        say("making thumbnails")
+        root = images or str(dataset.images["root"])
+        page = content.page(root, thumbnails)
+    with whole_file(written_to) as file:
+        file.write(page)
+    return output
+
+
+def _is_report(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_HEADER)) == _HEADER
+
+
+class _Content:
+    """What the page tells, and which rows it shows.
+
+    Attributes:
+        told: what goes into the page as JSON.
+        wanted: rows whose thumbnails matter most come first.
+    """
+
+    def __init__(
+        self, reader: FeatureReader, described: dict[str, Any], dataset: DataSet, layer: str | None, seed: int,
+        say: Callable[[str], None],
+    ):  # fmt: skip
+        self._reader, self._described, self._seed, self._say = reader, described, seed, say
+        self._dataset = dataset
+        self._good = np.flatnonzero(reader.status == Status.OK)
+        self._hashes = reader.column("source_hash")
+        self._failed: list[tuple[int, str, str, str]] = reader.failures
+        self.wanted: dict[int, None] = {}
+        self.told: dict[str, Any] = {"notes": []}
+        self._layer = self._layer_to_show(layer)
+
+    def _layer_to_show(self, layer: str | None) -> str:
+        layers = self._reader.layers
+        if layer is None and "embedding" not in layers and len(layers) > 1:
+            self.told["notes"].append(
+                printable(f"There is no layer `embedding`; images are compared by the last layer, {layers[-1]}.")
+            )
+            return layers[-1]
+        return layer_to_search(layers, layer, self._described["out"])
+
+    def fill(self, maps: Sequence[str]) -> None:
+        """Everything but thumbnails, probes and comparisons."""
+        described = self._described
+        self.told |= {
+            "title": printable(Path(described["out"]).resolve().name),
+            "version": version("layertap"),
+            "written": datetime.now(UTC).isoformat(" ", "seconds"),
+            "layer": printable(self._layer),
+            "facts": facts(described),
+            "counts": {
+                "rows": len(self._reader),
+                "good": len(self._good),
+                "failed": len(self._failed),
+                "classes": len(self._reader.classes),
+            },
+            "status": Counter(Status(code).text for code in self._reader.status.tolist()),
+            "runs": runs(self._dataset.out),
+            "stages": stages(self._dataset),
+        }
+        if not described["complete"]:
+            self.told["notes"].append("The data set is unfinished: this is of the rows that are done.")
+        self._classes()
+        self._failures()
+        self._layers()
+        self._map(maps)
+        self._alike()
+
+    def _classes(self) -> None:
+        labels, classes = self._reader.labels, self._reader.classes
+        counts = np.bincount(labels[labels >= 0], minlength=len(classes))
+        good = np.bincount(labels[self._good][labels[self._good] >= 0], minlength=len(classes))
+        self.told["classes"] = [
+            [printable(name)[:_LONGEST], int(count), int(with_features)]
+            for name, count, with_features in list(zip(classes, counts, good, strict=True))[:_CLASSES]
+        ]
+        self.told["unlabelled"] = int((labels < 0).sum())
+        if len(classes) > _CLASSES:
+            self.told["notes"].append(f"Of {len(classes):,} classes, the first {_CLASSES:,} have a name on this page.")
+
+    def _failures(self) -> None:
+        shown = self._failed[:_FAILURES]
+        self._want(row for row, *_ in shown[:_SHOWN])
+        self.told["failures"] = [[row, status, printable(reason)] for row, _, status, reason in shown]
+        self._named = {row: None for row, *_ in shown}
+
+    def _layers(self) -> None:
+        told = []
+        for name in self._reader.layers:
+            self._say(f"statistics of {name}")
+            array = self._reader[name]
+            found, lengths = statistics_of(FeatureRows.of(array, self._good))
+            counts, edges = np.histogram(lengths, _BINS) if len(lengths) else (np.empty(0, int), np.empty(0))
+            percent = np.percentile(lengths, (0, 50, 100)).tolist() if len(lengths) else [math.nan] * 3
+            never = (found.low == 0) & (found.high == 0)
+            told.append({
+                "name": printable(name), "shape": list(array.shape[1:]), "dtype": str(array.dtype),
+                "from": printable(" ".join(array.attributes.get(key, "") for key in ("layer", "pooling"))),
+                "mean": found.mean, "std": found.std, "least": found.min, "largest": found.max, "zeros": found.zeros,
+                "dead": int(never.sum()), "constant": len(found.dead), "width": math.prod(array.shape[1:]),
+                "lengths": percent, "counts": counts.tolist(), "edges": edges.tolist(),
+            })  # fmt: skip
+        self.told["layers"] = told
+
+    def _map(self, maps: Sequence[str]) -> None:
+        if not len(self._good):
+            return
+        array, random = self._reader[self._layer], np.random.default_rng(self._seed)
+        drawn = random.permutation(self._good)
+        points, of_axes = drawn[:_POINTS], np.sort(drawn[:_PRINCIPAL_ROWS])
+        ways = []
+        for way in maps:
+            self._say(f"map by {way}")
+            here = points if way == "pca" else points[:_MANIFOLD_POINTS]
+            order = np.argsort(here)
+            rows = FeatureRows.of(array, here[order])
+            if way == "pca":
+                found = principal(FeatureRows.of(array, of_axes), 2, self._seed)
+                places = np.zeros((len(here), 2), np.float32)
+                places[:, : len(found.axes)] = found.project(rows)
+                shares = " and ".join(f"{100 * share:.1f} %" for share in found.shares.tolist())
+                note = f"The first two principal axes, with {shares} of the variance of {found.rows:,} rows."
+                name = "PCA"
+            else:
+                places = (tsne if way == "tsne" else umap)(rows, self._seed)
+                name = {"tsne": "t-SNE", "umap": "UMAP"}[way]
+                note = f"{name} by cosine. Near points are alike; distances between groups mean little."
+            back = np.empty_like(order)
+            back[order] = np.arange(len(order))
+            ways.append({"name": name, "note": note, "x": _short(places[back, 0]), "y": _short(places[back, 1])})
+        self.told["map"] = {"ways": ways, "rows": points.tolist(), "of": len(self._good)}
+
+    def _alike(self) -> None:
+        groups = copies(self._hashes, self._good)
+        labels, splits = self._reader.labels, self._reader.splits
+        for group in groups[:_SHOWN]:
+            self._want(group[:1])
+        self.told["copies"] = {
+            "groups": [
+                {
+                    "rows": group[:_OF_A_GROUP],
+                    "count": len(group),
+                    "classes": len({int(labels[row]) for row in group}),
+                    "splits": len({splits[row] for row in group}),
+                }
+                for group in groups[:_SHOWN]
+            ],
+            "images": len(groups),
+            "rows": sum(map(len, groups)),
+        }
+        self._name(row for group in groups[:_SHOWN] for row in group[:_OF_A_GROUP])
+        if not len(self._good):
+            return
+        self._say(f"neighbours by {self._layer}")
+        array = self._reader[self._layer]
+        found = alike(array, self._hashes, self._good, self._seed)
+        pairs, means = found.pairs(), found.means
+        random = np.random.default_rng(self._seed)
+        chosen = np.sort(random.permutation(found.queries)[:_QUERIES])
+        near = neighbours_of(array, chosen, found.among)
+        queries = [
+            {"row": row, "hits": [[int(hit), round(cosine, 4)] for hit, cosine in hits if hit >= 0]}
+            for row, hits in zip(chosen.tolist(), np.stack([near.rows, near.cosines], 2).tolist(), strict=True)
+        ]
+        outliers = [place for place in np.argsort(means, kind="stable").tolist() if math.isfinite(means[place])]
+        outliers = outliers[:_SHOWN] if len(found.among) > K else []
+        first = found.near.cosines[:, 0] if found.near.cosines.size else np.empty(0)
+        counts, edges = np.histogram(first[np.isfinite(first)], _BINS)
+        self.told["alike"] = {
+            "k": K,
+            "among": len(found.among),
+            "queries": len(found.queries),
+            "threshold": ALIKE,
+            "pairs": [[one, other, round(cosine, 6)] for one, other, cosine in pairs[:_SHOWN]],
+            "n_pairs": len(pairs),
+            "outliers": [[int(found.queries[place]), round(float(means[place]), 4)] for place in outliers],
+            "gallery": queries,
+            "counts": counts.tolist(),
+            "edges": _short(edges),
+            **self._same_class(found.queries, found.near.rows),
+        }
+        for query in queries:
+            self._want([query["row"], *(hit for hit, _ in query["hits"])])
+        self._want(row for pair in pairs[:_SHOWN] for row in pair[:2])
+        self._want(row for row, _ in self.told["alike"]["outliers"])
+
+    def _same_class(self, queries: NDArray[np.int64], near: NDArray[np.int64]) -> dict[str, float]:
+        """The share of neighbours that have the class of their query, and what it would be by chance."""
+        labels = self._reader.labels
+        there = (near >= 0) & (labels[queries] >= 0)[:, None]
+        there &= labels[np.maximum(near, 0)] >= 0
+        sizes = np.bincount(labels[labels >= 0]).astype(np.float64)
+        pairs = (sizes * (sizes - 1)).sum()  # of two different images of a class
+        if not there.any() or len(sizes) < 2 or not pairs:
+            return {}
+        same = labels[np.maximum(near, 0)] == labels[queries][:, None]
+        return {"same_class": float(same[there].mean()), "by_chance": float(pairs / sizes.sum() / (sizes.sum() - 1))}
+
+    def compare_with(self, out: Path, other: Path) -> None:
+        """What differs between two data sets."""
+        found = comparison_as_json(compare(out, other))
+        with FeatureReader(other, partial=True) as reader:
+            layers = [(name, name) for name in self._reader.layers if name in reader.layers]
+            pair = self._layer, "embedding" if "embedding" in reader.layers else reader.layers[-1]
+            if pair not in layers:
+                layers.append(pair)
+            count, shares = shared_neighbours(self._reader, reader, layers, self._seed)
+        self.told["other"] = {
+            "name": printable(str(other)),
+            "changes": [[printable(str(one)) for one in (what, *both)] for what, both in found["changes"].items()],
+            "images": found["images"],
+            "features": [
+                {"name": printable(name), **{key: printable(value) if isinstance(value, str) else value
+                                             for key, value in one.items()}}
+                for name, one in found["features"].items()
+            ],
+            "neighbours": [
+                [printable(one if one == theirs else f"{one} | {theirs}"), share, chance]
+                for one, theirs, share, chance in shares
+            ],
+            "compared": count,
+            "k": K,
+        }  # fmt: skip
+
+    def _want(self, rows: Any) -> None:
+        self.wanted |= dict.fromkeys(rows)
+
+    def _name(self, rows: Any) -> None:
+        self._named |= dict.fromkeys(rows)
+
+    # The page
+
+    def page(self, root: str, thumbnails: int) -> bytes:
+        """The HTML file; thumbnails of `root` take what room there is left."""
+        points = self.told.get("map", {}).get("rows", [])
+        self._name(self.wanted)
+        self._name(points)
+        paths, labels, splits, numbers = (
+            self._reader.paths, self._reader.labels, self._reader.splits, self._reader.rows,
+        )  # fmt: skip
+        self.told["rows"] = {
+            str(row): [_shortened(printable(paths[row])), int(labels[row]), printable(splits[row]), int(numbers[row])]
+            for row in self._named
+        }
+        self._want(points)
+        rest = len(_assembled(self.told))
+        found, about = self._thumbnails(root, thumbnails, PAGE_BYTES - rest - 100_000)
+        self.told |= {"thumbnails": found, "about_thumbnails": about}
+        return _assembled(self.told)
+
+    def _thumbnails(self, root: str, most: int, room: int) -> tuple[dict[str, str], str]:
+        """Row -> data URL, as many as there is room for, and what is to be said of them."""
+        rows = list(self.wanted)
+        if not most or not rows:
+            return {}, "Without thumbnails, as asked for." if not most else ""
+        if is_url(root):
+            most = min(most, 200)  # each is fetched
+        pictures = Pictures(self._reader, root, rows[:most])
+        if pictures.why_not:
+            return {}, printable(f"No thumbnails: {pictures.why_not}")
+        failed = {row for row, *_ in self._failed}
+        found: dict[str, str] = {}
+        missing: Counter[str] = Counter()
+        for row in rows[:most]:
+            picture, why = (pictures.part_of(row), "") if row in failed else pictures.picture(row, _SIDE_PX)
+            if picture is None:
+                if row not in failed:
+                    missing[why] += 1
+                continue
+            text = _thumbnail(picture)
+            room -= len(text) + 16
+            if room < 0:
+                break
+            found[str(row)] = text
+        shown = sum(int(row) not in failed for row in found)
+        about = f"{shown:,} of {len(self._good):,} images have a thumbnail here: those that this page shows, and as "
+        about += "many points of the map, drawn at random, as there is room for."
+        if missing:
+            why, count = missing.most_common(1)[0]
+            about += f" {sum(missing.values()):,} have none because their picture cannot be had ({why}: {count:,})."
+        return found, printable(about if shown < len(self._good) else "")
+
+
+def _shortened(path: str) -> str:
+    """The end of a long path, which tells images apart."""
+    return path if len(path) <= _LONGEST else "…" + path[-_LONGEST:]
+
+
+def _short(values: NDArray[Any]) -> list[float]:
+    """Five digits are more than a screen shows."""
+    return [float(f"{value:.5g}") for value in values.tolist()]
+
+
+def _thumbnail(picture: Image.Image) -> str:
+    small = picture.copy()
+    small.thumbnail((_SIDE_PX, _SIDE_PX))
+    data = io.BytesIO()
+    small.save(data, "WEBP", quality=_QUALITY)
+    return "data:image/webp;base64," + base64.b64encode(data.getvalue()).decode()
+
+
+def _assembled(told: dict[str, Any]) -> bytes:
+    """The page of this content."""
+    from plotly.offline import get_plotlyjs
+
+    here = resources.files("pipelines.data_sets.report")
+    page, style, script = ((here / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js"))
+    scripts = {"PLOTLY": get_plotlyjs(), "SCRIPT": script}
+    hashes = " ".join(f"'sha256-{_sha256(text)}'" for text in scripts.values())
+    parts = {**scripts, "STYLE": style, "HASHES": hashes, "DATA": _as_data(told)}
+    return _HEADER + b"".join(_filled(page, parts))
+
+
+def _filled(page: str, parts: dict[str, str]) -> Iterator[bytes]:
+    """The page with `{{NAME}}` replaced, once: what is filled in is not looked at again."""
+    for number, text in enumerate(page.replace("}}", "{{").split("{{")):
+        yield (parts[text] if number % 2 else text).encode()
+
+
+def _sha256(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _as_data(told: dict[str, Any]) -> str:
+    """JSON that can stand inside a <script> element: nothing in it ends it, or begins a comment or an entity."""
+    text = json.dumps(_finite(told), separators=(",", ":"), allow_nan=False)
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _finite(content: Any) -> Any:
+    """NaN and infinity, which JSON has not, become null."""
+    if isinstance(content, dict):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content

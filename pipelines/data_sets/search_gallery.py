@@ -1,0 +1,78 @@
+"""A picture of what `layertap search` has found: the query, and the images nearest to it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from PIL import Image
+
+from pipelines.data_sets.search import Found
+from pipelines.terminal.figures import drawable, save_figure
+
+__all__ = ["draw"]
+
+_COLUMNS = 5
+_SHOWN = 60  # of more results, the first
+_SIDE_PX = 320  # of a picture in the gallery
+
+
+def draw(
+    found: Found, query: tuple[Image.Image | None, str], hits: Sequence[tuple[Image.Image | None, str]], output: Path
+) -> None:
+    """Draw query and results.
+
+    Args:
+        found: what was found.
+        query: its picture, or None and why there is none; of a text, None and nothing.
+        hits: likewise of each result.
+        output: PNG, SVG or PDF file to write.
+    """
+    shown = list(zip(found.hits, hits, strict=True))[:_SHOWN]
+    lines = -(-(len(shown) + 1) // _COLUMNS)
+    figure = Figure(figsize=(2.1 * _COLUMNS, 2.55 * lines + 0.5), layout="constrained")
+    axes = figure.subplots(lines, _COLUMNS, squeeze=False).reshape(-1)
+    for one in axes:
+        one.axis("off")
+    if found.text:
+        _frame(axes[0], found.text if len(found.text) <= 200 else found.text[:199] + "…", fontsize=9)
+        axes[0].set_title("query", fontsize=7.5, fontweight="bold")
+    else:
+        _place(axes[0], query, f"query\n{_tail(found.path)}", bold=True)
+    for one, (hit, picture) in zip(axes[1:], shown, strict=False):
+        name = f"\n[{drawable(hit.name)}]" if hit.name else ""
+        _place(one, picture, f"{hit.cosine:.4f}\n{_tail(hit.path)}{name}")
+    more = f"; the first {len(shown)} of {len(found.hits)}" if len(shown) < len(found.hits) else ""
+    figure.suptitle(f"Nearest by cosine of {drawable(found.layer)}{more}", fontsize=10)
+    save_figure(figure, output)
+
+
+def _tail(path: str) -> str:
+    """The end of a path, which tells images apart."""
+    name = path.rpartition("/")[2]
+    return drawable(name if len(name) <= 24 else "…" + name[-23:])
+
+
+def _frame(axes: Any, text: str, fontsize: float = 7) -> None:
+    """Words in the place of a picture."""
+    axes.set_axis_on()
+    axes.set(xticks=[], yticks=[], xlim=(0, 1), ylim=(0, 1), aspect="equal", facecolor="0.93")
+    lines = [drawable(part) for line in text.splitlines() for part in textwrap.wrap(line, 22)]
+    axes.text(0.5, 0.5, "\n".join(lines), ha="center", va="center", fontsize=fontsize)
+
+
+def _place(axes: Any, picture: tuple[Image.Image | None, str], text: str, bold: bool = False) -> None:
+    image, why = picture
+    if image is None:
+        _frame(axes, "no picture:\n" + why)
+    else:
+        small = image.copy()
+        small.thumbnail((_SIDE_PX, _SIDE_PX))
+        axes.imshow(np.asarray(small))
+        side, middle = max(small.size) / 2, (small.width / 2, small.height / 2)  # all fill a square, and so line up
+        axes.set(xlim=(middle[0] - side, middle[0] + side), ylim=(middle[1] + side, middle[1] - side))
+    axes.set_title(text, fontsize=7.5, fontweight="bold" if bold else "normal")

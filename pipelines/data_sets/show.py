@@ -1,0 +1,114 @@
+"""What is inside a data set: `layertap show OUT`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from extract.row_status import Status
+from extract.store.format.dataset import DataSet
+from extract.store.reader import FeatureReader
+from pipelines.terminal.text_output import SHOWN, print_failures, printable
+
+__all__ = ["describe", "print_description"]
+
+
+def describe(out: Path) -> dict[str, Any]:
+    """Everything `show` tells, as plain data; a data set that is not complete is described as far as it is."""
+    dataset = DataSet.open(out)
+    parts = dataset.parts()
+    finished = [path for part in parts for path in part.published() if path is not None]
+    sizes = []
+    for *_, file in (file for part in parts for file in part.files()):
+        with contextlib.suppress(FileNotFoundError):  # a run may just be publishing it
+            sizes.append(file.stat().st_size)
+    content: dict[str, Any] = {
+        "out": str(out),
+        "complete": len(finished) == sum(part.n_shards for part in parts),
+        "version": dataset.version.number if dataset.version else None,
+        "rows": dataset.n_rows,
+        "shards": sum(part.n_shards for part in parts),
+        "shards_finished": len(finished),
+        "bytes": sum(sizes),
+        "put_aside": sorted(file.name for part in parts for file in part.out.glob("shards/*.h5*.damaged*")),
+        "features": {
+            feature.name: {
+                "shape": [dataset.n_rows, *feature.shape],
+                "dtype": feature.dtype,
+                "bytes": feature.row_bytes * dataset.n_rows,
+                **feature.attributes,
+            }
+            for feature in dataset.features
+        },
+        "images": dataset.images,
+        "fingerprint": dataset.fingerprint,
+        "depends_on": dataset.depends_on,
+    }
+    with FeatureReader(out, partial=not content["complete"]) as reader:
+        content["provenance"] = {k: v for k, v in reader.provenance.items() if k != "depends_on"}
+        content["rows_done"] = len(reader)
+        content["compression"] = {
+            name: {"filter": how, "ratio": round(ratio, 3)} for name, (how, ratio) in reader.compression.items()
+        }
+        if content["complete"]:
+            status = Counter(Status(code).text for code in reader.status.tolist())
+            labels = Counter(reader.labels.tolist())
+            content["status"] = dict(status)
+            content["classes"] = {name: labels[i] for i, name in enumerate(reader.classes)}
+            content["unlabelled"] = labels[-1]
+            content["splits"] = dict(Counter(split for split in reader.splits if split))
+            content["failures"] = [
+                {"row": row, "path": path, "status": text, "reason": reason}
+                for row, path, text, reason in reader.failures
+            ]
+    return content
+
+
+def print_description(content: dict[str, Any], echo: Callable[[str], None]) -> None:
+    """The description, for people."""
+    state = "complete" if content["complete"] else f"unfinished: {content['rows_done']:,} rows done"
+    shards = f"{content['shards']} shard" + ("" if content["shards"] == 1 else "s")
+    if content["version"]:
+        shards += f", version {content['version']}"
+    echo(f"{content['out']}: {content['rows']:,} rows in {shards}, {content['bytes'] / 1e6:,.1f} MB, {state}")
+    if content["put_aside"]:
+        names = ", ".join(content["put_aside"][:SHOWN])
+        echo(f"  put aside by a repair, to be deleted when nobody wants to look at them: {names}")
+    echo("features")
+    for name, feature in content["features"].items():
+        shape = ", ".join(map(str, feature["shape"]))
+        source = f"{feature['layer']} {feature['pooling']}"
+        packed = content["compression"].get(name)
+        how = f", {packed['filter']} made it {packed['ratio']:.2f} times smaller" if packed else ""
+        echo(f"  {name}  ({shape}) {feature['dtype']}, {feature['bytes'] / 1e6:,.1f} MB{how}, from {source}")
+    depends_on, provenance = content["depends_on"], content.get("provenance", {})
+    echo("images")
+    echo(f"  from {printable(content['images']['root'])}")
+    if "classes" in content:
+        _print_counts("classes", content["classes"], echo)
+        _print_counts("splits", content["splits"], echo)
+        if content["unlabelled"]:
+            echo(f"  {content['unlabelled']:,} without a class")
+        echo("  " + ", ".join(f"{count:,} {status}" for status, count in content["status"].items()))
+        failures = [(f["path"], f["status"], f["reason"]) for f in content["failures"]]
+        print_failures(failures, Path(content["out"]), lambda line: echo(f"  {line}"))
+    echo("backbone")
+    echo(f"  {provenance.get('backbone', depends_on['architecture'])}, weights {provenance.get('weights', '')}")
+    echo(f"  weights sha256 {depends_on['weights_sha256']}")
+    yours = " ".join(provenance.get("configuration", {}).get("preprocessing") or {})
+    preprocessing = ", ".join(f"{key} {value}" for key, value in depends_on["preprocessing"].items())
+    echo(f"  preprocessing {preprocessing}" + (f" (asked for: {yours})" if yours else ""))
+    echo(f"  {depends_on['precision']}, stored as {depends_on['stored_as']}, decoded by {depends_on['decoder']}")
+    if provenance:
+        versions = ", ".join(f"{name} {number}" for name, number in provenance["versions"].items())
+        echo(f"made {provenance['started']} on {provenance['device']} with {versions}")
+    echo(f"fingerprint {content['fingerprint']}")
+
+
+def _print_counts(title: str, counts: dict[str, int], echo: Callable[[str], None]) -> None:
+    if counts:
+        shown = ", ".join(f"{printable(name)} {count:,}" for name, count in list(counts.items())[:SHOWN])
+        echo(f"  {len(counts)} {title}: {shown}" + (", ..." if len(counts) > SHOWN else ""))

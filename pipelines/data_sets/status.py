@@ -1,0 +1,137 @@
+"""How far a data set is that is being made: `layertap status OUT`. The receipts of its shards tell all of it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from extract.store.format.dataset import DataSet
+from extract.store.places.destination import place_of
+from extract.system.urls import is_url
+from pipelines.terminal.text_output import printable
+
+__all__ = ["Making", "is_made_in_shards", "print_making", "watch"]
+
+_RECENT_S = 600.0  # of which the rate is told
+_WATCH_S = 5.0
+
+
+def is_made_in_shards(out: str) -> bool:
+    """Whether there is a data set that `layertap embed` makes; that of `layertap sync` has passes."""
+    return is_url(out) or ((Path(out) / "dataset.json").exists() and DataSet.open(Path(out)).version is None)
+
+
+class Making:
+    """What is known of a data set; what was read once is not read again.
+
+    Args:
+        out: its folder, or its URL.
+    """
+
+    def __init__(self, out: str):
+        self._out, self._place = out, place_of(out)
+        self._dataset = self._place.dataset
+        self._read: dict[str, int] = {}  # name -> shard
+        self._rows = 0
+        self._status: Counter[str] = Counter()
+        self._shards: Counter[tuple[str, str]] = Counter()  # by host and device
+        self._computed: Counter[tuple[str, str]] = Counter()
+        self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)  # of all workers there
+        self._stages: defaultdict[str, float] = defaultdict(float)
+        self._ended: list[tuple[float, int]] = []  # seconds of the epoch, rows
+
+    def look(self) -> dict[str, Any]:
+        """Everything `status` tells, as plain data."""
+        dataset = self._dataset
+        without: list[int] = []
+        for name, shard, receipt in self._place.receipts(self._read):
+            if receipt is None:
+                without.append(shard)  # it may be on its way
+            else:
+                self._read[name] = shard
+                self._count(receipt)
+        done = len(set(self._read.values())) + len(without)
+        now = time.time()
+        recent = [(when, rows) for when, rows in self._ended if when > now - _RECENT_S]
+        left = dataset.n_rows - self._rows - sum(len(dataset.shard_range(shard)) for shard in without)
+        rate = sum(rows for _, rows in recent) / (now - min(recent)[0]) if left and len(recent) > 1 else None
+        return {
+            "out": self._out,
+            "images": dataset.images["root"],
+            "rows": dataset.n_rows,
+            "rows_done": dataset.n_rows - left,
+            "shards": dataset.n_shards,
+            "shards_done": done,
+            "shards_without_receipt": without,
+            "status": dict(self._status),
+            "images_per_s": rate and round(rate, 2),
+            "seconds_left": rate and round(left / rate),
+            "stages": {stage: round(seconds, 1) for stage, seconds in self._stages.items()},
+            "workers": [
+                {
+                    "host": host,
+                    "device": device,
+                    "shards": self._shards[host, device],
+                    "rows": self._computed[host, device],
+                    "images_per_s": round(self._computed[host, device] / max(self._seconds[host, device], 1e-9), 2),
+                }
+                for host, device in sorted(self._shards)
+            ],
+        }
+
+    def _count(self, receipt: dict[str, Any]) -> None:
+        self._rows += int(receipt["n_rows"])
+        self._status.update({str(name): int(count) for name, count in receipt["status"].items()})
+        made = receipt.get("made")
+        if not made:
+            return
+        who = str(made["host"]), str(made["device"])
+        self._shards[who] += 1
+        self._computed[who] += int(made["computed"])
+        self._seconds[who] += float(made["seconds"])
+        for stage, seconds in made["stages"].items():
+            self._stages[str(stage)] += float(seconds)
+        self._ended.append((datetime.fromisoformat(made["ended"]).astimezone(UTC).timestamp(), int(made["computed"])))
+
+
+def watch(out: str, wait: Callable[[float], None] = time.sleep) -> Iterator[dict[str, Any]]:
+    """What is known, again every few seconds, until the data set is complete."""
+    making = Making(out)
+    while True:
+        content = making.look()
+        yield content
+        if content["rows_done"] == content["rows"]:
+            return
+        wait(_WATCH_S)
+
+
+def print_making(content: dict[str, Any], echo: Callable[[str], None]) -> None:
+    """What is known, for people."""
+    out, done, rows = content["out"], content["rows_done"], content["rows"]
+    state = "complete" if done == rows else f"{done / rows:.1%} done"
+    echo(f"{out}: {state}, of images in {printable(content['images'])}")
+    echo(f"shards    {content['shards_done']:,} of {content['shards']:,}")
+    counts = ", ".join(f"{count:,} {status}" for status, count in content["status"].items()) or "none yet"
+    echo(f"rows      {done:,} of {rows:,}: {counts}")
+    if content["images_per_s"] and done < rows:
+        left = tqdm.format_interval(content["seconds_left"])
+        echo(f"rate      {content['images_per_s']:.1f} images/s in the last ten minutes, {left} left")
+    if content["workers"]:
+        echo("made by")
+        wide = max(len(printable(one["host"])) for one in content["workers"])
+        for one in content["workers"]:
+            echo(
+                f"  {printable(one['host']):{wide}}  {printable(one['device'])}: {one['shards']:,} shards, "
+                f"{one['rows']:,} rows, {one['images_per_s']:.1f} images/s each worker"
+            )
+    if content["shards_without_receipt"]:
+        few = ", ".join(map(str, content["shards_without_receipt"][:8]))
+        echo(f"without a receipt: shards {few}; if that stays, `layertap verify --repair` writes them")
+    if done < rows:
+        echo("`layertap embed` with the same words goes on with it")

@@ -1,0 +1,1 @@
+"""`layertap embed`, `plan`, `slurm` and `bench`. Imports `pipelines.terminal`."""

@@ -1,0 +1,264 @@
+"""What this machine can do for a backbone, and what the pipeline makes of it: `layertap bench [IMAGES] -b BACKBONE`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from extract import defaults
+from extract.backbones import Backbone, load_backbone
+from extract.compute.feature_choice import choose_features
+from extract.errors import LayertapError
+from extract.extraction.plan import plan
+from extract.extraction.run import extract
+from extract.extraction.tuning import (
+    Measured,
+    Way,
+    batch_rates,
+    best_batch_size,
+    decode_rate,
+    forward_rates,
+    pictures_of,
+    ranked,
+    ways_for,
+)  # fmt: skip
+from extract.images import ImageList, Images, list_images
+from extract.images.sources import Source
+from extract.system.torch_state import evaluating, full_float32
+
+__all__ = ["Bench", "PipelineRate", "as_json", "bench", "print_bench"]
+
+_DECODED = 200  # images
+_WRITTEN_BYTES = 256 << 20
+_PIPELINE_S = 30.0  # about so long the whole pipeline runs, in each way
+_SYNTHETIC = 64  # images
+
+
+@dataclass(frozen=True)
+class PipelineRate:
+    """The whole pipeline, run in one way.
+
+    Attributes:
+        way: the forward was computed.
+        decode: "exact" or "fast".
+        images_per_s: of all images, without comparing and compiling.
+        bound: what decoding, forward and writing together allow on this machine, images per second.
+    """
+
+    way: Way
+    decode: str
+    images_per_s: float
+    bound: float
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What was measured; rates are images per second.
+
+    Attributes:
+        images: where they were.
+        backbone: its spec.
+        device: it ran on.
+        cores: of this machine that may be used.
+        decode: "exact" and "fast" -> rate of one core.
+        forward: of batches in memory, each way.
+        batches: images a forward -> rate, eager, in float32.
+        write: rate at which rows of these features reach the disk.
+        row_bytes: of these features.
+        pipelines: the plain way, and the fastest that agrees.
+        recommended: flags of `layertap embed`.
+    """
+
+    images: str
+    backbone: str
+    device: str
+    cores: int
+    decode: dict[str, float]
+    forward: list[Measured]
+    batches: dict[int, float]
+    write: float
+    row_bytes: int
+    pipelines: list[PipelineRate]
+    recommended: dict[str, Any]
+
+
+def bench(
+    images: str | None,
+    *,
+    backbone: str = defaults.BACKBONE,
+    layers: tuple[str, ...] = defaults.LAYERS,
+    weights: str | None = None,
+    device: str = defaults.DEVICE,
+    thorough: bool = False,
+    say: Callable[[str], None] = lambda text: None,
+) -> Bench:
+    """Measure.
+
+    Args:
+        images: as of `layertap embed`; None: pictures of noise, 500x375, as JPEG.
+        backbone: its spec.
+        layers: whose features.
+        weights: as of `load_backbone`.
+        device: to compute on.
+        thorough: also ways that are seldom the fastest and take long to compile.
+        say: told what is being measured.
+    """
+    if not os.access(".", os.W_OK):
+        raise LayertapError("the working directory cannot be written to; bench writes there for a while, to measure it")
+    loaded = load_backbone(backbone, weights=weights, device=device)
+    preprocessing = loaded.preprocessing
+    with _images(images) as where:
+        found = list_images(where)
+        with evaluating(loaded.model), full_float32():
+            choice = choose_features(loaded, list(layers))
+        say("decoding")
+        decode = {"exact": decode_rate(found, preprocessing, _DECODED)}
+        if preprocessing.can_be_faster:
+            decode["fast"] = decode_rate(found, preprocessing.faster(), _DECODED)
+        say("batch sizes")
+        batches = batch_rates(loaded, choice, pictures_of(found, preprocessing, defaults.BATCH_SIZE)[0])
+        batch_size = best_batch_size(batches)
+        pictures, fast = pictures_of(found, preprocessing, batch_size, both_ways=preprocessing.can_be_faster)
+        measured = []
+        for way in ways_for(loaded.device, thorough=thorough):
+            say(f"forward: {way}")
+            measured += forward_rates(loaded, choice, pictures, [way], fast=fast, refused_too=True)
+        say("writing")
+        row_bytes = sum(4 * int(np.prod(feature.shape)) for feature in choice.features)
+        write = _write_rate(row_bytes)
+        plain, best = measured[0], ranked(measured)[0]
+        pipelines = []
+        for (way, how), one in {(plain.way, "exact"): plain, (best.way, best.decode): best}.items():
+            say(f"the whole pipeline: {way}, {how} decoding")
+            bound = _bound(one.images_per_s, decode[how], write, loaded.device.type == "cpu")
+            rate = _pipeline_rate(loaded, found, layers, way, how, batch_size, bound)
+            pipelines.append(PipelineRate(way, how, rate, bound))
+    recommended = {
+        "batch_size": batch_size, "workers": defaults.WORKERS, "precision": best.way.precision,
+        "compile": best.way.compile, "decode": best.decode,
+    }  # fmt: skip
+    return Bench(
+        images or "pictures of noise, 500x375, as JPEG", backbone, str(loaded.device), defaults.CORES, decode, measured,
+        batches, write, row_bytes, pipelines, recommended,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _images(given: str | None) -> Iterator[str]:
+    """Where the images are; without any, some are made."""
+    if given is not None:
+        yield given
+        return
+    with tempfile.TemporaryDirectory(prefix="layertap-bench-") as folder:
+        for number in range(_SYNTHETIC):
+            noise = np.random.default_rng(number).integers(0, 256, (75, 100, 3)).astype(np.uint8)
+            picture = Image.fromarray(noise).resize((500, 375), Image.Resampling.BICUBIC)
+            picture.save(Path(folder) / f"{number:03d}.jpg", quality=90)
+        yield folder
+
+
+def _write_rate(row_bytes: int) -> float:
+    """Rows per second to the disk of the working directory, forced to it."""
+    block = np.random.default_rng(0).bytes(4 << 20)
+    with tempfile.TemporaryFile(dir=".") as file:
+        start = time.perf_counter()
+        for _ in range(_WRITTEN_BYTES // len(block)):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        return _WRITTEN_BYTES / row_bytes / (time.perf_counter() - start)
+
+
+def _bound(forward: float, decode: float, write: float, on_cpu: bool) -> float:
+    """What stages of these rates allow together: on a CPU, decoding takes its time from the forward."""
+    decoding = decode * min(defaults.CORES, defaults.WORKERS)
+    both = 1 / (1 / forward + 1 / (decode * defaults.CORES)) if on_cpu else forward
+    return min(both, decoding, write)
+
+
+def _pipeline_rate(
+    backbone: Backbone, images: ImageList, layers: tuple[str, ...], way: Way, decode: str, batch_size: int, bound: float
+) -> float:
+    """Images per second of a run, from the first image to the last, without comparing and compiling."""
+    repeated = _repeated(images, max(12 * batch_size, int(bound * _PIPELINE_S)))
+    with tempfile.TemporaryDirectory(prefix=".layertap-bench-", dir=".") as folder:
+        planned = plan(
+            repeated, out=Path(folder) / "out", backbone=backbone, layers=layers, batch_size=batch_size, decode=decode,
+            precision=way.precision, compile=way.compile,
+        )  # fmt: skip
+        summary = extract(planned)
+    prepared_in_s = summary.computation.prepared_in_s if summary.computation else 0.0
+    return summary.computed / (summary.seconds - prepared_in_s)
+
+
+def _repeated(images: ImageList, count: int) -> Images:
+    """So many images, with other bytes each, since equal ones would be computed once."""
+    paths = [f"{row:09d}" for row in range(count)]
+    source = _Repeated(images.source, len(images))
+    return Images(images.root, paths, np.full(count, -1, np.int64), classes=[], splits=[""] * count, source=source)
+
+
+class _Repeated:
+    """A source whose rows begin anew where another one ends."""
+
+    def __init__(self, source: Source, count: int):
+        self._source, self._count = source, count
+
+    def read(self, row: int) -> tuple[bytes, int]:
+        """As of `Source`; with the number of the row behind it."""
+        data, mtime_ns = self._source.read(row % self._count)
+        return data + row.to_bytes(8), mtime_ns
+
+    def decode(self, data: bytes, max_pixels: int, at_least_px: int = 0) -> Image.Image:
+        """As of `Source`."""
+        return self._source.decode(data[:-8], max_pixels, at_least_px)
+
+    def check_there(self) -> None:
+        """As of `Source`."""
+        self._source.check_there()
+
+
+def print_bench(found: Bench, echo: Callable[[str], None]) -> None:
+    """For people."""
+    echo(f"{found.backbone} on {found.device}, {found.cores} cores; {found.images}")
+    echo("images/s of each stage by itself:")
+    for name, rate in found.decode.items():
+        echo(f"  decode, {name:6}             {rate:9.1f} a core")
+    for one in found.forward:
+        rate_text = f"{one.images_per_s:9.1f}" if one.images_per_s else "        -"
+        note = f"  (starts in {one.start_s:.0f} s)" if one.way.engine != "eager" and one.images_per_s else ""
+        if one.agreement:
+            cosine = min(each.min_cosine for each in one.agreement.values())
+            off = max(each.max_deviation for each in one.agreement.values())
+            note += f"  cosine at least {cosine:.6f}, off by {off:.1e}"
+        if one.why_not:
+            note += f"  not taken: {one.why_not}"
+        elif one.why_not_fast:
+            note += f"  not with fast decoding, where {one.why_not_fast}"
+        echo(f"  forward, {one.way!s:18} {rate_text}{note}")
+    echo(f"  write, {found.row_bytes / 1e3:.1f} kB a row       {found.write:9.0f}")
+    echo("batch size -> forward: " + ", ".join(f"{size} {rate:.1f}" for size, rate in found.batches.items()))
+    echo("the whole pipeline:")
+    for pipeline in found.pipelines:
+        share = pipeline.images_per_s / pipeline.bound
+        echo(
+            f"  {pipeline.way!s:20} {pipeline.decode:6} decoding {pipeline.images_per_s:9.1f}, {share:.2f} of the "
+            f"bound {pipeline.bound:.1f}"
+        )
+    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in found.recommended.items())
+    echo(f"recommended: {flags}")
+
+
+def as_json(found: Bench) -> dict[str, Any]:
+    """For machines."""
+    return dataclasses.asdict(found)

@@ -1,0 +1,307 @@
+"""`layertap embed` by several workers at once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from numpy.typing import NDArray
+
+from extract.errors import LayertapError
+from extract.store.format.dataset import BUILDING, DataSet
+from extract.store.places.destination import place_of
+from extract.store.places.objects import put
+from extract.store.reader import FeatureReader
+from extract.system.atomic_files import append_line
+from extract.system.folder_lock import locked
+from extract.system.urls import is_url
+from pipelines.embed.cluster.dispatch import (
+    Dispatched,
+    Done,
+    Event,
+    Failed,
+    Joined,
+    Left,
+    Progressed,
+    Said,
+    Workers,
+    dispatch,
+)
+from pipelines.embed.cluster.launch import engine_of
+from pipelines.terminal.config import EmbedConfig
+from pipelines.terminal.graceful_stop import signals_held
+from pipelines.terminal.progress import Progress
+from pipelines.terminal.text_output import print_failures, printable
+
+__all__ = ["Shared", "as_json", "embed_shared", "exit_code", "print_shared"]
+
+_JOIN_S = 1800.0  # for the first worker: a cluster that grows on demand takes minutes
+
+
+@dataclass
+class Shared:
+    """How a run of several workers ended.
+
+    Attributes:
+        config: of the job.
+        dataset: what is made.
+        found: shards that were there before.
+        asked: shards that this run was to make.
+        dispatched: what became of them.
+        computed: rows of this run, those of attempts that failed included.
+        seconds: from the first worker that joined to the last shard.
+        hosts: host -> rows that were computed there.
+        status: status of a row -> number of rows, of shards of this run.
+        failures: (row, path, status, reason) of rows without good features; none while shards are missing.
+        signal: that stopped it; 0: none.
+    """
+
+    config: EmbedConfig
+    dataset: DataSet
+    found: int
+    asked: int
+    dispatched: Dispatched = field(default_factory=Dispatched)
+    computed: int = 0
+    seconds: float = 0.0
+    hosts: Counter[str] = field(default_factory=Counter)
+    status: Counter[str] = field(default_factory=Counter)
+    failures: list[tuple[int, str, str, str]] = field(default_factory=list)
+    signal: int = 0
+
+
+def embed_shared(config: EmbedConfig) -> Shared:
+    """Run the job; what is going on is told on stderr.
+
+    Raises:
+        InputError: as of `pipelines.embed.job.embed`.
+        LockedError: another run that gives out shards of this data set is going on.
+        LayertapError: no worker can be started, or all of them fail.
+    """
+    # Tasks of an array share the folder with each other; in a bucket there are no locks.
+    alone = config.shards_of is None and not is_url(config.place)
+    with locked(config.folder) if alone else contextlib.nullcontext():
+        with engine_of(config) as workers, signals_held() as received:
+            joined, said = _first(workers, received)
+            if not joined:
+                click.echo("stopped before a worker had joined; nothing was computed", err=True)
+                raise click.exceptions.Exit(128 + received[0])
+            shared = _run(config, workers, joined, said, received)
+        if alone and _is_complete(shared):
+            shutil.rmtree(config.folder / BUILDING, ignore_errors=True)
+    if _is_complete(shared) and shared.found + shared.dispatched.done == shared.dataset.n_shards:
+        with FeatureReader(config.place) as reader:
+            shared.failures = reader.failures
+    return shared
+
+
+def _is_complete(shared: Shared) -> bool:
+    return not shared.dispatched.stopped and not shared.dispatched.failed
+
+
+def _first(workers: Workers, received: list[int]) -> tuple[list[Joined], set[str]]:
+    """The first workers that join, none if a signal came before; and what was said meanwhile.
+
+    Raises:
+        LayertapError: why the first one could not.
+    """
+    end = time.monotonic() + _JOIN_S
+    said: set[str] = set()
+    while not received:
+        events = workers.events(1.0)
+        for event in events:
+            if isinstance(event, Said) and event.text not in said:
+                said.add(event.text)
+                click.echo(event.text, err=True)
+            if isinstance(event, Left) and event.error is not None:
+                raise event.error
+        if joined := [event for event in events if isinstance(event, Joined)]:
+            return joined, said
+        if time.monotonic() > end:
+            raise LayertapError(f"no worker has joined within {_JOIN_S / 60:.0f} minutes")
+    return [], said
+
+
+def _run(config: EmbedConfig, workers: Workers, joined: list[Joined], said: set[str], received: list[int]) -> Shared:
+    place = place_of(config.place)
+    dataset = place.dataset
+    published = np.zeros(dataset.n_shards, np.bool_)
+    published[place.published()] = True
+    mine = np.arange(dataset.n_shards) % _of(config)[1] == _of(config)[0]
+    pending = np.flatnonzero(mine & ~published)
+    shared = Shared(config, dataset, int(published.sum()), len(pending))
+    _tell(shared, pending)
+    begun = time.monotonic()
+    with Progress(dataset.n_rows) as progress, _log_of(config) as log:
+        found = sum(len(dataset.shard_range(shard)) for shard in np.flatnonzero(published).tolist())
+        progress.advance(found, True)
+        heed = _Heeding(shared, progress, log, said)
+        for event in joined:
+            heed(event)
+        shared.dispatched = dispatch(
+            pending.tolist(), workers, joined=joined, on_event=heed, stop=lambda: bool(received)
+        )
+        shared.seconds = time.monotonic() - begun
+        heed.note("ended", seconds=round(shared.seconds, 3), rows=shared.computed)
+    shared.signal = received[0] if shared.dispatched.stopped and received else 0
+    return shared
+
+
+@contextlib.contextmanager
+def _log_of(config: EmbedConfig) -> Iterator[Path]:
+    """The file that tells of this run, a line of JSON each: in OUT, and for a bucket put there at the end."""
+    part, _, of = (config.shards_of or "").partition("/")
+    name = f"runs-{part}-of-{of}.jsonl" if of else "runs.jsonl"
+    if not is_url(config.place):
+        yield config.folder / name
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / name
+        try:
+            yield path
+        finally:
+            who = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{platform.node()}-{os.getpid()}"
+            put(f"{config.place.rstrip('/')}/runs/{who}.jsonl", path.read_bytes())
+
+
+def _of(config: EmbedConfig) -> tuple[int, int]:
+    number, _, count = (config.shards_of or "0/1").partition("/")
+    return int(number), int(count)
+
+
+def _tell(shared: Shared, pending: NDArray[np.int64]) -> None:
+    """What is to be made, before the work begins."""
+    dataset, config = shared.dataset, shared.config
+    lines = [f"images    {dataset.n_rows:,} in {printable(dataset.images['root'])}, in {dataset.n_shards:,} shards"]
+    for number, feature in enumerate(dataset.features):
+        shape = ", ".join(map(str, feature.shape))
+        source = f"{feature.attributes.get('layer', '')}, {feature.attributes.get('pooling', '')}"
+        lines.append(f"{'' if number else 'features':10}{feature.name} ({shape}) from {source}")
+    of = f"; this task makes those of {config.shards_of}" if config.shards_of else ""
+    if shared.found or of:
+        lines.append(f"shards    {shared.found:,} are there, {len(pending):,} to be made{of}")
+    click.echo("\n".join(lines), err=True)
+
+
+class _Heeding:
+    """What happens, for people on stderr, and as a line of JSON each in OUT."""
+
+    def __init__(self, shared: Shared, progress: Progress, log: Path, said: set[str]):
+        self._shared, self._progress, self._log, self._said = shared, progress, log, said
+        self._hosts: dict[int, str] = {}
+        self._started = datetime.now(UTC).isoformat(timespec="seconds")
+        self.note("started", engine=shared.config.engine or "processes", shards=shared.asked)
+
+    def note(self, event: str, **content: Any) -> None:
+        """Add a line to the log."""
+        line = json.dumps({"event": event, "started": self._started, **content})
+        try:
+            append_line(self._log, line)
+        except OSError as error:
+            raise LayertapError(f"cannot write to {self._log}: {error.strerror}") from error
+
+    def __call__(self, event: Event) -> None:
+        shared = self._shared
+        if isinstance(event, Said):
+            if event.text not in self._said:
+                self._said.add(event.text)
+                self._progress.say(event.text)
+        elif isinstance(event, Progressed):
+            self._progress.advance(event.rows, event.found)
+            if not event.found:
+                shared.computed += event.rows
+                shared.hosts[self._hosts[event.worker]] += event.rows
+        elif isinstance(event, Joined):
+            self._hosts[event.worker] = event.host
+            self._progress.say(f"worker {event.worker} on {event.host}, {event.about}")
+            self.note("joined", worker=event.worker, host=event.host, device=event.about)
+        elif isinstance(event, Left):
+            host = self._hosts.get(event.worker, "")
+            self._progress.say(f"worker {event.worker}{host and f' on {host}'} is gone: {event.why}")
+            self.note("left", worker=event.worker, host=host, why=event.why)
+        elif isinstance(event, Failed):
+            host = self._hosts[event.worker]
+            self._progress.say(f"shard {event.shard} failed on {host}: {event.why}")
+            self.note("failed", shard=event.shard, worker=event.worker, host=host, why=event.why)
+        elif isinstance(event, Done):
+            receipt = event.receipt or {}
+            shared.status.update(receipt.get("status", {}))
+            made = {name: receipt[name] for name in ("status", "made") if name in receipt}
+            self.note("shard", shard=event.shard, worker=event.worker, host=self._hosts[event.worker], **made)
+
+
+def print_shared(shared: Shared, echo: Callable[[str], None]) -> None:
+    """The end of a run, for people."""
+    out, found, dataset = shared.config.place, shared.dispatched, shared.dataset
+    there = shared.found + found.done
+    if not shared.asked and shared.config.shards_of:
+        echo(f"{out}: of the shards of {shared.config.shards_of}, none is missing; nothing to do")
+    elif not shared.asked:
+        echo(f"{out} is complete: all {dataset.n_rows:,} rows were done before; nothing to do")
+    else:
+        echo(f"{out}: {there:,} of {dataset.n_shards:,} shards are there, {found.done:,} of them made now")
+        rate = shared.computed / shared.seconds if shared.seconds else 0.0
+        echo(f"{shared.computed:,} rows in {shared.seconds:.1f} s, {rate:.1f} images/s")
+        if len(shared.hosts) > 1:
+            for host, rows in shared.hosts.most_common():
+                echo(f"  {host}  {rows:,} rows, {rows / max(shared.seconds, 1e-9):.1f} images/s")
+    for host, why in found.retired:
+        echo(f"a worker on {host} was given no more: {why}")
+    for shard, reasons in sorted(found.failed.items()):
+        echo(f"shard {shard} failed {len(reasons)} times, and is not there:")
+        for reason in dict.fromkeys(reasons):
+            echo(f"  {printable(reason)}")
+    if found.stopped or found.failed:
+        again = "To go on" if found.stopped else "To try again"
+        echo(f"{again}:\n  {shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}")
+    print_failures([failure[1:] for failure in shared.failures], Path(out), echo)
+
+
+def as_json(shared: Shared) -> dict[str, Any]:
+    """The end of a run, for machines."""
+    found = shared.dispatched
+    return {
+        "out": shared.config.place,
+        "fingerprint": shared.dataset.fingerprint,
+        "rows": shared.dataset.n_rows,
+        "shards": shared.dataset.n_shards,
+        "found_done": shared.found,
+        "made": found.done,
+        "computed": shared.computed,
+        "attempts_failed": found.attempts,
+        "begun_again": found.again,
+        "failed_shards": {str(shard): reasons for shard, reasons in sorted(found.failed.items())},
+        "retired": [{"host": host, "why": why} for host, why in found.retired],
+        "stopped": found.stopped,
+        "status": dict(shared.status),
+        "failures": [
+            {"row": row, "path": path, "status": status, "reason": reason}
+            for row, path, status, reason in shared.failures
+        ],
+        "hosts": dict(shared.hosts),
+        "seconds": round(shared.seconds, 3),
+        "images_per_s": round(shared.computed / shared.seconds, 2) if shared.seconds else 0.0,
+    }
+
+
+def exit_code(shared: Shared) -> int:
+    """Of the process."""
+    if shared.signal:
+        return 128 + shared.signal
+    if shared.dispatched.failed:
+        return 1
+    return 3 if shared.config.strict and shared.failures else 0

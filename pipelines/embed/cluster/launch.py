@@ -1,0 +1,95 @@
+"""Where the workers of `layertap embed` are: in processes of this machine, or on a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from extract import defaults
+from extract.errors import InputError
+from extract.store.format.dataset import BUILDING
+from extract.system.urls import is_url
+from pipelines.embed.cluster.dispatch import Workers
+from pipelines.embed.cluster.processes import Processes, Slot
+from pipelines.embed.cluster.worker import Embed
+from pipelines.terminal.config import EmbedConfig
+
+if TYPE_CHECKING:
+    from pipelines.embed.cluster.ray_actors import Room
+
+__all__ = ["engine_of", "of_an_actor"]
+
+
+def engine_of(config: EmbedConfig) -> AbstractContextManager[Workers]:
+    """The workers that a configuration asks for."""
+    if config.engine == "ray":
+        from pipelines.embed.cluster.ray_actors import RayWorkers
+
+        start = partial(of_an_actor, config)
+        on_cpu = config.device == "cpu"
+        return RayWorkers(config.address, start, config.cpus_per_worker, config.workers_per_gpu, on_cpu)
+    return Processes(_slots(config))
+
+
+def of_an_actor(config: EmbedConfig, room: Room) -> Embed:
+    """What an actor begins with; paths are whole ones, since it runs in another folder."""
+    changes: dict[str, Any] = {"device": "auto" if room.gpus else "cpu"}
+    if not is_url(config.place):
+        changes["out"] = str(config.folder.absolute())
+    if not is_url(config.images):
+        changes["images"] = str(Path(config.images).absolute())
+    source, _, name = config.backbone.partition("/")
+    path, colon, entry = name.partition(":")
+    if source in ("python", "hub", "hf") and Path(path).expanduser().exists():
+        changes["backbone"] = f"{source}/{Path(path).expanduser().absolute()}{colon}{entry}"
+    if config.weights and Path(config.weights).is_file():
+        changes["weights"] = str(Path(config.weights).absolute())
+    if "workers" not in config.model_fields_set:
+        changes["workers"] = min(8, room.cpus)
+    scratch = config.scratch and config.scratch.absolute()
+    return Embed(config.model_copy(update=changes), scratch, None if room.gpus else room.cpus)
+
+
+def _slots(config: EmbedConfig) -> list[Slot]:
+    """One worker for each device, or several; each with cores of its own."""
+    devices = _devices(config)
+    cores = sorted(_cores())
+    if config.cpus_per_worker is not None and config.cpus_per_worker > len(cores):
+        raise InputError(f"cpus_per_worker is {config.cpus_per_worker}; this process may use {len(cores)} cores")
+    if devices == ["cpu"]:
+        devices *= max(1, len(cores) // (config.cpus_per_worker or len(cores)))
+    else:
+        devices = [device for device in devices for _ in range(config.workers_per_gpu)]
+    each = config.cpus_per_worker or max(1, len(cores) // len(devices))
+    alone = not config.shards_of and not is_url(config.place)
+    scratch = config.scratch or (config.folder / BUILDING if alone else None)
+    slots = []
+    for number, device in enumerate(devices):
+        mine = [cores[(number * each + place) % len(cores)] for place in range(min(each, len(cores)))]
+        changes: dict[str, Any] = {"device": device}
+        if "workers" not in config.model_fields_set:
+            changes["workers"] = min(defaults.WORKERS, len(mine))
+        one = config.model_copy(update=changes)
+        slots.append(Slot(Embed(one, scratch, len(mine)), mine if len(devices) > 1 else None))
+    return slots
+
+
+def _cores() -> set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def _devices(config: EmbedConfig) -> list[str]:
+    if "," in config.device:
+        return [device.strip() for device in config.device.split(",")]
+    if config.device != "all":
+        return [config.device] if config.device != "auto" or config.engine != "processes" else _all_devices()
+    return _all_devices()
+
+
+def _all_devices() -> list[str]:
+    import torch
+
+    return [f"cuda:{number}" for number in range(torch.cuda.device_count())] or ["cpu"]

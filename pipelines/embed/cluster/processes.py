@@ -1,0 +1,237 @@
+"""Workers that are processes of this machine, one for each device."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any, Self
+
+from extract.errors import LayertapError
+from pipelines.embed.cluster.dispatch import Done, Event, Failed, Joined, Left
+from pipelines.embed.cluster.worker import Start, Worker
+
+__all__ = ["Processes", "Slot", "WorkerProcess"]
+
+_EARLY_DEATHS = 3  # of a worker in a row, before it has joined
+_SILENT_S = 1200.0  # without a word from a worker that has something to do: it hangs
+_END_S = 60.0  # for a batch in flight, when all is stopped
+_CLOSE_S = 15.0  # for closing what is open, where even that batch does not end
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place for one worker at a time.
+
+    Attributes:
+        start: what it begins with.
+        cores: that it runs on; None: any.
+    """
+
+    start: Start
+    cores: Sequence[int] | None = None
+
+
+class Processes:
+    """As of `dispatch.Workers`; a context manager, at whose end the workers are ended.
+
+    Args:
+        slots: one for each worker.
+    """
+
+    def __init__(self, slots: Sequence[Slot]):
+        self._slots = slots
+        self._processes: dict[int, WorkerProcess] = {}
+        self._count = 0
+        self._deaths = [0] * len(slots)
+        self._last_words = ""
+
+    def __enter__(self) -> Self:
+        for slot in range(len(self._slots)):
+            self._begin(slot)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for one in self._processes.values():
+            one.end()
+        end = time.monotonic() + _END_S
+        for one in self._processes.values():
+            one.stop(end - time.monotonic() if one.joined else 0.0)  # else it has nothing to finish
+
+    def _begin(self, slot: int) -> None:
+        self._processes[self._count] = WorkerProcess(self._count, self._slots[slot], slot)
+        self._count += 1
+
+    def events(self, timeout_s: float) -> list[Event]:
+        """As of `dispatch.Workers`."""
+        if not self._processes:
+            raise LayertapError(f"no worker can be started: {self._last_words}")
+        by_pipe = {one.pipe: number for number, one in self._processes.items()}
+        found: list[Event] = []
+        for pipe in wait(list(by_pipe), timeout_s):
+            found += self._heard(by_pipe[pipe])  # type: ignore[index]
+        for number, one in list(self._processes.items()):
+            if one.shards and time.monotonic() - one.heard > _SILENT_S:
+                found += self._gone(number, Left(number, f"said nothing for {_SILENT_S / 60:.0f} minutes"))
+        return found
+
+    def _heard(self, number: int) -> list[Event]:
+        """What a worker has said, to the last word."""
+        one = self._processes[number]
+        events = one.events()
+        if any(isinstance(event, Joined) for event in events):
+            self._deaths[one.slot] = 0
+        if events and isinstance(events[-1], Left):
+            return events[:-1] + self._gone(number, events[-1])
+        return events
+
+    def _gone(self, number: int, event: Left) -> list[Event]:
+        one = self._processes.pop(number)
+        one.kill()
+        self._last_words = event.why
+        self._deaths[one.slot] += 1
+        if self._deaths[one.slot] < _EARLY_DEATHS:
+            self._begin(one.slot)
+        return [event]
+
+    def coming(self) -> bool:
+        """As of `dispatch.Workers`."""
+        return any(not one.joined for one in self._processes.values())
+
+    def submit(self, worker: int, shard: int) -> None:
+        """As of `dispatch.Workers`."""
+        self._processes[worker].submit(shard)
+
+    def cancel(self, worker: int, shard: int) -> None:
+        """As of `dispatch.Workers`."""
+        self._processes[worker].cancel(shard)
+
+    def retire(self, worker: int) -> None:
+        """As of `dispatch.Workers`."""
+        self._processes.pop(worker).kill()
+
+
+class WorkerProcess:
+    """A worker in a process of its own, as it is seen from outside.
+
+    Args:
+        number: of the worker.
+        what: it begins with.
+        slot: that it takes.
+
+    Attributes:
+        pipe: can be waited for, until there is something to hear.
+        slot: as given.
+        joined: whether it has said that it is ready.
+        shards: that it was given, and has not ended.
+        heard: when it has said something, or was given something to do while it had nothing.
+    """
+
+    def __init__(self, number: int, what: Slot, slot: int = 0):
+        context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+        self.pipe, theirs = context.Pipe()
+        method = multiprocessing.get_start_method()
+        self._process = context.Process(target=_work, args=(number, theirs, what, method), name=f"worker-{number}")
+        self._process.start()
+        theirs.close()  # so that the end of the process is the end of the pipe
+        self._number, self._sending = number, threading.Lock()
+        self.slot, self.heard, self.joined = slot, time.monotonic(), False
+        self.shards: set[int] = set()
+
+    def events(self, timeout_s: float = 0.0) -> list[Event]:
+        """What it has said since the last call; the last one is `Left` if it is gone."""
+        found: list[Event] = []
+        try:
+            while self.pipe.poll(0.0 if found else timeout_s):
+                event: Event = self.pipe.recv()
+                found.append(event)
+                self.heard = time.monotonic()
+                if isinstance(event, Joined):
+                    self.joined = True
+                elif isinstance(event, Done | Failed):
+                    self.shards.discard(event.shard)
+                elif isinstance(event, Left):
+                    break
+        except (EOFError, OSError):
+            found.append(Left(self._number, self._how_it_ended()))
+        return found
+
+    def submit(self, shard: int) -> None:
+        """As of `Worker`."""
+        if not self.shards:
+            self.heard = time.monotonic()
+        self.shards.add(shard)
+        self._tell("submit", shard)
+
+    def cancel(self, shard: int) -> None:
+        """As of `Worker`."""
+        self.shards.discard(shard)
+        self._tell("cancel", shard)
+
+    def end(self) -> None:
+        """As of `Worker`."""
+        self._tell("end")
+
+    def _tell(self, what: str, shard: int = 0) -> None:
+        """Send a message; that nobody is there any more shows when the pipe is read."""
+        with self._sending, contextlib.suppress(OSError):
+            self.pipe.send((what, shard))
+
+    def _how_it_ended(self) -> str:
+        """In words, when the pipe has ended."""
+        self._process.join(_END_S)
+        code = self._process.exitcode
+        if code is None:
+            return "its process closed its pipe"
+        return (
+            f"its process was killed by {signal.Signals(-code).name}" if code < 0 else f"its process ended with {code}"
+        )
+
+    def stop(self, timeout_s: float = _END_S) -> None:
+        """Wait so long for its end, then interrupt it, and at last kill it."""
+        self._process.join(max(0.0, timeout_s))
+        if self._process.is_alive():
+            self._process.terminate()
+            self._process.join(_CLOSE_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """End it, and the processes that decode for it: they see that it is gone."""
+        self._process.kill()
+        self._process.join()
+        self.pipe.close()
+
+
+def _work(number: int, pipe: Connection[Any, Any], slot: Slot, start_method: str) -> None:
+    """The worker: its own thread makes shards, another one hears what is wanted."""
+    multiprocessing.set_start_method(start_method, force=True)  # else what decodes would be spawned, too: 6 s a shard
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the first one alone decides
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1) if worker.ending else worker.end())
+    if slot.cores is not None and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, slot.cores)
+    sending = threading.Lock()
+
+    def tell(event: Event) -> None:
+        with sending, contextlib.suppress(OSError):  # nobody hears it: `hear` ends the worker
+            pipe.send(event)
+
+    worker = Worker(number, slot.start, tell)
+
+    def hear() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                what, shard = pipe.recv()
+                if what == "end":
+                    break
+                (worker.submit if what == "submit" else worker.cancel)(shard)
+        worker.end()
+
+    threading.Thread(target=hear, daemon=True).start()
+    worker.run()

@@ -1,0 +1,272 @@
+"""Workers that are actors on a Ray cluster: one for each accelerator, and one more wherever a node joins.
+
+Each actor loads the backbone once. Messages are numbers of shards one way, and receipts the other; pictures and
+features never pass through Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from extract.errors import InputError, LayertapError, first_line
+from extract.system.optional_libraries import library
+from pipelines.embed.cluster.dispatch import Done, Event, Failed, Joined, Left
+from pipelines.embed.cluster.processes import Slot, WorkerProcess
+from pipelines.embed.cluster.worker import Start
+
+__all__ = ["RayWorkers", "Room", "room"]
+
+_EARLY_DEATHS = 3  # of actors in a row, before they have joined
+_SILENT_S = 1200.0  # without a word from an actor that has something to do: it hangs
+_LOOK_S = 10.0  # after which it is asked whether nodes have joined
+_END_S = 60.0  # for a batch in flight, when all is stopped
+_CONNECT_S = 10.0
+_ANSWER_S = 5.0  # within which an actor tells that there is nothing to tell
+
+
+@dataclass(frozen=True)
+class Room:
+    """What an actor takes of a node.
+
+    Attributes:
+        cpus: cores.
+        gpus: of one; 0: it computes on the cores.
+    """
+
+    cpus: int
+    gpus: float
+
+    def places(self, nodes: list[dict[str, Any]]) -> int:
+        """How many actors have room on these nodes."""
+        return sum(
+            int(
+                min(
+                    node["Resources"].get("CPU", 0.0) // self.cpus,
+                    (node["Resources"].get("GPU", 0.0) + 1e-6) // self.gpus if self.gpus else float("inf"),
+                )
+            )
+            for node in nodes
+        )
+
+
+def room(nodes: list[dict[str, Any]], cpus_per_worker: int | None, workers_per_gpu: int, on_cpu: bool) -> Room:
+    """What an actor is to take, where it is not said: a GPU with its share of the cores, or all cores of a node.
+
+    Args:
+        nodes: of the cluster, as `ray.nodes()` tells of those that live.
+        cpus_per_worker: cores; None: as many as there are for each.
+        workers_per_gpu: actors that share a GPU.
+        on_cpu: whether no GPU is to be used.
+    """
+    with_gpu = [] if on_cpu else [node for node in nodes if node["Resources"].get("GPU", 0.0) >= 1]
+    shares = [
+        int(node["Resources"].get("CPU", 1.0) // (node["Resources"]["GPU"] * workers_per_gpu if with_gpu else 1))
+        for node in with_gpu or nodes
+        if node["Resources"].get("CPU", 0.0) >= 1
+    ]
+    cpus = cpus_per_worker or max(1, min(shares, default=1))
+    return Room(cpus, 1 / workers_per_gpu if with_gpu else 0.0)
+
+
+class RayWorkers:
+    """As of `dispatch.Workers`; a context manager, at whose end the actors are ended.
+
+    Args:
+        address: of the cluster; "auto": the one that this machine belongs to; "local": one that is begun here.
+        start: what each begins with, by what it takes of a node.
+        cpus_per_worker: as of `room`.
+        workers_per_gpu: as of `room`.
+        on_cpu: as of `room`.
+
+    Raises:
+        LayertapError: ray is not installed, or there is no such cluster.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        start: Callable[[Room], Start],
+        cpus_per_worker: int | None,
+        workers_per_gpu: int,
+        on_cpu: bool,
+    ):
+        self._ray = library("ray", "ray", "--engine ray")
+        self._address, self._start = address, start
+        self._asked = cpus_per_worker, workers_per_gpu, on_cpu
+        self._actors: dict[int, _Actor] = {}
+        self._count = self._deaths = 0
+        self._looked = 0.0
+        self._last_words = ""
+
+    def __enter__(self) -> Self:
+        ray = self._ray
+        if self._address.startswith("ray://"):
+            raise InputError(f"--address {self._address}: run on a machine of the cluster, which is `--address auto`")
+        self._was_there = ray.is_initialized()
+        if not self._was_there:
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            try:
+                if found := re.fullmatch(r"(?:\[(.+)\]|([^:/]+)):(\d{1,5})", self._address):
+                    # Ray itself tries for three minutes.
+                    socket.create_connection((found[1] or found[2], int(found[3])), _CONNECT_S).close()
+                ray.init(
+                    address=self._address,
+                    include_dashboard=False if self._address == "local" else None,
+                    log_to_driver=False,
+                    logging_level="error",
+                    namespace="layertap",
+                )
+            except (ConnectionError, OSError, ValueError, RuntimeError) as error:
+                raise LayertapError(
+                    f"no Ray cluster at {self._address!r}: {first_line(error).rstrip('.')}. Begin one "
+                    "(`ray start --head`), name its --address, or take --address local"
+                ) from error
+        self._room = room(self._nodes(), *self._asked)
+        self._grow()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        ray = self._ray
+        with contextlib.suppress(Exception):  # the cluster itself may be gone
+            ending = [one.handle.end.remote() for one in self._actors.values() if one.joined]
+            ray.wait(ending, num_returns=len(ending), timeout=2 * _END_S) if ending else None
+            for one in self._actors.values():
+                ray.kill(one.handle)
+        if not self._was_there:
+            ray.shutdown()
+
+    def _nodes(self) -> list[dict[str, Any]]:
+        return [node for node in self._ray.nodes() if node["Alive"]]
+
+    def _grow(self) -> None:
+        """Have an actor for each place there is, and one that waits for the next: it makes a cluster grow that can."""
+        self._looked = time.monotonic()
+        wanted = self._room.places(self._nodes()) + 1
+        while len(self._actors) < wanted and self._deaths < _EARLY_DEATHS:
+            self._begin()
+
+    def _begin(self) -> None:
+        options = {"num_cpus": self._room.cpus, "num_gpus": self._room.gpus, "max_concurrency": 4}
+        kind = self._ray.remote(**options)(_Remote)
+        handle = kind.remote(self._count, self._start(self._room))
+        self._actors[self._count] = _Actor(handle, handle.events.remote(_ANSWER_S))
+        self._count += 1
+
+    def events(self, timeout_s: float) -> list[Event]:
+        """As of `dispatch.Workers`."""
+        ray = self._ray
+        if time.monotonic() - self._looked > _LOOK_S:
+            self._grow()
+        if not self._actors:
+            raise LayertapError(f"no worker can be started: {self._last_words}")
+        by_answer = {one.answer: number for number, one in self._actors.items()}
+        ready, _ = ray.wait(list(by_answer), num_returns=len(by_answer), timeout=0)
+        if not ready:
+            ready, _ = ray.wait(list(by_answer), num_returns=1, timeout=timeout_s)
+        found: list[Event] = []
+        for answer in ready:
+            found += self._heard(by_answer[answer], answer)
+        for number, one in list(self._actors.items()):
+            if one.shards and time.monotonic() - one.heard > _SILENT_S:
+                found += self._gone(number, Left(number, f"said nothing for {_SILENT_S / 60:.0f} minutes"))
+        return found
+
+    def _heard(self, number: int, answer: Any) -> list[Event]:
+        one = self._actors[number]
+        try:
+            events: list[Event] = self._ray.get(answer)
+        except Exception as error:  # of Ray: the actor or its node died
+            return self._gone(number, Left(number, f"{type(error).__name__}: {first_line(error)}"))
+        if events:
+            one.heard = time.monotonic()
+        for place, event in enumerate(events):
+            if isinstance(event, Left):
+                return events[:place] + self._gone(number, event)
+            if isinstance(event, Joined):
+                one.joined, self._deaths = True, 0
+            if isinstance(event, Done | Failed):
+                one.shards.discard(event.shard)
+        one.answer = one.handle.events.remote(_ANSWER_S)
+        return events
+
+    def _gone(self, number: int, event: Left) -> list[Event]:
+        one = self._actors.pop(number)
+        self._ray.kill(one.handle)
+        self._last_words = event.why
+        if not one.joined:
+            self._deaths += 1
+        if self._deaths < _EARLY_DEATHS:
+            self._begin()
+        return [event]
+
+    def coming(self) -> bool:
+        """As of `dispatch.Workers`; the one that waits for a node has none."""
+        joined = sum(one.joined for one in self._actors.values())
+        return joined < min(self._room.places(self._nodes()), len(self._actors))
+
+    def submit(self, worker: int, shard: int) -> None:
+        """As of `dispatch.Workers`."""
+        one = self._actors[worker]
+        if not one.shards:
+            one.heard = time.monotonic()
+        one.shards.add(shard)
+        one.handle.submit.remote(shard)
+
+    def cancel(self, worker: int, shard: int) -> None:
+        """As of `dispatch.Workers`."""
+        self._actors[worker].shards.discard(shard)
+        self._actors[worker].handle.cancel.remote(shard)
+
+    def retire(self, worker: int) -> None:
+        """As of `dispatch.Workers`: it keeps its place, or another would begin there."""
+        for shard in list(self._actors[worker].shards):
+            self.cancel(worker, shard)
+
+
+class _Actor:
+    """An actor, as it is seen from outside."""
+
+    def __init__(self, handle: Any, answer: Any):
+        self.handle, self.answer = handle, answer  # the answer that it is going to give to `events`
+        self.heard, self.joined = time.monotonic(), False
+        self.shards: set[int] = set()
+
+
+class _Remote:
+    """The worker, in a process that this one begins: it forks processes that decode, which Ray's own would not survive.
+
+    Its methods are called by several threads at once.
+    """
+
+    def __init__(self, number: int, start: Start):
+        import ray
+
+        self._node = ray.get_runtime_context().get_node_id()[:8]
+        self._process = WorkerProcess(number, Slot(start))
+
+    def submit(self, shard: int) -> None:
+        """As of `Worker`."""
+        self._process.submit(shard)
+
+    def cancel(self, shard: int) -> None:
+        """As of `Worker`."""
+        self._process.cancel(shard)
+
+    def end(self) -> None:
+        """As of `Worker`; returns when it has ended."""
+        self._process.end()
+        self._process.stop()
+
+    def events(self, timeout_s: float) -> list[Event]:
+        """What has happened since the last call; waits so long for the first."""
+        found = self._process.events(timeout_s)
+        return [
+            replace(event, host=f"{event.host}/{self._node}") if isinstance(event, Joined) else event for event in found
+        ]

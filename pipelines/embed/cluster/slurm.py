@@ -1,0 +1,66 @@
+"""The sbatch file of a job: an array whose tasks make the shards of one data set together."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+from extract.errors import InputError
+from pipelines.terminal.config import EmbedConfig, load_config
+from pipelines.terminal.text_output import printable
+
+__all__ = ["as_sbatch"]
+
+_WARNED_S = 120  # before the time limit, in which a task finishes its batch
+
+
+def as_sbatch(
+    path: Path, tasks: int, gpus: int = 1, cpus: int = 8, time: str | None = None, partition: str | None = None
+) -> str:
+    """An sbatch file that runs `layertap embed --config PATH` as an array.
+
+    Args:
+        path: the configuration.
+        tasks: of the array.
+        gpus: of each task; 0: none.
+        cpus: of each task.
+        time: limit of each task, as SLURM writes it; None: the partition's.
+        partition: None: the default one.
+
+    Raises:
+        InputError: the configuration is wrong, or one that an array cannot run.
+    """
+    config = load_config(EmbedConfig, path, {})
+    if config.engine == "ray" or config.shards_of:
+        what = "engine: ray" if config.engine == "ray" else "shards_of"
+        raise InputError(f"{path}: {what} does not go with an array, whose tasks are told their part of the shards")
+    for name, text in (("time", time), ("partition", partition)):
+        if text is not None and not re.fullmatch(r"[\w:,.-]+", text, re.ASCII):
+            raise InputError(f"--{name} {text!r} is not one that SLURM knows")
+    name = re.sub(r"[^\w.-]", "-", config.folder.name, flags=re.ASCII)
+    lines = [
+        f"--job-name=layertap-{name}",
+        f"--array=0-{tasks - 1}",
+        "--ntasks=1",
+        f"--cpus-per-task={cpus}",
+        *([f"--gpus-per-task={gpus}"] if gpus else []),
+        *([f"--time={time}"] if time else []),
+        *([f"--partition={partition}"] if partition else []),
+        "--requeue",
+        "--open-mode=append",
+        f"--signal=TERM@{_WARNED_S}",
+        f"--output=layertap-{name}-%A_%a.log",
+    ]
+    device = "cpu" if not gpus else "all" if gpus > 1 else "cuda"
+    command = shlex.join(["srun", "layertap", "embed", "--config", str(path.absolute()), "--device", device])
+    return "\n".join([
+        "#!/bin/bash",
+        *(f"#SBATCH {line}" for line in lines),
+        "",
+        "# Submitted again, it makes what is missing. How far it is:",
+        f"#   layertap status {printable(shlex.quote(str(config.folder)))}",
+        "set -euo pipefail",
+        f"cd -- {shlex.quote(str(Path.cwd()))}",
+        f'{command} --shards-of "$SLURM_ARRAY_TASK_ID/{tasks}" --scratch "${{SLURM_TMPDIR:-${{TMPDIR:-/tmp}}}}"',
+    ]) + "\n"  # fmt: skip

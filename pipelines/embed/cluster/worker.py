@@ -1,0 +1,209 @@
+"""One worker: makes the shards that it is given, one after the other, and tells what happens.
+
+The same in a process that another one of this machine has begun, and in one that a Ray actor has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Container, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from extract.errors import LayertapError, first_line
+from pipelines.embed.cluster.dispatch import Done, Event, Failed, Joined, Left, Made, Progressed, Said
+from pipelines.terminal.config import EmbedConfig
+
+__all__ = ["Embed", "Maker", "Say", "Start", "Worker"]
+
+_TELL_EVERY_S = 0.5
+
+
+class Maker(Protocol):
+    """What makes shards; see `extract.extraction.shard_maker.ShardMaker`."""
+
+    about: str
+    begun: list[int]
+
+    def make(
+        self,
+        shard: int,
+        on_rows: Callable[[int, bool], None],
+        stop: Callable[[], bool],
+        following: Callable[[Container[int]], int | None],
+    ) -> bool:
+        """Whether a shard is finished, to be published; else it was stopped."""
+
+    def publish(self, shard: int) -> dict[str, Any] | None:
+        """The receipt of a shard that is published now; None: another was first. Run by another thread."""
+
+    def give_up(self, shard: int) -> None:
+        """Remove what there is of a shard that is not wanted any more."""
+
+
+Say = Callable[[str], None]
+Start = Callable[[Say], AbstractContextManager[Maker]]  # called in a worker; can be pickled
+
+
+class Worker:
+    """Makes shards in the thread that calls `run`, and publishes one while the next is made.
+
+    The other methods may be called by any thread.
+
+    Args:
+        number: of the worker.
+        start: loads what it needs.
+        tell: takes what happens.
+
+    Attributes:
+        ending: whether it was told to end.
+    """
+
+    def __init__(self, number: int, start: Start, tell: Callable[[Event], None]):
+        self._number, self._start, self._tell = number, start, tell
+        self._waiting: deque[int] = deque()
+        self._cancelled: set[int] = set()
+        self.ending = False
+        self._changed = threading.Condition()
+        self._publishing: Future[None] | None = None
+
+    def submit(self, shard: int) -> None:
+        """Have a shard made after all that were given before."""
+        with self._changed:
+            self._cancelled.discard(shard)
+            self._waiting.append(shard)
+            self._changed.notify()
+
+    def cancel(self, shard: int) -> None:
+        """Forget about a shard."""
+        with self._changed:
+            if shard in self._waiting:
+                self._waiting.remove(shard)
+            else:  # it is being made
+                self._cancelled.add(shard)
+
+    def end(self) -> None:
+        """Finish the batch in flight, and return from `run`; what was begun is left to be resumed."""
+        self.ending = True
+        with self._changed:
+            self._changed.notify()
+
+    def _take(self) -> int | None:
+        """The shard to be made now; None: it is to end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self.ending)
+            return None if self.ending else self._waiting.popleft()
+
+    def _following(self, known: Container[int]) -> int | None:
+        """A shard that waits, besides those that are known."""
+        with self._changed:
+            return next((shard for shard in self._waiting if shard not in known), None)
+
+    def run(self) -> None:
+        """Make shards until `end` is called; an error that is not of a shard is the last thing that is told."""
+        try:
+            with self._start(lambda text: self._tell(Said(self._number, text))) as maker:
+                self._tell(Joined(self._number, platform.node(), maker.about, maker.begun))
+                with ThreadPoolExecutor(1, "publisher") as publisher:
+                    while (shard := self._take()) is not None:
+                        self._make(maker, shard, publisher)
+        except LayertapError as error:
+            self._tell(Left(self._number, str(error), error))
+        except Exception as error:
+            self._tell(Left(self._number, f"{type(error).__name__}: {first_line(error)}"))
+            raise
+
+    def _make(self, maker: Maker, shard: int, publisher: Executor) -> None:
+        told, rows = time.monotonic(), {True: 0, False: 0}
+
+        def flush() -> None:
+            nonlocal told
+            for found, count in rows.items():
+                if count:
+                    self._tell(Progressed(self._number, count, found))
+                    rows[found] = 0
+            told = time.monotonic()
+
+        def on_rows(count: int, found: bool) -> None:
+            rows[found] += count
+            if time.monotonic() - told >= _TELL_EVERY_S:
+                flush()
+
+        try:
+            finished = maker.make(shard, on_rows, lambda: self.ending or self._is_cancelled(shard), self._following)
+        except Exception as error:
+            flush()
+            self._failed(shard, error)
+            return
+        flush()
+        if self._is_cancelled(shard):
+            maker.give_up(shard)
+        elif finished:
+            self._tell(Made(self._number, shard))
+            if self._publishing is not None:
+                self._publishing.result()  # no more than one waits on the disk
+            self._publishing = publisher.submit(self._publish, maker, shard)
+
+    def _publish(self, maker: Maker, shard: int) -> None:
+        try:
+            receipt = maker.publish(shard)
+        except Exception as error:
+            if self._is_cancelled(shard):
+                maker.give_up(shard)
+            self._failed(shard, error)
+            return
+        if not self._is_cancelled(shard):
+            self._tell(Done(self._number, shard, receipt))
+
+    def _failed(self, shard: int, error: Exception) -> None:
+        text = str(error) if isinstance(error, LayertapError) else f"{type(error).__name__}: {first_line(error)}"
+        if not self._is_cancelled(shard):
+            self._tell(Failed(self._number, shard, text))
+
+    def _is_cancelled(self, shard: int) -> bool:
+        with self._changed:
+            return shard in self._cancelled
+
+
+@dataclass(frozen=True)
+class Embed:
+    """Loads what a worker of `layertap embed` needs: the backbone, the images, and a folder to build shards in.
+
+    Attributes:
+        config: of the job.
+        scratch: folder for shards that are being built; None: that for temporary files.
+        threads: of the forward on a CPU; None: PyTorch's choice.
+    """
+
+    config: EmbedConfig
+    scratch: Path | None = None
+    threads: int | None = None
+
+    @contextlib.contextmanager
+    def __call__(self, say: Say) -> Iterator[Maker]:
+        """As of `Start`."""
+        import torch
+
+        from extract.extraction.shard_maker import ShardMaker, scratch_folder
+        from extract.images import list_images
+        from extract.store.places.destination import place_of
+        from pipelines.embed.job import backbone_of, described, plan_of
+
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        backbone = backbone_of(self.config, say)
+        plan = plan_of(self.config, list_images(self.config.images, self.config.limit), backbone)
+        out = self.config.place
+        place = place_of(out)
+        with (
+            scratch_folder(out, place, plan.dataset, self.scratch) as folder,
+            ShardMaker(plan, place, folder, lambda one: say(described(one, plan.precision))) as maker,
+        ):
+            yield maker

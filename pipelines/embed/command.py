@@ -1,0 +1,166 @@
+"""Commands that compute features of images: `layertap embed`, and what is around it."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from extract.errors import LayertapError
+from pipelines.terminal.config import EmbedConfig, load_config
+from pipelines.terminal.options import config_file, given, json_flag, option, tell
+
+__all__ = ["demo", "embed", "plan", "slurm"]
+
+
+@click.command()
+@click.argument("images", required=False)
+@option("-b", "--backbone")
+@option("-l", "--layers", multiple=True, metavar="LAYER[:POOLING]")
+@option("-o", "--out")
+@option("--weights")
+@option("--allow-missing-head/--no-allow-missing-head")
+@option("--size", metavar="PX|HxW")
+@option("--crop", metavar="PX|HxW")
+@option("--interpolation")
+@option("--mean", metavar="R,G,B")
+@option("--std", metavar="R,G,B")
+@option("--batch-size", type=int)
+@option("--workers", type=int)
+@option("--decode", type=click.Choice(["exact", "fast"]))
+@option("--device")
+@option("--dtype", type=click.Choice(["float32", "float16"]))
+@option("--precision", type=click.Choice(["float32", "bfloat16", "float16"]))
+@option("--compile", type=click.Choice(["auto", "on", "off", "inductor", "openvino"]))
+@option("--fast/--no-fast")
+@option("--min-cosine", type=float)
+@option("--limit", type=int)
+@option("--max-pixels", type=int)
+@option("--seed", type=int)
+@option("--shard-rows", type=int)
+@option("--compress", type=click.Choice(["gzip", "lzf", "blosc2"]))
+@option("--sync-s", type=float)
+@option("--retry-failed/--no-retry-failed")
+@option("--strict/--no-strict")
+@option("--engine", type=click.Choice(["processes", "ray"]))
+@option("--workers-per-gpu", type=int)
+@option("--cpus-per-worker", type=int)
+@option("--address")
+@option("--shards-of", metavar="I/N")
+@option("--scratch", type=click.Path(path_type=Path))
+@config_file
+@json_flag
+@click.pass_context
+def embed(ctx: click.Context, /, config: Path | None, as_json: bool, **flags: Any) -> None:
+    """Compute features of IMAGES, and store them in HDF5.
+
+    IMAGES is a folder, a .csv or .parquet list with a column `path`, a .tar or .zip archive (or a pattern of several:
+    'shards-{000..099}.tar'), an .npy array or FILE.h5:NAME of uint8 pictures, or a URL (s3://, gs://, https://). Or a
+    plan of a folder or list: see `layertap plan`.
+
+    Run again, it goes on where it was, or says that all is done. A file that cannot be decoded is a row with a status.
+
+    \b
+    layertap embed photos                                     # embedding of the bundled backbone
+    layertap embed photos -b torchvision/resnet50 -l layer3 -l layer4:max_map -o outputs/photos-r50
+    """
+    resolved = load_config(EmbedConfig, config, given(flags))
+    if resolved.is_shared:
+        from pipelines.embed.cluster.driver import as_json as shared_as_json
+        from pipelines.embed.cluster.driver import embed_shared, exit_code, print_shared
+
+        made = embed_shared(resolved)
+        tell(made, as_json, shared_as_json, print_shared)
+        ctx.exit(exit_code(made))
+    from pipelines.embed.job import embed, print_summary, summary_as_json
+
+    outcome = embed(resolved)
+    tell(outcome, as_json, summary_as_json, print_summary)
+    if outcome.signal:
+        ctx.exit(128 + outcome.signal)
+    if len(outcome.failures) == outcome.summary.n_rows:
+        raise LayertapError(f"none of the {outcome.summary.n_rows:,} images has features; the reasons are above")
+    if resolved.strict and outcome.failures:
+        ctx.exit(3)
+
+
+@click.command()
+@click.argument("images")
+@click.option(
+    "-o", "--out", type=click.Path(path_type=Path), help="Folder of the plan. [default: outputs/<name of IMAGES>-plan]"
+)
+@json_flag
+def plan(images: str, out: Path | None, as_json: bool) -> None:
+    """List IMAGES once, into a folder that is then given in their place.
+
+    For a hundred million images: neither this command nor those that are given the plan hold all names in memory, and
+    no job has to list them again. IMAGES is a folder, the URL of one, or a .csv, .tsv or .parquet list. The rows are
+    those of IMAGES itself: a data set that was begun with either goes on with the other.
+
+    Run again, it goes on where it was, or says that the plan is there.
+
+    \b
+    layertap plan photos -o outputs/photos-plan
+    layertap embed outputs/photos-plan
+    """
+    from pipelines.embed.index_job import as_json as plan_as_json
+    from pipelines.embed.index_job import plan as make_plan
+    from pipelines.embed.index_job import print_plan
+    from pipelines.terminal.config import name_of
+
+    out = out or Path("outputs") / f"{name_of(images)}-plan"
+    try:
+        planned = make_plan(images, out)
+    except KeyboardInterrupt:
+        command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+        click.echo(f"\nstopped: what was listed is kept in {out}. To go on:\n  {command}", err=True)
+        raise
+    tell(planned, as_json, plan_as_json, print_plan)
+
+
+@click.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option("--tasks", type=click.IntRange(1, 1_000_000), required=True, help="Of the array.")
+@click.option("--gpus", type=click.IntRange(min=0), default=1, show_default=True, help="Of each task.")
+@click.option("--cpus", type=click.IntRange(min=1), default=8, show_default=True, help="Of each task.")
+@click.option("--time", metavar="[D-]HH:MM:SS", help="Limit of each task. [default: the partition's]")
+@click.option("--partition", help="[default: the cluster's]")
+def slurm(config: Path, **settings: Any) -> None:
+    """Print an sbatch file that runs `layertap embed --config CONFIG` as an array, whose tasks share the shards.
+
+    What a task leaves undone, the same file makes when it is submitted again.
+
+    \b
+    layertap slurm configs/photos.yaml --tasks 16 > photos.sbatch && sbatch photos.sbatch
+    """
+    from pipelines.embed.cluster.slurm import as_sbatch
+
+    click.echo(as_sbatch(config, **settings), nl=False)
+
+
+@click.command()
+@click.option("-o", "--out", type=click.Path(path_type=Path), default=Path("outputs/demo"), show_default=True)
+@click.pass_context
+def demo(ctx: click.Context, out: Path) -> None:
+    """Run `embed`, `probe` and `report` on 1,797 scans of handwritten digits, offline, with real weights.
+
+    A minute on 2 cores.
+    """
+    from pipelines.demo import READING, demo_config, demo_probe, demo_report, write_digits
+    from pipelines.embed.job import embed, print_summary
+    from pipelines.probe.report import print_outcome, probe_and_write
+
+    config = demo_config(out)
+    click.echo(f"{write_digits(Path(config.images)):,} digits in {config.images}", err=True)
+    outcome = embed(config)
+    print_summary(outcome, click.echo)
+    if outcome.signal:
+        ctx.exit(128 + outcome.signal)
+    found, files = probe_and_write(demo_probe(out), lambda text: click.echo(text, err=True))
+    print_outcome(found, click.echo)
+    click.echo("pictures: " + ", ".join(str(file) for file in files if file.suffix == ".png"))
+    click.echo(f"a page of it all, to be opened in a browser: {demo_report(out)}")
+    click.echo("To read it:\n\n" + READING.format(out=config.folder))

@@ -1,0 +1,96 @@
+"""Images listed once, into files, for jobs on more of them than fit into memory: `layertap plan IMAGES -o PLAN`."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from extract.images.index.image_index import PlannedImages
+from extract.images.index.index_writing import is_finished, write_plan
+from extract.system.atomic_files import bytes_below
+from pipelines.terminal.progress import Progress
+from pipelines.terminal.text_output import printable
+
+__all__ = ["Planned", "as_json", "plan", "print_plan"]
+
+_SHOWN = 5  # kinds of other files
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan that is finished.
+
+    Attributes:
+        images: of it.
+        out: its folder, as it was named.
+        found: whether it was there already.
+        bytes: on the disk.
+        seconds: that this run took.
+        listed: images that this run has listed, and not found listed.
+    """
+
+    images: PlannedImages
+    out: Path
+    found: bool
+    bytes: int
+    seconds: float
+    listed: int
+
+
+def plan(images: str, out: Path) -> Planned:
+    """Make the plan, or go on with it; how far it is is told on stderr.
+
+    Raises:
+        InputError, LayertapError: as of `write_plan`.
+    """
+    found, listed, start = is_finished(out), 0, time.perf_counter()
+    with Progress(None) as listing, Progress(None, "images written") as writing:
+
+        def on_rows(stage: str, rows: int) -> None:
+            nonlocal listed
+            if stage == "found" and rows:
+                listing.say(f"going on: {rows:,} images were listed before")
+            listed += rows if stage == "listed" else 0
+            (listing if stage in ("found", "listed") else writing).advance(rows, stage == "found")
+
+        written = write_plan(images, out, on_rows)
+    return Planned(written, out, found, bytes_below(out), time.perf_counter() - start, listed)
+
+
+def print_plan(planned: Planned, echo: Callable[[str], None]) -> None:
+    """What is in it, for people."""
+    images = planned.images
+    if planned.found:
+        echo(f"{planned.out} was there already; nothing was listed. To list anew, delete it")
+    splits = f", splits {' '.join(images.split_names)}" if images.split_names else ""
+    classes = f", {len(images.classes):,} classes" if images.classes else ""
+    echo(f"{planned.out}: {len(images):,} images in {printable(images.root)}{classes}{splits}")
+    if images.left_out:
+        kinds = ", ".join(f"{printable(kind)} {count:,}" for kind, count in images.left_out.most_common(_SHOWN))
+        echo(f"{images.left_out.total():,} other files left out ({kinds})")
+    parts = -(-len(images) // images.part_rows)
+    rate = "" if planned.found else f"; {planned.seconds:.1f} s, {planned.listed / planned.seconds:,.0f} images/s"
+    echo(f"{planned.bytes / 1e6:,.1f} MB in {parts:,} part{'s' if parts > 1 else ''}{rate}")
+    echo(f"to be given in place of the images: layertap embed {shlex.quote(str(planned.out))}")
+
+
+def as_json(planned: Planned) -> dict[str, Any]:
+    """What is in it, for machines."""
+    images = planned.images
+    return {
+        "out": str(planned.out),
+        "root": images.root,
+        "images": len(images),
+        "classes": images.classes,
+        "splits": images.split_names,
+        "left_out": dict(images.left_out),
+        "paths_xxh3": images.paths_xxh3,
+        "found_done": planned.found,
+        "listed": planned.listed,
+        "bytes": planned.bytes,
+        "seconds": round(planned.seconds, 3),
+    }

@@ -1,0 +1,318 @@
+"""Features of an image folder: `layertap embed IMAGES -b BACKBONE -l LAYER[:POOLING] ... -o OUT`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from extract import defaults
+from extract.backbones import Backbone, load_backbone
+from extract.compute.backends import default_engine
+from extract.errors import DisagreementError
+from extract.extraction.run import Plan, Summary, extract, plan
+from extract.extraction.tuning import fastest
+from extract.extraction.validation import Computation
+from extract.images import ImageList, list_images
+from extract.row_status import Status
+from extract.store.reader import FeatureReader
+from pipelines.terminal.config import BackboneConfig, EmbedConfig
+from pipelines.terminal.graceful_stop import signals_held
+from pipelines.terminal.progress import Progress
+from pipelines.terminal.text_output import print_failures
+
+__all__ = ["Outcome", "backbone_of", "bottleneck", "described", "embed", "plan_of", "print_summary", "summary_as_json"]
+
+_WAY = ("precision", "compile", "decode", "batch_size")
+_WAITED = 0.2  # of the time: what is waited for longer is the bottleneck
+_WORTH_A_WORD_S = 10.0  # in shorter runs, starting takes most of the time
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        plan: what it had resolved.
+        summary: what it did.
+        failures: (row, path, status, reason) of all rows of the data set without good features; none if it was stopped.
+        compression: feature -> (how, how many times smaller), of those that are compressed.
+        signal: that stopped it; 0: none.
+    """
+
+    plan: Plan
+    summary: Summary
+    failures: list[tuple[int, str, str, str]]
+    compression: dict[str, tuple[str, float]]
+    signal: int
+
+
+def embed(config: EmbedConfig) -> Outcome:
+    """Run the job; what is going on is told on stderr."""
+    backbone = backbone_of(config)
+    images = list_images(config.images, config.limit)
+    if not config.fast:
+        return _run(config, plan_of(config, images, backbone))
+    ways = _fastest(config, images, backbone)
+    while True:
+        try:
+            return _run(config, plan_of(config, images, backbone, ways.pop(0)))
+        except DisagreementError as error:
+            if not ways:
+                raise
+            click.secho(f"not taken: {error.reason}. The next fastest instead:", fg="yellow", err=True)
+
+
+def _run(config: EmbedConfig, planned: Plan) -> Outcome:
+    _tell(planned)
+    with Progress(len(planned.images)) as progress, signals_held() as received:
+
+        def on_rows(rows: int, found: bool) -> None:
+            if found and rows < len(planned.images):
+                click.echo(f"resuming: {rows:,} of {len(planned.images):,} rows done", err=True)
+            progress.advance(rows, found)
+
+        summary = extract(
+            planned,
+            retry_failed=config.retry_failed,
+            on_rows=on_rows,
+            on_computation=lambda computation: progress.say(described(computation, planned.precision)),
+            stop=lambda: bool(received),
+        )
+    if summary.stopped:
+        return Outcome(planned, summary, [], {}, received[0])
+    with FeatureReader(config.folder) as reader:
+        return Outcome(planned, summary, reader.failures, reader.compression, 0)
+
+
+def plan_of(config: EmbedConfig, images: ImageList, backbone: Backbone, way: dict[str, Any] | None = None) -> Plan:
+    """What a job is told to compute.
+
+    Args:
+        config: of the job.
+        images: as listed.
+        backbone: as loaded.
+        way: `precision`, `compile`, `decode` and `batch_size` instead of those of the job.
+    """
+    how = {name: getattr(config, name) for name in _WAY} | (way or {})
+    return plan(
+        images,
+        out=config.place,
+        backbone=backbone,
+        layers=config.layers,
+        workers=config.workers,
+        dtype=config.dtype,
+        **how,
+        min_cosine=config.min_cosine,
+        limit=config.limit,
+        max_pixels=config.max_pixels,
+        shard_rows=config.shard_rows,
+        compress=config.compress,
+        sync_s=config.sync_s,
+    )
+
+
+def _on_stderr(text: str) -> None:
+    click.secho(text, fg="red" if text.startswith("WARNING") else "yellow", bold=text.startswith("WARNING"), err=True)
+
+
+def backbone_of(config: BackboneConfig, say: Callable[[str], None] = _on_stderr) -> Backbone:
+    """The backbone that a job is told to use; what must be known of it is said."""
+    backbone = load_backbone(
+        config.backbone,
+        weights=config.weights,
+        device=config.device,
+        seed=config.seed,
+        allow_missing_head=config.allow_missing_head,
+        preprocessing=config.preprocessing,
+    )
+    if backbone.weights.random:
+        say(f"WARNING: {backbone.weights.source} weights: these features mean nothing; use them for tests only")
+    for note in backbone.notes:
+        say(f"note: {note}")
+    return backbone
+
+
+def _fastest(config: EmbedConfig, images: ImageList, backbone: Backbone) -> list[dict[str, Any]]:
+    """The ways to compute that agree, the fastest first; of what was asked for, only those."""
+    click.echo("measuring what is fastest ...", err=True)
+    settings, measured = fastest(
+        images,
+        backbone=backbone,
+        layers=config.layers,
+        out=config.folder,
+        min_cosine=config.min_cosine,
+        max_pixels=config.max_pixels,
+        **{name: getattr(config, name) for name in _WAY if name in config.model_fields_set},
+    )
+    for one in measured:
+        rate = f"{one.images_per_s:8.1f} images/s" if one.images_per_s else "        -         "
+        why = f"  not taken: {one.why_not}" if one.why_not else ""
+        if one.why_not_fast and not one.why_not:
+            why = f"  not with fast decoding: {one.why_not_fast}"
+        click.echo(f"          {one.way!s:20} {rate}{why}", err=True)
+    return settings
+
+
+def _tell(planned: Plan) -> None:
+    """What was resolved, before the work begins."""
+    images, backbone, choice = planned.images, planned.backbone, planned.choice
+    yours = backbone.asked.get("preprocessing", {})
+    lines = [
+        f"images    {len(images):,} in {images.root}"
+        + (f", {len(images.classes)} classes" if images.classes else "")
+        + (f", splits {' '.join(images.split_names)}" if images.split_names else ""),
+        f"backbone  {backbone.spec}, weights {backbone.weights.source}, on {backbone.device}",
+        f"input     {backbone.preprocessing}" + (f" (yours: {' '.join(yours)})" if yours else ""),
+    ]
+    for note in images.notes:
+        click.secho(f"note: {note}", fg="yellow", err=True)
+    if images.left_out:
+        kinds = ", ".join(f"{suffix} {count:,}" for suffix, count in images.left_out.most_common(5))
+        lines.insert(1, f"          {images.left_out.total():,} other files left out ({kinds})")
+    for i, feature in enumerate(choice.features):
+        size = "x".join(map(str, feature.activation_shape))
+        by = ", chosen by auto" if feature.automatic and feature.pooling != "none" else ""
+        source = f"{feature.site} {size}, {feature.pooling}{by}"
+        shape = "(" + ", ".join(map(str, feature.shape)) + ")"
+        lines.append(f"{'features' if i == 0 else '':10}{feature.name} {shape} from {source}")
+    if choice.never_run:
+        lines.append(f"          left out, for they never run: {', '.join(choice.never_run)}")
+    click.echo("\n".join(lines), err=True)
+
+
+_ENGINES = {"eager": "PyTorch, eager", "inductor": "PyTorch, compiled by inductor", "openvino": "OpenVINO, compiled"}
+
+
+def described(computation: Computation, precision: str) -> str:
+    """How the features are computed, when the first batch has shown it."""
+    text = f"computed  by {_ENGINES[computation.engine]}, in {precision}"
+    if computation.why:
+        text += f" ({computation.why})"
+    for other, compared in (
+        ("eager float32, of the first batch", computation.agreement),
+        ("eager float32 of exactly decoded images, of the first few,", computation.decoding),
+    ):
+        for name, found in compared.items():
+            text += (
+                f"\n          {name}: cosine to {other} at least {found.min_cosine:.6f}, off by at most "
+                f"{found.max_deviation:.1e} of the largest value"
+            )
+    return text
+
+
+def print_summary(outcome: Outcome, echo: Callable[[str], None]) -> None:
+    """The end of a run, for people."""
+    dataset, summary = outcome.plan.dataset, outcome.summary
+    if summary.stopped:
+        done = summary.found + summary.computed
+        echo(f"stopped: {done:,} of {summary.n_rows:,} rows are stored in {dataset.out}. To go on:\n  {_command()}")
+        return
+    if summary.computed:
+        found = f", {summary.found:,} of them found done" if summary.found else ""
+        echo(f"{dataset.out}: {summary.n_rows:,} rows{found}")
+        for feature in dataset.features:
+            shape = ", ".join(map(str, (summary.n_rows, *feature.shape)))
+            packed = outcome.compression.get(feature.name)
+            how = f", {packed[0]} made it {packed[1]:.2f} times smaller" if packed else ""
+            echo(f"  {feature.name}  ({shape}) {feature.dtype}{how}")
+        total = sum(summary.stages.values()) or 1
+        shares = ", ".join(f"{stage} {seconds / total:.0%}" for stage, seconds in summary.stages.items())
+        if summary.at_once:
+            echo(
+                f"the memory was short: {summary.at_once} images were computed at once; --batch-size {summary.at_once}"
+            )
+        if summary.duplicates:
+            echo(f"{summary.duplicates:,} images are others byte for byte: computed once, stored for each")
+        echo(f"{summary.seconds:.1f} s, {summary.images_per_s:.1f} images/s; time went to {shares}")
+        if summary.seconds >= _WORTH_A_WORD_S:
+            echo(f"bound by {bottleneck(summary)}: {_advice(outcome)}")
+    else:
+        failed = f", {len(outcome.failures):,} of them without features" if outcome.failures else ""
+        echo(f"{dataset.out} is complete: all {summary.n_rows:,} rows were done before{failed}; nothing to do")
+    print_failures([failure[1:] for failure in outcome.failures], dataset.out, echo)
+    tried_again = Status.IO_ERROR.text
+    others = len(outcome.failures) - [status for _, _, status, _ in outcome.failures].count(tried_again)
+    if others < len(outcome.failures):
+        echo(f"images with an {tried_again} are tried again by the next run")
+    if others:
+        echo("to compute failed images again once they are fixed, add --retry-failed")
+
+
+def bottleneck(summary: Summary) -> str:
+    """The stage that the others wait for: "images", "write", "copy", or the forward, which is all that is left."""
+    total = sum(summary.stages.values())
+    others = {stage: seconds for stage, seconds in summary.stages.items() if stage != "forward"}
+    waited = max(others, key=others.__getitem__)
+    return waited if total and others[waited] > _WAITED * total else "forward"
+
+
+def _advice(outcome: Outcome) -> str:
+    """What would make the run faster."""
+    plan, stage = outcome.plan, bottleneck(outcome.summary)
+    if stage == "write":
+        return "a faster disk, pooled layers, or --dtype float16"
+    if stage == "copy":
+        return "pooled layers, or --dtype float16"
+    if stage == "images":
+        if plan.workers < defaults.CORES:
+            return f"raise --workers ({plan.workers} of {defaults.CORES} cores)"
+        preprocessing = plan.backbone.preprocessing
+        faster = preprocessing.can_be_faster and not preprocessing.fast
+        return "--decode fast, or more cores" if faster else "more cores"
+    on_cpu = plan.backbone.device.type == "cpu"
+    computation = outcome.summary.computation or Computation()
+    if computation.engine == "eager" and not computation.failed:
+        engine = default_engine(plan.backbone.device, plan.precision)
+        if on_cpu and plan.precision == "float32" and engine == "inductor":
+            return "pip install 'layertap[openvino]' for a faster forward, or a GPU"
+        return "--compile on, or --fast"
+    if plan.precision == "float32":
+        return "--fast, which tries lower precision" + (", or a GPU" if on_cpu else "")
+    return "a GPU" if on_cpu else "the device is busy; a larger --batch-size may help"
+
+
+def summary_as_json(outcome: Outcome) -> dict[str, Any]:
+    """The end of a run, for machines."""
+    dataset, summary, backbone = outcome.plan.dataset, outcome.summary, outcome.plan.backbone
+    return {
+        "out": str(dataset.out),
+        "fingerprint": dataset.fingerprint,
+        "rows": summary.n_rows,
+        "found_done": summary.found,
+        "computed": summary.computed,
+        "duplicates": summary.duplicates,
+        "stopped": summary.stopped,
+        "status": dict(summary.status),
+        "failures": [
+            {"row": row, "path": path, "status": status, "reason": reason}
+            for row, path, status, reason in outcome.failures
+        ],
+        "features": {
+            feature.name: {"shape": [summary.n_rows, *feature.shape], "dtype": feature.dtype, **feature.attributes}
+            for feature in dataset.features
+        },
+        "compression": {
+            name: {"filter": how, "ratio": round(ratio, 3)} for name, (how, ratio) in outcome.compression.items()
+        },
+        "backbone": backbone.spec,
+        "weights": backbone.weights.source,
+        "weights_sha256": backbone.weights.sha256,
+        "precision": outcome.plan.precision,
+        "computation": asdict(summary.computation) if summary.computation else None,
+        "device": str(backbone.device),
+        "seconds": round(summary.seconds, 3),
+        "images_per_s": round(summary.images_per_s, 2),
+        "at_once": summary.at_once,
+        "bottleneck": bottleneck(summary) if summary.computed else None,
+        "stages": {stage: round(seconds, 3) for stage, seconds in summary.stages.items()},
+    }
+
+
+def _command() -> str:
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])

@@ -1,0 +1,1 @@
+"""`layertap backbones`, `layers`, `inspect`, `draw` and `ablate`. Imports `pipelines.terminal`."""

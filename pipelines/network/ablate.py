@@ -1,0 +1,249 @@
+"""What a backbone does with a layer edited: `layertap ablate BACKBONE IMAGES -l PATTERN --edit EDIT`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from extract.analysis.network.ablation import Ablation, Effect, ablation, mean_activations
+from extract.backbones import Backbone
+from extract.compute.feature_choice import choose_features
+from extract.errors import InputError
+from extract.system.atomic_files import link_target
+from extract.taps import edits
+from extract.taps.edits import Edit
+from extract.taps.layer_names import match_layers, named_layers
+from pipelines.embed.job import backbone_of
+from pipelines.network.image_sample import sample_of
+from pipelines.network.imagenet_targets import targets_of
+from pipelines.terminal.config import AblateConfig
+from pipelines.terminal.figures import COLOURS, drawable, new_figure, save_figure
+from pipelines.terminal.output_paths import PICTURES, check_file
+from pipelines.terminal.progress import Progress
+from pipelines.terminal.tables import print_aligned, table_file
+
+__all__ = ["Ablated", "ablate", "as_json", "edit_named", "print_ablated"]
+
+_EDITS: dict[str, Callable[[float], Edit]] = {"noise": edits.noise, "scale": edits.scale, "prune": edits.prune}
+_NUMBERED = 40  # bars of a picture that are named each
+
+
+@dataclass(frozen=True)
+class Ablated:
+    """What came of it.
+
+    Attributes:
+        found: all effects.
+        backbone: its spec.
+        edit: as it was asked for.
+        labels: where the right classes come from; empty if nobody says.
+        written: files.
+    """
+
+    found: Ablation
+    backbone: str
+    edit: str
+    labels: str
+    written: list[Path]
+
+
+def ablate(config: AblateConfig) -> Ablated:
+    """Run the job; what is going on is told on stderr."""
+    if config.layers is None:
+        raise InputError("no layer named: -l LAYER, or a glob such as -l 'blocks.*'")
+    if config.picture is not None:
+        check_file(config.picture, PICTURES)
+    if config.csv is not None:
+        check_file(config.csv)
+    edit_named(config.edit)  # a wrong one is told of before anything is loaded
+    backbone = backbone_of(config)
+    layers = match_layers(named_layers(backbone.model), config.layers, backbone.spec)
+    channels = _channels(config, backbone, layers)
+    sample = sample_of(config, backbone)
+    targets = targets_of(backbone, sample.images, config.labels)
+
+    def batches() -> Iterator[tuple[Tensor, Tensor | None]]:
+        for batch in sample.batches():
+            own = None if targets is None else torch.from_numpy(targets.numbers[batch.rows])
+            yield batch.inputs, own
+
+    if config.edit == "mean":
+        means = mean_activations(backbone, batches(), layers)
+        edit: Edit | Mapping[str, Edit] = {name: _replaced(mean) for name, mean in means.items()}
+    else:
+        edit = edit_named(config.edit)
+    trials = len(layers) * (1 if channels is None else len(channels))
+    with Progress(len(sample.rows) * (trials + 1), "forwards") as progress:
+        found = ablation(
+            backbone, batches(), layers, edit, channels=channels,
+            on_forward=lambda images: progress.advance(images, False),
+        )  # fmt: skip
+    sample.tell_failures()
+    ablated = Ablated(found, backbone.spec, config.edit, targets.source if targets else "", [])
+    if config.csv is not None:
+        _write_csv(link_target(config.csv), found)
+        ablated.written.append(config.csv)
+    if config.picture is not None:
+        save_figure(_picture(ablated), link_target(config.picture))
+        ablated.written.append(config.picture)
+    return ablated
+
+
+def edit_named(text: str) -> Edit:
+    """The edit that a flag means.
+
+    Raises:
+        InputError: there is none of this name, or its number is wrong.
+    """
+    name, colon, number = text.partition(":")
+    if name in ("zero", "mean") and not colon:
+        return edits.ablate(name)  # type: ignore[arg-type]
+    if name not in _EDITS or not colon:
+        raise InputError(f"edit {text!r}: expected zero, mean, noise:STD, scale:FACTOR or prune:FRACTION")
+    try:
+        value = float(number)
+    except ValueError:
+        raise InputError(f"edit {text!r}: {number!r} is no number") from None
+    if not math.isfinite(value) or (name == "noise" and value < 0):
+        raise InputError(f"edit {text!r}: {number} makes no sense")
+    return _EDITS[name](value)
+
+
+def _replaced(mean: Tensor) -> Edit:
+    return lambda h: mean.to(h.dtype).expand_as(h)
+
+
+def _channels(config: AblateConfig, backbone: Backbone, layers: Sequence[str]) -> list[int] | None:
+    if config.channels is None:
+        return None
+    if config.channels == "all":
+        if len(layers) > 1:
+            raise InputError(f"--channels all is for one layer, and {len(layers)} are named")
+        [feature, *_] = choose_features(backbone, [f"{layers[0]}:none"]).features
+        if "C" not in feature.layout.axes:
+            raise InputError(f"layer {layers[0]!r} has no axis that is known to be of channels")
+        return list(range(feature.activation_shape[feature.layout.axes.index("C")]))
+    try:
+        return [int(number) for number in config.channels.split(",")]
+    except ValueError:
+        raise InputError(f"channels {config.channels!r}: expected numbers such as 0,3,17, or all") from None
+
+
+def _name(effect: Effect) -> str:
+    return effect.layer if effect.channel is None else f"{effect.layer} channel {effect.channel}"
+
+
+def as_json(ablated: Ablated) -> dict[str, Any]:
+    """All of it, for machines; numbers that are not there are null."""
+    found = ablated.found
+    return {
+        "backbone": ablated.backbone,
+        "edit": ablated.edit,
+        "images": found.images,
+        "labels": ablated.labels or None,
+        "labelled": found.targets,
+        "accuracy": _number(found.accuracy),
+        "effects": [
+            {
+                "layer": one.layer, "channel": one.channel, "cosine": _number(one.cosine),
+                "same_class": _number(one.same_class), "accuracy": _number(one.accuracy),
+                "later": {name: _number(value) for name, value in one.later.items()},
+            }
+            for one in found.effects
+        ],
+    }  # fmt: skip
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _write_csv(path: Path, found: Ablation) -> None:
+    later = list(dict.fromkeys(name for one in found.effects for name in one.later))
+    with table_file(path) as write:
+        write(["layer", "channel", "cosine", "same_class", "accuracy", *(f"cosine of {name}" for name in later)])
+        for one in found.effects:
+            numbers = [one.cosine, one.same_class, one.accuracy, *(one.later.get(name, math.nan) for name in later)]
+            channel = "" if one.channel is None else one.channel
+            write([one.layer, channel, *("" if math.isnan(number) else f"{number:.6g}" for number in numbers)])
+
+
+def print_ablated(ablated: Ablated, echo: Callable[[str], None]) -> None:
+    """The table, for people."""
+    found = ablated.found
+    echo(f"{ablated.backbone} on {found.images:,} images, edit {ablated.edit}")
+    if found.targets:
+        of = f" of {found.targets:,} labelled" if found.targets < found.images else ""
+        echo(f"as it is: top-1 {found.accuracy:.1%}{of}, by {ablated.labels}")
+    rows = [["edited", "cosine", "same class", "top-1", "next layer"]]
+    for one in found.effects:
+        following = next(iter(one.later.items()), None)
+        rows.append([
+            _name(one), _text(one.cosine), _text(one.same_class, ".1%"), _text(one.accuracy, ".1%"),
+            f"{following[0]} {_text(following[1])}" if following else "-",
+        ])  # fmt: skip
+    shown = [column for column in range(5) if any(row[column] != "-" for row in rows[1:])]
+    print_aligned([[row[column] for column in shown] for row in rows], "".join("<>>><"[c] for c in shown), echo)
+    if ablated.written:
+        echo("written: " + ", ".join(map(str, ablated.written)))
+
+
+def _text(value: float, how: str = ".4f") -> str:
+    return format(value, how) if math.isfinite(value) else "-"
+
+
+def _picture(ablated: Ablated) -> Figure:
+    """Bars of the effect on the embedding and the answers; and, layer by layer, on each later one."""
+    effects = ablated.found.effects
+    layers = list(dict.fromkeys([one.layer for one in effects]))
+    by_channel = effects[0].channel is not None
+    if by_channel or len(layers) < 2:
+        figure, axes = new_figure(min(16.0, max(5.0, 1.6 + 0.3 * len(effects))), 4.0)
+    else:
+        size = (min(18.0, 8.0 + 0.5 * len(layers)), max(4.0, 2.2 + 0.22 * len(layers)))
+        figure = Figure(figsize=size, layout="constrained")
+        axes, matrix = figure.subplots(1, 2, width_ratios=[1.4, 1])
+        _later(figure, matrix, effects, layers)
+    places = np.arange(len(effects))
+    lines = {
+        "cosine of the embedding, or output": [one.cosine for one in effects],
+        "same class as before": [one.same_class for one in effects],
+        "top-1 accuracy": [one.accuracy for one in effects],
+    }
+    for (label, values), colour in zip(lines.items(), COLOURS, strict=False):
+        if np.isfinite(values).any():
+            axes.plot(places, values, marker="o", markersize=3, color=colour, label=label)
+    if math.isfinite(ablated.found.accuracy):
+        axes.axhline(ablated.found.accuracy, color=COLOURS[2], linestyle=":", label="top-1 accuracy as it is")
+    names = [str(one.channel) if by_channel and len(layers) == 1 else drawable(_name(one)) for one in effects]
+    step = -(-len(effects) // _NUMBERED)
+    axes.set_xticks(places[::step], names[::step], fontsize=7)
+    if max(map(len, names)) > 4:
+        axes.tick_params(axis="x", rotation=60)
+    axes.set_ylim(min(0.0, float(np.nanmin([*lines["cosine of the embedding, or output"], 0.0]))), 1.02)
+    axes.set_xlabel(f"channel of {drawable(layers[0])}" if by_channel and len(layers) == 1 else "edited")
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(frameon=False, fontsize=7)
+    figure.suptitle(
+        f"{drawable(ablated.backbone, 60)}, {ablated.found.images:,} images, edit {ablated.edit}", fontsize=10
+    )
+    return figure
+
+
+def _later(figure: Figure, axes: Any, effects: Sequence[Effect], layers: Sequence[str]) -> None:
+    table = np.array([[one.later.get(name, np.nan) for name in layers] for one in effects])
+    image = axes.imshow(table, cmap="magma", vmin=0, vmax=1)
+    names = [drawable(name) for name in layers]
+    axes.set_xticks(range(len(layers)), names, rotation=60, ha="right", fontsize=7)
+    axes.set_yticks(range(len(effects)), [drawable(_name(one)) for one in effects], fontsize=7)
+    axes.set_ylabel("edited")
+    axes.set_title("cosine of later layers to what they were", fontsize=9)
+    figure.colorbar(image, ax=axes, shrink=0.7)

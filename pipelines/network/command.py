@@ -1,0 +1,132 @@
+"""Commands that look inside a backbone: `layertap inspect`, `draw` and `ablate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, reduce
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pipelines.terminal.config import AblateConfig, DrawConfig, InspectConfig, LookConfig, checked
+from pipelines.terminal.options import given, json_flag, option, tell
+
+__all__ = ["ablate", "draw", "inspect"]
+
+
+def _looking(command: Callable[..., Any], model: type[LookConfig] = LookConfig) -> Callable[..., Any]:
+    """The arguments and options of all of them."""
+    of_look = partial(option, model=model)
+    options = [
+        click.argument("backbone"),
+        click.argument("images"),
+        of_look("-l", "--layers", multiple=True, metavar="LAYER"),
+        of_look("--sample", metavar="N|all"),
+        of_look("--weights"),
+        of_look("--allow-missing-head/--no-allow-missing-head"),
+        of_look("--batch-size", type=int),
+        of_look("--workers", type=int),
+        of_look("--device"),
+        of_look("--seed", type=int),
+    ]
+    return reduce(lambda decorated, one: one(decorated), reversed(options), command)
+
+
+_of_inspect = partial(option, model=InspectConfig)
+
+
+@click.command()
+@_looking
+@_of_inspect("--grad/--no-grad")
+@_of_inspect("--loss", metavar="cross_entropy|FILE.py:FUNCTION")
+@_of_inspect("--labels", metavar="FILE[:COLUMN]")
+@_of_inspect("--csv", type=click.Path(path_type=Path), metavar="FILE")
+@_of_inspect("--pictures", type=click.Path(path_type=Path), metavar="FOLDER")
+@_of_inspect("--format", type=click.Choice(["png", "svg", "pdf"]))
+@json_flag
+def inspect(as_json: bool, **flags: Any) -> None:
+    """Tell what the layers of BACKBONE do on IMAGES: what is wrong, in words, then a table.
+
+    Dead channels, saturated units, NaN and the first image that gives one, activations that explode; with --grad,
+    gradients that vanish or explode, and layers that take none. Nothing is stored.
+
+    \b
+    layertap inspect bundled/efficientnet_lite0 photos
+    layertap inspect python/net.py:make photos --weights last.pth --grad
+    layertap inspect torchvision/resnet50 photos -l 'layer?' --pictures outputs/inside
+    """
+    from pipelines.network.inspect import as_json as inspected_as_json
+    from pipelines.network.inspect import inspect as run_inspect
+    from pipelines.network.inspect import print_inspection
+
+    inspected = run_inspect(checked(InspectConfig, given(flags)))
+    tell(inspected, as_json, inspected_as_json, print_inspection)
+    if inspected.written and not as_json:
+        click.echo("written: " + ", ".join(map(str, inspected.written)))
+
+
+_of_draw = partial(option, model=DrawConfig)
+
+
+@click.command()
+@click.argument(
+    "kind",
+    type=click.Choice(["maps", "channels", "top", "filters", "attention", "rollout", "gradcam", "tokens"]),
+)
+@partial(_looking, model=DrawConfig)
+@_of_draw("--channels", metavar="0,3,17")
+@_of_draw("--target", type=int, metavar="CLASS")
+@_of_draw("-o", "--out", type=click.Path(path_type=Path), metavar="FOLDER")
+@_of_draw("--format", type=click.Choice(["png", "svg", "pdf"]))
+def draw(kind: str, **flags: Any) -> None:
+    """Draw what BACKBONE sees in IMAGES: a picture for each layer.
+
+    \b
+    maps       channels of a layer, beside the image
+    channels   the mean of each channel on each image, as a heat map
+    top        the images that excite a channel most
+    filters    of the first convolution
+    attention  what the class token looks at, head by head
+    rollout    the same through all layers
+    gradcam    what speaks for a class, over the image
+    tokens     main directions of patches or positions, as colours
+
+    \b
+    layertap draw maps bundled/efficientnet_lite0 cat.jpg
+    layertap draw gradcam torchvision/resnet50 photos --sample 4
+    layertap draw top bundled/efficientnet_lite0 photos -l blocks.4 --channels 3,40
+    """
+    from pipelines.network.draw import draw as run_draw
+
+    for path in run_draw(kind, checked(DrawConfig, given(flags))):
+        click.echo(path)
+
+
+_of_ablate = partial(option, model=AblateConfig)
+
+
+@click.command()
+@partial(_looking, model=AblateConfig)
+@_of_ablate("--edit", metavar="EDIT")
+@_of_ablate("--channels", metavar="0,3,17|all")
+@_of_ablate("--labels", metavar="FILE[:COLUMN]")
+@_of_ablate("--csv", type=click.Path(path_type=Path), metavar="FILE")
+@_of_ablate("--picture", type=click.Path(path_type=Path), metavar="FILE")
+@json_flag
+def ablate(as_json: bool, **flags: Any) -> None:
+    """Tell what BACKBONE does on IMAGES without a layer, or with it changed: layer by layer, or channel by channel.
+
+    The effect on the embedding and on later layers (cosine to what they were), on the class that is found, and on
+    accuracy, where it is known which classes are right.
+
+    \b
+    layertap ablate bundled/efficientnet_lite0 photos -l 'blocks.*'
+    layertap ablate bundled/efficientnet_lite0 photos -l blocks.2 --edit mean --channels all --picture channels.png
+    layertap ablate torchvision/resnet50 photos -l 'layer?' --edit noise:0.1
+    """
+    from pipelines.network.ablate import ablate as run_ablate
+    from pipelines.network.ablate import as_json as ablated_as_json
+    from pipelines.network.ablate import print_ablated
+
+    tell(run_ablate(checked(AblateConfig, given(flags))), as_json, ablated_as_json, print_ablated)

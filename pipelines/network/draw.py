@@ -1,0 +1,301 @@
+"""Pictures of what a backbone sees in images: `layertap draw KIND BACKBONE IMAGES [-l LAYER]`."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from extract.analysis.network.attribution import (
+    activations_of,
+    attentions,
+    grad_cam,
+    map_of,
+    principal_colours,
+    rollout,
+)
+from extract.backbones import Backbone
+from extract.compute.feature_choice import Choice, Feature, choose_features
+from extract.compute.pooling import recognise
+from extract.errors import InputError, LayertapError
+from extract.system.torch_state import evaluating, full_float32
+from extract.taps.layer_names import match_layers, named_layers
+from extract.taps.taps import Taps
+from pipelines.embed.job import backbone_of
+from pipelines.network import draw_figures as pictures
+from pipelines.network.image_sample import Sample, sample_of
+from pipelines.network.imagenet_targets import class_name
+from pipelines.terminal.config import DrawConfig
+from pipelines.terminal.figures import save_figure
+from pipelines.terminal.output_paths import check_folder
+
+__all__ = ["KINDS", "draw"]
+
+_SAMPLED = 256  # images, of kinds that look at many
+_TOP = 8  # images of a channel, and channels
+_MOST_IMAGES = 64  # in a picture that shows each
+_MOST_TILES = 600
+
+
+def draw(kind: str, config: DrawConfig) -> list[Path]:
+    """Draw one picture for each layer; returns the files."""
+    check_folder(config.out)
+    if kind == "rollout" and config.layers is not None:
+        raise InputError("rollout goes through all layers; leave -l off")
+    backbone = backbone_of(config)
+    if kind in _OF_MANY and "sample" not in config.model_fields_set:
+        config = config.model_copy(update={"sample": _SAMPLED})
+    sample = sample_of(config, backbone)
+    if kind not in _OF_MANY and len(sample.rows) > _MOST_IMAGES:
+        raise InputError(f"{len(sample.rows)} images do not fit into one picture; --sample {_MOST_IMAGES} at most")
+    written = []
+    for name, figure in KINDS[kind](config, backbone, sample):
+        plain = re.sub(r"[^\w.-]+", "_", f"{kind}-{name}" if name else kind)
+        written.append(save_figure(figure, config.out / f"{plain}.{config.format}"))
+    sample.tell_failures()
+    return written
+
+
+Drawn = Iterator[tuple[str, Figure]]  # layer, picture
+
+
+def _layers(config: DrawConfig, backbone: Backbone, suits: Callable[[Feature], bool], *, last: bool) -> list[Choice]:
+    """The layers that were asked for; or the first or last one that suits.
+
+    Raises:
+        InputError: one that was asked for does not suit, or none does.
+    """
+    if config.layers is not None:
+        names = match_layers(named_layers(backbone.model), config.layers, backbone.spec)
+        choices = [one for name in names for one in _chosen(backbone, name)]
+        for choice in choices:
+            if not suits(choice.features[0]):
+                shape = "x".join(map(str, choice.features[0].shape))
+                raise InputError(f"layer {choice.features[0].name!r} gives {shape} an image: no map, and no patches")
+        return choices
+    for name in _candidates(backbone, last=last):
+        try:
+            choices = _chosen(backbone, name)
+        except LayertapError:  # its rows are not the images, for one
+            continue
+        if suits(choices[-1].features[0]):
+            return choices[-1:]
+    raise InputError(f"no layer of {backbone.spec} gives maps or patches")
+
+
+def _chosen(backbone: Backbone, name: str) -> list[Choice]:
+    """Each tensor that a layer gives, by itself."""
+    with evaluating(backbone.model), full_float32():
+        choice = choose_features(backbone, [f"{name}:none"])
+    return [dataclasses.replace(choice, features=[feature]) for feature in choice.features]
+
+
+def _candidates(backbone: Backbone, *, last: bool) -> list[str]:
+    """Layers that seem to give maps or patches, in the order of computing, or against it."""
+    size = backbone.preprocessing.crop_px
+    taps = Taps(backbone.model, list(named_layers(backbone.model)))
+    with torch.no_grad(), evaluating(backbone.model), full_float32(), taps:
+        taps(torch.zeros(1, 3, *size, device=backbone.device))
+        names = []
+        for site in taps.record.sites.values():
+            shape = taps.record[site].shape[1:]
+            layout = recognise(shape, size, backbone.prefix_tokens, backbone.patches, backbone.class_token)
+            if layout.kind in ("map", "tokens"):
+                names.append(site.layer)
+    return list(dict.fromkeys(reversed(names) if last else names))
+
+
+def _has_positions(feature: Feature) -> bool:
+    return feature.layout.kind in ("map", "tokens") and _positions(feature) > 1
+
+
+def _positions(feature: Feature) -> int:
+    axes = feature.layout.axes
+    return int(np.prod([n for n, axis in zip(feature.shape, axes, strict=True) if axis != "C"]))
+
+
+def _maps(backbone: Backbone, sample: Sample, choice: Choice) -> Iterator[tuple[Tensor, NDArray[np.uint8], list[int]]]:
+    """Of each batch: maps (B, h, w, C), pixels and rows."""
+    [feature] = choice.features
+    for batch in sample.batches():
+        values = activations_of(backbone, batch.inputs, choice)[feature.name]
+        layout = feature.layout
+        maps = map_of(values, layout.axes, layout.prefix_tokens, backbone.preprocessing.crop_px)
+        yield maps, batch.pixels, batch.rows.tolist()
+
+
+def _all_maps(backbone: Backbone, sample: Sample, choice: Choice) -> tuple[Tensor, NDArray[np.uint8], list[str]]:
+    """The same of all batches: for a few images."""
+    parts = list(_maps(backbone, sample, choice))
+    names = [sample.images.paths[row] for _, _, rows in parts for row in rows]
+    return torch.cat([part[0] for part in parts]), np.concatenate([part[1] for part in parts]), names
+
+
+def _checked_channels(config: DrawConfig, count: int) -> list[int] | None:
+    if config.channels is not None and (wrong := [c for c in config.channels if not 0 <= c < count]):
+        raise InputError(f"channel {wrong[0]}: there are channels 0 to {count - 1}")
+    return config.channels
+
+
+def _feature_maps(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
+    for choice in _layers(config, backbone, _has_positions, last=False):
+        maps, pixels, names = _all_maps(backbone, sample, choice)
+        chosen = _checked_channels(config, maps.shape[-1])
+        if chosen is None:
+            most = pictures.MOST_CHANNELS if len(maps) == 1 else pictures.CHANNELS_IN_A_ROW
+            spread = maps.double().flatten(0, 2).std(0).nan_to_num(0)
+            chosen = sorted(spread.argsort(descending=True, stable=True)[:most].tolist())
+        if len(maps) * len(chosen) > _MOST_TILES:
+            raise InputError(f"{len(chosen)} channels of {len(maps)} images: {_MOST_TILES} tiles at most in a picture")
+        layer = choice.features[0].name
+        yield layer, pictures.feature_maps(maps[..., chosen].float().numpy(), chosen, pixels, names, layer)
+
+
+def _tokens(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
+    for choice in _layers(config, backbone, _has_positions, last=True):
+        maps, pixels, names = _all_maps(backbone, sample, choice)
+        layer = choice.features[0].name
+        title = f"{layer}: main directions of all positions as red, green and blue"
+        yield layer, pictures.side_by_side(pixels, principal_colours(maps), names, title)
+
+
+def _channels(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
+    for choice in _layers(config, backbone, _has_positions, last=True):
+        means, names = [], []
+        for maps, _, rows in _maps(backbone, sample, choice):
+            means.append(maps.double().mean((1, 2)).numpy())
+            names += [sample.images.paths[row] for row in rows]
+        found = np.concatenate(means)
+        chosen = _checked_channels(config, found.shape[1]) or list(range(found.shape[1]))
+        layer = choice.features[0].name
+        yield layer, pictures.channels_by_image(found[:, chosen], chosen, names, layer)
+
+
+def _top(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
+    for choice in _layers(config, backbone, _has_positions, last=True):
+        peaks, rows = [], []
+        for maps, _, here in _maps(backbone, sample, choice):
+            peaks.append(maps.float().amax((1, 2)).numpy())
+            rows += here
+        found = np.concatenate(peaks)
+        chosen = _checked_channels(config, found.shape[1])
+        if chosen is None:
+            spread = (found.max(0) - found.mean(0)) / (found.std(0) + 1e-12)
+            chosen = np.sort(np.argsort(-np.where(found.std(0) > 0, spread, 0), kind="stable")[:_TOP]).tolist()
+        best = {c: [rows[i] for i in np.argsort(-found[:, c], kind="stable")[:_TOP]] for c in chosen}
+        wanted = sorted({row for some in best.values() for row in some})
+        few = dataclasses.replace(sample, rows=wanted, seen=[])
+        shown: dict[int, tuple[NDArray[np.float32], NDArray[np.uint8]]] = {}
+        for maps, pixels, here in _maps(backbone, few, choice):
+            part = maps[..., chosen].float().numpy()
+            shown |= {row: (part[i], pixels[i]) for i, row in enumerate(here)}
+        layer = choice.features[0].name
+        yield layer, pictures.top_images(best, shown, layer, len(rows))
+
+
+def _filters(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
+    named = named_layers(backbone.model)
+    wanted = match_layers(named, config.layers, backbone.spec) if config.layers is not None else [
+        name for name, module in named.items() if isinstance(module, nn.Conv2d)
+    ][:1]  # fmt: skip
+    if not wanted:
+        raise InputError(f"{backbone.spec} has no convolution")
+    for name in wanted:
+        weight = getattr(named[name], "weight", None)
+        if not isinstance(weight, Tensor) or weight.ndim != 4:
+            raise InputError(f"layer {name!r} is {type(named[name]).__name__}, not a convolution of pictures")
+        yield name, pictures.filters(weight.detach().cpu().float().numpy(), name)
+
+
+def _from(weights: Tensor, backbone: Backbone) -> Tensor:
+    """(B, heads, patches): what the class token, or without one all patches together, look at.
+
+    Raises:
+        InputError: its tokens are not the patches of whole images.
+    """
+    prefix = backbone.prefix_tokens
+    if backbone.patches is not None and weights.shape[-1] != backbone.patches + prefix:
+        raise InputError(f"attention over {weights.shape[-1]} tokens is not over the patches of whole images")
+    rows = weights[..., 0, :] if backbone.class_token else weights[..., prefix:, :].mean(-2)
+    return rows[..., prefix:]
+
+
+def _as_map(values: Tensor, backbone: Backbone) -> Tensor:
+    """(B, heads, patches) -> (B, heads, h, w)."""
+    maps = map_of(values.transpose(1, 2), "TC", 0, backbone.preprocessing.crop_px)
+    return maps.permute(0, 3, 1, 2)
+
+
+def _attention(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
+    names = None if config.layers is None else match_layers(named_layers(backbone.model), config.layers, backbone.spec)
+    who = "the class token" if backbone.class_token else "all patches"
+    wanted: list[str | None] = [None] if names is None else [*names]
+    for layer in wanted:
+        heads, pixels = [], []
+        for batch in sample.batches():
+            last = attentions(backbone, batch.inputs, layer)[-1]
+            heads.append(_as_map(_from(last, backbone), backbone).numpy())
+            pixels.append(batch.pixels)
+        shown = [sample.name(i) for i in range(len(sample.seen))]
+        title = f"{layer or 'last attention'}: what {who} looks at"
+        yield layer or "", pictures.attention(np.concatenate(heads), np.concatenate(pixels), shown, title)
+
+
+def _rollout(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
+    maps, pixels = [], []
+    for batch in sample.batches():
+        rolled = torch.from_numpy(rollout(attentions(backbone, batch.inputs)))[:, None]
+        found = _as_map(_from(rolled, backbone), backbone)[:, 0].numpy()
+        maps.append(found - found.min((1, 2), keepdims=True))  # every patch gets some
+        pixels.append(batch.pixels)
+    names = [sample.name(i) for i in range(len(sample.seen))]
+    title = "attention rollout, through all layers, from its least to its largest value"
+    yield "", pictures.overlays(np.concatenate(maps), np.concatenate(pixels), names, title)
+
+
+def _gradcam(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
+    for layer in _gradcam_layers(config, backbone):
+        maps, pixels, captions = [], [], []
+        for batch in sample.batches():
+            targets = None if config.target is None else [config.target] * len(batch.rows)
+            cams, classes = grad_cam(backbone, batch.inputs, layer, targets)
+            maps.append(cams)
+            pixels.append(batch.pixels)
+            for row, number in zip(batch.rows.tolist(), classes.tolist(), strict=True):
+                captions.append(f"{sample.images.paths[row].rpartition('/')[2]}\n{class_name(backbone, number)}")
+        title = f"{layer}: Grad-CAM of the class named, each picture by its own maximum"
+        yield layer, pictures.overlays(np.concatenate(maps), np.concatenate(pixels), captions, title)
+
+
+def _gradcam_layers(config: DrawConfig, backbone: Backbone) -> Sequence[str]:
+    if config.layers is not None:
+        return match_layers(named_layers(backbone.model), config.layers, backbone.spec)
+    grey = torch.zeros(1, 3, *backbone.preprocessing.crop_px, device=backbone.device)
+    for name in _candidates(backbone, last=True):
+        try:
+            if _has_positions(_chosen(backbone, name)[0].features[0]):
+                grad_cam(backbone, grey, name)
+                return [name]
+        except LayertapError:  # behind the class token no gradient reaches the patches
+            continue
+    raise InputError(f"no layer of {backbone.spec} gives maps or patches that scores of classes depend on")
+
+
+KINDS: dict[str, Callable[[DrawConfig, Backbone, Sample], Drawn]] = {
+    "maps": _feature_maps,
+    "channels": _channels,
+    "top": _top,
+    "filters": _filters,
+    "attention": _attention,
+    "rollout": _rollout,
+    "gradcam": _gradcam,
+    "tokens": _tokens,
+}
+_OF_MANY = {"channels", "top"}

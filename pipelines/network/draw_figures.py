@@ -1,0 +1,201 @@
+"""The pictures of `layertap draw`, from arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from pipelines.terminal.figures import drawable
+
+__all__ = [
+    "CHANNELS_IN_A_ROW",
+    "MOST_CHANNELS",
+    "attention",
+    "channels_by_image",
+    "feature_maps",
+    "filters",
+    "overlays",
+    "side_by_side",
+    "top_images",
+]
+
+Pixels = NDArray[np.uint8]  # (N, H, W, 3)
+Floats = NDArray[np.floating[Any]]
+
+CHANNELS_IN_A_ROW = 8
+MOST_CHANNELS = 63  # of one image: with the image, 8 rows of 8
+_TILE_IN = 1.5
+_MOST_HEADS = 8
+_NAMED_IMAGES = 60
+_MOST_FILTERS = 256
+
+
+def _grid(rows: int, columns: int, title: str, tile_in: float = _TILE_IN) -> tuple[Figure, Any]:
+    """Tiles without axes, as an array (rows, columns)."""
+    figure = Figure(figsize=(0.3 + tile_in * columns, 0.6 + (tile_in + 0.18) * rows), layout="constrained")
+    tiles = figure.subplots(rows, columns, squeeze=False)
+    for tile in tiles.flat:
+        tile.axis("off")
+    figure.suptitle(title, fontsize=9)
+    return figure, tiles
+
+
+def _show(tile: Any, pixels: Pixels, caption: str = "") -> None:
+    tile.imshow(pixels)
+    tile.set_title(caption, fontsize=6.5, pad=2)
+
+
+def _caption(name: str) -> str:
+    return "\n".join(drawable(line, 24) for line in name.rpartition("/")[2].split("\n"))
+
+
+def _heat(tile: Any, values: Floats, pixels: Pixels, low: float, high: float, caption: str = "") -> None:
+    """A map over its picture: the brighter, the larger."""
+    height, width = pixels.shape[:2]
+    tile.imshow(pixels, extent=(0, width, height, 0))
+    tile.imshow(
+        values, extent=(0, width, height, 0), cmap="inferno", alpha=0.6, vmin=low, vmax=high if high > low else low + 1,
+        interpolation="bilinear",
+    )  # fmt: skip
+    tile.set_title(caption, fontsize=6.5, pad=2)
+
+
+def feature_maps(maps: Floats, channels: Sequence[int], pixels: Pixels, names: Sequence[str], layer: str) -> Figure:
+    """Channels of a layer beside the image: a square of them for one image, a row for each of several.
+
+    Args:
+        maps: (N, h, w, C), of the channels alone.
+        channels: their numbers.
+        pixels: (N, H, W, 3).
+        names: of the images.
+        layer: its name.
+    """
+    title = f"{drawable(layer, 60)}: each channel from its least (dark) to its largest value (bright) in these images"
+    low, high = maps.min((0, 1, 2)), maps.max((0, 1, 2))
+    columns = CHANNELS_IN_A_ROW if len(maps) == 1 else len(channels) + 1
+    rows = -(-(len(channels) + 1) // columns) if len(maps) == 1 else len(maps)
+    figure, tiles = _grid(rows, columns, title)
+    for row, (image, picture) in enumerate(zip(maps, pixels, strict=True)):
+        own = tiles.flat if len(maps) == 1 else tiles[row]
+        _show(own[0], picture, _caption(names[row]))
+        for place, channel in enumerate(channels):
+            tile = own[place + 1]
+            tile.imshow(image[..., place], cmap="viridis", vmin=low[place], vmax=high[place], interpolation="nearest")
+            tile.set_title(f"{channel}: {low[place]:.2g} to {high[place]:.2g}" if row == 0 else "", fontsize=6.5, pad=2)
+    return figure
+
+
+def side_by_side(pixels: Pixels, others: Floats, names: Sequence[str], title: str) -> Figure:
+    """Each image, and another picture of it (N, h, w, 3) beside it."""
+    figure, pairs = _pairs(len(pixels), title)
+    for (left, right), picture, other, name in zip(pairs, pixels, others, names, strict=False):
+        _show(left, picture, _caption(name))
+        right.imshow(other, interpolation="nearest")
+    return figure
+
+
+def overlays(maps: Floats, pixels: Pixels, names: Sequence[str], title: str) -> Figure:
+    """Each image, and beside it under its map (N, h, w), which goes from 0 to its own maximum."""
+    figure, pairs = _pairs(len(pixels), title)
+    for (left, right), picture, values, name in zip(pairs, pixels, maps, names, strict=False):
+        _show(left, picture, _caption(name))
+        _heat(right, values, picture, 0.0, float(values.max()))
+    return figure
+
+
+def _pairs(count: int, title: str) -> tuple[Figure, Iterator[tuple[Any, Any]]]:
+    """Tiles in pairs: one pair for one image, else up to three in a row."""
+    across = min(3, count)
+    figure, tiles = _grid(-(-count // across), 2 * across, title, 3.2 if count == 1 else 1.8)
+    flat = list(tiles.flat)
+    return figure, zip(flat[::2], flat[1::2], strict=True)
+
+
+def attention(heads: Floats, pixels: Pixels, names: Sequence[str], title: str) -> Figure:
+    """A row for each image: itself, the mean of the heads over it, and the heads (N, heads, h, w)."""
+    shown = min(_MOST_HEADS, heads.shape[1])
+    title += ", each map from its least to its largest value"
+    figure, tiles = _grid(len(heads), shown + 2, drawable(title, 160))
+    for row, (maps, picture) in enumerate(zip(heads, pixels, strict=True)):
+        _show(tiles[row, 0], picture, _caption(names[row]))
+        mean = maps.mean(0)
+        _heat(tiles[row, 1], mean, picture, float(mean.min()), float(mean.max()), "mean of heads" if row == 0 else "")
+        for head in range(shown):
+            tile = tiles[row, head + 2]
+            tile.imshow(maps[head], cmap="inferno", interpolation="nearest")
+            tile.set_title(f"head {head}" if row == 0 else "", fontsize=6.5, pad=2)
+    return figure
+
+
+def channels_by_image(means: Floats, channels: Sequence[int], names: Sequence[str], layer: str) -> Figure:
+    """The mean of each channel on each image (N, C), in standard deviations from the channel's own mean."""
+    apart = means - means.mean(0)
+    scaled = apart / np.where(means.std(0) > 0, means.std(0), 1)
+    height = min(12.0, max(3.0, 1.2 + 0.14 * len(means)))
+    figure = Figure(figsize=(min(14.0, max(5.0, 2.5 + 0.02 * len(channels))), height), layout="constrained")
+    axes = figure.add_subplot()
+    image = axes.imshow(scaled, aspect="auto", cmap="RdBu_r", vmin=-3, vmax=3, interpolation="nearest")
+    if len(names) <= _NAMED_IMAGES:
+        axes.set_yticks(range(len(names)), [_caption(name) for name in names], fontsize=6)
+    else:
+        axes.set_ylabel("image, in the order of their paths")
+    if len(channels) <= 40:
+        axes.set_xticks(range(len(channels)), [str(channel) for channel in channels], fontsize=6, rotation=90)
+    axes.set_xlabel("channel")
+    axes.set_title(f"{drawable(layer, 60)}: mean of each channel on each image", fontsize=9)
+    figure.colorbar(image, ax=axes, shrink=0.7, label="standard deviations from the channel's mean")
+    return figure
+
+
+def top_images(
+    best: Mapping[int, Sequence[int]], shown: Mapping[int, tuple[Floats, Pixels]], layer: str, total: int
+) -> Figure:
+    """A row for each channel: the images that excite it most, dark where they do not.
+
+    Args:
+        best: channel -> rows of the images, the one with the largest value first.
+        shown: row -> its maps (h, w, C) of these channels, in their order, and its pixels.
+        layer: its name.
+        total: images that were looked at.
+    """
+    title = f"{drawable(layer, 60)}: of {total:,} images, those with the largest value in a channel; bright: where"
+    figure, tiles = _grid(len(best), max(len(rows) for rows in best.values()), title)
+    for line, (channel, rows) in enumerate(best.items()):
+        place = list(best).index(channel)
+        for column, row in enumerate(rows):
+            maps, pixels = shown[row]
+            tile, values = tiles[line, column], maps[..., place]
+            height, width = pixels.shape[:2]
+            low, high = float(values.min()), float(values.max())
+            shade = 1 - (values - low) / (high - low if high > low else 1)
+            tile.imshow(pixels, extent=(0, width, height, 0))
+            black = np.zeros((*values.shape, 4))
+            black[..., 3] = 0.75 * shade
+            tile.imshow(black, extent=(0, width, height, 0), interpolation="bilinear")
+            tile.set_title(f"channel {channel}: {high:.3g}" if column == 0 else f"{high:.3g}", fontsize=6.5, pad=2)
+    return figure
+
+
+def filters(weights: Floats, layer: str) -> Figure:
+    """Filters (O, I, h, w) of a convolution: of three inputs in colour, else the first input's.
+
+    All have one scale: grey is zero.
+    """
+    count = min(_MOST_FILTERS, len(weights))
+    columns = min(16, count)
+    colour = weights.shape[1] == 3
+    what = "in colour" if colour else "of input 0"
+    size = "x".join(map(str, weights.shape[2:]))
+    largest = float(np.abs(weights).max()) or 1.0
+    title = f"{drawable(layer, 60)}: {count} of {len(weights)} filters, {size}, {what}; grey is 0, ends ±{largest:.2g}"
+    figure, tiles = _grid(-(-count // columns), columns, title, 0.7)
+    for tile, weight in zip(tiles.flat, weights[:count], strict=False):
+        if colour:
+            tile.imshow(0.5 + 0.5 * weight.transpose(1, 2, 0) / largest, interpolation="nearest")
+        else:
+            tile.imshow(weight[0], cmap="gray", vmin=-largest, vmax=largest, interpolation="nearest")
+    return figure

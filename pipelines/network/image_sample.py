@@ -1,0 +1,135 @@
+"""Some of many images, through a backbone's own preprocessing: what `inspect`, `draw` and `ablate` look at."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import click
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from extract.backbones import Backbone
+from extract.errors import InputError
+from extract.images import Images, list_images, load_batches
+from extract.row_status import Status
+from pipelines.terminal.config import LookConfig
+from pipelines.terminal.text_output import SHOWN, printable
+
+__all__ = ["Sample", "Seen", "evenly", "sample_of"]
+
+
+class Seen(NamedTuple):
+    """A batch of images that could be decoded.
+
+    Attributes:
+        inputs: (B, 3, H, W) on the device.
+        rows: (B,) of them.
+        pixels: (B, H, W, 3) uint8, what the backbone sees of them.
+    """
+
+    inputs: Tensor
+    rows: NDArray[np.int64]
+    pixels: NDArray[np.uint8]
+
+
+@dataclass
+class Sample:
+    """The chosen rows of a list of images.
+
+    Attributes:
+        images: all of them; of a plan, only those that were chosen.
+        in_all: how many there are.
+        backbone: whose preprocessing they go through.
+        rows: of `images`, that were chosen.
+        batch_size, workers, max_pixels: as of `embed`.
+        seen: rows that could be decoded, so far, in order.
+        failed: row -> why not.
+    """
+
+    images: Images
+    in_all: int
+    backbone: Backbone
+    rows: list[int]
+    batch_size: int
+    workers: int
+    max_pixels: int
+    seen: list[int] = field(default_factory=list)
+    failed: dict[int, str] = field(default_factory=dict)
+
+    def batches(self) -> Iterator[Seen]:
+        """Batch after batch; the next is decoded while one is used.
+
+        Raises:
+            InputError: none of them can be decoded.
+        """
+        preprocessing = self.backbone.preprocessing
+        starts = range(0, len(self.rows), self.batch_size)
+        loaded = load_batches(
+            self.images,
+            [self.rows[start : start + self.batch_size] for start in starts],
+            preprocessing.prepare,
+            workers=self.workers if len(self.rows) > self.batch_size else 0,
+            batch_size=self.batch_size,
+            max_pixels=self.max_pixels,
+            at_least_px=preprocessing.at_least_px,
+        )
+        self.seen.clear()
+        with contextlib.closing(loaded):
+            for batch in loaded:
+                good = batch.rows[batch.status == Status.OK]
+                self.seen += good.tolist()
+                self.failed |= batch.reasons
+                if len(good):
+                    inputs = preprocessing.to_input(batch.images.to(self.backbone.device))
+                    yield Seen(inputs, good, _pixels(batch.images, self.backbone))
+        if not self.seen:
+            row, reason = next(iter(self.failed.items()))
+            raise InputError(f"none of the images can be decoded; {printable(self.images.paths[row])}: {reason}")
+
+    def name(self, position: int) -> str:
+        """Path of an image, by its position among those that were decoded."""
+        return printable(self.images.paths[self.seen[position]])
+
+    def tell_failures(self) -> None:
+        """Print what could not be decoded on stderr."""
+        for row, reason in list(self.failed.items())[:SHOWN]:
+            click.echo(f"left out: {printable(self.images.paths[row])}: {reason}", err=True)
+        if len(self.failed) > SHOWN:
+            click.echo(f"          ... and {len(self.failed) - SHOWN:,} more", err=True)
+
+
+def sample_of(config: LookConfig, backbone: Backbone) -> Sample:
+    """The images that a job is told to look at."""
+    images = list_images(config.images)
+    for note in images.notes:
+        click.secho(f"note: {note}", fg="yellow", err=True)
+    count = len(images) if config.sample is None else min(config.sample, len(images))
+    in_all, rows = len(images), evenly(len(images), count)
+    if not isinstance(images, Images):
+        images, rows = images.only(rows), list(range(count))
+    return Sample(images, in_all, backbone, rows, config.batch_size, config.workers, config.max_pixels)
+
+
+def _pixels(prepared: Tensor, backbone: Backbone) -> NDArray[np.uint8]:
+    """Pictures of what `prepare` returned: inputs of a library's transform are scaled back."""
+    if prepared.dtype == torch.uint8:
+        return prepared.numpy()
+    low, high = prepared.amin((1, 2, 3), keepdim=True), prepared.amax((1, 2, 3), keepdim=True)
+    if prepared.shape[1] == 3 and (means := backbone.preprocessing.mean):
+        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (means, backbone.preprocessing.std))
+        back = prepared * std + mean
+        if bool(((back > -0.01) & (back < 1.01)).all()):
+            low, high, prepared = torch.tensor(0.0), torch.tensor(1.0), back
+    scaled = (prepared - low) / (high - low).clamp(min=1e-12)
+    found: NDArray[np.uint8] = (scaled * 255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).numpy()
+    return found
+
+
+def evenly(total: int, count: int) -> list[int]:
+    """So many of the numbers below a total, evenly spread, from the first to the last."""
+    return [int(number) for number in np.linspace(0, total - 1, count).round()]

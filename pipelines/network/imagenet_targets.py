@@ -1,0 +1,104 @@
+"""Which output of a classifier an image belongs to, and what outputs are called."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from extract.backbones import Backbone
+from extract.errors import InputError
+from extract.images import Images
+from extract.images.csv_lists import read_table
+from extract.taps.layer_names import named_layers
+from pipelines.probe.labelling import file_and_column
+
+__all__ = ["Targets", "class_name", "n_outputs", "targets_of"]
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The right outputs.
+
+    Attributes:
+        numbers: (N,) int64, by image; -1 where there is none.
+        source: where they come from, in words.
+    """
+
+    numbers: NDArray[np.int64]
+    source: str
+
+
+def n_outputs(backbone: Backbone) -> int:
+    """Classes that a backbone tells apart; 0 where it has no classifier."""
+    if backbone.classifier is None:
+        return 0
+    head = named_layers(backbone.model)[backbone.classifier]
+    return int(getattr(head, "out_features", 0) or getattr(head, "out_channels", 0))
+
+
+def targets_of(backbone: Backbone, images: Images, labels: str | None = None) -> Targets | None:
+    """The output that is right for each image; None where nobody says.
+
+    Classes are WordNet ids (n01440764, the names of ImageNet's folders) of a backbone with ImageNet's 1,000 classes; or
+    there are as many as outputs, in their order. Labels of a file are numbers of outputs, or WordNet ids.
+
+    Args:
+        backbone: with its classifier.
+        images: with their own classes.
+        labels: FILE.csv[:COLUMN] with a column `path`, in place of those.
+
+    Raises:
+        InputError: the file does not fit the images, or its labels do not fit the backbone.
+    """
+    width = n_outputs(backbone)
+    if labels is not None:
+        names, source = _of_file(images, labels), labels
+    else:
+        names = [images.classes[label] if label >= 0 else None for label in images.labels.tolist()]
+        source = "the classes of the images"
+    known = {name for name in names if name is not None}
+    number_of = {}
+    if labels is not None:
+        number_of = {name: int(name) for name in known if name.isascii() and name.isdigit() and int(name) < width}
+    if width == len(_imagenet()):
+        number_of |= {name: _imagenet()[name] for name in known if name in _imagenet()}
+    if not known <= set(number_of) and len(images.classes) == width and labels is None:
+        number_of = {name: number for number, name in enumerate(images.classes)}
+    if labels is None and (not known or not known <= set(number_of)):
+        return None
+    if strange := sorted(known - set(number_of)):
+        raise InputError(f"{labels}: {strange[0]!r} is none of the {width:,} classes of {backbone.spec}, by number")
+    return Targets(np.array([-1 if name is None else number_of[name] for name in names], np.int64), source)
+
+
+def _of_file(images: Images, labels: str) -> list[str | None]:
+    where, column = file_and_column(labels)
+    table, _ = read_table(where, column)
+    if "path" not in table:
+        raise InputError(f"{where} has no column 'path'")
+    value_of = {str(path): value for path, value in zip(table["path"], table[column.strip().lower()], strict=True)}
+    if not any(path in value_of for path in images.paths):
+        raise InputError(f"{where}: none of its paths is that of an image; they are relative to {images.root}")
+    found = (value_of.get(path) for path in images.paths)
+    return [None if value in (None, "") else str(value) for value in found]
+
+
+def class_name(backbone: Backbone, number: int) -> str:
+    """What ImageNet calls an output, of a backbone with its 1,000 classes; else the number."""
+    if n_outputs(backbone) != len(_imagenet()):
+        return f"class {number}"
+    from timm.data import ImageNetInfo  # type: ignore[attr-defined]
+
+    return f"{number} {ImageNetInfo().index_to_description(number).partition(',')[0]}"
+
+
+@functools.cache
+def _imagenet() -> dict[str, int]:
+    """WordNet id -> output, as in all networks that are trained on ImageNet's 1,000 classes."""
+    from timm.data import ImageNetInfo  # type: ignore[attr-defined]
+
+    names: list[str] = ImageNetInfo().label_names()  # type: ignore[no-untyped-call]
+    return {name: number for number, name in enumerate(names)}

@@ -1,0 +1,242 @@
+"""What the layers of a backbone do on real images: `layertap inspect BACKBONE IMAGES [-l PATTERN] [--grad]`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from extract.analysis.network.findings import Finding
+from extract.analysis.network.inspection import Inspection, Loss, TensorReport, inspect_model
+from extract.backbones import Backbone
+from extract.backbones.user_code import function_from, importing_from
+from extract.errors import InputError
+from extract.system.atomic_files import link_target
+from extract.taps.layer_names import match_layers, named_layers
+from pipelines.embed.job import backbone_of
+from pipelines.network.image_sample import Sample, sample_of
+from pipelines.network.imagenet_targets import n_outputs, targets_of
+from pipelines.terminal.config import InspectConfig
+from pipelines.terminal.output_paths import check_file, check_folder
+from pipelines.terminal.progress import Progress
+from pipelines.terminal.tables import print_aligned, table_file
+from pipelines.terminal.text_output import SHOWN
+
+__all__ = ["Inspected", "as_json", "inspect", "print_inspection"]
+
+QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """What came of it.
+
+    Attributes:
+        inspection: the numbers and findings.
+        backbone: its spec.
+        images: how many were looked at, and how many there are.
+        failed: path -> why it could not be decoded.
+        loss: what gradients are of; empty without them.
+        written: files.
+    """
+
+    inspection: Inspection
+    backbone: str
+    images: tuple[int, int]
+    failed: dict[str, str]
+    loss: str
+    written: list[Path]
+
+
+def inspect(config: InspectConfig) -> Inspected:
+    """Run the job; what is going on is told on stderr."""
+    if config.csv is not None:
+        check_file(config.csv)
+    if config.pictures is not None:
+        check_folder(config.pictures)
+    backbone = backbone_of(config)
+    names = None
+    if config.layers is not None:
+        names = match_layers(named_layers(backbone.model), config.layers, backbone.spec)
+    sample = sample_of(config, backbone)
+    described, loss, targets = _loss(config, backbone, sample) if config.grad else ("", None, None)
+    with Progress(len(sample.rows)) as progress:
+        inspection = inspect_model(
+            backbone.model,
+            _with_targets(sample, targets),
+            names,
+            loss=loss,
+            on_batch=lambda images: progress.advance(images, False),
+            name_of=sample.name,
+        )
+    sample.tell_failures()
+    written = []
+    if config.csv is not None:
+        _write_csv(link_target(config.csv), inspection)
+        written.append(config.csv)
+    if config.pictures is not None:
+        from pipelines.network.inspect_figures import draw_inspection
+
+        written += draw_inspection(inspection, backbone.spec, config.pictures, config.format)
+    failed = {sample.images.paths[row]: reason for row, reason in sample.failed.items()}
+    return Inspected(inspection, backbone.spec, (inspection.images, sample.in_all), failed, described, written)
+
+
+def _with_targets(sample: Sample, targets: NDArray[np.int64] | None) -> Iterator[tuple[Tensor, Tensor]]:
+    for batch in sample.batches():
+        own = np.full(len(batch.rows), -1) if targets is None else targets[batch.rows]
+        yield batch.inputs, torch.from_numpy(own).to(batch.inputs.device)
+
+
+def _loss(config: InspectConfig, backbone: Backbone, sample: Sample) -> tuple[str, Loss, NDArray[np.int64] | None]:
+    """What the loss is, in words; the function; and the targets of all images, if there are any.
+
+    Raises:
+        InputError: it needs classes, and the backbone gives none.
+    """
+    if config.loss != "cross_entropy":
+        file, _, name = config.loss.rpartition(":")
+        if not file.endswith(".py"):
+            raise InputError(f"loss {config.loss!r}: expected cross_entropy or FILE.py:FUNCTION")
+        path = Path(file).resolve()
+        with importing_from(path.parent):
+            function = function_from(path, name)
+        targets = targets_of(backbone, sample.images, config.labels) if config.labels else None
+        return f"{path.name}:{name}", function, targets.numbers if targets else sample.images.labels
+    if not n_outputs(backbone):
+        raise InputError(f"{backbone.spec} gives no classes, so cross_entropy is not defined; --loss FILE.py:FUNCTION")
+
+    def cross_entropy(output: Tensor, targets: Tensor) -> Tensor:
+        if not isinstance(output, Tensor) or output.ndim != 2:
+            raise InputError(f"{backbone.spec} does not give (images, classes); --loss FILE.py:FUNCTION")
+        # Of an image that nobody has labelled, what the model itself finds.
+        return F.cross_entropy(output, torch.where(targets >= 0, targets, output.detach().argmax(1)))
+
+    targets = targets_of(backbone, sample.images, config.labels)
+    if targets is not None and (targets.numbers[sample.rows] >= 0).any():
+        return f"cross-entropy of {targets.source}", cross_entropy, targets.numbers
+    return "cross-entropy of the classes that the model itself finds", cross_entropy, None
+
+
+def as_json(inspected: Inspected) -> dict[str, Any]:
+    """All of it, for machines; numbers that are not there, or not finite, are null."""
+    inspection = inspected.inspection
+    return {
+        "backbone": inspected.backbone,
+        "images": inspected.images[0],
+        "images_in_all": inspected.images[1],
+        "failed": inspected.failed,
+        "loss": {"of": inspected.loss, "mean": _number(inspection.loss)} if inspected.loss else None,
+        "findings": [
+            {"kind": one.kind, "layer": one.layer, "text": one.text, "grave": one.grave}
+            for one in inspection.findings
+        ],
+        "layers": [_numbers(one) for one in inspection.tensors],
+        "parameters": [
+            {
+                "name": one.name, "layer": one.layer, "trainable": one.trainable, "norm": _number(one.norm),
+                "gradient_norm": _number(one.gradient_norm), "gradient_to_weight": _number(one.gradient_to_weight),
+            }
+            for one in inspection.parameters
+        ],
+        "never_ran": inspection.never_ran,
+    }  # fmt: skip
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _numbers(one: TensorReport) -> dict[str, Any]:
+    """A line of the table."""
+    numbers, gradients = one.activations, one.gradients
+    line: dict[str, Any] = {
+        "layer": one.name,
+        "type": one.type,
+        "shape": "x".join(map(str, one.shape)),
+        "by_image": one.by_image,
+        "channels": numbers.channels,
+        "mean": numbers.mean,
+        "std": numbers.std,
+        "min": numbers.min,
+        **{f"q{part * 100:02.0f}": numbers.quantile(part) for part in QUANTILES},
+        "max": numbers.max,
+        "zeros": numbers.zeros,
+        "dead": len(numbers.dead) if one.by_image else None,
+        "saturated": int((numbers.saturated >= 0.95).sum()) if one.bounded else None,
+        "nan": numbers.nan,
+        "infinite": numbers.infinite,
+        "norm_ratio": one.norm_ratio,
+    }
+    if gradients is not None:
+        line |= {"gradient_norm": one.gradient_norm, "gradient_std": gradients.std, "gradient_zeros": gradients.zeros}
+    return {name: _number(value) if isinstance(value, float) else value for name, value in line.items()}
+
+
+def _write_csv(path: Path, inspection: Inspection) -> None:
+    lines = [_numbers(one) for one in inspection.tensors]
+    columns = list(dict.fromkeys(name for line in lines for name in line))
+    with table_file(path) as write:
+        write(columns)
+        for line in lines:
+            write(["" if line.get(column) is None else line[column] for column in columns])
+
+
+def print_inspection(inspected: Inspected, echo: Callable[[str], None]) -> None:
+    """Findings in words, then the table."""
+    inspection = inspected.inspection
+    of_all = f" of {inspected.images[1]:,}" if inspected.images[0] < inspected.images[1] else ""
+    echo(f"{inspected.backbone}: {len(inspection.tensors):,} layers on {inspected.images[0]:,}{of_all} images")
+    if inspected.loss:
+        echo(f"gradients of {inspected.loss}: {inspection.loss:.4g}")
+    _print_findings(inspection.findings, echo)
+    if inspection.never_ran:
+        names = ", ".join(inspection.never_ran[:SHOWN]) + (", ..." if len(inspection.never_ran) > SHOWN else "")
+        echo(f"{len(inspection.never_ran)} layers never ran, or gave no tensor: {names}")
+    echo("")
+    _print_table(inspection, echo)
+    if inspection.parameters:
+        echo("")
+        _print_parameters(inspection, echo)
+
+
+def _print_findings(findings: Sequence[Finding], echo: Callable[[str], None]) -> None:
+    grave = [one for one in findings if one.grave]
+    others = [one for one in findings if not one.grave]
+    echo(f"found: {len(grave)} to look into, {len(others)} to know of" if findings else "found: nothing")
+    for one in grave:
+        echo(f"  ! {one}")
+    for one in others[:SHOWN]:
+        echo(f"    {one}")
+    if len(others) > SHOWN:
+        echo(f"    ... and {len(others) - SHOWN} more: --json")
+
+
+def _print_table(inspection: Inspection, echo: Callable[[str], None]) -> None:
+    with_gradients = any(one.gradients is not None for one in inspection.tensors)
+    head = ["layer", "type", "shape", "mean", "std", "min", "median", "max", "zeros", "dead", "out/in"]
+    rows = [head + (["grad norm"] if with_gradients else [])]
+    for one in inspection.tensors:
+        shape, numbers = "x".join(map(str, one.shape)), one.activations
+        values = (numbers.mean, numbers.std, numbers.min, numbers.quantile(0.5), numbers.max)
+        row = [one.name, one.type, shape, *(f"{value:.3g}" for value in values), f"{numbers.zeros:.0%}",
+               f"{len(numbers.dead)}/{numbers.channels}" if one.by_image else "-",
+               f"{one.norm_ratio:.2g}" if math.isfinite(one.norm_ratio) else "-"]  # fmt: skip
+        rows.append(row + ([f"{one.gradient_norm:.2e}"] if with_gradients else []))
+    print_aligned(rows, "<<<" + ">" * (len(rows[0]) - 3), echo)
+
+
+def _print_parameters(inspection: Inspection, echo: Callable[[str], None]) -> None:
+    rows = [["parameter", "norm", "grad norm", "grad/weight"]]
+    for one in inspection.parameters:
+        numbers = (one.norm, one.gradient_norm, one.gradient_to_weight)
+        rows.append([one.name, *(f"{value:.2e}" if math.isfinite(value) else "-" for value in numbers)])
+    print_aligned(rows, "<>>>", echo)

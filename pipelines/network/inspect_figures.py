@@ -1,0 +1,157 @@
+"""Pictures of what `layertap inspect` has found: activations and gradients, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
+
+from extract.analysis.network.activation_statistics import Statistics
+from extract.analysis.network.inspection import Inspection, TensorReport
+from pipelines.terminal.figures import COLOURS, drawable, save_figure
+
+__all__ = ["draw_inspection"]
+
+_BINS = 120
+_OUTER = 0.001  # of the values of a layer, on each side, may lie beyond the edges of a histogram
+_TALLEST_IN = 13.0
+_NAME_IN = 0.13  # that a name takes; where there are more layers, only some are named
+
+
+def draw_inspection(inspection: Inspection, backbone: str, folder: Path, suffix: str) -> list[Path]:
+    """Draw what there is to see; returns the files.
+
+    Args:
+        inspection: with gradients or without.
+        backbone: its spec, for the titles.
+        folder: made if need be.
+        suffix: png, svg or pdf.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, picture in _PICTURES.items():
+        figure = picture(inspection)
+        if figure is not None:
+            figure.suptitle(f"{drawable(backbone, 60)}, {inspection.images:,} images", fontsize=10)
+            written.append(save_figure(figure, folder / f"{name}.{suffix}"))
+    return written
+
+
+def _tensors(inspection: Inspection) -> list[TensorReport]:
+    """Those that are not just another name of what a layer inside gives, or of them all if there are few."""
+    leaves = [one for one in inspection.tensors if one.leaf]
+    return leaves or inspection.tensors
+
+
+def _stacked(count: int, panels: int, names: Sequence[str], width: float) -> tuple[Figure, Any]:
+    """Plots side by side with layers from top to bottom, the first at the top, and their names at the left."""
+    height = min(_TALLEST_IN, 1.6 + 0.19 * count)
+    figure = Figure(figsize=(2.2 + width * panels, height), layout="constrained")
+    axes = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
+    step = -(-count // int((height - 1) / _NAME_IN))
+    axes[0].set_yticks(range(0, count, step), [drawable(name) for name in names[::step]], fontsize=7)
+    axes[0].set_ylim(count - 0.5, -0.5)
+    for one in axes:
+        one.spines[["top", "right"]].set_visible(False)
+        one.grid(axis="x", alpha=0.3)
+    return figure, axes
+
+
+def _layers(inspection: Inspection) -> Figure:
+    """Range, mean and spread of each layer's values; which part is zero, and which channels are dead."""
+    tensors = _tensors(inspection)
+    figure, (values, zeros) = _stacked(len(tensors), 2, [one.name for one in tensors], 3.6)
+    places = np.arange(len(tensors))
+    numbers = [one.activations for one in tensors]
+    mean, std = np.array([n.mean for n in numbers]), np.array([n.std for n in numbers])
+    values.hlines(places, [n.min for n in numbers], [n.max for n in numbers], color="0.75", linewidth=1)
+    values.hlines(places, mean - std, mean + std, color=COLOURS[0], linewidth=3)
+    values.plot(mean, places, "o", color="black", markersize=2.5)
+    values.set_xscale("symlog", linthresh=1)
+    values.set_title("values: range, mean ± standard deviation", fontsize=9)
+    zeros.barh(places, [100 * n.zeros for n in numbers], color=COLOURS[5], height=0.8, label="values that are zero")
+    dead = [100 * len(one.activations.dead) / one.activations.channels if one.by_image else 0 for one in tensors]
+    zeros.barh(places, dead, color=COLOURS[1], height=0.4, label="channels that are constant")
+    zeros.set_xlim(0, 100)
+    zeros.set_xlabel("%")
+    zeros.legend(frameon=False, fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+    return figure
+
+
+def _density(found: Sequence[tuple[str, Statistics]], title: str, *, own_scale: bool) -> Figure | None:
+    """Histograms as rows of a picture, darker where there are more values.
+
+    Args:
+        found: name of each layer, and its statistics.
+        title: of the picture.
+        own_scale: whether each row goes from minus to plus its own largest value (gradients differ by orders of
+            magnitude); else all have one.
+    """
+    found = [(name, numbers) for name, numbers in found if numbers.total]
+    if not found:
+        return None
+    reach = np.array([max(abs(n.quantile(_OUTER)), abs(n.quantile(1 - _OUTER))) for _, n in found])
+    reach = np.where(reach > 0, reach, 1.0)
+    if not own_scale:
+        reach = np.full(len(found), np.quantile(reach, 0.9))
+    rows = np.array([
+        numbers.histogram(np.linspace(-far, far, _BINS + 1)) / numbers.total
+        for (_, numbers), far in zip(found, reach, strict=True)
+    ])  # fmt: skip
+    figure, (axes,) = _stacked(len(found), 1, [name for name, _ in found], 5.0)
+    far = 1.0 if own_scale else float(reach[0])
+    image = axes.imshow(
+        np.clip(rows, 1e-5, None), aspect="auto", extent=(-far, far, len(found) - 0.5, -0.5), cmap="magma_r",
+        norm=LogNorm(1e-5, 1), interpolation="nearest",
+    )  # fmt: skip
+    axes.set_xlabel("value, as a part of the largest of its layer" if own_scale else "value")
+    axes.set_title(title, fontsize=9)
+    figure.colorbar(image, ax=axes, shrink=min(1.0, 12 / figure.get_size_inches()[1]), label="part of the values")
+    return figure
+
+
+def _activations(inspection: Inspection) -> Figure | None:
+    found = [(one.name, one.activations) for one in _tensors(inspection)]
+    return _density(found, "histograms of activations", own_scale=False)
+
+
+def _gradients(inspection: Inspection) -> Figure | None:
+    found = [(one.name, one.gradients) for one in _tensors(inspection) if one.gradients is not None]
+    return _density(found, "histograms of gradients", own_scale=True)
+
+
+def _gradient_flow(inspection: Inspection) -> Figure | None:
+    """How large gradients are on their way through the network; and of parameters, beside their size."""
+    tensors = [one for one in _tensors(inspection) if one.gradients is not None]
+    if not tensors:
+        return None
+    places = {one.layer: place for place, one in enumerate(tensors)}
+    figure, (flow, ratio) = _stacked(len(tensors), 2, [one.name for one in tensors], 3.6)
+    norms = np.array([one.gradient_norm for one in tensors])
+    flow.plot(np.where(norms > 0, norms, np.nan), range(len(tensors)), color=COLOURS[0], marker="o", markersize=3)
+    flow.set_xscale("log")
+    flow.set_title("norm of the gradient of an image's activation", fontsize=9)
+    shown = [one for one in inspection.parameters if one.layer in places and one.gradient_to_weight > 0]
+    for kind, colour in (("weight", COLOURS[1]), ("bias", COLOURS[2])):
+        some = [one for one in shown if one.name.rpartition(".")[2] == kind]
+        ratio.plot([one.gradient_to_weight for one in some], [places[one.layer] for one in some], "o", color=colour,
+                   markersize=3, label=kind)  # fmt: skip
+    ratio.set_xscale("log")
+    for one in (flow, ratio):
+        one.xaxis.set_minor_formatter(NullFormatter())
+    ratio.set_title("norm of a parameter's gradient / of the parameter", fontsize=9)
+    ratio.legend(frameon=False, fontsize=7)
+    return figure
+
+
+_PICTURES: dict[str, Callable[[Inspection], Figure | None]] = {
+    "layers": _layers,
+    "activations": _activations,
+    "gradient-flow": _gradient_flow,
+    "gradients": _gradients,
+}

@@ -1,0 +1,41 @@
+"""The layers of a backbone: `layertap layers BACKBONE [PATTERN ...]`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from extract.backbones import load_backbone
+from extract.taps.layer_names import match_layers, named_layers
+from extract.taps.layer_table import LayerRow, layer_table
+from pipelines.terminal.tables import print_aligned
+
+__all__ = ["as_json", "list_layers", "print_table"]
+
+
+def list_layers(spec: str, patterns: Sequence[str], *, operations: bool) -> list[LayerRow]:
+    """The table of a backbone's layers; weights do not matter to it, and none are downloaded."""
+    random = "random" if spec.partition("/")[0] in ("torchvision", "timm", "open_clip") else None
+    backbone = load_backbone(spec, weights=random, device="cpu")
+    pictures = torch.randn(2, 3, *backbone.preprocessing.crop_px, generator=torch.Generator().manual_seed(0))
+    names = match_layers(named_layers(backbone.model), patterns, spec) if patterns else None
+    return layer_table(backbone.model, pictures, names, operations=operations)
+
+
+def as_json(rows: Sequence[LayerRow]) -> list[dict[str, Any]]:
+    """The table for machines."""
+    return [asdict(row) for row in rows]
+
+
+def print_table(rows: Sequence[LayerRow], echo: Callable[[str], None]) -> None:
+    """The table for people: name, type, shape of an image's output, its bytes, parameters, calls, notes."""
+    cells = [("layer", "type", "shape", "bytes", "parameters", "notes")]
+    for row in rows:
+        shapes = ", ".join(
+            (f"{part} " if part else "") + "x".join(map(str, shape)) for part, shape in row.shapes.items()
+        )
+        cells.append((row.name, row.type, shapes, f"{row.bytes:,}", f"{row.parameters:,}", "; ".join(row.notes)))
+    print_aligned(cells, "<<<>><", echo)

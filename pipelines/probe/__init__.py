@@ -1,0 +1,1 @@
+"""`layertap probe` and `predict`. Imports `pipelines.terminal`."""

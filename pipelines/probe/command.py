@@ -1,0 +1,78 @@
+"""Commands for linear probes and their kin: `layertap probe` and `predict`."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+
+from pipelines.terminal.config import ProbeConfig, load_config
+from pipelines.terminal.options import config_file, given, json_flag, option, tell
+
+__all__ = ["predict", "probe"]
+
+
+_of_probe = partial(option, model=ProbeConfig)
+
+
+@click.command()
+@click.argument("out", nargs=-1, metavar="OUT...")
+@_of_probe("-p", "--protocol", type=click.Choice(list(get_args(ProbeConfig.model_fields["protocol"].annotation))))
+@_of_probe("-l", "--layers", multiple=True, metavar="LAYER")
+@_of_probe("--labels", metavar="FILE[:COLUMN]")
+@_of_probe("--multilabel/--no-multilabel")
+@_of_probe("--test-fraction", type=float)
+@_of_probe("--drop-leaks/--keep-leaks")
+@_of_probe("--scaling", type=click.Choice(["none", "l2", "standardise"]))
+@_of_probe("--class-weight", type=click.Choice(["balanced"]))
+@_of_probe("--seed", type=int)
+@_of_probe("--similarity/--no-similarity")
+@_of_probe("-o", "--results", metavar="FOLDER")
+@_of_probe("--save", metavar="FILE.safetensors")
+@_of_probe("--device")
+@_of_probe("--max-memory-mb", type=int)
+@config_file
+@json_flag
+def probe(config: Path | None, as_json: bool, **flags: Any) -> None:
+    """Tell how good the features of the data sets OUT are, layer by layer, by a protocol of the literature.
+
+    Strengths are chosen on validation images; test images are predicted by what was chosen without them. Writes
+    results.json, results.csv, predictions.csv and pictures.
+
+    \b
+    layertap probe outputs/photos                                # every layer that is stored
+    layertap probe outputs/photos -p knn -l 'blocks.*' -l blocks.5+blocks.6
+    layertap probe outputs/photos -p ridge --labels ages.csv:age
+    layertap probe outputs/photos -l embedding --save probe.safetensors
+    """
+    from pipelines.probe.report import as_json as outcome_as_json
+    from pipelines.probe.report import print_outcome, probe_and_write
+
+    resolved = load_config(ProbeConfig, config, given(flags))
+    outcome, files = probe_and_write(resolved, lambda text: click.echo(text, err=True))
+    tell(outcome, as_json, outcome_as_json, print_outcome)
+    if not as_json:
+        click.echo("written: " + ", ".join(map(str, files)))
+
+
+@click.command()
+@click.argument("probe", type=click.Path(path_type=Path))
+@click.argument("images", metavar="IMAGES|OUT")
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="CSV file to write.")
+@click.option("-b", "--backbone", help="Its spec: to be given where it is code (python/, hub/), which will be run.")
+@click.option("--weights", help="Name or file of the backbone's weights, if the file was moved.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N or mps.")
+def predict(probe: Path, images: str, output: Path, **settings: Any) -> None:
+    """Predict classes of images with a PROBE that `layertap probe --save` has kept.
+
+    The features of IMAGES are computed as those were that the probe was fitted on; those of a data set OUT must have
+    been.
+
+    \b
+    layertap predict probe.safetensors new-photos -o predictions.csv
+    """
+    from pipelines.probe.predict import run_predict
+
+    click.echo(run_predict(probe, images, output, **settings))

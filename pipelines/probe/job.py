@@ -1,0 +1,291 @@
+"""How good stored features are, layer by layer: `layertap probe OUT -p PROTOCOL`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from extract.analysis.probe.feature_matrix import FeatureRows
+from extract.analysis.probe.metrics import mcnemar
+from extract.analysis.probe.model import LinearProbe
+from extract.analysis.probe.probing import ProbeResult, probe
+from extract.analysis.probe.protocols import Labelled
+from extract.analysis.probe.representations import similarities
+from extract.errors import InputError
+from extract.row_status import Status
+from extract.store.format.dataset import DataSet
+from extract.store.places.destination import data_set_at
+from extract.store.reader import FeatureReader
+from extract.system.urls import is_url
+from extract.taps.layer_names import match_layers
+from pipelines.probe.labelling import Labelling, drop_leaks, image_hashes, label_rows
+from pipelines.terminal.config import ProbeConfig
+
+__all__ = ["Comparison", "Outcome", "Probed", "data_sets", "features_described", "run_probe"]
+
+_ALIKE_ROWS = 2000  # images that representations are compared on, drawn with the seed
+
+
+@dataclass(frozen=True)
+class Probed:
+    """One feature and what its probe gave.
+
+    Attributes:
+        data_set: name of its data set.
+        parts: names of the features that lie side by side; mostly one.
+        width: D.
+        result: of the probe.
+    """
+
+    data_set: str
+    parts: tuple[str, ...]
+    width: int
+    result: ProbeResult
+
+    @property
+    def layer(self) -> str:
+        """What it is called: its name, or `a+b`."""
+        return "+".join(self.parts)
+
+    @property
+    def chosen_by(self) -> float:
+        """What a layer may be chosen by: the metric on validation rows; where there are none, NaN."""
+        return max((value for _, value in self.result.curve), default=float("nan"))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """McNemar's exact test between the best feature and another, on the test images of both.
+
+    Attributes:
+        better: (data set, layer) of the best.
+        other: (data set, layer).
+        only_better: images of which only the best finds the class.
+        only_other: likewise.
+        p: two-sided; not corrected for how many are compared.
+    """
+
+    better: tuple[str, str]
+    other: tuple[str, str]
+    only_better: int
+    only_other: int
+    p: float
+
+
+@dataclass
+class Outcome:
+    """All that a run has found so far.
+
+    Attributes:
+        config: of the run.
+        labellings: data set -> labels and splits.
+        fingerprints: data set -> that of its features.
+        test_paths: data set -> paths of its test images.
+        probed: in the order of the layers.
+        comparisons: with the best.
+        similarity: linear CKA and RSA, both (M, M) in the order of `probed`; None: not asked for.
+        complete: whether the run came to its end.
+    """
+
+    config: ProbeConfig
+    labellings: dict[str, Labelling] = field(default_factory=dict)
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    test_paths: dict[str, list[str]] = field(default_factory=dict)
+    probed: list[Probed] = field(default_factory=list)
+    comparisons: list[Comparison] = field(default_factory=list)
+    similarity: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
+    complete: bool = False
+
+    @property
+    def by_validation(self) -> bool:
+        """Whether the best is that on validation rows, so that its test result is of a layer chosen without it."""
+        return all(one.result.curve for one in self.probed)
+
+    @property
+    def best(self) -> Probed:
+        """The best feature on validation rows; without any, on the test rows. Of equal ones, the first."""
+        if self.by_validation:
+            return max(self.probed, key=lambda one: one.chosen_by)
+        shots = min((max(one.result.shots) for one in self.probed if one.result.shots), default=0)
+        return max(
+            self.probed, key=lambda one: one.result.metrics[f"top1@{shots}"].value if shots else one.result.value
+        )
+
+
+def run_probe(
+    config: ProbeConfig, say: Callable[[str], None], on_result: Callable[[Outcome], None] = lambda outcome: None
+) -> Outcome:
+    """Probe every layer asked for, of every data set.
+
+    Args:
+        config: of the run.
+        say: told what is being done.
+        on_result: called before the first layer and after each, with what there is so far.
+
+    Raises:
+        InputError: no data set there, no labels, or a protocol that does not fit them.
+        UnknownNameError: no such layer.
+    """
+    outcome = Outcome(config)
+    with contextlib.ExitStack() as stack:
+        readers = {name: stack.enter_context(FeatureReader(path)) for name, path in data_sets(config.out).items()}
+        columns: dict[tuple[str, tuple[str, ...]], list[Any]] = {}
+        for name, reader in readers.items():
+            labelling = label_rows(
+                reader, config.labels, numbers=config.protocol == "ridge", multilabel=config.multilabel,
+                test_fraction=config.test_fraction, seed=config.seed,
+            )  # fmt: skip
+            outcome.labellings[name] = drop_leaks(reader, labelling) if config.drop_leaks else labelling
+            outcome.fingerprints[name] = reader.fingerprint
+            outcome.test_paths[name] = [reader.paths[row] for row in outcome.labellings[name].test.tolist()]
+            columns |= {(name, parts): [reader[part] for part in parts]
+                        for parts in _layers(reader, config.layers, name)}  # fmt: skip
+        if config.save is not None and len(columns) > 1:
+            raise InputError(
+                f"--save keeps the probe of one layer, and there are {len(columns)}: name one with -l; taking the best "
+                "on the test images would be choosing on them"
+            )
+        if config.save is not None and config.protocol in ("knn", "fewshot"):
+            raise InputError(f"the protocol {config.protocol} has no probe that could be kept; take another to --save")
+        alike = _common_rows(readers, config.seed) if config.similarity else {}
+        on_result(outcome)
+        for number, ((name, parts), arrays) in enumerate(columns.items(), 1):
+            layer = "+".join(parts)
+            say(f"probing {layer}" + (f" of {name}" if len(readers) > 1 else "") + f" ({number} of {len(columns)})")
+            outcome.probed.append(_probed(config, outcome.labellings[name], name, parts, arrays))
+            on_result(outcome)
+        outcome.comparisons = list(_comparisons(outcome, readers))
+        if config.similarity:
+            say("comparing representations")
+            outcome.similarity = similarities(_rows_in_order(arrays, alike[name])
+                                              for (name, _), arrays in columns.items())  # fmt: skip
+        if config.save is not None:
+            (one,) = outcome.probed
+            _save(one, config.out[0], config)
+    outcome.complete = True
+    on_result(outcome)
+    return outcome
+
+
+def data_sets(paths: Sequence[str]) -> dict[str, Path | str]:
+    """A name for each data set: that of its folder or of its URL, where these differ.
+
+    Raises:
+        InputError: one is none, or there twice.
+    """
+    for path in paths:
+        if not is_url(path) and not Path(path).is_dir():
+            raise InputError(f"{path} is no folder; expected a data set of `layertap embed`")
+        data_set_at(path)
+    found = [path.rstrip("/") if is_url(path) else Path(path) for path in paths]
+    names = [one.rpartition("/")[2] if isinstance(one, str) else one.resolve().name for one in found]
+    if len(set(names)) < len(names):
+        names = list(paths)
+    if len({one if isinstance(one, str) else one.resolve() for one in found}) < len(found):
+        raise InputError(f"a data set is given twice: {', '.join(paths)}")
+    return dict(zip(names, found, strict=True))
+
+
+def _layers(reader: FeatureReader, layers: Sequence[str] | None, where: str) -> Iterator[tuple[str, ...]]:
+    """The features that are probed, each one name, or several that lie side by side."""
+    for text in reader.layers if layers is None else layers:
+        if "+" in text and text not in reader:
+            found = [match_layers(reader.layers, part, where) for part in text.split("+")]
+            for part, names in zip(text.split("+"), found, strict=True):
+                if len(names) > 1:
+                    raise InputError(f"{part!r} in {text!r} means {len(names)} layers; name each: {'+'.join(names)}")
+            yield tuple(names[0] for names in found)
+        else:
+            for name in match_layers(reader.layers, text, where):
+                yield (name,)
+
+
+def _probed(
+    config: ProbeConfig, labelling: Labelling, data_set: str, parts: tuple[str, ...], arrays: list[Any]
+) -> Probed:
+    sets = [Labelled(FeatureRows.of(arrays, rows), labelling.targets[rows])
+            for rows in (labelling.train, labelling.val, labelling.test)]  # fmt: skip
+    train, val, test = sets
+    result = probe(
+        train, val if len(val) else None, test, labelling.classes, labelling.task,
+        protocol=config.protocol, scaling=config.scaling, balanced=config.class_weight == "balanced", seed=config.seed,
+        device=config.device, memory_bytes=None if config.max_memory_mb is None else config.max_memory_mb << 20,
+    )  # fmt: skip
+    # Of many layers, what is not told would fill the memory.
+    result = replace(result, probabilities=None, model=result.model if config.save else None)
+    return Probed(data_set, parts, train.rows.width, result)
+
+
+def _comparisons(outcome: Outcome, readers: dict[str, FeatureReader]) -> Iterator[Comparison]:
+    best = outcome.best
+    for other in outcome.probed:
+        right, others = best.result.right, other.result.right
+        if other is best or right is None or others is None:
+            continue
+        if other.data_set != best.data_set:  # the images that both are tested on, known by their bytes
+            first, second = (
+                image_hashes(readers[one.data_set])[outcome.labellings[one.data_set].test] for one in (best, other)
+            )
+            _, here, there = np.intersect1d(first, second, return_indices=True)
+            right, others = right[here], others[there]
+        if len(right):
+            yield Comparison((best.data_set, best.layer), (other.data_set, other.layer), *mcnemar(right, others))
+
+
+def _common_rows(readers: dict[str, FeatureReader], seed: int) -> dict[str, NDArray[np.int64]]:
+    """Data set -> rows of the same images in the same order: some of those that all have good features of."""
+    rows_of = {}
+    for name, reader in readers.items():
+        good = np.flatnonzero(reader.status == Status.OK)
+        hashes, first = np.unique(image_hashes(reader)[good], return_index=True)
+        rows_of[name] = dict(zip(hashes.tolist(), good[first].tolist(), strict=True))
+    common = sorted(set.intersection(*(set(rows) for rows in rows_of.values())))
+    if len(common) < 4:
+        raise InputError(f"the data sets have {len(common)} images in common; --similarity needs at least 4")
+    drawn = np.random.default_rng(seed).permutation(len(common))[:_ALIKE_ROWS]
+    return {name: np.array([rows[common[i]] for i in drawn], np.int64) for name, rows in rows_of.items()}
+
+
+def _rows_in_order(arrays: list[Any], rows: NDArray[np.int64]) -> FeatureRows:
+    """Rows in an order that is not that of the file, in memory."""
+    order = np.argsort(rows)
+    array = FeatureRows.of(arrays, rows[order]).between(0, len(rows))
+    return FeatureRows.of(array[np.argsort(order)])
+
+
+def features_described(dataset: DataSet, layers: Sequence[str]) -> dict[str, Any]:
+    """What the numbers of these features depend on, and of no others in the data set."""
+    depends_on = dict(dataset.depends_on)
+    return {**depends_on, "features": {name: depends_on["features"][name] for name in layers}}
+
+
+def _save(one: Probed, out: str, config: ProbeConfig) -> None:
+    """The probe with all that is needed to compute the features of other images, in the same way."""
+    model, dataset = one.result.model, data_set_at(out)
+    assert model is not None
+    assert config.save is not None
+    layers = list(one.parts)
+    with FeatureReader(out) as reader:
+        provenance = {key: reader.provenance.get(key) for key in ("backbone", "configuration", "versions")}
+    about = {
+        "protocol": one.result.protocol,
+        "chosen": {one.result.swept: one.result.chosen} if one.result.swept else {},
+        "layers": layers,
+        "poolings": [feature.attributes["pooling"] for name in layers
+                     for feature in dataset.features if feature.name == name],
+        "depends_on": features_described(dataset, layers),
+        "provenance": provenance,
+        "n_train": one.result.n_train,
+        "metrics": {name: metric.value for name, metric in one.result.metrics.items()},
+    }  # fmt: skip
+    kept = LinearProbe(
+        model.coef_, model.intercept_, model.classes_, model.task, model.scaling, model.has_probabilities, about
+    )
+    config.save.parent.mkdir(parents=True, exist_ok=True)
+    kept.save(config.save)

@@ -1,0 +1,310 @@
+"""What is to be predicted of the rows of a data set, and which rows are trained, chosen and tested on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from extract.errors import InputError
+from extract.images.csv_lists import read_table
+from extract.images.image_list import SPLITS, labels_from_values
+from extract.row_status import Status
+from extract.store.reader import FeatureReader
+from pipelines.terminal.text_output import printable
+
+__all__ = ["SEPARATOR", "Labelling", "drop_leaks", "file_and_column", "image_hashes", "label_rows"]
+
+TEST_FRACTION = 0.2  # of each class, where a data set has no splits
+SEPARATOR = "|"  # between labels that do not exclude each other
+_MOST_CLASSES = 20  # that may have hardly any rows each: more are taken for names or numbers of images
+
+
+@dataclass(frozen=True)
+class Labelling:
+    """Of the rows of a data set.
+
+    Attributes:
+        task: "classification", "multilabel" or "regression".
+        classes: (K,) names.
+        unseen: those of classes that training does not have: of the targets -1, -2, ...
+        targets: (N,) int64, (N, K) float32 or (N, K) float64, of all rows; of those that are left out, anything.
+        train: rows, sorted; likewise val and test, which of rows that are left out have none.
+        counts: "rows", and why rows were left out: "failed", "unlabelled", "without a split".
+        leaks: "test in train" and so on -> rows of the first whose bytes are in the second.
+        notes: what was decided.
+    """
+
+    task: str
+    classes: NDArray[Any]
+    targets: NDArray[Any]
+    train: NDArray[np.int64]
+    val: NDArray[np.int64]
+    test: NDArray[np.int64]
+    counts: dict[str, int]
+    leaks: dict[str, int]
+    notes: list[str]
+    unseen: tuple[str, ...] = ()
+
+
+def label_rows(
+    reader: FeatureReader,
+    labels: str | None,
+    *,
+    numbers: bool = False,
+    multilabel: bool = False,
+    test_fraction: float | None = None,
+    seed: int = 0,
+) -> Labelling:
+    """The labels and splits of a data set.
+
+    Args:
+        reader: of the data set.
+        labels: FILE or FILE:COLUMN, a list with `path` or `id`; None: the data set's own classes.
+        numbers: labels are numbers to be predicted.
+        multilabel: a row has any number of labels, with | between them.
+        test_fraction: drawn for testing, of each class; None: the data set's splits, or 0.2 where there are none.
+        seed: of the draw.
+
+    Raises:
+        InputError: the file fits no row, a label is no number, or no rows are left.
+    """
+    texts, splits, notes = _own(reader) if labels is None else _from_file(reader, labels, keep_empty=multilabel)
+    good, groups = reader.status == Status.OK, _groups(reader)
+    task = "regression" if numbers else "multilabel" if multilabel else "classification"
+    if task == "classification":
+        texts = [None if text == "-1" else text for text in texts]  # as in a list of images
+    labelled = np.array([text is not None for text in texts], bool)
+    counts = {"rows": len(reader), "failed": int((~good).sum()), "unlabelled": int((good & ~labelled).sum())}
+    used = good & labelled
+    if not used.any():
+        raise InputError(f"none of the {len(reader):,} rows has both features and a label: {_reasons(counts)}")
+    classes, targets = _targets(texts, used, task, labels or "the data set")
+    names = np.array(splits)
+    there = set(names[used].tolist()) - {""}
+    if test_fraction is not None or not there:
+        fraction = TEST_FRACTION if test_fraction is None else test_fraction
+        strata = targets if task == "classification" else np.zeros(len(targets), np.int64)
+        chosen = _drawn(strata, groups, used, fraction, seed)
+        names = np.where(chosen, "test", "train")
+        of = "each class" if task == "classification" else "the rows"
+        notes.append(f"{fraction:.0%} of {of} drawn for testing, with seed {seed}; copies stay together")
+        if there:
+            notes.append(f"the splits that there are ({', '.join(sorted(there))}) are not used")
+        elif any(reader.splits):
+            notes.append("the splits of the data set are not used: the list of labels has others, or none for these")
+    elif "test" not in there:
+        if not there >= {"train", "val"}:
+            raise InputError(
+                f"labelled rows are in {' and '.join(sorted(there))} only; draw some for testing with --test-fraction"
+            )
+        names[names == "val"] = "test"
+        notes.append("no labelled test images: val is tested on, and nothing is chosen on it")
+    if without := int((used & (names == "")).sum()):
+        counts["without a split"] = without
+    sets = {name: np.flatnonzero(used & (names == name)) for name in ("train", "val", "test")}
+    for name in ("train", "test"):
+        if not len(sets[name]) and (test_fraction is not None or not there):
+            raise InputError("each class has one image only; none can be drawn for testing")
+        if not len(sets[name]):
+            raise InputError(
+                f"no row of {name} has both features and a label: {_reasons(counts)}; draw rows with --test-fraction"
+            )
+    labelling = Labelling(
+        task, classes, targets, sets["train"], sets["val"], sets["test"], counts=counts, leaks={}, notes=notes
+    )
+    return _known_classes(replace(labelling, leaks=_leaks(groups, labelling)))
+
+
+def drop_leaks(reader: FeatureReader, labelling: Labelling) -> Labelling:
+    """Without the training rows whose bytes are in val or test, and the rows of val whose bytes are in test."""
+    groups = _groups(reader)
+    in_test = np.isin(groups[labelling.val], groups[labelling.test])
+    val = labelling.val[~in_test]
+    copied = np.isin(groups[labelling.train], np.concatenate([groups[labelling.test], groups[val]]))
+    left = replace(labelling, train=labelling.train[~copied], val=val)
+    if not len(left.train):
+        raise InputError("all training rows are copies of rows of val or test")
+    dropped = len(labelling.train) - len(left.train) + len(labelling.val) - len(val)
+    notes = [*labelling.notes, f"{dropped:,} rows of train and val left out, which are copies of others"]
+    return _known_classes(replace(left, notes=notes))
+
+
+def _own(reader: FeatureReader) -> tuple[list[str | None], list[str], list[str]]:
+    names = [*reader.classes, None]  # -1 is the last
+    return [names[label] for label in reader.labels.tolist()], reader.splits, []
+
+
+def _from_file(
+    reader: FeatureReader, labels: str, *, keep_empty: bool
+) -> tuple[list[str | None], list[str], list[str]]:
+    """Text of each row's label, splits, and notes, from a list; an empty label is one, or means that there is none."""
+    where, column = file_and_column(labels)
+    table, lines = read_table(where, column)
+    key = "path" if "path" in table else "id"
+    names = reader.paths if key == "path" else reader.ids
+    if names is None:
+        raise InputError(f"{where} has ids, but the data set has none; give it a column 'path'")
+    row_of = {_relative(reader, str(name)) if key == "path" else str(name): row for row, name in enumerate(table[key])}
+    if len(row_of) < len(table[key]):
+        twice = next(name for name, count in Counter(map(str, table[key])).items() if count > 1)
+        raise InputError(f"{where}: the {key} {twice!r} is there twice")
+    found = [row_of.get(name) for name in names]
+    matched = {row for row in found if row is not None}
+    if not matched:
+        raise InputError(
+            f"{where}: none of its {len(row_of):,} values of {key!r} is one of the data set; it has "
+            f"{printable(next(iter(row_of), 'none'))!r}, the data set {printable(names[0])!r}"
+        )
+    notes = []
+    if left := len(row_of) - len(matched):
+        notes.append(f"{left:,} of the {len(row_of):,} rows of {where} are not in the data set")
+    values = table[column.strip().lower()]
+    empty = "" if keep_empty else None
+    texts = [None if row is None else _text(values[row], empty) for row in found]
+    splits = reader.splits
+    if "split" in table:
+        splits = []
+        for row in found:
+            split = "" if row is None else str(table["split"][row] or "").strip().lower()
+            if split and split not in SPLITS and row is not None:
+                place = f"line {lines[row]}" if lines else f"row {row}"
+                raise InputError(f"{where}: {place}: split {split!r}; expected train, val, test or nothing")
+            splits.append(SPLITS.get(split, ""))
+    return texts, splits, notes
+
+
+def _text(value: Any, empty: str | None) -> str | None:
+    """What a list says: 3.0, which a column of whole numbers with gaps becomes in Parquet, is 3; NaN is nothing."""
+    if isinstance(value, float):
+        value = None if np.isnan(value) else int(value) if value.is_integer() else value
+    text = "" if value is None else str(value).strip()
+    return text or empty
+
+
+def _relative(reader: FeatureReader, path: str) -> str:
+    """A path as the data set has it: without ./ in front, and without the folder of the images."""
+    root = str(reader.provenance.get("configuration", {}).get("images", "")).rstrip("/")
+    return path.removeprefix("./").removeprefix(f"{root}/" if root.startswith("/") else "")
+
+
+def file_and_column(labels: str) -> tuple[str, str]:
+    """labels.csv -> its column `label`; labels.csv:age -> its column `age`."""
+    for ending in (".csv", ".tsv", ".parquet"):
+        if labels.lower().endswith(ending):
+            return labels, "label"
+    where, _, column = labels.rpartition(":")
+    if not where or not column:
+        raise InputError(f"labels {labels!r}: expected FILE.csv, .tsv or .parquet, or FILE.csv:COLUMN")
+    return where, column
+
+
+def _targets(texts: Sequence[str | None], used: NDArray[np.bool_], task: str, where: str) -> tuple[Any, NDArray[Any]]:
+    rows = np.flatnonzero(used).tolist()
+    if task == "classification":
+        targets = np.full(len(texts), -1, np.int64)
+        targets[rows], classes = labels_from_values([texts[row] for row in rows])
+        kinds = len(np.unique(targets[rows]))
+        if kinds > max(_MOST_CLASSES, len(rows) // 2):
+            raise InputError(
+                f"{where} gives {kinds:,} classes to {len(rows):,} rows; is it the right column? Numbers are predicted "
+                "with the protocol ridge"
+            )
+        return np.array(classes), targets
+    if task == "multilabel":
+        sets = {row: {one.strip() for one in str(texts[row]).split(SEPARATOR)} - {""} for row in rows}
+        classes = sorted(set().union(*sets.values()))
+        number = {name: i for i, name in enumerate(classes)}
+        labels = np.zeros((len(texts), len(classes)), np.float32)
+        for row, names in sets.items():
+            labels[row, [number[name] for name in names]] = 1
+        return np.array(classes), labels
+    values = np.zeros((len(texts), 1))
+    for row in rows:
+        try:
+            values[row] = float(str(texts[row]))
+        except ValueError:
+            values[row] = np.nan
+        if not np.isfinite(values[row, 0]):
+            raise InputError(f"{where}: the label {texts[row]!r} is no number, which the protocol ridge predicts")
+    return np.array(["target"]), values
+
+
+def _groups(reader: FeatureReader) -> NDArray[np.int64]:
+    """(N,) the same number for rows whose images have the same bytes."""
+    found: NDArray[np.int64] = np.unique(image_hashes(reader), return_inverse=True)[1]
+    return found
+
+
+def image_hashes(reader: FeatureReader) -> NDArray[Any]:
+    """(N,) the hash of the bytes of each row's image, as 16 bytes that can be sorted and compared."""
+    return np.ascontiguousarray(reader.column("source_hash")).view("V16")[:, 0]
+
+
+def _drawn(
+    strata: NDArray[np.int64], groups: NDArray[np.int64], used: NDArray[np.bool_], fraction: float, seed: int
+) -> NDArray[np.bool_]:
+    """Rows for testing: of each stratum the fraction, one at least where it has two; copies stay together."""
+    generator = np.random.default_rng(seed)
+    rows = np.flatnonzero(used)
+    _, first = np.unique(groups[rows], return_index=True)
+    heads = rows[np.sort(first)]  # the first of each group of copies
+    taken = []
+    for stratum in np.unique(strata[heads]):
+        here = generator.permutation(heads[strata[heads] == stratum])
+        count = max(round(fraction * len(here)), int(len(here) > 1))
+        taken.append(here[: min(count, len(here) - 1)])
+    return np.isin(groups, groups[np.concatenate(taken)])
+
+
+def _leaks(groups: NDArray[np.int64], labelling: Labelling) -> dict[str, int]:
+    sets = {"train": labelling.train, "val": labelling.val, "test": labelling.test}
+    found = {}
+    for later, earlier in (("test", "train"), ("test", "val"), ("val", "train")):
+        if count := int(np.isin(groups[sets[later]], groups[sets[earlier]]).sum()):
+            found[f"{later} in {earlier}"] = count
+    return found
+
+
+def _known_classes(labelling: Labelling) -> Labelling:
+    """With the classes that training has; rows of val with others are left out, and of test count as wrong."""
+    if labelling.task == "multilabel":
+        there = labelling.targets[labelling.train].any(0)
+        if not there.any():
+            raise InputError("no training row has a label")
+        left = [str(name) for name in labelling.classes[~there]]
+        notes = [f"labels that no training row has are left out: {', '.join(left[:5])}"] if left else []
+        return replace(
+            labelling,
+            classes=labelling.classes[there],
+            targets=labelling.targets[:, there],
+            notes=labelling.notes + notes,
+        )
+    if labelling.task != "classification":
+        return labelling
+    there = np.bincount(labelling.targets[labelling.train], minlength=len(labelling.classes)) > 0
+    unseen = np.cumsum(np.logical_not(there)) + len(labelling.unseen)
+    number = np.append(np.where(there, np.cumsum(there) - 1, -unseen), -1)
+    # What an earlier pass found to be unseen stays.
+    targets = np.where(labelling.targets >= 0, number[labelling.targets], labelling.targets)
+    known = targets[labelling.val] >= 0
+    notes = labelling.notes
+    if not known.all():
+        notes = [*notes, f"{int((~known).sum()):,} rows of val have a class that train has not, and are left out"]
+    names = (*labelling.unseen, *labelling.classes[np.logical_not(there)].tolist())
+    return replace(
+        labelling,
+        classes=labelling.classes[there],
+        targets=targets,
+        val=labelling.val[known],
+        notes=notes,
+        unseen=names,
+    )
+
+
+def _reasons(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in counts.items() if name != "rows" and count) or "none failed"

@@ -1,0 +1,149 @@
+"""Classes of new images by a probe that was kept: `layertap predict PROBE IMAGES|OUT -o FILE.csv`."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from extract.analysis.probe.feature_matrix import FeatureRows
+from extract.analysis.probe.model import LinearProbe
+from extract.backbones import load_backbone
+from extract.backbones.user_code import permitted
+from extract.compute.pooling import POOLINGS
+from extract.errors import InputError
+from extract.extraction.plan import asked_of, how_made
+from extract.extraction.run import extract, plan
+from extract.row_status import Status
+from extract.store.format.dataset import DataSet, differences
+from extract.store.reader import FeatureReader
+from extract.system.atomic_files import link_target
+from pipelines.probe.report import answer
+from pipelines.terminal.progress import Progress
+from pipelines.terminal.tables import table_file
+from pipelines.terminal.text_output import printable
+
+__all__ = ["run_predict"]
+
+_HEAD = b"path,status,predicted"
+_ROWS = 4096  # that are predicted at once
+
+
+def run_predict(
+    path: Path, images: str, output: Path, *, backbone: str | None = None, weights: str | None = None,
+    device: str = "auto",
+) -> str:  # fmt: skip
+    """Predict, write the table, and say what was predicted.
+
+    The table has a line for each image: path, status, predicted, and the probability of each class, where the probe has
+    any; of several labels, those that are more probable than not, with | between them.
+
+    Args:
+        path: file of the probe.
+        images: as of `embed`; or the folder of a data set.
+        output: CSV file to write.
+        backbone: its spec; to be given where it is code, which a stranger's probe could name any of.
+        weights: name or file of its weights, if the file was moved.
+        device: to compute on.
+
+    Raises:
+        InputError: no probe, no images, or features that were made otherwise than those the probe was fitted on.
+    """
+    probe = LinearProbe.load(path)
+    try:
+        described = dict(probe.about["depends_on"])
+        wanted = [(str(name), str(described["features"][name])) for name in probe.about["layers"]]
+        poolings = [str(pooling) for pooling in probe.about["poolings"]]
+        asked = asked_of(dict(probe.about["provenance"]["configuration"]), weights)
+        named, made = str(probe.about["provenance"]["backbone"]), dict[str, Any](how_made(described))
+        dtype, most = str(described["stored_as"]), int(probe.about["provenance"]["configuration"]["max_pixels"])
+        layers = [name if name.rpartition(":")[2] in POOLINGS else f"{name}:{pooling}"
+                  for (name, _), pooling in zip(wanted, poolings, strict=True)]  # fmt: skip
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise InputError(f"{path} does not say what features it is for: {what}") from error
+    if output.is_file() and not _holds_predictions(output):
+        raise InputError(f"{output} is there already, and holds no predictions; name another file")
+    if output.is_dir() or not output.parent.is_dir():
+        raise InputError(f"{output} cannot be written: " + ("it is a folder" if output.is_dir() else "no such folder"))
+    if (Path(images) / "dataset.json").is_file():
+        dataset = DataSet.open(Path(images))
+        return _predict(probe, Path(images), _same_features(path, described, wanted, dataset, images), output)
+    if made["compile"] == "openvino" and device == "auto":
+        device = "cpu"
+    loaded = load_backbone(permitted(named, backbone, path), device=device, **asked)
+    with tempfile.TemporaryDirectory(prefix=".predict-", dir=output.parent) as folder:
+        out = Path(folder) / "features"
+        planned = plan(images, out=out, backbone=loaded, layers=layers, dtype=dtype, max_pixels=most, **made)
+        names = _same_features(path, described, wanted, planned.dataset, images)
+        with Progress(len(planned.images)) as progress:
+            extract(planned, on_rows=progress.advance)
+        return _predict(probe, out, names, output)
+
+
+def _holds_predictions(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_HEAD)) == _HEAD
+
+
+def _same_features(
+    path: Path, described: dict[str, Any], wanted: list[tuple[str, str]], dataset: DataSet, images: str
+) -> list[str]:
+    """Names, in a data set, of the features that the probe was fitted on; a name may say the pooling or not."""
+    names = []
+    for name, what in wanted:
+        there = dataset.depends_on["features"]
+        same = [other for other, is_what in there.items() if is_what == what]
+        if not same:
+            raise InputError(
+                f"{path} was fitted on {name} ({what}); {images} has no such feature, but "
+                + ", ".join(f"{other} ({is_what})" for other, is_what in list(there.items())[:5])
+            )
+        names.append(same[0])
+    others = {key: value for key, value in described.items() if key != "features"}
+    if changed := differences(others, {k: v for k, v in dataset.depends_on.items() if k != "features"}):
+        raise InputError(
+            f"{path} was fitted on features that were made otherwise than those of {images}: " + "; ".join(changed)
+        )
+    return names
+
+
+def _predict(probe: LinearProbe, out: Path, layers: list[str], output: Path) -> str:
+    shown = probe.has_probabilities and probe.task != "regression"
+    classes = [str(name) for name in probe.classes_.tolist()]
+    counts: Counter[str] = Counter()
+    with FeatureReader(out) as reader, table_file(link_target(output)) as write:
+        write(["path", "status", "predicted", *(f"p({name})" for name in classes if shown)])
+        for line in _lines(probe, reader, layers, classes, shown):
+            counts[line[2] if line[1] == Status.OK.text else "\0"] += 1
+            write(line)
+    failed = counts.pop("\0", 0)
+    most = ", ".join(f"{printable(name)} {count:,}" for name, count in counts.most_common(5))
+    summary = f"{sum(counts.values()):,} images predicted" + (f", {failed:,} without features" if failed else "")
+    return f"{summary}; written: {output}" + (f"\n{most}" if probe.task == "classification" and most else "")
+
+
+def _lines(
+    probe: LinearProbe, reader: FeatureReader, layers: list[str], classes: list[str], shown: bool
+) -> Iterator[list[str]]:
+    good = reader.status == Status.OK
+    for start in range(0, len(reader), _ROWS):
+        rows = np.arange(start, min(start + _ROWS, len(reader)))
+        there = rows[good[rows]]
+        scores = probe.scores(FeatureRows.of([reader[name] for name in layers], there)) if len(there) else None
+        probabilities = probe.probabilities(scores) if shown and scores is not None else None
+        place = {row: i for i, row in enumerate(there.tolist())}
+        for row in rows.tolist():
+            status = Status(reader.status[row]).text
+            if row not in place or scores is None:
+                yield [reader.paths[row], status, "", *("" for _ in classes if shown)]
+                continue
+            i = place[row]
+            value = scores[i].argmax() if probe.task == "classification" else scores[i]
+            predicted = answer(value > 0 if probe.task == "multilabel" else value, classes, probe.task)
+            each = [] if probabilities is None else [f"{p:.6g}" for p in probabilities[i].tolist()]
+            yield [reader.paths[row], status, predicted, *each]

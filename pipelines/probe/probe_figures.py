@@ -1,0 +1,226 @@
+"""Pictures of what `layertap probe` has found: by layer, by strength, by shots, confusion, likeness of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+
+from extract.analysis.probe.probing import PRIMARY
+from pipelines.probe.job import Outcome, Probed
+from pipelines.terminal.figures import COLOURS, cycled, drawable, new_figure, save_figure
+
+__all__ = ["PICTURES", "draw"]
+
+_AXIS = {"top1": "top-1 accuracy, %", "mAP": "mean average precision", "r2": "R²"}
+_NAMED_CLASSES = 40  # more do not fit beside a matrix
+
+
+def draw(outcome: Outcome, folder: Path) -> list[Path]:
+    """Draw what there is to see, as PNG; returns the files."""
+    written = []
+    for name, picture in PICTURES.items():
+        figure = picture(outcome)
+        if figure is not None:
+            written.append(save_figure(figure, folder / name))
+    return written
+
+
+def _by_data_set(outcome: Outcome) -> Iterator[tuple[str, str, list[Probed]]]:
+    for colour, name in zip(cycled(len(outcome.labellings)), outcome.labellings, strict=True):
+        yield name, colour, [one for one in outcome.probed if one.data_set == name]
+
+
+def _scale(outcome: Outcome) -> tuple[str, float]:
+    """What the metric is called on an axis, and its factor."""
+    task = outcome.probed[0].result.task
+    return _AXIS[PRIMARY[task]], 100.0 if task == "classification" else 1.0
+
+
+def _title(outcome: Outcome, text: str) -> str:
+    return f"{text}, {outcome.config.protocol}" + (
+        f", {drawable(next(iter(outcome.labellings)))}" if len(outcome.labellings) == 1 else ""
+    )
+
+
+def _layers(outcome: Outcome) -> Figure | None:
+    """The metric of each layer in their order, with its 95 % interval; a line for each data set."""
+    if len(outcome.probed) < 2:
+        return None
+    names = list(dict.fromkeys(one.layer for one in outcome.probed))
+    figure, axes = new_figure(min(16.0, max(5.0, 1.6 + 0.55 * len(names))), 4.2)
+    label, factor = _scale(outcome)
+    for name, colour, probed in _by_data_set(outcome):
+        places = [names.index(one.layer) for one in probed]
+        estimates = [one.result.metrics[one.result.primary] for one in probed]
+        values = factor * np.array([one.value for one in estimates])
+        ends = factor * np.array([[one.value - one.low, one.high - one.value] for one in estimates]).T
+        axes.errorbar(
+            places, values, np.maximum(np.nan_to_num(ends), 0), color=colour, marker="o", markersize=5, capsize=3,
+            linewidth=1.8, label=drawable(name),
+        )  # fmt: skip
+    _chance(outcome, axes)
+    axes.set_xticks(
+        range(len(names)),
+        [drawable(name) for name in names],
+        rotation=40 if len(names) <= 26 else 90,
+        ha="right" if len(names) <= 26 else "center",
+        fontsize=8,
+    )
+    if axes.get_ylim()[0] < -1 and factor == 1.0:
+        axes.set_ylim(-1, None)  # worse than that says no more
+    axes.set_ylabel(label)
+    axes.set_title(_title(outcome, "By layer"), fontsize=11)
+    axes.grid(axis="y", alpha=0.3)
+    if len(outcome.labellings) > 1:
+        axes.legend(frameon=False)
+    return figure
+
+
+def _chance(outcome: Outcome, axes: Any) -> None:
+    """A line at what the most frequent test class would give."""
+    result = outcome.probed[0].result
+    if result.task == "classification" and result.truth.max(initial=-1) >= 0:
+        share = 100 * np.bincount(result.truth[result.truth >= 0]).max() / len(result.truth)
+        axes.axhline(share, color="0.5", linewidth=1, linestyle=":")
+        axes.annotate("the most frequent class", (0.01, share), xycoords=("axes fraction", "data"),
+                      fontsize=8, color="0.4", va="bottom")  # fmt: skip
+
+
+def _curve(outcome: Outcome) -> Figure | None:
+    """What each strength gave on the validation rows, the chosen one marked; a line for each layer."""
+    probed = [one for one in outcome.probed if len(one.result.curve) > 1]
+    if not probed:
+        return None
+    figure, axes = new_figure(*_size_with_legend(len(probed)))
+    label, factor = _scale(outcome)
+    for (name, colour, style), one in zip(_lines(outcome, probed), probed, strict=True):
+        strengths, values = np.array(one.result.curve).T
+        order = np.argsort(strengths)
+        axes.plot(
+            strengths[order], factor * values[order], color=colour, linestyle=style, linewidth=1.5, marker=".",
+            markersize=4, label=name,
+        )  # fmt: skip
+        chosen = int(np.argmin(np.abs(np.log(strengths / one.result.chosen))))
+        axes.plot(strengths[chosen], factor * values[chosen], "o", color=colour, markersize=8, markeredgecolor="white")
+    axes.set_xscale("log")
+    if probed[0].result.swept == "k":
+        ks = sorted({int(k) for one in probed for k, _ in one.result.curve})
+        axes.set_xticks(ks, [str(k) for k in ks])
+        axes.minorticks_off()
+    axes.set_xlabel(probed[0].result.swept)
+    axes.set_ylabel(f"{label}, on validation rows")
+    axes.set_title(_title(outcome, f"By {probed[0].result.swept}") + "; dots: chosen", fontsize=11)
+    axes.grid(alpha=0.3)
+    _legend(axes, len(probed))
+    return figure
+
+
+def _lines(outcome: Outcome, probed: list[Probed]) -> Iterator[tuple[str, Any, str]]:
+    """Name, colour and style of each line: a colour for each layer, a style for each data set."""
+    layers, data_sets = list(dict.fromkeys(one.layer for one in probed)), list(outcome.labellings)
+    shades = colormaps["viridis"](np.linspace(0, 0.9, len(layers))) if len(layers) > 1 else [COLOURS[0]]
+    for one in probed:
+        name = one.layer if len(data_sets) == 1 else f"{one.data_set} {one.layer}"
+        style = ("-", "--", "-.", ":")[data_sets.index(one.data_set) % 4]
+        yield drawable(name), shades[layers.index(one.layer)], style
+
+
+_IN_A_COLUMN = 20  # names of a legend
+
+
+def _size_with_legend(count: int) -> tuple[float, float]:
+    return (5.6, 4.2) if count < 2 else (5.6 + 1.7 * -(-count // _IN_A_COLUMN), 4.4)
+
+
+def _legend(axes: Any, count: int) -> None:
+    if count > 1:
+        columns = -(-count // _IN_A_COLUMN)
+        axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), ncols=columns)
+
+
+def _shots(outcome: Outcome) -> Figure | None:
+    """Few-shot: the mean over draws by rows of a class, and each draw; a line for each layer."""
+    probed = [one for one in outcome.probed if one.result.shots]
+    if not probed:
+        return None
+    figure, axes = new_figure(*_size_with_legend(len(probed)))
+    for (name, colour, style), one in zip(_lines(outcome, probed), probed, strict=True):
+        shots = np.array(list(one.result.shots))
+        values = 100 * np.array([one.result.shots[n] for n in shots.tolist()])
+        axes.plot(
+            shots, values.mean(1), color=colour, marker="o", markersize=5, linewidth=1.8, linestyle=style, label=name
+        )
+        axes.fill_between(shots, values.min(1), values.max(1), color=colour, alpha=0.15, linewidth=0)
+    axes.set_xscale("log")
+    axes.set_xticks(shots, [str(n) for n in shots])
+    axes.minorticks_off()
+    axes.set_xlabel("training images of a class")
+    axes.set_ylabel(_AXIS["top1"])
+    axes.set_title(_title(outcome, "By shots") + "; mean and range of draws", fontsize=11)
+    axes.grid(alpha=0.3)
+    _legend(axes, len(probed))
+    return figure
+
+
+def _confusion(outcome: Outcome) -> Figure | None:
+    """Of the best layer: which part of the test images of a class was taken for which."""
+    best = outcome.best
+    if best.result.confusion is None:
+        return None
+    table = best.result.confusion
+    shares = 100 * table / np.maximum(table.sum(1, keepdims=True), 1)
+    names = [drawable(str(name)) for name in best.result.classes.tolist()]
+    side = min(11.0, max(4.6, 2.2 + 0.36 * len(names)))
+    figure, axes = new_figure(side + 0.8, side)
+    image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=100)
+    if len(names) <= _NAMED_CLASSES:
+        axes.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=8)
+        axes.set_yticks(range(len(names)), names, fontsize=8)
+    if len(names) <= 15:
+        for i, j in np.ndindex(table.shape):
+            if shares[i, j] >= 0.5:
+                axes.text(j, i, f"{shares[i, j]:.0f}", ha="center", va="center", fontsize=8,
+                          color="white" if shares[i, j] > 55 else "black")  # fmt: skip
+    number = "" if len(names) <= _NAMED_CLASSES else ", by its place in `classes` of results.json"
+    axes.set_xlabel("predicted" + number)
+    axes.set_ylabel("class" + number)
+    called = best.layer if len(outcome.labellings) == 1 else f"{best.data_set} {best.layer}"
+    axes.set_title(_title(outcome, f"{drawable(called)}: % of the test images of a class"), fontsize=10)
+    figure.colorbar(image, ax=axes, shrink=0.7)
+    return figure
+
+
+def _similarity(outcome: Outcome) -> Figure | None:
+    """Linear CKA and RSA between all layers, as two heat maps."""
+    if outcome.similarity is None:
+        return None
+    several = len(outcome.labellings) > 1
+    names = [drawable(f"{one.data_set} {one.layer}" if several else one.layer) for one in outcome.probed]
+    side = min(9.0, max(3.6, 1.8 + 0.34 * len(names)))
+    figure = Figure(figsize=(2 * side + 0.8, side), layout="constrained")
+    both = figure.subplots(1, 2)
+    for axes, matrix, title in zip(both, outcome.similarity, ("linear CKA", "RSA (Spearman)"), strict=True):
+        image = axes.imshow(matrix, cmap="magma", vmin=min(0.0, float(np.nanmin(matrix))), vmax=1)
+        axes.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=8)
+        axes.set_yticks(range(len(names)), names, fontsize=8)
+        if len(names) <= 12:
+            for i, j in np.ndindex(matrix.shape):
+                axes.text(j, i, f"{matrix[i, j]:.2f}", ha="center", va="center", fontsize=7,
+                          color="black" if matrix[i, j] > 0.6 else "white")  # fmt: skip
+        axes.set_title(title, fontsize=11)
+        figure.colorbar(image, ax=axes, shrink=0.7)
+    return figure
+
+
+PICTURES: dict[str, Callable[[Outcome], Figure | None]] = {
+    "layers.png": _layers,
+    "curve.png": _curve,
+    "shots.png": _shots,
+    "confusion.png": _confusion,
+    "similarity.png": _similarity,
+}

@@ -1,0 +1,324 @@
+"""What `layertap probe` tells: a table on the terminal, results.json, results.csv, predictions.csv."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from extract.analysis.probe.metrics import Estimate
+from extract.analysis.probe.model import LinearProbe
+from extract.analysis.probe.protocols import PROTOCOLS
+from extract.errors import InputError
+from extract.system.atomic_files import own_folder, read_json, write_json
+from extract.system.urls import is_url
+from pipelines.probe.job import Outcome, Probed, data_sets, run_probe
+from pipelines.probe.labelling import SEPARATOR
+from pipelines.probe.probe_figures import PICTURES, draw
+from pipelines.terminal.config import ProbeConfig
+from pipelines.terminal.tables import table_file
+from pipelines.terminal.text_output import SHOWN, printable
+
+__all__ = ["answer", "as_json", "print_outcome", "probe_and_write"]
+
+_NAMES = {
+    "top1": "top-1", "top5": "top-5", "balanced_accuracy": "balanced", "macro_f1": "macro F1", "log_loss": "log loss",
+    "calibration_error": "ECE", "r2": "R²", "rmse": "RMSE", "mae": "MAE",
+}  # fmt: skip
+_NEAREST = 3  # layers that are the hardest to tell from the best; results.json has all
+_SHARES = {"top1", "top5", "balanced_accuracy"}
+_MOST_IN_JSON = 200  # classes whose confusion matrix is written
+_SCALED = {"none": "features as they are", "l2": "features of length 1", "standardise": "features standardised"}
+
+
+def probe_and_write(config: ProbeConfig, say: Callable[[str], None]) -> tuple[Outcome, list[Path]]:
+    """Probe, and write results after each layer, so that an interruption loses one; pictures at the end.
+
+    Returns:
+        what was found, and the files.
+
+    Raises:
+        InputError: as of `run_probe`; or a file cannot be written.
+    """
+    data_sets(config.out)
+    try:
+        if config.save is not None:
+            _check_file(config.save)
+        folder, made = _folder_for(config)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InputError(
+            f"results cannot be written to {error.filename}: {error.strerror}; name a folder by -o"
+        ) from error
+    try:
+        outcome = run_probe(config, say, lambda outcome: _write_results(outcome, folder))
+    except BaseException:
+        if made and not _probes_in(folder):  # of a run that has found nothing, nothing is left
+            (folder / "results.json").unlink(missing_ok=True)
+            for one in made:
+                with contextlib.suppress(OSError):
+                    one.rmdir()
+        raise
+    files = [folder / name for name in ("results.json", "results.csv")]
+    if _write_predictions(outcome, folder / "predictions.csv"):
+        files.append(folder / "predictions.csv")
+    files += draw(outcome, folder)
+    return outcome, files + ([config.save] if config.save else [])
+
+
+def _check_file(path: Path) -> None:
+    """Before anything is computed: whether a probe can be kept there."""
+    if path.is_dir() or path.suffix != ".safetensors":
+        raise InputError(f"--save {path}: expected the name of a file that ends in .safetensors")
+    if path.exists():
+        LinearProbe.load(path)  # only probes are written over
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=path.parent):
+        pass
+
+
+def _folder_for(config: ProbeConfig) -> tuple[Path, list[Path]]:
+    """Where the results go, and which folders were made for them.
+
+    The folder asked for; else OUT/probe/PROTOCOL, or the next number behind it that has not other results.
+    """
+    if config.results is not None:
+        made = [one for one in (config.results, config.results.parent) if not one.exists()]
+        config.results.mkdir(parents=True, exist_ok=True)
+        return config.results, made
+    if is_url(config.out[0]):
+        raise InputError(f"{config.out[0]} is in a bucket; name a folder on this machine for the results by -o")
+    parent = Path(config.out[0]) / "probe"
+    made = [] if parent.exists() else [parent]
+    own_folder(parent)
+    for number in itertools.count(1):
+        folder = parent / (config.protocol + (f"-{number}" if number > 1 else ""))
+        try:
+            folder.mkdir()  # of two runs at once, one makes it
+            return folder, [folder, *made]
+        except FileExistsError:
+            if _read(folder).get("configuration") == _what_is_asked(config):
+                return own_folder(folder), made
+    raise AssertionError("there is always a next number")
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    """The results there; empty: there are none that can be read."""
+    try:
+        return read_json(folder / "results.json")
+    except (InputError, FileNotFoundError, NotADirectoryError):
+        return {}
+
+
+def _probes_in(folder: Path) -> bool:
+    return bool(_read(folder).get("probes"))
+
+
+def _what_is_asked(config: ProbeConfig) -> dict[str, Any]:
+    """What the results depend on."""
+    return config.model_dump(mode="json", exclude={"results", "save", "device", "max_memory_mb"})
+
+
+def print_outcome(outcome: Outcome, echo: Callable[[str], None]) -> None:
+    """The table and what should be known with it, for people."""
+    for name, labelling in outcome.labellings.items():
+        counts = labelling.counts
+        left = [f"{count:,} {why}" for why, count in counts.items() if why != "rows" and count]
+        sets = ", ".join(
+            f"{len(rows):,} {what}"
+            for what, rows in (("train", labelling.train), ("val", labelling.val), ("test", labelling.test))
+            if len(rows)
+        )
+        what = "numbers" if labelling.task == "regression" else f"{len(labelling.classes):,} {_kinds(labelling.task)}"
+        echo(
+            f"{printable(name)}: {counts['rows']:,} rows, {what}; {sets}"
+            + (f"; left out: {', '.join(left)}" if left else "")
+        )
+        for note in labelling.notes:
+            echo(f"  {printable(note)}")
+        if labelling.leaks and not outcome.config.drop_leaks:
+            found = ", ".join(f"{count:,} images of {what}" for what, count in labelling.leaks.items())
+            echo(f"  leakage: the same bytes in two sets: {found.replace(' in ', ' are in ')} as well; --drop-leaks "
+                 "leaves them out of training")  # fmt: skip
+    first = outcome.probed[0].result
+    echo(f"{first.protocol}: {PROTOCOLS[first.protocol].about}; {_SCALED[first.scaling]}")
+    for line in _table(outcome):
+        echo("  " + line)
+    several = len(outcome.probed) > 1
+    if several:
+        best = outcome.best
+        by = (f"best on validation rows ({_shown(best.result.primary, best.chosen_by)})" if outcome.by_validation
+              else "best on the test rows themselves")  # fmt: skip
+        name = _called(outcome, best.data_set, best.layer)
+        echo(f"{by}: {name}, {_shown(best.result.primary, best.result.value)} on test")
+        for pair in sorted(outcome.comparisons, key=lambda pair: -pair.p)[:_NEAREST]:
+            echo(
+                f"  against {_called(outcome, *pair.other)}: it alone is right on {pair.only_better:,} test images, "
+                f"the other on {pair.only_other:,}; p = {pair.p:.2g} (McNemar)"
+            )
+    notes = [(one, note) for one in outcome.probed for note in one.result.notes]
+    for one, note in notes[:SHOWN]:
+        echo((f"{_called(outcome, one.data_set, one.layer)}: " if several else "") + note)
+    if len(notes) > SHOWN:
+        echo(f"... and {len(notes) - SHOWN} more notes in results.json")
+
+
+def _kinds(task: str) -> str:
+    return "labels" if task == "multilabel" else "classes"
+
+
+def _called(outcome: Outcome, data_set: str, layer: str) -> str:
+    return printable(f"{data_set} {layer}" if len(outcome.labellings) > 1 else layer)
+
+
+def _table(outcome: Outcome) -> Iterator[str]:
+    """Layers down, metrics across, with intervals for the one that they are compared by."""
+    first = outcome.probed[0].result
+    metrics = list(first.metrics)
+    rows = [["layer", "width", *(_name(metric) for metric in metrics), *([first.swept] if first.swept else [])]]
+    for one in outcome.probed:
+        result, cells = one.result, []
+        for metric in metrics:
+            if metric not in result.metrics:  # fewer classes, or rows for fewer shots
+                cells.append("")
+                continue
+            estimate = result.metrics[metric]
+            text = _shown(metric, estimate.value)
+            ends = f"{_shown(metric, estimate.low, False)} to {_shown(metric, estimate.high, False)}"
+            told = (metric == result.primary or result.shots) and math.isfinite(estimate.low)
+            cells.append(f"{text} ({ends})" if told else text)
+        cells += [f"{result.chosen:.3g}"] if result.swept else []
+        rows.append([_called(outcome, one.data_set, one.layer), str(one.width), *cells])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _name(metric: str) -> str:
+    base, _, shots = metric.partition("@")
+    name = _NAMES.get(base, base)
+    return name + (f", {shots} a class" if shots else "")
+
+
+def _shown(metric: str, value: float, unit: bool = True) -> str:
+    if metric.partition("@")[0] in _SHARES:
+        return f"{100 * value:.1f}" + (" %" if unit else "")
+    return f"{value:.3f}"
+
+
+def as_json(outcome: Outcome) -> dict[str, Any]:
+    """Everything, for machines; what is not a finite number is null."""
+    content = {
+        "layertap": version("layertap"),
+        "complete": outcome.complete,
+        "configuration": _what_is_asked(outcome.config),
+        "data_sets": {
+            name: {
+                "fingerprint": outcome.fingerprints[name],
+                "task": one.task,
+                "counts": one.counts,
+                "rows": {"train": len(one.train), "val": len(one.val), "test": len(one.test)},
+                "leaks": one.leaks,
+                "notes": one.notes,
+            }
+            for name, one in outcome.labellings.items()
+        },
+        "probes": [_probe_as_json(one) for one in outcome.probed],
+        "mcnemar": [asdict(one) for one in outcome.comparisons],
+    }
+    if outcome.similarity is not None:
+        names = [[one.data_set, one.layer] for one in outcome.probed]
+        cka, rsa = (matrix.tolist() for matrix in outcome.similarity)
+        content["similarity"] = {"features": names, "linear_cka": cka, "rsa": rsa}
+    return _finite(content)  # type: ignore[no-any-return]
+
+
+def _probe_as_json(one: Probed) -> dict[str, Any]:
+    result = one.result
+    classes = [str(name) for name in result.classes.tolist()]
+    return {
+        "data_set": one.data_set,
+        "layer": one.layer,
+        "width": one.width,
+        "protocol": result.protocol,
+        "scaling": result.scaling,
+        "rows": {"train": result.n_train, "val": result.n_val, "test": result.n_test},
+        "metrics": {name: asdict(metric) for name, metric in result.metrics.items()},
+        "chosen": {result.swept: result.chosen} if result.swept else {},
+        "curve": [list(point) for point in result.curve],
+        "shots": result.shots,
+        "objective": result.objective,
+        "classes": classes,
+        "per_class": {name: values.tolist() for name, values in result.per_class.items()},
+        "confusion": None if result.confusion is None or len(classes) > _MOST_IN_JSON else result.confusion.tolist(),
+        "notes": list(result.notes),
+        "seconds": round(result.seconds, 3),
+    }
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {str(key): _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def _write_results(outcome: Outcome, folder: Path) -> None:
+    """results.json and results.csv, whole, with what there is so far; what an earlier run drew goes."""
+    if not outcome.probed:
+        if not _probes_in(folder):  # the folder is taken; what an earlier run found stays until there is something new
+            write_json(folder / "results.json", as_json(outcome))
+        return
+    if len(outcome.probed) == 1 and not outcome.complete:
+        for name in ("predictions.csv", *PICTURES):
+            (folder / name).unlink(missing_ok=True)
+    write_json(folder / "results.json", as_json(outcome))
+    head = ["data_set", "layer", "width", "protocol", "scaling", "chosen", "value", "n_train", "n_val", "n_test"]
+    with table_file(folder / "results.csv") as write:
+        write([*head, "metric", "estimate", "low", "high"])
+        for one in outcome.probed:
+            result = one.result
+            chosen = repr(float(result.chosen)) if result.swept else ""
+            for name, metric in result.metrics.items():
+                write([one.data_set, one.layer, one.width, result.protocol, result.scaling, result.swept, chosen,
+                       result.n_train, result.n_val, result.n_test, name, *_numbers(metric)])  # fmt: skip
+
+
+def _numbers(metric: Estimate) -> list[str]:
+    return [repr(float(value)) for value in (metric.value, metric.low, metric.high)]
+
+
+def _write_predictions(outcome: Outcome, path: Path) -> bool:
+    """A line for each test image and layer; False: of few-shot there is none."""
+    if all(one.result.predictions is None for one in outcome.probed):
+        return False
+    with table_file(path) as write:
+        write(["data_set", "layer", "path", "label", "predicted"])
+        for one in outcome.probed:
+            result = one.result
+            if result.predictions is None:
+                continue
+            names = [str(name) for name in result.classes.tolist()]
+            paths = outcome.test_paths[one.data_set]
+            for name, truth, found in zip(paths, result.truth, result.predictions, strict=True):
+                unseen = outcome.labellings[one.data_set].unseen
+                texts = [answer(value, names, result.task, unseen) for value in (truth, found)]
+                write([one.data_set, one.layer, name, *texts])
+    return True
+
+
+def answer(value: Any, names: list[str], task: str, unseen: Sequence[str] = ()) -> str:
+    """What a probe says of an image, or somebody else: a class, labels with | between them, a number."""
+    if task == "classification":
+        return str(names[value] if value >= 0 else unseen[-1 - value])
+    if task == "multilabel":
+        return SEPARATOR.join(name for name, there in zip(names, value, strict=True) if there)
+    return repr(float(value[0]))

@@ -1,5 +1,0 @@
-"""One page that tells what is in a data set: `layertap report OUT [OTHER]`."""
-
-from pipelines.report.page import run_report
-
-__all__ = ["run_report"]

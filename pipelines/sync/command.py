@@ -1,0 +1,117 @@
+"""Commands for data sets that follow folders: `layertap sync`, `schedule`, `watch` and `compact`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from extract.errors import InputError
+from pipelines.terminal.options import FOLDER, json_flag, print_json
+
+__all__ = ["compact", "schedule", "sync", "watch"]
+
+
+@click.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option("--only", multiple=True, metavar="OUT", help="Only this data set of several; repeats.")
+@click.option("--dry-run", is_flag=True, help="Only tell what there is to do.")
+@click.option("--force", is_flag=True, help="Go on though most images are gone, or the folder is another one.")
+@json_flag
+@click.pass_context
+def sync(ctx: click.Context, /, config: Path, only: tuple[str, ...], dry_run: bool, force: bool, as_json: bool) -> None:
+    """Bring data sets into step with folders, as the file CONFIG says.
+
+    What is new or has changed is computed; renamed and touched files are not. A file that is gone takes its row with
+    it. If a large part of them is gone, nothing is done: it may be the disk that is gone. Readers see the data set as
+    it was, or as it is, and nothing in between.
+
+    \b
+    layertap sync configs/nightly.yaml
+    layertap sync configs/nightly.yaml --dry-run
+    """
+    from pipelines.sync.config import chosen, load_sync_file
+    from pipelines.sync.job import as_json as synced_as_json
+    from pipelines.sync.job import exit_code, print_synced, sync_all
+
+    data_sets = chosen(load_sync_file(config), only)
+    if force and len(data_sets) > 1:
+        raise InputError("--force is for one data set: name it by --only OUT")
+
+    def say(synced: Any) -> None:  # errors go to stderr, in any case
+        print_synced(synced, (lambda line: None) if as_json else click.echo)
+
+    found, signal_number = sync_all(data_sets, force=force, dry_run=dry_run, on_synced=say)
+    if as_json:
+        print_json([synced_as_json(one) for one in found])
+    ctx.exit(exit_code(found, signal_number))
+
+
+@click.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option(
+    "--print",
+    "system",
+    type=click.Choice(["systemd", "cron"]),
+    help="Only print it, for a scheduler that you have.",
+)
+@click.pass_context
+def schedule(ctx: click.Context, /, config: Path, system: str | None) -> None:
+    """Run `layertap sync CONFIG` at the times that CONFIG says under `schedule`, until it is stopped.
+
+    A pass that was due while nothing ran begins at once. SIGTERM and Ctrl-C finish the batch in flight; SIGHUP reads
+    CONFIG again.
+
+    \b
+    layertap schedule configs/nightly.yaml
+    layertap schedule configs/nightly.yaml --print systemd
+    """
+    if system is not None:
+        from pipelines.sync.config import load_sync_file
+        from pipelines.sync.systemd import as_cron, as_systemd
+
+        click.echo((as_systemd if system == "systemd" else as_cron)(load_sync_file(config)))
+        return
+    from pipelines.sync.schedule import Scheduler
+
+    ctx.exit(Scheduler(config).run_until_stopped())
+
+
+@click.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@click.pass_context
+def watch(ctx: click.Context, /, config: Path) -> None:
+    """Bring data sets into step with folders as soon as something changes there, until it is stopped.
+
+    As `layertap sync CONFIG`, but the backbone stays in memory. Folders on network file systems are polled.
+    """
+    from pipelines.sync.config import load_sync_file
+    from pipelines.sync.job import print_synced
+    from pipelines.sync.watch import watch as follow
+
+    signal_number = follow(load_sync_file(config).data_sets, lambda synced: print_synced(synced, click.echo))
+    ctx.exit(128 + signal_number if signal_number else 0)
+
+
+@click.command()
+@click.argument("out", type=FOLDER)
+@click.option(
+    "--max-dead",
+    type=click.FloatRange(0, 1),
+    default=0.2,
+    show_default=True,
+    help="Only passes of which a larger part of the rows is not needed.",
+)
+def compact(out: Path, max_dead: float) -> None:
+    """Remove features of images that are gone or replaced from the data set OUT of `layertap sync`.
+
+    Who has it open goes on reading what there was.
+    """
+    from extract.sync.compaction import compact as compact_out
+    from extract.system.atomic_files import bytes_below
+
+    before = bytes_below(out / "passes")
+    done = compact_out(out, max_dead)
+    freed = (before - bytes_below(out / "passes")) / 1e6
+    click.echo(f"{out}: {done.removed:,} rows removed, {done.rows:,} copied; {freed:,.1f} MB smaller")

@@ -1,0 +1,212 @@
+"""Configuration of `sync`, `schedule` and `watch`: data sets that are kept in step with folders, and when."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from extract.errors import InputError, unknown_name
+from extract.images.index.image_index import is_plan
+from extract.sync.safety_limits import Guards
+from pipelines.terminal.config import FeaturesConfig, checked, read_yaml
+
+__all__ = ["LAYERTAP", "ScheduleConfig", "SyncConfig", "SyncFile", "chosen", "load_sync_file"]
+
+# This program, without what lies in the working directory.
+LAYERTAP = (sys.executable, "-P", "-m", "pipelines.cli")
+_LONGEST_S = 86400.0 * 36500
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def seconds(value: Any) -> Any:
+    """Of 90, "90s", "15m", "36h" or "30d"; anything else as it is."""
+    if isinstance(value, str) and (found := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", value.strip(), re.ASCII)):
+        return float(found[1]) * _UNITS[found[2] or "s"]
+    if isinstance(value, str):
+        raise ValueError("expected seconds, or a time such as 90s, 15m, 36h or 30d")
+    return value
+
+
+def finite(value: float) -> float:
+    """The number, if it is one that a time can be counted with."""
+    if not value <= _LONGEST_S:
+        raise ValueError(f"expected at most {_LONGEST_S / 86400:.0f}d")
+    return value
+
+
+class SyncConfig(FeaturesConfig):
+    """One data set and the folder it follows."""
+
+    settle: float = Field(
+        Guards.settle_s, ge=0, description="A file changed more recently may still be being written, and waits."
+    )
+    max_vanish: float = Field(
+        Guards.max_vanish, ge=0, le=1, description="If a larger part of the files is gone, nothing is done."
+    )
+    retry_after: float = Field(
+        Guards.retry_after_s, ge=0, description="Images that failed are tried again, though they have not changed."
+    )
+    keep_gone: float = Field(
+        Guards.keep_gone_s, ge=0, description="Features that no file needs are kept, for files that come back."
+    )
+
+    @field_validator("max_vanish", "settle", "retry_after", "keep_gone")
+    @classmethod
+    def _finite(cls, value: float) -> float:
+        return finite(value)
+
+    @field_validator("settle", "retry_after", "keep_gone", mode="before")
+    @classmethod
+    def _seconds(cls, value: Any) -> Any:
+        return seconds(value)
+
+    @model_validator(mode="after")
+    def _apart(self) -> Self:
+        if "://" in self.images:
+            raise ValueError("images: sync follows a folder of this machine, not a URL")
+        if is_plan(self.images):
+            raise ValueError(f"images: {self.images} is a plan, which does not change; name the folder itself")
+        if self.folder.resolve().is_relative_to(Path(self.images).resolve()):
+            raise ValueError(f"out: {self.folder} lies inside {self.images}, which would look for images there")
+        return self
+
+    @property
+    def root(self) -> str:
+        """The folder of the images, from anywhere on this machine; a link in it is left one."""
+        return os.path.abspath(self.images)  # noqa: PTH100  Path.resolve would follow links
+
+    @property
+    def guards(self) -> Guards:
+        """When a file waits, and when a folder is not believed."""
+        return Guards(self.settle, self.max_vanish, self.retry_after, self.keep_gone)
+
+
+class ScheduleConfig(BaseModel):
+    """When the passes are, and who is told of them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    cron: str | None = Field(None, description="minute hour day month weekday, in local time.")
+    every: float | None = Field(None, gt=0, description="The time from one start to the next: 90s, 15m, 6h, 1d.")
+    timezone: str | None = Field(None, description="Of cron, as Europe/Berlin. [default: this machine's]")
+    jitter: float = Field(0, ge=0, description="Each pass begins up to so much later, by chance.")
+    catch_up: bool = Field(True, description="Begin at once, if a pass was due while nothing ran.")
+    log: Path | None = Field(None, description="File of the log, begun anew at 10 MB; 5 are kept. [default: stderr]")
+    log_json: bool = Field(False, description="Each line of the log is a JSON object.")
+    heartbeat: Path | None = Field(None, description="File that is touched every 30 s, for a watchdog.")
+    on_success: list[str] = Field([], description="Commands, or URLs that are posted to, after a pass without errors.")
+    on_failure: list[str] = Field([], description="The same, after a pass that failed.")
+
+    @field_validator("every", "jitter", mode="before")
+    @classmethod
+    def _seconds(cls, value: Any) -> Any:
+        return seconds(value)
+
+    @field_validator("every", "jitter")
+    @classmethod
+    def _finite(cls, value: float | None) -> float | None:
+        return value if value is None else finite(value)
+
+    @field_validator("on_success", "on_failure", mode="before")
+    @classmethod
+    def _one(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("timezone")
+    @classmethod
+    def _a_zone(cls, value: str | None) -> str | None:
+        from zoneinfo import ZoneInfo
+
+        try:
+            if value:
+                ZoneInfo(value)
+        except (OSError, ValueError, LookupError) as error:
+            raise ValueError("no such time zone; expected a name such as Europe/Berlin") from error
+        return value
+
+    @field_validator("cron")
+    @classmethod
+    def _a_cron_line(cls, value: str | None) -> str | None:
+        from cronsim import CronSim, CronSimError
+
+        try:
+            if value is not None:
+                CronSim(value, datetime.now(UTC))
+                if len(value.split()) != 5:
+                    raise CronSimError("seconds")
+        except CronSimError as error:
+            raise ValueError("no cron line; expected minute, hour, day, month and weekday, as 30 2 * * *") from error
+        return value
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Self:
+        if (self.cron is None) == (self.every is None):
+            raise ValueError("expected either cron or every")
+        return self
+
+
+class SyncFile(BaseModel):
+    """The whole file: keys of a data set, or several under `data_sets`; and `schedule`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: Path
+    data_sets: list[SyncConfig] = Field(min_length=1)
+    schedule: ScheduleConfig | None = None
+
+
+def load_sync_file(path: Path) -> SyncFile:
+    """Read a config file of `sync`.
+
+    Keys beside `data_sets` are those that all data sets share; without it, they are the one data set's.
+
+    Raises:
+        InputError: the file is no YAML mapping, or a value is wrong; every wrong key is named.
+        UnknownNameError: a key that does not exist.
+    """
+    values = read_yaml(path)
+    several, schedule = values.pop("data_sets", [{}]), values.pop("schedule", None)
+    if not isinstance(several, list) or not all(isinstance(one, dict) for one in several) or not several:
+        raise InputError(f"{path}: data_sets: expected a list, with the keys of one data set in each item")
+    if schedule is not None and not isinstance(schedule, dict):
+        raise InputError(f"{path}: schedule: expected keys such as `cron` or `every`")
+    found = []
+    for number, one in enumerate(several, 1):
+        where = f"{path}" + (f", data set {number}" if len(several) > 1 else "")
+        merged = {**values, **one}
+        for key in merged:
+            if key not in SyncConfig.model_fields:
+                raise unknown_name("key", str(key), [*SyncConfig.model_fields, "data_sets", "schedule"], where)
+        found.append(checked(SyncConfig, merged, where))
+    for key in schedule or {}:
+        if key not in ScheduleConfig.model_fields:
+            raise unknown_name("key", str(key), ScheduleConfig.model_fields, f"{path}, schedule")
+    outs: dict[Path, SyncConfig] = {}
+    for data_set in found:
+        if (other := outs.setdefault(data_set.folder.absolute(), data_set)) is not data_set:
+            raise InputError(
+                f"{path}: {other.images} and {data_set.images} have the same out, {data_set.folder}; "
+                "each data set follows one folder"
+            )
+    timed = None if schedule is None else checked(ScheduleConfig, schedule, f"{path}, schedule")
+    return SyncFile(path=path, data_sets=found, schedule=timed)
+
+
+def chosen(file: SyncFile, only: Sequence[str]) -> list[SyncConfig]:
+    """The data sets whose `out` is among these; all, where none are given.
+
+    Raises:
+        UnknownNameError: there is none of that name.
+    """
+    by_name = {os.path.normpath(one.folder): one for one in file.data_sets}
+    for name in only:
+        if os.path.normpath(name) not in by_name:
+            raise unknown_name("data set", name, by_name, str(file.path))
+    return [by_name[os.path.normpath(name)] for name in only] or file.data_sets

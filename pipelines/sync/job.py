@@ -1,0 +1,248 @@
+"""Data sets brought into step with their folders, once: `layertap sync CONFIG`."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from extract.errors import InputError, LayertapError, LockedError, UnknownNameError, first_line
+from extract.sync.passes import Report, sync
+from pipelines.sync.config import SyncConfig
+from pipelines.terminal.graceful_stop import signals_held
+
+if TYPE_CHECKING:
+    from extract.backbones import Backbone
+    from extract.extraction.plan import Plan
+    from extract.images import Images
+
+__all__ = ["Synced", "Telling", "as_json", "exit_code", "print_synced", "sync_all"]
+
+_RUNS_KEPT = 1000  # lines of runs.jsonl
+
+# Keys that change the numbers, and so decide whether a backbone must be loaded to see that they are the same.
+_NUMBERS = ("backbone", "layers", "weights", "allow_missing_head", "size", "crop", "interpolation", "mean", "std",
+            "decode", "dtype", "precision", "compile", "max_pixels", "seed")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Synced:
+    """How the pass of one data set ended.
+
+    Attributes:
+        config: of the data set.
+        report: what it did; None: it failed.
+        error: why it failed.
+    """
+
+    config: SyncConfig
+    report: Report | None = None
+    error: LayertapError | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """0 done, 1 failed, or a folder could not be read, 2 wrong input, 3 strict and rows failed, 4 locked."""
+        if self.error is not None:
+            wrong = isinstance(self.error, InputError | UnknownNameError)
+            return 4 if isinstance(self.error, LockedError) else 2 if wrong else 1
+        assert self.report is not None
+        if self.report.unreadable or 0 < self.report.rows == self.report.failed:
+            return 1
+        return 3 if self.config.strict and self.report.failed else 0
+
+
+def sync_all(
+    configs: Sequence[SyncConfig],
+    *,
+    force: bool = False,
+    dry_run: bool = False,
+    on_synced: Callable[[Synced], None] = lambda synced: None,
+    telling: Telling | None = None,
+) -> tuple[list[Synced], int]:
+    """A pass of each data set, one after the other; one that fails does not keep the others from theirs.
+
+    Args:
+        configs: of the data sets.
+        force: as of `extract.sync.passes.sync`.
+        dry_run: as of the same.
+        on_synced: called after each.
+        telling: keeps the backbone from one call to the next; only where all data sets have the same.
+
+    Returns:
+        How each ended, and the signal that stopped them; 0: none did.
+    """
+    found = []
+    with signals_held() as received:
+        for config in configs:
+            if received:
+                break
+            synced = _sync_one(config, force, dry_run, telling or Telling(), lambda: bool(received))
+            found.append(synced)
+            on_synced(synced)
+    return found, received[0] if received else 0
+
+
+def _sync_one(config: SyncConfig, force: bool, dry_run: bool, telling: Telling, stop: Callable[[], bool]) -> Synced:
+    started, start = datetime.now(UTC), time.perf_counter()
+    with telling:
+        try:
+            report = sync(
+                config.root,
+                config.folder,
+                lambda images, folder: telling.plan(config, images, folder),
+                configuration_of(config),
+                guards=config.guards,
+                force=force,
+                dry_run=dry_run,
+                on_plan=telling.on_plan,
+                on_rows=telling.on_rows,
+                on_computation=telling.on_computation,
+                stop=stop,
+            )
+            synced = Synced(config, report)
+        except LayertapError as error:
+            synced = Synced(config, error=error)
+        except Exception as error:  # a mistake of ours, or of a library: it must not keep the others from their pass
+            traceback.print_exc()
+            synced = Synced(config, error=LayertapError(f"{type(error).__name__}: {first_line(error)}"))
+    ours = (config.folder / "manifest.sqlite").exists()  # else the folder was refused
+    if ours and not dry_run and not isinstance(synced.error, LockedError):
+        with contextlib.suppress(OSError):  # where nothing can be written, that has been said
+            add_run(config.folder, _run_of(synced, started, time.perf_counter() - start))
+    return synced
+
+
+def configuration_of(config: SyncConfig) -> dict[str, Any]:
+    """What the numbers depend on, as it was asked for; of files, also how large they are and since when."""
+    found: dict[str, Any] = {name: getattr(config, name) for name in _NUMBERS}
+    if config.precision == "float32":
+        del found["compile"]  # the same numbers, but for rounding
+    code = config.backbone.partition("/")[2].partition(":")[0] if config.backbone.startswith("python/") else ""
+    for name in filter(None, (config.weights, code)):
+        with contextlib.suppress(OSError):
+            status = Path(name).stat()
+            found[f"file {name}"] = [status.st_size, status.st_mtime_ns]
+    return found
+
+
+def _run_of(synced: Synced, started: datetime, seconds: float) -> dict[str, Any]:
+    report = synced.report
+    ended = {"started": started.isoformat(timespec="seconds"), "seconds": round(seconds, 3)}
+    if report is None:
+        return {"event": "failed", **ended, "error": str(synced.error)}
+    return {"event": "stopped" if report.stopped else "synced", **asdict(report), **ended}
+
+
+def add_run(out: Path, run: dict[str, Any]) -> None:
+    """Add a line to `runs.jsonl`; of those of many years, the last are kept."""
+    import json
+
+    from extract.system.atomic_files import append_line, write_whole
+
+    path = out / "runs.jsonl"
+    append_line(path, json.dumps(run))
+    lines = path.read_bytes().splitlines(keepends=True)
+    if len(lines) > 2 * _RUNS_KEPT:
+        write_whole(path, b"".join(lines[-_RUNS_KEPT:]))
+
+
+class Telling:
+    """Loads the backbone when it is needed, and tells on stderr what is going on; a context manager for each pass."""
+
+    def __init__(self) -> None:
+        self._backbone: Backbone | None = None
+        self._asked: dict[str, Any] = {}  # with which it was loaded
+        self._progress: Any = None
+
+    def __enter__(self) -> Telling:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._progress is not None:
+            self._progress.__exit__(*error)
+            self._progress = None
+
+    def plan(self, config: SyncConfig, images: Images, folder: Path) -> Plan:
+        """How to compute features of images into a folder."""
+        from extract.extraction.run import plan
+        from pipelines.embed.job import backbone_of
+
+        asked = configuration_of(config)
+        if self._backbone is None or self._asked != asked:  # the file of its weights may have been replaced
+            self._asked = asked
+            self._backbone = backbone_of(config)
+        names = ("layers", "workers", "dtype", "precision", "compile", "decode", "batch_size", "min_cosine",
+                 "max_pixels", "shard_rows", "compress", "sync_s")  # fmt: skip
+        return plan(images, out=folder, backbone=self._backbone, **{name: getattr(config, name) for name in names})
+
+    def on_plan(self, plan: Plan, count: int) -> None:
+        """Images are going to be computed."""
+        from pipelines.terminal.progress import Progress
+
+        click.echo(f"computing {count:,} images with {plan.backbone.spec} on {plan.backbone.device}", err=True)
+        self.__exit__(None, None, None)
+        self._progress = Progress(count).__enter__()
+        self._precision = plan.precision
+
+    def on_rows(self, rows: int, found: bool) -> None:
+        """Rows are done."""
+        self._progress.advance(rows, found)
+
+    def on_computation(self, computation: Any) -> None:
+        """It is known how they are computed."""
+        from pipelines.embed.job import described
+
+        self._progress.say(described(computation, self._precision))
+
+
+def print_synced(synced: Synced, echo: Callable[[str], None]) -> None:
+    """How a pass ended, for people."""
+    out, report = synced.config.folder, synced.report
+    if report is None:
+        click.secho(f"error: {synced.error}", fg="red", err=True)
+        return
+    for note in report.notes:
+        click.secho(f"note: {out}: {note}", fg="yellow", err=True)
+    for path, why in report.unreadable.items():
+        text = f"{out}: {path} cannot be read ({why}); its rows stay as they were"
+        click.secho(text, fg="red", err=True)
+    if report.stopped:
+        echo(f"{out}: stopped; what was computed is stored, and the next pass goes on")
+        return
+    counts = {name: getattr(report, name) for name in ("added", "changed", "renamed", "deleted", "failed", "unchanged")}
+    text = ", ".join(f"{count:,} {name}" for name, count in counts.items())
+    waiting = f", {report.waiting:,} waiting until they are written" if report.waiting else ""
+    done = "to be computed" if report.dry_run else "computed"
+    computed = f"; {report.computed:,} images {done}" if report.computed else ""
+    echo(f"{out}: version {report.version}, {report.rows:,} rows: {text}{waiting}{computed}, {report.seconds:.1f} s")
+    for one in report.drift:
+        if one.far:
+            text = (
+                f"{out}: the {one.new_rows:,} new rows of {one.layer} are unlike the others: their mean is "
+                f"{one.shift:.2f} standard deviations away, their spread {one.spread:.2f} of theirs. Another camera, "
+                "or a wrong folder?"
+            )
+            click.secho(text, fg="yellow", err=True)
+
+
+def as_json(synced: Synced) -> dict[str, Any]:
+    """How a pass ended, for machines."""
+    head = {"images": synced.config.images, "out": str(synced.config.folder), "exit_code": synced.exit_code}
+    if synced.report is None:
+        return {**head, "error": str(synced.error)}
+    return {**head, **asdict(synced.report)}
+
+
+def exit_code(found: Sequence[Synced], signal: int) -> int:
+    """Of all: that of the signal, else of what went worst."""
+    if signal:
+        return 128 + signal
+    codes = {one.exit_code for one in found}
+    return next((code for code in (1, 2, 4, 3) if code in codes), 0)

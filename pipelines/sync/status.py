@@ -1,0 +1,155 @@
+"""How a data set that is kept in step with a folder is doing: `layertap status OUT`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections import Counter
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from extract.errors import InputError, LayertapError
+from extract.row_status import Status
+from extract.store.format.dataset import DataSet
+from extract.store.format.layout import row_bytes
+from extract.store.format.version import read_rows
+from extract.store.reader import FeatureReader
+from extract.store.row_selection import of_one_version
+from extract.system.atomic_files import bytes_below, read_json
+from pipelines.terminal.text_output import print_failures
+
+__all__ = ["describe_status", "print_status"]
+
+_LAST_RUNS = 10
+
+
+def describe_status(out: Path) -> dict[str, Any]:
+    """Everything `status` tells, as plain data.
+
+    Raises:
+        InputError: no data set of `layertap sync` there.
+        LayertapError: it cannot be read.
+    """
+    runs = read_runs(out)
+    content: dict[str, Any] = {"out": str(out), "runs": runs[-_LAST_RUNS:], "next": _next_run(out)}
+    if not (out / "dataset.json").exists() and runs:
+        return {**content, "version": 0, "rows": 0, "status": {}, "failures": [], "bytes": bytes_below(out)}
+    return {**content, **of_one_version(out, _of_version)}
+
+
+def _of_version(dataset: DataSet) -> dict[str, Any]:
+    if dataset.version is None:
+        raise InputError(f"{dataset.out} is not kept in step with a folder; `layertap show` tells what is inside")
+    out = dataset.out
+    with FeatureReader(out) as reader:
+        status = Counter(Status(code).text for code in reader.status.tolist())
+        failures = reader.failures
+    table = read_rows(dataset)
+    needed = len(np.unique(np.stack([table.passes, table.rows]), axis=1).T)
+    stored = 0
+    for folder in (out / "passes").glob("[0-9]" * 6):
+        with contextlib.suppress(LayertapError):  # it may be removed just now
+            one = DataSet.open(folder)
+            stored += one.n_rows if None not in one.published() else 0  # else it is being computed
+    return {
+        "images": dataset.images["root"],
+        "version": dataset.version.number,
+        "rows": dataset.n_rows,
+        "status": dict(status),
+        "failures": [{"path": path, "status": text, "reason": reason} for _, path, text, reason in failures],
+        "passes": len(dataset.version.passes),
+        "stored_rows": stored,
+        "dead_rows": stored - needed,
+        "dead_bytes": (stored - needed) * row_bytes(dataset.features),
+        "bytes": bytes_below(out),
+    }
+
+
+def read_runs(out: Path) -> list[dict[str, Any]]:
+    """The runs that `runs.jsonl` tells of, the last one last; a line that a power cut tore apart is left out."""
+    found = []
+    try:
+        lines = (out / "runs.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise LayertapError(f"cannot read {out / 'runs.jsonl'}: {error.strerror}") from error
+    for line in lines:
+        with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError):
+            run = json.loads(line)
+            datetime.fromisoformat(run["started"])
+            if {"event", "seconds"} <= run.keys():
+                found.append(run)
+    return found
+
+
+def _next_run(out: Path) -> dict[str, Any] | None:
+    """What the scheduler that is running has noted; None: there is none."""
+    try:
+        noted = read_json(out / "schedule.json")
+        datetime.fromisoformat(noted["next"])
+        here = noted["host"] == socket.gethostname() and Path("/proc").exists()
+        alive = not here or b"schedule" in Path(f"/proc/{int(noted['pid'])}/cmdline").read_bytes()
+        return {**noted, "config": str(noted["config"]), "alive": alive}
+    except FileNotFoundError as error:  # of the process
+        return None if str(error.filename).endswith("json") or not error.filename else {**noted, "alive": False}
+    except (OSError, LayertapError, LookupError, ValueError, TypeError):
+        return None
+
+
+def print_status(content: dict[str, Any], echo: Callable[[str], None]) -> None:
+    """The status, for people."""
+    out = content["out"]
+    if not content["version"]:
+        echo(f"{out}: nothing is published yet")
+    else:
+        counts = ", ".join(f"{count:,} {status}" for status, count in content["status"].items()) or "none"
+        echo(f"{out}: version {content['version']}, in step with {content['images']}")
+        echo(f"rows      {content['rows']:,}: {counts}")
+        dead = content["dead_rows"]
+        share = dead / max(1, content["stored_rows"])
+        echo(
+            f"disk      {content['bytes'] / 1e6:,.1f} MB in {content['passes']} passes; {dead:,} stored rows "
+            f"({share:.0%}, {content['dead_bytes'] / 1e6:,.1f} MB) are of images that are gone or replaced"
+        )
+        if share > 0.2:
+            echo(f"          to remove them: layertap compact {out}")
+    planned = content["next"]
+    if planned and planned["alive"]:
+        echo(f"next run  {_local(planned['next'])}, by the scheduler of process {planned['pid']} ({planned['config']})")
+    elif planned:
+        echo(f"next run  none: the scheduler of process {planned['pid']} has died")
+    else:
+        echo("next run  no `layertap schedule` is running for it")
+    if content["runs"]:
+        echo("last runs")
+        for run in content["runs"]:
+            echo(f"  {_local(run['started'])}  {_of_run(run)}")
+    for one in next((run.get("drift", []) for run in reversed(content["runs"]) if run.get("drift")), []):
+        how = "UNLIKE the others: another camera, or a wrong folder?" if one["far"] else "like the others"
+        echo(
+            f"drift     {one['layer']}: the last {one['new_rows']:,} new rows are {how} (mean {one['shift']:.2f} "
+            f"standard deviations away, spread {one['spread']:.2f})"
+        )
+    failures = [(one["path"], one["status"], one["reason"]) for one in content["failures"]]
+    print_failures(failures, Path(out), echo)
+
+
+def _of_run(run: dict[str, Any]) -> str:
+    if run["event"] == "failed":
+        return f"FAILED after {run['seconds']:.1f} s: {run.get('error', '')}"
+    if run["event"] == "stopped":
+        return f"stopped after {run['seconds']:.1f} s"
+    names = ("added", "changed", "renamed", "deleted")
+    changes = ", ".join(f"{run[name]:,} {name}" for name in names if run.get(name)) or "nothing new"
+    failed = f", {run['failed']:,} failed" if run.get("failed") else ""
+    return f"{changes}{failed}; {run.get('computed', 0):,} computed, {run['seconds']:.1f} s"
+
+
+def _local(text: str) -> str:
+    return datetime.fromisoformat(text).astimezone().isoformat(" ", timespec="seconds")

@@ -1,0 +1,131 @@
+"""The schedule of a config file for those who have a scheduler already: systemd, or cron."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from cronsim import CronSim
+
+from extract.errors import InputError
+from pipelines.sync.config import LAYERTAP, ScheduleConfig, SyncFile
+
+__all__ = ["as_cron", "as_systemd"]
+
+_DAYS = ("Sun", "Mon", "Tue", "Wed", "Thu", "Fri", "Sat")
+_MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
+
+
+def as_systemd(file: SyncFile) -> str:
+    """A service and its timer, in one text with a comment above each."""
+    schedule, name = _schedule(file), _name(file)
+    if schedule.cron is not None:
+        times = [f"OnCalendar={one}" for one in _calendar(schedule.cron, schedule.timezone, file.path)]
+    else:
+        times = ["OnActiveSec=0", f"OnUnitActiveSec={schedule.every:g}s"]
+    if schedule.jitter:
+        times.append(f"RandomizedDelaySec={schedule.jitter:g}s")
+    if schedule.cron is not None and schedule.catch_up:
+        times.append("Persistent=true")
+    lines = [
+        f"# /etc/systemd/system/{name}.service",
+        "[Unit]",
+        f"Description=layertap: features in step with folders, {_escaped(file.path.name)}",
+        *_hooks_left_out(schedule, "OnFailure= and OnSuccess= name other units"),
+        "",
+        "[Service]",
+        "Type=oneshot",
+        f"WorkingDirectory={str(Path.cwd()).replace('%', '%%')}",
+        "ExecStart=" + " ".join(f'"{_escaped(word)}"' for word in _command(file)),
+        "# a pass that is told to stop finishes its batch first",
+        "KillMode=mixed",
+        "SuccessExitStatus=143",
+        "TimeoutStopSec=10min",
+        "",
+        f"# /etc/systemd/system/{name}.timer",
+        "[Unit]",
+        f"Description=When {name}.service runs",
+        "",
+        "[Timer]",
+        *times,
+        "",
+        "[Install]",
+        "WantedBy=timers.target",
+        "",
+        f"# then: systemctl enable --now {name}.timer",
+    ]
+    return "\n".join(lines)
+
+
+def as_cron(file: SyncFile) -> str:
+    """Lines of a crontab."""
+    schedule = _schedule(file)
+    command = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(_command(file))}".replace("%", r"\%")
+    if "\n" in command:
+        raise InputError(f"{file.path}: a crontab cannot name a file with a line break")
+    lines = [
+        "# no pass is made up for that was due while the machine was off; `layertap schedule` and systemd do that",
+        *_hooks_left_out(schedule, "cron sends what a pass prints by mail, to MAILTO"),
+    ]
+    if schedule.timezone:
+        lines += ["# understood by cronie; other crons go by the clock of the machine", f"CRON_TZ={schedule.timezone}"]
+    return "\n".join([*lines, f"{schedule.cron or _cron_of(schedule.every or 0, file.path)} {command}"])
+
+
+def _schedule(file: SyncFile) -> ScheduleConfig:
+    if file.schedule is None:
+        raise InputError(f"{file.path}: schedule: none given; expected `cron: 30 2 * * *` or `every: 15m` in it")
+    return file.schedule
+
+
+def _name(file: SyncFile) -> str:
+    letters = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in file.path.stem)
+    return f"layertap-{letters.strip('-') or 'sync'}"
+
+
+def _command(file: SyncFile) -> list[str]:
+    return [*LAYERTAP, "sync", str(file.path.resolve())]
+
+
+def _hooks_left_out(schedule: ScheduleConfig, instead: str) -> list[str]:
+    if schedule.on_success or schedule.on_failure:
+        return [f"# on_success and on_failure are for `layertap schedule`; here, {instead}"]
+    return []
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+
+
+def _calendar(line: str, timezone: str | None, path: Path) -> list[str]:
+    """The calendar events of systemd that a cron line means; two, where it has days of the month and of the week."""
+    parsed = CronSim(line, datetime(2024, 1, 1, tzinfo=UTC))
+    minutes, hours = _listed(parsed.minutes, range(60)), _listed(parsed.hours, range(24))
+    months = _listed(parsed.months, range(1, 13))
+    month_days, week_days = line.split()[2], line.split()[4]
+    of_week = [day for day in parsed.weekdays if isinstance(day, int)]
+    if min(parsed.days) < 1 or len(of_week) < len(parsed.weekdays):  # L, 5#2
+        raise InputError(f"{path}: systemd has no words for the days of {line!r}; `layertap schedule` understands them")
+    days = _listed(parsed.days, range(1, 32))
+    week = ",".join(_DAYS[day] for day in sorted({day % 7 for day in of_week}))
+    time = f"{hours}:{minutes}:00" + (f" {timezone}" if timezone else "")
+    week = "" if len(set(of_week) - {7}) == 7 else f"{week} "
+    if month_days.startswith("*") or week_days.startswith("*"):  # both must fit; else, either
+        return [f"{week}*-{months}-{days} {time}"]
+    return [f"*-{months}-{days} {time}", f"{week}*-{months}-* {time}"]
+
+
+def _listed(values: Iterable[int], every: range) -> str:
+    found = sorted(values)
+    return "*" if found == list(every) else ",".join(map(str, found))
+
+
+def _cron_of(every: float, path: Path) -> str:
+    """The cron line of a time between passes, where there is one."""
+    for unit, most, line in ((_MINUTE_S, 60, "*/{} * * * *"), (_HOUR_S, 24, "0 */{} * * *"), (_DAY_S, 1, "0 0 * * *")):
+        count = every / unit
+        if count == int(count) and count >= 1 and most % count == 0 and (count < most or most == 1):
+            return line.format(int(count))
+    raise InputError(f"{path}: cron cannot run something every {every:g} s; systemd and `layertap schedule` can")

@@ -1,0 +1,229 @@
+"""Passes as soon as something changes: `layertap watch CONFIG`.
+
+The kernel reports changes (inotify) where it can: not on file systems of other machines, not beyond its limit of
+watches, and not below folders that may not be read. Such a folder is scanned every few seconds instead, and the user
+is told why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from extract.errors import LayertapError, first_line
+from extract.images.image_list import is_litter
+from extract.sync.passes import Report
+from extract.sync.scan import Scan
+from extract.system.optional_libraries import library
+from pipelines.sync.config import SyncConfig
+from pipelines.sync.job import Synced, Telling, sync_all
+from pipelines.terminal.graceful_stop import signals_held
+
+__all__ = ["tells_of_changes", "watch"]
+
+_FULL_PASS_S = 3600.0  # a folder may have changed without telling
+_SCAN_S = 2.0  # between scans of a folder that cannot be watched; they take at most a tenth of the time
+_NOTHING_MS = 1000  # after which we look whether something is due, and whether the folder is still the same one
+_GONE_S = 5.0  # after which a folder that cannot be watched is tried again
+# File systems whose servers, or other users, change files without this machine's kernel knowing.
+_SILENT = (
+    "nfs",
+    "cifs",
+    "smb",
+    "9p",
+    "fuse",
+    "afs",
+    "ceph",
+    "lustre",
+    "gpfs",
+    "virtiofs",
+    "vboxsf",
+    "prl_fs",
+    "beegfs",
+)
+
+
+def watch(configs: Sequence[SyncConfig], on_synced: Callable[[Synced], None]) -> int:
+    """Bring data sets into step now, and whenever something below their folders changes.
+
+    The backbone stays in memory. Returns the signal that ended it.
+
+    Args:
+        configs: of the data sets.
+        on_synced: called after each pass that did something, or failed.
+
+    Raises:
+        LayertapError: the library that watches folders is not installed.
+    """
+    watchfiles: Any = library("watchfiles", "watch", "layertap watch")
+    tellings = {id(config): Telling() for config in configs}
+    due = dict.fromkeys(map(id, configs), 0.0)
+    resting = dict.fromkeys(map(id, configs), 0.0)
+    stop = threading.Event()
+    with signals_held() as received:
+        changed = _Changes(watchfiles, configs, stop)
+        try:
+            while not received:
+                now = time.monotonic()
+                for config in configs:
+                    # Where passes take long, they take no more than half of the time.
+                    if received or resting[id(config)] > now:
+                        continue
+                    if changed.take(config) or due[id(config)] <= now:
+                        began = time.monotonic()
+                        wait = _pass_of(config, tellings[id(config)], on_synced, received)
+                        due[id(config)] = time.monotonic() + wait
+                        resting[id(config)] = time.monotonic() + (time.monotonic() - began)
+                changed.wait(_NOTHING_MS / 1000)
+        finally:
+            stop.set()
+            changed.join()
+    return received[0]
+
+
+def _pass_of(config: SyncConfig, telling: Telling, on_synced: Callable[[Synced], None], received: list[int]) -> float:
+    """A pass of one data set; returns within how many seconds the next one is due in any case."""
+    (one,), number = sync_all([config], telling=telling)
+    if number:
+        received.append(number)
+    report = one.report
+    if report is None or one.exit_code or report.notes or report.stopped or _has_news(report):
+        on_synced(one)
+    if report is not None and report.waiting:
+        return max(0.5, config.settle)
+    return _FULL_PASS_S if report is not None else min(_FULL_PASS_S, 60.0)
+
+
+def _has_news(report: Report) -> bool:
+    return bool(report.added or report.changed or report.renamed or report.deleted)
+
+
+class _Changes:
+    """Notes below which folders something has changed, in threads of its own."""
+
+    def __init__(self, watchfiles: Any, configs: Sequence[SyncConfig], stop: threading.Event):
+        self._watchfiles, self._stop = watchfiles, stop
+        self._guard, self._news = threading.Lock(), threading.Event()
+        self._changed: set[int] = set()
+        self._threads = [threading.Thread(target=self._watch, args=(config,), daemon=True) for config in configs]
+        for thread in self._threads:
+            thread.start()
+
+    def take(self, config: SyncConfig) -> bool:
+        """Whether something has changed below its folder since this was asked last."""
+        with self._guard:
+            found = id(config) in self._changed
+            self._changed.discard(id(config))
+            return found
+
+    def wait(self, seconds: float) -> None:
+        """Until something changes, or that time is over."""
+        self._news.wait(seconds)
+        self._news.clear()
+
+    def join(self) -> None:
+        """Wait for the threads, which end when they are told to stop."""
+        for thread in self._threads:
+            thread.join(_NOTHING_MS / 1000 * 3)
+
+    def _watch(self, config: SyncConfig) -> None:
+        why = "its file system does not report changes"
+        if tells_of_changes(Path(config.root)):
+            why = self._follow(config)
+        if not self._stop.is_set():
+            click.echo(f"{config.images} cannot be watched: {why}. It is scanned every few seconds instead", err=True)
+            self._scan(config)
+
+    def _has_changed(self, config: SyncConfig) -> None:
+        with self._guard:
+            self._changed.add(id(config))
+        self._news.set()
+
+    def _follow(self, config: SyncConfig) -> str:
+        """Follow the reports of the kernel until the end; returns why that is not possible, if it is not."""
+        while not self._stop.is_set():
+            try:
+                root, is_first = _identity(config.root), True
+                for changes in self._watchfiles.watch(
+                    config.root,
+                    watch_filter=lambda change, path: not is_litter(path.rpartition("/")[2]),
+                    stop_event=self._stop,
+                    force_polling=False,
+                    rust_timeout=_NOTHING_MS,
+                    yield_on_timeout=True,
+                    raise_interrupt=False,
+                    # If these were ignored, so would be the error at the limit of watches.
+                    ignore_permission_denied=False,
+                ):
+                    if changes or is_first:  # a change before all folders were watched was not reported
+                        self._has_changed(config)
+                    is_first = False
+                    if _identity(config.root) != root:  # a disk was unmounted, or the folder was replaced
+                        self._has_changed(config)
+                        break
+            except FileNotFoundError:  # the passes say so
+                self._stop.wait(_GONE_S)
+            except PermissionError as error:
+                return f"a folder in it cannot be read ({_reason(error)})"
+            except (OSError, RuntimeError) as error:
+                limit = "limit" in str(error)
+                return _reason(error) + (" (raise fs.inotify.max_user_watches to have it watched)" if limit else "")
+        return ""
+
+    def _scan(self, config: SyncConfig) -> None:
+        """Look for changes until the end."""
+        before: int | None = None
+        wait = 0.0
+        while not self._stop.wait(wait):
+            began = time.monotonic()
+            try:
+                scan = Scan(config.root)
+                files = 0
+                for seen in scan.files():  # in no order
+                    files ^= hash(seen)
+                now: int | None = hash((files, frozenset(scan.unreadable.items()), frozenset(scan.nowhere)))
+            except LayertapError:  # the folder is gone, and the passes say so
+                now = None
+            if now is None or now != before:
+                self._has_changed(config)
+            before = now
+            wait = max(_SCAN_S if now is not None else _GONE_S, 9 * (time.monotonic() - began))
+
+
+def _identity(root: str) -> tuple[int, int] | None:
+    """Which folder has this name now; None: none."""
+    try:
+        found = os.stat(root)  # noqa: PTH116
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _reason(error: Exception) -> str:
+    """Without the representation of the error that the library adds."""
+    return first_line(error).partition(" (Error {")[0]
+
+
+def tells_of_changes(root: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
+    """Whether the kernel knows of all changes below a folder: not where other machines make them."""
+    try:
+        lines = mounts.read_text(errors="surrogateescape").splitlines()
+    except OSError:  # not Linux
+        return True
+    best, kind = "", ""
+    with contextlib.suppress(OSError, RuntimeError):
+        root = root.resolve()
+    for line in lines:
+        fields, _, behind = line.partition(" - ")
+        point = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), fields.split()[4])
+        if root.is_relative_to(point) and len(point) >= len(best):
+            best, kind = point, behind.split()[0]
+    return not kind.startswith(_SILENT)

@@ -1,0 +1,38 @@
+"""Tables: as CSV files, and on the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from extract.system.atomic_files import whole_file
+
+__all__ = ["print_aligned", "table_file"]
+
+
+@contextlib.contextmanager
+def table_file(path: Path) -> Iterator[Callable[[list[Any]], Any]]:
+    """Writes lines of a CSV file, which is there when all are; names of files need not be text."""
+    with whole_file(path) as file:
+        text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
+        yield csv.writer(text, lineterminator="\n").writerow
+        text.flush()
+        text.detach()
+
+
+def print_aligned(rows: Sequence[Sequence[str]], align: str, echo: Callable[[str], None]) -> None:
+    """Print columns, each as wide as its widest cell; the first row is the head.
+
+    Args:
+        rows: of cells.
+        align: a letter for each column: "<" for text, ">" for numbers.
+        echo: prints a line.
+    """
+    widths = [max(len(row[column]) for row in rows) for column in range(len(align))]
+    for row in rows:
+        cells = (f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True))
+        echo("  ".join(cells).rstrip())
