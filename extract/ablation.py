@@ -1,0 +1,5 @@
+"""Layers edited one by one. They are in `extract.analysis.network.ablation`."""
+
+from extract.analysis.network.ablation import Ablation, Effect, ablation, mean_activations
+
+__all__ = ["Ablation", "Effect", "ablation", "mean_activations"]
