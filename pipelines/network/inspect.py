@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from extract.analysis.network.findings import Finding
-from extract.analysis.network.inspection import Inspection, Loss, TensorReport, inspect_model
+from extract.analysis.network.inspection import Inspection, Loss, inspect_model
+from extract.analysis.network.reports import TensorReport
 from extract.backbones import Backbone
 from extract.backbones.user_code import function_from, importing_from
 from extract.errors import InputError

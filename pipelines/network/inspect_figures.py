@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from extract.analysis.network.activation_statistics import Statistics
-from extract.analysis.network.inspection import Inspection, TensorReport
+from extract.analysis.network.inspection import Inspection
+from extract.analysis.network.reports import TensorReport
 from pipelines.terminal.figures import COLOURS, drawable, save_figure
 
 __all__ = ["draw_inspection"]

@@ -10,12 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from extract.analysis.network.inspection import ParameterReport, TensorReport
+from extract.analysis.network.reports import ParameterReport, TensorReport
 
 __all__ = ["Finding", "findings_of"]
 
