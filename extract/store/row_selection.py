@@ -17,7 +17,6 @@ from extract.store.format.dataset import DataSet
 from extract.store.format.layout import RowNames, StoredFeature
 from extract.store.format.row_hash import wrong_rows
 from extract.store.format.shard import Shard
-from extract.store.format.version import read_rows
 from extract.store.places.block_cache import BlockCache
 from extract.store.places.bucket import Bucket, open_remote_shard
 from extract.system.atomic_files import allow_more_files
@@ -178,7 +177,7 @@ def _of_version(dataset: DataSet) -> Iterator[Part]:
         FileNotFoundError: its table is gone.
         LayertapError: a pass is missing, unfinished or damaged.
     """
-    table = read_rows(dataset)
+    table = dataset.version_rows()
     assert dataset.version is not None
     for number, one in zip(dataset.version.passes, dataset.parts(), strict=True):
         start, stop = np.searchsorted(table.passes, [number, number + 1]).tolist()

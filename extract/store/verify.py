@@ -21,7 +21,7 @@ from extract.store.format.dataset import DataSet, Whereabouts
 from extract.store.format.receipt import reasons_of, size_and_hash, write_receipt
 from extract.store.format.row_hash import checked
 from extract.store.format.shard import MEDIA_ERRORS, Shard
-from extract.store.format.version import pass_folder, read_rows
+from extract.store.format.version import pass_folder
 from extract.store.format.writer import ShardWriter
 from extract.store.reader import FeatureReader
 from extract.store.row_selection import of_one_version
@@ -112,7 +112,7 @@ def _verify_version(dataset: DataSet, on_rows: Callable[[int], None]) -> Verific
             continue
         found.faults += [replace(fault, file=f"{name}/{fault.file}") for fault in one.faults]
     try:
-        table = read_rows(dataset)
+        table = dataset.version_rows()
         if xxhash.xxh3_128_hexdigest(b"\0".join(sorted(map(os.fsencode, table.paths)))) != dataset.images["paths_xxh3"]:
             found.faults.append(Fault("the paths of the version are not those of dataset.json", Remedy.NONE))
         if not found.faults:

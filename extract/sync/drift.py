@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet
-from extract.store.format.version import read_rows
 from extract.store.reader import FeatureReader
 
 __all__ = ["Drift", "drift_of"]
@@ -54,7 +53,7 @@ def drift_of(out: Path, number: int, seed: int = 0) -> list[Drift]:
     Raises:
         LayertapError: the data set cannot be read.
     """
-    is_new = read_rows(DataSet.open(out)).passes == number
+    is_new = DataSet.open(out).version_rows().passes == number
     found = []
     generator = np.random.default_rng(seed)
     with FeatureReader(out) as reader:

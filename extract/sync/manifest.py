@@ -27,7 +27,6 @@ import numpy as np
 from extract.errors import InputError, LayertapError
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet
-from extract.store.format.version import read_rows
 from extract.store.reader import FeatureReader
 from extract.sync.scan import Seen
 from extract.system.atomic_files import check_own_file
@@ -493,7 +492,7 @@ def rebuild(manifest: Manifest, out: Path, published: DataSet, now_ns: int) -> N
             found = manifest.add_pass(number, rows, now_ns)
             ids |= {(number, row.row): one for row, one in zip(rows, found, strict=True)}
         with contextlib.suppress(InputError, FileNotFoundError):
-            table = read_rows(published)
+            table = published.version_rows()
             places = zip(table.paths, table.passes.tolist(), table.rows.tolist(), strict=True)
             manifest.set_files(
                 (Seen(os.fsencode(path), _UNKNOWN, 0, 0), False, ids[place])

@@ -24,8 +24,10 @@ def publish(out: Path, root: str, manifest: Manifest, published: DataSet | None)
     Raises:
         LayertapError: the disk is full or refuses.
     """
-    number = published.version.number if published and published.version else 0
-    whole = published is not None and is_whole(published) and published.images["root"] == root
+    number, whole = 0, False
+    if published is not None and published.version is not None:
+        number = published.version.number
+        whole = is_whole(published.out, published.version) and published.images["root"] == root
     if (number == manifest.version and whole) or not manifest.version:
         return published
     if number >= manifest.version:

@@ -17,7 +17,6 @@ from extract.errors import InputError, LayertapError
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from extract.store.format.layout import row_bytes
-from extract.store.format.version import read_rows
 from extract.store.reader import FeatureReader
 from extract.store.row_selection import of_one_version
 from extract.system.atomic_files import bytes_below, read_json
@@ -49,7 +48,7 @@ def _of_version(dataset: DataSet) -> dict[str, Any]:
     with FeatureReader(out) as reader:
         status = Counter(Status(code).text for code in reader.status.tolist())
         failures = reader.failures
-    table = read_rows(dataset)
+    table = dataset.version_rows()
     needed = len(np.unique(np.stack([table.passes, table.rows]), axis=1).T)
     stored = 0
     for folder in (out / "passes").glob("[0-9]" * 6):

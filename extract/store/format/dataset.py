@@ -32,7 +32,7 @@ from extract.errors import InputError, LayertapError
 from extract.row_status import Status
 from extract.store.format.layout import FORMAT, FORMAT_VERSION, Identity, StoredFeature, row_bytes
 from extract.store.format.shard import Shard
-from extract.store.format.version import Version, pass_folder
+from extract.store.format.version import RowTable, Version, pass_folder, read_rows
 from extract.system.atomic_files import append_line, own_folder, read_json, sync_folder, write_json
 from extract.system.folder_lock import locked
 
@@ -122,6 +122,11 @@ class DataSet:
             if one.depends_on != self.depends_on or one.features != self.features or one.version:
                 raise InputError(f"{one.out} does not belong to {self.out}: it holds other features")
         return found
+
+    def version_rows(self) -> RowTable:
+        """The rows of the version that is published; errors as of `read_rows`."""
+        assert self.version is not None
+        return read_rows(self.out, self.version, self.n_rows)
 
     def path(self, shard: int, revision: int = 0, *, part: bool = False) -> Path:
         """The name of a shard's file: 000000.h5, written anew 000000-r1.h5; while being written .part is behind it."""

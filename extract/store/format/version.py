@@ -21,7 +21,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import h5py
 import numpy as np
@@ -31,9 +31,6 @@ from numpy.typing import NDArray
 from extract.errors import InputError, LayertapError, first_line
 from extract.store.format.untrusted import member
 from extract.system.atomic_files import own_folder, write_whole
-
-if TYPE_CHECKING:
-    from extract.store.format.dataset import DataSet
 
 __all__ = ["RowTable", "Version", "is_whole", "pass_folder", "read_rows", "table_path", "write_rows"]
 
@@ -126,27 +123,28 @@ def _as_hdf5(number: int, table: RowTable) -> bytes:
     return memory.getvalue()
 
 
-def is_whole(dataset: DataSet) -> bool:
-    """Whether the table of its version is there, as it was written."""
-    version = dataset.version
-    assert version is not None
+def is_whole(out: Path, version: Version) -> bool:
+    """Whether the table of a version is there, as it was written."""
     try:
-        return xxhash.xxh3_128_hexdigest(table_path(dataset.out, version.number).read_bytes()) == version.rows_xxh3
+        return xxhash.xxh3_128_hexdigest(table_path(out, version.number).read_bytes()) == version.rows_xxh3
     except OSError:
         return False
 
 
-def read_rows(dataset: DataSet) -> RowTable:
-    """The rows of the version that `dataset` names.
+def read_rows(out: Path, version: Version, n_rows: int) -> RowTable:
+    """The rows of a version.
+
+    Args:
+        out: folder of the data set.
+        version: as `dataset.json` names it.
+        n_rows: how many rows `dataset.json` says it has.
 
     Raises:
         FileNotFoundError: its table is gone; there is a later version by now.
         InputError: the table is damaged, or holds what it has no need of.
         LayertapError: it cannot be read.
     """
-    version = dataset.version
-    assert version is not None
-    path = table_path(dataset.out, version.number)
+    path = table_path(out, version.number)
 
     def refuse(what: str) -> InputError:
         return InputError(f"{path} is refused: {what}")
@@ -177,8 +175,8 @@ def read_rows(dataset: DataSet) -> RowTable:
     lengths = {name: len(column) for name, column in columns.items() if name != "classes"}
     order = np.lexsort((rows, passes))
     within = (labels >= -1).all() and (labels < len(columns["classes"])).all() and (rows >= 0).all()
-    if set(lengths.values()) != {dataset.n_rows} or not within or (order != np.arange(len(order))).any():
-        raise refuse(f"its columns do not go together: {lengths}, {dataset.n_rows} rows")
+    if set(lengths.values()) != {n_rows} or not within or (order != np.arange(len(order))).any():
+        raise refuse(f"its columns do not go together: {lengths}, {n_rows} rows")
     if not np.isin(passes, version.passes).all():
         raise refuse("it names passes that dataset.json does not")
     texts = {name: [os.fsdecode(one) for one in columns[name].tolist()] for name in ("path", "split", "classes")}
