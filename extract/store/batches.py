@@ -3,23 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from extract.store.reader import FeatureArray
-
-__all__ = ["Shuffle", "batches"]
+__all__ = ["RowSource", "Shuffle", "batches"]
 
 Shuffle = Literal["chunks", "rows"] | None
 _Batch = tuple[NDArray[Any], NDArray[np.int64]]
 _Window = tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64]]  # features, their rows, the order to give them in
 
 
+class RowSource(Protocol):
+    """What a pass reads from: the rows of one feature, as `extract.store.reader.FeatureArray` gives them.
+
+    Attributes:
+        shape: (N, *shape of a row).
+        dtype: of the values.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+
+    def pieces(self) -> list[tuple[int, int]]:
+        """First row and end of each chunk, in order."""
+
+    def between(self, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
+        """Neighbouring rows; into `out` if it is given."""
+
+    def take(self, rows: NDArray[np.int64], out: NDArray[Any] | None = None) -> NDArray[Any]:
+        """Rows in any order; into `out` if it is given."""
+
+    def forget(self, start: int, stop: int) -> None:
+        """Take rows that have been read out of the memory of this process."""
+
+
 def batches(
-    array: FeatureArray,
+    array: RowSource,
     rows: NDArray[np.int64],
     batch_size: int,
     *,
@@ -59,14 +84,14 @@ def batches(
     return _cut(windows, batch_size)
 
 
-def _pieces(array: FeatureArray, rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+def _pieces(array: RowSource, rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
     """The rows, by the chunk that they lie in."""
     edges = np.searchsorted(rows, [start for start, _ in array.pieces()][1:])
     return [piece for piece in np.split(rows, edges) if len(piece)]
 
 
 def _windows_of_pieces(
-    array: FeatureArray, pieces: list[NDArray[np.int64]], room: int, random: np.random.Generator | None
+    array: RowSource, pieces: list[NDArray[np.int64]], room: int, random: np.random.Generator | None
 ) -> Iterator[_Window]:
     """As many pieces at a time as there is room for; with `random`, pieces and the rows in a window are shuffled."""
     if random is not None:
@@ -90,7 +115,7 @@ def _windows_of_pieces(
         yield buffer, rows, np.arange(size) if random is None else random.permutation(size)
 
 
-def _windows_of_rows(array: FeatureArray, rows: NDArray[np.int64], room: int) -> Iterator[_Window]:
+def _windows_of_rows(array: RowSource, rows: NDArray[np.int64], room: int) -> Iterator[_Window]:
     """As many rows at a time as there is room for, read in ascending order, which disks and caches like."""
     buffer = np.empty((min(room, len(rows)), *array.shape[1:]), array.dtype)
     for start in range(0, len(rows), room):

@@ -25,7 +25,7 @@ from extract.store.places.remote_shard import RemoteShard
 from extract.store.row_selection import Part, open_parts
 from extract.system.urls import is_url
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # it needs torch, which readers of arrays do without
     from extract.store.torch_dataset import FeatureDataset
 
 __all__ = ["FeatureArray", "FeatureReader"]

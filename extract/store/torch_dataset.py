@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -11,10 +11,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-if TYPE_CHECKING:
-    from extract.store.reader import FeatureReader
-
 __all__ = ["FeatureDataset"]
+
+
+class LabelledFeatures(Protocol):
+    """What samples are read from, as `extract.store.reader.FeatureReader` is.
+
+    Attributes:
+        labels: (N,) the label of each row.
+    """
+
+    @property
+    def labels(self) -> NDArray[np.int64]: ...
+
+    def __getitem__(self, layer: str) -> Any: ...
 
 
 class FeatureDataset(Dataset[tuple[Any, int]]):
@@ -39,7 +49,7 @@ class FeatureDataset(Dataset[tuple[Any, int]]):
 
     def __init__(
         self,
-        reader: FeatureReader,
+        reader: LabelledFeatures,
         layers: str | Sequence[str],
         rows: NDArray[np.int64],
         transform: Callable[[Any], Any] | None = None,
