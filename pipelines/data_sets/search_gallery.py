@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image
 
-from pipelines.data_sets.search import Found
+from pipelines.data_sets.search_results import Found
 from pipelines.terminal.figures import drawable, save_figure
 
 __all__ = ["draw"]
