@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from extract.analysis.network.inspection import inspect_model
     from extract.analysis.network.monitors import ActivationMonitor, GradientMonitor
-    from extract.backbones import Backbone, load_backbone, load_text_tower
+    from extract.backbones import load_text_tower
+    from extract.compute.backbone import Backbone, load_backbone
     from extract.errors import DisagreementError, InputError, LayertapError, LockedError, UnknownNameError
     from extract.extraction.run import extract_features
     from extract.row_status import Status
@@ -24,8 +25,8 @@ _HOMES = {
     "ActivationMonitor": "extract.analysis.network.monitors",
     "GradientMonitor": "extract.analysis.network.monitors",
     "inspect_model": "extract.analysis.network.inspection",
-    "Backbone": "extract.backbones",
-    "load_backbone": "extract.backbones",
+    "Backbone": "extract.compute.backbone",
+    "load_backbone": "extract.compute.backbone",
     "load_text_tower": "extract.backbones",
     "InputError": "extract.errors",
     "LayertapError": "extract.errors",

@@ -6,9 +6,9 @@ a key that is missing or left over is an error that names it.
 
 from __future__ import annotations
 
-from extract.backbones.backbone import Backbone
-from extract.backbones.loading import load_backbone, load_text_tower
+from extract.backbones.backbone import LoadedBackbone
+from extract.backbones.loading import load_text_tower
 from extract.backbones.text_tower import TextTower
 from extract.backbones.weights import Weights
 
-__all__ = ["Backbone", "TextTower", "Weights", "load_backbone", "load_text_tower"]
+__all__ = ["LoadedBackbone", "TextTower", "Weights", "load_text_tower"]

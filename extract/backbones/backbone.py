@@ -1,25 +1,19 @@
-"""A loaded backbone, and what one is asked for."""
+"""A backbone as its source gives it, and what a source is asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
-from extract import defaults
 from extract.backbones.preprocessing import Preprocessing
 from extract.backbones.weights import Weights
 from extract.errors import InputError, LayertapError, first_line
 
-if TYPE_CHECKING:
-    from extract.compute.backbone import Picture
-
-__all__ = ["Asked", "Backbone", "downloading"]
+__all__ = ["Asked", "LoadedBackbone", "downloading"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +38,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Backbone:
+class LoadedBackbone:
     """A frozen network, ready to run: in eval mode, on its device.
 
     Attributes:
@@ -79,35 +73,6 @@ class Backbone:
     notes: tuple[str, ...] = ()
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     asked: dict[str, Any] = field(default_factory=dict)
-
-    def features(
-        self,
-        pictures: Picture | Iterable[Picture],
-        layers: str | Sequence[str] = defaults.LAYERS,
-        *,
-        batch_size: int = defaults.BATCH_SIZE,
-    ) -> dict[str, NDArray[np.float32]]:
-        """Features of pictures in memory, the same numbers as `embed` stores; nothing is written.
-
-            backbone.features([Image.open("cat.jpg")], ["layer4", "embedding"])["layer4"]    # (1, 2048)
-
-        Args:
-            pictures: one or several: PIL pictures; uint8 arrays (H, W, 3) or (H, W), or (N, H, W, 3); uint8 tensors
-                (3, H, W) or (N, 3, H, W), or float ones with values of 8 bits scaled to 0..1. An iterator is read as it
-                is needed.
-            layers: `LAYER[:POOLING]` each, as of `extract_features`.
-            batch_size: pictures a forward.
-
-        Returns:
-            name -> (N, *shape) float32.
-
-        Raises:
-            UnknownNameError: no such layer or pooling.
-            InputError: a layer or pooling does not fit, or a picture has no 8-bit pixels.
-        """
-        from extract.compute.backbone import features_of
-
-        return features_of(self, pictures, layers, batch_size)
 
 
 def downloading(asked: Asked, load: Callable[[], Any], remedy: Callable[[], str], what: str = "weights") -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from extract.backbones.backbone import Asked, Backbone, downloading
+from extract.backbones.backbone import Asked, LoadedBackbone, downloading
 from extract.backbones.output_as_embedding import with_embedding
 from extract.backbones.preprocessing import IDENTITY, OVERRIDES, Preprocessing, from_hf, overridden
 from extract.backbones.text_tower import TextTower, too_long
@@ -91,7 +91,7 @@ class _Loaded:
         return f"hf/{type(self.model).__name__}, settings with sha256 {_settings(self.config)}"
 
 
-def load(asked: Asked) -> Backbone:
+def load(asked: Asked) -> LoadedBackbone:
     """NAME of the hub, or a folder; weights: a revision. Code that comes with a model is never run."""
     transformers = library("transformers", "hf", "hf/")
     at = _place(asked)
@@ -109,7 +109,7 @@ def load(asked: Asked) -> Backbone:
     if classifier is None:
         size = overridden(preprocessing, asked.preprocessing).crop_px
         model, why = with_embedding(model, size, _embed)
-    return Backbone(
+    return LoadedBackbone(
         spec=f"hf/{at.name}",
         architecture=loaded.architecture,
         model=model,

@@ -15,7 +15,7 @@ from urllib.error import URLError
 import torch
 from torch import nn
 
-from extract.backbones.backbone import Asked, Backbone, downloading
+from extract.backbones.backbone import Asked, LoadedBackbone, downloading
 from extract.backbones.output_as_embedding import with_own_output
 from extract.backbones.preprocessing import OVERRIDES, Preprocessing, from_transform, overridden
 from extract.backbones.user_code import code_sha256, importing_from
@@ -27,7 +27,7 @@ __all__ = ["load"]
 _ASSUMED = Preprocessing(256, (224, 224), "bicubic", (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
-def load(asked: Asked) -> Backbone:
+def load(asked: Asked) -> LoadedBackbone:
     """OWNER/REPO[:BRANCH]:ENTRY, or FOLDER:ENTRY; weights: those the entry brings, or a file."""
     spec, weights = asked.spec, asked.weights
     place, _, entry = asked.name.rpartition(":")
@@ -80,7 +80,7 @@ def load(asked: Asked) -> Backbone:
         )
     size = overridden(preprocessing, asked.preprocessing).crop_px
     model, why, told = with_own_output(model.eval(), size)
-    return Backbone(
+    return LoadedBackbone(
         spec=f"hub/{folder}:{entry}" if local else spec,
         architecture=f"hub/{title}",
         model=model,

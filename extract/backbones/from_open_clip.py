@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from extract.backbones.backbone import Asked, Backbone, downloading
+from extract.backbones.backbone import Asked, LoadedBackbone, downloading
 from extract.backbones.output_as_embedding import WithEmbedding
 from extract.backbones.preprocessing import from_open_clip
 from extract.backbones.text_tower import TextTower, too_long
@@ -41,7 +41,7 @@ class _Chosen:
     notes: tuple[str, ...]
 
 
-def load(asked: Asked) -> Backbone:
+def load(asked: Asked) -> LoadedBackbone:
     """NAME or NAME:TAG, as open_clip has them; weights by tag. Of a file of both towers, the text tower is left out."""
     open_clip = library("open_clip", "open_clip", "open_clip/")
     chosen = _chosen(open_clip, asked)
@@ -69,7 +69,7 @@ def load(asked: Asked) -> Backbone:
     trunk = getattr(tower, "trunk", tower)  # where the tower is one of timm's
     grid = getattr(tower, "grid_size", None)
     class_token = getattr(trunk, "class_embedding", getattr(trunk, "cls_token", None)) is not None
-    return Backbone(
+    return LoadedBackbone(
         spec=asked.spec,
         architecture=chosen.architecture,
         model=WithEmbedding(tower, _embed),

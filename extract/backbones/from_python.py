@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from extract.backbones.backbone import Asked, Backbone
+from extract.backbones.backbone import Asked, LoadedBackbone
 from extract.backbones.output_as_embedding import with_own_output
 from extract.backbones.preprocessing import Preprocessing, from_transform, overridden
 from extract.backbones.user_code import code_sha256, function_from, importing_from
@@ -30,7 +30,7 @@ from extract.errors import InputError, first_line
 __all__ = ["load"]
 
 
-def load(asked: Asked) -> Backbone:
+def load(asked: Asked) -> LoadedBackbone:
     """FILE.py:FACTORY; weights: those the factory makes, or a file for its model.
 
     Raises:
@@ -71,7 +71,7 @@ def load(asked: Asked) -> Backbone:
     preprocessing = _preprocessing(made[-1][1], title, path, factory_name)
     size = overridden(preprocessing, asked.preprocessing).crop_px
     model, why, notes = with_own_output(model.eval(), size)
-    return Backbone(
+    return LoadedBackbone(
         spec=f"python/{path}:{factory_name}",
         architecture=f"python/{title}",
         model=model,

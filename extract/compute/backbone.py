@@ -1,8 +1,9 @@
-"""Features of pictures that are in memory: `backbone.features(pictures, layers)`."""
+"""A backbone that computes: `load_backbone`, and `backbone.features` of pictures in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from extract.backbones import Backbone
+from extract import defaults
+from extract.backbones import LoadedBackbone, loading
 from extract.compute.backends import ready
 from extract.compute.feature_choice import choose_features
 from extract.compute.forward import check_rows
@@ -19,15 +21,85 @@ from extract.errors import InputError
 from extract.images import to_picture
 from extract.system.torch_state import evaluating, full_float32
 
-__all__ = ["Picture", "features_of"]
+__all__ = ["Backbone", "Picture", "load_backbone"]
 
 Picture = Image.Image | NDArray[Any] | Tensor
 
 
-def features_of(
-    backbone: Backbone, pictures: Picture | Iterable[Picture], layers: str | Sequence[str], batch_size: int
+@dataclass(frozen=True)
+class Backbone(LoadedBackbone):
+    """A frozen network, ready to run: in eval mode, on its device. Its attributes are those of `LoadedBackbone`."""
+
+    def features(
+        self,
+        pictures: Picture | Iterable[Picture],
+        layers: str | Sequence[str] = defaults.LAYERS,
+        *,
+        batch_size: int = defaults.BATCH_SIZE,
+    ) -> dict[str, NDArray[np.float32]]:
+        """Features of pictures in memory, the same numbers as `embed` stores; nothing is written.
+
+            backbone.features([Image.open("cat.jpg")], ["layer4", "embedding"])["layer4"]    # (1, 2048)
+
+        Args:
+            pictures: one or several: PIL pictures; uint8 arrays (H, W, 3) or (H, W), or (N, H, W, 3); uint8 tensors
+                (3, H, W) or (N, 3, H, W), or float ones with values of 8 bits scaled to 0..1. An iterator is read as it
+                is needed.
+            layers: `LAYER[:POOLING]` each, as of `extract_features`.
+            batch_size: pictures a forward.
+
+        Returns:
+            name -> (N, *shape) float32.
+
+        Raises:
+            UnknownNameError: no such layer or pooling.
+            InputError: a layer or pooling does not fit, or a picture has no 8-bit pixels.
+        """
+        return _features_of(self, pictures, layers, batch_size)
+
+
+def load_backbone(
+    spec: str,
+    *,
+    weights: str | None = None,
+    device: str = "auto",
+    seed: int = 0,
+    allow_missing_head: bool = False,
+    preprocessing: Mapping[str, Any] | None = None,
+) -> Backbone:
+    """Load a backbone by its spec.
+
+    Args:
+        spec: `bundled/efficientnet_lite0`, `torchvision/NAME`, `timm/NAME`, `open_clip/NAME:TAG`, `hf/NAME` or
+            `hf/FOLDER`, `hub/OWNER/REPO:ENTRY` or `hub/FOLDER:ENTRY`, `python/FILE.py:FACTORY`.
+        weights: the source's name for them (torchvision: `IMAGENET1K_V2`; timm: a tag such as `a1_in1k`; open_clip: a
+            tag; hf: a revision), a file (`.safetensors`, or `.pth`, `.pt`, `.bin` holding tensors and settings), or
+            `random`. None takes the source's default.
+        device: `cpu`, `cuda`, `cuda:1`, `mps`; `auto` takes a GPU where there is one.
+        seed: of random weights.
+        allow_missing_head: if a file lacks the classifier, as files of self-supervised training do, go on without one.
+        preprocessing: in place of the library's own: any of `size` (of the shorter side, or (height, width)), `crop`,
+            `interpolation`, `mean` and `std`.
+
+    Raises:
+        UnknownNameError: no such source, model or weights.
+        InputError: the weights do not fit the model, or their file cannot be read safely.
+        LayertapError: the weights could not be downloaded, or a library or the device is not there.
+    """
+    loaded = loading.load(
+        spec,
+        weights=weights,
+        device=device,
+        seed=seed,
+        allow_missing_head=allow_missing_head,
+        preprocessing=preprocessing,
+    )
+    return Backbone(**{field.name: getattr(loaded, field.name) for field in fields(loaded)})
+
+
+def _features_of(
+    backbone: LoadedBackbone, pictures: Picture | Iterable[Picture], layers: str | Sequence[str], batch_size: int
 ) -> dict[str, NDArray[np.float32]]:
-    """What `Backbone.features` returns."""
     if batch_size < 1:
         raise InputError(f"batch_size is {batch_size}; it must be at least 1")
     with evaluating(backbone.model), full_float32():

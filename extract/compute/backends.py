@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from extract import defaults
-from extract.backbones import Backbone
+from extract.backbones import LoadedBackbone
 from extract.compute.compiled import compiled, openvino, openvino_computes_in
 from extract.compute.feature_choice import Choice
 from extract.compute.forward import Forward, Values, joined
@@ -61,7 +61,7 @@ def default_engine(device: torch.device, precision: str) -> str:
 
 @contextlib.contextmanager
 def ready(
-    backbone: Backbone,
+    backbone: LoadedBackbone,
     choice: Choice,
     dtype: str,
     precision: str = defaults.PRECISION,
@@ -108,7 +108,12 @@ class _Eager(Forward):
     """The backbone under its taps; a batch is computed in parts where the memory does not suffice for all of it."""
 
     def __init__(
-        self, backbone: Backbone, choice: Choice, taps: Taps, transfers: Transfers, on_smaller: Callable[[int], None]
+        self,
+        backbone: LoadedBackbone,
+        choice: Choice,
+        taps: Taps,
+        transfers: Transfers,
+        on_smaller: Callable[[int], None],
     ):
         self._to_input, self._features = backbone.preprocessing.to_input, choice.features
         self._taps, self._transfers, self._on_smaller = taps, transfers, on_smaller

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from extract import defaults
-from extract.backbones import Backbone
+from extract.backbones import LoadedBackbone
 from extract.compute.exported_graph import graph_of
 from extract.compute.feature_choice import Choice
 from extract.compute.forward import Forward, Values, joined
@@ -33,7 +33,7 @@ _CHUNK = 2  # images that a core computes at once: so that much of what is betwe
 @contextlib.contextmanager
 def compiled(
     engine: str,
-    backbone: Backbone,
+    backbone: LoadedBackbone,
     choice: Choice,
     dtype: str,
     precision: str,
@@ -64,7 +64,7 @@ def compiled(
         forward.close()
 
 
-def _cannot(backbone: Backbone, engine: str, error: Exception) -> LayertapError:
+def _cannot(backbone: LoadedBackbone, engine: str, error: Exception) -> LayertapError:
     return LayertapError(f"{backbone.spec} cannot be compiled by {engine}: {first_line(error)}")
 
 
@@ -72,7 +72,13 @@ class _ByInductor(Forward):
     """Computes batches of one size; a shorter one is filled up with zeros, whose rows are dropped."""
 
     def __init__(
-        self, backbone: Backbone, choice: Choice, dtype: str, precision: str, batch_size: int, transfers: Transfers
+        self,
+        backbone: LoadedBackbone,
+        choice: Choice,
+        dtype: str,
+        precision: str,
+        batch_size: int,
+        transfers: Transfers,
     ):
         self._backbone, self._choice, self._dtype, self._precision = backbone, choice, dtype, precision
         self._batch_size, self._transfers = batch_size, transfers
@@ -131,7 +137,7 @@ class _ByOpenVino(Forward):
 
     ahead = True
 
-    def __init__(self, backbone: Backbone, choice: Choice, dtype: str, precision: str, batch_size: int):
+    def __init__(self, backbone: LoadedBackbone, choice: Choice, dtype: str, precision: str, batch_size: int):
         self._backbone, self._choice, self._dtype, self._precision = backbone, choice, dtype, precision
         in_work = 2 * batch_size  # images at most: of a batch, and of the next one
         self._chunk = max(1, min(_CHUNK, in_work // torch.get_num_threads()))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from extract.backbones import Backbone
+from extract.backbones import LoadedBackbone
 from extract.compute.feature_choice import Choice
 from extract.taps.record import Reduce, Site
 from extract.taps.taps import Taps
@@ -23,7 +23,7 @@ from extract.taps.taps import Taps
 __all__ = ["graph_of"]
 
 
-def graph_of(backbone: Backbone, choice: Choice, dtype: str, precision: str, images: Tensor) -> ExportedProgram:
+def graph_of(backbone: LoadedBackbone, choice: Choice, dtype: str, precision: str, images: Tensor) -> ExportedProgram:
     """The computation from a batch, as `Preprocessing.prepare` makes it, to a tuple of the features, in order.
 
     Args:
@@ -44,7 +44,7 @@ def graph_of(backbone: Backbone, choice: Choice, dtype: str, precision: str, ima
 class _Kept(nn.Module):
     """A module that returns the features."""
 
-    def __init__(self, backbone: Backbone, choice: Choice, dtype: str, precision: str):
+    def __init__(self, backbone: LoadedBackbone, choice: Choice, dtype: str, precision: str):
         super().__init__()
         self.model = backbone.model
         self._to_input: Callable[[Tensor], Tensor] = backbone.preprocessing.to_input

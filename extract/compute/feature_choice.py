@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from extract.backbones import Backbone
+from extract.backbones import LoadedBackbone
 from extract.backbones.output_as_embedding import WithEmbedding
 from extract.compute.pooling import POOLINGS, Layout, pool, recognise, resolve_pooling
 from extract.errors import InputError, LayertapError, UnknownNameError, first_line
@@ -87,7 +87,7 @@ class _Request:
     by_glob: bool = False
 
 
-def choose_features(backbone: Backbone, layers: Sequence[str]) -> Choice:
+def choose_features(backbone: LoadedBackbone, layers: Sequence[str]) -> Choice:
     """Resolve layer arguments against a backbone.
 
     Args:
@@ -130,7 +130,7 @@ def choose_features(backbone: Backbone, layers: Sequence[str]) -> Choice:
     return Choice(named, list(never_run))
 
 
-def _parse(backbone: Backbone, text: str) -> list[_Request]:
+def _parse(backbone: LoadedBackbone, text: str) -> list[_Request]:
     names = named_layers(backbone.model)
     layer, _, last = text.rpartition(":")
     text, pooling = (layer, last) if layer and last in POOLINGS else (text, "auto")
@@ -147,7 +147,7 @@ def _parse(backbone: Backbone, text: str) -> list[_Request]:
     return [_Request(name, text[len(pattern) :], pooling, by_glob=by_glob) for name in matches]
 
 
-def _trial(backbone: Backbone, requests: Sequence[_Request]) -> Trial:
+def _trial(backbone: LoadedBackbone, requests: Sequence[_Request]) -> Trial:
     height, width = backbone.preprocessing.crop_px
     generator = torch.Generator().manual_seed(0)
     pictures = torch.randint(0, 256, (_TRIAL_IMAGES, height, width, 3), dtype=torch.uint8, generator=generator)
@@ -168,7 +168,7 @@ def _sites_of(record: Record, request: _Request) -> list[Site]:
     return [site for site in record.find(request.layer + request.part) if site.what == "output"]
 
 
-def _absent(backbone: Backbone, record: Record, request: _Request) -> LayertapError:
+def _absent(backbone: LoadedBackbone, record: Record, request: _Request) -> LayertapError:
     given = [name for name, site in record.sites.items() if site.layer == request.layer]
     if not given:
         return InputError(f"layer {request.layer!r} of {backbone.spec} never runs, or gives no tensor; name another")
@@ -178,7 +178,7 @@ def _absent(backbone: Backbone, record: Record, request: _Request) -> LayertapEr
     )
 
 
-def _feature(backbone: Backbone, name: str, pooling: str, site: Site, trial: Trial) -> Feature:
+def _feature(backbone: LoadedBackbone, name: str, pooling: str, site: Site, trial: Trial) -> Feature:
     try:
         rows = trial.rows(site)
         values = rows.by_image(trial.record[site])

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from extract import defaults
-from extract.backbones import Backbone
+from extract.compute.backbone import Backbone
 from extract.compute.backends import engine_for
 from extract.compute.feature_choice import Choice, choose_features
 from extract.errors import InputError, unknown_name

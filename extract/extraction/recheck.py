@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from extract import defaults
-from extract.backbones import Backbone
 from extract.compute.agreement import deviation
+from extract.compute.backbone import Backbone
 from extract.compute.backends import ready
 from extract.compute.forward import rows_of
 from extract.errors import InputError

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from extract import defaults
-from extract.backbones import Backbone, load_backbone
+from extract.compute.backbone import Backbone, load_backbone
 from extract.errors import InputError
 from extract.extraction.pipeline import fill_shard
 from extract.extraction.plan import Plan, plan

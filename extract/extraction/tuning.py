@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from extract import defaults
-from extract.backbones import Backbone
 from extract.backbones.preprocessing import Preprocessing
 from extract.compute.agreement import Agreement, agreement, refusal
+from extract.compute.backbone import Backbone
 from extract.compute.backends import default_engine, engine_for, ready
 from extract.compute.feature_choice import Choice, choose_features
 from extract.errors import InputError, first_line

@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from extract import defaults
-from extract.backbones import Backbone, load_backbone
+from extract.compute.backbone import Backbone, load_backbone
 from extract.compute.feature_choice import choose_features
 from extract.errors import LayertapError
 from extract.extraction.plan import plan

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from extract import defaults
-from extract.backbones import Backbone, load_backbone
+from extract.compute.backbone import Backbone, load_backbone
 from extract.compute.backends import default_engine
 from extract.errors import DisagreementError
 from extract.extraction.run import Plan, Summary, extract, plan

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from extract.analysis.network.ablation import Ablation, Effect, ablation, mean_activations
-from extract.backbones import Backbone
+from extract.compute.backbone import Backbone
 from extract.compute.feature_choice import choose_features
 from extract.errors import InputError
 from extract.system.atomic_files import link_target

@@ -21,7 +21,7 @@ from extract.analysis.network.attribution import (
     principal_colours,
     rollout,
 )
-from extract.backbones import Backbone
+from extract.compute.backbone import Backbone
 from extract.compute.feature_choice import Choice, Feature, choose_features
 from extract.compute.pooling import recognise
 from extract.errors import InputError, LayertapError

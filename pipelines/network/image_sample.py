@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from extract.backbones import Backbone
+from extract.compute.backbone import Backbone
 from extract.errors import InputError
 from extract.images import Images, list_images, load_batches
 from extract.row_status import Status

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from extract.backbones import Backbone
+from extract.compute.backbone import Backbone
 from extract.errors import InputError
 from extract.images import Images
 from extract.images.csv_lists import read_table

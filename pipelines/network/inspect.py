@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from extract.analysis.network.findings import Finding
 from extract.analysis.network.inspection import Inspection, Loss, inspect_model
 from extract.analysis.network.reports import TensorReport
-from extract.backbones import Backbone
 from extract.backbones.user_code import function_from, importing_from
+from extract.compute.backbone import Backbone
 from extract.errors import InputError
 from extract.system.atomic_files import link_target
 from extract.taps.layer_names import match_layers, named_layers

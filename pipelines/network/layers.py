@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from extract.backbones import load_backbone
+from extract.compute.backbone import load_backbone
 from extract.taps.layer_names import match_layers, named_layers
 from extract.taps.layer_table import LayerRow, layer_table
 from pipelines.terminal.tables import print_aligned

@@ -12,8 +12,8 @@ import numpy as np
 
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.probe.model import LinearProbe
-from extract.backbones import load_backbone
 from extract.backbones.user_code import permitted
+from extract.compute.backbone import load_backbone
 from extract.compute.pooling import POOLINGS
 from extract.errors import InputError
 from extract.extraction.plan import asked_of, how_made

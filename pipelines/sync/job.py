@@ -19,7 +19,7 @@ from pipelines.sync.config import SyncConfig
 from pipelines.terminal.graceful_stop import signals_held
 
 if TYPE_CHECKING:
-    from extract.backbones import Backbone
+    from extract.compute.backbone import Backbone
     from extract.extraction.plan import Plan
     from extract.images import Images
 

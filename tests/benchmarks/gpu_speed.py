@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from extract import load_backbone
-from extract.backbones import Backbone
+from extract.compute.backbone import Backbone
 from extract.extraction.run import extract, plan
 from extract.images import Batch
 from extract.system.torch_state import evaluating, full_float32, keeping_freed_memory

@@ -21,7 +21,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from extract import FeatureReader, InputError, LayertapError, Status, extract_features, load_backbone
-from extract.backbones import Backbone
+from extract.compute.backbone import Backbone
 from extract.extraction.run import Summary, extract, plan
 from extract.images import list_images
 from extract.store.format.dataset import DataSet

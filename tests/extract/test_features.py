@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from extract import load_backbone
-from extract.backbones import Backbone
+from extract.compute.backbone import Backbone
 from extract.compute.feature_choice import choose_features
 from extract.errors import InputError, UnknownNameError
 from extract.taps.batch_axis import Rows, Trial, learn_rows

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from extract import FeatureReader, extract_features, load_backbone
-from extract.backbones import Backbone
 from extract.compute import backends as engines
+from extract.compute.backbone import Backbone
 from extract.compute.transfers import Direct, Pinned, transfers_for
 from extract.extraction.run import extract, plan
 from tests.extract.test_engines import BY_INDUCTOR, BY_OPENVINO

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from extract.backbones import Backbone
+from extract.compute.backbone import Backbone
 from extract.compute.feature_choice import EMBEDDING, Choice, Feature, choose_features
 from extract.errors import InputError
 from extract.system.torch_state import evaluating, full_float32, keeping_freed_memory

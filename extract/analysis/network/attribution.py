@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from extract.backbones import Backbone
+from extract.compute.backbone import Backbone
 from extract.compute.feature_choice import Choice, choose_features
 from extract.errors import InputError
 from extract.system.torch_state import evaluating, full_float32

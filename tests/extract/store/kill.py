@@ -29,8 +29,9 @@ from PIL import Image
 from torch import nn
 
 from extract import FeatureReader
-from extract.backbones import Backbone, Weights
+from extract.backbones import Weights
 from extract.backbones.preprocessing import Preprocessing
+from extract.compute.backbone import Backbone
 from extract.extraction.run import extract, plan
 from extract.store.verify import verify
 
