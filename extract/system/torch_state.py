@@ -1,29 +1,21 @@
-"""Settings of the process and of the model that hold while features are computed or taps are open, and are put back."""
+"""Settings of the process and of the model that hold while features are computed, and are put back."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from extract.errors import LayertapError, first_line
+from extract.taps.switches import Switch
 
-__all__ = [
-    "COMPILED_CODE_OFF",
-    "FUSED_ATTENTION_OFF",
-    "device_named",
-    "evaluating",
-    "full_float32",
-    "keeping_freed_memory",
-]
+__all__ = ["device_named", "evaluating", "full_float32", "keeping_freed_memory"]
 
 
 @contextlib.contextmanager
@@ -65,30 +57,6 @@ def full_float32() -> Iterator[None]:
         yield
 
 
-class _Switch:
-    """A setting of the whole process that several blocks may need, in any order and thread: first in, last out."""
-
-    def __init__(self, turn: Callable[[], Callable[[], None]]):
-        self._turn = turn  # turns it, and returns what turns it back
-        self._back: Callable[[], None] = lambda: None
-        self._users = 0
-        self._guard = threading.Lock()
-
-    @contextlib.contextmanager
-    def turned(self) -> Iterator[None]:
-        with self._guard:
-            if not self._users:
-                self._back = self._turn()
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._guard:
-                self._users -= 1
-                if not self._users:
-                    self._back()
-
-
 # glibc's mallopt parameters (malloc.h), and the largest values that its dynamic rule reaches by itself (mallopt(3)).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _TRIM_THRESHOLD_BYTES, _MMAP_THRESHOLD_BYTES = 64 << 20, 32 << 20
@@ -112,7 +80,7 @@ def _keep_freed_memory() -> Callable[[], None]:
     return back
 
 
-_FREED_MEMORY_KEPT = _Switch(_keep_freed_memory)
+_FREED_MEMORY_KEPT = Switch(_keep_freed_memory)
 
 
 def keeping_freed_memory() -> AbstractContextManager[None]:
@@ -124,22 +92,6 @@ def keeping_freed_memory() -> AbstractContextManager[None]:
     adjustment would have reached. Where the C library is another one, nothing is done.
     """
     return _FREED_MEMORY_KEPT.turned()
-
-
-def _no_fused_attention() -> Callable[[], None]:
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    return partial(torch.backends.mha.set_fastpath_enabled, before)
-
-
-def _no_compiled_code() -> Callable[[], None]:
-    stance = torch.compiler.set_stance("force_eager")
-    stance.__enter__()
-    return partial(stance.__exit__, None, None, None)
-
-
-FUSED_ATTENTION_OFF = _Switch(_no_fused_attention)
-COMPILED_CODE_OFF = _Switch(_no_compiled_code)
 
 
 def device_named(name: str) -> torch.device:

@@ -36,7 +36,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from extract.errors import InputError, LayertapError, unknown_name
-from extract.system.torch_state import COMPILED_CODE_OFF, FUSED_ATTENTION_OFF
 from extract.taps.edits import Edit, apply_edit
 from extract.taps.functions import attention_weights, operation_name, unwatched, watching
 from extract.taps.layer_names import match_layers, named_layers, named_parameters, unwrap
@@ -44,6 +43,7 @@ from extract.taps.nested import Path, map_tensors, tensors_in
 from extract.taps.non_copying_hook import UncopiedHook
 from extract.taps.record import Record, Reduce, Site, What, split_text, take
 from extract.taps.requests import Block, Call, ModelCall, Point, Wish
+from extract.taps.switches import COMPILED_CODE_OFF, FUSED_ATTENTION_OFF
 
 __all__ = ["Taps"]
 

@@ -1,0 +1,55 @@
+"""Switches of the whole process that are off while taps are open: fused attention and compiled code."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+__all__ = ["COMPILED_CODE_OFF", "FUSED_ATTENTION_OFF", "Switch"]
+
+
+class Switch:
+    """A setting of the whole process that several blocks may need, in any order and thread: first in, last out."""
+
+    def __init__(self, turn: Callable[[], Callable[[], None]]):
+        self._turn = turn  # turns it, and returns what turns it back
+        self._back: Callable[[], None] = lambda: None
+        self._users = 0
+        self._guard = threading.Lock()
+
+    @contextlib.contextmanager
+    def turned(self) -> Iterator[None]:
+        """Turn the setting; the last block that ends turns it back."""
+        with self._guard:
+            if not self._users:
+                self._back = self._turn()
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._users -= 1
+                if not self._users:
+                    self._back()
+
+
+def _no_fused_attention() -> Callable[[], None]:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    return partial(torch.backends.mha.set_fastpath_enabled, before)
+
+
+def _no_compiled_code() -> Callable[[], None]:
+    stance = torch.compiler.set_stance("force_eager")
+    stance.__enter__()
+    return partial(stance.__exit__, None, None, None)
+
+
+FUSED_ATTENTION_OFF = Switch(_no_fused_attention)
+
+
+COMPILED_CODE_OFF = Switch(_no_compiled_code)
