@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from extract.analysis.network.activation_statistics import Statistics, statistics_of, summarise
+from extract.analysis.feature_statistics import statistics_of
+from extract.analysis.network.activation_statistics import Statistics, summarise
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.errors import InputError
 from extract.store.reader import FeatureReader

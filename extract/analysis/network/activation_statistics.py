@@ -24,10 +24,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.errors import InputError
 
-__all__ = ["Statistics", "Summary", "statistics_of", "summarise"]
+__all__ = ["Statistics", "Summary", "summarise"]
 
 _BINS = 1 << 16  # of float32's 32 bits, the upper half: sign, exponent, 7 bits of the fraction
 _AT_ONCE = 1 << 20  # values, so that several passes over them find them in the cache
@@ -344,19 +343,6 @@ class Statistics:
     def _finite_bins(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         """Edges, ascending, of the bins of finite values, one more than there are counts."""
         return _EDGES, self.bins[_ASCENDING]
-
-
-def statistics_of(rows: FeatureRows) -> tuple[Statistics, NDArray[np.float64]]:
-    """Statistics of stored features, a block at a time: each value of a row is a channel.
-
-    Returns:
-        the statistics, and (N,) the Euclidean length of each row.
-    """
-    statistics, lengths = Statistics(), np.empty(len(rows))
-    for start, block in rows.blocks():
-        statistics.add(summarise(torch.from_numpy(block), []))
-        lengths[start : start + len(block)] = np.sqrt(np.einsum("nd,nd->n", block, block, dtype=np.float64))
-    return statistics, lengths
 
 
 _REMEMBERED = 100  # images with values that are not finite

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from extract.analysis.dataset_diff import compare
+from extract.analysis.feature_statistics import statistics_of
 from extract.analysis.nearest_rows import layer_to_search
-from extract.analysis.network.activation_statistics import statistics_of
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.projection import principal, tsne, umap
 from extract.errors import InputError
