@@ -21,7 +21,7 @@ from extract.system.urls import is_url
 if TYPE_CHECKING:
     from _csv import Reader as CsvReader
 
-__all__ = ["Row", "check_once", "list_table", "places_of", "read_table", "rows_in_pieces"]
+__all__ = ["Row", "check_once", "file_and_column", "list_table", "places_of", "read_table", "rows_in_pieces"]
 
 _TEXT, _WHOLE, _NUMBER = "text", "text or whole numbers", "text or numbers"
 _COLUMNS = {"path": _TEXT, "label": _WHOLE, "split": _TEXT, "id": _WHOLE}
@@ -310,3 +310,14 @@ def _unique(where: str, header: Sequence[str], kinds: Mapping[str, str]) -> None
     for name in kinds:
         if list(header).count(name) > 1:
             raise InputError(f"{where}: two columns are called {name!r}")
+
+
+def file_and_column(labels: str) -> tuple[str, str]:
+    """labels.csv -> its column `label`; labels.csv:age -> its column `age`."""
+    for ending in (".csv", ".tsv", ".parquet"):
+        if labels.lower().endswith(ending):
+            return labels, "label"
+    where, _, column = labels.rpartition(":")
+    if not where or not column:
+        raise InputError(f"labels {labels!r}: expected FILE.csv, .tsv or .parquet, or FILE.csv:COLUMN")
+    return where, column

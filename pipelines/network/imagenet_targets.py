@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from extract.compute.backbone import Backbone
 from extract.errors import InputError
 from extract.images import Images
-from extract.images.csv_lists import read_table
+from extract.images.csv_lists import file_and_column, read_table
 from extract.taps.layer_names import named_layers
-from pipelines.probe.labelling import file_and_column
 
 __all__ = ["Targets", "class_name", "n_outputs", "targets_of"]
 

@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.errors import InputError
-from extract.images.csv_lists import read_table
+from extract.images.csv_lists import file_and_column, read_table
 from extract.images.image_list import SPLITS, labels_from_values
 from extract.row_status import Status
 from extract.store.reader import FeatureReader
 from pipelines.terminal.text_output import printable
 
-__all__ = ["SEPARATOR", "Labelling", "drop_leaks", "file_and_column", "image_hashes", "label_rows"]
+__all__ = ["SEPARATOR", "Labelling", "drop_leaks", "image_hashes", "label_rows"]
 
 TEST_FRACTION = 0.2  # of each class, where a data set has no splits
 SEPARATOR = "|"  # between labels that do not exclude each other
@@ -190,17 +190,6 @@ def _relative(reader: FeatureReader, path: str) -> str:
     """A path as the data set has it: without ./ in front, and without the folder of the images."""
     root = str(reader.provenance.get("configuration", {}).get("images", "")).rstrip("/")
     return path.removeprefix("./").removeprefix(f"{root}/" if root.startswith("/") else "")
-
-
-def file_and_column(labels: str) -> tuple[str, str]:
-    """labels.csv -> its column `label`; labels.csv:age -> its column `age`."""
-    for ending in (".csv", ".tsv", ".parquet"):
-        if labels.lower().endswith(ending):
-            return labels, "label"
-    where, _, column = labels.rpartition(":")
-    if not where or not column:
-        raise InputError(f"labels {labels!r}: expected FILE.csv, .tsv or .parquet, or FILE.csv:COLUMN")
-    return where, column
 
 
 def _targets(texts: Sequence[str | None], used: NDArray[np.bool_], task: str, where: str) -> tuple[Any, NDArray[Any]]:
