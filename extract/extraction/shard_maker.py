@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,40 +29,13 @@ from extract.extraction.todo import ShardWork, work_at
 from extract.extraction.validation import Computation, verified
 from extract.images.worker_deaths import DeadWorkerError
 from extract.store.format.dataset import DataSet, Whereabouts
+from extract.store.places.destination import Place
 from extract.system.atomic_files import discard, read_json
 from extract.system.folder_lock import locked
 
-__all__ = ["Place", "ShardMaker", "scratch_folder"]
+__all__ = ["ShardMaker", "scratch_folder"]
 
 _AT_ONCE = 1000  # processes of a machine that make shards of one data set
-
-
-class Place(Protocol):
-    """Where finished shards of a data set go, of several processes at once."""
-
-    def open_or_create(self, dataset: DataSet) -> DataSet | None:
-        """Begin a data set, or see that what is there is the same; returns what is there already.
-
-        Raises:
-            InputError: another data set is there.
-        """
-
-    @property
-    def dataset(self) -> DataSet:
-        """What is there.
-
-        Raises:
-            InputError: no data set.
-        """
-
-    def published(self) -> NDArray[np.int64]:
-        """(n,) numbers of the shards that are there, ascending."""
-
-    def receipts(self, known: Container[str]) -> Iterator[tuple[str, int, dict[str, Any] | None]]:
-        """Name, shard and receipt of each shard that is there, but for known names; None: the receipt is not there."""
-
-    def publish(self, path: Path, receipt: dict[str, Any]) -> bool:
-        """Take a finished shard; False: another process was the first to give it, and nothing was done."""
 
 
 class ShardMaker:
