@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from extract import defaults
-from extract.compute.backbone import Backbone, load_backbone
+from extract.compute.backbone import Backbone
 from extract.compute.backends import default_engine
 from extract.errors import DisagreementError
 from extract.extraction.run import Plan, Summary, extract, plan
@@ -21,12 +21,13 @@ from extract.extraction.validation import Computation
 from extract.images import ImageList, list_images
 from extract.row_status import Status
 from extract.store.reader import FeatureReader
-from pipelines.terminal.config import BackboneConfig, EmbedConfig
+from pipelines.terminal.backbone import backbone_of
+from pipelines.terminal.config import EmbedConfig
 from pipelines.terminal.graceful_stop import signals_held
 from pipelines.terminal.progress import Progress
 from pipelines.terminal.text_output import print_failures
 
-__all__ = ["Outcome", "backbone_of", "bottleneck", "described", "embed", "plan_of", "print_summary", "summary_as_json"]
+__all__ = ["Outcome", "bottleneck", "described", "embed", "plan_of", "print_summary", "summary_as_json"]
 
 _WAY = ("precision", "compile", "decode", "batch_size")
 _WAITED = 0.2  # of the time: what is waited for longer is the bottleneck
@@ -115,27 +116,6 @@ def plan_of(config: EmbedConfig, images: ImageList, backbone: Backbone, way: dic
         compress=config.compress,
         sync_s=config.sync_s,
     )
-
-
-def _on_stderr(text: str) -> None:
-    click.secho(text, fg="red" if text.startswith("WARNING") else "yellow", bold=text.startswith("WARNING"), err=True)
-
-
-def backbone_of(config: BackboneConfig, say: Callable[[str], None] = _on_stderr) -> Backbone:
-    """The backbone that a job is told to use; what must be known of it is said."""
-    backbone = load_backbone(
-        config.backbone,
-        weights=config.weights,
-        device=config.device,
-        seed=config.seed,
-        allow_missing_head=config.allow_missing_head,
-        preprocessing=config.preprocessing,
-    )
-    if backbone.weights.random:
-        say(f"WARNING: {backbone.weights.source} weights: these features mean nothing; use them for tests only")
-    for note in backbone.notes:
-        say(f"note: {note}")
-    return backbone
 
 
 def _fastest(config: EmbedConfig, images: ImageList, backbone: Backbone) -> list[dict[str, Any]]:

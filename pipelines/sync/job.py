@@ -172,7 +172,7 @@ class Telling:
     def plan(self, config: SyncConfig, images: Images, folder: Path) -> Plan:
         """How to compute features of images into a folder."""
         from extract.extraction.run import plan
-        from pipelines.embed.job import backbone_of
+        from pipelines.terminal.backbone import backbone_of
 
         asked = configuration_of(config)
         if self._backbone is None or self._asked != asked:  # the file of its weights may have been replaced

@@ -194,7 +194,8 @@ class Embed:
         from extract.extraction.shard_maker import ShardMaker, scratch_folder
         from extract.images import list_images
         from extract.store.places.destination import place_of
-        from pipelines.embed.job import backbone_of, described, plan_of
+        from pipelines.embed.job import described, plan_of
+        from pipelines.terminal.backbone import backbone_of
 
         if self.threads is not None:
             torch.set_num_threads(self.threads)

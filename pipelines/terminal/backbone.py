@@ -1,0 +1,33 @@
+"""The backbone that a job is told to use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import click
+
+from extract.compute.backbone import Backbone, load_backbone
+from pipelines.terminal.config import BackboneConfig
+
+__all__ = ["backbone_of"]
+
+
+def _on_stderr(text: str) -> None:
+    click.secho(text, fg="red" if text.startswith("WARNING") else "yellow", bold=text.startswith("WARNING"), err=True)
+
+
+def backbone_of(config: BackboneConfig, say: Callable[[str], None] = _on_stderr) -> Backbone:
+    """The backbone that a job is told to use; what must be known of it is said."""
+    backbone = load_backbone(
+        config.backbone,
+        weights=config.weights,
+        device=config.device,
+        seed=config.seed,
+        allow_missing_head=config.allow_missing_head,
+        preprocessing=config.preprocessing,
+    )
+    if backbone.weights.random:
+        say(f"WARNING: {backbone.weights.source} weights: these features mean nothing; use them for tests only")
+    for note in backbone.notes:
+        say(f"note: {note}")
+    return backbone
