@@ -13,7 +13,8 @@ import numpy as np
 from PIL import Image
 
 from extract.errors import LayertapError
-from pipelines.terminal.config import EmbedConfig, ProbeConfig
+from pipelines.embed.config import EmbedConfig
+from pipelines.probe.config import ProbeConfig
 
 __all__ = ["READING", "demo_config", "demo_probe", "demo_report", "write_digits"]
 

@@ -10,7 +10,8 @@ from typing import Any
 import click
 
 from extract.errors import LayertapError
-from pipelines.terminal.config import EmbedConfig, load_config
+from pipelines.embed.config import EmbedConfig
+from pipelines.terminal.config import load_config
 from pipelines.terminal.options import config_file, given, json_flag, option, tell
 
 __all__ = ["demo", "embed", "plan", "slurm"]

@@ -21,8 +21,8 @@ from extract.extraction.validation import Computation
 from extract.images import ImageList, list_images
 from extract.row_status import Status
 from extract.store.reader import FeatureReader
+from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.backbone import backbone_of
-from pipelines.terminal.config import EmbedConfig
 from pipelines.terminal.graceful_stop import signals_held
 from pipelines.terminal.progress import Progress
 from pipelines.terminal.text_output import print_failures

@@ -21,10 +21,10 @@ from extract.system.atomic_files import link_target
 from extract.taps import edits
 from extract.taps.edits import Edit
 from extract.taps.layer_names import match_layers, named_layers
+from pipelines.network.config import AblateConfig
 from pipelines.network.image_sample import sample_of
 from pipelines.network.imagenet_targets import targets_of
 from pipelines.terminal.backbone import backbone_of
-from pipelines.terminal.config import AblateConfig
 from pipelines.terminal.figures import COLOURS, drawable, new_figure, save_figure
 from pipelines.terminal.output_paths import PICTURES, check_file
 from pipelines.terminal.progress import Progress

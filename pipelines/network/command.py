@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from pipelines.terminal.config import AblateConfig, DrawConfig, InspectConfig, LookConfig, checked
+from pipelines.network.config import AblateConfig, DrawConfig, InspectConfig, LookConfig
+from pipelines.terminal.config import checked
 from pipelines.terminal.options import given, json_flag, option, tell
 
 __all__ = ["ablate", "draw", "inspect"]

@@ -29,10 +29,10 @@ from extract.system.torch_state import evaluating, full_float32
 from extract.taps.layer_names import match_layers, named_layers
 from extract.taps.taps import Taps
 from pipelines.network import draw_figures as pictures
+from pipelines.network.config import DrawConfig
 from pipelines.network.image_sample import Sample, sample_of
 from pipelines.network.imagenet_targets import class_name
 from pipelines.terminal.backbone import backbone_of
-from pipelines.terminal.config import DrawConfig
 from pipelines.terminal.figures import save_figure
 from pipelines.terminal.output_paths import check_folder
 

@@ -17,7 +17,7 @@ from extract.compute.backbone import Backbone
 from extract.errors import InputError
 from extract.images import Images, list_images, load_batches
 from extract.row_status import Status
-from pipelines.terminal.config import LookConfig
+from pipelines.network.config import LookConfig
 from pipelines.terminal.text_output import SHOWN, printable
 
 __all__ = ["Sample", "Seen", "evenly", "sample_of"]

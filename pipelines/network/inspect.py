@@ -22,10 +22,10 @@ from extract.compute.backbone import Backbone
 from extract.errors import InputError
 from extract.system.atomic_files import link_target
 from extract.taps.layer_names import match_layers, named_layers
+from pipelines.network.config import InspectConfig
 from pipelines.network.image_sample import Sample, sample_of
 from pipelines.network.imagenet_targets import n_outputs, targets_of
 from pipelines.terminal.backbone import backbone_of
-from pipelines.terminal.config import InspectConfig
 from pipelines.terminal.output_paths import check_file, check_folder
 from pipelines.terminal.progress import Progress
 from pipelines.terminal.tables import print_aligned, table_file

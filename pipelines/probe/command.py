@@ -8,7 +8,8 @@ from typing import Any, get_args
 
 import click
 
-from pipelines.terminal.config import ProbeConfig, load_config
+from pipelines.probe.config import ProbeConfig
+from pipelines.terminal.config import load_config
 from pipelines.terminal.options import config_file, given, json_flag, option, tell
 
 __all__ = ["predict", "probe"]

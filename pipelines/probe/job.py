@@ -24,8 +24,8 @@ from extract.store.places.destination import data_set_at
 from extract.store.reader import FeatureReader
 from extract.system.urls import is_url
 from extract.taps.layer_names import match_layers
+from pipelines.probe.config import ProbeConfig
 from pipelines.probe.labelling import Labelling, drop_leaks, image_hashes, label_rows
-from pipelines.terminal.config import ProbeConfig
 
 __all__ = ["Comparison", "Outcome", "Probed", "data_sets", "features_described", "run_probe"]
 

@@ -18,10 +18,10 @@ from extract.analysis.probe.protocols import PROTOCOLS
 from extract.errors import InputError
 from extract.system.atomic_files import own_folder, read_json, write_json
 from extract.system.urls import is_url
+from pipelines.probe.config import ProbeConfig
 from pipelines.probe.job import Outcome, Probed, data_sets, run_probe
 from pipelines.probe.labelling import SEPARATOR
 from pipelines.probe.probe_figures import PICTURES, draw
-from pipelines.terminal.config import ProbeConfig
 from pipelines.terminal.tables import table_file
 from pipelines.terminal.text_output import SHOWN, printable
 

@@ -15,7 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from extract.errors import InputError, unknown_name
 from extract.images.index.image_index import is_plan
 from extract.sync.safety_limits import Guards
-from pipelines.terminal.config import FeaturesConfig, checked, read_yaml
+from pipelines.embed.config import FeaturesConfig
+from pipelines.terminal.config import checked, read_yaml
 
 __all__ = ["LAYERTAP", "ScheduleConfig", "SyncConfig", "SyncFile", "chosen", "load_sync_file"]
 

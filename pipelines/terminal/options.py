@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from extract.errors import InputError
 from extract.system.urls import is_url
-from pipelines.terminal.config import EmbedConfig
+from pipelines.embed.config import EmbedConfig
 
 __all__ = ["DATA_SET", "FOLDER", "config_file", "given", "json_flag", "option", "print_json", "tell"]
 

@@ -14,7 +14,7 @@ from torchvision import models
 from extract.backbones import catalogue
 from extract.errors import LayertapError
 from pipelines.cli import main
-from pipelines.terminal.config import EmbedConfig
+from pipelines.embed.config import EmbedConfig
 from tests.conftest import make_picture
 
 SMALL = ["-b", "timm/test_resnet", "--weights", "random", "--workers", "0", "--device", "cpu"]

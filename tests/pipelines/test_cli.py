@@ -94,7 +94,9 @@ def test_a_config_file_has_the_same_words_and_flags_win(folder: Path, tmp_path: 
 
 
 def test_the_configurations_that_come_with_it_are_valid() -> None:
-    from pipelines.terminal.config import EmbedConfig, ProbeConfig, load_config
+    from pipelines.embed.config import EmbedConfig
+    from pipelines.probe.config import ProbeConfig
+    from pipelines.terminal.config import load_config
 
     folder = Path(__file__).parents[2] / "configs"
     assert load_config(EmbedConfig, folder / "quickstart.yaml", {}).backbone == "bundled/efficientnet_lite0"
@@ -105,7 +107,7 @@ def test_the_protocols_that_can_be_named_are_those_that_there_are() -> None:
     from typing import get_args
 
     from extract.analysis.probe import PROTOCOLS
-    from pipelines.terminal.config import ProbeConfig
+    from pipelines.probe.config import ProbeConfig
 
     assert list(get_args(ProbeConfig.model_fields["protocol"].annotation)) == list(PROTOCOLS)
     flags = {parameter.name for parameter in main.commands["probe"].params}
@@ -113,7 +115,7 @@ def test_the_protocols_that_can_be_named_are_those_that_there_are() -> None:
 
 
 def test_every_key_of_the_configuration_is_a_flag() -> None:
-    from pipelines.terminal.config import EmbedConfig
+    from pipelines.embed.config import EmbedConfig
 
     flags = {parameter.name for parameter in main.commands["embed"].params}
     assert set(EmbedConfig.model_fields) | {"config", "as_json"} == flags

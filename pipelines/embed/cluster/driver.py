@@ -43,7 +43,7 @@ from pipelines.embed.cluster.dispatch import (
     dispatch,
 )
 from pipelines.embed.cluster.launch import engine_of
-from pipelines.terminal.config import EmbedConfig
+from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.graceful_stop import signals_held
 from pipelines.terminal.progress import Progress
 from pipelines.terminal.text_output import print_failures, printable

@@ -15,7 +15,7 @@ from extract.system.urls import is_url
 from pipelines.embed.cluster.dispatch import Workers
 from pipelines.embed.cluster.processes import Processes, Slot
 from pipelines.embed.cluster.worker import Embed
-from pipelines.terminal.config import EmbedConfig
+from pipelines.embed.config import EmbedConfig
 
 if TYPE_CHECKING:
     from pipelines.embed.cluster.ray_actors import Room

@@ -7,7 +7,8 @@ import shlex
 from pathlib import Path
 
 from extract.errors import InputError
-from pipelines.terminal.config import EmbedConfig, load_config
+from pipelines.embed.config import EmbedConfig
+from pipelines.terminal.config import load_config
 from pipelines.terminal.text_output import printable
 
 __all__ = ["as_sbatch"]

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from extract.errors import LayertapError, first_line
 from pipelines.embed.cluster.dispatch import Done, Event, Failed, Joined, Left, Made, Progressed, Said
-from pipelines.terminal.config import EmbedConfig
+from pipelines.embed.config import EmbedConfig
 
 __all__ = ["Embed", "Maker", "Say", "Start", "Worker"]
 

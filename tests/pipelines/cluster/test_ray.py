@@ -19,7 +19,8 @@ from extract.store.verify import verify
 from pipelines.cli import main
 from pipelines.embed.cluster.launch import of_an_actor
 from pipelines.embed.cluster.ray_actors import Room, room
-from pipelines.terminal.config import EmbedConfig, load_config
+from pipelines.embed.config import EmbedConfig
+from pipelines.terminal.config import load_config
 from tests.pipelines.cluster import faults
 
 

@@ -21,7 +21,8 @@ from extract.store.verify import verify
 from pipelines.cli import main
 from pipelines.data_sets.report.facts import runs, stages
 from pipelines.embed.cluster.driver import embed_shared
-from pipelines.terminal.config import EmbedConfig, load_config
+from pipelines.embed.config import EmbedConfig
+from pipelines.terminal.config import load_config
 
 WORKER = ["--shard-rows", "3", "--batch-size", "2", "--compile", "off", "--workers", "0"]
 

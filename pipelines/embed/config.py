@@ -1,0 +1,128 @@
+"""Configuration of `layertap embed`, and what `layertap sync` shares with it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from extract import defaults
+from extract.system.urls import is_url
+from pipelines.terminal.config import BackboneConfig, name_of
+
+__all__ = ["EmbedConfig", "FeaturesConfig"]
+
+
+class FeaturesConfig(BackboneConfig):
+    """Which features of which images, and how they are computed: what `embed` and `sync` are both told."""
+
+    out: Path | None = Field(None, description="Folder of the data set. [default: outputs/<name of IMAGES>]")
+    layers: list[str] = Field(
+        list(defaults.LAYERS),
+        min_length=1,
+        description="Repeats, takes globs. Poolings: auto none flatten mean_map max_map cls_token mean_tokens.",
+    )
+    decode: Literal["exact", "fast"] = Field(
+        defaults.DECODE, description="fast: resized by torchvision, large JPEGs decoded smaller; compared with exact."
+    )
+    dtype: Literal["float32", "float16"] = Field(defaults.DTYPE, description="Of the stored features.")
+    precision: Literal["float32", "bfloat16", "float16"] = Field(
+        defaults.PRECISION, description="Of the computation. Other than float32 is compared with it on the first batch."
+    )
+    compile: Literal["auto", "on", "off", "inductor", "openvino"] = Field(
+        defaults.COMPILE,
+        description="Compile the forward; auto: if that pays. on: by OpenVINO on a CPU, else inductor.",
+    )
+    min_cosine: float = Field(
+        defaults.MIN_COSINE, ge=-1, le=1, description="Features that are less alike then are refused."
+    )
+    shard_rows: int | None = Field(None, strict=True, ge=1, description="Images in a file. [default: at most 1 GB]")
+    compress: Literal["gzip", "lzf", "blosc2"] | None = Field(
+        None, description="Pack each finished file. [default: plain, which is faster to read]"
+    )
+    sync_s: float = Field(
+        defaults.SYNC_S,
+        ge=0,
+        description="Seconds of work that a power cut may cost; 0: each batch is forced to the disk.",
+    )
+    strict: bool = Field(False, description="Exit with 3 if a row failed.")
+
+    @field_validator("compile", mode="before")
+    @classmethod
+    def _not_a_truth(cls, value: Any) -> Any:
+        return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value  # as YAML reads them
+
+    @field_validator("layers", mode="before")
+    @classmethod
+    def _one_layer(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @property
+    def folder(self) -> Path:
+        """Where the data set goes."""
+        return self.out or Path("outputs") / name_of(self.images)
+
+
+class EmbedConfig(FeaturesConfig):
+    """What `layertap embed` is told."""
+
+    out: str | None = Field(  # type: ignore[assignment]
+        None, description="Folder of the data set, or s3://BUCKET/NAME. [default: outputs/<name of IMAGES>]"
+    )
+
+    fast: bool = Field(False, description="Measure precision, compile and decode, and take the fastest that agree.")
+    limit: int | None = Field(None, strict=True, ge=1, description="Only the first so many images.")
+    retry_failed: bool = Field(False, description="Try images again that failed in an earlier run.")
+    device: str = Field(
+        defaults.DEVICE, description="auto, cpu, cuda, cuda:N or mps; of several workers cuda:0,cuda:1 or all."
+    )
+    engine: Literal["processes", "ray"] | None = Field(
+        None, description="Several workers at once: processes of this machine, or actors on a Ray cluster."
+    )
+    workers_per_gpu: int = Field(1, strict=True, ge=1, description="Of these workers.")
+    cpus_per_worker: int | None = Field(
+        None, strict=True, ge=1, description="Cores of each worker. [default: all of the machine, shared evenly]"
+    )
+    address: str = Field("auto", min_length=1, description="Of the Ray cluster; local: begin one here.")
+    shards_of: str | None = Field(
+        None, description="I/N: of every N shards, make the one with the remainder I; a task of a SLURM array."
+    )
+    scratch: Path | None = Field(
+        None, description="Where several workers build shards. [default: in OUT, or of several machines in TMPDIR]"
+    )
+
+    @field_validator("shards_of", mode="before")
+    @classmethod
+    def _a_part(cls, value: Any) -> Any:
+        if value is None:
+            return None
+        found = re.fullmatch(r"(\d{1,7})/(\d{1,7})", str(value), re.ASCII)
+        if not found or int(found[1]) >= int(found[2]):
+            raise ValueError("expected I/N with I from 0 to N - 1, as 0/8")
+        return found[0]
+
+    @property
+    def place(self) -> str:
+        """Where the data set goes: a folder, or a URL."""
+        return self.out if self.out and is_url(self.out) else str(self.folder)
+
+    @property
+    def folder(self) -> Path:
+        """The same, where it is a folder."""
+        return Path(self.out) if self.out else Path("outputs") / name_of(self.images)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether shards are built elsewhere and then published: by several workers, or to a bucket."""
+        several = self.engine or self.shards_of or self.device == "all" or "," in self.device
+        return bool(several) or is_url(self.place)
+
+    @model_validator(mode="after")
+    def _of_several_workers(self) -> Self:
+        if self.is_shared and (self.fast or self.retry_failed):
+            what = "--fast" if self.fast else "--retry-failed"
+            instead = "`layertap bench` names the flags that are fastest" if self.fast else "run it afterwards in one"
+            raise ValueError(f"{what} is for one process and a folder; {instead}")
+        return self

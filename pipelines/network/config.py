@@ -1,0 +1,84 @@
+"""Configuration of `layertap inspect`, `draw` and `ablate`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from pipelines.terminal.config import BackboneConfig
+
+__all__ = ["AblateConfig", "DrawConfig", "InspectConfig", "LookConfig"]
+
+
+class LookConfig(BackboneConfig):
+    """What all jobs are told that look at what a backbone does: `inspect`, `draw` and `ablate`."""
+
+    layers: list[str] | None = Field(None, min_length=1, description="Repeats, takes globs. [default: all]")
+    batch_size: int = Field(16, strict=True, ge=1, description="Images a forward.")
+    sample: int | None = Field(256, description="So many images, evenly spread; or 'all'.")
+
+    @field_validator("sample", mode="before")
+    @classmethod
+    def _a_number_or_all(cls, value: Any) -> Any:
+        if value == "all":
+            return None
+        if not re.fullmatch(r"[1-9]\d*", str(value), re.ASCII):
+            raise ValueError("expected a number of images, or all")
+        return int(value)
+
+
+class InspectConfig(LookConfig):
+    """What `layertap inspect` is told."""
+
+    grad: bool = Field(False, description="Gradients too, of a loss.")
+    loss: str = Field(
+        "cross_entropy",
+        description="Or FILE.py:FUNCTION, of what the model returns and the labels (B,), -1 for none.",
+    )
+    labels: str | None = Field(
+        None, description="FILE.csv[:COLUMN] with `path`; numbers of outputs. [default: the images' classes]"
+    )
+    csv: Path | None = Field(None, description="Write the table to this file, too.")
+    pictures: Path | None = Field(None, description="Draw pictures into this folder.")
+    format: Literal["png", "svg", "pdf"] = Field("png", description="Of pictures.")
+
+    @model_validator(mode="after")
+    def _of_gradients(self) -> Self:
+        if not self.grad and {"loss", "labels"} & self.model_fields_set:
+            raise ValueError("--loss and --labels are of gradients: --grad")
+        return self
+
+
+class AblateConfig(LookConfig):
+    """What `layertap ablate` is told."""
+
+    layers: list[str] | None = Field(None, min_length=1, description="To edit, one by one; repeats, takes globs.")
+    sample: int | None = Field(64, description="So many images, evenly spread; or 'all'.")
+    edit: str = Field("zero", description="zero, mean (of all images), noise:STD, scale:FACTOR or prune:FRACTION.")
+    channels: str | None = Field(None, description="0,3,17 or all: these channels, one by one. [default: whole layers]")
+    labels: str | None = Field(
+        None, description="FILE.csv[:COLUMN] with `path`; numbers of outputs. [default: the images' classes]"
+    )
+    csv: Path | None = Field(None, description="Write the table to this file, too.")
+    picture: Path | None = Field(None, description="Draw it; .png, .svg or .pdf.")
+
+
+class DrawConfig(LookConfig):
+    """What `layertap draw` is told."""
+
+    layers: list[str] | None = Field(
+        None, min_length=1, description="Of which to draw. [default: the first or last that suits]"
+    )
+    sample: int | None = Field(9, description="So many images, evenly spread; or 'all'.")
+    channels: list[int] | None = Field(None, description="0,3,17: only these. [default: those that differ most]")
+    target: int | None = Field(None, ge=0, description="Class to explain. [default: the most likely of each image]")
+    out: Path = Field(Path("outputs/pictures"), description="Folder.")
+    format: Literal["png", "svg", "pdf"] = Field("png", description="Of the picture.")
+
+    @field_validator("channels", mode="before")
+    @classmethod
+    def _several_numbers(cls, value: Any) -> Any:
+        return value.split(",") if isinstance(value, str) else value
