@@ -19,7 +19,6 @@ import click
 from extract.errors import InputError, LayertapError, LockedError, UnknownNameError, first_line
 from pipelines.data_sets import command as data_sets
 from pipelines.embed import command as embedding
-from pipelines.network import backbone_commands as backbones
 from pipelines.network import command as looking
 from pipelines.probe import command as probing
 from pipelines.sync import command as syncing
@@ -77,7 +76,7 @@ def main() -> None:
     """Features of images, under any backbone, on disk: right, in order, crash-proof."""
 
 
-for _commands in (backbones, data_sets, embedding, looking, probing, syncing):
+for _commands in (data_sets, embedding, looking, probing, syncing):
     for _name in _commands.__all__:
         main.add_command(getattr(_commands, _name))
 

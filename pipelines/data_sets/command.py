@@ -9,7 +9,8 @@ from typing import Any
 import click
 
 from extract.errors import InputError
-from pipelines.terminal.options import DATA_SET, FOLDER, json_flag, option, tell
+from pipelines.terminal.config import COMPRESS_HELP, SHARD_ROWS_HELP
+from pipelines.terminal.options import DATA_SET, FOLDER, json_flag, tell
 
 __all__ = ["diff", "export", "merge", "report", "search", "show", "status", "verify"]
 
@@ -184,8 +185,8 @@ def export(out: Path | str, to: str, output: Path | None, layers: tuple[str, ...
 @click.command()
 @click.argument("sources", nargs=-1, required=True, type=FOLDER)
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="Folder of the new data set.")
-@option("--shard-rows", type=int)
-@option("--compress", type=click.Choice(["gzip", "lzf", "blosc2"]))
+@click.option("--shard-rows", type=int, help=SHARD_ROWS_HELP)
+@click.option("--compress", type=click.Choice(["gzip", "lzf", "blosc2"]), help=COMPRESS_HELP)
 def merge(sources: tuple[Path, ...], out: Path, shard_rows: int | None, compress: str | None) -> None:
     """Copy the rows of complete data sets of one fingerprint into a new one, sorted by path.
 

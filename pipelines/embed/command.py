@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,44 +15,46 @@ from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.config import load_config
 from pipelines.terminal.options import config_file, given, json_flag, option, tell
 
-__all__ = ["demo", "embed", "plan", "slurm"]
+__all__ = ["bench", "demo", "embed", "plan", "slurm"]
+
+_of_embed = partial(option, model=EmbedConfig)
 
 
 @click.command()
 @click.argument("images", required=False)
-@option("-b", "--backbone")
-@option("-l", "--layers", multiple=True, metavar="LAYER[:POOLING]")
-@option("-o", "--out")
-@option("--weights")
-@option("--allow-missing-head/--no-allow-missing-head")
-@option("--size", metavar="PX|HxW")
-@option("--crop", metavar="PX|HxW")
-@option("--interpolation")
-@option("--mean", metavar="R,G,B")
-@option("--std", metavar="R,G,B")
-@option("--batch-size", type=int)
-@option("--workers", type=int)
-@option("--decode", type=click.Choice(["exact", "fast"]))
-@option("--device")
-@option("--dtype", type=click.Choice(["float32", "float16"]))
-@option("--precision", type=click.Choice(["float32", "bfloat16", "float16"]))
-@option("--compile", type=click.Choice(["auto", "on", "off", "inductor", "openvino"]))
-@option("--fast/--no-fast")
-@option("--min-cosine", type=float)
-@option("--limit", type=int)
-@option("--max-pixels", type=int)
-@option("--seed", type=int)
-@option("--shard-rows", type=int)
-@option("--compress", type=click.Choice(["gzip", "lzf", "blosc2"]))
-@option("--sync-s", type=float)
-@option("--retry-failed/--no-retry-failed")
-@option("--strict/--no-strict")
-@option("--engine", type=click.Choice(["processes", "ray"]))
-@option("--workers-per-gpu", type=int)
-@option("--cpus-per-worker", type=int)
-@option("--address")
-@option("--shards-of", metavar="I/N")
-@option("--scratch", type=click.Path(path_type=Path))
+@_of_embed("-b", "--backbone")
+@_of_embed("-l", "--layers", multiple=True, metavar="LAYER[:POOLING]")
+@_of_embed("-o", "--out")
+@_of_embed("--weights")
+@_of_embed("--allow-missing-head/--no-allow-missing-head")
+@_of_embed("--size", metavar="PX|HxW")
+@_of_embed("--crop", metavar="PX|HxW")
+@_of_embed("--interpolation")
+@_of_embed("--mean", metavar="R,G,B")
+@_of_embed("--std", metavar="R,G,B")
+@_of_embed("--batch-size", type=int)
+@_of_embed("--workers", type=int)
+@_of_embed("--decode", type=click.Choice(["exact", "fast"]))
+@_of_embed("--device")
+@_of_embed("--dtype", type=click.Choice(["float32", "float16"]))
+@_of_embed("--precision", type=click.Choice(["float32", "bfloat16", "float16"]))
+@_of_embed("--compile", type=click.Choice(["auto", "on", "off", "inductor", "openvino"]))
+@_of_embed("--fast/--no-fast")
+@_of_embed("--min-cosine", type=float)
+@_of_embed("--limit", type=int)
+@_of_embed("--max-pixels", type=int)
+@_of_embed("--seed", type=int)
+@_of_embed("--shard-rows", type=int)
+@_of_embed("--compress", type=click.Choice(["gzip", "lzf", "blosc2"]))
+@_of_embed("--sync-s", type=float)
+@_of_embed("--retry-failed/--no-retry-failed")
+@_of_embed("--strict/--no-strict")
+@_of_embed("--engine", type=click.Choice(["processes", "ray"]))
+@_of_embed("--workers-per-gpu", type=int)
+@_of_embed("--cpus-per-worker", type=int)
+@_of_embed("--address")
+@_of_embed("--shards-of", metavar="I/N")
+@_of_embed("--scratch", type=click.Path(path_type=Path))
 @config_file
 @json_flag
 @click.pass_context
@@ -165,3 +168,30 @@ def demo(ctx: click.Context, out: Path) -> None:
     click.echo("pictures: " + ", ".join(str(file) for file in files if file.suffix == ".png"))
     click.echo(f"a page of it all, to be opened in a browser: {demo_report(out)}")
     click.echo("To read it:\n\n" + READING.format(out=config.folder))
+
+
+@click.command()
+@click.argument("images", required=False)
+@_of_embed("-b", "--backbone")
+@_of_embed("-l", "--layers", multiple=True, metavar="LAYER[:POOLING]")
+@_of_embed("--weights")
+@_of_embed("--device")
+@click.option("--thorough", is_flag=True, help="Also ways that are seldom the fastest and take long to compile.")
+@json_flag
+def bench(images: str | None, thorough: bool, as_json: bool, **flags: Any) -> None:
+    """Measure what this machine can do for a backbone, and what the pipeline makes of it.
+
+    Decoding on one core, the forward in each way there is, writing; then the whole pipeline against the bound that they
+    give together. Without IMAGES, pictures of noise are taken. Recommends flags for `layertap embed`. Takes minutes.
+
+    \b
+    layertap bench photos -b torchvision/resnet50
+    """
+    from pipelines.embed.bench import as_json as bench_as_json
+    from pipelines.embed.bench import bench as measure
+    from pipelines.embed.bench import print_bench
+
+    found = measure(
+        images, thorough=thorough, say=lambda text: click.echo(f"measuring {text} ...", err=True), **given(flags)
+    )
+    tell(found, as_json, bench_as_json, print_bench)

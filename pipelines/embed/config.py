@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from extract import defaults
 from extract.system.urls import is_url
-from pipelines.terminal.config import BackboneConfig, name_of
+from pipelines.terminal.config import COMPRESS_HELP, SHARD_ROWS_HELP, BackboneConfig, name_of
 
 __all__ = ["EmbedConfig", "FeaturesConfig"]
 
@@ -38,10 +38,8 @@ class FeaturesConfig(BackboneConfig):
     min_cosine: float = Field(
         defaults.MIN_COSINE, ge=-1, le=1, description="Features that are less alike then are refused."
     )
-    shard_rows: int | None = Field(None, strict=True, ge=1, description="Images in a file. [default: at most 1 GB]")
-    compress: Literal["gzip", "lzf", "blosc2"] | None = Field(
-        None, description="Pack each finished file. [default: plain, which is faster to read]"
-    )
+    shard_rows: int | None = Field(None, strict=True, ge=1, description=SHARD_ROWS_HELP)
+    compress: Literal["gzip", "lzf", "blosc2"] | None = Field(None, description=COMPRESS_HELP)
     sync_s: float = Field(
         defaults.SYNC_S,
         ge=0,

@@ -1,4 +1,4 @@
-"""Commands that look inside a backbone: `layertap inspect`, `draw` and `ablate`."""
+"""Commands about backbones: `layertap backbones` and `layers`; and inside one: `inspect`, `draw` and `ablate`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipelines.network.config import AblateConfig, DrawConfig, InspectConfig, Lo
 from pipelines.terminal.config import checked
 from pipelines.terminal.options import given, json_flag, option, tell
 
-__all__ = ["ablate", "draw", "inspect"]
+__all__ = ["ablate", "backbones", "draw", "inspect", "layers"]
 
 
 def _looking(command: Callable[..., Any], model: type[LookConfig] = LookConfig) -> Callable[..., Any]:
@@ -131,3 +131,45 @@ def ablate(as_json: bool, **flags: Any) -> None:
     from pipelines.network.ablate import print_ablated
 
     tell(run_ablate(checked(AblateConfig, given(flags))), as_json, ablated_as_json, print_ablated)
+
+
+@click.command()
+@click.argument("pattern", required=False, metavar="[GLOB]")
+@json_flag
+def backbones(pattern: str | None, as_json: bool) -> None:
+    """List the backbones that can be named, or those that match GLOB.
+
+    Their weights are not loaded. The licence is that of the default weights, where their source states it.
+
+    \b
+    layertap backbones                        # the sources
+    layertap backbones 'timm/vit_small*'
+    """
+    from pipelines.network.backbones import as_json as entries_as_json
+    from pipelines.network.backbones import entries, print_entries, print_sources, sources
+
+    if pattern is None:
+        tell(sources(), as_json, dict, print_sources)
+    else:
+        tell(entries(pattern), as_json, entries_as_json, print_entries)
+
+
+@click.command()
+@click.argument("backbone")
+@click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
+@click.option("--ops", is_flag=True, help="Functions without a module too: layer1.0/add, /flatten.")
+@json_flag
+def layers(backbone: str, patterns: tuple[str, ...], ops: bool, as_json: bool) -> None:
+    """List the layers of BACKBONE, or those that match a PATTERN, with what they give for one image.
+
+    A note tells where a hook cannot be trusted, or not simply.
+
+    \b
+    layertap layers torchvision/resnet50 'layer?' 'layer4.*'
+    layertap layers timm/vit_small_patch16_224 'blocks.*.attn' --ops
+    """
+    from pipelines.network.layers import as_json as table_as_json
+    from pipelines.network.layers import list_layers, print_table
+
+    rows = list_layers(backbone, patterns, operations=ops)
+    tell(rows, as_json, table_as_json, print_table)

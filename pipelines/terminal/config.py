@@ -13,7 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from extract import defaults
 from extract.errors import InputError, unknown_name
 
-__all__ = ["BackboneConfig", "checked", "load_config", "name_of", "read_yaml"]
+__all__ = ["COMPRESS_HELP", "SHARD_ROWS_HELP", "BackboneConfig", "checked", "load_config", "name_of", "read_yaml"]
+
+# Of `embed` and `merge`.
+SHARD_ROWS_HELP = "Images in a file. [default: at most 1 GB]"
+COMPRESS_HELP = "Pack each finished file. [default: plain, which is faster to read]"
 
 
 class BackboneConfig(BaseModel):

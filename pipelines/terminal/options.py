@@ -12,7 +12,6 @@ from pydantic import BaseModel
 
 from extract.errors import InputError
 from extract.system.urls import is_url
-from pipelines.embed.config import EmbedConfig
 
 __all__ = ["DATA_SET", "FOLDER", "config_file", "given", "json_flag", "option", "print_json", "tell"]
 
@@ -45,7 +44,7 @@ config_file = click.option(
 )
 
 
-def option(*names: str, model: type[BaseModel] = EmbedConfig, **settings: Any) -> Callable[[Any], Any]:
+def option(*names: str, model: type[BaseModel], **settings: Any) -> Callable[[Any], Any]:
     """An option whose help and default are those of the configuration key of the same name."""
     key = names[-1].partition("/")[0].lstrip("-").replace("-", "_")
     field = model.model_fields[key]
