@@ -18,6 +18,7 @@ import click
 
 from extract.errors import InputError, LayertapError, LockedError, UnknownNameError, first_line
 from pipelines.data_sets import command as data_sets
+from pipelines.demo import demo
 from pipelines.embed import command as embedding
 from pipelines.network import command as looking
 from pipelines.probe import command as probing
@@ -79,6 +80,7 @@ def main() -> None:
 for _commands in (data_sets, embedding, looking, probing, syncing):
     for _name in _commands.__all__:
         main.add_command(getattr(_commands, _name))
+main.add_command(demo)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.config import load_config
 from pipelines.terminal.options import config_file, given, json_flag, option, tell
 
-__all__ = ["bench", "demo", "embed", "plan", "slurm"]
+__all__ = ["bench", "embed", "plan", "slurm"]
 
 _of_embed = partial(option, model=EmbedConfig)
 
@@ -143,31 +143,6 @@ def slurm(config: Path, **settings: Any) -> None:
     from pipelines.embed.cluster.slurm import as_sbatch
 
     click.echo(as_sbatch(config, **settings), nl=False)
-
-
-@click.command()
-@click.option("-o", "--out", type=click.Path(path_type=Path), default=Path("outputs/demo"), show_default=True)
-@click.pass_context
-def demo(ctx: click.Context, out: Path) -> None:
-    """Run `embed`, `probe` and `report` on 1,797 scans of handwritten digits, offline, with real weights.
-
-    A minute on 2 cores.
-    """
-    from pipelines.demo import READING, demo_config, demo_probe, demo_report, write_digits
-    from pipelines.embed.job import embed, print_summary
-    from pipelines.probe.report import print_outcome, probe_and_write
-
-    config = demo_config(out)
-    click.echo(f"{write_digits(Path(config.images)):,} digits in {config.images}", err=True)
-    outcome = embed(config)
-    print_summary(outcome, click.echo)
-    if outcome.signal:
-        ctx.exit(128 + outcome.signal)
-    found, files = probe_and_write(demo_probe(out), lambda text: click.echo(text, err=True))
-    print_outcome(found, click.echo)
-    click.echo("pictures: " + ", ".join(str(file) for file in files if file.suffix == ".png"))
-    click.echo(f"a page of it all, to be opened in a browser: {demo_report(out)}")
-    click.echo("To read it:\n\n" + READING.format(out=config.folder))
 
 
 @click.command()
