@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from extract.compute.forward import Forward, Values, joined
 from extract.compute.transfers import Transfers, transfers_for
 from extract.errors import InputError, LayertapError, unknown_name
 from extract.system.torch_state import evaluating, full_float32, keeping_freed_memory
-from extract.taps.record import Reduce, Site, take
+from extract.taps.record import take
 from extract.taps.taps import Taps
 
 __all__ = ["COMPILE", "default_engine", "engine_for", "ready"]
@@ -98,10 +98,7 @@ class _SentTaps(Taps):
 
     def __init__(self, model: nn.Module, transfers: Transfers):
         super().__init__(model, stop=True)
-        self._transfers = transfers
-
-    def _take(self, tensor: Tensor, reduce: Reduce | None, site: Site) -> Any:
-        return take(tensor, reduce, site, self._transfers.down)
+        self._hooks.take = partial(take, to_cpu=transfers.down)
 
 
 class _Eager(Forward):

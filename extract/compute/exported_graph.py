@@ -63,7 +63,12 @@ class _Kept(nn.Module):
 class _TracedTaps(Taps):
     """Taps that keep each tensor where it is."""
 
-    def _take(self, tensor: Tensor, reduce: Reduce | None, site: Site) -> Any:
-        assert reduce is not None
-        # A copy, since the model may write into the tensor later.
-        return {name: part.clone() for name, part in reduce(tensor.detach()).items()}
+    def __init__(self, model: nn.Module):
+        super().__init__(model)
+        self._hooks.take = _clones
+
+
+def _clones(tensor: Tensor, reduce: Reduce | None, site: Site) -> dict[str, Tensor]:
+    """Copies of what is kept, since the model may write into the tensor later."""
+    assert reduce is not None
+    return {name: part.clone() for name, part in reduce(tensor.detach()).items()}

@@ -7,15 +7,18 @@ import dataclasses
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Sequence
+from typing import cast, get_args
 
 from torch import Tensor
 
-from extract.errors import LayertapError
+from extract.errors import InputError, LayertapError, unknown_name
 from extract.taps.edits import Edit
+from extract.taps.layer_names import match_layers
 from extract.taps.nested import Path
-from extract.taps.record import Record, Reduce, Site, What
+from extract.taps.record import Record, Reduce, Site, What, split_text
 
-__all__ = ["Block", "Call", "ModelCall", "Point", "StandInError", "Wish"]
+__all__ = ["Block", "Call", "ModelCall", "Point", "StandInError", "Wish", "wishes_for"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +49,51 @@ class Wish:
         return tuple(map(str, path[: len(self.path)])) == self.path
 
 
+def wishes_for(
+    layers: str | Site | Sequence[str],
+    what: What,
+    call: int | None,
+    layer_names: list[str],
+    parameter_names: list[str],
+) -> list[Wish]:
+    """What `Taps.keep` and `Taps.edit` are asked for, of each layer: neither reduced nor edited yet.
+
+    Args:
+        layers: as of `Taps.keep`.
+        what: likewise, where the text of a layer does not say it.
+        call: likewise.
+        layer_names: of the model.
+        parameter_names: of the model.
+
+    Raises:
+        UnknownNameError: a pattern matches no layer, or there is no such kind of value.
+        InputError: the value cannot be had of a function without a module.
+    """
+    if what not in get_args(What):
+        raise unknown_name("what", what, get_args(What))
+    if isinstance(layers, Site):
+        asked: list[tuple[str, int | None, tuple[str, ...], str | None]]
+        asked = [(layers.layer, layers.call, tuple(map(str, layers.path)), layers.what)]
+    else:
+        asked = [split_text(text, layer_names) for text in ([layers] if isinstance(layers, str) else layers)]
+    wishes = []
+    for pattern, own_call, path, own_what in asked:
+        if own_what is not None and own_what not in get_args(What):
+            raise unknown_name("what", own_what, get_args(What))
+        kind = what if own_what is None else cast(What, own_what)
+        layer, slash, operation = pattern.partition("/")
+        if kind in ("input", "grad_input", "attention") and slash:
+            raise InputError(f"{pattern!r}: of a function without a module, outputs and gradients can be had")
+        if slash and not layer:
+            inside = [""]
+        else:
+            names = [*layer_names, *parameter_names] if kind == "grad" else layer_names
+            inside = match_layers(names, layer)
+        own_call = call if own_call is None else own_call
+        wishes += [Wish(name, operation, kind, own_call, path) for name in inside]
+    return wishes
+
+
 @dataclasses.dataclass
 class Point:
     """A place where values pass: a module, or a function called in one; with what is wished there, by layer name."""
@@ -60,7 +108,7 @@ class Call:
     """One call of a module.
 
     `number` is None if it is not ours. `inputs` are tensors it was given, `stand_ins` what it was given in place of
-    some of them, with the version each had: see `_watched`.
+    some of them, with the version each had: see `gradients`.
     """
 
     number: int | None
@@ -81,7 +129,7 @@ class ModelCall:
         self.kept: Counter[tuple[str, What]] = Counter()  # times something was kept of each layer
         self.left = 0  # layers of which not all that is to come was kept
         self.stack: list[list[str]] = [[""]]  # names of the modules that are running, the innermost last
-        # Outputs that go on as clones, what they are clones of, and their version: see `_watched`.
+        # Outputs that go on as clones, what they are clones of, and their version: see `gradients`.
         self.stand_ins: list[tuple[Site, weakref.ref[Tensor] | None, Tensor, int]] = []
         self._seen: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 

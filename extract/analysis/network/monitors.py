@@ -73,7 +73,13 @@ class Alarm:
 class _Onlooker(Taps):
     """Taps that leave the training as it is: no tensor is replaced by a copy of it."""
 
-    _stands_in = False
+    def __init__(self, model: nn.Module, on_record: Callable[[Record], None]):
+        super().__init__(model, on_record=on_record)
+        self._hooks.stands_in = False
+
+    def begin(self, module: nn.Module, args: Any) -> None:
+        """Begin a record in a forward that is running already."""
+        self._hooks.begin(module, args)
 
 
 class _Monitor:
@@ -141,10 +147,10 @@ class _Monitor:
         if self.step % self._every == 0:
             tensors = [value for value in args if isinstance(value, Tensor)]
             self._input_shape = tuple(tensors[0].shape) if tensors else ()
-            self._taps = _Onlooker(self._model, on_record=partial(self._seen, self.step))
-            self._ask(self._taps)
-            self._taps.__enter__()
-            self._taps._begin(module, args)  # hooks that are added now are not called for this module any more
+            onlooker = self._taps = _Onlooker(self._model, partial(self._seen, self.step))
+            self._ask(onlooker)
+            onlooker.__enter__()
+            onlooker.begin(module, args)  # hooks that are added now are not called for this module any more
         self.step += 1
 
     def _summary(self, value: Tensor) -> dict[str, Tensor]:

@@ -1,0 +1,343 @@
+"""What taps do when a hook is called: which forward is running, what passes at each point, and what takes its place."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from extract.errors import LayertapError
+from extract.taps.edits import apply_edit
+from extract.taps.functions import attention_weights, operation_name, unwatched, watching
+from extract.taps.gradients import Take, in_backward, on_gradient, to_watch
+from extract.taps.layer_names import named_layers, named_parameters, unwrap
+from extract.taps.nested import Path, map_tensors, tensors_in
+from extract.taps.non_copying_hook import UncopiedHook
+from extract.taps.record import Record, Site, What, split_text, take
+from extract.taps.requests import Block, Call, ModelCall, Point, Wish
+from extract.taps.switches import COMPILED_CODE_OFF, FUSED_ATTENTION_OFF
+
+__all__ = ["HookCalls"]
+
+_UNKNOWN = -1
+
+
+class _Stop(BaseException):
+    """Ends a forward once all that was asked for has been computed; a model's `except Exception` lets it by."""
+
+
+class HookCalls:
+    """The hooks of one `Taps`, and what they know of the model while it runs.
+
+    Args:
+        model: that they are registered on.
+        on_record: as of `Taps`.
+
+    Attributes:
+        layers: name -> module.
+        parameters: name -> parameter.
+        wishes: what is to be kept and edited.
+        block: while the `with` block is open.
+        forward: the current call of the model, or the last.
+        take: how a tensor is kept.
+        stands_in: whether a copy of an output goes on in its place where its own gradient could not be had.
+    """
+
+    def __init__(self, model: nn.Module, on_record: Callable[[Record], None] | None):
+        self._model = model
+        self._on_record = on_record
+        self.layers = named_layers(model)
+        self.parameters = named_parameters(model)
+        self.wishes: list[Wish] = []
+        self.block: Block | None = None
+        self.forward: ModelCall | None = None
+        self.take: Take = take
+        self.stands_in = True
+        self._points: list[Point] = []
+        self._edited_layers: set[str] = set()  # whose outputs or inputs an edit has reached
+        self._stoppable = False  # the forward was begun by Taps.__call__, which catches _Stop
+        self._to_keep: Counter[tuple[str, What]] = Counter()  # as `kept`, of a whole forward
+        self._calls: Counter[int] = Counter()  # id of a module -> its calls in a whole forward
+
+    def open(self, block: Block) -> None:
+        """The `with` block begins."""
+        self.block, self.forward = block, None
+
+    @contextlib.contextmanager
+    def stopping(self) -> Iterator[None]:
+        """A call of the model ends inside as soon as all that was asked for has been computed."""
+        self._stoppable = True
+        try:
+            yield
+        except _Stop:
+            assert self.forward is not None
+            self.forward.running = False
+        finally:
+            self._stoppable = False
+
+    def register(self, undo: contextlib.ExitStack) -> None:
+        """Register everything; `undo` takes it back."""
+
+        def hook(register: Callable[..., RemovableHandle], function: Callable[..., Any], **options: Any) -> None:
+            undo.callback(register(UncopiedHook(function), **options).remove)
+
+        root = unwrap(self._model)
+        modules = list(root.modules())
+        if any(isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer) for module in modules):
+            # Their fused code calls no submodule and no function that could be seen.
+            undo.enter_context(FUSED_ATTENTION_OFF.turned())
+        if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in [self._model, *modules]):
+            undo.enter_context(COMPILED_CODE_OFF.turned())  # it ignores hooks added later
+
+        hook(root.register_forward_pre_hook, self.begin, prepend=True)
+        if any(wish.operation or wish.what == "attention" for wish in self.wishes):
+            names: dict[int, list[str]] = {}
+            for name, module in self.layers.items():
+                names.setdefault(id(module), []).append(name)
+            for module in {id(module): module for module in self.layers.values()}.values():
+                hook(module.register_forward_pre_hook, partial(self._push, names[id(module)]))
+                hook(module.register_forward_hook, self._pop, always_call=True)
+            undo.enter_context(watching(self._on_operation))
+        points: dict[int, tuple[nn.Module, Point]] = {}
+        for wish in sorted(self.wishes, key=lambda wish: wish.edit is None):  # edits come before keeps
+            if wish.layer in self.parameters:
+                parameter = self.parameters[wish.layer]
+                if not parameter.requires_grad:
+                    continue
+                handle = parameter.register_hook(partial(self._on_parameter, wish))  # type: ignore[no-untyped-call]
+                undo.callback(handle.remove)
+            elif not wish.operation and wish.what != "attention":
+                module = self.layers[wish.layer]
+                points.setdefault(id(module), (module, Point([])))[1].wishes.append((wish.layer, wish))
+        self._points = [point for _, point in points.values()]
+        for module, point in points.values():
+            hook(module.register_forward_pre_hook, partial(self._before, point), with_kwargs=True)
+            hook(module.register_forward_hook, partial(self._after, point), always_call=True)
+        hook(root.register_forward_hook, self._end)
+
+    def check_edits(self) -> None:
+        """An edit that never took effect must not pass for one that did."""
+        idle = [
+            wish for wish in self.wishes if wish.edit is not None and wish.what != "grad" and not self._has_edited(wish)
+        ]
+        if idle and self.forward is not None and not self.forward.running:
+            names = ", ".join(dict.fromkeys(f"{w.layer}/{w.operation}" if w.operation else w.layer for w in idle))
+            raise LayertapError(f"the edit of {names} never took effect: no such call gave a floating-point tensor")
+
+    def _has_edited(self, wish: Wish) -> bool:
+        if not wish.operation:
+            return wish.layer in self._edited_layers
+        return any(fnmatchcase(name, f"{wish.layer}/{wish.operation}") for name in self._edited_layers)
+
+    def why_absent(self, text: str) -> str | None:
+        """Why a record has nothing of this name although it was asked for; None if it was not."""
+        layer = split_text(text, self.layers)[0]
+        name, slash, operation = layer.partition("/")
+        asked = [w for w in self.wishes if w.edit is None and w.layer == name and bool(w.operation) == bool(slash)]
+        if not asked:
+            return None
+        if slash:
+            return f"no function {operation!r} was called in the forward of layer {name!r}"
+        if name in self.layers and named_layers(self._model).get(name) is not self.layers[name]:
+            return f"layer {name!r} was replaced by another module after these Taps were made"
+        if all(wish.what in ("grad", "grad_input") for wish in asked) or "@grad" in text:
+            return (
+                f"no gradient reached layer {name!r}: call backward() inside the `with` block, on a loss that depends "
+                "on it (with reentrant checkpointing, layers that run more than once get none; use_reentrant=False)"
+            )
+        if all(wish.what == "attention" for wish in asked):
+            return f"layer {name!r} computed no attention that is known here"
+        parent = self.layers.get(name.rpartition(".")[0])
+        if isinstance(parent, nn.MultiheadAttention):
+            return f"layer {name!r} never runs: nn.MultiheadAttention uses its weights without calling it"
+        return f"layer {name!r} did not run in this forward"
+
+    # The hooks. Between the pre-hook and the hook of the model itself a forward is running; what happens in other
+    # threads is not ours. When activation checkpointing computes a part again, in the backward pass, edits must be made
+    # again and gradients can be had, but nothing is kept.
+
+    def begin(self, module: nn.Module, args: Any) -> None:
+        """A forward of the model begins; the last record is complete."""
+        if self.block is not None and self.block.thread == threading.get_ident():
+            self.hand_on()
+            for point in self._points:
+                point.calls.clear()  # of a forward that was stopped or interrupted
+            self.forward = ModelCall(Record(self.why_absent))
+            self.forward.left = len(self._to_keep)
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if forward := self._running():
+            forward.check_stand_ins()
+            forward.running = False
+            self._to_keep |= forward.kept
+            self._calls = forward.calls
+
+    def hand_on(self) -> None:
+        """Give the last record to `on_record`: it is complete."""
+        forward = self.forward
+        if forward is not None and not forward.running and not forward.handed_on and self._on_record is not None:
+            forward.handed_on = True
+            self._on_record(forward.record)
+
+    def _running(self) -> ModelCall | None:
+        """The forward that is running in this thread."""
+        block, forward = self.block, self.forward
+        if block is None or forward is None or not forward.running or block.thread != threading.get_ident():
+            return None
+        # A backward pass inside the forward may compute checkpointed parts again: that is no call of theirs.
+        return None if in_backward() else forward
+
+    def _push(self, names: list[str], module: nn.Module, args: Any) -> None:
+        if forward := self._running():
+            forward.stack.append(names)
+
+    def _pop(self, module: nn.Module, args: Any, output: Any) -> None:
+        if forward := self._running():
+            forward.stack.pop()
+
+    def _before(self, point: Point, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._is_our_thread():
+            return None
+        call = Call(self._call_number(module))
+        point.calls.append(call)
+        if call.number is None:
+            return None
+        value: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        passed = self._pass(point, call.number, value, "input")
+        if any(wish.what == "grad" for _, wish in point.wishes):
+            call.inputs = [tensor for _, tensor in tensors_in(passed)]
+        if passed is value:
+            return None
+        return tuple(passed[i] for i in range(len(args))), {name: passed[name] for name in kwargs}
+
+    def _after(self, point: Point, module: nn.Module, args: Any, output: Any) -> Any:
+        if not self._is_our_thread() or not point.calls:
+            return None
+        call = point.calls[-1]
+        try:
+            for given, stand_in, version in call.stand_ins:
+                # The layer wrote into its input, and others may count on that.
+                if stand_in._version != version:
+                    given.copy_(stand_in)
+            if call.number is None or output is None:  # None: also where the layer raised
+                return None
+            passed = self._pass(point, call.number, output, "output")
+            return None if passed is output else passed
+        finally:
+            point.calls.pop()
+
+    def _on_parameter(self, wish: Wish, gradient: Tensor) -> Tensor | None:
+        site = Site(wish.layer, what="grad")
+        if not self._is_our_thread():
+            return None
+        if wish.edit is not None:
+            return apply_edit(gradient, wish.edit, site)
+        if self.forward is not None:
+            with unwatched():
+                self.forward.record._put(site, self.take(gradient, wish.reduce, site))
+        return None
+
+    def _call_number(self, module: nn.Module) -> int | None:
+        """Which call of the module this is in its forward; _UNKNOWN while it is computed again; None: not ours."""
+        if forward := self._running():
+            forward.calls[id(module)] += 1
+            return forward.calls[id(module)] - 1
+        if self.forward is None or not in_backward():
+            return None
+        return 0 if self._calls[id(module)] == 1 else _UNKNOWN
+
+    def _is_our_thread(self) -> bool:
+        """Whether a hook was called by the thread of the block; on a GPU, another thread runs its backward passes."""
+        if self.block is None:
+            return False
+        on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return self.block.thread == threading.get_ident() or (on_gpu and in_backward())
+
+    def _on_operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        forward = self._running()
+        name = operation_name(function)
+        if forward is None or name is None:
+            return result
+        attended = [
+            wish for wish in self.wishes if wish.what == "attention" and any(wish.layer in n for n in forward.stack)
+        ]
+        if attended:
+            with unwatched():
+                weights = attention_weights(function, args, kwargs, result)
+            for wish in attended if weights is not None else ():
+                call = forward.attentions[wish.layer]
+                forward.attentions[wish.layer] += 1
+                self._pass(Point([(wish.layer, wish)]), call, weights, "attention")
+        for layer in forward.stack[-1]:
+            wishes = [
+                (f"{layer}/{name}", wish)
+                for wish in self.wishes
+                if wish.operation and wish.layer == layer and fnmatchcase(name, wish.operation)
+            ]
+            if wishes and any(True for _ in tensors_in(result)):
+                call = forward.operations[f"{layer}/{name}"]
+                forward.operations[f"{layer}/{name}"] += 1
+                result = self._pass(Point(wishes), call, result, "output")
+        return result
+
+    def _pass(self, point: Point, call: int, value: Any, side: What) -> Any:
+        """What goes on from a point in place of a value: edited, with its gradients watched; then it is kept."""
+        with unwatched():
+            value = map_tensors(value, partial(self._changed, point, call, side))
+        forward = self._running()
+        if forward is None:
+            return value
+        for layer, wish in point.wishes:
+            if wish.what != side or wish.edit is not None or wish.call not in (None, call):
+                continue
+            for path, tensor in tensors_in(value):
+                if wish.takes(path):
+                    site = Site(layer, call, path, side)
+                    with unwatched():
+                        forward.record._put(site, self.take(tensor, wish.reduce, site))
+            forward.kept[layer, side] += 1
+            forward.left -= forward.kept[layer, side] == self._to_keep[layer, side]
+        if self._stoppable and self._to_keep and not forward.left:
+            raise _Stop
+        return value
+
+    def _changed(self, point: Point, call: int, side: What, path: Path, tensor: Tensor) -> Tensor:
+        """The tensor that takes the place of one that passes."""
+        gradient: What = "grad" if side == "output" else "grad_input"
+        given, watched = tensor, []
+        for layer, wish in point.wishes:
+            if not wish.takes(path) or wish.what not in (side, gradient):
+                continue
+            if call == _UNKNOWN and wish.call is not None and wish.edit is not None:
+                raise LayertapError(f"layer {layer!r} runs more than once under checkpointing: edit all calls or none")
+            if wish.call not in (None, call):
+                continue
+            site = Site(layer, call, path, wish.what)
+            if wish.what == gradient and (call != _UNKNOWN or wish.edit is not None):
+                watched.append((site, wish))
+            elif wish.what == side and wish.edit is not None and tensor.is_floating_point():
+                tensor = apply_edit(tensor, wish.edit, site)
+                self._edited_layers.add(layer)
+        if watched and tensor.requires_grad:
+            tensor = self._watched(point, side, tensor, watched)
+        if side == "input" and tensor is not given:
+            point.calls[-1].stand_ins.append((given, tensor, tensor._version))
+        return tensor
+
+    def _watched(self, point: Point, side: What, tensor: Tensor, wishes: list[tuple[Site, Wish]]) -> Tensor:
+        """A tensor whose gradient will be edited and kept; the tensor itself where that is safe."""
+        assert self.block is not None
+        assert self.forward is not None
+        watched = to_watch(point, side, tensor, wishes[0][0], self.forward, stands_in=self.stands_in)
+        if watched is None:
+            return tensor
+        on_gradient(watched, wishes, self.block, self.forward, self.take)
+        return watched
