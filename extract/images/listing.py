@@ -6,25 +6,23 @@ import glob
 import itertools
 import os
 import re
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
 from extract.errors import InputError, LayertapError
-from extract.images.archives import ARCHIVES, list_archives
-from extract.images.arrays import list_array, split_name
+from extract.images.archives import list_archives
+from extract.images.arrays import list_array
 from extract.images.csv_lists import list_table
 from extract.images.folders import list_folder
 from extract.images.image_list import Images
 from extract.images.index.image_index import PlannedImages, is_plan, open_plan
+from extract.images.kinds import is_file_of_images, kind_of, no_images
 from extract.images.sources import Chosen, Files, Source
 from extract.system.urls import file_system, is_url
 
-__all__ = ["kind_of", "list_images", "listed_again", "no_images"]
+__all__ = ["list_images", "listed_again"]
 
-_TABLES = (".csv", ".tsv", ".parquet")
-_ARRAYS = (".npy", ".h5", ".hdf5")
 _MOST_ARCHIVES = 1_000_000
 
 
@@ -43,7 +41,7 @@ def list_images(where: str | os.PathLike[str], limit: int | None = None) -> Imag
         LayertapError: a URL does not answer, or the library for it is missing.
     """
     where = os.fspath(where).removeprefix("file://")
-    kind = kind_of(where)
+    kind = "plan" if not is_url(where) and is_plan(where) else kind_of(where)
     images: Images | PlannedImages
     if kind == "plan":
         images = open_plan(where)
@@ -54,48 +52,6 @@ def list_images(where: str | os.PathLike[str], limit: int | None = None) -> Imag
     if not len(images):
         raise no_images(where, images.left_out)
     return images if limit is None else images.first(limit)
-
-
-def kind_of(where: str) -> str:
-    """What images are given: "folder", "list", "archives", "array" or "plan".
-
-    Raises:
-        InputError: a kind that is not read; a plan that is not finished.
-    """
-    suffix = _suffix(where)
-    if not is_url(where) and os.path.isdir(where):  # noqa: PTH112
-        return "plan" if is_plan(where) else "folder"
-    if suffix in ARCHIVES:
-        return "archives"
-    if suffix in _TABLES:
-        return "list"
-    if suffix in _ARRAYS or split_name(where)[1]:
-        if is_url(where):
-            raise InputError(f"{where}: arrays are read from files here; copy it, or name a folder, list or archive")
-        return "array"
-    if re.search(r"\.(tgz|tbz2?|txz|tar\.\w+)$", where, re.IGNORECASE):
-        raise InputError(f"{where}: a compressed tar has no places to read from: unpack it to a .tar first")
-    return "folder"
-
-
-def no_images(where: str, left_out: Counter[str]) -> InputError:
-    """The error for a place without images, where so many other files are."""
-    kinds = ", ".join(f"{kind} {count}" for kind, count in left_out.most_common(5))
-    seen = f"none of its {left_out.total():,} files is an image ({kinds})"
-    if not kinds:
-        seen = "the folder is empty" if os.path.isdir(where) else "it is empty"  # noqa: PTH112
-    hint = ""
-    if any(left_out[suffix] for suffix in ARCHIVES):
-        hint = f"; archives are named by a pattern, such as '{where}/*.tar'"
-    endings = ". Images end in .jpg, .png, .tif, .webp and others" if kinds else ""
-    return InputError(f"{where}: no images; {seen}{hint}{endings}")
-
-
-def _suffix(where: str) -> str:
-    suffix = os.path.splitext(where)[1].lower()  # noqa: PTH122  it may be a URL
-    if is_url(where) and suffix not in (*ARCHIVES, *_TABLES, *_ARRAYS):  # perhaps of what stands before a query
-        return os.path.splitext(where.partition("?")[0])[1].lower()  # noqa: PTH122
-    return suffix
 
 
 def listed_again(root: str, paths: Sequence[str]) -> Images:
@@ -111,7 +67,7 @@ def listed_again(root: str, paths: Sequence[str]) -> Images:
         if None in found:
             raise InputError(f"{root} has no {paths[found.index(None)]} any more")
         source: Source = Chosen(plan.source, [row for row in found if row is not None])
-    elif not is_url(root) and (os.path.isdir(root) or not _is_file_of_images(root)):  # noqa: PTH112
+    elif not is_url(root) and (os.path.isdir(root) or not is_file_of_images(root)):  # noqa: PTH112
         source = Files(root, list(paths))
         try:
             source.check_there()
@@ -124,10 +80,6 @@ def listed_again(root: str, paths: Sequence[str]) -> Images:
             raise InputError(f"{root} has no {gone[0]} any more")
         source = Chosen(images.source, [row_of[path] for path in paths])
     return Images(root, list(paths), none, [], [""] * len(paths), source)
-
-
-def _is_file_of_images(root: str) -> bool:
-    return root.lower().endswith((*ARCHIVES, *_TABLES, *_ARRAYS)) or bool(split_name(root)[1])
 
 
 def _expanded(pattern: str) -> list[str]:

@@ -38,7 +38,7 @@ from extract.images.image_list import Images, class_and_split, classes_of_folder
 from extract.images.index.external_sort import Runs
 from extract.images.index.image_index import FORMAT, LISTING, VERSION, PlannedImages, is_plan, open_plan, read_in_pieces
 from extract.images.index.index_parts import SPLIT_CODES, Part, part_path, read_part, write_part
-from extract.images.listing import kind_of, no_images
+from extract.images.kinds import kind_of, no_images
 from extract.system.atomic_files import discard, own_folder, read_json, whole_file, write_json
 from extract.system.folder_lock import locked
 from extract.system.urls import file_system, is_url
@@ -119,9 +119,10 @@ def _kind(where: str) -> str:
     Raises:
         InputError: it is neither.
     """
-    kind, here = kind_of(where), not is_url(where)
-    if kind == "plan":
+    here = not is_url(where)
+    if here and is_plan(where):
         raise InputError(f"{where} is a plan already; give it in place of the images: layertap embed {where}")
+    kind = kind_of(where)
     if kind in ("archives", "array"):
         why = "an array is its own list" if kind == "array" else "archives have lists of their own, which are read fast"
         raise InputError(f"{where}: {why}, so no plan is made of them: layertap embed {where}")

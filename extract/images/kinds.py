@@ -1,0 +1,64 @@
+"""What kind of images a name means: a folder, a list, archives or an array; the error for a place without images."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+
+from extract.errors import InputError
+from extract.images.archives import ARCHIVES
+from extract.images.arrays import split_name
+from extract.system.urls import is_url
+
+__all__ = ["is_file_of_images", "kind_of", "no_images"]
+
+_TABLES = (".csv", ".tsv", ".parquet")
+_ARRAYS = (".npy", ".h5", ".hdf5")
+
+
+def kind_of(where: str) -> str:
+    """What images are given: "folder", "list", "archives" or "array"; a plan is a folder here.
+
+    Raises:
+        InputError: a kind that is not read.
+    """
+    suffix = _suffix(where)
+    if not is_url(where) and os.path.isdir(where):  # noqa: PTH112
+        return "folder"
+    if suffix in ARCHIVES:
+        return "archives"
+    if suffix in _TABLES:
+        return "list"
+    if suffix in _ARRAYS or split_name(where)[1]:
+        if is_url(where):
+            raise InputError(f"{where}: arrays are read from files here; copy it, or name a folder, list or archive")
+        return "array"
+    if re.search(r"\.(tgz|tbz2?|txz|tar\.\w+)$", where, re.IGNORECASE):
+        raise InputError(f"{where}: a compressed tar has no places to read from: unpack it to a .tar first")
+    return "folder"
+
+
+def no_images(where: str, left_out: Counter[str]) -> InputError:
+    """The error for a place without images, where so many other files are."""
+    kinds = ", ".join(f"{kind} {count}" for kind, count in left_out.most_common(5))
+    seen = f"none of its {left_out.total():,} files is an image ({kinds})"
+    if not kinds:
+        seen = "the folder is empty" if os.path.isdir(where) else "it is empty"  # noqa: PTH112
+    hint = ""
+    if any(left_out[suffix] for suffix in ARCHIVES):
+        hint = f"; archives are named by a pattern, such as '{where}/*.tar'"
+    endings = ". Images end in .jpg, .png, .tif, .webp and others" if kinds else ""
+    return InputError(f"{where}: no images; {seen}{hint}{endings}")
+
+
+def _suffix(where: str) -> str:
+    suffix = os.path.splitext(where)[1].lower()  # noqa: PTH122  it may be a URL
+    if is_url(where) and suffix not in (*ARCHIVES, *_TABLES, *_ARRAYS):  # perhaps of what stands before a query
+        return os.path.splitext(where.partition("?")[0])[1].lower()  # noqa: PTH122
+    return suffix
+
+
+def is_file_of_images(root: str) -> bool:
+    """Whether a name is that of a list, archive or array."""
+    return root.lower().endswith((*ARCHIVES, *_TABLES, *_ARRAYS)) or bool(split_name(root)[1])
