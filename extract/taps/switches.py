@@ -50,6 +50,4 @@ def _no_compiled_code() -> Callable[[], None]:
 
 
 FUSED_ATTENTION_OFF = Switch(_no_fused_attention)
-
-
 COMPILED_CODE_OFF = Switch(_no_compiled_code)

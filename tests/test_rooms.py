@@ -1,0 +1,128 @@
+"""The house: no module imports in a circle, none lies loose, none is too long; taps need torch alone.
+
+Which room may import which is in pyproject.toml, for `lint-imports`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for package in ("extract", "pipelines")
+    for path in sorted((ROOT / package).rglob("*.py"))
+}
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
+LOOSE = {
+    "extract": {"__init__", "errors", "defaults", "row_status", "ablation", "attribution", "edits", "probe", "search"},
+    "pipelines": {"__init__", "cli", "demo"},
+}
+MOST_LINES, MOST_LINES_OF_A_FUNCTION = 500, 80
+
+
+def imported(name: str) -> Iterator[str]:
+    """Modules that a module names in imports: at its top, in functions, and for type checkers."""
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}: imports are absolute"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if whole in FILES else str(node.module)
+
+
+def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Its lines without its docstring."""
+    assert function.end_lineno is not None
+    lines = function.end_lineno - function.lineno + 1
+    if ast.get_docstring(function) is None:
+        return lines
+    docstring = function.body[0]
+    assert docstring.end_lineno is not None
+    return lines - (docstring.end_lineno - docstring.lineno + 1)
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    graph = {
+        name: {other for other in imported(name) if other in FILES and not name.startswith(f"{other}.")}
+        for name in FILES
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"imports in a circle: {' <- '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("package", LOOSE)
+def test_no_module_lies_loose(package: str) -> None:
+    assert {path.stem for path in (ROOT / package).glob("*.py")} == LOOSE[package]
+
+
+def test_each_package_is_installed() -> None:
+    folders = {path.parent for path in FILES.values()}
+    assert {folder for folder in folders if not (folder / "__init__.py").exists()} == set()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_modules_and_functions_are_short(name: str) -> None:
+    assert len(FILES[name].read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+    functions = [node for node in ast.walk(TREES[name]) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    assert {node.name: n for node in functions if (n := lines_of(node)) > MOST_LINES_OF_A_FUNCTION} == {}
+
+
+def test_taps_import_torch_alone() -> None:
+    modules = [name for name in FILES if name == "extract.taps" or name.startswith("extract.taps.")]
+    found = {other for name in [*modules, "extract.errors"] for other in imported(name)}
+    foreign = {other for other in found if other.partition(".")[0] not in sys.stdlib_module_names}
+    assert {other.partition(".")[0] for other in foreign} == {"torch", "extract"}
+    assert {other for other in foreign if other.startswith("extract")} <= {*modules, "extract.errors"}
+
+
+TAPS_ALONE = """
+import sys
+
+BLOCKED = sys.argv[1].split(",")
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        package, _, rest = name.partition(".")
+        if package == "pipelines" or (package == "extract" and rest.partition(".")[0] not in ("", "taps", "errors")):
+            raise AssertionError(f"{name} was imported")
+        if package in BLOCKED:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocker())
+import torch, extract.taps
+from extract.taps.edits import scale
+from extract.taps.taps import Taps
+
+model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 1))
+with Taps(model, ["1"]).edit("0", scale(2.0)).keep("2", "grad") as taps:
+    taps(torch.ones(3, 2)).sum().backward()
+print(tuple(taps.record["1"].shape), sorted(name for name in sys.modules if name.startswith("extract")))
+"""
+
+
+def test_taps_run_where_there_is_no_other_room_and_no_other_library() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in project["dependencies"]}  # type: ignore[index]
+    others = sorted({"numpy", "PIL", "yaml", "sklearn", *names} - {"torch", "fsspec"})  # torch itself needs fsspec
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", TAPS_ALONE, ",".join(others)], capture_output=True, text=True, cwd=ROOT
+    )
+    assert run.returncode == 0, run.stderr
+    shape, _, loaded = run.stdout.partition(" [")
+    assert shape == "(3, 2)"
+    rooms = {name.strip("' ]\n").split(".")[1] for name in loaded.split(",") if "." in name}
+    assert rooms == {"taps", "errors"}
