@@ -27,8 +27,9 @@ from extract.store.format.version import pass_folder
 from extract.sync.compaction import compact_passes, rewrite
 from extract.sync.difference import Resolved, StoppedError, before, difference
 from extract.sync.drift import Drift, drift_of
-from extract.sync.manifest import Manifest, Planned, Stored, rebuild, stored_rows
+from extract.sync.manifest import Manifest, Planned, Stored
 from extract.sync.publishing import publish, remove_what_is_not_needed
+from extract.sync.rebuilding import rebuild, stored_rows
 from extract.sync.safety_limits import Guards
 from extract.sync.scan import NO_FILE, Scan, Seen
 from extract.system.folder_lock import locked

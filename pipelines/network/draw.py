@@ -28,7 +28,7 @@ from extract.errors import InputError, LayertapError
 from extract.system.torch_state import evaluating, full_float32
 from extract.taps.layer_names import match_layers, named_layers
 from extract.taps.taps import Taps
-from pipelines.network import draw_figures as pictures
+from pipelines.network import draw_figures
 from pipelines.network.config import DrawConfig
 from pipelines.network.image_sample import Sample, sample_of
 from pipelines.network.imagenet_targets import class_name
@@ -149,13 +149,13 @@ def _feature_maps(config: DrawConfig, backbone: Backbone, sample: Sample) -> Dra
         maps, pixels, names = _all_maps(backbone, sample, choice)
         chosen = _checked_channels(config, maps.shape[-1])
         if chosen is None:
-            most = pictures.MOST_CHANNELS if len(maps) == 1 else pictures.CHANNELS_IN_A_ROW
+            most = draw_figures.MOST_CHANNELS if len(maps) == 1 else draw_figures.CHANNELS_IN_A_ROW
             spread = maps.double().flatten(0, 2).std(0).nan_to_num(0)
             chosen = sorted(spread.argsort(descending=True, stable=True)[:most].tolist())
         if len(maps) * len(chosen) > _MOST_TILES:
             raise InputError(f"{len(chosen)} channels of {len(maps)} images: {_MOST_TILES} tiles at most in a picture")
         layer = choice.features[0].name
-        yield layer, pictures.feature_maps(maps[..., chosen].float().numpy(), chosen, pixels, names, layer)
+        yield layer, draw_figures.feature_maps(maps[..., chosen].float().numpy(), chosen, pixels, names, layer)
 
 
 def _tokens(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
@@ -163,7 +163,7 @@ def _tokens(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
         maps, pixels, names = _all_maps(backbone, sample, choice)
         layer = choice.features[0].name
         title = f"{layer}: main directions of all positions as red, green and blue"
-        yield layer, pictures.side_by_side(pixels, principal_colours(maps), names, title)
+        yield layer, draw_figures.side_by_side(pixels, principal_colours(maps), names, title)
 
 
 def _channels(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
@@ -175,7 +175,7 @@ def _channels(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
         found = np.concatenate(means)
         chosen = _checked_channels(config, found.shape[1]) or list(range(found.shape[1]))
         layer = choice.features[0].name
-        yield layer, pictures.channels_by_image(found[:, chosen], chosen, names, layer)
+        yield layer, draw_figures.channels_by_image(found[:, chosen], chosen, names, layer)
 
 
 def _top(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
@@ -197,7 +197,7 @@ def _top(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
             part = maps[..., chosen].float().numpy()
             shown |= {row: (part[i], pixels[i]) for i, row in enumerate(here)}
         layer = choice.features[0].name
-        yield layer, pictures.top_images(best, shown, layer, len(rows))
+        yield layer, draw_figures.top_images(best, shown, layer, len(rows))
 
 
 def _filters(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
@@ -211,7 +211,7 @@ def _filters(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
         weight = getattr(named[name], "weight", None)
         if not isinstance(weight, Tensor) or weight.ndim != 4:
             raise InputError(f"layer {name!r} is {type(named[name]).__name__}, not a convolution of pictures")
-        yield name, pictures.filters(weight.detach().cpu().float().numpy(), name)
+        yield name, draw_figures.filters(weight.detach().cpu().float().numpy(), name)
 
 
 def _from(weights: Tensor, backbone: Backbone) -> Tensor:
@@ -245,7 +245,7 @@ def _attention(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
             pixels.append(batch.pixels)
         shown = [sample.name(i) for i in range(len(sample.seen))]
         title = f"{layer or 'last attention'}: what {who} looks at"
-        yield layer or "", pictures.attention(np.concatenate(heads), np.concatenate(pixels), shown, title)
+        yield layer or "", draw_figures.attention(np.concatenate(heads), np.concatenate(pixels), shown, title)
 
 
 def _rollout(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
@@ -257,7 +257,7 @@ def _rollout(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
         pixels.append(batch.pixels)
     names = [sample.name(i) for i in range(len(sample.seen))]
     title = "attention rollout, through all layers, from its least to its largest value"
-    yield "", pictures.overlays(np.concatenate(maps), np.concatenate(pixels), names, title)
+    yield "", draw_figures.overlays(np.concatenate(maps), np.concatenate(pixels), names, title)
 
 
 def _gradcam(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
@@ -271,7 +271,7 @@ def _gradcam(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
             for row, number in zip(batch.rows.tolist(), classes.tolist(), strict=True):
                 captions.append(f"{sample.images.paths[row].rpartition('/')[2]}\n{class_name(backbone, number)}")
         title = f"{layer}: Grad-CAM of the class named, each picture by its own maximum"
-        yield layer, pictures.overlays(np.concatenate(maps), np.concatenate(pixels), captions, title)
+        yield layer, draw_figures.overlays(np.concatenate(maps), np.concatenate(pixels), captions, title)
 
 
 def _gradcam_layers(config: DrawConfig, backbone: Backbone) -> Sequence[str]:

@@ -30,7 +30,7 @@ from pathlib import Path
 import xxhash
 
 from extract.errors import InputError, LayertapError
-from extract.store.places import objects as remote
+from extract.store.places import objects
 from extract.system.atomic_files import discard
 
 __all__ = ["BLOCK_BYTES", "CACHE_BYTES", "BlockCache", "RemoteFile", "cache_folder"]
@@ -179,7 +179,7 @@ class BlockCache:
 
     def _fetch(self, file: RemoteFile, number: int) -> bytes:
         try:
-            content = remote.read_range(file.url, *file.block(number))
+            content = objects.read_range(file.url, *file.block(number))
         except FileNotFoundError:
             raise LayertapError(f"{file.url} is gone since it was opened; open the data set again") from None
         self._keep(file, number, content)

@@ -33,7 +33,7 @@ from extract.row_status import Status
 from extract.store.format.dataset import DataSet, stem_of
 from extract.store.format.receipt import reasons_in, receipt_of
 from extract.store.format.row_hash import wrong_rows
-from extract.store.places import objects as remote
+from extract.store.places import objects
 from extract.store.places.block_cache import BlockCache, RemoteFile
 from extract.store.places.remote_shard import RemoteShard
 from extract.system.atomic_files import discard
@@ -69,7 +69,7 @@ class Bucket:
         """
         name = f"{self.url}/dataset.json"
         try:
-            content = remote.read(name)
+            content = objects.read(name)
         except FileNotFoundError as error:
             raise InputError(f"{self.url} is no layertap data set: it has no dataset.json") from error
         found = DataSet.described(_json_of(content, name), Path(self.url), name)
@@ -82,7 +82,7 @@ class Bucket:
 
     def existing(self) -> DataSet | None:
         """As of `dataset`; None: there is none."""
-        return None if remote.info(f"{self.url}/dataset.json") is None else self.dataset
+        return None if objects.info(f"{self.url}/dataset.json") is None else self.dataset
 
     def open_or_create(self, dataset: DataSet) -> DataSet | None:
         """Make the bucket hold this data set; returns what it holds already, None if nothing.
@@ -101,10 +101,10 @@ class Bucket:
         if dataset.version:
             raise InputError(f"{dataset.out} is kept in step with a folder by `layertap sync`, and stays in a folder")
         name = f"{self.url}/dataset.json"
-        if remote.info(name) is None:
-            if remote.names(self.url):
+        if objects.info(name) is None:
+            if objects.names(self.url):
                 raise InputError(f"{self.url} is not empty and no layertap data set; choose another output folder")
-            if remote.put(name, (json.dumps(dataset.content(), indent=1) + "\n").encode()):
+            if objects.put(name, (json.dumps(dataset.content(), indent=1) + "\n").encode()):
                 self._check_safe()
                 return None
         existing = replace(self.dataset, out=dataset.out)
@@ -121,10 +121,10 @@ class Bucket:
         name = f"{self.url}/dataset.json"
         if not self._is_safe:
             try:
-                content = remote.read(name)
+                content = objects.read(name)
             except FileNotFoundError as error:
                 raise InputError(f"{self.url} is no layertap data set: it has no dataset.json") from error
-            if remote.put(name, content):
+            if objects.put(name, content):
                 raise LayertapError(
                     f"{self.url}: this server, or the library for it, writes over an object that was to be created "
                     "only if there is none (If-None-Match: *); several writers would damage each other's shards. Use "
@@ -151,14 +151,14 @@ class Bucket:
 
         def one(stem: str) -> tuple[str, int, dict[str, Any] | None]:
             name = f"{self.url}/shards/{stem}.json"
-            return stem, new[stem][0], _json_of(remote.read(name, new[stem][1]), name)
+            return stem, new[stem][0], _json_of(objects.read(name, new[stem][1]), name)
 
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             yield from pool.map(one, new)
 
     def _published(self) -> dict[int, tuple[str, int, int]]:
         """Shard -> name of its last revision without what follows the dot, sizes of the object and of the receipt."""
-        sizes = remote.names(f"{self.url}/shards")
+        sizes = objects.names(f"{self.url}/shards")
         last: dict[int, int] = {}
         for name in sizes:
             if found := re.fullmatch(r"(\d{6})(?:-r([1-9]\d{0,5}))?\.json", name, re.ASCII):
@@ -198,21 +198,21 @@ class Bucket:
         size, sha256 = _size_and_sha256(receipt, f"the receipt of {path}")
         if path.stat().st_size != size:
             raise InputError(f"{path} has {path.stat().st_size:,} bytes, its receipt says {size:,}; seal it again")
-        if remote.info(named) is not None:
+        if objects.info(named) is not None:
             return False
-        ours = remote.put_file(url, path, sha256)
-        there = remote.info(url)
+        ours = objects.put_file(url, path, sha256)
+        there = objects.info(url)
         if there is None:
             raise LayertapError(f"{url} was written, and is gone; run again when nobody else changes the bucket")
         if ours and there.size != size:
             raise LayertapError(
                 f"{url} has {there.size:,} bytes of {size:,} after it was written; remove it, run again"
             )
-        if not ours and (there.size != size or (there.sha256 or remote.sha256_of(url, there.size)) != sha256):
-            if remote.info(named) is not None:
+        if not ours and (there.size != size or (there.sha256 or objects.sha256_of(url, there.size)) != sha256):
+            if objects.info(named) is not None:
                 return False
             receipt = self._receipt_for(url, there.size, path, reasons_in(receipt))
-        return remote.put(named, (json.dumps(receipt, indent=1) + "\n").encode())
+        return objects.put(named, (json.dumps(receipt, indent=1) + "\n").encode())
 
     def _receipt_for(self, url: str, size: int, path: Path, reasons: Mapping[int, str]) -> dict[str, Any]:
         """A receipt for an object that another writer left without one, if it is the whole shard that `path` is.
@@ -223,7 +223,7 @@ class Bucket:
         copy = path.with_name(f"{path.name}.{os.getpid()}.new")
         shard = int(path.name[:6])
         try:
-            remote.download(url, size, copy)
+            objects.download(url, size, copy)
             with self.dataset.open_shard(shard, copy) as opened:
                 status = opened.column("status")
                 wrong = wrong_rows(opened, np.arange(len(opened)))
@@ -295,12 +295,12 @@ def open_remote_shard(
     """
     named = f"{url.removesuffix('.h5')}.json"
     try:
-        receipt = _json_of(remote.read(named, receipt_size), named)
+        receipt = _json_of(objects.read(named, receipt_size), named)
     except FileNotFoundError as error:
         raise InputError(f"{url} is no finished shard: it has no receipt {named}") from error
     expected, sha256 = _size_and_sha256(receipt, named)
     if size is None:
-        found = remote.info(url)
+        found = objects.info(url)
         if found is None:
             raise LayertapError(f"{url} is missing, though its receipt is there; put it back, or remove the receipt")
         size = found.size

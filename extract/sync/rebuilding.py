@@ -1,0 +1,79 @@
+"""A manifest that was lost, filled again from what is stored; and the rows of one pass."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from extract.errors import InputError, LayertapError
+from extract.store.format.dataset import DataSet
+from extract.store.reader import FeatureReader
+from extract.sync.manifest import Manifest, Stored
+from extract.sync.scan import Seen
+
+__all__ = ["rebuild", "stored_rows"]
+
+_UNKNOWN = -2  # in place of a size: whatever the file is, it must be looked at
+
+
+def stored_rows(dataset: DataSet) -> Iterator[Stored]:
+    """The rows of a finished pass.
+
+    Raises:
+        LayertapError: a shard cannot be read.
+    """
+    for shard, path in enumerate(dataset.published()):
+        if path is None:
+            raise LayertapError(f"{dataset.out} is unfinished: shard {shard} is missing")
+        with dataset.open_shard(shard, path) as opened:
+            status, sizes, times = (opened.column(name) for name in ("status", "source_size", "source_mtime_ns"))
+            hashes = np.ascontiguousarray(opened.column("source_hash"))
+            first = dataset.shard_range(shard).start
+            for i in range(len(opened)):
+                yield Stored(hashes[i].tobytes(), int(sizes[i]), int(times[i]), first + i, int(status[i]))
+
+
+def rebuild(manifest: Manifest, out: Path, published: DataSet, now_ns: int) -> None:
+    """Fill a manifest that was lost: stored rows from the passes, files from the version that is published.
+
+    All or nothing. The files are to be looked at again, each once: their times are not known.
+
+    Raises:
+        LayertapError: a file cannot be read just now.
+    """
+    with manifest.transaction():
+        manifest.clear()
+        ids: dict[tuple[int, int], int] = {}
+        for folder in sorted((out / "passes").glob("[0-9]" * 6)):
+            number = int(folder.name)
+            try:
+                dataset = DataSet.open(folder)
+                if dataset.fingerprint != published.fingerprint:
+                    continue
+                with FeatureReader(folder, partial=True) as reader:
+                    columns = [reader.column(f"source_{name}") for name in ("hash", "size", "mtime_ns")]
+                    rows = [
+                        Stored(content.tobytes(), int(size), int(mtime_ns), row, status)
+                        for content, size, mtime_ns, row, status in zip(
+                            *columns, reader.rows.tolist(), reader.status.tolist(), strict=True
+                        )
+                    ]
+            except InputError:  # damaged: its images are computed again
+                continue
+            found = manifest.add_pass(number, rows, now_ns)
+            ids |= {(number, row.row): one for row, one in zip(rows, found, strict=True)}
+        with contextlib.suppress(InputError, FileNotFoundError):
+            table = published.version_rows()
+            places = zip(table.paths, table.passes.tolist(), table.rows.tolist(), strict=True)
+            manifest.set_files(
+                (Seen(os.fsencode(path), _UNKNOWN, 0, 0), False, ids[place])
+                for path, *at in places
+                if (place := (at[0], at[1])) in ids
+            )
+        manifest.note_unused(now_ns)
+        assert published.version is not None
+        manifest.version = published.version.number
