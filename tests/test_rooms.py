@@ -6,6 +6,7 @@ Which room may import which is in pyproject.toml, for `lint-imports`.
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -69,6 +70,14 @@ def test_no_module_lies_loose(package: str) -> None:
     assert {path.stem for path in (ROOT / package).glob("*.py")} == LOOSE[package]
 
 
+@pytest.mark.parametrize("alias", ["ablation", "attribution", "edits", "probe", "search"])
+def test_an_alias_hands_on_all_public_names_of_its_module(alias: str) -> None:
+    handed_on = importlib.import_module(f"extract.{alias}")
+    home = importlib.import_module(next(name for name in imported(f"extract.{alias}")))
+    assert handed_on.__all__ == home.__all__
+    assert {name: getattr(handed_on, name) for name in home.__all__} == {n: getattr(home, n) for n in home.__all__}
+
+
 def test_each_package_is_installed() -> None:
     folders = {path.parent for path in FILES.values()}
     assert {folder for folder in folders if not (folder / "__init__.py").exists()} == set()
@@ -103,9 +112,9 @@ class Blocker:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Blocker())
-import torch, extract.taps
+import torch
+from extract.taps import Taps
 from extract.taps.edits import scale
-from extract.taps.taps import Taps
 
 model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 1))
 with Taps(model, ["1"]).edit("0", scale(2.0)).keep("2", "grad") as taps:
