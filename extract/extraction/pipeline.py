@@ -147,14 +147,15 @@ class _Filling:
             MachineError: they do.
         """
         summary = self._summary
-        reason, count = summary.suspect
+        kind, count = summary.suspect
+        reason = ""
         for row, status in zip(batch.rows.tolist(), batch.status.tolist(), strict=True):
             if status == Status.OK:
-                reason, count = "", 0
+                kind, count = "", 0
             elif row in batch.suspect:
-                count = count + 1 if batch.reasons[row] == reason else 1
-                reason = batch.reasons[row]
-        summary.suspect = reason, count
+                count = count + 1 if batch.suspect[row] == kind else 1
+                kind, reason = batch.suspect[row], batch.reasons[row]
+        summary.suspect = kind, count
         nothing_yet = not (summary.computed or self._computing or self._writing)
         if count >= _SUSPECT or (nothing_yet and 1 < count == len(batch.rows)):
             raise MachineError(

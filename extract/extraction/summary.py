@@ -23,7 +23,7 @@ class Summary:
         n_rows: rows of the data set.
         found: rows that were done before.
         computed: rows of this run, failed ones included.
-        suspect: why the last images failed, and how many did so one after the other, where that is hardly their fault.
+        suspect: how the last images failed, where that is hardly their fault, and how many did so one after the other.
         duplicates: those of them that were copied, since an earlier row has an image with the same bytes.
         status: status -> number of rows of this run.
         seconds: from the first image to the last receipt.

@@ -45,7 +45,7 @@ _IO_ERRORS = {errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.ETIMEDOU
 
 
 class Item(NamedTuple):
-    """One image as a worker sends it; `image` is None unless `status` is OK. `suspect` is as of `Batch`."""
+    """One image as a worker sends it; `image` is None unless `status` is OK. `suspect` is empty, or as in `Batch`."""
 
     row: int
     image: Tensor | None
@@ -54,7 +54,7 @@ class Item(NamedTuple):
     size: int
     mtime_ns: int
     content_hash: bytes
-    suspect: bool = False
+    suspect: str = ""
 
 
 class Batch(NamedTuple):
@@ -65,8 +65,8 @@ class Batch(NamedTuple):
         images: (B, H, W, 3) uint8 (or what `prepare` returns, stacked), B <= R.
         status: (R,) uint8; B of them are OK, in the order of `images`.
         reasons: row -> why there is no image.
-        suspect: rows that failed for a reason that is hardly their image's: of a disk, a server, the memory, or a
-            transform. Many in a row are an error of the machine.
+        suspect: row -> the kind of its failure, where that is hardly its image's: of a disk, a server, the memory, or a
+            transform. Many of one kind in a row are an error of the machine.
         source_size, source_mtime_ns: (R,) int64, bytes and nanoseconds; -1 where there is no file, or nobody says.
         source_hash: (R, 16) uint8, xxh3-128 of the file's bytes; zero where there is no file.
     """
@@ -75,7 +75,7 @@ class Batch(NamedTuple):
     images: Tensor
     status: NDArray[np.uint8]
     reasons: dict[int, str]
-    suspect: frozenset[int]
+    suspect: dict[int, str]
     source_size: NDArray[np.int64]
     source_mtime_ns: NDArray[np.int64]
     source_hash: NDArray[np.uint8]
@@ -116,8 +116,8 @@ class _Decoded(Dataset[Item | LayertapError]):
             if is_of_the_machine(error):
                 return _machine_error(error, row)
             status, reason = _why(error)
-            suspect = status is Status.IO_ERROR or isinstance(error, MemoryError)
-            return Item(row, None, status, reason, size, mtime_ns, content_hash, suspect)
+            of_another = status is Status.IO_ERROR or isinstance(error, MemoryError)
+            return Item(row, None, status, reason, size, mtime_ns, content_hash, _kind(error) if of_another else "")
         try:
             image = self._prepare(picture)
         except Exception as error:  # it may be a transform of anybody's
@@ -125,7 +125,8 @@ class _Decoded(Dataset[Item | LayertapError]):
                 return _machine_error(error, row)
             says_why = isinstance(error, ValueError)
             reason = first_line(error) if says_why else f"its preprocessing failed: {error!r}"
-            return Item(row, None, Status.DECODE_ERROR, reason, size, mtime_ns, content_hash, not says_why)
+            suspect = "" if says_why else _kind(error)
+            return Item(row, None, Status.DECODE_ERROR, reason, size, mtime_ns, content_hash, suspect)
         return Item(row, image, Status.OK, "", size, mtime_ns, content_hash)
 
 
@@ -146,6 +147,12 @@ def _why(error: Exception) -> tuple[Status, str]:
     if isinstance(error, ValueError):
         return Status.DECODE_ERROR, str(error) or type(error).__name__
     raise error
+
+
+def _kind(error: Exception) -> str:
+    """What an error has in common with those of other images; what it says may name the image."""
+    number = error.errno if isinstance(error, OSError) else None
+    return f"{type(error).__name__} {number or ''}"
 
 
 def _machine_error(error: Exception, row: int) -> MachineError:
@@ -173,7 +180,7 @@ def _collate(found: list[Item | LayertapError]) -> Batch | LayertapError | None:
         images=torch.stack(images) if images else torch.empty(0, dtype=torch.uint8),
         status=np.array([item.status for item in items], np.uint8),
         reasons={item.row: item.reason for item in items if item.reason},
-        suspect=frozenset(item.row for item in items if item.suspect),
+        suspect={item.row: item.suspect for item in items if item.suspect},
         source_size=np.array([item.size for item in items], np.int64),
         source_mtime_ns=np.array([item.mtime_ns for item in items], np.int64),
         source_hash=np.frombuffer(b"".join(item.content_hash for item in items), np.uint8).reshape(-1, 16),
@@ -189,7 +196,7 @@ def _joined(pieces: list[Batch]) -> Batch:
         images=torch.cat(images) if images else torch.empty(0, dtype=torch.uint8),
         status=np.concatenate([piece.status for piece in pieces]),
         reasons={row: reason for piece in pieces for row, reason in piece.reasons.items()},
-        suspect=frozenset().union(*(piece.suspect for piece in pieces)),
+        suspect={row: kind for piece in pieces for row, kind in piece.suspect.items()},
         source_size=np.concatenate([piece.source_size for piece in pieces]),
         source_mtime_ns=np.concatenate([piece.source_mtime_ns for piece in pieces]),
         source_hash=np.concatenate([piece.source_hash for piece in pieces]),

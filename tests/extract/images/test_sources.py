@@ -630,7 +630,7 @@ def test_a_server_that_dies_ends_the_run_and_its_rows_stay_pending(folder: Path,
     lines = [f"http://127.0.0.1:9/{i}.png" for i in range(5)]
     (tmp_path / "dead.csv").write_text("path\n" + "\n".join(lines))
     settings = {"backbone": "timm/test_resnet", "weights": "random", "workers": 2, "progress": False}
-    with pytest.raises(LayertapError, match="no answer for 5 images in a row: cannot be fetched"):
+    with pytest.raises(LayertapError, match="5 images in a row cannot be read: cannot be fetched"):
         extract_features(tmp_path / "dead.csv", out=tmp_path / "out", **settings)
     with FeatureReader(tmp_path / "out", partial=True) as reader:
         assert len(reader) == 0
