@@ -38,6 +38,12 @@ def _terminate(number: int, frame: FrameType | None) -> None:
     raise _Terminated
 
 
+def _tell_of_memory(error: BaseException) -> None:
+    what = f" ({first_line(error)})" if str(error) else ""
+    remedy = "What was stored is safe. Free or add memory, or lower --workers and --batch-size"
+    click.secho(f"error: the memory does not suffice{what}. {remedy}", fg="red", err=True)
+
+
 class _Commands(click.Group):
     """Turns the errors layertap raises on purpose into one line and an exit code."""
 
@@ -55,15 +61,16 @@ class _Commands(click.Group):
                 4 if isinstance(error, LockedError) else 2 if isinstance(error, InputError | UnknownNameError) else 1
             )
         except OSError as error:
+            if error.errno == errno.ENOMEM:
+                _tell_of_memory(error)
+                ctx.exit(1)
             if error.errno not in _OF_THE_DISK | _OF_FILES:
                 raise
             remedy = "; raise the limit of open files (ulimit -n)" if error.errno in _OF_FILES else ""
             click.secho(f"error: {error.filename or 'writing'}: {error.strerror}{remedy}", fg="red", err=True)
             ctx.exit(1)
         except MemoryError as error:
-            what = f" ({first_line(error)})" if str(error) else ""
-            remedy = "What was stored is safe. Free or add memory, or lower --workers and --batch-size"
-            click.secho(f"error: the memory does not suffice{what}. {remedy}", fg="red", err=True)
+            _tell_of_memory(error)
             ctx.exit(1)
         except KeyboardInterrupt as stop:
             terminated = isinstance(stop, _Terminated)

@@ -18,10 +18,13 @@ from extract.row_status import Status
 __all__ = ["Forward", "Rows", "Values", "check_rows", "joined", "rows_begun", "rows_of"]
 
 _CHECKED_ALONE = 4  # pictures of the first batch; one that a batch has mixed up is hardly in its own place four times
-# Of the largest value of a picture: by so much, the same picture may differ in another batch, in float32 as computed or
-# as float16 as stored; what is nearer than that to another picture cannot be told from it, and need not be.
-_OF_THE_LARGEST = {"float32": 1e-3, "float16": 2e-3}
-_OF_ANOTHER_PICTURE = 0.005  # as of a trial, of the distance to the nearest other picture
+# The same picture in another batch may differ by rounding: by a part of what a value is in the checked pictures (in
+# float32 as computed, or float16 as stored), and by a part of the largest value of all. The second is small, since
+# vision transformers have a few values that are a thousand times larger than all others.
+_OF_THE_SAME_VALUE = {"float32": 1e-3, "float16": 2e-3}
+_OF_THE_LARGEST = 1e-5
+# A picture is another one if more of the values that tell pictures apart differ by more than that.
+_DIFFERENT = 0.1
 
 # feature name -> (B, *shape), on the CPU
 Values = dict[str, NDArray[Any]]
@@ -92,26 +95,23 @@ def check_rows(forward: Forward, images: Tensor, features: Values) -> None:
         return
     positions = np.unique(np.linspace(0, len(images) - 1, _CHECKED_ALONE).round().astype(int)).tolist()
     lone = {position: forward(images[position : position + 1]) for position in positions}
-    for position, own in lone.items():
-        for name, (alone,) in own.items():
-            found = features[name][position]
-            others = [lone[other][name][0] for other in positions if other != position]
-            bound = max(
-                _OF_THE_LARGEST[str(alone.dtype)] * _distance(alone, np.zeros_like(alone)),
-                _OF_ANOTHER_PICTURE * min(_distance(alone, other) for other in others),
+    for name in features:
+        alone = np.stack([lone[position][name][0] for position in positions]).astype(np.float64)  # (C, *shape)
+        found = features[name][positions].astype(np.float64)
+        alone, found = (values.reshape(len(positions), -1) for values in (alone, found))
+        finite = np.isfinite(alone)
+        sizes = np.abs(np.where(finite, alone, 0))
+        rounding = _OF_THE_SAME_VALUE[str(features[name].dtype)] * sizes.max(0) + _OF_THE_LARGEST * sizes.max(initial=0)
+        with np.errstate(invalid="ignore"):  # of infinite values
+            telling = np.ptp(np.where(finite, alone, 0), axis=0) > rounding
+            others = (finite & (np.abs(found - alone) > rounding))[:, telling]
+        wrong = (np.isfinite(found) != finite).any(1) | (others.sum(1) > _DIFFERENT * max(1, telling.sum()))
+        if wrong.any():
+            position = positions[int(wrong.argmax())]
+            raise InputError(
+                f"{name} of picture {position} in the first batch, of {len(images)}, differs from that of the same "
+                "picture alone: its rows are not the images. Nothing of this batch was stored; name other layers"
             )
-            same_gaps = np.array_equal(np.isfinite(found), np.isfinite(alone))
-            if not same_gaps or _distance(found, alone) > bound:
-                raise InputError(
-                    f"{name} of picture {position} in the first batch, of {len(images)}, differs from that of the same "
-                    "picture alone: its rows are not the images. Nothing of this batch was stored; name other layers"
-                )
-
-
-def _distance(one: NDArray[Any], other: NDArray[Any]) -> float:
-    """The largest difference, where both are finite."""
-    both = np.isfinite(one) & np.isfinite(other)
-    return float(np.abs(one[both].astype(np.float64) - other[both]).max(initial=0))
 
 
 def _check_count(features: Values, count: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from extract.store.format.writer import ShardWriter
 
 __all__ = ["ShardWork", "batches_of", "check_disk_space", "check_same_images", "create_part", "work_at", "work_of"]
 
-_TRIED = 4  # images of a shard that had an I/O error; where a server is away, each takes seconds
+_TRIED_S = 2.0  # for the images of a shard that had an I/O error; where a server is away, each takes seconds
 _SAMPLED = 16  # stored rows whose images are read again when their folder has another name than before
 RowNumbers = range | NDArray[np.int64]  # ascending
 
@@ -67,7 +68,7 @@ def work_of(dataset: DataSet, source: Source, retry_failed: bool) -> list[ShardW
 
 
 def _of_io_errors(dataset: DataSet, source: Source, shard: int, where: Whereabouts) -> ShardWork | None:
-    """The rows of a finished shard with an I/O error, if any of the first of them can be read now."""
+    """The rows of a finished shard with an I/O error, if one is found that can be read now."""
     assert where.published is not None
     published = dataset.path(shard, where.published)
     counts = (read_receipt(published) or {}).get("status")
@@ -76,9 +77,13 @@ def _of_io_errors(dataset: DataSet, source: Source, shard: int, where: Whereabou
     with dataset.open_shard(shard, published) as opened:
         compress = next(iter(opened.compression.values()), None)
         rows = dataset.shard_range(shard)[0] + np.flatnonzero(opened.column("status") == Status.IO_ERROR)
-    if not any(_can_be_read(source, row) for row in rows[:_TRIED].tolist()):
-        return None  # the shard is not written anew for nothing
-    return ShardWork(shard, where.published + 1, rows, published, compress)
+    end = time.monotonic() + _TRIED_S
+    for row in np.random.default_rng().permutation(rows).tolist():  # each run may look at others
+        if _can_be_read(source, row):
+            return ShardWork(shard, where.published + 1, rows, published, compress)
+        if time.monotonic() > end:
+            break
+    return None  # the shard is not written again for nothing
 
 
 def _can_be_read(source: Source, row: int) -> bool:

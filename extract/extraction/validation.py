@@ -115,7 +115,7 @@ class _FirstThenAll(Forward):
                 self._open_now.close()
                 raise
         else:
-            if not self._rows_are_checked:  # the first batch was of one picture
+            if not self._rows_are_checked and len(images) > 1:  # the first batch was of one picture
                 with ready(self._plan.backbone, self._plan.choice, "float32") as plain:
                     self._check_rows(plain, images, plain(images))
             values = self._forward.begin(images)

@@ -19,7 +19,7 @@ from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError, fe
 from extract import defaults
 from extract.errors import MachineError, first_line, is_of_the_machine
 
-__all__ = ["IMAGE_SUFFIXES", "check_decoders", "decode", "decode_partly", "to_picture"]
+__all__ = ["IMAGE_SUFFIXES", "check_decoders", "decode", "decode_partly", "pixels_of", "to_picture"]
 
 # What Pillow reads, but for formats that other programs must draw (EPS, PDF, WMF, EMF), measurements that are no
 # pictures (FITS, GRIB, BUFR, HDF5), and films (MPEG).
@@ -105,6 +105,17 @@ def decode_partly(data: bytes, max_pixels: int) -> Image.Image | None:
         return None
     pixels = np.asarray(picture)
     return picture if (pixels != pixels[:1, :1]).any() else None  # of one colour: not one pixel was there
+
+
+def pixels_of(data: bytes) -> int:
+    """How many pixels a picture has, as the head of its file says; 0: it does not say it."""
+    try:
+        with warnings.catch_warnings(), _settings_of_pillow(defaults.MAX_PIXELS):
+            warnings.simplefilter("ignore")
+            with Image.open(io.BytesIO(data), formats=_formats()) as image:
+                return image.width * image.height
+    except Exception:  # as in `decode`
+        return 0
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from extract import defaults
 from extract.errors import LayertapError, MachineError, first_line, is_of_the_machine
-from extract.images.decoding import check_decoders
+from extract.images.decoding import check_decoders, pixels_of
 from extract.images.image_list import ImageList
 from extract.images.sources import UNKNOWN, BrokenListError, Source, UnreachableError
 from extract.images.worker_deaths import WorkerDeaths
@@ -37,6 +37,9 @@ _GIVE_UP_S = 600  # without any image: a worker that cannot send one, or a file 
 _PIECES = 16
 _LEAST_PIECE = 4  # images; sending one by one would cost as much as decoding small ones
 _BATCHES_AHEAD = 2  # for each worker
+
+# A machine that has no memory for a picture of fewer has none for any. Decoding takes up to 16 bytes for each.
+_NOT_MANY_PIXELS = 50_000_000
 
 # A disk or a server fails, or is away: the same file may be read at another time.
 _IO_ERRORS = {errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOLINK,
@@ -105,7 +108,7 @@ class _Decoded(Dataset[Item | LayertapError]):
         self._max_pixels, self._at_least_px = max_pixels, at_least_px
 
     def __getitem__(self, row: int) -> Item | LayertapError:
-        size, mtime_ns, content_hash = -1, UNKNOWN, bytes(16)
+        data, size, mtime_ns, content_hash = b"", -1, UNKNOWN, bytes(16)
         try:
             data, mtime_ns = self._source.read(row)
             size, content_hash = len(data), xxhash.xxh3_128_digest(data)
@@ -113,7 +116,7 @@ class _Decoded(Dataset[Item | LayertapError]):
         except (BrokenListError, MachineError) as error:
             return error
         except Exception as error:
-            if is_of_the_machine(error):
+            if is_of_the_machine(error) or (isinstance(error, MemoryError) and pixels_of(data) < _NOT_MANY_PIXELS):
                 return _machine_error(error, row)
             status, reason = _why(error)
             of_another = status is Status.IO_ERROR or isinstance(error, MemoryError)

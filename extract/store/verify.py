@@ -245,7 +245,7 @@ def _as_status_says(block: dict[str, NDArray[Any]], status: NDArray[np.uint8]) -
         [
             status == Status.OK,
             status == Status.NOT_FINITE,
-            np.isin(status, (Status.DECODE_ERROR, Status.MISSING, Status.IO_ERROR)),
+            np.isin(status, _WITHOUT_IMAGE),
         ],
         [finite, ~finite, none],
         False,

@@ -86,7 +86,7 @@ def difference(
     retry_before_ns = before(scanned_ns, guards.retry_after_s)
     unread_before_ns = max(retry_before_ns, before(scanned_ns, _UNREAD_S))
     to_look_at = list(manifest.to_look_at(retry_before_ns, unread_before_ns))
-    candidates, waiting = _settled(manifest, to_look_at, guards, scanned_ns)
+    candidates, waiting = _settled(manifest, _readable(root, to_look_at, unread_before_ns), guards, scanned_ns)
     stored = {one.seen.path: one.before for one in candidates if one.before is not None}
     resolved, todo, moved = _known(root, manifest, candidates, scanned_ns, retry_before_ns, stop)
     gone = manifest.gone()
@@ -110,6 +110,18 @@ def difference(
         tried_again=sum((old := stored.get(one.seen.path)) is not None and old.status != Status.OK for one in todo),
         vanished=len(gone) - renamed + nowhere,
     )  # fmt: skip
+
+
+def _readable(root: str, candidates: list[Candidate], unread_before_ns: int) -> list[Candidate]:
+    """Those without files that had an I/O error a short while ago and still have it, for which no model is loaded."""
+    unread = [
+        one.seen
+        for one in candidates
+        if one.same and one.before is not None and one.before.status == Status.IO_ERROR
+        and one.before.tried_ns >= unread_before_ns
+    ]  # fmt: skip
+    still = {seen for seen, content in zip(unread, hashes_of(root, unread), strict=True) if content is None}
+    return [one for one in candidates if one.seen not in still]
 
 
 def _settled(

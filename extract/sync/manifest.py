@@ -15,17 +15,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
+import shutil
 import sqlite3
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
-from urllib.parse import quote
 
 from extract.errors import LayertapError
 from extract.row_status import Status
 from extract.sync.scan import Seen
-from extract.system.atomic_files import check_own_file
+from extract.system.atomic_files import check_regular, make_own
 
 __all__ = ["Candidate", "Feature", "Manifest", "Planned", "Stored"]
 
@@ -115,8 +115,7 @@ class Manifest:
         self._out = out
         self._path: Path | None = None if copy else out / "manifest.sqlite"
         self.made_anew = ""
-        for behind in ("", "-wal", "-shm", "-journal"):
-            check_own_file(out / f"manifest.sqlite{behind}")
+        _make_safe(out / "manifest.sqlite", only_read=copy)
         try:
             if made_anew:
                 self.start_anew(made_anew)
@@ -133,6 +132,7 @@ class Manifest:
         made = self._path is None or not self._path.exists()
         self._sql = sqlite3.connect(self._path or ":memory:", isolation_level=None)
         try:
+            self._sql.execute("PRAGMA trusted_schema = OFF")  # whoever made the file may have put triggers into it
             self._sql.execute("PRAGMA locking_mode = EXCLUSIVE")
             self._sql.execute("PRAGMA journal_mode = WAL")
             self._sql.execute("PRAGMA synchronous = FULL")
@@ -150,8 +150,13 @@ class Manifest:
             raise
 
     def _copy_from(self, path: Path) -> None:
-        with contextlib.closing(sqlite3.connect(f"file:{quote(os.fspath(path))}?mode=rw", uri=True)) as source:
-            source.backup(self._sql)
+        # Even reading may write: SQLite folds a log into the file. So the copy of a copy is taken.
+        with tempfile.TemporaryDirectory(prefix="layertap-") as folder:
+            for behind in ("", "-wal"):
+                with contextlib.suppress(FileNotFoundError):
+                    shutil.copyfile(path.with_name(path.name + behind), Path(folder) / (path.name + behind))
+            with contextlib.closing(sqlite3.connect(Path(folder) / path.name)) as source:
+                source.backup(self._sql)
         if self._get("format", 0) != _FORMAT:
             raise sqlite3.DatabaseError(f"it is of format {self._get('format', 0)}, not {_FORMAT}")
 
@@ -272,7 +277,7 @@ class Manifest:
 
         Args:
             retry_before_ns: rows that failed, and were tried before that time, are tried again; those with an I/O
-                error in any case.
+                error are given in any case.
             unread_before_ns: the same, of files that could not even be read.
         """
         found = self._sql.execute(
@@ -438,3 +443,18 @@ class Manifest:
             ((i, *row.seen, int(row.settled)) for i, row in enumerate(rows)),
         )
         self._set("planned_pass", number)
+
+
+def _make_safe(path: Path, only_read: bool) -> None:
+    """See that opening the file changes no file elsewhere.
+
+    Raises:
+        InputError: it, or a file of SQLite beside it, is a link.
+    """
+    for behind in ("", "-wal", "-shm"):
+        (check_regular if only_read else make_own)(path.with_name(path.name + behind))
+    journal = path.with_name(path.name + "-journal")
+    # Ours is never left with a rollback journal, since it is in WAL mode. One that somebody has put there may name any
+    # file as its super-journal, and SQLite deletes that file (https://www.sqlite.org/fileformat.html#the_rollback_journal).
+    if not only_read and journal.exists():
+        journal.replace(journal.with_name(journal.name + ".damaged"))

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,12 +19,14 @@ __all__ = [
     "allow_more_files",
     "append_line",
     "bytes_below",
-    "check_own_file",
     "check_own_folders",
+    "check_regular",
     "claim",
     "discard",
     "link_target",
+    "make_own",
     "open_own",
+    "open_unfollowed",
     "own_folder",
     "read_json",
     "sync_folder",
@@ -102,52 +105,64 @@ def link_target(path: Path) -> Path:
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open a file of a data set to change it where it lies, and return its descriptor.
+    """Open a file of a data set to change it in place, and return its descriptor.
 
-    A data set may come from anyone. A symbolic link in it, or a file that has a second name elsewhere, would pass the
-    change on to a file that is none of the data set's.
+    A data set may come from anyone. A symbolic link in it would pass the change on to a file elsewhere. So would a hard
+    link; a file with several names, as copies by `cp -al` have, is replaced by a copy of its own first.
 
     Args:
         path: of the file. Folders in it are not looked at; see `check_own_folders`.
-        flags: as of `os.open`.
+        flags: as in `os.open`.
 
     Raises:
-        InputError: it is a symbolic link, has more than one name, or is not a regular file.
-        OSError: as of `os.open`.
+        InputError: it is a symbolic link, or is not a regular file.
+        OSError: as in `os.open`; or the copy cannot be written.
     """
-    check_own_file(path)
+    make_own(path)
+    return open_unfollowed(path, flags)
+
+
+def open_unfollowed(path: Path, flags: int) -> int:
+    """Open a regular file and no symbolic link; returns its descriptor, and raises what `open_own` does.
+
+    The file may have other names, so it may be locked and read, but not changed.
+    """
+    check_regular(path)
     # O_NONBLOCK: a pipe that has taken the place of the file must not be waited for.
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    try:
-        _check_own(path, os.fstat(descriptor))
-    except BaseException:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise
+        check_regular(path)
+        raise InputError(f"{path} is not a regular file; nothing was written")
     return descriptor
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add a line to a text file of a data set; errors as of `open_own`."""
+    """Add a line to a text file of a data set; errors as in `open_own`."""
     with os.fdopen(open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a", encoding="utf-8") as file:
         file.write(line + "\n")
 
 
-def check_own_file(path: Path) -> None:
-    """See that a file of a data set, if it is there, may be changed where it lies; errors as of `open_own`."""
-    with contextlib.suppress(FileNotFoundError):
-        _check_own(path, path.lstat())
+def make_own(path: Path) -> None:
+    """Replace a file that has several names (hard links) by a copy, so that a change of it changes no other file.
+
+    Nothing happens where there is no file. Errors as in `open_own`.
+    """
+    check_regular(path)
+    if path.exists() and path.lstat().st_nlink > 1:
+        with path.open("rb") as shared, whole_file(path) as own:
+            shutil.copyfileobj(shared, own, 1 << 20)
 
 
-def _check_own(path: Path, status: os.stat_result) -> None:
-    if stat.S_ISLNK(status.st_mode):
-        what = f"is a link to {path.readlink()}"
-    elif not stat.S_ISREG(status.st_mode):
-        what = "is not a regular file"
-    elif status.st_nlink > 1:
-        what = f"has {status.st_nlink} names (hard links), so that a change of it would be one of another file, too"
-    else:
+def check_regular(path: Path) -> None:
+    """See that a file of a data set, if it is there, is a regular file; raises InputError where `open_own` does."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
         return
-    raise InputError(f"{path} {what}; nothing was written. Put a copy of the file in its place, or remove it")
+    if not stat.S_ISREG(mode):
+        what = f"is a link to {path.readlink()}" if stat.S_ISLNK(mode) else "is not a regular file"
+        raise InputError(f"{path} {what}; nothing was written. Put a copy of the file in its place, or remove it")
 
 
 def own_folder(path: Path) -> Path:

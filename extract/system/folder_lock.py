@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from extract.errors import LayertapError, LockedError
-from extract.system.atomic_files import check_own_folders, open_own
+from extract.system.atomic_files import check_own_folders, open_unfollowed
 
 __all__ = ["locked"]
 
@@ -53,7 +53,7 @@ def locked(out: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _lock_file(out: Path, is_new: bool) -> Iterator[None]:
     try:
-        file = os.fdopen(open_own(out / ".lock", os.O_RDWR | os.O_CREAT), "r+", encoding="utf-8")
+        file = os.fdopen(open_unfollowed(out / ".lock", os.O_RDWR | os.O_CREAT), "r+", encoding="utf-8")
     except OSError as error:
         raise LayertapError(f"cannot write to {out}: {error.strerror}") from error
     with file:
@@ -80,7 +80,13 @@ def _lock_file(out: Path, is_new: bool) -> Iterator[None]:
 
 
 def _note(descriptor: int, text: str) -> None:
-    """Say who holds the lock; on a full disk, nobody does."""
+    """Say who holds the lock; on a full disk, nobody does.
+
+    A lock with several names may be a file elsewhere, or that of a backup by `cp -al`. It is held, but not written to.
+    It is not replaced by a copy either: another process may hold it.
+    """
+    if os.fstat(descriptor).st_nlink > 1:
+        return
     with contextlib.suppress(OSError):
         os.ftruncate(descriptor, 0)
         os.write(descriptor, text.encode())

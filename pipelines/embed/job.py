@@ -19,13 +19,12 @@ from extract.extraction.run import Plan, Summary, extract, plan
 from extract.extraction.tuning import fastest
 from extract.extraction.validation import Computation
 from extract.images import ImageList, list_images
-from extract.row_status import Status
 from extract.store.reader import FeatureReader
 from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.backbone import backbone_of
 from pipelines.terminal.graceful_stop import signals_held
 from pipelines.terminal.progress import Progress
-from pipelines.terminal.text_output import print_failures
+from pipelines.terminal.text_output import print_failures, print_remedy
 
 __all__ = ["Outcome", "bottleneck", "described", "embed", "plan_of", "print_summary", "summary_as_json"]
 
@@ -216,12 +215,7 @@ def print_summary(outcome: Outcome, echo: Callable[[str], None]) -> None:
         failed = f", {len(outcome.failures):,} of them without features" if outcome.failures else ""
         echo(f"{dataset.out} is complete: all {summary.n_rows:,} rows were done before{failed}; nothing to do")
     print_failures([failure[1:] for failure in outcome.failures], dataset.out, echo)
-    tried_again = Status.IO_ERROR.text
-    others = len(outcome.failures) - [status for _, _, status, _ in outcome.failures].count(tried_again)
-    if others < len(outcome.failures):
-        echo(f"images with an {tried_again} are tried again by the next run")
-    if others:
-        echo("to compute failed images again once they are fixed, add --retry-failed")
+    print_remedy(outcome.failures, echo)
 
 
 def bottleneck(summary: Summary) -> str:

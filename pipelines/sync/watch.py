@@ -1,8 +1,7 @@
 """Passes as soon as something changes: `layertap watch CONFIG`.
 
-The kernel reports changes (inotify) where it can: not on file systems of other machines, not beyond its limit of
-watches, and not below folders that may not be read. Such a folder is scanned every few seconds instead, and the user
-is told why.
+The kernel reports changes (inotify) where it can: not on file systems of other machines, and not beyond its limit of
+watches. Such a folder is scanned every few seconds instead, and the user is told why.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -149,34 +148,47 @@ class _Changes:
 
     def _follow(self, config: SyncConfig) -> str:
         """Follow the reports of the kernel until the end; returns why that is not possible, if it is not."""
+        one_by_one = False  # each folder by itself, where one in the tree cannot be read
         while not self._stop.is_set():
             try:
                 root, is_first = _identity(config.root), True
-                for changes in self._watchfiles.watch(
-                    config.root,
-                    watch_filter=lambda change, path: not is_litter(path.rpartition("/")[2]),
-                    stop_event=self._stop,
-                    force_polling=False,
-                    rust_timeout=_NOTHING_MS,
-                    yield_on_timeout=True,
-                    raise_interrupt=False,
-                    # If these were ignored, so would be the error at the limit of watches.
-                    ignore_permission_denied=False,
-                ):
+                for changes in self._reports(config, one_by_one):
                     if changes or is_first:  # a change before all folders were watched was not reported
                         self._has_changed(config)
                     is_first = False
                     if _identity(config.root) != root:  # a disk was unmounted, or the folder was replaced
                         self._has_changed(config)
                         break
+                    if one_by_one and any(Path(path).is_dir() for _, path in changes):  # it is not watched yet
+                        break
             except FileNotFoundError:  # the passes say so
                 self._stop.wait(_GONE_S)
             except PermissionError as error:
-                return f"a folder in it cannot be read ({_reason(error)})"
+                if one_by_one:
+                    return _reason(error)
+                one_by_one = True
             except (OSError, RuntimeError) as error:
                 limit = "limit" in str(error)
                 return _reason(error) + (" (raise fs.inotify.max_user_watches to have it watched)" if limit else "")
         return ""
+
+    def _reports(self, config: SyncConfig, one_by_one: bool) -> Iterator[set[Any]]:
+        """The changes of a second each, as (kind, path)."""
+        folders = [folder for folder, _, _ in os.walk(config.root)] if one_by_one else [config.root]
+        reports: Iterator[set[Any]] = self._watchfiles.watch(
+            *folders,
+            recursive=not one_by_one,
+            watch_filter=lambda change, path: not is_litter(path.rpartition("/")[2]),
+            stop_event=self._stop,
+            force_polling=False,
+            rust_timeout=_NOTHING_MS,
+            yield_on_timeout=True,
+            raise_interrupt=False,
+            # If that is ignored, a tree is watched up to the first folder that cannot be read, and the error at the
+            # limit of watches is ignored, too.
+            ignore_permission_denied=False,
+        )
+        return reports
 
     def _scan(self, config: SyncConfig) -> None:
         """Look for changes until the end."""

@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-__all__ = ["SHOWN", "print_failures", "printable"]
+from extract.row_status import Status
+
+__all__ = ["SHOWN", "print_failures", "print_remedy", "printable"]
 
 SHOWN = 10  # lines of a list on the terminal; --json has all of them
 
@@ -23,6 +25,22 @@ def print_failures(failures: Sequence[tuple[str, str, str]], out: Path, echo: Ca
         echo(f"  {printable(path)}: {status}: {reason}")
     if len(failures) > SHOWN:
         echo(f"  ... and {len(failures) - SHOWN:,} more: layertap show {shlex.quote(str(out))} --json")
+
+
+def print_remedy(failures: Sequence[tuple[int, str, str, str]], echo: Callable[[str], None], where: str = "") -> None:
+    """How failed rows are computed again.
+
+    Args:
+        failures: (row, path, status, reason) of all of them.
+        echo: prints a line.
+        where: which run does it; empty: any.
+    """
+    statuses = [status for _, _, status, _ in failures]
+    io_errors = statuses.count(Status.IO_ERROR.text)
+    if io_errors:
+        echo(f"images with an {Status.IO_ERROR.text} are tried again by the next run{where}")
+    if io_errors < len(statuses):
+        echo(f"to compute failed images again once they are fixed, add --retry-failed{where and f' to a run{where}'}")
 
 
 def printable(path: str) -> str:

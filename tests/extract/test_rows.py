@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from extract import extract_features, load_backbone
 from extract.errors import InputError
+from extract.extraction.run import extract, plan
 from extract.taps.batch_axis import Rows, learn_rows
 
 SIZE = 32
@@ -50,6 +51,11 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.conv, self.inside = nn.Conv2d(3, 8, 4, 4), nn.Linear(8, 8)
+        if {large}:
+            self.inside.bias.data[0] = 1000.0
+
+    def large(self, x):
+        return x
 
     def forward(self, x):
         brightness = x.mean((1, 2, 3))
@@ -79,12 +85,17 @@ def of_brightness(folder: Path, values: list[int]) -> Path:
     return folder
 
 
+MIXES["sorts beside a large value"] = (
+    "order = brightness.argsort(); y = self.inside(h[order])[order.argsort()]; return self.large(y)"
+)
+
+
 @pytest.mark.parametrize("how", MIXES)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_what_only_real_pictures_show_is_refused_before_anything_is_stored(
     tmp_path: Path, how: str, dtype: str
 ) -> None:
-    (tmp_path / "net.py").write_text(FILE.format(mix=MIXES[how]))
+    (tmp_path / "net.py").write_text(FILE.format(mix=MIXES[how], large="large" in how))
     values = [200, 10, 120, 60, 180, 30, 90, 150, 210, 0, 100, 40]
     pictures = of_brightness(tmp_path / "pictures", values)
     backbone = load_backbone(f"python/{tmp_path / 'net.py'}:net", device="cpu")
@@ -98,7 +109,7 @@ def test_what_only_real_pictures_show_is_refused_before_anything_is_stored(
 
 
 def test_the_first_batch_of_several_pictures_is_checked_where_the_first_was_of_one(tmp_path: Path) -> None:
-    (tmp_path / "net.py").write_text(FILE.format(mix=MIXES["sorts"]))
+    (tmp_path / "net.py").write_text(FILE.format(mix=MIXES["sorts"], large=False))
     pictures = of_brightness(tmp_path / "pictures", [200, 10, 120, 60, 180, 30, 90])
     for path in sorted(pictures.iterdir())[:3]:
         path.write_bytes(b"no picture")  # a batch of four has one picture
@@ -109,7 +120,7 @@ def test_the_first_batch_of_several_pictures_is_checked_where_the_first_was_of_o
 
 
 def test_layers_that_treat_each_picture_by_itself_pass_in_every_order(tmp_path: Path) -> None:
-    (tmp_path / "net.py").write_text(FILE.format(mix="return self.inside(h)"))
+    (tmp_path / "net.py").write_text(FILE.format(mix="return self.inside(h)", large=False))
     pictures = of_brightness(tmp_path / "pictures", [200, 10, 120, 60, 10, 10, 10])  # some hardly differ
     backbone = load_backbone(f"python/{tmp_path / 'net.py'}:net", device="cpu")
     with extract_features(
@@ -144,3 +155,14 @@ def test_an_expert_that_gets_some_pictures_is_refused() -> None:
 def test_rows_that_are_no_whole_images_are_refused() -> None:
     with pytest.raises(InputError, match="gave 7 rows, and 2 for each image"):
         Rows(0, 2).by_image(torch.zeros(7, 3))
+
+
+def test_batches_of_one_picture_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "net.py").write_text(FILE.format(mix="return self.inside(h)", large=False))
+    pictures = of_brightness(tmp_path / "pictures", [200, 10, 120, 60, 180])
+    backbone = load_backbone(f"python/{tmp_path / 'net.py'}:net", device="cpu")
+    planned = plan(pictures, out=tmp_path / "out", backbone=backbone, layers=["inside"], workers=0, batch_size=1)
+    forwards = []
+    backbone.model.register_forward_pre_hook(lambda module, inputs: forwards.append(len(inputs[0])))
+    extract(planned)
+    assert forwards == [1] * 5

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from tests.pipelines.test_cli import SMALL, fails, layertap
 from tests.pipelines.test_sync import SMALL as SYNC
 from tests.pipelines.test_sync import write
 
+ROOT = Path(__file__).parents[2]
 PRECIOUS = b"somebody's only copy\n"
 
 
@@ -47,12 +51,9 @@ def hard(name: Path, target: Path) -> None:
     os.link(target, name)
 
 
-@pytest.mark.parametrize("link", [symbolic, hard])
 @pytest.mark.parametrize("name", [".lock", "runs.jsonl", "shards/000002.h5.part"])
-def test_embed_changes_no_file_through_a_link(
-    out: Path, folder: Path, precious: Path, name: str, link: Callable[[Path, Path], None]
-) -> None:
-    link(out / name, precious)
+def test_embed_changes_no_file_through_a_symbolic_link(out: Path, folder: Path, precious: Path, name: str) -> None:
+    symbolic(out / name, precious)
     message = fails("embed", folder, "-o", out, *SMALL)
     assert str(out / name) in message
     assert "nothing was written" in message
@@ -64,14 +65,91 @@ def test_embed_changes_no_file_through_a_link(
     assert precious.read_bytes() == PRECIOUS
 
 
+@pytest.mark.parametrize("name", [".lock", "runs.jsonl", "shards/000002.h5.part"])
+def test_embed_changes_no_file_through_a_hard_link(out: Path, folder: Path, precious: Path, name: str) -> None:
+    hard(out / name, precious)
+    result = layertap("embed", folder, "-o", out, *SMALL)
+    assert precious.read_bytes() == PRECIOUS
+    if name.endswith(".part"):  # what is in it is no shard
+        assert result.exit_code != 0
+        (out / name).unlink()
+        result = layertap("embed", folder, "-o", out, *SMALL)
+    assert result.exit_code == 0
+    assert layertap("verify", out).exit_code == 0
+    assert precious.read_bytes() == PRECIOUS
+
+
 @pytest.mark.parametrize("link", [symbolic, hard])
 def test_repair_truncates_no_file_through_the_lock(
     out: Path, precious: Path, link: Callable[[Path, Path], None]
 ) -> None:
     link(out / ".lock", precious)
     (out / "shards" / "000000.json").unlink()  # a fault that can be repaired
-    assert str(out / ".lock") in fails("verify", out, "--repair")
+    result = layertap("verify", out, "--repair")
+    assert (str(out / ".lock") in result.stderr) == (link is symbolic)
     assert precious.read_bytes() == PRECIOUS
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_backup_of_hard_links_stays_as_it_is_and_both_go_on(
+    out: Path, folder: Path, tmp_path: Path, first: bool
+) -> None:
+    backup = tmp_path / "backup"
+    shutil.copytree(out, backup, copy_function=os.link)  # as `cp -al` does
+    changed, kept = (out, backup) if first else (backup, out)
+    before = {path: path.read_bytes() for path in kept.rglob("*") if path.is_file()}
+    assert layertap("embed", folder, "-o", changed, *SMALL).exit_code == 0
+    assert {path: path.read_bytes() for path in kept.rglob("*") if path.is_file()} == before
+    assert layertap("embed", folder, "-o", kept, *SMALL).exit_code == 0
+    for one in (out, backup):
+        assert layertap("verify", one).exit_code == 0
+
+
+def test_a_lock_with_two_names_is_a_lock(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "elsewhere").write_bytes(PRECIOUS)
+    hard(tmp_path / "out" / ".lock", tmp_path / "elsewhere")
+    code = (
+        "import sys; from pathlib import Path; from extract.system.folder_lock import locked\n"
+        "with locked(Path(sys.argv[1])): pass"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "out")]
+    with locked(tmp_path / "out"):
+        assert "LockedError" in subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stderr
+    assert subprocess.run(command, cwd=ROOT).returncode == 0
+    assert (tmp_path / "elsewhere").read_bytes() == PRECIOUS
+
+
+@pytest.mark.parametrize("command", [["sync"], ["sync", "--dry-run"], ["compact"]], ids=" ".join)
+def test_a_rollback_journal_that_names_a_file_does_not_delete_it(
+    folder: Path, tmp_path: Path, precious: Path, command: list[str]
+) -> None:
+    """SQLite deletes the super-journal that a hot journal names (its file format, section 3)."""
+    config = write(tmp_path / "sync.yaml", images=str(folder), out=str(tmp_path / "out"), **SYNC)
+    assert layertap("sync", config).exit_code == 0
+    manifest = tmp_path / "out" / "manifest.sqlite"
+    page = int.from_bytes(manifest.read_bytes()[16:18], "big")
+    pages = manifest.stat().st_size // page
+    magic = bytes.fromhex("d9d505f920a163d7")
+    name = os.fsencode(precious)
+    head = (magic + struct.pack(">IIIII", 0, 0x1234, pages, 512, page)).ljust(512, b"\0")
+    end = struct.pack(">I", 0x40000000 // page + 1) + name + struct.pack(">II", len(name), sum(name)) + magic
+    manifest.with_name("manifest.sqlite-journal").write_bytes(head + end)
+    result = layertap(*command, tmp_path / "out" if command == ["compact"] else config)
+    assert precious.read_bytes() == PRECIOUS
+    assert result.exit_code == 0, result.output
+    assert layertap("sync", config).exit_code == 0
+    assert precious.read_bytes() == PRECIOUS
+
+
+def test_a_dry_run_of_sync_writes_nothing(folder: Path, tmp_path: Path) -> None:
+    config = write(tmp_path / "sync.yaml", images=str(folder), out=str(tmp_path / "out"), **SYNC)
+    assert layertap("sync", config).exit_code == 0
+    (folder / "ant" / "00.png").rename(folder / "bee" / "moved.png")
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in (tmp_path / "out").rglob("*.sqlite*")}
+    assert "1 renamed" in layertap("sync", config, "--dry-run").stdout
+    after = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in (tmp_path / "out").rglob("*.sqlite*")}
+    assert after == before
 
 
 @pytest.mark.parametrize("link", [symbolic, hard])
@@ -179,6 +257,7 @@ def test_a_link_that_takes_the_place_of_a_file_at_the_last_moment_is_refused(
     tmp_path: Path, precious: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     symbolic(tmp_path / "runs.jsonl", precious)
-    monkeypatch.setattr("extract.system.atomic_files.check_own_file", lambda path: None)
+    monkeypatch.setattr("extract.system.atomic_files.check_regular", lambda path: None)
+    monkeypatch.setattr("extract.system.atomic_files.make_own", lambda path: None)
     with pytest.raises(OSError, match="symbolic links"):
         open_own(tmp_path / "runs.jsonl", os.O_RDWR)

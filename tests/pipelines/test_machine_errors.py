@@ -14,7 +14,8 @@ import pytest
 
 from extract import FeatureReader, Status
 from extract.images import decoding
-from extract.images.sources import Files
+from extract.images.sources import Files, UnreachableError
+from extract.sync.hashing import hashes_of
 from tests.conftest import make_picture
 from tests.pipelines.test_cli import SMALL, fails, layertap
 from tests.pipelines.test_sync import SMALL as SYNC
@@ -134,6 +135,38 @@ def test_a_library_that_cannot_be_imported_stops_the_run(
     assert statuses(tmp_path / "out") in ([], ["pending"] * 12)
 
 
+def test_too_little_memory_for_a_small_picture_stops_the_run_and_for_a_huge_one_is_a_failed_row(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    huge = decoding.Image.new("L", (9_000, 8_000))
+    huge.save(folder / "cat" / "huge.png")
+    to_picture = decoding.to_picture
+
+    def short_of_memory(image: decoding.Image.Image) -> decoding.Image.Image:
+        if image.size in short:
+            raise MemoryError
+        return to_picture(image)
+
+    monkeypatch.setattr(decoding, "to_picture", short_of_memory)
+    short = {huge.size}
+    assert layertap("embed", folder, "-o", tmp_path / "out", *SMALL).exit_code == 0
+    assert statuses(tmp_path / "out") == ["ok"] * 12 + ["decode error"]
+    short = {(75, 49)}  # of bee/07.jpg
+    assert "cannot read images any more: MemoryError" in fails("embed", folder, "-o", tmp_path / "new", *SMALL, code=1)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM])
+def test_what_runs_out_when_decoders_are_started_is_one_line(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refused() -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fork", refused)
+    message = fails("embed", folder, "-o", tmp_path / "out", *SMALL, "--workers", 2, code=1)
+    assert ("the memory does not suffice" if number == errno.ENOMEM else "ulimit -n") in message
+
+
 def test_too_little_memory_is_one_line_and_leaves_what_was_stored(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,14 +226,15 @@ def test_a_complete_data_set_with_failed_rows_says_how_they_are_tried_again(fold
     assert "--retry-failed" in told
 
 
-@pytest.mark.parametrize("error", [OSError(errno.EIO, os.strerror(errno.EIO)), MemoryError()])
+@pytest.mark.parametrize("error", [lambda i: OSError(errno.EIO, os.strerror(errno.EIO)),
+                                   lambda i: UnreachableError(f"HTTP 503 of image {i}")])  # fmt: skip
 def test_many_images_in_a_row_that_fail_for_the_same_foreign_reason_stop_the_run(
-    folder: Path, tmp_path: Path, failing: dict[str, Exception], error: Exception
+    folder: Path, tmp_path: Path, failing: dict[str, Exception], error: Callable[[int], Exception]
 ) -> None:
     for i in range(60):
         make_picture(100 + i, 20, 20).save(folder / "cat" / f"z{i:02d}.png")
         if i != 20:
-            failing[f"cat/z{i:02d}.png"] = error
+            failing[f"cat/z{i:02d}.png"] = error(i)
     arguments = ["embed", folder, "-o", tmp_path / "out", *SMALL, "--batch-size", 4]
     message = fails(*arguments, code=1)
     assert "35 images in a row cannot be read" in message  # in batches of 4; not the 20 before the one that can be
@@ -233,6 +267,16 @@ def test_sync_tries_an_image_with_an_io_error_again_in_the_next_pass(
     failing["bee/07.jpg"] = OSError(errno.EIO, os.strerror(errno.EIO))
     assert layertap("sync", config).exit_code == 0
     assert statuses(tmp_path / "out").count("io error") == 1
+    with pytest.MonkeyPatch.context() as patched:  # it still cannot be read: no backbone is loaded for it
+        patched.setattr(
+            "extract.sync.difference.hashes_of",
+            lambda root, files: [
+                None if seen.path == b"bee/07.jpg" else found
+                for seen, found in zip(files, hashes_of(root, files), strict=True)
+            ],
+        )
+        patched.setattr("pipelines.sync.job.Telling.plan", lambda *_: pytest.fail("a backbone was loaded"))
+        assert layertap("sync", config).exit_code == 0
     failing.clear()
     assert layertap("sync", config).exit_code == 0
     assert statuses(tmp_path / "out") == ["ok"] * 12

@@ -11,6 +11,7 @@ are equally good. Here it is the one with the least log loss on these rows, and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -220,7 +221,7 @@ def ridge(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
     alphas = np.logspace(-5, 6, 45)
     scaling = Scaling.of(settings.scaling, fit.rows)
     weights, biases = fit_ridge(fit.rows.scaled(scaling), fit.targets, alphas.tolist())
-    compared = _compared(weights, biases, scaling, chosen_on, settings)
+    compared = _on_val(weights, biases, scaling, chosen_on, settings)
     curve = [(alpha, one.value) for alpha, one in zip(alphas.tolist(), compared, strict=True)]
     alpha = float(alphas[::-1][_best(compared[::-1])])
     everyone = fit + chosen_on
@@ -338,7 +339,7 @@ def _swept(train: Labelled, val: Labelled, settings: Settings, strengths: NDArra
     """All strengths, side by side."""
     problem, scaling = _problem(train, settings)
     fit = problem.fit(strengths.tolist())
-    found = _compared(fit.weights, fit.biases, scaling, val, settings)
+    found = _on_val(fit.weights, fit.biases, scaling, val, settings)
     best = _best(found)  # from the strongest penalty on
     # Copies, or the weights of all strengths would be kept with these.
     weights, biases = fit.weights[best].copy(), fit.biases[best].copy()
@@ -355,7 +356,8 @@ def _searched(train: Labelled, val: Labelled, settings: Settings) -> _Sweep:
     for distance in (8, 4, 2, 1, 0):
         strengths = [10 ** (6 - step / 8) for step in steps]  # 1 / lambda
         fit = problem.fit(strengths)
-        found = _compared(fit.weights, fit.biases, scaling, val, settings)
+        top = max((one.value for one, _ in known.values()), default=-math.inf)
+        found = _on_val(fit.weights, fit.biases, scaling, val, settings, top)
         for i, (step, one) in enumerate(zip(steps, found, strict=True)):
             known[step] = one, LinearProbe(fit.weights[i], fit.biases[i], settings.classes, settings.task, scaling)
         from_strongest = sorted(known, reverse=True)
@@ -403,7 +405,12 @@ def _on_few(count: int) -> list[str]:
 
 
 class _OnVal(NamedTuple):
-    """What a strength gives on the validation rows: the primary metric, and the log loss in nats (0 for numbers)."""
+    """What a strength gives on the validation rows.
+
+    Attributes:
+        value: the primary metric.
+        log_loss: in nats; 0 for numbers; infinite where it is not known, as where the value is not the best.
+    """
 
     value: float
     log_loss: float
@@ -433,10 +440,33 @@ def _log_loss(scores: NDArray[Any], targets: NDArray[Any], task: str) -> float:
     return float((np.logaddexp.reduce(wide[known], axis=1) - wide[known, targets[known]]).mean())
 
 
+def _on_val(
+    weights: NDArray[Any], biases: NDArray[Any], scaling: Scaling, val: Labelled, settings: Settings,
+    at_least: float = -math.inf,
+) -> list[_OnVal]:  # fmt: skip
+    """What each of (M, K, D) and (M, K) gives; the log loss of those only that are the best, and `at_least` so good."""
+    targets, task = val.targets, settings.task
+    values = _compared(weights, biases, scaling, val, settings, lambda scores: primary(scores, targets, task))
+    top = max(at_least, *(value for value in values if not math.isnan(value)), -math.inf)
+    tied = [i for i, value in enumerate(values) if value == top]
+    losses = _compared(
+        weights[tied], biases[tied], scaling, val, settings, lambda scores: _log_loss(scores, targets, task)
+    )
+    known = dict(zip(tied, losses, strict=True))
+    return [
+        _OnVal(-math.inf if math.isnan(value) else value, _or_infinite(known.get(i))) for i, value in enumerate(values)
+    ]
+
+
+def _or_infinite(value: float | None) -> float:
+    return math.inf if value is None or math.isnan(value) else value
+
+
 def _compared(
-    weights: NDArray[Any], biases: NDArray[Any], scaling: Scaling, val: Labelled, settings: Settings
-) -> list[_OnVal]:
-    """What each of (M, K, D) and (M, K) gives on the validation rows, some at a time."""
+    weights: NDArray[Any], biases: NDArray[Any], scaling: Scaling, val: Labelled, settings: Settings,
+    judge: Callable[[NDArray[Any]], float],
+) -> list[float]:  # fmt: skip
+    """What each of (M, K, D) and (M, K) gives on the validation rows, some at a time; `judge` takes (N, K) scores."""
     k = weights.shape[1]
     at_once = max(1, _SCORES // (k * len(val)))
     found = []
@@ -451,8 +481,7 @@ def _compared(
             one = scores[:, i]
             if settings.task == "classification" and k == 1:
                 one = np.concatenate([np.zeros_like(one), one], 1)
-            value = primary(one, val.targets, settings.task)
-            found.append(_OnVal(value, _log_loss(one, val.targets, settings.task)))
+            found.append(judge(one))
     return found
 
 

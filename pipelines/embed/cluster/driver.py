@@ -46,7 +46,7 @@ from pipelines.embed.cluster.launch import engine_of
 from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.graceful_stop import signals_held
 from pipelines.terminal.progress import Progress
-from pipelines.terminal.text_output import print_failures, printable
+from pipelines.terminal.text_output import print_failures, print_remedy, printable
 
 __all__ = ["Shared", "as_json", "embed_shared", "exit_code", "print_shared"]
 
@@ -251,7 +251,8 @@ def print_shared(shared: Shared, echo: Callable[[str], None]) -> None:
     if not shared.asked and shared.config.shards_of:
         echo(f"{out}: of the shards of {shared.config.shards_of}, none is missing; nothing to do")
     elif not shared.asked:
-        echo(f"{out} is complete: all {dataset.n_rows:,} rows were done before; nothing to do")
+        failed = f", {len(shared.failures):,} of them without features" if shared.failures else ""
+        echo(f"{out} is complete: all {dataset.n_rows:,} rows were done before{failed}; nothing to do")
     else:
         echo(f"{out}: {there:,} of {dataset.n_shards:,} shards are there, {found.done:,} of them made now")
         rate = shared.computed / shared.seconds if shared.seconds else 0.0
@@ -269,6 +270,8 @@ def print_shared(shared: Shared, echo: Callable[[str], None]) -> None:
         again = "To go on" if found.stopped else "To try again"
         echo(f"{again}:\n  {shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}")
     print_failures([failure[1:] for failure in shared.failures], Path(out), echo)
+    if not is_url(out):
+        print_remedy(shared.failures, echo, " of one process (without --engine)")
 
 
 def as_json(shared: Shared) -> dict[str, Any]:
