@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from extract.backbones.backbone import Asked, LoadedBackbone, downloading
+from extract.backbones.catalogue_entry import Entry, count_parameters, without_weights
 from extract.backbones.output_as_embedding import with_embedding
 from extract.backbones.preprocessing import IDENTITY, OVERRIDES, Preprocessing, from_hf, overridden
 from extract.backbones.text_tower import TextTower, too_long
 from extract.backbones.weights import Weights, given_weights, is_named, weights_sha256
-from extract.errors import InputError, first_line
+from extract.errors import InputError, LayertapError, first_line
 from extract.system.optional_libraries import library
-from extract.taps.layer_names import named_layers
+from extract.taps.layer_names import is_glob, named_layers
 
-__all__ = ["load", "load_text_tower"]
+__all__ = ["describe", "load", "load_text_tower", "names"]
 
 _CLASSIFIES = "ForImageClassification"
 # What a configuration also holds, and what does not bear on the features.
@@ -151,6 +153,35 @@ def load_text_tower(asked: Asked) -> TextTower:
         return dict(tokenizer([text], padding="max_length", max_length=most, return_tensors="pt"))
 
     return TextTower(asked.spec, loaded.architecture, loaded.weights.sha256, model, tokens_of, _embed_text)
+
+
+def names(pattern: str) -> list[str]:
+    """The names of the models in the cache of the hub; a pattern that is a name may name any other."""
+    if not is_glob(pattern):
+        return [pattern]
+    library("transformers", "hf", "hf/")
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    try:
+        return sorted(repo.repo_id for repo in scan_cache_dir().repos if repo.repo_type == "model")
+    except (CacheNotFound, OSError):
+        return []
+
+
+def describe(spec: str, name: str) -> Entry:
+    """What the configuration of a model says, and its size."""
+    transformers = library("transformers", "hf", "hf/")
+    try:
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise LayertapError(f"{spec}: its settings cannot be read: {first_line(error)}") from error
+    model = without_weights(partial(transformers.AutoModel.from_config, config))
+    vision = getattr(config, "vision_config", config)
+    size = getattr(vision, "image_size", None)
+    sides = (size, size) if isinstance(size, int) else tuple(size) if size else None
+    sizes = getattr(vision, "hidden_sizes", None)
+    features = getattr(config, "projection_dim", None) or getattr(vision, "hidden_size", None) or (sizes or [None])[-1]
+    return Entry(spec, features, sides, count_parameters(model), "", ())
 
 
 def _place(asked: Asked) -> _Place:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from extract.backbones.backbone import Asked, LoadedBackbone, downloading
+from extract.backbones.catalogue_entry import Entry, count_parameters, quiet, without_weights
 from extract.backbones.output_as_embedding import WithEmbedding
 from extract.backbones.preprocessing import from_open_clip
 from extract.backbones.text_tower import TextTower, too_long
@@ -19,7 +18,7 @@ from extract.backbones.weights import Weights, given_weights, is_named, weights_
 from extract.errors import InputError, unknown_name
 from extract.system.optional_libraries import library
 
-__all__ = ["load", "load_text_tower", "quiet"]
+__all__ = ["describe", "load", "load_text_tower", "names"]
 
 
 @dataclass(frozen=True)
@@ -115,6 +114,22 @@ def load_text_tower(asked: Asked) -> TextTower:
     )  # fmt: skip
 
 
+def names(pattern: str) -> list[str]:
+    """The names of open_clip's models."""
+    return list(library("open_clip", "open_clip", "open_clip/").list_models())
+
+
+def describe(spec: str, name: str) -> Entry:
+    """What the configuration of a model says, and the size of its image tower."""
+    open_clip = library("open_clip", "open_clip", "open_clip/")
+    config = open_clip.get_model_config(name)
+    size = config["vision_cfg"]["image_size"]
+    height, width = [size] * 2 if isinstance(size, int) else size
+    model = without_weights(partial(open_clip.create_model, name))
+    tags = tuple(open_clip.list_pretrained_tags_by_model(name))
+    return Entry(spec, config["embed_dim"], (height, width), count_parameters(model.visual), "", tags)
+
+
 def _chosen(open_clip: Any, asked: Asked) -> _Chosen:
     spec, weights = asked.spec, asked.weights
     name, _, tag = asked.name.partition(":")
@@ -182,14 +197,3 @@ def _by_hand(open_clip: Any, name: str, tag: str) -> str:
         repository, _, file = config["hf_hub"].rpartition("/")
         where = hf_hub_url(repository, file or "open_clip_model.safetensors")
     return f"fetch {where} and give it as -b open_clip/{name} --weights FILE"
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without the libraries' warnings that weights are random, where they are replaced, or not wanted at all."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 import torch
 
 from extract.backbones.backbone import Asked, LoadedBackbone, downloading
+from extract.backbones.catalogue_entry import Entry, count_parameters, without_weights
 from extract.backbones.preprocessing import from_timm
 from extract.backbones.weights import Weights, given_weights, is_named, load_state, weights_sha256
 from extract.errors import InputError, unknown_name
 from extract.taps.layer_names import named_layers
 
-__all__ = ["load", "load_bundled"]
+__all__ = ["bundled_names", "describe", "describe_bundled", "load", "load_bundled", "names"]
 
 
 def load_bundled(asked: Asked) -> LoadedBackbone:
@@ -68,6 +71,41 @@ def load(asked: Asked) -> LoadedBackbone:
     model = downloading(asked, lambda: _made(full_name, pretrained=True), lambda: _by_hand(full_name))
     source = f"timm/{architecture}.{model.pretrained_cfg.get('tag') or tag}"
     return _backbone(spec, architecture, model, Weights(source, weights_sha256(model)))
+
+
+def bundled_names(pattern: str) -> list[str]:
+    """The only bundled backbone."""
+    return ["efficientnet_lite0"]
+
+
+def names(pattern: str) -> list[str]:
+    """The names of timm's models; with tags of weights if the pattern has one."""
+    import timm
+
+    return list(timm.list_pretrained() if "." in pattern else timm.list_models())
+
+
+def describe_bundled(spec: str, name: str) -> Entry:
+    """What is known of the bundled backbone."""
+    return replace(describe(spec, "tf_efficientnet_lite0"), licence="apache-2.0", weights=())
+
+
+def describe(spec: str, name: str) -> Entry:
+    """What timm says of a model, and its size."""
+    import timm
+    from timm.data.config import resolve_model_data_config
+
+    architecture, _, tag = name.partition(".")
+    model = without_weights(partial(timm.create_model, architecture))
+    tags = [full.partition(".")[2] for full in timm.list_pretrained(f"{architecture}.*")]
+    default = model.pretrained_cfg.get("tag", "")
+    config = timm.get_pretrained_cfg(name) if tag else None
+    licence = (config.license if config is not None else model.pretrained_cfg.get("license")) or ""
+    licence = licence if tags else ""
+    _, height, width = resolve_model_data_config(model)["input_size"]  # type: ignore[no-untyped-call]
+    ordered = sorted(tags, key=lambda one: (one != (tag or default), one))
+    features = getattr(model, "head_hidden_size", None) or getattr(model, "num_features", None)
+    return Entry(spec, features, (height, width), count_parameters(model), licence, tuple(filter(None, ordered)))
 
 
 def _made(name: str, pretrained: bool = False) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,13 @@ import torch
 from torch import nn
 
 from extract.backbones.backbone import Asked, LoadedBackbone, downloading
+from extract.backbones.catalogue_entry import Entry, without_weights
 from extract.backbones.preprocessing import from_torchvision
 from extract.backbones.weights import Weights, given_weights, is_named, weights_sha256
 from extract.errors import unknown_name
 from extract.taps.layer_names import named_layers
 
-__all__ = ["load"]
+__all__ = ["describe", "load", "names"]
 
 
 def load(asked: Asked) -> LoadedBackbone:
@@ -22,7 +24,7 @@ def load(asked: Asked) -> LoadedBackbone:
     from torchvision import models
 
     spec, name, weights = asked.spec, asked.name, asked.weights
-    known = models.list_models(module=models)  # classification: one picture in, one vector out
+    known = names("*")
     if name not in known:
         raise unknown_name("backbone", spec, [f"torchvision/{other}" for other in known])
     published = list(models.get_model_weights(name))
@@ -69,6 +71,26 @@ def load(asked: Asked) -> LoadedBackbone:
         reads_class_token=vit,
         notes=notes,
     )
+
+
+def names(pattern: str) -> list[str]:
+    """The names of torchvision's models for classification: one picture in, one vector out."""
+    from torchvision import models
+
+    return list(models.list_models(module=models))
+
+
+def describe(spec: str, name: str) -> Entry:
+    """What torchvision says of a model and its default weights."""
+    from torchvision import models
+
+    entry = models.get_model_weights(name).DEFAULT
+    height, width = (*entry.transforms().crop_size, *entry.transforms().crop_size)[:2]
+    model = without_weights(partial(models.get_model, name))
+    classifier = _classifier(model, name)
+    features = model.get_submodule(classifier).in_features if classifier else None
+    others = [one.name for one in models.get_model_weights(name) if one.name != entry.name]
+    return Entry(spec, features, (height, width), int(entry.meta["num_params"]), "", (entry.name, *others))
 
 
 def _by_hand(entry: Any) -> str:

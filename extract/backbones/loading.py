@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import shlex
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from extract.backbones import from_hf, from_hub, from_open_clip, from_python, from_timm, from_torchvision
 from extract.backbones.backbone import Asked, LoadedBackbone
 from extract.backbones.preprocessing import overridden
+from extract.backbones.sources import SOURCES, Source
 from extract.backbones.text_tower import TextTower
 from extract.errors import InputError, unknown_name
 from extract.system.torch_state import device_named
 
-__all__ = ["SOURCES", "load", "load_text_tower"]
-
-# Optional libraries are imported inside these when they are used.
-SOURCES: dict[str, Callable[[Asked], LoadedBackbone]] = {
-    "bundled": from_timm.load_bundled,
-    "torchvision": from_torchvision.load,
-    "timm": from_timm.load,
-    "open_clip": from_open_clip.load,
-    "hf": from_hf.load,
-    "hub": from_hub.load,
-    "python": from_python.load,
-}
-_WITH_TEXTS: dict[str, Callable[[Asked], TextTower]] = {
-    "open_clip": from_open_clip.load_text_tower,
-    "hf": from_hf.load_text_tower,
-}
+__all__ = ["load", "load_text_tower", "permitted"]
 
 
 def load(
@@ -43,8 +30,8 @@ def load(
     """What `extract.load_backbone` wraps; arguments and errors as there."""
     place = device_named(device)
     given = {key: value for key, value in (preprocessing or {}).items() if value is not None}
-    asked = _asked(spec, weights, seed, allow_missing_head, given)
-    backbone = SOURCES[spec.partition("/")[0]](asked)
+    source, asked = _asked(spec, weights, seed, allow_missing_head, given)
+    backbone = source.load(asked)
     return replace(
         backbone,
         model=backbone.model.eval().to(place),
@@ -78,18 +65,42 @@ def load_text_tower(
         UnknownNameError, LayertapError: as of `load_backbone`.
     """
     place = device_named(device)
-    asked = _asked(spec, weights, seed, False, {})
-    source = spec.partition("/")[0]
-    if source not in _WITH_TEXTS:
-        raise InputError(f"{spec} has no text tower; models of {' and '.join(f'{one}/' for one in _WITH_TEXTS)} have")
-    tower = _WITH_TEXTS[source](asked)
+    source, asked = _asked(spec, weights, seed, False, {})
+    if source.load_text_tower is None:
+        having = " and ".join(f"{name}/" for name, other in SOURCES.items() if other.load_text_tower)
+        raise InputError(f"{spec} has no text tower; models of {having} have")
+    tower = source.load_text_tower(asked)
     return replace(tower, model=tower.model.eval().to(place), device=place)
+
+
+def permitted(recorded: str, named: str | None, where: Path | str) -> str:
+    """The spec of the backbone to load for a file that records one.
+
+    A data set or probe may come from anyone. A spec that it records may name any file of this machine, or any
+    repository; so code is run only where the user names the backbone.
+
+    Args:
+        recorded: the spec in the file.
+        named: the spec that the user has given, or None. It replaces the recorded one; the fingerprint tells whether
+            it is the same backbone.
+        where: the file or folder, for the error.
+
+    Raises:
+        InputError: the recorded backbone is code, and the user has not named it.
+    """
+    source = SOURCES.get(recorded.partition("/")[0])
+    if named is None and source is not None and source.runs_code:
+        raise InputError(
+            f"{where} records the backbone {recorded!r}, and to load it is to run its code. If you trust it, name it: "
+            f"--backbone {shlex.quote(recorded)}"
+        )
+    return named or recorded
 
 
 def _asked(
     spec: str, weights: str | None, seed: int, allow_missing_head: bool, preprocessing: Mapping[str, Any]
-) -> Asked:
+) -> tuple[Source, Asked]:
     source, _, name = spec.partition("/")
     if source not in SOURCES or not name:
         raise unknown_name("backbone", spec, [f"{known}/..." for known in SOURCES], hint="A spec is SOURCE/NAME")
-    return Asked(spec, name, weights, seed, allow_missing_head, preprocessing)
+    return SOURCES[source], Asked(spec, name, weights, seed, allow_missing_head, preprocessing)

@@ -1,11 +1,10 @@
-"""Python code of users and of hubs: run only where the user names it, and imported apart from all other code."""
+"""Python code of users and of hubs, imported apart from all other code. `loading.permitted` says when it may run."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import importlib.util
-import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -14,32 +13,7 @@ from typing import Any
 
 from extract.errors import InputError, first_line, unknown_name
 
-__all__ = ["code_sha256", "function_from", "importing_from", "permitted"]
-
-_CODE = ("python", "hub")  # sources whose backbones are code, which is run when they are loaded
-
-
-def permitted(recorded: str, named: str | None, where: Path | str) -> str:
-    """The spec of the backbone to load for a file that records one.
-
-    A data set or probe may come from anyone. A spec that it records may name any file of this machine, or any
-    repository; so code is run only where the user names the backbone.
-
-    Args:
-        recorded: the spec in the file.
-        named: the spec that the user has given; None: none. It is taken in place of the recorded one; whether it is
-            the same backbone, the fingerprint tells.
-        where: the file or folder, for the error.
-
-    Raises:
-        InputError: the recorded backbone is code, and the user has not named it.
-    """
-    if named is None and recorded.partition("/")[0] in _CODE:
-        raise InputError(
-            f"{where} records the backbone {recorded!r}, and to load it is to run its code. If you trust it, name it: "
-            f"--backbone {shlex.quote(recorded)}"
-        )
-    return named or recorded
+__all__ = ["code_sha256", "function_from", "importing_from"]
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from extract import defaults
 from extract.backbones import load_text_tower
-from extract.backbones.user_code import permitted
+from extract.backbones.loading import permitted
 from extract.compute.backbone import Backbone, load_backbone
 from extract.compute.backends import ready
 from extract.compute.forward import rows_of

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from extract.backbones.sources import SOURCES
 from extract.compute.backbone import load_backbone
 from extract.taps.layer_names import match_layers, named_layers
 from extract.taps.layer_table import LayerRow, layer_table
@@ -18,8 +19,9 @@ __all__ = ["as_json", "list_layers", "print_table"]
 
 def list_layers(spec: str, patterns: Sequence[str], *, operations: bool) -> list[LayerRow]:
     """The table of a backbone's layers; weights do not matter to it, and none are downloaded."""
-    random = "random" if spec.partition("/")[0] in ("torchvision", "timm", "open_clip") else None
-    backbone = load_backbone(spec, weights=random, device="cpu")
+    source = SOURCES.get(spec.partition("/")[0])
+    random = source is not None and source.same_layers_at_random
+    backbone = load_backbone(spec, weights="random" if random else None, device="cpu")
     pictures = torch.randn(2, 3, *backbone.preprocessing.crop_px, generator=torch.Generator().manual_seed(0))
     names = match_layers(named_layers(backbone.model), patterns, spec) if patterns else None
     return layer_table(backbone.model, pictures, names, operations=operations)

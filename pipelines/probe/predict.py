@@ -12,7 +12,7 @@ import numpy as np
 
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.probe.model import LinearProbe
-from extract.backbones.user_code import permitted
+from extract.backbones.loading import permitted
 from extract.compute.backbone import load_backbone
 from extract.compute.pooling import POOLINGS
 from extract.errors import InputError

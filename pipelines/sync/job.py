@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -124,11 +125,12 @@ def configuration_of(config: SyncConfig) -> dict[str, Any]:
     found: dict[str, Any] = {name: getattr(config, name) for name in _NUMBERS}
     if config.precision == "float32":
         del found["compile"]  # the same numbers, but for rounding
-    code = config.backbone.partition("/")[2].partition(":")[0] if config.backbone.startswith("python/") else ""
-    for name in filter(None, (config.weights, code)):
+    backbone = config.backbone.partition("/")[2].partition(":")[0]  # a file, if the source is one of code
+    for name in filter(None, (config.weights, backbone)):
         with contextlib.suppress(OSError):
             status = Path(name).stat()
-            found[f"file {name}"] = [status.st_size, status.st_mtime_ns]
+            if S_ISREG(status.st_mode):
+                found[f"file {name}"] = [status.st_size, status.st_mtime_ns]
     return found
 
 

@@ -43,7 +43,7 @@ def of_an_actor(config: EmbedConfig, room: Room) -> Embed:
         changes["images"] = str(Path(config.images).absolute())
     source, _, name = config.backbone.partition("/")
     path, colon, entry = name.partition(":")
-    if source in ("python", "hub", "hf") and Path(path).expanduser().exists():
+    if Path(path).expanduser().exists() and _names_may_be_paths(source):
         changes["backbone"] = f"{source}/{Path(path).expanduser().absolute()}{colon}{entry}"
     if config.weights and Path(config.weights).is_file():
         changes["weights"] = str(Path(config.weights).absolute())
@@ -51,6 +51,12 @@ def of_an_actor(config: EmbedConfig, room: Room) -> Embed:
         changes["workers"] = min(8, room.cpus)
     scratch = config.scratch and config.scratch.absolute()
     return Embed(config.model_copy(update=changes), scratch, None if room.gpus else room.cpus)
+
+
+def _names_may_be_paths(source: str) -> bool:
+    from extract.backbones.sources import SOURCES  # which imports torch
+
+    return source in SOURCES and SOURCES[source].name_is_path
 
 
 def _slots(config: EmbedConfig) -> list[Slot]:

@@ -1,0 +1,100 @@
+"""The sources of backbones. To add one, write `from_X.py` and add its record to `SOURCES`; no other list names them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from extract.backbones import from_hf, from_hub, from_open_clip, from_python, from_timm, from_torchvision
+from extract.backbones.backbone import Asked, LoadedBackbone
+from extract.backbones.catalogue_entry import Entry
+from extract.backbones.text_tower import TextTower
+
+__all__ = ["SOURCES", "Source"]
+
+
+def _no_names(pattern: str) -> list[str]:
+    return []
+
+
+@dataclass(frozen=True)
+class Source:
+    """One source of backbones. Its functions import optional libraries when they are called.
+
+    Attributes:
+        load: loads a backbone.
+        runs_code: whether loading a backbone runs code that its name points to. Such a backbone is loaded only if the
+            user names it, never because a data set or a probe records it. No default: each source states it.
+        names: the known names that may match a pattern; raises LayertapError if a library is missing.
+        describe: (spec, name) -> what is known without the weights; None if nothing is, and `names` gives no names.
+        load_text_tower: loads the text tower of a backbone; None if no backbone of the source has one.
+        note: what else can be named, for `layertap backbones`.
+        same_layers_at_random: whether the layers of a model with random weights are those of the model with its
+            weights; then `layertap layers` downloads none.
+        name_is_path: whether a name, up to the first colon, may be a path.
+    """
+
+    load: Callable[[Asked], LoadedBackbone]
+    runs_code: bool
+    names: Callable[[str], list[str]] = _no_names
+    describe: Callable[[str, str], Entry] | None = None
+    load_text_tower: Callable[[Asked], TextTower] | None = None
+    note: str = ""
+    same_layers_at_random: bool = False
+    name_is_path: bool = False
+
+
+SOURCES: dict[str, Source] = {
+    "bundled": Source(
+        from_timm.load_bundled,
+        runs_code=False,
+        names=from_timm.bundled_names,
+        describe=from_timm.describe_bundled,
+        note="comes with the installation",
+    ),
+    "torchvision": Source(
+        from_torchvision.load,
+        runs_code=False,
+        names=from_torchvision.names,
+        describe=from_torchvision.describe,
+        same_layers_at_random=True,
+    ),
+    "timm": Source(
+        from_timm.load,
+        runs_code=False,
+        names=from_timm.names,
+        describe=from_timm.describe,
+        note="any of them with a tag, as timm/resnet50.a1_in1k",
+        same_layers_at_random=True,
+    ),
+    "open_clip": Source(
+        from_open_clip.load,
+        runs_code=False,
+        names=from_open_clip.names,
+        describe=from_open_clip.describe,
+        load_text_tower=from_open_clip.load_text_tower,
+        note="with a tag, as open_clip/ViT-B-32:openai",
+        same_layers_at_random=True,
+    ),
+    "hf": Source(
+        from_hf.load,
+        runs_code=False,
+        names=from_hf.names,
+        describe=from_hf.describe,
+        load_text_tower=from_hf.load_text_tower,
+        note="any vision model of the hub, as hf/facebook/dinov2-base, or a folder; these are in the cache here",
+        name_is_path=True,
+    ),
+    "hub": Source(
+        from_hub.load,
+        runs_code=True,
+        note="hub/OWNER/REPO:ENTRY or hub/FOLDER:ENTRY, as hub/facebookresearch/dino:dino_vits16",
+        name_is_path=True,
+    ),
+    "python": Source(
+        from_python.load,
+        runs_code=True,
+        note="python/FILE.py:FACTORY, a function of yours that returns (model, transform)",
+        name_is_path=True,
+    ),
+}

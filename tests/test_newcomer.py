@@ -1,0 +1,116 @@
+"""A newcomer's changes: each is an entry of one table, and all that shows or checks such entries follows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from extract import InputError, load_backbone, load_text_tower
+from extract.backbones.backbone import Asked, LoadedBackbone
+from extract.backbones.catalogue_entry import Entry
+from extract.backbones.loading import permitted
+from extract.backbones.preprocessing import Preprocessing
+from extract.backbones.sources import SOURCES, Source
+from extract.backbones.text_tower import TextTower
+from extract.backbones.weights import Weights
+from pipelines.embed.cluster.launch import of_an_actor
+from pipelines.embed.cluster.ray_actors import Room
+from pipelines.embed.config import EmbedConfig
+from tests.conftest import make_picture
+from tests.pipelines.test_cli import fails, layertap
+
+# A backbone source. What stands here would be `extract/backbones/from_toy.py`, and the record in `toy` its entry of
+# `SOURCES` in `extract/backbones/sources.py`.
+
+
+def load(asked: Asked) -> LoadedBackbone:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+    preprocessing = Preprocessing(32, (32, 32), "bilinear", (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    weights = Weights(asked.weights or "toy weights", "0" * 64)
+    return LoadedBackbone(asked.spec, f"toy/{asked.name}", model, weights, preprocessing, classifier="3")
+
+
+def names(pattern: str) -> list[str]:
+    return ["net", "nets"]
+
+
+def describe(spec: str, name: str) -> Entry:
+    return Entry(spec, 8, (32, 32), 1580, "mit", ("toy weights",))
+
+
+def text_tower(asked: Asked) -> TextTower:
+    def tokens_of(text: str) -> dict[str, torch.Tensor]:
+        return {"length": torch.tensor([[float(len(text))]])}
+
+    return TextTower(asked.spec, "toy", "0" * 64, nn.Identity(), tokens_of, lambda model, tokens: tokens["length"])
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Source(
+        load, runs_code=True, names=names, describe=describe, load_text_tower=text_tower, note="toys of everyone",
+        same_layers_at_random=True, name_is_path=True,
+    )  # fmt: skip
+    monkeypatch.setitem(SOURCES, "toy", source)
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_source_is_listed_and_named_in_errors() -> None:
+    assert "toy              2 models  toys of everyone" in layertap("backbones").stdout.splitlines()
+    listed = [entry["spec"] for entry in json.loads(layertap("backbones", "toy/*", "--json").stdout)]
+    assert listed == ["toy/net", "toy/nets"]
+    assert "toy/net " in layertap("backbones", "t*/net").stdout
+    assert "nearest: 'toy/..." in fails("layers", "toys/net")
+    with pytest.raises(InputError, match="models of open_clip/ and hf/ and toy/ have"):
+        load_text_tower("timm/test_resnet")
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_source_gives_layers_features_and_texts(folder: Path, tmp_path: Path) -> None:
+    assert layertap("layers", "toy/net").exit_code == 0
+    assert load_backbone("toy/net", device="cpu").features([make_picture(1)])["embedding"].shape == (1, 8)
+    assert load_text_tower("toy/net", device="cpu").features("a bee").tolist() == [[5.0]]
+    assert layertap("embed", folder, "-b", "toy/net", "-o", tmp_path / "out", "--workers", 0).exit_code == 0
+
+
+def test_layers_are_listed_with_random_weights_only_where_a_source_permits_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_for = []
+
+    def noted(asked: Asked) -> LoadedBackbone:
+        asked_for.append(asked.weights)
+        return load(asked)
+
+    for permits in (True, False):
+        monkeypatch.setitem(SOURCES, "toy", Source(noted, runs_code=False, same_layers_at_random=permits))
+        assert layertap("layers", "toy/net").exit_code == 0
+    assert asked_for == ["random", None]
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_source_that_runs_code_is_loaded_only_if_the_user_names_it(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert layertap("embed", folder, "-b", "toy/net", "-o", out, "--workers", 0, "--device", "cpu").exit_code == 0
+    assert "name it: --backbone toy/net" in fails("verify", out, "--sample", 2)
+    assert layertap("verify", out, "--sample", 2, "-b", "toy/net").exit_code == 0
+    with pytest.raises(InputError, match="run its code"):
+        permitted("toy/net", None, out)
+
+
+def test_whether_a_source_runs_code_has_no_default() -> None:
+    with pytest.raises(TypeError, match="runs_code"):
+        Source(load)  # type: ignore[call-arg]
+    assert [name for name, source in SOURCES.items() if source.runs_code] == ["hub", "python"]
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_name_that_is_a_path_is_whole_for_workers_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net").touch()
+    for source, backbone in {"toy": f"toy/{tmp_path}/net:x", "timm": "timm/net:x", "none": "none/net:x"}.items():
+        config = EmbedConfig(images="pictures", backbone=f"{source}/net:x", engine="ray")
+        assert of_an_actor(config, Room(4, 0)).config.backbone == backbone
