@@ -83,7 +83,8 @@ def test_a_model_of_ones_own_runs_with_its_own_transform(file: Path, folder: Pat
             activation = backbone.model.conv(x)
             assert np.allclose(reader["conv"][row], activation.mean((2, 3))[0], rtol=1e-4, atol=1e-6)
             assert np.allclose(reader["fc"][row], backbone.model(x)[0], rtol=1e-4, atol=1e-6)
-    assert layertap("verify", out, "--sample", 12, "--device", "cpu").exit_code == 0
+    named = ["-b", f"python/{file}:small"]
+    assert layertap("verify", out, "--sample", 12, "--device", "cpu", *named).exit_code == 0
 
 
 def test_weights_from_a_file_go_into_the_model(file: Path, tmp_path: Path) -> None:
