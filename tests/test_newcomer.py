@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from extract import InputError, load_backbone, load_text_tower
+from extract import FeatureReader, InputError, load_backbone, load_text_tower
 from extract.backbones.backbone import Asked, LoadedBackbone
 from extract.backbones.catalogue_entry import Entry
 from extract.backbones.loading import permitted
@@ -17,6 +20,7 @@ from extract.backbones.preprocessing import Preprocessing
 from extract.backbones.sources import SOURCES, Source
 from extract.backbones.text_tower import TextTower
 from extract.backbones.weights import Weights
+from extract.compute.pooling import POOLINGS, Layout, Pooling
 from pipelines.embed.cluster.launch import of_an_actor
 from pipelines.embed.cluster.ray_actors import Room
 from pipelines.embed.config import EmbedConfig
@@ -114,3 +118,57 @@ def test_a_name_that_is_a_path_is_whole_for_workers_elsewhere(tmp_path: Path, mo
     for source, backbone in {"toy": f"toy/{tmp_path}/net:x", "timm": "timm/net:x", "none": "none/net:x"}.items():
         config = EmbedConfig(images="pictures", backbone=f"{source}/net:x", engine="ray")
         assert of_an_actor(config, Room(4, 0)).config.backbone == backbone
+
+
+# A pooling: an entry of `POOLINGS` in `extract/compute/pooling.py`.
+
+NET = ["-b", "timm/test_resnet", "--weights", "random", "--workers", 0, "--device", "cpu"]
+
+
+def deviation(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    return x.std([1 + axis for axis, letter in enumerate(layout.axes) if letter in "HW"])
+
+
+def test_a_pooling_is_computed_stored_and_named_in_errors(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(POOLINGS, "std_map", Pooling(deviation, "map"))
+    out = tmp_path / "out"
+    result = layertap("embed", folder, "-o", out, *NET, "-l", "conv1:std_map", "-l", "conv1:none")
+    assert result.exit_code == 0, result.output
+    with FeatureReader(out) as reader:
+        maps, features = reader["conv1:none"], reader["conv1:std_map"]
+        assert np.allclose(features[:], maps[:].std((2, 3), ddof=1), rtol=1e-4, atol=1e-6)
+        assert (maps.attributes["axes"], features.attributes["axes"]) == ("CHW", "C")
+    said = fails("embed", folder, "-o", tmp_path / "other", *NET, "-l", "embedding:std_map")
+    assert "std_map does not fit a vector" in said
+    said = fails("embed", folder, "-o", tmp_path / "other", *NET, "-l", "conv1:std_mop")
+    assert "neither a pooling (auto, none, flatten, mean_map, max_map, cls_token, mean_tokens, std_map)" in said
+    said = fails("embed", folder, "-o", tmp_path / "other", *NET, "-l", "conv1:mean_tokens")
+    assert "take mean_map or max_map or std_map" in said
+
+
+def test_a_pooling_that_fits_all_layouts_may_keep_their_axes(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setitem(POOLINGS, "half", Pooling(lambda x, layout: x / 2, None, keeps_axes=True))
+    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
+    features = backbone.features([make_picture(1)], layers=["conv1:half", "conv1:none"])
+    assert np.array_equal(features["conv1:half"] * 2, features["conv1:none"])
+    assert POOLINGS["half"].axes(Layout("map", "CHW")) == "CHW"
+
+
+def run_main(before: str, *words: str) -> str:
+    """What `layertap` prints in a process in which something was added before it was imported."""
+    code = f"{before}\nfrom pipelines.cli import main\nmain()"
+    return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True).stdout
+
+
+def test_help_names_a_new_pooling_and_does_not_wait_for_torch() -> None:
+    added = (
+        "import atexit, sys\n"
+        "atexit.register(lambda: print('torch' in sys.modules))\n"
+        "from extract.compute.pooling import POOLINGS\n"
+        "POOLINGS['std_map'] = POOLINGS['max_map']"
+    )
+    words = run_main(added, "embed", "--help").split()
+    assert words[words.index("Poolings:") + 1 :][:8] == ["auto", *POOLINGS, "std_map."]
+    assert words[-1] == "False"

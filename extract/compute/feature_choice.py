@@ -15,7 +15,7 @@ from torch import Tensor
 
 from extract.backbones import LoadedBackbone
 from extract.backbones.output_as_embedding import WithEmbedding
-from extract.compute.pooling import POOLINGS, Layout, pool, recognise, resolve_pooling
+from extract.compute.pooling import Layout, pool, pooling_names, recognise, resolve_pooling
 from extract.errors import InputError, LayertapError, UnknownNameError, first_line
 from extract.taps.batch_axis import Rows, Trial
 from extract.taps.layer_names import is_glob, match_layers, named_layers
@@ -133,7 +133,7 @@ def choose_features(backbone: LoadedBackbone, layers: Sequence[str]) -> Choice:
 def _parse(backbone: LoadedBackbone, text: str) -> list[_Request]:
     names = named_layers(backbone.model)
     layer, _, last = text.rpartition(":")
-    text, pooling = (layer, last) if layer and last in POOLINGS else (text, "auto")
+    text, pooling = (layer, last) if layer and last in pooling_names() else (text, "auto")
     if text == EMBEDDING:
         if isinstance(backbone.model, WithEmbedding):
             return [_Request(EMBEDDING, "", pooling)]
@@ -173,7 +173,7 @@ def _absent(backbone: LoadedBackbone, record: Record, request: _Request) -> Laye
     if not given:
         return InputError(f"layer {request.layer!r} of {backbone.spec} never runs, or gives no tensor; name another")
     return UnknownNameError(
-        f"{request.part!r} behind layer {request.layer!r} is neither a pooling ({', '.join(POOLINGS)}) "
+        f"{request.part!r} behind layer {request.layer!r} is neither a pooling ({', '.join(pooling_names())}) "
         f"nor one of its tensors ({', '.join(given)})"
     )
 

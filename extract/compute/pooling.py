@@ -9,18 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from extract.errors import InputError, unknown_name
 
-__all__ = ["POOLINGS", "Layout", "pool", "recognise", "resolve_pooling"]
+if TYPE_CHECKING:
+    from torch import Tensor  # not at run time: the command line shows the names of poolings and does not wait for it
+
+__all__ = ["POOLINGS", "Layout", "Pooling", "pool", "pooling_names", "recognise", "resolve_pooling"]
 
 _STRIDES_PX = (1, 2, 4, 8, 14, 16, 32, 64)  # of maps; a square matrix of another size, such as T x T, is no map
 _PATCH_SIZES_PX = (4, 8, 14, 16, 32, 64)  # of vision transformers, and of the later stages of hierarchical ones
-POOLINGS = ("auto", "none", "flatten", "mean_map", "max_map", "cls_token", "mean_tokens")
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ def resolve_pooling(pooling: str, layout: Layout, shape: Sequence[int], reads_cl
     class token, else `mean_tokens`.
 
     Args:
-        pooling: one of `POOLINGS`.
+        pooling: one of `pooling_names()`.
         layout: of the activation.
         shape: of the activation of one image.
         reads_class_token: whether the backbone's own embedding is its class token.
@@ -126,21 +125,25 @@ def resolve_pooling(pooling: str, layout: Layout, shape: Sequence[int], reads_cl
         UnknownNameError: no such pooling.
         InputError: the pooling does not fit the activation.
     """
-    if pooling not in POOLINGS:
-        raise unknown_name("pooling", pooling, POOLINGS)
-    if pooling in ("none", "flatten"):
+    if pooling not in pooling_names():
+        raise unknown_name("pooling", pooling, pooling_names())
+    if pooling != "auto" and POOLINGS[pooling].kind is None:
         return pooling
     if layout.kind == "unknown":
-        raise InputError(f"{pooling} does not fit {_describe(layout, shape)}; take none or flatten")
+        raise InputError(f"{pooling} does not fit {_describe(layout, shape)}; take {_names_for(None)}")
     if pooling == "auto":
         if layout.kind == "tokens" and not (reads_class_token and layout.class_token):
             return "mean_tokens"
         return {"vector": "none", "map": "mean_map", "tokens": "cls_token"}[layout.kind]
-    fits = {"mean_map": "map", "max_map": "map", "cls_token": "tokens", "mean_tokens": "tokens"}[pooling]
-    if layout.kind != fits or (pooling == "cls_token" and not layout.class_token):
-        instead = {"vector": "none", "map": "mean_map or max_map", "tokens": "mean_tokens"}[layout.kind]
-        raise InputError(f"{pooling} does not fit {_describe(layout, shape)}; take {instead}")
+    entry = POOLINGS[pooling]
+    if layout.kind != entry.kind or (entry.needs_class_token and not layout.class_token):
+        raise InputError(f"{pooling} does not fit {_describe(layout, shape)}; take {_names_for(layout.kind) or 'none'}")
     return pooling
+
+
+def _names_for(kind: str | None) -> str:
+    fitting = [name for name, entry in POOLINGS.items() if entry.kind == kind and not entry.needs_class_token]
+    return " or ".join(fitting)
 
 
 def _describe(layout: Layout, shape: Sequence[int]) -> str:
@@ -162,7 +165,7 @@ def pool(activation: Tensor, pooling: str, layout: Layout) -> Tensor:
         pooling: as `resolve_pooling` returned it.
         layout: as `recognise` returned it.
     """
-    return _FUNCTIONS[pooling](activation, layout)
+    return POOLINGS[pooling].function(activation, layout)
 
 
 def _positions(layout: Layout) -> list[int]:
@@ -170,14 +173,43 @@ def _positions(layout: Layout) -> list[int]:
 
 
 def _mean(x: Tensor, axes: list[int]) -> Tensor:
+    import torch
+
     return x.mean(axes, dtype=torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else None)
 
 
-_FUNCTIONS: dict[str, Callable[[Tensor, Layout], Tensor]] = {
-    "none": lambda x, layout: x,
-    "flatten": lambda x, layout: x.reshape(len(x), math.prod(x.shape[1:])),
-    "mean_map": lambda x, layout: _mean(x, _positions(layout)),
-    "max_map": lambda x, layout: x.amax(_positions(layout)),
-    "cls_token": lambda x, layout: x[:, 0],
-    "mean_tokens": lambda x, layout: _mean(x[:, layout.prefix_tokens :], [1]),
+@dataclass(frozen=True)
+class Pooling:
+    """One way to pool.
+
+    Attributes:
+        function: a batch of activations (B, ...) and their layout -> features (B, ...).
+        kind: of the layouts that it fits; None fits all, unknown ones too.
+        needs_class_token: whether it fits only tokens with a class token.
+        keeps_axes: whether features have the axes of the activation; else their axis is that of channels.
+    """
+
+    function: Callable[[Tensor, Layout], Tensor]
+    kind: Literal["map", "tokens"] | None
+    needs_class_token: bool = False
+    keeps_axes: bool = False
+
+    def axes(self, layout: Layout) -> str:
+        """The axes of the features, one letter each, as in `Layout.axes`."""
+        return layout.axes if self.keeps_axes else "C"
+
+
+# To add a pooling, add its entry: checks, error messages, help and stored attributes read this table.
+POOLINGS: dict[str, Pooling] = {
+    "none": Pooling(lambda x, layout: x, None, keeps_axes=True),
+    "flatten": Pooling(lambda x, layout: x.reshape(len(x), math.prod(x.shape[1:])), None, keeps_axes=True),
+    "mean_map": Pooling(lambda x, layout: _mean(x, _positions(layout)), "map"),
+    "max_map": Pooling(lambda x, layout: x.amax(_positions(layout)), "map"),
+    "cls_token": Pooling(lambda x, layout: x[:, 0], "tokens", needs_class_token=True),
+    "mean_tokens": Pooling(lambda x, layout: _mean(x[:, layout.prefix_tokens :], [1]), "tokens"),
 }
+
+
+def pooling_names() -> list[str]:
+    """What may stand behind a layer: `auto`, and the poolings it chooses from."""
+    return ["auto", *POOLINGS]

@@ -19,6 +19,7 @@ from extract import defaults
 from extract.compute.backbone import Backbone
 from extract.compute.backends import engine_for
 from extract.compute.feature_choice import Choice, choose_features
+from extract.compute.pooling import POOLINGS
 from extract.errors import InputError, unknown_name
 from extract.images import ImageList, list_images
 from extract.store.format.copying import COMPRESSIONS
@@ -148,7 +149,7 @@ def plan_for(
             {
                 "layer": str(feature.site),
                 "pooling": feature.pooling,
-                "axes": feature.layout.axes if feature.pooling in ("none", "flatten") else "C",
+                "axes": POOLINGS[feature.pooling].axes(feature.layout),
                 "source_dtype": feature.source_dtype if precision == "float32" else computed_in,
             },
         )

@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from extract import defaults
+from extract.compute.pooling import pooling_names
 from extract.system.urls import is_url
 from pipelines.terminal.config import COMPRESS_HELP, SHARD_ROWS_HELP, BackboneConfig, name_of
 
@@ -22,7 +23,7 @@ class FeaturesConfig(BackboneConfig):
     layers: list[str] = Field(
         list(defaults.LAYERS),
         min_length=1,
-        description="Repeats, takes globs. Poolings: auto none flatten mean_map max_map cls_token mean_tokens.",
+        description=f"Repeats, takes globs. Poolings: {' '.join(pooling_names())}.",
     )
     decode: Literal["exact", "fast"] = Field(
         defaults.DECODE, description="fast: resized by torchvision, large JPEGs decoded smaller; compared with exact."

@@ -14,7 +14,7 @@ from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.probe.model import LinearProbe
 from extract.backbones.loading import permitted
 from extract.compute.backbone import load_backbone
-from extract.compute.pooling import POOLINGS
+from extract.compute.pooling import pooling_names
 from extract.errors import InputError
 from extract.extraction.plan import asked_of, how_made
 from extract.extraction.run import extract, plan
@@ -61,7 +61,7 @@ def run_predict(
         asked = asked_of(dict(probe.about["provenance"]["configuration"]), weights)
         named, made = str(probe.about["provenance"]["backbone"]), dict[str, Any](how_made(described))
         dtype, most = str(described["stored_as"]), int(probe.about["provenance"]["configuration"]["max_pixels"])
-        layers = [name if name.rpartition(":")[2] in POOLINGS else f"{name}:{pooling}"
+        layers = [name if name.rpartition(":")[2] in pooling_names() else f"{name}:{pooling}"
                   for (name, _), pooling in zip(wanted, poolings, strict=True)]  # fmt: skip
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
