@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from extract import FeatureReader, InputError, load_backbone, load_text_tower
+from extract import FeatureReader, InputError, UnknownNameError, load_backbone, load_text_tower
 from extract.backbones.backbone import Asked, LoadedBackbone
 from extract.backbones.catalogue_entry import Entry
 from extract.backbones.loading import permitted
@@ -21,6 +22,7 @@ from extract.backbones.sources import SOURCES, Source
 from extract.backbones.text_tower import TextTower
 from extract.backbones.weights import Weights
 from extract.compute.pooling import POOLINGS, Layout, Pooling
+from extract.store.export import FORMATS, Format, export
 from pipelines.embed.cluster.launch import of_an_actor
 from pipelines.embed.cluster.ray_actors import Room
 from pipelines.embed.config import EmbedConfig
@@ -172,3 +174,36 @@ def test_help_names_a_new_pooling_and_does_not_wait_for_torch() -> None:
     words = run_main(added, "embed", "--help").split()
     assert words[words.index("Poolings:") + 1 :][:8] == ["auto", *POOLINGS, "std_map."]
     assert words[-1] == "False"
+
+
+# An export format: a function and an entry of `FORMATS` in `extract/store/export.py`.
+
+
+def to_text(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: Callable[[int], None]) -> None:
+    np.savetxt(path, reader[names[0]][:])
+    on_rows(len(reader))
+
+
+def to_texts(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: Callable[[int], None]) -> None:
+    path.mkdir()
+    for name in names:
+        to_text(reader, path / f"{name}.txt", [name], on_rows)
+
+
+def test_a_format_is_a_choice_with_a_place_and_its_files_are_written(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    assert layertap("embed", folder, "-o", out, *NET).exit_code == 0
+    assert "'jpg' is not one of 'h5', 'npy', 'parquet', 'mat'." in layertap("export", out, "--to", "jpg").stderr
+    monkeypatch.setitem(FORMATS, "txt", Format(to_text))
+    monkeypatch.setitem(FORMATS, "texts", Format(to_texts, is_folder=True))
+    assert "--to [h5|npy|parquet|mat|txt|texts]" in layertap("export", "--help").stdout
+    for to in ("txt", "texts"):
+        assert layertap("export", out, "--to", to).exit_code == 0
+    assert "'parquet', 'mat', 'txt', 'texts'." in layertap("export", out, "--to", "jpg").stderr
+    with FeatureReader(out) as reader:
+        for written in (tmp_path / "out.txt", tmp_path / "out-texts" / "embedding.txt"):
+            assert np.allclose(np.loadtxt(written), reader["embedding"][:])
+        with pytest.raises(UnknownNameError, match="format 'text' not found; nearest: 'txt', 'texts'|'texts', 'txt'"):
+            export(reader, tmp_path / "more", "text")

@@ -14,6 +14,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from extract.errors import InputError, LayertapError
+from extract.errors import InputError, LayertapError, unknown_name
 from extract.row_status import Status
 from extract.store.format.layout import ROW_DATA, Identity, RowNames, StoredFeature, new_shard_file, preallocated
 from extract.store.format.row_hash import hash_records, hash_rows
@@ -30,7 +31,7 @@ from extract.store.reader import FeatureReader
 from extract.system.atomic_files import claim, sync_folder, take_space
 from extract.system.optional_libraries import library
 
-__all__ = ["FORMATS", "export"]
+__all__ = ["FORMATS", "Format", "export"]
 
 _OnRows = Callable[[int], None]
 
@@ -46,18 +47,19 @@ def export(
 
     Args:
         reader: what is written; rows without features too, with their status.
-        path: the file, or for "npy" the folder.
-        to: "h5" (contiguous data sets; `FeatureReader` opens it, too), "npy" (a file for each layer, `labels.npy` and
-            `rows.csv`), "parquet" (a fixed-size list of float32 for each layer) or "mat" (MATLAB 7.3).
+        path: the file, or the folder if the format is one of several files.
+        to: a name in `FORMATS`.
         layers: None writes all.
         on_rows: called with a number of rows that have been written.
 
     Raises:
-        UnknownNameError: no such layer.
+        UnknownNameError: no such layer or format.
         InputError: there is something of that name already, a row does not agree with its hashes, or the layers cannot
             be named in that format.
         LayertapError: the disk is full or refuses, or a library is missing.
     """
+    if to not in FORMATS:
+        raise unknown_name("format", to, FORMATS)
     if not len(reader):
         raise InputError("there are no rows to be exported")
     names = list(dict.fromkeys(layers or reader.layers))
@@ -72,7 +74,7 @@ def export(
         raise LayertapError(f"cannot write {path}: {error.strerror}") from error
     try:
         made = folder / "made"
-        FORMATS[to](reader, made, names, on_rows)
+        FORMATS[to].write(reader, made, names, on_rows)
         for file in made.iterdir() if made.is_dir() else [made]:
             with file.open("rb") as written:
                 os.fsync(written.fileno())
@@ -256,9 +258,32 @@ def _variables(names: Sequence[str]) -> dict[str, str]:
     return found
 
 
-FORMATS: dict[str, Callable[[FeatureReader, Path, Sequence[str], _OnRows], None]] = {
-    "h5": _to_h5,
-    "npy": _to_npy,
-    "parquet": _to_parquet,
-    "mat": _to_mat,
+@dataclass(frozen=True)
+class Format:
+    """One format to export to.
+
+    Attributes:
+        write: writes the features of a reader to a path, for some layers; calls its last argument with numbers of rows.
+        is_folder: whether the path is a folder of several files.
+    """
+
+    write: Callable[[FeatureReader, Path, Sequence[str], _OnRows], None]
+    is_folder: bool = False
+
+    def beside(self, folder: Path, name: str) -> Path:
+        """Where features of a data set go by default.
+
+        Args:
+            folder: of the data set.
+            name: of the format.
+        """
+        return folder.with_name(f"{folder.name}{'-' if self.is_folder else '.'}{name}")
+
+
+# To add a format, add its entry: `layertap export` reads this table.
+FORMATS: dict[str, Format] = {
+    "h5": Format(_to_h5),  # contiguous data sets; `FeatureReader` opens it, too
+    "npy": Format(_to_npy, is_folder=True),  # a file for each layer, `labels.npy` and `rows.csv`
+    "parquet": Format(_to_parquet),  # a fixed-size list of float32 for each layer
+    "mat": Format(_to_mat),  # MATLAB 7.3
 }

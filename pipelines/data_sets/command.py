@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import click
 
 from extract.errors import InputError
 from pipelines.terminal.config import COMPRESS_HELP, SHARD_ROWS_HELP
-from pipelines.terminal.options import DATA_SET, FOLDER, json_flag, tell
+from pipelines.terminal.options import DATA_SET, FOLDER, LateChoice, json_flag, tell
 
 __all__ = ["diff", "export", "merge", "report", "search", "show", "status", "verify"]
 
@@ -165,10 +166,16 @@ def verify(ctx: click.Context, /, out: Path, as_json: bool, **settings: Any) -> 
         ctx.exit(1)
 
 
+def _formats() -> Iterable[str]:
+    from extract.store.export import FORMATS  # which imports h5py
+
+    return FORMATS
+
+
 @click.command()
 @click.argument("out", type=DATA_SET)
-@click.option("--to", type=click.Choice(["h5", "npy", "parquet", "mat"]), required=True, help="What to write.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="File, or folder of npy. [default: beside OUT]")
+@click.option("--to", type=LateChoice(_formats), required=True, help="What to write.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="File or folder. [default: beside OUT]")
 @click.option("-l", "--layers", multiple=True, metavar="LAYER", help="Only these; repeats. [default: all]")
 def export(out: Path | str, to: str, output: Path | None, layers: tuple[str, ...]) -> None:
     """Write the data set OUT as plain files for other tools: HDF5, NumPy, Parquet or MATLAB.

@@ -1,4 +1,4 @@
-"""Features as plain files for other tools: `layertap export OUT --to h5|npy|parquet|mat`."""
+"""Features as plain files for other tools: `layertap export OUT --to FORMAT`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from extract.errors import InputError
-from extract.store.export import export
+from extract.store.export import FORMATS, export
 from extract.store.reader import FeatureReader
 from pipelines.terminal.progress import Progress
 
@@ -18,8 +18,8 @@ def run_export(out: Path | str, to: str, output: Path | None, layers: Sequence[s
 
     Args:
         out: folder of the data set, or its URL.
-        to: what to write.
-        output: file, or folder of npy; None: beside the folder of the data set.
+        to: a name in `FORMATS`.
+        output: file, or folder if the format is one; None: beside the folder of the data set.
         layers: only these; none: all.
 
     Raises:
@@ -28,8 +28,7 @@ def run_export(out: Path | str, to: str, output: Path | None, layers: Sequence[s
     if output is not None:
         path = output
     elif isinstance(out, Path):
-        folder = out.resolve()
-        path = folder.with_name(f"{folder.name}-npy" if to == "npy" else f"{folder.name}.{to}")
+        path = FORMATS[to].beside(out.resolve(), to)
     else:
         raise InputError(f"{out} is in a bucket, beside which nothing is written; name a file on this machine by -o")
     with FeatureReader(out) as reader, Progress(len(reader), "rows") as progress:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from extract.errors import InputError
 from extract.system.urls import is_url
 
-__all__ = ["DATA_SET", "FOLDER", "config_file", "given", "json_flag", "option", "print_json", "tell"]
+__all__ = ["DATA_SET", "FOLDER", "LateChoice", "config_file", "given", "json_flag", "option", "print_json", "tell"]
 
 
 class _DataSet(click.Path):
@@ -33,6 +33,27 @@ class _Folder(click.Path):
                 f"bucket: `layertap status`, `probe`, `search`, `export`, and in Python FeatureReader({str(value)!r})"
             )
         return super().convert(value, param, ctx)
+
+
+class LateChoice(click.Choice):  # type: ignore[type-arg]  # generic since click 8.2
+    """A choice between words that a slow module knows; they are asked for when the command's help or value is.
+
+    Args:
+        words: gives them.
+    """
+
+    def __init__(self, words: Callable[[], Iterable[str]]) -> None:
+        self._words = words
+        super().__init__(())
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The words."""
+        return tuple(self._words())
+
+    @choices.setter
+    def choices(self, words: Iterable[str]) -> None:
+        pass  # click sets them when the command is declared
 
 
 DATA_SET = _DataSet(path_type=Path)
