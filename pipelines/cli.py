@@ -17,12 +17,12 @@ from typing import Any
 import click
 
 from extract.errors import InputError, LayertapError, LockedError, UnknownNameError, first_line
+from pipelines import demo
 from pipelines.data_sets import command as data_sets
-from pipelines.demo import demo
-from pipelines.embed import command as embedding
-from pipelines.network import command as looking
-from pipelines.probe import command as probing
-from pipelines.sync import command as syncing
+from pipelines.embed import command as embed
+from pipelines.network import command as network
+from pipelines.probe import command as probe
+from pipelines.sync import command as sync
 
 __all__ = ["main"]
 
@@ -84,10 +84,11 @@ def main() -> None:
     """Features of images, under any backbone, on disk: right, in order, crash-proof."""
 
 
-for _commands in (data_sets, embedding, looking, probing, syncing):
-    for _name in _commands.__all__:
-        main.add_command(getattr(_commands, _name))
-main.add_command(demo)
+# Every command of these modules is one of `layertap`: to add one, write it there.
+for _module in (data_sets, demo, embed, network, probe, sync):
+    for _member in vars(_module).values():
+        if isinstance(_member, click.Command):
+            main.add_command(_member)
 
 
 if __name__ == "__main__":

@@ -207,3 +207,22 @@ def test_a_format_is_a_choice_with_a_place_and_its_files_are_written(
             assert np.allclose(np.loadtxt(written), reader["embedding"][:])
         with pytest.raises(UnknownNameError, match="format 'text' not found; nearest: 'txt', 'texts'|'texts', 'txt'"):
             export(reader, tmp_path / "more", "text")
+
+
+# A command: a decorated function in the `command.py` of its room.
+
+
+@pytest.mark.parametrize("room", ["data_sets", "embed", "network", "probe", "sync"])
+def test_a_command_in_the_module_of_its_room_is_registered(room: str) -> None:
+    added = f"""
+import click
+from pipelines.{room} import command
+
+@click.command()
+def greet() -> None:
+    \"\"\"Say hello.\"\"\"
+    click.echo("hello")
+
+command.greet = greet"""
+    assert run_main(added, "greet") == "hello\n"
+    assert "  greet      Say hello." in run_main(added, "--help").splitlines()
