@@ -70,8 +70,8 @@ MUTATIONS = (
     ),
     Mutation(
         "The second forward keeps the record of the first.",
-        "            self._forward = ModelCall(Record(self._why_absent))",
-        "            self._forward = self._forward or ModelCall(Record(self._why_absent))",
+        "            self.forward = ModelCall(Record(self.why_absent))",
+        "            self.forward = self.forward or ModelCall(Record(self.why_absent))",
         (
             "test_a_layer_that_did_not_run_raises_and_does_not_answer_with_old_values",
             "test_3_a_fresh_record_for_each_forward",
@@ -91,8 +91,8 @@ MUTATIONS = (
     ),
     Mutation(
         "An edit of a gradient is recorded but does not flow on.",
-        "            return gradient if edits else None",
-        "            return None",
+        "        return gradient if edits else None",
+        "        return None",
         ("test_clipping_at_one_layer_changes_what_flows_on",),
     ),
     # Which rows belong to which image
