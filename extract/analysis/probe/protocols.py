@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 
 from extract.analysis.probe.feature_matrix import FeatureRows, Scaling
 from extract.analysis.probe.logistic import Fit, LogisticRegression
-from extract.analysis.probe.metrics import average_precision
 from extract.analysis.probe.model import LinearProbe
 from extract.analysis.probe.neighbours import neighbour_shares
 from extract.analysis.probe.ridge import fit_ridge
+from extract.analysis.probe.strength_choice import OnVal, best_of, on_val, primary
 from extract.errors import InputError
 
 __all__ = ["PROTOCOLS", "SHOTS", "Fitted", "Labelled", "Protocol", "Settings"]
@@ -34,10 +34,6 @@ SHOTS = (1, 2, 5, 10, 20)
 _KS = (10, 20, 100, 200)
 _REPEATS = 5  # seeds of a few-shot probe
 _FEW = 50  # rows, on which an accuracy is known to no better than 14 points
-_SCORES = 1 << 26  # that are held at once while strengths are compared
-# In nats for each validation row. Log losses that are nearer to each other count as equal: where the classes can be
-# separated, the log loss falls for ever as the penalty goes to zero, by less and less.
-_EQUAL_LOG_LOSS = 1e-3
 
 
 @dataclass(frozen=True)
@@ -221,9 +217,9 @@ def ridge(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
     alphas = np.logspace(-5, 6, 45)
     scaling = Scaling.of(settings.scaling, fit.rows)
     weights, biases = fit_ridge(fit.rows.scaled(scaling), fit.targets, alphas.tolist())
-    compared = _on_val(weights, biases, scaling, chosen_on, settings)
+    compared = on_val(weights, biases, chosen_on.rows.scaled(scaling), chosen_on.targets, settings.task)
     curve = [(alpha, one.value) for alpha, one in zip(alphas.tolist(), compared, strict=True)]
-    alpha = float(alphas[::-1][_best(compared[::-1])])
+    alpha = float(alphas[::-1][best_of(compared[::-1])])
     everyone = fit + chosen_on
     scaling = Scaling.of(settings.scaling, everyone.rows)
     weights, biases = fit_ridge(everyone.rows.scaled(scaling), everyone.targets, [alpha])
@@ -305,20 +301,9 @@ def few_shot(train: Labelled, val: Labelled | None, test: Labelled, settings: Se
     return found
 
 
-def primary(scores: NDArray[Any], targets: NDArray[Any], task: str) -> float:
-    """What is compared: top-1 of classes, mAP of labels, R^2 of numbers."""
-    if task == "classification":
-        return float((scores.argmax(1) == targets).mean())
-    if task == "multilabel":
-        each = average_precision(scores, targets)
-        return float(np.nanmean(each)) if np.isfinite(each).any() else 0.0
-    spread = ((targets - targets.mean(0)) ** 2).sum(0)
-    return float(np.mean(1 - ((scores - targets) ** 2).sum(0) / np.where(spread > 0, spread, 1)))
-
-
 @dataclass(frozen=True)
 class _Sweep:
-    """Strengths that were compared, and the probe of the best one (`_best`)."""
+    """Strengths that were compared, and the probe of the best one (`best_of`)."""
 
     curve: list[tuple[float, float]]  # C and what it gave, by C
     best_strength: float
@@ -339,8 +324,8 @@ def _swept(train: Labelled, val: Labelled, settings: Settings, strengths: NDArra
     """All strengths, side by side."""
     problem, scaling = _problem(train, settings)
     fit = problem.fit(strengths.tolist())
-    found = _on_val(fit.weights, fit.biases, scaling, val, settings)
-    best = _best(found)  # from the strongest penalty on
+    found = on_val(fit.weights, fit.biases, val.rows.scaled(scaling), val.targets, settings.task)
+    best = best_of(found)  # from the strongest penalty on
     # Copies, or the weights of all strengths would be kept with these.
     weights, biases = fit.weights[best].copy(), fit.biases[best].copy()
     model = LinearProbe(weights, biases, settings.classes, settings.task, scaling)
@@ -351,17 +336,17 @@ def _swept(train: Labelled, val: Labelled, settings: Settings, strengths: NDArra
 def _searched(train: Labelled, val: Labelled, settings: Settings) -> _Sweep:
     """CLIP's search: every sixteenth of 97 values, then the middles on both sides of the best."""
     problem, scaling = _problem(train, settings)
-    known: dict[int, tuple[_OnVal, LinearProbe]] = {}
+    known: dict[int, tuple[OnVal, LinearProbe]] = {}
     steps = list(range(0, 97, 16))
     for distance in (8, 4, 2, 1, 0):
         strengths = [10 ** (6 - step / 8) for step in steps]  # 1 / lambda
         fit = problem.fit(strengths)
         top = max((one.value for one, _ in known.values()), default=-math.inf)
-        found = _on_val(fit.weights, fit.biases, scaling, val, settings, top)
+        found = on_val(fit.weights, fit.biases, val.rows.scaled(scaling), val.targets, settings.task, top)
         for i, (step, one) in enumerate(zip(steps, found, strict=True)):
             known[step] = one, LinearProbe(fit.weights[i], fit.biases[i], settings.classes, settings.task, scaling)
         from_strongest = sorted(known, reverse=True)
-        best = from_strongest[_best([known[step][0] for step in from_strongest])]
+        best = from_strongest[best_of([known[step][0] for step in from_strongest])]
         steps = [step for step in (best - distance, best + distance) if 0 <= step <= 96 and step not in known]
         if not steps:
             break
@@ -402,87 +387,6 @@ def _tied(swept: str, curve: Sequence[tuple[float, float]]) -> list[str]:
 
 def _on_few(count: int) -> list[str]:
     return [f"chosen on {count} rows only"] if count < _FEW else []
-
-
-class _OnVal(NamedTuple):
-    """What a strength gives on the validation rows.
-
-    Attributes:
-        value: the primary metric.
-        log_loss: in nats; 0 for numbers; infinite where it is not known, as where the value is not the best.
-    """
-
-    value: float
-    log_loss: float
-
-
-def _best(found: Sequence[_OnVal]) -> int:
-    """The position of the best strength; `found` begins with the strongest penalty."""
-    top = max(one.value for one in found)
-    least = min(one.log_loss for one in found if one.value == top)
-    return next(i for i, one in enumerate(found) if one.value == top and one.log_loss <= least + _EQUAL_LOG_LOSS)
-
-
-def _log_loss(scores: NDArray[Any], targets: NDArray[Any], task: str) -> float:
-    """The mean of -log p over rows, and over labels where there are several; rows of unknown classes are left out.
-
-    Args:
-        scores: (N, K) logits.
-        targets: (N,) classes, negative ones unknown; or (N, K) 0 or 1; or (N, K) numbers, which have none.
-        task: of `Settings`.
-    """
-    wide = scores.astype(np.float64)
-    if task == "multilabel":
-        return float(np.logaddexp(0, np.where(targets > 0, -wide, wide)).mean())
-    known = np.flatnonzero(targets >= 0) if task == "classification" else np.zeros(0, np.int64)
-    if not len(known):
-        return 0.0
-    return float((np.logaddexp.reduce(wide[known], axis=1) - wide[known, targets[known]]).mean())
-
-
-def _on_val(
-    weights: NDArray[Any], biases: NDArray[Any], scaling: Scaling, val: Labelled, settings: Settings,
-    at_least: float = -math.inf,
-) -> list[_OnVal]:  # fmt: skip
-    """What each of (M, K, D) and (M, K) gives; the log loss of those only that are the best, and `at_least` so good."""
-    targets, task = val.targets, settings.task
-    values = _compared(weights, biases, scaling, val, settings, lambda scores: primary(scores, targets, task))
-    top = max(at_least, *(value for value in values if not math.isnan(value)), -math.inf)
-    tied = [i for i, value in enumerate(values) if value == top]
-    losses = _compared(
-        weights[tied], biases[tied], scaling, val, settings, lambda scores: _log_loss(scores, targets, task)
-    )
-    known = dict(zip(tied, losses, strict=True))
-    return [
-        _OnVal(-math.inf if math.isnan(value) else value, _or_infinite(known.get(i))) for i, value in enumerate(values)
-    ]
-
-
-def _or_infinite(value: float | None) -> float:
-    return math.inf if value is None or math.isnan(value) else value
-
-
-def _compared(
-    weights: NDArray[Any], biases: NDArray[Any], scaling: Scaling, val: Labelled, settings: Settings,
-    judge: Callable[[NDArray[Any]], float],
-) -> list[float]:  # fmt: skip
-    """What each of (M, K, D) and (M, K) gives on the validation rows, some at a time; `judge` takes (N, K) scores."""
-    k = weights.shape[1]
-    at_once = max(1, _SCORES // (k * len(val)))
-    found = []
-    for first in range(0, len(weights), at_once):
-        some, shift = weights[first : first + at_once], biases[first : first + at_once]
-        scores = np.empty((len(val), len(some), k), some.dtype)
-        for start, block in val.rows.scaled(scaling).blocks():
-            scores[start : start + len(block)] = (block @ some.reshape(-1, some.shape[2]).T).reshape(
-                -1, len(some), k
-            ) + shift
-        for i in range(len(some)):
-            one = scores[:, i]
-            if settings.task == "classification" and k == 1:
-                one = np.concatenate([np.zeros_like(one), one], 1)
-            found.append(judge(one))
-    return found
 
 
 def _scorer(model: LinearProbe) -> Scorer:
