@@ -84,7 +84,8 @@ def schedule(ctx: click.Context, /, config: Path, system: str | None) -> None:
 def watch(ctx: click.Context, /, config: Path) -> None:
     """Bring data sets into step with folders as soon as something changes there, until it is stopped.
 
-    As `layertap sync CONFIG`, but the backbone stays in memory. Folders on network file systems are polled.
+    As `layertap sync CONFIG`, but the backbone stays in memory. Folders whose changes the kernel does not report, as on
+    network file systems, are scanned every few seconds.
     """
     from pipelines.sync.config import load_sync_file
     from pipelines.sync.job import print_synced
