@@ -99,23 +99,34 @@ class Trial:
         if not together.is_floating_point():
             raise InputError(f"it gives {together.dtype}; features are floating point")
         rows = self._axis(site, together, lone[0])
-        self._check(rows, together, lone)
-        self._check(rows, self._reversed[site], lone[::-1])
+        alone = [rows.by_image(one)[0] for one in lone]
+        # How far each picture is from the nearest other one.
+        apart = [min(_distance(one, other) for other in alone if other is not one) for one in alone]
+        self._check(rows, together, alone, apart)
+        self._check(rows, self._reversed[site], alone[::-1], apart[::-1])
         return rows
 
-    def _check(self, rows: Rows, together: Tensor, lone: Sequence[Tensor]) -> None:
-        """See that each picture of a batch has the rows that it has alone; `lone` is in the order of the batch."""
-        if together.shape[rows.axis] != len(lone) * rows.per_image:
+    def _check(self, rows: Rows, together: Tensor, alone: Sequence[Tensor], apart: Sequence[float]) -> None:
+        """See that each picture of a batch has the rows that it has alone.
+
+        Args:
+            rows: where the images are.
+            together: what a batch gave.
+            alone: what each picture of the batch gave alone, in its order.
+            apart: how far that is from the nearest other one.
+        """
+        if together.shape[rows.axis] != len(alone) * rows.per_image:
             raise InputError("how many rows it gives depends on the order of the pictures: its rows are not the images")
         rounding = torch.finfo(together.dtype).eps * _distance(together, torch.zeros_like(together))
-        for picture, alone in enumerate(lone):
-            found, expected = rows.by_image(together)[picture], rows.by_image(alone)[0]
+        for picture, found in enumerate(rows.by_image(together)):
+            expected, nearest = alone[picture], apart[picture]
             own = _distance(found, expected)
-            other = min(_distance(found, rows.by_image(one)[0]) for i, one in enumerate(lone) if i != picture)
-            apart = min(_distance(alone, one) for i, one in enumerate(lone) if i != picture)
             same_gaps = torch.equal(found.isfinite(), expected.isfinite())
-            nearer = 2 * own <= other or max(own, apart) <= _NO_DIFFERENCE * rounding
-            if not same_gaps or not nearer or own > max(_OF_ANOTHER_PICTURE * apart, _ROUNDINGS * rounding):
+            # Where it is this near to its own, it is at least twice as far from each other one (triangle inequality).
+            nearer = 3 * own <= nearest or max(own, nearest) <= _NO_DIFFERENCE * rounding
+            if same_gaps and not nearer:
+                nearer = 2 * own <= min(_distance(found, other) for i, other in enumerate(alone) if i != picture)
+            if not same_gaps or not nearer or own > max(_OF_ANOTHER_PICTURE * nearest, _ROUNDINGS * rounding):
                 raise InputError("it gives a picture other values in a batch than alone: its rows are not the images")
 
     def _axis(self, site: Site, together: Tensor, alone: Tensor) -> Rows:
