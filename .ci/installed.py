@@ -11,10 +11,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+TOPS = ("extract", "layertap", "pipelines")
 checkout = Path(sys.argv[1]).resolve()
 here = Path(importlib.import_module("extract").__file__ or "").parents[1]
 assert not here.is_relative_to(checkout), f"extract was imported from the checkout, {here}"
-files = [path.relative_to(checkout) for top in ("extract", "pipelines") for path in (checkout / top).rglob("*")]
+files = [path.relative_to(checkout) for top in TOPS for path in (checkout / top).rglob("*")]
 files = [path for path in files if (checkout / path).is_file() and "__pycache__" not in path.parts]
 missing = [str(path) for path in files if not (here / path).is_file()]
 assert not missing, f"not in the installed package: {', '.join(missing)}"

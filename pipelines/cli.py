@@ -89,7 +89,3 @@ for _module in (data_sets, demo, embed, network, probe, sync):
     for _member in vars(_module).values():
         if isinstance(_member, click.Command):
             main.add_command(_member)
-
-
-if __name__ == "__main__":
-    main()

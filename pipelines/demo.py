@@ -11,14 +11,14 @@ from pathlib import Path
 
 import click
 
-from extract.errors import LayertapError
+from extract.system.optional_libraries import library
 from pipelines.embed.config import EmbedConfig
 from pipelines.probe.config import ProbeConfig
 
 __all__ = ["READING", "demo", "demo_config", "demo_probe", "demo_report", "write_digits"]
 
 READING = """\
-from extract import FeatureReader
+from layertap import FeatureReader
 reader = FeatureReader("{out}")
 x, y = reader["embedding"][:], reader.labels"""
 
@@ -46,10 +46,7 @@ def write_digits(folder: Path) -> int:
     Raises:
         LayertapError: scikit-learn is not installed.
     """
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise LayertapError("the demo needs scikit-learn: pip install 'layertap[demo]'") from error
+    load_digits = library("sklearn.datasets", "demo", "layertap demo").load_digits
     import numpy as np
     from PIL import Image
 
@@ -70,6 +67,8 @@ def demo(ctx: click.Context, out: Path) -> None:
 
     A minute on 2 cores.
     """
+    for module in ("sklearn", "matplotlib", "plotly"):
+        library(module, "demo", "layertap demo")
     from pipelines.embed.job import embed, print_summary
     from pipelines.probe.report import print_outcome, probe_and_write
 

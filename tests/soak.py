@@ -120,7 +120,7 @@ def main() -> None:
             "keep_gone: 60s\nschedule: {every: 3s, jitter: 1}\n"
         )
         people = People(root, args.seed)
-        command = [sys.executable, "-m", "pipelines.cli", "schedule", str(config)]
+        command = [sys.executable, "-m", "layertap", "schedule", str(config)]
         log = (home / "log").open("wb")
         scheduler = subprocess.Popen(command, stderr=log)
         samples: list[tuple[float, dict[str, float]]] = []
@@ -148,10 +148,10 @@ def main() -> None:
             people.thread.join()
             scheduler.terminate()
         assert scheduler.wait(timeout=120) == 0
-        while subprocess.run([sys.executable, "-m", "pipelines.cli", "sync", str(config)]).returncode == 4:
+        while subprocess.run([sys.executable, "-m", "layertap", "sync", str(config)]).returncode == 4:
             time.sleep(1)  # a pass whose scheduler was killed is still at work
         time.sleep(1)
-        subprocess.run([sys.executable, "-m", "pipelines.cli", "sync", str(config)], check=True)
+        subprocess.run([sys.executable, "-m", "layertap", "sync", str(config)], check=True)
         runs = (out / "runs.jsonl").read_text().count("\n")
         print(f"{people.done:,} changes, {runs:,} passes noted, killed: {kills}")
         ok = report(samples, begin, end)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-TOPS = ("extract", "pipelines")
+TOPS = ("extract", "layertap", "pipelines")
 
 
 def test_every_package_goes_into_the_wheel() -> None:

@@ -105,12 +105,12 @@ def tsne(rows: FeatureRows, seed: int = 0) -> NDArray[np.float32]:
     Raises:
         LayertapError: scikit-learn is not installed.
     """
-    manifold = library("sklearn.manifold", "demo", "a map by t-SNE")
+    manifold = library("sklearn.manifold", "tsne", "a map by t-SNE")
     vectors = _unit(principal(rows, _KEPT, seed).project(rows))
     perplexity = min(30.0, max(1.0, (len(vectors) - 1) / 3))
     found = manifold.TSNE(perplexity=perplexity, init="random" if len(vectors) < 4 else "pca", random_state=seed)
     # Its threads wait for each other in each of a thousand steps, which on busy cores takes longer than the work.
-    with library("threadpoolctl", "demo", "a map by t-SNE").threadpool_limits(1, "openmp"):
+    with library("threadpoolctl", "tsne", "a map by t-SNE").threadpool_limits(1, "openmp"):
         return np.asarray(found.fit_transform(vectors), np.float32)
 
 

@@ -18,6 +18,7 @@ from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError, fe
 
 from extract import defaults
 from extract.errors import MachineError, first_line, is_of_the_machine
+from extract.system.optional_libraries import pip_install
 
 __all__ = ["IMAGE_SUFFIXES", "check_decoders", "decode", "decode_partly", "pixels_of", "to_picture"]
 
@@ -184,9 +185,7 @@ def _mend_transparency(image: Image.Image, data: bytes) -> None:
 
 def _unknown(data: bytes) -> str:
     if data[4:8] == b"ftyp" and data[8:12] in _HEIF_BRANDS:
-        return (
-            "damaged or truncated HEIC" if _has_heif() else "HEIC needs another library: pip install 'layertap[heic]'"
-        )
+        return "damaged or truncated HEIC" if _has_heif() else f"HEIC needs another library: {pip_install('heic')}"
     if data[4:8] == b"ftyp" and data[8:12] in (b"avif", b"avis"):
         return "damaged or truncated AVIF" if features.check("avif") else "AVIF needs a Pillow that was built with it"
     return "not an image in a known format"

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from extract.errors import InputError, LayertapError, first_line
+from extract.system.optional_libraries import pip_install
 
 __all__ = ["file_system", "is_url"]
 
@@ -50,7 +51,7 @@ def file_system(url: str, **settings: Any) -> tuple[Any, str]:
         return kind(**options), str(kind._strip_protocol(url))
     except ImportError as error:
         extra = _EXTRAS.get(protocol)
-        what = f"pip install 'layertap[{extra}]'" if extra else first_line(error)
+        what = pip_install(extra) if extra else first_line(error)
         raise LayertapError(f"{url}: reading {protocol}:// needs another library: {what}") from error
     except Exception as error:  # each protocol's library has errors of its own
         raise LayertapError(f"{url}: {first_line(error)}") from error

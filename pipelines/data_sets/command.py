@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from extract.errors import InputError
+from extract.system.optional_libraries import library
 from pipelines.terminal.config import COMPRESS_HELP, SHARD_ROWS_HELP
 from pipelines.terminal.options import DATA_SET, FOLDER, LateChoice, json_flag, tell
 
@@ -84,6 +85,7 @@ def report(out: Path, other: Path | None, **settings: Any) -> None:
     layertap report outputs/photos
     layertap report outputs/photos outputs/photos-2 --map pca --map tsne -o report.html
     """
+    library("plotly", "report", "layertap report")
     from pipelines.data_sets.report import run_report
 
     written = run_report(out, other, say=lambda text: click.echo(text, err=True), **settings)
@@ -114,6 +116,8 @@ def search(out: Path | str, query: str | None, as_json: bool, **settings: Any) -
     layertap search outputs/photos new.jpg -k 20 -o gallery.png
     layertap search outputs/photos-clip --text "a dog on grass"
     """
+    if settings["output"] is not None:
+        library("matplotlib", "figures", "--output")
     from pipelines.data_sets.search import as_json as found_as_json
     from pipelines.data_sets.search import print_found, run_search
 

@@ -20,6 +20,7 @@ from extract.extraction.tuning import fastest
 from extract.extraction.validation import Computation
 from extract.images import ImageList, list_images
 from extract.store.reader import FeatureReader
+from extract.system.optional_libraries import pip_install
 from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.backbone import backbone_of
 from pipelines.terminal.graceful_stop import signals_held
@@ -244,7 +245,7 @@ def _advice(outcome: Outcome) -> str:
     if computation.engine == "eager" and not computation.failed:
         engine = default_engine(plan.backbone.device, plan.precision)
         if on_cpu and plan.precision == "float32" and engine == "inductor":
-            return "pip install 'layertap[openvino]' for a faster forward, or a GPU"
+            return f"{pip_install('openvino')} for a faster forward, or a GPU"
         return "--compile on, or --fast"
     if plan.precision == "float32":
         return "--fast, which tries lower precision" + (", or a GPU" if on_cpu else "")

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
-from extract.analysis.network.ablation import Ablation, Effect, ablation, mean_activations
+from extract.analysis.network.ablation import Ablation, ablation, mean_activations
 from extract.compute.backbone import Backbone
 from extract.compute.feature_choice import choose_features
 from extract.errors import InputError
@@ -25,7 +23,6 @@ from pipelines.network.config import AblateConfig
 from pipelines.network.image_sample import sample_of
 from pipelines.network.imagenet_targets import targets_of
 from pipelines.terminal.backbone import backbone_of
-from pipelines.terminal.figures import COLOURS, drawable, new_figure, save_figure
 from pipelines.terminal.output_paths import PICTURES, check_file
 from pipelines.terminal.progress import Progress
 from pipelines.terminal.tables import print_aligned, table_file
@@ -33,7 +30,6 @@ from pipelines.terminal.tables import print_aligned, table_file
 __all__ = ["Ablated", "ablate", "as_json", "edit_named", "print_ablated"]
 
 _EDITS: dict[str, Callable[[float], Edit]] = {"noise": edits.noise, "scale": edits.scale, "prune": edits.prune}
-_NUMBERED = 40  # bars of a picture that are named each
 
 
 @dataclass(frozen=True)
@@ -92,7 +88,11 @@ def ablate(config: AblateConfig) -> Ablated:
         _write_csv(link_target(config.csv), found)
         ablated.written.append(config.csv)
     if config.picture is not None:
-        save_figure(_picture(ablated), link_target(config.picture))
+        from pipelines.network.ablate_figures import draw_ablation
+        from pipelines.terminal.figures import drawable, save_figure
+
+        title = f"{drawable(backbone.spec, 60)}, {found.images:,} images, edit {config.edit}"
+        save_figure(draw_ablation(found, title), link_target(config.picture))
         ablated.written.append(config.picture)
     return ablated
 
@@ -135,10 +135,6 @@ def _channels(config: AblateConfig, backbone: Backbone, layers: Sequence[str]) -
         return [int(number) for number in config.channels.split(",")]
     except ValueError:
         raise InputError(f"channels {config.channels!r}: expected numbers such as 0,3,17, or all") from None
-
-
-def _name(effect: Effect) -> str:
-    return effect.layer if effect.channel is None else f"{effect.layer} channel {effect.channel}"
 
 
 def as_json(ablated: Ablated) -> dict[str, Any]:
@@ -187,7 +183,7 @@ def print_ablated(ablated: Ablated, echo: Callable[[str], None]) -> None:
     for one in found.effects:
         following = next(iter(one.later.items()), None)
         rows.append([
-            _name(one), _text(one.cosine), _text(one.same_class, ".1%"), _text(one.accuracy, ".1%"),
+            one.target, _text(one.cosine), _text(one.same_class, ".1%"), _text(one.accuracy, ".1%"),
             f"{following[0]} {_text(following[1])}" if following else "-",
         ])  # fmt: skip
     shown = [column for column in range(5) if any(row[column] != "-" for row in rows[1:])]
@@ -198,52 +194,3 @@ def print_ablated(ablated: Ablated, echo: Callable[[str], None]) -> None:
 
 def _text(value: float, how: str = ".4f") -> str:
     return format(value, how) if math.isfinite(value) else "-"
-
-
-def _picture(ablated: Ablated) -> Figure:
-    """Bars of the effect on the embedding and the answers; and, layer by layer, on each later one."""
-    effects = ablated.found.effects
-    layers = list(dict.fromkeys([one.layer for one in effects]))
-    by_channel = effects[0].channel is not None
-    if by_channel or len(layers) < 2:
-        figure, axes = new_figure(min(16.0, max(5.0, 1.6 + 0.3 * len(effects))), 4.0)
-    else:
-        size = (min(18.0, 8.0 + 0.5 * len(layers)), max(4.0, 2.2 + 0.22 * len(layers)))
-        figure = Figure(figsize=size, layout="constrained")
-        axes, matrix = figure.subplots(1, 2, width_ratios=[1.4, 1])
-        _later(figure, matrix, effects, layers)
-    places = np.arange(len(effects))
-    lines = {
-        "cosine of the embedding, or output": [one.cosine for one in effects],
-        "same class as before": [one.same_class for one in effects],
-        "top-1 accuracy": [one.accuracy for one in effects],
-    }
-    for (label, values), colour in zip(lines.items(), COLOURS, strict=False):
-        if np.isfinite(values).any():
-            axes.plot(places, values, marker="o", markersize=3, color=colour, label=label)
-    if math.isfinite(ablated.found.accuracy):
-        axes.axhline(ablated.found.accuracy, color=COLOURS[2], linestyle=":", label="top-1 accuracy as it is")
-    names = [str(one.channel) if by_channel and len(layers) == 1 else drawable(_name(one)) for one in effects]
-    step = -(-len(effects) // _NUMBERED)
-    axes.set_xticks(places[::step], names[::step], fontsize=7)
-    if max(map(len, names)) > 4:
-        axes.tick_params(axis="x", rotation=60)
-    axes.set_ylim(min(0.0, float(np.nanmin([*lines["cosine of the embedding, or output"], 0.0]))), 1.02)
-    axes.set_xlabel(f"channel of {drawable(layers[0])}" if by_channel and len(layers) == 1 else "edited")
-    axes.grid(axis="y", alpha=0.3)
-    axes.legend(frameon=False, fontsize=7)
-    figure.suptitle(
-        f"{drawable(ablated.backbone, 60)}, {ablated.found.images:,} images, edit {ablated.edit}", fontsize=10
-    )
-    return figure
-
-
-def _later(figure: Figure, axes: Any, effects: Sequence[Effect], layers: Sequence[str]) -> None:
-    table = np.array([[one.later.get(name, np.nan) for name in layers] for one in effects])
-    image = axes.imshow(table, cmap="magma", vmin=0, vmax=1)
-    names = [drawable(name) for name in layers]
-    axes.set_xticks(range(len(layers)), names, rotation=60, ha="right", fontsize=7)
-    axes.set_yticks(range(len(effects)), [drawable(_name(one)) for one in effects], fontsize=7)
-    axes.set_ylabel("edited")
-    axes.set_title("cosine of later layers to what they were", fontsize=9)
-    figure.colorbar(image, ax=axes, shrink=0.7)

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from extract.system.optional_libraries import library
 from pipelines.network.config import AblateConfig, DrawConfig, InspectConfig, LookConfig
 from pipelines.terminal.config import checked
 from pipelines.terminal.options import given, json_flag, option, tell
@@ -57,6 +58,8 @@ def inspect(as_json: bool, **flags: Any) -> None:
     layertap inspect python/net.py:make photos --weights last.pth --grad
     layertap inspect torchvision/resnet50 photos -l 'layer?' --pictures outputs/inside
     """
+    if flags["pictures"] is not None:
+        library("matplotlib", "figures", "--pictures")
     from pipelines.network.inspect import as_json as inspected_as_json
     from pipelines.network.inspect import inspect as run_inspect
     from pipelines.network.inspect import print_inspection
@@ -98,6 +101,7 @@ def draw(kind: str, **flags: Any) -> None:
     layertap draw gradcam torchvision/resnet50 photos --sample 4
     layertap draw top bundled/efficientnet_lite0 photos -l blocks.4 --channels 3,40
     """
+    library("matplotlib", "figures", "layertap draw")
     from pipelines.network.draw import draw as run_draw
 
     for path in run_draw(kind, checked(DrawConfig, given(flags))):
@@ -126,6 +130,8 @@ def ablate(as_json: bool, **flags: Any) -> None:
     layertap ablate bundled/efficientnet_lite0 photos -l blocks.2 --edit mean --channels all --picture channels.png
     layertap ablate torchvision/resnet50 photos -l 'layer?' --edit noise:0.1
     """
+    if flags["picture"] is not None:
+        library("matplotlib", "figures", "--picture")
     from pipelines.network.ablate import ablate as run_ablate
     from pipelines.network.ablate import as_json as ablated_as_json
     from pipelines.network.ablate import print_ablated

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import click
 
+from extract.system.optional_libraries import library
 from pipelines.probe.config import ProbeConfig
 from pipelines.terminal.config import load_config
 from pipelines.terminal.options import config_file, given, json_flag, option, tell
@@ -48,6 +49,7 @@ def probe(config: Path | None, as_json: bool, **flags: Any) -> None:
     layertap probe outputs/photos -p ridge --labels ages.csv:age
     layertap probe outputs/photos -l embedding --save probe.safetensors
     """
+    library("matplotlib", "figures", "layertap probe")
     from pipelines.probe.report import as_json as outcome_as_json
     from pipelines.probe.report import print_outcome, probe_and_write
 

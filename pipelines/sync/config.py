@@ -21,7 +21,7 @@ from pipelines.terminal.config import checked, read_yaml
 __all__ = ["LAYERTAP", "ScheduleConfig", "SyncConfig", "SyncFile", "chosen", "load_sync_file"]
 
 # This program, without what lies in the working directory.
-LAYERTAP = (sys.executable, "-P", "-m", "pipelines.cli")
+LAYERTAP = (sys.executable, "-P", "-m", "layertap")
 _LONGEST_S = 86400.0 * 36500
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 

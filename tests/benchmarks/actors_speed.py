@@ -65,7 +65,7 @@ def rate(images: Path, out: Path, backbone: str, *words: str) -> float:
     """Images a second of `layertap embed`, from its first to its last."""
     count = len(list(images.rglob("*.*")))
     command = [
-        sys.executable, "-m", "pipelines.cli", "embed", str(images), "-o", str(out), "-b", backbone, "--json",
+        sys.executable, "-m", "layertap", "embed", str(images), "-o", str(out), "-b", backbone, "--json",
         "--compile", "off", "--shard-rows", str(-(-count // SHARDS)), "--device", "cpu", *words,
     ]  # fmt: skip
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)

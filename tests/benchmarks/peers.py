@@ -307,7 +307,7 @@ def rows_of(backbone: str, images: Path, variants: list[str], peers: dict[str, s
     weights = [] if backbone.startswith("bundled/") else ["--weights", "random"]
     for variant in variants:
         name, _, flags = variant.partition("=")
-        embed = [sys.executable, "-P", "-m", "pipelines.cli", "embed", str(images), "-b", backbone, *weights, "--json"]
+        embed = [sys.executable, "-P", "-m", "layertap", "embed", str(images), "-b", backbone, *weights, "--json"]
         embed += ["--workers", str(WORKERS)]
         rows[f"{US} {name}"] = Row([*embed, *shlex.split(flags), "-o"], {"versions": version})
     for name in PEERS:

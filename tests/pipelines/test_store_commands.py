@@ -231,7 +231,7 @@ def test_an_output_whose_name_is_no_text(folder: Path, tmp_path: Path) -> None:
 
     out = os.fsencode(tmp_path) + b"/out\xff"
     for command in (["embed", folder, "-o", out, *SMALL], ["verify", out], ["show", out]):
-        run = subprocess.run([sys.executable, "-m", "pipelines.cli", *command], capture_output=True,
+        run = subprocess.run([sys.executable, "-m", "layertap", *command], capture_output=True,
                              env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"})  # fmt: skip
         assert run.returncode == 0, run.stderr.decode()
 

@@ -212,7 +212,7 @@ def test_a_pass_that_is_stopped_finishes_its_batch_and_the_next_goes_on(folder: 
     for i in range(300):
         make_picture(1000 + i).save(folder / f"ant/more{i}.png")
     config = write(tmp_path / "sync.yaml", images=str(folder), out=str(tmp_path / "out"), **SMALL | {"batch_size": 4})
-    command = [sys.executable, "-m", "pipelines.cli", "sync", str(config)]
+    command = [sys.executable, "-m", "layertap", "sync", str(config)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         for line in process.stderr:
@@ -234,7 +234,7 @@ def test_watch_picks_up_what_changes(config: Path, folder: Path, tmp_path: Path)
     values = yaml.safe_load(config.read_text())
     write(config, **values | {"settle": 1})
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "pipelines.cli", "watch", str(config)]
+    command = [sys.executable, "-m", "layertap", "watch", str(config)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             _until(lambda: _rows(out) == 12)

@@ -158,7 +158,7 @@ def test_beyond_the_limit_of_watches_changes_are_seen_within_seconds(folder: Pat
         (folder / f"class-{number:02d}").mkdir()
         make_picture(200 + number).save(folder / f"class-{number:02d}" / "0.png")
     config = write(tmp_path / "sync.yaml", images=str(folder), out=str(tmp_path / "out"), **SMALL)
-    script = f"echo 10 > /proc/sys/user/max_inotify_watches; exec {sys.executable} -m pipelines.cli watch {config}"
+    script = f"echo 10 > /proc/sys/user/max_inotify_watches; exec {sys.executable} -m layertap watch {config}"
     with subprocess.Popen(
         ["unshare", "-Ur", "bash", "-c", script], stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},

@@ -48,6 +48,11 @@ class Effect:
     accuracy: float = math.nan
     later: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def target(self) -> str:
+        """What was edited: `layer`, or `layer channel N`."""
+        return self.layer if self.channel is None else f"{self.layer} channel {self.channel}"
+
 
 @dataclass
 class Ablation:

@@ -146,7 +146,7 @@ def run(seed: int, folder: Path, expected: FeatureReader, scratch: Path) -> str:
                 cluster.add_node(num_cpus=1, object_store_memory=100 << 20, env_vars={"TMPDIR": str(disk)})
                 happened.append("a node with a full disk")
         command = [
-            sys.executable, "-m", "pipelines.cli", "embed", str(folder), "-o", str(out), "-b", BACKBONE, "--weights",
+            sys.executable, "-m", "layertap", "embed", str(folder), "-o", str(out), "-b", BACKBONE, "--weights",
             "random", "--shard-rows", str(SHARD_ROWS), "--compile", "off", "--workers", "1", "--engine", "ray",
             "--address", cluster.address, "--device", "cpu", "--cpus-per-worker", "1",
         ]  # fmt: skip

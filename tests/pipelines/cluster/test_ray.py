@@ -96,7 +96,7 @@ def test_forty_shards_of_photos_on_two_nodes_are_those_of_one_process(photos: Pa
 
     def embed(name: str, *words: str, cores: int | None = None) -> FeatureReader:
         command = [
-            sys.executable, "-m", "pipelines.cli", "embed", str(tmp_path / "images"), "-o", str(tmp_path / name), "-b",
+            sys.executable, "-m", "layertap", "embed", str(tmp_path / "images"), "-o", str(tmp_path / name), "-b",
             "bundled/efficientnet_lite0", "--shard-rows", "100", "--compile", "off", "--device", "cpu", *words,
         ]  # fmt: skip
         mine = set(sorted(os.sched_getaffinity(0))[:cores])

@@ -130,7 +130,7 @@ def test_a_wrong_layer_is_said_as_by_one_process(folder: Path, tmp_path: Path) -
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_stopped_or_killed_a_run_is_gone_on_with(folder: Path, tmp_path: Path, number: signal.Signals) -> None:
     out = tmp_path / "out"
-    slow = [sys.executable, "-m", "pipelines.cli", "embed", str(folder), "-o", str(out), *WORKER,
+    slow = [sys.executable, "-m", "layertap", "embed", str(folder), "-o", str(out), *WORKER,
             "--engine", "processes", "--cpus-per-worker", "1"]  # fmt: skip
     with subprocess.Popen(slow, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         end = time.monotonic() + 120

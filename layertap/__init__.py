@@ -1,0 +1,60 @@
+"""layertap: features of images, under any backbone, on disk.
+
+The public names of the library:
+
+    from layertap import FeatureReader, Taps, edits, extract_features, load_backbone
+    from layertap.probe import linear_probe
+
+The library is the package `extract`, the commands are the package `pipelines`. `from extract import ...` gives the same
+objects. This package gives them under the name of the project, and reports a module that hides one of the two.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from extract import *  # noqa: F403
+
+
+def _check_not_hidden(package: str) -> None:
+    """Check that `import package` finds the package of this installation.
+
+    Raises:
+        ImportError: another module of that name comes first on `sys.path`; often a script in the working directory.
+    """
+    own = Path(__file__).resolve().parents[1] / package / "__init__.py"
+    spec = importlib.util.find_spec(package)
+    found = spec.origin if spec is not None and spec.origin is not None else "no such package"
+    if Path(found).resolve() != own:
+        raise ImportError(
+            f"layertap needs its package {package!r} in {own.parent}, but Python finds {found}. Rename that module, or "
+            "run where its folder is not on sys.path (the folder of the script, or PYTHONPATH)",
+            name=package,
+            path=found,
+        )
+
+
+_check_not_hidden("extract")
+_library = importlib.import_module("extract")
+
+__all__ = list(_library.__all__)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _library.__all__:
+        return getattr(_library, name)
+    raise AttributeError(f"module 'layertap' has no attribute {name!r}")
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        _check_not_hidden("pipelines")
+    except ImportError as error:
+        sys.exit(f"error: {error}")
+    importlib.import_module("pipelines.cli").main()

@@ -1,0 +1,3 @@
+"""Layers edited one by one. The same as `extract.ablation`."""
+
+from extract.ablation import *  # noqa: F403

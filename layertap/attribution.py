@@ -1,0 +1,3 @@
+"""Grad-CAM, attention rollout, tokens as colours. The same as `extract.attribution`."""
+
+from extract.attribution import *  # noqa: F403

@@ -1,0 +1,3 @@
+"""Edits for `Taps.edit`. The same as `extract.edits`."""
+
+from extract.edits import *  # noqa: F403

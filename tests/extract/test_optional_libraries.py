@@ -1,0 +1,109 @@
+"""What is said where an optional library is missing."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from extract.errors import LayertapError
+from extract.system import optional_libraries
+from extract.system.optional_libraries import library, pip_install
+from pipelines.cli import main
+
+ROOT = Path(__file__).parents[2]
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_remembered() -> None:
+    pip_install.cache_clear()
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As in a wheel: no pyproject.toml beside the packages."""
+    monkeypatch.setattr(optional_libraries, "_PYPROJECT", tmp_path / "pyproject.toml")
+
+
+def test_the_command_names_what_the_extra_of_the_checkout_consists_of() -> None:
+    assert pip_install("http") == "pip install 'fsspec[http]>=2024.6' 'aiohttp>=3.9'"
+    for extra, requirements in EXTRAS.items():
+        assert pip_install(extra).count(">=") == "".join(requirements).count(">=")
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_of_a_wheel_the_command_names_what_its_metadata_declares(monkeypatch: pytest.MonkeyPatch) -> None:
+    declared = [
+        "torch>=2.9",
+        'open_clip_torch>=2.30; extra == "open-clip"',  # metadata writes extras with a hyphen
+        'fsspec[http]>=2024.6; extra == "http"',
+        'aiohttp>=3.9 ; extra == "http"',
+    ]
+    monkeypatch.setattr(metadata, "requires", lambda name: declared)
+    assert pip_install("open_clip") == "pip install 'open_clip_torch>=2.30'"
+    assert pip_install("http") == "pip install 'fsspec[http]>=2024.6' 'aiohttp>=3.9'"
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_of_copied_folders_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> list[str]:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", missing)
+    assert pip_install("ray") == "see the extra 'ray' in layertap's pyproject.toml"
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_pyproject_of_another_project_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "theirs"\n')
+    monkeypatch.setattr(metadata, "requires", lambda name: ['ray>=2.9; extra == "ray"'])
+    assert pip_install("ray") == "pip install 'ray>=2.9'"
+
+
+def test_an_import_that_fails_names_purpose_package_and_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "watchfiles", None)
+    with pytest.raises(LayertapError) as caught:
+        library("watchfiles", "watch", "layertap watch")
+    assert str(caught.value) == "layertap watch needs watchfiles: pip install 'watchfiles>=1.0'"
+
+
+def test_every_extra_that_the_code_names_exists() -> None:
+    named = set()
+    for path in [*(ROOT / "extract").rglob("*.py"), *(ROOT / "pipelines").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+                continue
+            position = {"library": 1, "pip_install": 0}.get(node.func.id)
+            if position is not None and isinstance(extra := node.args[position], ast.Constant):
+                named.add(extra.value)
+    assert len(named) > 10
+    assert named <= set(EXTRAS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "purpose", "requirement"),
+    [
+        (["probe", "none"], "layertap probe needs matplotlib", "matplotlib>="),
+        (["draw", "maps", "bundled/efficientnet_lite0", "none"], "layertap draw needs matplotlib", "matplotlib>="),
+        (["ablate", "bundled/x", "none", "--picture", "a.png"], "--picture needs matplotlib", "matplotlib>="),
+        (["inspect", "bundled/x", "none", "--pictures", "a"], "--pictures needs matplotlib", "matplotlib>="),
+        (["report", "."], "layertap report needs plotly", "plotly>="),
+        (["demo", "-o", "none"], "layertap demo needs matplotlib", "plotly>="),
+    ],
+)
+def test_commands_with_figures_ask_for_matplotlib_before_they_begin(
+    arguments: list[str], purpose: str, requirement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("matplotlib", "plotly"):
+        monkeypatch.setitem(sys.modules, module, None)
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 1
+    assert purpose in done.output
+    assert "pip install " in done.output
+    assert requirement in done.output

@@ -1,0 +1,80 @@
+"""The name `layertap`, and modules of users that are called as our packages are."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import extract
+import layertap
+
+ROOT = Path(__file__).parents[1]
+SITE = f"import sys; sys.path.append({str(ROOT)!r}); "  # where an installation lies on the path
+
+
+def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run code with `folder` first on the path and nothing of this checkout before it."""
+    command = [sys.executable, "-c", SITE + code]
+    environment = {"PATH": "", "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_layertap_gives_the_objects_of_extract() -> None:
+    for name in extract.__all__:
+        assert getattr(layertap, name) is getattr(extract, name)
+    assert layertap.__all__ == extract.__all__
+    with pytest.raises(AttributeError, match="'layertap' has no attribute 'tap'"):
+        layertap.tap  # noqa: B018
+
+
+@pytest.mark.parametrize("module", ["ablation", "attribution", "edits", "probe", "search"])
+def test_its_modules_give_the_objects_of_those_of_extract(module: str) -> None:
+    ours, theirs = (importlib.import_module(f"{package}.{module}") for package in ("layertap", "extract"))
+    public = [name for name in vars(ours) if not name.startswith("_")]
+    assert sorted(public) == sorted(theirs.__all__)
+    assert all(getattr(ours, name) is getattr(theirs, name) for name in public)
+
+
+def test_importing_layertap_imports_no_torch(tmp_path: Path) -> None:
+    shown = run("import layertap; print('torch' in sys.modules, 'numpy' in sys.modules)", tmp_path)
+    assert shown.stdout == "False False\n", shown.stderr
+
+
+@pytest.mark.parametrize("module", ["extract.py", "extract/__init__.py"])
+def test_a_module_that_hides_extract_is_reported_with_its_path(tmp_path: Path, module: str) -> None:
+    (tmp_path / module).parent.mkdir(exist_ok=True)
+    (tmp_path / module).write_text("")
+    shown = run("from layertap import Taps", tmp_path)
+    assert shown.returncode == 1
+    assert "ImportError: layertap needs its package 'extract'" in shown.stderr
+    assert str(tmp_path / module) in shown.stderr
+
+
+def test_a_folder_without_a_module_in_it_hides_nothing(tmp_path: Path) -> None:
+    (tmp_path / "extract").mkdir()
+    (tmp_path / "pipelines").mkdir()
+    assert run("from layertap import Status, main", tmp_path).returncode == 0
+
+
+def test_the_command_reports_a_package_that_hides_pipelines(tmp_path: Path) -> None:
+    (tmp_path / "pipelines").mkdir()
+    (tmp_path / "pipelines" / "__init__.py").write_text("raise SystemExit('run')")
+    shown = run("import layertap; layertap.main()", tmp_path)
+    assert (shown.returncode, shown.stdout) == (1, "")
+    assert shown.stderr.startswith("error: layertap needs its package 'pipelines'")
+    assert str(tmp_path / "pipelines" / "__init__.py") in shown.stderr
+
+
+def test_passes_of_a_schedule_run_beside_a_package_that_hides_pipelines(tmp_path: Path) -> None:
+    """`LAYERTAP` starts a Python that does not look into the working directory."""
+    from pipelines.sync.config import LAYERTAP
+
+    (tmp_path / "pipelines").mkdir()
+    (tmp_path / "pipelines" / "__init__.py").write_text("raise SystemExit('run')")
+    environment = {"PATH": "", "PYTHONPATH": str(ROOT)}
+    shown = subprocess.run([*LAYERTAP, "--version"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (shown.returncode, shown.stdout) == (0, "python -m layertap, version 0.1.0\n"), shown.stderr
