@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,9 @@ from PIL import Image
 from torch import nn
 
 from extract.compute import compiled
+
+# A script that starts the tests in the background has SIGINT ignored, and every process that a test starts would, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
