@@ -306,8 +306,8 @@ MUTATIONS = (
     ),
     Mutation(
         "A pass that was due while nothing ran waits for the next time.",
-        "        due = due and self.config.catch_up\n",
-        "        due = due and not self.config.catch_up\n",
+        "        if overdue and self.config.catch_up:\n",
+        "        if overdue and not self.config.catch_up:\n",
         ("test_a_pass_that_was_due_while_nothing_ran_begins_at_once",),
     ),
     # Probes, search, statistics, findings

@@ -1,382 +1,335 @@
 """Passes at fixed times, for years: `layertap schedule CONFIG`.
 
-Each pass is a process of its own, `layertap sync CONFIG --json`: what it needs of memory goes back to the system, and
-what ends it, ends only it.
+Each pass is a process of its own, `layertap sync CONFIG --json`. Its memory goes back to the system, and a crash ends
+one pass only. One loop in the main thread does everything else. It looks at the clock at least twice a second, so a
+clock that was set, or a machine that slept, needs no special timer.
 """
 
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import logging
-import logging.handlers
 import os
 import random
 import signal
 import socket
-import subprocess
 import threading
 import time
-import urllib.request
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta, tzinfo
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from zoneinfo import ZoneInfo
 
-from apscheduler.events import EVENT_JOB_MAX_INSTANCES
-from apscheduler.executors.pool import ThreadPoolExecutor
-from apscheduler.schedulers.background import BackgroundScheduler
-from apscheduler.triggers.base import BaseTrigger
-from apscheduler.triggers.interval import IntervalTrigger
-from cronsim import CronSim
-from tzlocal import get_localzone
-
-from extract.errors import InputError, LayertapError, first_line
+from extract.errors import InputError, LayertapError
 from extract.system.atomic_files import write_json
 from pipelines.sync.config import LAYERTAP, ScheduleConfig, SyncFile, load_sync_file
+from pipelines.sync.due_times import describe_schedule, due_after, time_zone
+from pipelines.sync.hooks import call_hooks
+from pipelines.sync.pass_process import PassProcess, PassResult, RunningPass
+from pipelines.sync.schedule_log import open_log
 from pipelines.sync.status import read_runs
 
-__all__ = ["CronTrigger", "Scheduler", "trigger_of"]
+__all__ = ["Scheduler"]
 
-# However many passes were due, one is made up for, and however late it is.
-JOBS = {"coalesce": True, "max_instances": 1, "misfire_grace_time": None}
+_LOOK_S = 0.5  # longest wait between two looks at the clock and the signals
 _HEARTBEAT_S = 30
 _HANGS_HOURS = 24
-_LOOK_S = 0.5  # between looks whether a signal has come
-_LOG_BYTES, _LOGS = 10_000_000, 5
-_HOOK_S = 60
-_MOMENT = timedelta(microseconds=1)
-_CLOCK_S = 60  # by which a clock may be corrected without anybody noticing
+_SET_BACK = timedelta(seconds=60)  # smaller corrections of the clock are ignored
 
 log = logging.getLogger("layertap.schedule")
 
 
-class CronTrigger(BaseTrigger):  # type: ignore[misc]  # APScheduler has no types
-    """The times of a cron line, as Debian's cron has them.
-
-    In the night in which clocks go forward, what falls into the hour that there is not runs at its end. In the night in
-    which they go back, what is due at a fixed time runs once; what is due every so many minutes goes on.
-    """
-
-    def __init__(self, line: str, timezone: tzinfo):
-        self.line, self.timezone = line, timezone
-
-    def get_next_fire_time(self, previous_fire_time: datetime | None, now: datetime) -> datetime | None:
-        """The first time after the last one."""
-        after = (previous_fire_time or now).astimezone(self.timezone)
-        found: datetime | None = next(CronSim(self.line, after), None)
-        return found
-
-    def __str__(self) -> str:
-        return f"cron {self.line!r}, {self.timezone}"
-
-
-def trigger_of(config: ScheduleConfig, last: datetime) -> BaseTrigger:
-    """When passes are due.
-
-    Args:
-        config: says it.
-        last: when the last one began; those that come every so many seconds are counted from there.
-    """
-    if config.cron is not None:
-        return CronTrigger(config.cron, ZoneInfo(config.timezone) if config.timezone else get_localzone())
-    return IntervalTrigger(seconds=config.every, start_date=last, timezone=UTC)
-
-
 class Scheduler:
-    """Runs passes when they are due, until it is told to stop.
+    """Starts passes when they are due, one at a time, until it is stopped.
 
     Args:
         path: the config file; it is read again at SIGHUP.
-        run: runs a pass, and returns its exit code and what it printed; None: in a process of its own.
+        start_pass: starts a pass; None: as a process.
+        now: the wall clock, which may be set; None: that of the machine.
+        elapsed: seconds of a clock that is never set; None: that of the machine.
+
+    Attributes:
+        next_due: when the next pass is due, in UTC; None: never.
+        running: the pass that runs; None: none runs.
     """
 
-    def __init__(self, path: Path, run: Callable[[], tuple[int, str]] | None = None):
+    def __init__(
+        self,
+        path: Path,
+        start_pass: Callable[[], RunningPass] | None = None,
+        now: Callable[[], datetime] | None = None,
+        elapsed: Callable[[], float] | None = None,
+    ):
         self.path = path
-        self._file = _scheduled(path)
-        self._run = run or self._in_a_process
-        self._stopped = threading.Event()
-        self._asked: set[int] = set()  # signals; no lock is taken where they are received
-        self._child: subprocess.Popen[str] | None = None
-        self._child_guard = threading.Lock()
-        self._passing = threading.Lock()  # held during a pass, and until its end is told
-        self._last_seen = datetime.now(UTC)
-        self._began, self._told_of_hanging = time.monotonic(), False
-        self._noted: dict[Path, dict[str, Any]] = {}
-        self.scheduler = BackgroundScheduler(
-            timezone=UTC,
-            executors={"default": ThreadPoolExecutor(1)},
-            job_defaults=JOBS,
-        )
+        self.next_due: datetime | None = None
+        self.running: RunningPass | None = None
+        self._start_pass = start_pass or (lambda: PassProcess([*LAYERTAP, "sync", str(path), "--json"]))
+        self._now = now or (lambda: datetime.now(UTC))
+        self._elapsed = elapsed or time.monotonic
+        self._file = _load_scheduled(path)
+        self._last_due = self._last_look = self._now()  # intervals are counted from _last_due
+        self._starts_at: float | None = None  # when a pass that is due starts: jitter; on the clock `elapsed`
+        self._started_at = self._beat_at = self._elapsed()
+        self._hang_reported = False
+        self._hook_calls: list[threading.Thread] = []
+        self._stopping = False
+        self._signals: set[int] = set()  # received and not yet handled
+        self._noted: dict[Path, dict[str, Any]] = {}  # what each schedule.json says
 
     @property
     def config(self) -> ScheduleConfig:
-        """When passes are, as the file says now."""
+        """The schedule that the config file had when it was read last."""
         assert self._file.schedule is not None
         return self._file.schedule
 
+    @property
+    def stopped(self) -> bool:
+        """Whether the scheduler was stopped, and the last pass and its hooks have ended."""
+        return self._stopping and self.running is None and not self._hooks_running()
+
     def run_until_stopped(self) -> int:
-        """Work until SIGTERM or Ctrl-C, and let the batch in flight be finished; returns 0."""
-        _log_as(self.config)
+        """Run passes until SIGTERM or Ctrl-C; then let the running pass finish its batch, and return 0."""
+        open_log(self.config)
         numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        before = {number: signal.signal(number, self._on_signal) for number in numbers}
+        handlers = {number: signal.signal(number, self._on_signal) for number in numbers}
         try:
             self.start()
-            beat = time.monotonic()
-            while not self._asked & {signal.SIGTERM, signal.SIGINT}:
-                time.sleep(_LOOK_S)
-                if signal.SIGHUP in self._asked:
-                    self._asked.discard(signal.SIGHUP)
-                    self._read_again()
-                if time.monotonic() - beat >= _HEARTBEAT_S:
-                    beat = time.monotonic()
-                    self._beat()
-            self.stop()
+            while not self.stopped:
+                self._wait()
+                self.step()
+            self._remove_notes()
+            log.info("stopped")
         finally:
-            for number, handler in before.items():
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
         return 0
 
     def start(self) -> None:
-        """Begin; a pass that was due while nobody ran it begins at once."""
-        now = datetime.now(UTC)
-        last = self._last_began(now)
-        trigger = trigger_of(self.config, last or now)
-        due = last is None or trigger.get_next_fire_time(last, last + _MOMENT) <= now
-        due = due and self.config.catch_up
-        self.scheduler.add_listener(self._on_skipped, EVENT_JOB_MAX_INSTANCES)
-        first = now if due else trigger.get_next_fire_time(None, now + _MOMENT)
-        self.scheduler.add_job(self._pass, trigger, id="pass", next_run_time=first)
-        self.scheduler.start()
-        log.info("started: %s, %s", trigger, "a pass is overdue, and begins" if due else f"first pass {_text(first)}")
+        """Compute when the first pass is due: at once, if one was due while no scheduler ran."""
+        now = self._now()
+        last = self._last_started(now)
+        self._last_due = last or now
+        missed = None if last is None else due_after(self.config, last, last)
+        overdue = last is None or (missed is not None and missed <= now)
+        if overdue and self.config.catch_up:
+            self.next_due = now
+            log.info("started: %s; a pass is overdue and starts now", describe_schedule(self.config))
+        else:
+            self.next_due = due_after(self.config, now, self._last_due)
+            log.info("started: %s; first pass %s", describe_schedule(self.config), _local(self.next_due))
         self._beat()
 
     def stop(self) -> None:
-        """Begin no pass any more, and wait for the one that runs, which finishes its batch."""
-        self._stopped.set()
-        with self._child_guard:
-            if self._child is not None:
-                log.info("stopping: the pass finishes its batch")
-                self._child.terminate()
-        with self._passing:
-            pass
-        self.scheduler.shutdown(wait=False)
-        self._forget_next(self._file)
-        log.info("stopped")
+        """Start no more passes; the running one finishes its batch."""
+        self._stopping = True
+        self._starts_at = None
+        if self.running is not None:
+            log.info("stopping: the pass finishes its batch")
+            self.running.terminate()
 
-    # What happens
-
-    def _pass(self) -> None:
-        with self._passing:
-            self._pass_and_tell()
-
-    def _pass_and_tell(self) -> None:
-        if self._stopped.wait(random.uniform(0, self.config.jitter)):
-            return
-        log.info("a pass begins")
-        self._began, self._told_of_hanging = time.monotonic(), False
+    def reload(self) -> None:
+        """Read the config file again; after an error, the scheduler continues with the config that it has."""
         try:
-            code, output = self._run()
-        except OSError as error:  # no memory for a process
-            code, output = 1, json.dumps([{"error": f"the pass cannot be started: {error}"}])
-        self._tell(code, output)
+            file = _load_scheduled(self.path)
+            assert file.schedule is not None
+            open_log(file.schedule)
+        except LayertapError as error:
+            log.error("the config is not taken over: %s", error)
+            return
+        self._remove_notes()
+        self._file = file
+        now = self._now()
+        self._last_due = self._last_started(now) or now
+        self.next_due = due_after(self.config, now, self._last_due)
+        self._note_next()
+        log.info("config read again: %s; next pass %s", describe_schedule(self.config), _local(self.next_due))
+
+    def step(self) -> None:
+        """Do what is to be done now, without waiting."""
+        if self._signals & {signal.SIGTERM, signal.SIGINT} and not self._stopping:
+            self.stop()
+        now = self._now()
+        if now < self._last_look - _SET_BACK:
+            self._on_clock_set_back(now)
+        self._last_look = now
+        if self.running is not None and (result := self.running.result()) is not None:
+            self.running = None
+            self._report(result)
+        if self.next_due is not None and self.next_due <= now and not self._stopping:
+            self._on_due(self.next_due, now)
+        if self._starts_at is not None and self._starts_at <= self._elapsed():
+            self._starts_at = None
+            self._start()
+        # After the look whether a pass is due: a new schedule starts with the next due time.
+        if signal.SIGHUP in self._signals and not self._stopping:
+            self._signals.discard(signal.SIGHUP)
+            self.reload()
+        if self._elapsed() - self._beat_at >= _HEARTBEAT_S:
+            self._beat()
+
+    def _wait(self) -> None:
+        """Wait until a pass is due, the running one prints something, or it is time to look at the signals."""
+        seconds = _LOOK_S
+        if self.next_due is not None and not self._stopping:
+            seconds = min(seconds, max(0.0, (self.next_due - self._now()).total_seconds()))
+        if self.running is not None:
+            self.running.wait(seconds)
+        else:
+            time.sleep(seconds)
+
+    def _on_due(self, due: datetime, now: datetime) -> None:
+        """Plan the pass that is due, or skip it. However many times have passed since the last look, it is one pass."""
+        self._last_due = due
+        self.next_due = due_after(self.config, now, due)
+        if self.running is not None or self._hooks_running():
+            self._skip()
+        elif self._starts_at is not None:
+            log.warning("a pass is due and is skipped: the one before has not started yet, because of `jitter`")
+        else:
+            self._starts_at = self._elapsed() + random.uniform(0, self.config.jitter)
         self._note_next()
 
-    def _in_a_process(self) -> tuple[int, str]:
-        command = [*LAYERTAP, "sync", str(self.path), "--json"]
-        with self._child_guard:
-            if self._stopped.is_set():
-                return 0, "[]"
-            # In a session of its own, so that Ctrl-C reaches it once, from here.
-            self._child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                           errors="backslashreplace", start_new_session=True)  # fmt: skip
-        child = self._child
-        assert child.stdout is not None
-        assert child.stderr is not None
-        said: list[str] = []
-        reader = threading.Thread(target=lambda: said.append(child.stdout.read() if child.stdout else ""))
-        reader.start()
-        for line in child.stderr:
-            log.info("sync: %s", line.rstrip())
-        reader.join()
-        code = child.wait()
-        with self._child_guard:
-            self._child = None
-        return code, "".join(said)
+    def _skip(self) -> None:
+        """Report that a pass is due while the one before runs; one that runs for a day hangs, and hooks are called."""
+        hours = (self._elapsed() - self._started_at) / 3600
+        message = f"a pass is due and is skipped: the one before has been running for {hours:.1f} hours"
+        log.warning("%s", message)
+        if hours >= _HANGS_HOURS and not self._hang_reported:
+            self._hang_reported = True
+            self._call_hooks(1, [{"error": message}])
 
-    def _tell(self, code: int, output: str) -> None:
-        """Log what a pass has done, and tell those who want to know."""
+    def _start(self) -> None:
+        log.info("pass started")
+        self._started_at, self._hang_reported = self._elapsed(), False
         try:
-            found = json.loads(output)
-        except ValueError:
-            found = []
-        for one in found:
-            log.info("%s", _in_words(one), extra={"result": one})
-        if self._stopped.is_set() and code:
+            self.running = self._start_pass()
+        except OSError as error:  # no memory, no process table entry, too many open files
+            self._report(PassResult(1, json.dumps([{"error": f"the pass cannot be started: {error}"}])))
+
+    def _report(self, result: PassResult) -> None:
+        """Log how a pass ended, and call the hooks."""
+        data_sets = _parse_output(result.output)
+        for data_set in data_sets:
+            log.info("%s", _describe(data_set), extra={"result": data_set})
+        if self._stopping and result.code:  # it was asked to end
             return
-        if code:
-            how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
-            log.error("the pass failed, %s", how)
+        if result.code == 0:
+            log.info("pass finished")
+        elif result.code < 0:
+            log.error("the pass was ended by signal %d", -result.code)
         else:
-            log.info("the pass is done")
-        self._call_hooks(code, found)
+            log.error("the pass failed with exit code %d", result.code)
+        self._call_hooks(result.code, data_sets)
+        self._note_next()
 
-    def _call_hooks(self, code: int, found: list[Any]) -> None:
-        about = {"config": str(self.path), "host": socket.gethostname()}
-        told = json.dumps({**about, "exit_code": code, "data_sets": found})
-        for hook in self.config.on_failure if code else self.config.on_success:
-            _call(hook, told, code)
+    def _call_hooks(self, code: int, data_sets: list[Any]) -> None:
+        """Call the hooks in a thread: each may take a minute, and the heartbeat must go on."""
+        hooks = self.config.on_failure if code else self.config.on_success
+        if not hooks:
+            return
+        content = {"config": str(self.path), "host": socket.gethostname(), "exit_code": code, "data_sets": data_sets}
+        thread = threading.Thread(target=call_hooks, args=(hooks, json.dumps(content), code), daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no memory, or too many threads
+            log.error("the hooks cannot be called: %s", error)
+            return
+        self._hook_calls.append(thread)
 
-    def _on_skipped(self, event: Any) -> None:
-        """A pass is due, and the one before is still at work: if that goes on for a day, it hangs."""
-        hours = (time.monotonic() - self._began) / 3600
-        what = f"a pass is due, and left out: the one before has been at work for {hours:.1f} hours"
-        log.warning("%s", what)
-        if hours >= _HANGS_HOURS and not self._told_of_hanging:
-            self._told_of_hanging = True
-            threading.Thread(target=self._call_hooks, args=(1, [{"error": what}]), daemon=True).start()
+    def _hooks_running(self) -> bool:
+        self._hook_calls = [thread for thread in self._hook_calls if thread.is_alive()]
+        return bool(self._hook_calls)
+
+    def _on_clock_set_back(self, now: datetime) -> None:
+        """Compute the next due time again if it is later than the next two: it was computed from a wrong clock.
+
+        After a small correction it stays. Otherwise a pass that has just run would run again.
+        """
+        first = due_after(self.config, now, self._last_due)
+        second = None if first is None else due_after(self.config, first, self._last_due)
+        if second is not None and self.next_due is not None and self.next_due > second:
+            self.next_due = first
+            log.warning("the clock was set back; the next pass is now due %s", _local(first))
+            self._note_next()
 
     def _beat(self) -> None:
-        """Show that we are alive, and look whether the clock was set."""
+        """Show a watchdog that the scheduler is alive."""
+        self._beat_at = self._elapsed()
         if self.config.heartbeat is not None:
             try:
                 self.config.heartbeat.touch()
             except OSError as error:
                 log.error("the heartbeat %s cannot be touched: %s", self.config.heartbeat, error.strerror)
-        now = datetime.now(UTC)
-        if now < self._last_seen - timedelta(seconds=_CLOCK_S):
-            self.on_clock_set_back(now)
-        self._last_seen = now
-        self.scheduler.wakeup()  # its clock stands still while the machine sleeps, and may have been set
         self._note_next()
 
-    def on_clock_set_back(self, now: datetime) -> None:
-        """Plan anew, if the next pass would come later than two are due: its time was of a wrong clock.
-
-        After a small correction it stays: planned anew, a pass that has just run would run again.
-        """
-        job = self.scheduler.get_job("pass")
-        if job is None:
-            return
-        first = job.trigger.get_next_fire_time(None, now)
-        second = first and job.trigger.get_next_fire_time(first, now)
-        if second and job.next_run_time and job.next_run_time > second:
-            job.modify(next_run_time=first)
-            log.warning("the clock was set back; the next pass is planned anew: %s", _text(first))
-
-    def _read_again(self) -> None:
-        """Take over the config file as it is now, if there is nothing wrong with it."""
-        try:
-            file = _scheduled(self.path)
-            assert file.schedule is not None
-            _log_as(file.schedule)
-        except LayertapError as error:
-            log.error("the config is not taken over: %s", error)
-            return
-        self._forget_next(self._file)
-        self._file = file
-        now = datetime.now(UTC)
-        trigger = trigger_of(self.config, self._last_began(now) or now)
-        self.scheduler.reschedule_job("pass", trigger=trigger)
-        self._note_next()
-        log.info("read again: %s", trigger)
-
-    def _last_began(self, now: datetime) -> datetime | None:
-        """When the last pass of the data set began that has had none for longest; None: one has never had any."""
-        began = []
-        for one in self._file.data_sets:
+    def _last_started(self, now: datetime) -> datetime | None:
+        """Return when the last pass of each data set started, and of these the earliest; None if one has had none."""
+        starts = []
+        for data_set in self._file.data_sets:
             try:
-                at = datetime.fromisoformat(read_runs(one.folder)[-1]["started"])
-                began.append(at if at <= now else None)  # of a clock that was wrong
+                start = datetime.fromisoformat(read_runs(data_set.folder)[-1]["started"])
+                if start > now:  # the clock was wrong then
+                    return None
+                starts.append(start)
             except (LayertapError, LookupError, ValueError, TypeError):
-                began.append(None)
-        return None if None in began else min(filter(None, began))
+                return None
+        return min(starts)
 
     def _note_next(self) -> None:
-        """Leave word for `layertap status`."""
-        job = None if self._stopped.is_set() else self.scheduler.get_job("pass")
-        if job is None or job.next_run_time is None:
+        """Write the next due time for `layertap status`."""
+        if self.next_due is None or self._stopping:
             return
-        noted = {"next": job.next_run_time.isoformat(timespec="seconds"), "pid": os.getpid(),
-                 "host": socket.gethostname(), "config": str(self.path)}  # fmt: skip
-        for one in self._file.data_sets:
-            path = one.folder / "schedule.json"
-            if (one.folder / "dataset.json").exists() and (not path.exists() or self._noted.get(path) != noted):
-                with contextlib.suppress(OSError):  # the pass says it, if the disk is full
-                    write_json(path, noted)
-                    self._noted[path] = noted
+        next_due = self.next_due.astimezone(time_zone(self.config)).isoformat(timespec="seconds")
+        note = {"next": next_due, "pid": os.getpid(), "host": socket.gethostname(), "config": str(self.path)}
+        for data_set in self._file.data_sets:
+            path = data_set.folder / "schedule.json"
+            with contextlib.suppress(OSError, LayertapError):  # passes report a full disk
+                is_published = (data_set.folder / "dataset.json").exists()
+                if is_published and (not path.exists() or self._noted.get(path) != note):
+                    write_json(path, note)
+                    self._noted[path] = note
 
-    @staticmethod
-    def _forget_next(file: SyncFile) -> None:
-        for one in file.data_sets:
+    def _remove_notes(self) -> None:
+        for data_set in self._file.data_sets:
             with contextlib.suppress(OSError):
-                (one.folder / "schedule.json").unlink(missing_ok=True)
+                (data_set.folder / "schedule.json").unlink(missing_ok=True)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._asked.add(number)
+        self._signals.add(number)
 
 
-def _scheduled(path: Path) -> SyncFile:
+def _load_scheduled(path: Path) -> SyncFile:
+    """Read a config file that must have a schedule."""
     file = load_sync_file(path)
     if file.schedule is None:
         raise InputError(f"{path}: schedule: none given; expected `schedule:` with `cron: 30 2 * * *` or `every: 15m`")
+    time_zone(file.schedule)  # an unknown one is an error now, not at the first due time
     return file
 
 
-def _text(at: datetime | None) -> str:
+def _local(at: datetime | None) -> str:
     return "never" if at is None else at.astimezone().isoformat(" ", timespec="seconds")
 
 
-def _in_words(one: dict[str, Any]) -> str:
-    where = one.get("out", "")
-    if "error" in one:
-        return f"{where}: {one['error']}"
-    names = ("added", "changed", "renamed", "deleted", "failed", "unchanged", "waiting", "computed")
-    return f"{where}: version {one['version']}: " + ", ".join(f"{one[name]} {name}" for name in names)
-
-
-def _call(hook: str, told: str, code: int) -> None:
-    """Run a command, which finds what to know in its standard input, or post it to a URL."""
+def _parse_output(output: str) -> list[dict[str, Any]]:
+    """Return what `sync --json` printed; nothing if the process was killed."""
     try:
-        if hook.startswith(("http://", "https://")):
-            request = urllib.request.Request(hook, told.encode(), {"Content-Type": "application/json"})
-            with urllib.request.urlopen(request, timeout=_HOOK_S):
-                return
-        done = subprocess.run(hook, shell=True, input=told, text=True, capture_output=True, timeout=_HOOK_S,
-                              env={**os.environ, "LAYERTAP_EXIT_CODE": str(code)})  # fmt: skip
-        if done.returncode:
-            log.error("%s: exit code %d: %s", hook, done.returncode, (done.stderr or done.stdout).strip()[-500:])
-    except (OSError, ValueError, subprocess.SubprocessError, http.client.HTTPException) as error:
-        log.error("%s: %s", hook, first_line(error))
+        content = json.loads(output)
+    except ValueError:
+        return []
+    return [item for item in content if isinstance(item, dict)] if isinstance(content, list) else []
 
 
-class _AsJson(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        line = {"time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-                "level": record.levelname.lower(), "message": record.getMessage()}  # fmt: skip
-        if hasattr(record, "result"):
-            line["result"] = record.result
-        return json.dumps(line)
-
-
-def _log_as(config: ScheduleConfig) -> None:
-    """Log to stderr, or to a file that is begun anew when it is large."""
-    handler: logging.Handler = logging.StreamHandler()
-    if config.log is not None:
-        try:
-            handler = logging.handlers.RotatingFileHandler(config.log, maxBytes=_LOG_BYTES, backupCount=_LOGS - 1)
-        except OSError as error:
-            raise LayertapError(f"cannot write the log {config.log}: {error.strerror}") from error
-    text = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
-    handler.setFormatter(_AsJson() if config.log_json else text)
-    for name, level in (("layertap.schedule", logging.INFO), ("apscheduler", logging.ERROR)):
-        logger = logging.getLogger(name)
-        for old in logger.handlers[:]:
-            logger.removeHandler(old)
-            old.close()
-        logger.addHandler(handler)
-        logger.setLevel(level)
-        logger.propagate = False
+def _describe(data_set: dict[str, Any]) -> str:
+    """Return what a pass did for a data set, as one line."""
+    folder = data_set.get("out", "")
+    if "error" in data_set:
+        return f"{folder}: {data_set['error']}"
+    if data_set.get("stopped"):
+        return f"{folder}: stopped; what was computed is stored, and the next pass continues"
+    names = ("added", "changed", "renamed", "deleted", "failed", "unchanged", "waiting", "computed")
+    # The process may be of another version of layertap, if it was upgraded meanwhile.
+    counts = ", ".join(f"{data_set[name]} {name}" for name in names if name in data_set)
+    return f"{folder}: version {data_set.get('version')}: {counts}"
