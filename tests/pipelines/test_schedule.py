@@ -543,7 +543,7 @@ def test_a_pass_is_asked_to_end_by_sigterm() -> None:
 
 
 def run_schedule(config: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "pipelines.cli", "schedule", str(config)]
+    command = [sys.executable, "-m", "layertap", "schedule", str(config)]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 
