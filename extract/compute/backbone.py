@@ -14,7 +14,7 @@ from torch import Tensor
 
 from extract import defaults
 from extract.backbones import LoadedBackbone, loading
-from extract.compute.backends import ready
+from extract.compute.backends import open_forward
 from extract.compute.feature_choice import choose_features
 from extract.compute.forward import check_rows
 from extract.errors import InputError
@@ -108,7 +108,7 @@ def _features_of(
         feature.name: [np.empty((0, *feature.shape), np.float32)] for feature in choice.features
     }
     waiting: list[Tensor] = []
-    with ready(backbone, choice, "float32") as forward:
+    with open_forward(backbone, choice, "float32") as forward:
 
         def compute() -> None:
             images = torch.stack(waiting)

@@ -21,7 +21,7 @@ from extract.system.torch_state import evaluating, full_float32, keeping_freed_m
 from extract.taps.record import take
 from extract.taps.taps import Taps
 
-__all__ = ["COMPILE", "default_engine", "engine_for", "ready"]
+__all__ = ["COMPILE", "default_engine", "engine_for", "open_forward"]
 
 COMPILE = ("auto", "on", "off", "inductor", "openvino")
 
@@ -60,16 +60,15 @@ def default_engine(device: torch.device, precision: str) -> str:
 
 
 @contextlib.contextmanager
-def ready(
+def open_forward(
     backbone: LoadedBackbone,
     choice: Choice,
     dtype: str,
     precision: str = defaults.PRECISION,
     engine: str = "eager",
     batch_size: int = defaults.BATCH_SIZE,
-    on_smaller: Callable[[int], None] = lambda size: None,
 ) -> Iterator[Forward]:
-    """The backbone, with everything set for computing; gives the forward, to be used inside.
+    """Context manager: prepare the backbone and yield its forward.
 
     Args:
         backbone: as loaded.
@@ -78,8 +77,6 @@ def ready(
         precision: "float32", "bfloat16" or "float16"; PyTorch computes in the lower ones under autocast.
         engine: "eager", under its taps; "inductor" or "openvino", compiled.
         batch_size: images at most that a compiled forward is given.
-        on_smaller: called when the memory does not suffice for an eager forward of a batch, with the number of images
-            that are computed at once from then on.
     """
     transfers = transfers_for(backbone.device)
     with evaluating(backbone.model), full_float32(), keeping_freed_memory():
@@ -90,7 +87,7 @@ def ready(
         lower = torch.autocast(backbone.device.type, getattr(torch, precision), enabled=precision != "float32")
         taps = _SentTaps(backbone.model, transfers) if transfers.ahead else Taps(backbone.model, stop=True)
         with torch.inference_mode(), lower, choice.kept_by(taps, getattr(torch, dtype)):
-            yield _Eager(backbone, choice, taps, transfers, on_smaller)
+            yield _Eager(backbone, choice, taps, transfers)
 
 
 class _SentTaps(Taps):
@@ -104,24 +101,16 @@ class _SentTaps(Taps):
 class _Eager(Forward):
     """The backbone under its taps; a batch is computed in parts where the memory does not suffice for all of it."""
 
-    def __init__(
-        self,
-        backbone: LoadedBackbone,
-        choice: Choice,
-        taps: Taps,
-        transfers: Transfers,
-        on_smaller: Callable[[int], None],
-    ):
+    def __init__(self, backbone: LoadedBackbone, choice: Choice, taps: Taps, transfers: Transfers):
         self._to_input, self._features = backbone.preprocessing.to_input, choice.features
-        self._taps, self._transfers, self._on_smaller = taps, transfers, on_smaller
-        self._at_once: int | None = None
-        self.ahead = transfers.ahead
+        self._taps, self._transfers = taps, transfers
+        self.ahead = int(transfers.ahead)
 
     @property
-    def copying_s(self) -> float:  # type: ignore[override]
+    def copying_s(self) -> float:
         return self._transfers.seconds
 
-    def begin(self, images: Tensor) -> Callable[[], Values]:
+    def start(self, images: Tensor) -> Callable[[], Values]:
         parts, last = self._parts(images), self._transfers.begun()
 
         def values() -> Values:
@@ -137,11 +126,10 @@ class _Eager(Forward):
     def _parts(self, images: Tensor) -> list[Values]:
         while True:
             try:
-                return [self._part(part) for part in torch.split(images, self._at_once or len(images))]
+                return [self._part(part) for part in torch.split(images, self.images_at_once or len(images))]
             except torch.OutOfMemoryError as error:
-                size = min(self._at_once or len(images), len(images))
+                size = min(self.images_at_once or len(images), len(images))
                 if size == 1:
                     raise LayertapError(f"the memory of the device does not suffice for one image: {error}") from error
-            self._at_once = -(-size // 2)
+            self.images_at_once = -(-size // 2)
             torch.cuda.empty_cache()  # not while the error holds the tensors of its frames
-            self._on_smaller(self._at_once)

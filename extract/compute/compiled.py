@@ -83,13 +83,13 @@ class _ByInductor(Forward):
         self._backbone, self._choice, self._dtype, self._precision = backbone, choice, dtype, precision
         self._batch_size, self._transfers = batch_size, transfers
         self._function: Callable[[Tensor], tuple[Tensor, ...]] | None = None
-        self.ahead = transfers.ahead
+        self.ahead = int(transfers.ahead)
 
     @property
-    def copying_s(self) -> float:  # type: ignore[override]
+    def copying_s(self) -> float:
         return self._transfers.seconds
 
-    def begin(self, images: Tensor) -> Callable[[], Values]:
+    def start(self, images: Tensor) -> Callable[[], Values]:
         try:
             parts = [self._part(part) for part in torch.split(images, self._batch_size)]
         except torch.OutOfMemoryError as error:
@@ -135,7 +135,7 @@ _Begun = list[tuple[Any, NDArray[Any]]]  # requests of a batch, and the images t
 class _ByOpenVino(Forward):
     """Computes a few images on each core by itself, so that none waits for one that has to decode meanwhile."""
 
-    ahead = True
+    ahead = 1
 
     def __init__(self, backbone: LoadedBackbone, choice: Choice, dtype: str, precision: str, batch_size: int):
         self._backbone, self._choice, self._dtype, self._precision = backbone, choice, dtype, precision
@@ -146,7 +146,7 @@ class _ByOpenVino(Forward):
         self._free: list[Any] = []  # requests
         self._running: list[_Begun] = []  # batches
 
-    def begin(self, images: Tensor) -> Callable[[], Values]:
+    def start(self, images: Tensor) -> Callable[[], Values]:
         if self._program is None:
             self._program = self._compile(images)
         begun: _Begun = []

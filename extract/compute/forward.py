@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from extract.errors import InputError
 from extract.images import Batch
 from extract.row_status import Status
 
-__all__ = ["Forward", "Rows", "Values", "check_rows", "joined", "rows_begun", "rows_of"]
+__all__ = ["Forward", "HasImages", "Rows", "Values", "check_rows", "joined", "rows_of"]
 
 _CHECKED_ALONE = 4  # pictures of the first batch; one that a batch has mixed up is hardly in its own place four times
 # The same picture in another batch may differ by rounding: by a part of what a value is in the checked pictures (in
@@ -44,32 +46,81 @@ class Rows(NamedTuple):
     reasons: dict[int, str]
 
 
-class Forward(ABC):
-    """Features of batches, (B, ...) as `Preprocessing.prepare` returns their images, stacked.
+class HasImages(Protocol):
+    """A batch with images.
 
     Attributes:
-        ahead: whether what was begun last is computed while this process goes on; else its features are there.
-        copying_s: seconds until now that copies to a device and from it took, as far as something waited for them.
-        compiling_s: seconds until now of what is done once, before anything is computed.
+        images: (B, ...) as `Preprocessing.prepare` returns them, stacked; B may be 0.
     """
 
-    ahead: bool = False
-    copying_s: float = 0.0
+    @property
+    def images(self) -> Tensor:
+        """See above."""
+
+
+B = TypeVar("B", bound=HasImages)
+
+
+class Forward(ABC):
+    """Computes features of batches of images, (B, ...) as `Preprocessing.prepare` returns them, stacked.
+
+    Attributes:
+        ahead: batches that the device computes while this process goes on: 0 or 1.
+        images_at_once: images of one forward, if memory did not suffice for a whole batch; else None.
+        compiling_s: seconds spent so far on what is done once, before the first batch.
+    """
+
+    ahead: int = 0
+    images_at_once: int | None = None
     compiling_s: float = 0.0
 
-    @abstractmethod
-    def begin(self, images: Tensor) -> Callable[[], Values]:
-        """Have a batch computed; returns a function that waits for its features, (B, *shape) each, and gives them once.
+    @property
+    def copying_s(self) -> float:
+        """Seconds so far that this process waited for copies to the device and back."""
+        return 0.0
 
-        The next batch can be begun before this one is waited for. One that nobody waits for any more does no harm.
+    @abstractmethod
+    def start(self, images: Tensor) -> Callable[[], Values]:
+        """Start to compute a batch; returns a function that waits for its features, (B, *shape) each, and gives them.
+
+        The function may be called once. The next batch may be started before it is called, and it need not be called.
 
         Raises:
-            LayertapError: it cannot be computed; also from the function.
+            LayertapError: the batch cannot be computed; also from the function.
         """
 
     def __call__(self, images: Tensor) -> Values:
-        """The features of a batch."""
-        return self.begin(images)()
+        """The features of one batch."""
+        return self.start(images)()
+
+    def map(self, batches: Iterable[B]) -> Iterator[tuple[B, Values]]:
+        """Compute batches in order: (batch, its features), none for a batch without images.
+
+        Where the device computes by itself, a batch is handed out while the next one is computed. If the next one
+        cannot be had or started, those before it are handed out before the error is raised.
+        """
+        started: deque[tuple[B, Callable[[], Values]]] = deque()
+        try:
+            for batch in batches:
+                started.append((batch, self.start(batch.images) if len(batch.images) else dict))
+                if len(started) > self.ahead:
+                    yield _finished(started)
+        except Exception as error:
+            while started:
+                try:
+                    finished = _finished(started)
+                except Exception as later:  # the first error is the one to report
+                    error.add_note(f"a batch before it could not be computed, either: {later}")
+                    break
+                yield finished
+            raise
+        while started:
+            yield _finished(started)
+
+
+def _finished(started: deque[tuple[B, Callable[[], Values]]]) -> tuple[B, Values]:
+    batch, features = started.popleft()
+    return batch, features()
 
 
 def joined(parts: Sequence[Values]) -> Values:
@@ -123,29 +174,34 @@ def _check_count(features: Values, count: int) -> None:
             )
 
 
-def rows_of(batch: Batch, forward: Forward, features: Sequence[Feature], dtype: str) -> Rows:
-    """The rows of a batch as they are stored."""
-    return rows_begun(batch, forward, features, dtype)()
+def rows_of(batch: Batch, values: Values, features: Sequence[Feature], dtype: str) -> Rows:
+    """The rows of a batch as they are stored: NaN where there is no picture, and a status each.
+
+    Args:
+        batch: the rows, and which of them have an image.
+        values: feature -> (B, *shape) of the images; empty if there are none.
+        features: of the data set.
+        dtype: of the data set.
+
+    Raises:
+        InputError: a feature has not one row for each image.
+    """
+    _check_count(values, len(batch.images))
+    good = batch.status == Status.OK
+    stored: Values = {}
+    for feature in features:
+        if values and good.all():
+            stored[feature.name] = _rounded(values[feature.name], dtype)
+            continue
+        stored[feature.name] = np.full((len(good), *feature.shape), np.nan, dtype)
+        if values:
+            stored[feature.name][good] = _rounded(values[feature.name], dtype)
+    return Rows(stored, *_checked(batch, stored))
 
 
-def rows_begun(batch: Batch, forward: Forward, features: Sequence[Feature], dtype: str) -> Callable[[], Rows]:
-    """Have a batch computed; returns a function that waits for its rows."""
-    values = forward.begin(batch.images) if len(batch.images) else dict
-
-    def rows() -> Rows:
-        good, found = batch.status == Status.OK, values()
-        _check_count(found, len(batch.images))
-        stored: Values = {}
-        for feature in features:
-            if found and good.all():
-                stored[feature.name] = found[feature.name]
-                continue
-            stored[feature.name] = np.full((len(good), *feature.shape), np.nan, dtype)
-            if found:
-                stored[feature.name][good] = found[feature.name]
-        return Rows(stored, *_checked(batch, stored))
-
-    return rows
+def _rounded(values: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """In another dtype; what it cannot hold becomes infinite, and a row with a status that says so."""
+    return values if values.dtype == dtype else torch.from_numpy(values).to(getattr(torch, dtype)).numpy()
 
 
 def _checked(batch: Batch, features: Values) -> tuple[NDArray[np.uint8], dict[int, str]]:

@@ -12,7 +12,7 @@ import numpy as np
 from extract import defaults
 from extract.compute.agreement import deviation
 from extract.compute.backbone import Backbone
-from extract.compute.backends import ready
+from extract.compute.backends import open_forward
 from extract.compute.forward import rows_of
 from extract.errors import InputError
 from extract.extraction.reproduce import plan_as_made
@@ -102,10 +102,10 @@ def recheck(
         tolerance = TOLERANCE[plan.precision]
         with (
             contextlib.closing(loaded),
-            ready(plan.backbone, plan.choice, dtype, plan.precision, plan.engine, plan.batch_size) as forward,
+            open_forward(plan.backbone, plan.choice, dtype, plan.precision, plan.engine, plan.batch_size) as forward,
         ):
-            for batch in loaded:
-                again, status, reasons = rows_of(batch, forward, plan.choice.features, dtype)
+            for batch, values in forward.map(loaded):
+                again, status, reasons = rows_of(batch, values, plan.choice.features, dtype)
                 here = chosen[batch.rows]
                 stored = {name: reader[name][here] for name in reader.layers}
                 hashes = reader.column("source_hash")[here]
@@ -121,7 +121,7 @@ def recheck(
                         fault(what, Remedy.ROW, row, found.paths[batch.rows[i]])
                         apart += faults[-1:] if same_image else []
                         continue
-                    off = max(deviation(values[i], stored[name][i]) for name, values in again.items())
+                    off = max(deviation(one[i], stored[name][i]) for name, one in again.items())
                     largest = max(largest, off)
                     if not off <= tolerance:
                         why = "its image is the same" if same_image else "its image has changed since"

@@ -13,7 +13,7 @@ from extract import defaults
 from extract.backbones import load_text_tower
 from extract.backbones.loading import permitted
 from extract.compute.backbone import Backbone, load_backbone
-from extract.compute.backends import ready
+from extract.compute.backends import open_forward
 from extract.compute.forward import rows_of
 from extract.errors import InputError
 from extract.extraction.plan import Plan, asked_of, how_made, plan_for
@@ -138,9 +138,10 @@ def features_of_file(
     )  # fmt: skip
     with (
         contextlib.closing(loaded),
-        ready(plan.backbone, plan.choice, dtype, plan.precision, plan.engine, plan.batch_size) as forward,
+        open_forward(plan.backbone, plan.choice, dtype, plan.precision, plan.engine, plan.batch_size) as forward,
     ):
-        values, status, reasons = rows_of(next(loaded), forward, plan.choice.features, dtype)
+        [(batch, features)] = forward.map(loaded)
+        values, status, reasons = rows_of(batch, features, plan.choice.features, dtype)
     if status[0] != Status.OK:
         raise InputError(f"{path}: {Status(status[0]).text}: {reasons.get(0, '')}")
     return {name: one[0] for name, one in values.items()}

@@ -20,11 +20,11 @@ from typing import Any
 from extract import defaults
 from extract.compute.backbone import Backbone, load_backbone
 from extract.errors import InputError
-from extract.extraction.pipeline import fill_shard
+from extract.extraction.pipeline import extract_shard, stop_on_machine_errors
 from extract.extraction.plan import Plan, plan
-from extract.extraction.summary import Summary
+from extract.extraction.summary import Callbacks, Summary
 from extract.extraction.todo import batches_of, check_disk_space, check_same_images, work_of
-from extract.extraction.validation import Computation, verified
+from extract.extraction.validation import Computation, validated_forward
 from extract.images import load_batches
 from extract.store.format.dataset import BUILDING
 from extract.store.reader import FeatureReader
@@ -147,7 +147,7 @@ def extract(
     plan: Plan,
     *,
     retry_failed: bool = False,
-    begun: bool = False,
+    has_stored_rows: bool = False,
     on_rows: Callable[[int, bool], None] = lambda rows, found: None,
     on_computation: Callable[[Computation], None] = lambda computation: None,
     stop: Callable[[], bool] = lambda: False,
@@ -158,8 +158,8 @@ def extract(
         plan: what to compute.
         retry_failed: also rows of finished shards that have no good features; such a shard is written anew, and
             replaces the old one when it is finished.
-        begun: whether others rows are stored elsewhere that these go with: as with those of an earlier run, features in
-            lower precision are compared, but not refused.
+        has_stored_rows: whether rows that these go with are stored elsewhere. Then features in lower precision are
+            compared, but not refused, as where an earlier run has stored rows.
         on_rows: called with a number of rows, and whether they were found done (True) or computed now (False).
         on_computation: called when it is known how features are computed, after the first batch.
         stop: asked after each batch; True ends the run there, in order.
@@ -186,7 +186,7 @@ def extract(
             dataset.add_run({"event": "started", "found_done": summary.found, **run})
         start = time.perf_counter()
         # The worker processes start here, before any shard is open.
-        batches = load_batches(
+        loaded = load_batches(
             plan.images,
             itertools.chain.from_iterable(batches_of(one.rows, plan) for one in work),
             plan.backbone.preprocessing.prepare,
@@ -196,20 +196,18 @@ def extract(
             at_least_px=plan.backbone.preprocessing.at_least_px,
         )
 
-        def on_chosen(computation: Computation) -> None:
-            summary.computation = computation
+        def log_computation(computation: Computation) -> None:
             how = dataclasses.asdict(computation)
             dataset.add_run({"event": "computing", "started": plan.provenance["started"], "computation": how})
             on_computation(computation)
 
-        def on_smaller(size: int) -> None:
-            summary.at_once = size
-
-        begun = begun or summary.found > 0
-        with contextlib.closing(batches), verified(plan, on_chosen, on_smaller, begun) as forward:
+        callbacks = Callbacks(on_rows, log_computation, stop)
+        has_stored_rows = has_stored_rows or summary.found > 0
+        with contextlib.closing(loaded), validated_forward(plan, has_stored_rows) as forward:
+            batches = stop_on_machine_errors(loaded, plan.images.source)
             for one in work:
                 count = sum(1 for _ in batches_of(one.rows, plan))
-                fill_shard(plan, one, itertools.islice(batches, count), forward, summary, on_rows, stop)
+                extract_shard(plan, one, itertools.islice(batches, count), forward, summary, callbacks)
                 if summary.stopped:
                     break
         summary.seconds = time.perf_counter() - start

@@ -19,14 +19,13 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from extract.compute.forward import Forward
 from extract.errors import LayertapError, LockedError
-from extract.extraction.pipeline import fill_shard
+from extract.extraction.pipeline import extract_shard, stop_on_machine_errors
 from extract.extraction.plan import Plan
 from extract.extraction.shard_decoding import ShardBatches
-from extract.extraction.summary import Summary
+from extract.extraction.summary import Callbacks, Summary
 from extract.extraction.todo import ShardWork, work_at
-from extract.extraction.validation import Computation, verified
+from extract.extraction.validation import Computation, ValidatedForward, validated_forward
 from extract.images.worker_deaths import DeadWorkerError
 from extract.store.format.dataset import DataSet, Whereabouts
 from extract.store.places.destination import Place
@@ -63,7 +62,7 @@ class ShardMaker:
         self._place, self._on_computation = place, on_computation
         self._open_now = contextlib.ExitStack()
         self.about: str = plan.provenance["device"]
-        self._forward: Forward | None = None
+        self._forward: ValidatedForward | None = None
         self._batches = ShardBatches(self._plan)
         self._was_ahead = False  # images of further shards may have been decoded when the last one failed
         dataset = self._plan.dataset
@@ -133,9 +132,17 @@ class ShardMaker:
         dataset = self._plan.dataset
         work, batches = self._batches.take(shard, self._work, lambda known: self._fresh(following(known)))
         on_rows(len(dataset.shard_range(shard)) - len(work.rows), True)
-        summary = Summary(n_rows=dataset.n_rows)
         try:
-            fill_shard(self._plan, work, batches, self._ready(), summary, on_rows, stop)
+            forward = self._open_forward()
+            summary = Summary(n_rows=dataset.n_rows, computation=forward.computation)
+            extract_shard(
+                self._plan,
+                work,
+                stop_on_machine_errors(batches, self._plan.images.source),
+                forward,
+                summary,
+                Callbacks(on_rows, self._on_computation, stop),
+            )
         except BaseException:
             self._was_ahead = self._batches.is_ahead
             self._batches.close()
@@ -161,9 +168,9 @@ class ShardMaker:
         discard(self._plan.dataset.path(shard, part=True))
         self._plan.dataset.withdraw(self._plan.dataset.path(shard))
 
-    def _ready(self) -> Forward:
+    def _open_forward(self) -> ValidatedForward:
         if self._forward is None:
-            forward = verified(self._plan, self._on_computation, lambda size: None, self._has_rows_elsewhere)
+            forward = validated_forward(self._plan, self._has_rows_elsewhere)
             self._forward = self._open_now.enter_context(forward)
         return self._forward
 

@@ -5,14 +5,36 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from extract.extraction.validation import Computation
+from extract.row_status import Status
 
-__all__ = ["Summary"]
+__all__ = ["Callbacks", "Summary"]
+
+T = TypeVar("T")
+_END = object()
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """What a run calls while it works.
+
+    Attributes:
+        on_rows: called with a number of rows, and whether they were found done (True) or computed now (False).
+        on_computation: called when it is known how features are computed, after the first batch.
+        stop: asked after each batch; True ends the run there, in order.
+    """
+
+    on_rows: Callable[[int, bool], None] = lambda rows, found: None
+    on_computation: Callable[[Computation], None] = lambda computation: None
+    stop: Callable[[], bool] = lambda: False
 
 
 @dataclass
@@ -23,27 +45,25 @@ class Summary:
         n_rows: rows of the data set.
         found: rows that were done before.
         computed: rows of this run, failed ones included.
-        suspect: how the last images failed, where that is hardly their fault, and how many did so one after the other.
         duplicates: those of them that were copied, since an earlier row has an image with the same bytes.
         status: status -> number of rows of this run.
         seconds: from the first image to the last receipt.
         stages: seconds spent waiting for images, in the forward (with pooling), and writing; of a GPU, "copy", too: to
             it and from it, as far as it was waited for.
         computation: how the features were computed; None: none was.
-        at_once: images that were computed at once in the end, if the memory did not suffice for a batch.
+        images_at_once: images that were computed at once in the end, if the memory did not suffice for a batch.
         stopped: whether the run was asked to stop before the end.
     """
 
     n_rows: int
     found: int = 0
     computed: int = 0
-    suspect: tuple[str, int] = ("", 0)
     duplicates: int = 0
     status: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
     stages: dict[str, float] = field(default_factory=lambda: {"images": 0.0, "forward": 0.0, "write": 0.0})
     computation: Computation | None = None
-    at_once: int | None = None
+    images_at_once: int | None = None
     stopped: bool = False
 
     @property
@@ -67,6 +87,28 @@ class Summary:
             "seconds": round(seconds, 3),
             "stages": {stage: round(spent - before.stages.get(stage, 0.0), 3) for stage, spent in self.stages.items()},
         }
+
+    def count(self, status: NDArray[np.uint8]) -> None:
+        """Add rows that were stored by their status; pending ones were not."""
+        stored = status[status != Status.PENDING]
+        self.computed += len(stored)
+        self.status.update(Status(code).text for code in stored.tolist())
+
+    def move(self, stage: str, to: str, seconds: float) -> None:
+        """Count some of the time of one stage as that of another."""
+        if seconds > 0:
+            self.stages[stage] -= seconds
+            self.stages[to] = self.stages.get(to, 0.0) + seconds
+
+    def timed_each(self, stage: str, values: Iterable[T]) -> Iterator[T]:
+        """Pass values on; add the time to get each to a stage, without that of other stages inside."""
+        iterator = iter(values)
+        while True:
+            with self.timed(stage):
+                value = next(iterator, _END)
+            if value is _END:
+                return
+            yield value  # type: ignore[misc]
 
     @contextlib.contextmanager
     def timed(self, stage: str) -> Iterator[None]:

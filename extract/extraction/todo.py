@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import shutil
 import time
@@ -23,7 +24,7 @@ from extract.store.format.layout import RowNames, create_shard, row_bytes
 from extract.store.format.receipt import read_receipt
 from extract.store.format.writer import ShardWriter
 
-__all__ = ["ShardWork", "batches_of", "check_disk_space", "check_same_images", "create_part", "work_at", "work_of"]
+__all__ = ["ShardWork", "batches_of", "check_disk_space", "check_same_images", "open_part", "work_at", "work_of"]
 
 _TRIED_S = 2.0  # for the images of a shard that had an I/O error; where a server is away, each takes seconds
 _SAMPLED = 16  # stored rows whose images are read again when their folder has another name than before
@@ -114,7 +115,27 @@ def work_at(dataset: DataSet, shard: int, where: Whereabouts, retry_failed: bool
     return ShardWork(shard, revision, rows, published, compress) if len(rows) else None
 
 
-def create_part(plan: Plan, work: ShardWork, part: Path) -> None:
+@contextlib.contextmanager
+def open_part(plan: Plan, work: ShardWork) -> Iterator[ShardWriter]:
+    """Context manager: yield the writer of a shard, whose file is made if it is not there.
+
+    A new file to which nothing was stored before an error is removed.
+    """
+    part = plan.dataset.path(work.shard, work.revision, part=True)
+    is_new = not part.exists()
+    if is_new:
+        _create_part(plan, work, part)
+    writer = ShardWriter(plan.dataset, work.shard, work.revision, sync_s=plan.sync_s)
+    try:
+        with writer:
+            yield writer
+    except BaseException:
+        if is_new and work.published is None and (writer.status == Status.PENDING).all():
+            part.unlink(missing_ok=True)
+        raise
+
+
+def _create_part(plan: Plan, work: ShardWork, part: Path) -> None:
     """Make the file that the rows are written to: a new one, or a copy of the finished one without them."""
     dataset, images = plan.dataset, plan.images
     rows = dataset.shard_range(work.shard)

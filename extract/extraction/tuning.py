@@ -25,7 +25,7 @@ from extract import defaults
 from extract.backbones.preprocessing import Preprocessing
 from extract.compute.agreement import Agreement, agreement, refusal
 from extract.compute.backbone import Backbone
-from extract.compute.backends import default_engine, engine_for, ready
+from extract.compute.backends import default_engine, engine_for, open_forward
 from extract.compute.feature_choice import Choice, choose_features
 from extract.errors import InputError, first_line
 from extract.extraction.plan import PRECISIONS, how_begun
@@ -194,10 +194,9 @@ def batch_rates(backbone: Backbone, choice: Choice, pictures: Tensor) -> dict[in
     rates: dict[int, float] = {}
     for size in _BATCH_SIZES["cpu" if backbone.device.type == "cpu" else "gpu"]:
         batch = _repeated(pictures, size)
-        too_many: list[int] = []
-        with ready(backbone, choice, "float32", on_smaller=too_many.append) as forward:
+        with open_forward(backbone, choice, "float32") as forward:
             forward(batch)
-            if too_many:
+            if forward.images_at_once:  # the memory does not suffice for the whole batch
                 break
             rates[size] = size / _median_s(functools.partial(forward, batch))
     if not rates:
@@ -240,7 +239,7 @@ def forward_rates(
     ways = list(ways)
     measured = []
     timed = pictures[: _enough(backbone.device, len(pictures))]
-    with ready(backbone, choice, "float32") as plain:
+    with open_forward(backbone, choice, "float32") as plain:
         start = time.perf_counter()
         expected = plain(pictures)
         start_s = time.perf_counter() - start
@@ -253,7 +252,7 @@ def forward_rates(
     for way in ways:
         try:
             start = time.perf_counter()
-            with ready(backbone, choice, "float32", way.precision, way.engine, len(timed)) as forward:
+            with open_forward(backbone, choice, "float32", way.precision, way.engine, len(timed)) as forward:
                 found = agreement(forward(pictures), expected)
                 start_s = time.perf_counter() - start
                 decoding = {} if fast is None else agreement(forward(fast), expected)

@@ -9,26 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from extract.backbones.preprocessing import Preprocessing
 from extract.compute.agreement import Agreement, agreement, refusal
-from extract.compute.backends import default_engine, ready
-from extract.compute.forward import Forward, Values, check_rows
+from extract.compute.backends import default_engine, open_forward
+from extract.compute.forward import B, Forward, Values, check_rows
 from extract.errors import DisagreementError, InputError, LayertapError, first_line
 from extract.extraction.plan import Plan
 from extract.images import ImageList, load_batches
 from extract.row_status import Status
 
-__all__ = ["Computation", "decoded_both_ways", "verified"]
+__all__ = ["Computation", "ValidatedForward", "decoded_both_ways", "validated_forward"]
 
 # Images from which compiling pays: it takes OpenVINO about 3 s and inductor 10 to 60 s, and saves a tenth of the work
 # or more. Numbers of images, not seconds, so that the same job is computed in the same way every time.
@@ -59,67 +55,71 @@ class Computation:
 
 
 @contextlib.contextmanager
-def verified(
-    plan: Plan, on_chosen: Callable[[Computation], None], on_smaller: Callable[[int], None], begun: bool = False
-) -> Iterator[Forward]:
-    """A forward that does what the plan says, and whose first call compares.
+def validated_forward(plan: Plan, has_stored_rows: bool = False) -> Iterator[ValidatedForward]:
+    """Context manager: yield the forward that the plan asks for. Its first batch is compared before it is handed out.
 
     Args:
         plan: its `engine` may be "auto": compiled if that pays, and agrees.
-        on_chosen: called when it is known how features are computed.
-        on_smaller: as of `ready`.
-        begun: whether there are rows already, which were compared when the first of them was computed: then those of
-            this batch in lower precision are told, but not refused.
-
-    Raises:
-        InputError: from the call: rows of a feature are not the images of the batch.
-        DisagreementError: from the call: lower precision or fast decoding points elsewhere, or what a compiler made
-            that was asked for is off.
-        LayertapError: from the call: the compiler that was asked for failed.
+        has_stored_rows: whether the data set has rows already, which were compared when the first of them was computed.
+            Then rows of this batch in lower precision are compared, but not refused.
     """
     with contextlib.ExitStack() as open_now:
-        yield _FirstThenAll(plan, on_chosen, on_smaller, begun, open_now)
+        yield ValidatedForward(plan, has_stored_rows, open_now)
 
 
-class _FirstThenAll(Forward):
-    """The forward of a run: compares in its first call, and computes in all of them."""
+class ValidatedForward:
+    """The forward of a run, which compares the first batch with the plain way to compute it.
 
-    def __init__(
-        self,
-        plan: Plan,
-        on_chosen: Callable[[Computation], None],
-        on_smaller: Callable[[int], None],
-        begun: bool,
-        open_now: contextlib.ExitStack,
-    ):
-        self._plan, self._on_chosen, self._on_smaller, self._open_now = plan, on_chosen, on_smaller, open_now
-        self._begun = begun
-        self._dtype = plan.dataset.features[0].dtype
+    Attributes:
+        computation: how features are computed; None before the first batch.
+    """
+
+    def __init__(self, plan: Plan, has_stored_rows: bool, open_now: contextlib.ExitStack):
+        self._plan, self._has_stored_rows, self._open_now = plan, has_stored_rows, open_now
         self._forward: Forward | None = None
         self._rows_are_checked = False
+        self.computation: Computation | None = None
 
     @property
-    def ahead(self) -> bool:  # type: ignore[override]
-        return self._forward is not None and self._forward.ahead
-
-    @property
-    def copying_s(self) -> float:  # type: ignore[override]
+    def copying_s(self) -> float:
+        """As of `Forward`."""
         return 0.0 if self._forward is None else self._forward.copying_s
 
-    def begin(self, images: Tensor) -> Callable[[], Values]:
+    @property
+    def images_at_once(self) -> int | None:
+        """As of `Forward`."""
+        return None if self._forward is None else self._forward.images_at_once
+
+    def map(self, batches: Iterable[B]) -> Iterator[tuple[B, Values]]:
+        """As of `Forward`.
+
+        Raises:
+            InputError: rows of a feature are not the images of the first batch.
+            DisagreementError: lower precision or fast decoding points elsewhere, or what a compiler made that was asked
+                for is off.
+            LayertapError: the compiler that was asked for failed.
+        """
+        batches = iter(batches)
+        while self._forward is None or not self._rows_are_checked:
+            batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch, self._validated(batch.images) if len(batch.images) else {}
+        yield from self._forward.map(batches)
+
+    def _validated(self, images: Tensor) -> Values:
+        """Features of the first batch, or of one after a first batch of a single picture, which proves no rows."""
         if self._forward is None:
             try:
-                values: Callable[[], Values] = partial(dict, self._first(images))
+                return self._first(images)
             except BaseException:  # what was refused is compared again, should anybody go on
                 self._forward = None
                 self._open_now.close()
                 raise
-        else:
-            if not self._rows_are_checked and len(images) > 1:  # the first batch was of one picture
-                with ready(self._plan.backbone, self._plan.choice, "float32") as plain:
-                    self._check_rows(plain, images, plain(images))
-            values = self._forward.begin(images)
-        return lambda: {name: _rounded(one, self._dtype) for name, one in values().items()}
+        if len(images) > 1:
+            with open_forward(self._plan.backbone, self._plan.choice, "float32") as plain:
+                self._check_rows(plain, images, plain(images))
+        return self._forward(images)
 
     def _first(self, images: Tensor) -> Values:
         """Features of the first batch; decides how all others are computed."""
@@ -130,7 +130,9 @@ class _FirstThenAll(Forward):
         pair = decoded_both_ways(plan.images, preprocessing, plan.max_pixels) if preprocessing.fast else None
         expected, exactly_decoded, own_s = {}, {}, 0.0
         if pair or not plain_way:
-            with ready(plan.backbone, plan.choice, "float32") as plain:  # closed before a compiler sees the model
+            with open_forward(
+                plan.backbone, plan.choice, "float32"
+            ) as plain:  # closed before a compiler sees the model
                 exactly_decoded = plain(pair[1]) if pair else {}
                 expected = {} if plain_way else plain(images)
                 if expected:
@@ -167,20 +169,20 @@ class _FirstThenAll(Forward):
                 instead = f"--decode exact or {too}a lower --min-cosine"
                 raise DisagreementError(f"of fast decoded images, {no}", instead)
         computation.prepared_in_s = time.perf_counter() - start - own_s
-        self._on_chosen(computation)
+        self.computation = computation
         return forward(images) if features is None else features
 
     def _check_rows(self, forward: Forward, images: Tensor, features: Values) -> None:
         check_rows(forward, images, features)
-        self._rows_are_checked = len(images) > 1
+        self._rows_are_checked = len(images) > 1 or self._plan.batch_size == 1
 
     def _open(self, engine: str) -> Forward:
         plan = self._plan
         # What is compared is in float32, whatever is stored.
         plain = (engine, plan.precision, plan.backbone.preprocessing.fast) == ("eager", "float32", False)
-        dtype = self._dtype if plain else "float32"
+        dtype = plan.dataset.features[0].dtype if plain else "float32"
         at_most = min(plan.batch_size, plan.dataset.shard_rows)
-        opened = ready(plan.backbone, plan.choice, dtype, plan.precision, engine, at_most, self._on_smaller)
+        opened = open_forward(plan.backbone, plan.choice, dtype, plan.precision, engine, at_most)
         self._forward = self._open_now.enter_context(opened)
         return self._forward
 
@@ -189,7 +191,7 @@ class _FirstThenAll(Forward):
         if self._plan.precision == "float32":
             why = refusal(computation.agreement, None)
             return why and f"compiled by {computation.engine}, {why}"
-        why = "" if self._begun else refusal(computation.agreement, self._plan.min_cosine)
+        why = "" if self._has_stored_rows else refusal(computation.agreement, self._plan.min_cosine)
         return why and f"in {self._plan.precision} ({computation.engine}), {why}"
 
 
@@ -201,11 +203,6 @@ def _engine(plan: Plan) -> tuple[str, str]:
     if plan.dataset.n_rows < _PAYS_FROM[best]:
         return "eager", f"compiling pays from {_PAYS_FROM[best]:,} images"
     return best, ""
-
-
-def _rounded(values: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """In another dtype; what it cannot hold is infinite, and found as such later."""
-    return values if values.dtype == dtype else torch.from_numpy(values).to(getattr(torch, dtype)).numpy()
 
 
 def decoded_both_ways(

@@ -83,6 +83,11 @@ class Batch(NamedTuple):
     source_mtime_ns: NDArray[np.int64]
     source_hash: NDArray[np.uint8]
 
+    @property
+    def source(self) -> dict[str, NDArray[Any]]:
+        """What is known of the files of the rows, as it is stored: `source_size`, `source_mtime_ns`, `source_hash`."""
+        return {name: getattr(self, name) for name in ("source_size", "source_mtime_ns", "source_hash")}
+
     def only(self, positions: Sequence[int]) -> Batch:
         """Some of the rows, by their ascending positions in the batch."""
         good = np.cumsum(self.status == Status.OK) - 1  # position -> that of its image

@@ -398,7 +398,7 @@ class _Pass:
         self.on_plan(plan, len(planned))
         summary = extract(
             plan,
-            begun=self.published is not None,
+            has_stored_rows=self.published is not None,
             on_rows=self.on_rows,
             on_computation=self.on_computation,
             stop=self.stop,

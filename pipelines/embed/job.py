@@ -203,9 +203,10 @@ def print_summary(outcome: Outcome, echo: Callable[[str], None]) -> None:
             echo(f"  {feature.name}  ({shape}) {feature.dtype}{how}")
         total = sum(summary.stages.values()) or 1
         shares = ", ".join(f"{stage} {seconds / total:.0%}" for stage, seconds in summary.stages.items())
-        if summary.at_once:
+        if summary.images_at_once:
             echo(
-                f"the memory was short: {summary.at_once} images were computed at once; --batch-size {summary.at_once}"
+                f"the memory was short: {summary.images_at_once} images were computed at once; "
+                f"--batch-size {summary.images_at_once}"
             )
         if summary.duplicates:
             echo(f"{summary.duplicates:,} images are others byte for byte: computed once, stored for each")
@@ -283,7 +284,7 @@ def summary_as_json(outcome: Outcome) -> dict[str, Any]:
         "device": str(backbone.device),
         "seconds": round(summary.seconds, 3),
         "images_per_s": round(summary.images_per_s, 2),
-        "at_once": summary.at_once,
+        "at_once": summary.images_at_once,
         "bottleneck": bottleneck(summary) if summary.computed else None,
         "stages": {stage: round(seconds, 3) for stage, seconds in summary.stages.items()},
     }

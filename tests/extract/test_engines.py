@@ -15,7 +15,7 @@ import torch
 
 from extract import extract_features, load_backbone
 from extract.compute.agreement import FULL_PRECISION, agreement, refusal
-from extract.compute.backends import engine_for, ready
+from extract.compute.backends import engine_for, open_forward
 from extract.compute.compiled import _ByOpenVino
 from extract.compute.feature_choice import choose_features
 from extract.errors import InputError, LayertapError, UnknownNameError
@@ -59,9 +59,9 @@ def _both_ways(spec: str, engine: str, layers: list[str], dtype: str = "float32"
     pictures = _pictures(backbone, 5)
     with evaluating(backbone.model):
         choice = choose_features(backbone, layers)
-    with ready(backbone, choice, dtype) as forward:
+    with open_forward(backbone, choice, dtype) as forward:
         plain = forward(pictures)
-    with ready(backbone, choice, dtype, "float32", engine, batch_size=5) as forward:
+    with open_forward(backbone, choice, dtype, "float32", engine, batch_size=5) as forward:
         return plain, forward(pictures), forward(pictures[:2])
 
 
@@ -128,11 +128,11 @@ multiprocessing.process.BaseProcess.start = socket.socket.connect = forbidden
 import torch
 from extract import load_backbone
 from extract.compute.feature_choice import choose_features
-from extract.compute.backends import ready
+from extract.compute.backends import open_forward
 backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
 choice = choose_features(backbone, ["embedding"])
 pictures = torch.zeros(2, *backbone.preprocessing.crop_px, 3, dtype=torch.uint8)
-with ready(backbone, choice, "float32", "float32", "openvino", 2) as forward:
+with open_forward(backbone, choice, "float32", "float32", "openvino", 2) as forward:
     forward(pictures)
 print("openvino" in sys.modules, "openvino_telemetry" in sys.modules)
 """

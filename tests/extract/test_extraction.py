@@ -452,7 +452,7 @@ def test_where_the_memory_is_short_batches_are_halved_and_no_row_is_lost(folder:
     summary = extract(planned)
     handle.remove()
     assert sizes == [11, 6, 3, 3, 3, 2, *[1] * 4, 1]  # four pictures of the first batch are computed alone, too
-    assert summary.at_once == 3
+    assert summary.images_at_once == 3
     assert dict(summary.status) == {"ok": 12}
     found = FeatureReader(tmp_path / "out")["embedding"][:]
     assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()

@@ -257,7 +257,7 @@ def test_where_the_memory_is_short_no_row_is_lost(folder: Path, tmp_path: Path, 
         handle = backbone.model.layer2.register_forward_pre_hook(short_of_memory)
         summary = extract(planned)
         handle.remove()
-    assert summary.at_once == 2
+    assert summary.images_at_once == 2
     assert dict(summary.status) == {"ok": 12}
     one, other = (FeatureReader(tmp_path / name) for name in ("waits", "ahead"))
     for name in one.layers:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -33,10 +34,13 @@ SOURCE = ("source_size", "source_mtime_ns", "source_hash")  # what is known of t
 class ShardWriter:
     """An open `.part` file whose rows are being filled; a context manager.
 
-    The file has its full size and structure already, so rows are written in place and HDF5 takes no part in it. A row
-    is stored when `write` returns. If the process dies at any moment, the file still opens, and rows whose `write` had
-    not returned are pending. If the power fails, rows of the last `sync_s` seconds may be lost; those that are damaged
-    by it do not agree with their hashes, and `check` finds them.
+    `write` queues one batch and returns; a thread stores it. The next `write`, `flush`, `publish` and the end of the
+    block wait for it, and raise what failed.
+
+    The file has its full size and structure already, so rows are written in place and HDF5 takes no part in it. If the
+    process dies at any moment, the file still opens, and rows that were not stored are pending. If the power fails,
+    rows of the last `sync_s` seconds may be lost; those that are damaged by it do not agree with their hashes, and
+    `check` finds them.
 
     Args:
         dataset: what the shard belongs to.
@@ -45,7 +49,8 @@ class ShardWriter:
         sync_s: seconds after which what was written is forced to the disk; 0: after every batch.
 
     Attributes:
-        status: (N,) of the rows of this shard.
+        first_row: row of the data set that is the first of this shard.
+        status: (N,) of the rows of this shard that are stored.
 
     Raises:
         LockedError: another process has the file open.
@@ -57,7 +62,6 @@ class ShardWriter:
         self._part = part = dataset.path(shard, revision, part=True)
         self._final = dataset.path(shard, revision)
         self._sync_s, self._synced = sync_s, time.monotonic()
-        self._in_use = threading.Lock()  # the file
         try:
             self._file = open_own(part, os.O_RDWR)
         except OSError as error:
@@ -85,19 +89,30 @@ class ShardWriter:
         self.first_row = self._shard.identity.first_row
         self.status: NDArray[np.uint8] = self._shard.column("status")
         self._reasons: dict[int, str] = {}
+        self._thread = ThreadPoolExecutor(1, "writer")
+        self._queued: list[Future[None]] = []  # the rows of one batch, and copies of them
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.flush()
+        except Exception as later:
+            if error is None:
+                raise
+            error.add_note(f"what was computed before could not all be stored: {later}")
+        finally:
+            self._close()
 
     def _close(self) -> None:
+        self._thread.shutdown()  # a write that was interrupted in `flush` still ends before the file is closed
         self._shard.close()
-        with self._in_use:  # a thread may be writing
-            file, self._file = self._file, -1  # first, since a signal may come at any moment
-            if file >= 0:
-                os.close(file)
+        file, self._file = self._file, -1  # first, since a signal may come at any moment
+        if file >= 0:
+            os.close(file)
 
     def check(self) -> int:
         """Reset to pending each stored row that does not agree with its hashes; returns how many."""
@@ -118,10 +133,6 @@ class ShardWriter:
         """As of `Shard.column`."""
         return self._shard.column(name)
 
-    def read(self, rows: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-        """Rows, counted within the shard, that are stored already: name -> (len(rows), *shape)."""
-        return {name: self._shard.take(name, rows) for name in self._features}
-
     def write(
         self,
         rows: NDArray[np.int64],
@@ -130,7 +141,7 @@ class ShardWriter:
         source: Mapping[str, NDArray[Any]],
         reasons: Mapping[int, str] | None = None,
     ) -> None:
-        """Store one batch of rows.
+        """Queue one batch of rows, after waiting for the batch before it.
 
         Args:
             rows: (R,) int64, ascending, counted over the whole data set.
@@ -141,7 +152,7 @@ class ShardWriter:
 
         Raises:
             ValueError: a feature or column is missing, or has another shape than the file.
-            LayertapError: the disk refused; rows of this call are not stored.
+            LayertapError: the disk refused the batch before this one; neither is stored.
         """
         if features.keys() != self._features.keys():
             raise ValueError(f"features {sorted(features)} given, the file has {sorted(self._features)}")
@@ -149,38 +160,92 @@ class ShardWriter:
             if values.shape != (len(rows), *self._features[name].shape) or values.dtype != self._features[name].dtype:
                 expected = f"rows of {self._features[name].shape} {self._features[name].dtype}"
                 raise ValueError(f"{name}: {values.shape} {values.dtype} given for {len(rows)} {expected}")
+        local = self._local(rows, source, status)
+        self.flush()
+        self._queued.append(self._thread.submit(self._store, local, features, status, source, reasons or {}))
+
+    def copy(self, rows: NDArray[np.int64], origins: NDArray[np.int64], source: Mapping[str, NDArray[Any]]) -> None:
+        """Queue copies of rows, behind the batch that was queued last.
+
+        Args:
+            rows: (R,) int64, ascending, counted over the whole data set.
+            origins: (R,) the stored or queued rows of this shard whose features, status and reason they get.
+            source: as of `write`.
+
+        Raises:
+            ValueError: a column is missing or has another length.
+        """
+        local = self._local(rows, source)
+        self._queued.append(
+            self._thread.submit(self._store_copies, local, np.asarray(origins) - self.first_row, source)
+        )
+
+    def flush(self) -> None:
+        """Wait until all rows that were queued are stored.
+
+        Raises:
+            LayertapError: the disk refused; rows that are not stored are pending.
+        """
+        while self._queued:
+            self._queued.pop(0).result()
+
+    def _local(
+        self, rows: NDArray[np.int64], source: Mapping[str, NDArray[Any]], *columns: NDArray[Any]
+    ) -> NDArray[np.int64]:
+        """Rows of the data set as rows of the shard, if they and their columns can be stored."""
         local = np.asarray(rows, np.int64) - self.first_row
         if len(local) and not (local[0] >= 0 and local[-1] < len(self.status) and (np.diff(local) > 0).all()):
             raise ValueError(f"rows {rows} are not ascending rows of this shard")
-        if sorted(source) != sorted(SOURCE) or any(len(one) != len(rows) for one in (status, *source.values())):
+        if sorted(source) != sorted(SOURCE) or any(len(one) != len(rows) for one in (*columns, *source.values())):
             raise ValueError(f"status and {', '.join(SOURCE)} must be given, with {len(rows)} rows each")
-        beside = {name: np.asarray(values, self._row_data[name]) for name, values in source.items()}
-        beside |= {"row_hash": hash_rows(features), "status": np.asarray(status, np.uint8)}
-        beside["record_hash"] = hash_records(self._paths[local].tolist(), beside)
-        columns = {f"/features/{name}": values for name, values in features.items()}
-        columns |= {f"/{name}": values for name, values in beside.items() if name != "status"}
-        columns["/status"] = beside["status"]  # the last to be written: it says that all the others are there
-        done = 0
-        places: list[tuple[int, slice]] = []  # row of the file, and which of the given rows begin there
-        for start, stop in runs(local):
-            places.append((start, slice(done, done + stop - start)))
-            done += stop - start
+        return local
+
+    def _store_copies(
+        self, local: NDArray[np.int64], origins: NDArray[np.int64], source: Mapping[str, NDArray[Any]]
+    ) -> None:
+        # In the thread that writes, so the origins are stored, unless their write failed. `flush` raises that error.
+        if (self.status[origins] == Status.PENDING).any():
+            return
+        features = {name: self._shard.take(name, origins) for name in self._features}
+        reasons = {
+            row: self._reasons[origin]
+            for row, origin in zip((local + self.first_row).tolist(), (origins + self.first_row).tolist(), strict=True)
+            if origin in self._reasons
+        }
+        self._store(local, features, self.status[origins], source, reasons)
+
+    def _store(
+        self,
+        local: NDArray[np.int64],
+        features: Mapping[str, NDArray[Any]],
+        status: NDArray[np.uint8],
+        source: Mapping[str, NDArray[Any]],
+        reasons: Mapping[int, str],
+    ) -> None:
+        columns = {name: np.asarray(values, self._row_data[name]) for name, values in source.items()}
+        columns |= {"row_hash": hash_rows(features), "status": np.asarray(status, np.uint8)}
+        columns["record_hash"] = hash_records(self._paths[local].tolist(), columns)
+        places = {f"/features/{name}": values for name, values in features.items()}
+        places |= {f"/{name}": values for name, values in columns.items() if name != "status"}
+        places["/status"] = columns["status"]  # the last to be written: it says that all the others are there
+        ranges = list(runs(local))
         try:
-            with self._in_use:
-                for name, values in columns.items():
-                    if name == "/status" and self._sync_s == 0:
-                        os.fdatasync(self._file)  # so that no status is on the disk before its row
-                    for start, here in places:
-                        self._put(name, start, values[here])
-                if time.monotonic() - self._synced >= self._sync_s:
-                    os.fdatasync(self._file)
-                    self._synced = time.monotonic()
+            for name, values in places.items():
+                if name == "/status" and self._sync_s == 0:
+                    os.fdatasync(self._file)  # so that no status is on the disk before its row
+                done = 0
+                for start, stop in ranges:
+                    self._put(name, start, values[done : done + stop - start])
+                    done += stop - start
+            if time.monotonic() - self._synced >= self._sync_s:
+                os.fdatasync(self._file)
+                self._synced = time.monotonic()
         except OSError as error:
             raise LayertapError(
                 f"cannot write to {self._part}: {error.strerror}; what was stored before is safe"
             ) from error
-        self.status[local] = beside["status"]
-        self._reasons.update(reasons or {})
+        self.status[local] = columns["status"]
+        self._reasons.update(reasons)
 
     def give_reasons(self, reasons: Mapping[int, str]) -> None:
         """Why rows of the data set failed, for the receipt."""
@@ -207,6 +272,7 @@ class ShardWriter:
         Raises:
             LayertapError: rows are pending, the disk is full, or a shard of that name exists.
         """
+        self.flush()
         pending = int((self.status == Status.PENDING).sum())
         if pending:
             raise LayertapError(f"{self._part}: {pending} rows are still pending")
