@@ -97,7 +97,7 @@ class Forward(ABC):
         """Compute batches in order: (batch, its features), none for a batch without images.
 
         Where the device computes by itself, a batch is handed out while the next one is computed. If the next one
-        cannot be had or started, those before it are handed out before the error is raised.
+        cannot be had or started, the batches before it are handed out first, and then the error is raised.
         """
         started: deque[tuple[B, Callable[[], Values]]] = deque()
         try:
@@ -105,12 +105,14 @@ class Forward(ABC):
                 started.append((batch, self.start(batch.images) if len(batch.images) else dict))
                 if len(started) > self.ahead:
                     yield _finished(started)
-        except Exception as error:
+        except GeneratorExit:
+            raise
+        except BaseException as error:  # Ctrl-C, too
             while started:
                 try:
                     finished = _finished(started)
                 except Exception as later:  # the first error is the one to report
-                    error.add_note(f"a batch before it could not be computed, either: {later}")
+                    error.add_note(f"what was computed before could not all be stored: {later}")
                     break
                 yield finished
             raise
@@ -119,8 +121,14 @@ class Forward(ABC):
 
 
 def _finished(started: deque[tuple[B, Callable[[], Values]]]) -> tuple[B, Values]:
-    batch, features = started.popleft()
-    return batch, features()
+    batch, features = started[0]
+    try:
+        values = features()
+    except Exception:
+        started.popleft()
+        raise
+    started.popleft()  # not before: who is interrupted while waiting waits again
+    return batch, values
 
 
 def joined(parts: Sequence[Values]) -> Values:
@@ -208,7 +216,7 @@ def _checked(batch: Batch, features: Values) -> tuple[NDArray[np.uint8], dict[in
     """The status of each row after the forward, and the reasons of those that are not ok."""
     status, reasons = batch.status.copy(), dict(batch.reasons)
     for name, values in features.items():
-        finite = np.isfinite(values).reshape(len(values), -1).all(1)
+        finite = np.isfinite(values).all(axis=tuple(range(1, values.ndim)))
         for row in np.flatnonzero(~finite & (status == Status.OK)).tolist():
             status[row] = Status.NOT_FINITE
             beyond = "; float16 ends at 65504, try float32" if values.dtype == np.float16 else ""

@@ -116,12 +116,14 @@ class ShardWriter:
 
     def check(self) -> int:
         """Reset to pending each stored row that does not agree with its hashes; returns how many."""
+        self.flush()
         wrong = wrong_rows(self._shard, np.flatnonzero(self.status))
         self.reset(wrong)
         return len(wrong)
 
     def reset(self, rows: NDArray[np.int64]) -> None:
         """Make rows, counted within the shard, pending."""
+        self.flush()
         self.status[rows] = Status.PENDING
         try:
             for start, stop in runs(rows):
@@ -175,10 +177,8 @@ class ShardWriter:
         Raises:
             ValueError: a column is missing or has another length.
         """
-        local = self._local(rows, source)
-        self._queued.append(
-            self._thread.submit(self._store_copies, local, np.asarray(origins) - self.first_row, source)
-        )
+        local, origins = self._local(rows, source), np.asarray(origins, np.int64) - self.first_row
+        self._queued.append(self._thread.submit(self._store_copies, local, origins, source))
 
     def flush(self) -> None:
         """Wait until all rows that were queued are stored.

@@ -64,6 +64,7 @@ def write(writer: ShardWriter, rows: list[int], status: Status = Status.OK) -> N
         values = {name: np.full_like(rows_of, np.nan) for name, rows_of in values.items()}
     reasons = {row: f"row {row} failed" for row in rows} if status != Status.OK else {}
     writer.write(np.array(rows, np.int64), values, np.full(len(rows), status, "uint8"), source, reasons)
+    writer.flush()
 
 
 def no_files(count: int) -> dict[str, np.ndarray]:
