@@ -1,10 +1,11 @@
-"""Which files of the library one image passes on its way to a row, and how often the way changes the file.
+"""Which files of the library one image passes from decoding to its row, and how often a reader must change the file.
 
     python -m tests.trace_path
 
-Two runs over different numbers of images are traced, in one process and with batches of one image. What the longer run
-has more, divided by the images that it has more, belongs to one image: setting up and publishing cancel out. A change
-of file is a call of a function in another file, or the return from it.
+Two runs over different numbers of images are traced, in one process and in batches of one image: what `extract_shard`
+calls before it publishes, and what the thread does that writes. What the longer run has more belongs to the images that
+it has more. A change of file is a call, or a return, from a function of one file to one of another. It counts once,
+however often it happens, as for somebody who reads along.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ FEWER, MORE = 8, 12
 
 
 class Trace:
-    """Counts calls of files of the library, and changes from one to another, in all threads."""
+    """Calls of files of the library, and changes from one file to another, in all threads."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -49,15 +50,17 @@ class Trace:
             threading.setprofile(None)  # type: ignore[arg-type]
 
     def _event(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call" and (file := _file_of(frame)):
+        if event not in ("call", "return") or not (file := _file_of(frame)) or not _is_on_the_path(frame):
+            return
+        if event == "call":
             self.calls[file] += 1
             self._move_to(file)
-        elif event == "return" and _file_of(frame):
-            caller = frame.f_back
-            while caller is not None and not _file_of(caller):
-                caller = caller.f_back
-            if caller is not None:
-                self._move_to(_file_of(caller))
+            return
+        caller = frame.f_back
+        while caller is not None and not _file_of(caller):
+            caller = caller.f_back
+        if caller is not None:
+            self._move_to(_file_of(caller))
 
     def _move_to(self, file: str) -> None:
         before = getattr(self._here, "file", file)
@@ -69,6 +72,20 @@ class Trace:
 def _file_of(frame: FrameType) -> str:
     name = frame.f_code.co_filename
     return name.removeprefix(LIBRARY) if name.startswith(LIBRARY) else ""
+
+
+def _is_on_the_path(frame: FrameType | None) -> bool:
+    """Whether it runs inside `extract_shard`, but not while that publishes, or in the thread that writes."""
+    if threading.current_thread().name.startswith("writer"):
+        return True
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name == "publish":
+            return False
+        if name == "extract_shard":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def traced(images: int, folder: Path) -> Trace:
@@ -88,8 +105,8 @@ def traced(images: int, folder: Path) -> Trace:
     return trace
 
 
-def path_of_one_image() -> tuple[Counter[str], Counter[tuple[str, str]]]:
-    """Calls of each file, and changes between files, for one image."""
+def path_of_one_image() -> tuple[set[str], set[tuple[str, str]]]:
+    """Files that every image passes, and changes from one to another."""
     found = []
     for images in (FEWER, MORE):
         with tempfile.TemporaryDirectory() as folder:
@@ -97,20 +114,17 @@ def path_of_one_image() -> tuple[Counter[str], Counter[tuple[str, str]]]:
     calls, changes = found[1].calls - found[0].calls, found[1].changes - found[0].changes
     images = MORE - FEWER
     return (
-        Counter({file: count for file, count in calls.items() if count >= images}),
-        Counter({change: count for change, count in changes.items() if count >= images}),
+        {file for file, count in calls.items() if count >= images},
+        {change for change, count in changes.items() if count >= images},
     )
 
 
 def main() -> None:
     """Print them."""
-    calls, changes = path_of_one_image()
-    images = MORE - FEWER
-    for file, count in sorted(calls.items()):
-        print(f"{count / images:6.1f} calls  {file}")
-    for (before, after), count in sorted(changes.items()):
-        print(f"{count / images:6.1f} times  {before} -> {after}")
-    print(f"{len(calls)} files, {sum(changes.values()) / images:.1f} changes of file for one image")
+    files, changes = path_of_one_image()
+    for before, after in sorted(changes):
+        print(f"{before} -> {after}")
+    print(f"{len(files)} files, {len(changes)} changes of file for one image")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from extract.extraction.validation import ValidatedForward
 from extract.images import Batch
 from extract.images.sources import Source
 from extract.row_status import Status
+from extract.store.format.writer import ShardWriter
 
 __all__ = ["extract_shard", "stop_on_machine_errors"]
 
@@ -56,6 +57,7 @@ def extract_shard(
         LayertapError: a batch cannot be decoded, computed or stored. Batches before it are stored.
     """
     before, start, copying_s = copy.deepcopy(summary), time.perf_counter(), forward.copying_s
+    reported = 0
     with open_part(plan, work) as writer:
         decoded = summary.timed_each("images", _until_stopped(batches, summary, callbacks.stop))
         computed = summary.timed_each("forward", forward.map(split_duplicates(decoded, writer)))
@@ -69,9 +71,10 @@ def extract_shard(
             if summary.computation is None and forward.computation:
                 summary.computation = forward.computation
                 callbacks.on_computation(forward.computation)
-            callbacks.on_rows(len(batch), False)
+            reported = _report_stored(writer, reported, callbacks)
         with summary.timed("write"):
             writer.flush()
+        _report_stored(writer, reported, callbacks)
         summary.count(writer.status[np.asarray(work.rows) - writer.first_row])
         summary.move("forward", "copy", forward.copying_s - copying_s)
         summary.images_at_once = forward.images_at_once
@@ -79,6 +82,14 @@ def extract_shard(
             made = summary.made_since(before, time.perf_counter() - start, plan.provenance)
             with summary.timed("write"):
                 writer.publish(plan.compress or work.compress, made)
+
+
+def _report_stored(writer: ShardWriter, reported: int, callbacks: Callbacks) -> int:
+    """Report rows that were stored since the last report, of so many; returns how many are stored."""
+    stored = writer.stored
+    if stored > reported:
+        callbacks.on_rows(stored - reported, False)
+    return stored
 
 
 def _until_stopped(batches: Iterator[Batch], summary: Summary, stop: Callable[[], bool]) -> Iterator[Batch]:

@@ -93,6 +93,7 @@ class Files:
 
     def __init__(self, base: str, names: Sequence[str], *, anywhere: bool = False):
         self._base, self._anywhere = base, anywhere
+        self._is_remote = is_url(base)
         self._names = PackedNames(names) if isinstance(names, list) else names
 
     def read(self, row: int) -> tuple[bytes, int]:
@@ -100,7 +101,7 @@ class Files:
         name = self._names[row]
         if self._anywhere and is_url(name):
             return read_remote(name), UNKNOWN
-        if is_url(self._base):
+        if self._is_remote:
             return read_remote(self._base, inside=name), UNKNOWN
         # A pipe must not be waited for.
         descriptor = os.open(os.path.join(self._base, name), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # noqa: PTH118
@@ -121,7 +122,7 @@ class Files:
 
     def check_there(self) -> None:
         """As of `Source`: an empty folder is what stays where a disk was unmounted."""
-        if is_url(self._base):
+        if self._is_remote:
             fs, path = file_system(self._base)
             there = _told(self._base, lambda: bool(fs.exists(path)))
         else:

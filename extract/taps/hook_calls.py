@@ -106,7 +106,7 @@ class HookCalls:
                 hook(module.register_forward_pre_hook, partial(self._push, names[id(module)]))
                 hook(module.register_forward_hook, self._pop, always_call=True)
             undo.enter_context(watching(self._on_operation))
-        points: dict[int, tuple[nn.Module, Point]] = {}
+        wishes_of: dict[int, tuple[nn.Module, list[tuple[str, Wish]]]] = {}
         for wish in sorted(self.wishes, key=lambda wish: wish.edit is None):  # edits come before keeps
             if wish.layer in self.parameters:
                 parameter = self.parameters[wish.layer]
@@ -116,9 +116,10 @@ class HookCalls:
                 undo.callback(handle.remove)
             elif not wish.operation and wish.what != "attention":
                 module = self.layers[wish.layer]
-                points.setdefault(id(module), (module, Point([])))[1].wishes.append((wish.layer, wish))
-        self._points = [point for _, point in points.values()]
-        for module, point in points.values():
+                wishes_of.setdefault(id(module), (module, []))[1].append((wish.layer, wish))
+        points = [(module, Point(wishes)) for module, wishes in wishes_of.values()]
+        self._points = [point for _, point in points]
+        for module, point in points:
             hook(module.register_forward_pre_hook, partial(self._before, point), with_kwargs=True)
             hook(module.register_forward_hook, partial(self._after, point), always_call=True)
         hook(root.register_forward_hook, self._end)
@@ -290,16 +291,17 @@ class HookCalls:
 
     def _pass(self, point: Point, call: int, value: Any, side: What) -> Any:
         """What goes on from a point in place of a value: edited, with its gradients watched; then it is kept."""
-        with unwatched():
-            value = map_tensors(value, partial(self._changed, point, call, side))
+        if not point.only_keeps:
+            with unwatched():
+                value = map_tensors(value, partial(self._changed, point, call, side))
         forward = self._running()
         if forward is None:
             return value
         for layer, wish in point.wishes:
             if wish.what != side or wish.edit is not None or wish.call not in (None, call):
                 continue
-            for path, tensor in tensors_in(value):
-                if wish.takes(path):
+            for path, tensor in [((), value)] if isinstance(value, Tensor) else tensors_in(value):
+                if not wish.path or wish.takes(path):
                     site = Site(layer, call, path, side)
                     with unwatched():
                         forward.record._put(site, self.take(tensor, wish.reduce, site))

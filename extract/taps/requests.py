@@ -99,8 +99,12 @@ class Point:
     """A place where values pass: a module, or a function called in one; with what is wished there, by layer name."""
 
     wishes: list[tuple[str, Wish]]
+    only_keeps: bool = dataclasses.field(init=False)  # no value is edited here, and no gradient watched
     # The calls that have begun and not ended, the innermost last: a module may call itself.
     calls: list[Call] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.only_keeps = all(wish.edit is None and "grad" not in wish.what for _, wish in self.wishes)
 
 
 @dataclasses.dataclass

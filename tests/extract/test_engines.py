@@ -238,7 +238,7 @@ def test_where_compiling_fails_on_ends_the_run(folder: Path, tmp_path: Path, bra
 
 
 def _wrong(amount: float) -> Any:
-    real = _ByOpenVino.begin
+    real = _ByOpenVino.start
 
     def begin(self: Any, images: Any) -> Any:
         values = real(self, images)
@@ -252,7 +252,7 @@ def _wrong(amount: float) -> Any:
 def test_compiled_code_that_is_off_is_not_used(
     folder: Path, tmp_path: Path, compile: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_ByOpenVino, "begin", _wrong(1e-4))
+    monkeypatch.setattr(_ByOpenVino, "start", _wrong(1e-4))
     backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
     if compile == "openvino":
         with pytest.raises(LayertapError, match="off by 1.0e-04 of the largest value; at most 1e-05 is rounding"):

@@ -51,6 +51,7 @@ class ShardWriter:
     Attributes:
         first_row: row of the data set that is the first of this shard.
         status: (N,) of the rows of this shard that are stored.
+        stored: rows that this writer has stored.
 
     Raises:
         LockedError: another process has the file open.
@@ -88,6 +89,7 @@ class ShardWriter:
         self._features = {feature.name: feature for feature in self._shard.features}
         self.first_row = self._shard.identity.first_row
         self.status: NDArray[np.uint8] = self._shard.column("status")
+        self.stored = 0
         self._reasons: dict[int, str] = {}
         self._thread = ThreadPoolExecutor(1, "writer")
         self._queued: list[Future[None]] = []  # the rows of one batch, and copies of them
@@ -246,6 +248,7 @@ class ShardWriter:
             ) from error
         self.status[local] = columns["status"]
         self._reasons.update(reasons)
+        self.stored += len(local)
 
     def give_reasons(self, reasons: Mapping[int, str]) -> None:
         """Why rows of the data set failed, for the receipt."""
