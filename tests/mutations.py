@@ -166,8 +166,8 @@ MUTATIONS = (
     ),
     Mutation(
         "A second copy of an image in a batch gets no features.",
-        "            rows[list(within)] = rows[list(within.values())]\n",
-        "            rows[list(within)] = 0\n",
+        "        features = {name: self._shard.take(name, origins) for name in self._features}\n",
+        "        features = {name: 0 * self._shard.take(name, origins) for name in self._features}\n",
         ("test_the_same_bytes_are_computed_once_and_stored_twice",),
     ),
     # Weights
@@ -180,8 +180,8 @@ MUTATIONS = (
     # Forward, transfers, validation of the first batch
     Mutation(
         "Rows without a picture hold zeros, not NaN.",
-        "            stored[feature.name] = np.full((len(good), *feature.shape), np.nan, dtype)",
-        "            stored[feature.name] = np.zeros((len(good), *feature.shape), dtype)",
+        "        stored[feature.name] = np.full((len(good), *feature.shape), np.nan, dtype)",
+        "        stored[feature.name] = np.zeros((len(good), *feature.shape), dtype)",
         ("test_broken_files_are_rows_with_a_status_and_nan",),
     ),
     Mutation(
@@ -205,14 +205,14 @@ MUTATIONS = (
     # Store: writer, reader, hashes, verify, merge, export
     Mutation(
         "Rows are never forced to the disk while a shard is written.",
-        "                if time.monotonic() - self._synced >= self._sync_s:",
-        "                if time.monotonic() - self._synced < 0:",
+        "            if time.monotonic() - self._synced >= self._sync_s:",
+        "            if time.monotonic() - self._synced < 0:",
         ("test_batches_are_forced_to_the_disk_as_often_as_asked",),
     ),
     Mutation(
         "The status of a row is written before its features.",
-        'columns = {f"/features/{name}": values for name, values in features.items()}',
-        'columns = {"/status": beside["status"]} | {f"/features/{name}": values for name, values in features.items()}',
+        'places = {f"/features/{name}": values for name, values in features.items()}',
+        'places = {"/status": columns["status"]} | {f"/features/{name}": values for name, values in features.items()}',
         (
             "test_a_killed_write_leaves_its_rows_pending_and_the_others_stored",
             "test_no_row_that_says_it_is_done_is_wrong",

@@ -16,8 +16,6 @@ import copy
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-import numpy as np
-
 from extract.compute.forward import rows_of
 from extract.errors import MachineError
 from extract.extraction.duplicates import split_duplicates
@@ -75,7 +73,7 @@ def extract_shard(
         with summary.timed("write"):
             writer.flush()
         _report_stored(writer, reported, callbacks)
-        summary.count(writer.status[np.asarray(work.rows) - writer.first_row])
+        summary.count(writer.stored)
         summary.move("forward", "copy", forward.copying_s - copying_s)
         summary.images_at_once = forward.images_at_once
         if not summary.stopped:
@@ -86,7 +84,7 @@ def extract_shard(
 
 def _report_stored(writer: ShardWriter, reported: int, callbacks: Callbacks) -> int:
     """Report rows that were stored since the last report, of so many; returns how many are stored."""
-    stored = writer.stored
+    stored = writer.stored.total()
     if stored > reported:
         callbacks.on_rows(stored - reported, False)
     return stored

@@ -10,9 +10,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from extract.extraction.validation import Computation
 from extract.row_status import Status
 
@@ -88,11 +85,11 @@ class Summary:
             "stages": {stage: round(spent - before.stages.get(stage, 0.0), 3) for stage, spent in self.stages.items()},
         }
 
-    def count(self, status: NDArray[np.uint8]) -> None:
-        """Add rows that were stored by their status; pending ones were not."""
-        stored = status[status != Status.PENDING]
-        self.computed += len(stored)
-        self.status.update(Status(code).text for code in stored.tolist())
+    def count(self, stored: Counter[int]) -> None:
+        """Add rows that were stored: status -> number."""
+        self.computed += stored.total()
+        for code, rows in stored.items():
+            self.status[Status(code).text] += rows
 
     def move(self, stage: str, to: str, seconds: float) -> None:
         """Count some of the time of one stage as that of another."""

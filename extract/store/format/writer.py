@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -51,7 +52,7 @@ class ShardWriter:
     Attributes:
         first_row: row of the data set that is the first of this shard.
         status: (N,) of the rows of this shard that are stored.
-        stored: rows that this writer has stored.
+        stored: status -> rows that this writer has stored.
 
     Raises:
         LockedError: another process has the file open.
@@ -89,7 +90,7 @@ class ShardWriter:
         self._features = {feature.name: feature for feature in self._shard.features}
         self.first_row = self._shard.identity.first_row
         self.status: NDArray[np.uint8] = self._shard.column("status")
-        self.stored = 0
+        self.stored: Counter[int] = Counter()
         self._reasons: dict[int, str] = {}
         self._thread = ThreadPoolExecutor(1, "writer")
         self._queued: list[Future[None]] = []  # the rows of one batch, and copies of them
@@ -248,7 +249,7 @@ class ShardWriter:
             ) from error
         self.status[local] = columns["status"]
         self._reasons.update(reasons)
-        self.stored += len(local)
+        self.stored = self.stored + Counter(columns["status"].tolist())  # a new object: another thread reads it
 
     def give_reasons(self, reasons: Mapping[int, str]) -> None:
         """Why rows of the data set failed, for the receipt."""

@@ -207,9 +207,9 @@ class LivingFolder(RuleBasedStateMachine):
     # What must hold
 
     def run(self) -> Any:
-        from extract.extraction import pipeline as filling
+        from extract.extraction import pipeline
 
-        original = filling.rows_begun
+        original = pipeline.rows_of
 
         def noting(batch: Any, *args: Any) -> Any:
             self.computed += [
@@ -217,11 +217,11 @@ class LivingFolder(RuleBasedStateMachine):
             ]
             return original(batch, *args)
 
-        filling.rows_begun = noting
+        pipeline.rows_of = noting
         try:
             return one_pass(self.root, self.out, self.plan_for, now_ns=lambda: time.time_ns() + self.ahead_ns)
         finally:
-            filling.rows_begun = original
+            pipeline.rows_of = original
 
     def snapshot(self) -> tuple[FeatureReader, list[str], np.ndarray]:
         reader = FeatureReader(self.out)
