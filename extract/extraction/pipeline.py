@@ -79,7 +79,7 @@ def extract_shard(
         if not summary.stopped:
             made = summary.made_since(before, time.perf_counter() - start, plan.provenance)
             with summary.timed("write"):
-                writer.publish(plan.compress or work.compress, made)
+                writer.publish(plan.settings.compress or work.compress, made)
 
 
 def _report_stored(writer: ShardWriter, reported: int, callbacks: Callbacks) -> int:

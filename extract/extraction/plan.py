@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import platform
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -15,45 +14,50 @@ from typing import Any
 
 import torch
 
-from extract import defaults
 from extract.compute.backbone import Backbone
 from extract.compute.backends import engine_for
 from extract.compute.feature_choice import Choice, choose_features
 from extract.compute.pooling import POOLINGS
-from extract.errors import InputError, unknown_name
-from extract.images import ImageList, list_images
-from extract.store.format.copying import COMPRESSIONS
+from extract.extraction.settings import ExtractionSettings
+from extract.images import Decoding, ImageList, list_images
 from extract.store.format.dataset import DataSet, shard_rows_for
 from extract.store.format.layout import StoredFeature
-from extract.store.format.untrusted import need_libraries
 from extract.store.places.bucket import Bucket
 from extract.system.torch_state import evaluating, full_float32
 from extract.system.urls import is_url
 
-__all__ = ["Plan", "asked_of", "how_begun", "how_made", "plan", "plan_for"]
-
-DTYPES = ("float32", "float16")
-DECODE = ("exact", "fast")
-PRECISIONS = ("float32", "bfloat16", "float16")
+__all__ = ["Plan", "asked_of", "how_begun", "how_made", "plan"]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a run has resolved before it computes."""
+    """Everything a run has resolved before it computes.
+
+    Attributes:
+        images: as listed.
+        backbone: as loaded; with its faster preprocessing, if images are decoded fast.
+        choice: of features.
+        dataset: that is made.
+        settings: as asked for.
+        engine: "eager", "inductor", "openvino", or "auto": compiled if that pays.
+        provenance: of the data set.
+    """
 
     images: ImageList
     backbone: Backbone
     choice: Choice
     dataset: DataSet
-    batch_size: int
-    workers: int
-    max_pixels: int
-    precision: str
-    engine: str  # "eager", "inductor", "openvino", or "auto": compiled if that pays
-    min_cosine: float
-    compress: str | None
-    sync_s: float
+    settings: ExtractionSettings
+    engine: str
     provenance: dict[str, Any]
+
+    @property
+    def decoding(self) -> Decoding:
+        """How images are decoded."""
+        settings = self.settings
+        return Decoding.for_preprocessing(
+            self.backbone.preprocessing, settings.max_pixels, workers=settings.workers, batch_size=settings.batch_size
+        )
 
 
 def plan(
@@ -61,85 +65,33 @@ def plan(
     *,
     out: str | os.PathLike[str],
     backbone: Backbone,
-    layers: str | Sequence[str] = defaults.LAYERS,
-    batch_size: int = defaults.BATCH_SIZE,
-    workers: int = defaults.WORKERS,
-    decode: str = defaults.DECODE,
-    dtype: str = defaults.DTYPE,
-    precision: str = defaults.PRECISION,
-    compile: str = defaults.COMPILE,
-    min_cosine: float = defaults.MIN_COSINE,
-    limit: int | None = None,
-    max_pixels: int = defaults.MAX_PIXELS,
-    shard_rows: int | None = None,
-    compress: str | None = None,
-    sync_s: float = defaults.SYNC_S,
+    settings: ExtractionSettings,
 ) -> Plan:
-    """List the images, if they are not listed yet, and find out what the layers give; as of `extract_features`.
-
-    Nothing is written. `sync_s` is how many seconds of work a power cut may cost; 0 forces each batch to the disk.
-    """
-    if compress is not None and compress not in COMPRESSIONS:
-        raise unknown_name("compression", compress, COMPRESSIONS)
-    need_libraries(compress)
-    for kind, given, known in (
-        ("dtype", dtype, DTYPES),
-        ("precision", precision, PRECISIONS),
-        ("decode", decode, DECODE),
-    ):
-        if given not in known:
-            raise unknown_name(kind, given, known)
-    for name, value, least in (("batch_size", batch_size, 1), ("workers", workers, 0), ("limit", limit, 1),
-                               ("max_pixels", max_pixels, 1), ("shard_rows", shard_rows, 1)):  # fmt: skip
-        if value is not None and value < least:
-            raise InputError(f"{name} is {value}; it must be at least {least}")
-    if not -1 <= min_cosine <= 1:
-        raise InputError(f"min_cosine is {min_cosine}; a cosine lies between -1 and 1")
-    configuration = {
-        "images": os.fspath(images) if isinstance(images, str | os.PathLike) else images.root,
-        "layers": [layers] if isinstance(layers, str) else list(layers),
-        **backbone.asked,
-        "weights": _as_found_from_anywhere(backbone.asked.get("weights")),
-        "batch_size": batch_size,
-        "workers": workers,
-        "decode": decode,
-        "dtype": dtype,
-        "precision": precision,
-        "compile": compile,
-        "min_cosine": min_cosine,
-        "limit": limit,
-        "max_pixels": max_pixels,
-        "shard_rows": shard_rows,
-        "compress": compress,
-    }
-    found = list_images(images, limit) if isinstance(images, str | os.PathLike) else images
-    return plan_for(found, os.fspath(out), backbone, configuration, sync_s)
-
-
-def plan_for(
-    images: ImageList,
-    out: str | Path,
-    backbone: Backbone,
-    configuration: dict[str, Any],
-    sync_s: float = defaults.SYNC_S,
-) -> Plan:
-    """The plan for images that are listed already.
+    """List the images, if they are not listed yet, and find out what the layers give; nothing is written.
 
     Args:
-        images: as listed.
+        images: as of `extract_features`, or as listed.
         out: folder of the data set, or its URL.
         backbone: as loaded.
-        configuration: `layers`, `batch_size`, `workers`, `decode`, `dtype`, `precision`, `compile`, `min_cosine`,
-            `max_pixels`, `shard_rows` and `compress`, checked; it goes into the provenance.
-        sync_s: as of `plan`.
+        settings: of the run.
     """
-    dtype, precision, shard_rows = (configuration[name] for name in ("dtype", "precision", "shard_rows"))
-    if configuration["decode"] == "fast":
+    out, recorded = os.fspath(out), settings.recorded()
+    configuration = {
+        "images": os.fspath(images) if isinstance(images, str | os.PathLike) else images.root,
+        "layers": recorded.pop("layers"),
+        **backbone.asked,
+        "weights": _as_found_from_anywhere(backbone.asked.get("weights")),
+        **recorded,
+    }
+    if isinstance(images, str | os.PathLike):
+        images = list_images(images, settings.limit)
+    dtype, precision, shard_rows = settings.dtype, settings.precision, settings.shard_rows
+    if settings.decode == "fast":
         backbone = replace(backbone, preprocessing=backbone.preprocessing.faster())
     existing, _ = _existing(out)
-    engine = _engine(configuration["compile"], precision, backbone, out)
+    engine = _engine(settings.compile, precision, backbone, out)
     with evaluating(backbone.model), full_float32():
-        choice = choose_features(backbone, configuration["layers"])
+        choice = choose_features(backbone, settings.layer_list)
     computed_in = precision if precision == "float32" else _lower_precision(precision, engine)
     stored = [
         StoredFeature(
@@ -177,22 +129,7 @@ def plan_for(
         },
         shard_rows=min(shard_rows or (existing.shard_rows if existing else shard_rows_for(stored)), len(images)),
     )
-    provenance = _provenance(backbone, depends_on, configuration)
-    return Plan(
-        images,
-        backbone,
-        choice,
-        dataset,
-        configuration["batch_size"],
-        configuration["workers"],
-        configuration["max_pixels"],
-        precision,
-        engine,
-        configuration["min_cosine"],
-        configuration["compress"],
-        sync_s,
-        provenance,
-    )
+    return Plan(images, backbone, choice, dataset, settings, engine, _provenance(backbone, depends_on, configuration))
 
 
 def _engine(compile: str, precision: str, backbone: Backbone, out: str | Path) -> str:

@@ -12,11 +12,9 @@ import numpy as np
 from extract import defaults
 from extract.compute.agreement import deviation
 from extract.compute.backbone import Backbone
-from extract.compute.backends import open_forward
-from extract.compute.forward import rows_of
 from extract.errors import InputError
-from extract.extraction.reproduce import plan_as_made
-from extract.images import Images, listed_again, load_batches
+from extract.extraction.reproduce import computed_rows, plan_as_made
+from extract.images import Images, listed_again
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet, differences
 from extract.store.reader import FeatureReader
@@ -82,30 +80,22 @@ def recheck(
         chosen = np.sort(np.random.default_rng(seed).permutation(good)[:sample])
         root = dataset.images["root"] if images is None else os.fspath(images)
         found = _listed(root, [reader.paths[row] for row in chosen], out)
+        workers = workers if len(chosen) > defaults.BATCH_SIZE else 0
         plan = plan_as_made(dataset, reader.provenance, found, backbone, weights, device, workers)
         if changed := differences(dataset.depends_on, plan.dataset.depends_on):
             others = [Fault(f"made with another {line}", Remedy.NONE) for line in changed]
             return Recheck(0, 0.0, others, others)
         starts = range(0, len(chosen), defaults.BATCH_SIZE)
         batches = [list(range(start, min(start + defaults.BATCH_SIZE, len(chosen)))) for start in starts]
-        prepare, limit = plan.backbone.preprocessing.prepare, plan.max_pixels
         compared, largest, faults, apart = 0, 0.0, [], []
 
         def fault(what: str, remedy: Remedy, position: int, path: str) -> None:
             file, shard, row = reader.place_of(position)
             faults.append(Fault(what, remedy, shard, file.relative_to(out).as_posix(), row, path))
 
-        dtype = dataset.features[0].dtype
-        workers = workers if len(batches) > 1 else 0
-        smaller = plan.backbone.preprocessing.at_least_px
-        loaded = load_batches(found, batches, prepare, workers=workers, max_pixels=limit, at_least_px=smaller)
-        tolerance = TOLERANCE[plan.precision]
-        with (
-            contextlib.closing(loaded),
-            open_forward(plan.backbone, plan.choice, dtype, plan.precision, plan.engine, plan.batch_size) as forward,
-        ):
-            for batch, values in forward.map(loaded):
-                again, status, reasons = rows_of(batch, values, plan.choice.features, dtype)
+        tolerance = TOLERANCE[plan.settings.precision]
+        with contextlib.closing(computed_rows(plan, batches)) as computed:
+            for batch, (again, status, reasons) in computed:
                 here = chosen[batch.rows]
                 stored = {name: reader[name][here] for name in reader.layers}
                 hashes = reader.column("source_hash")[here]

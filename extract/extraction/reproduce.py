@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,16 @@ from extract.backbones import load_text_tower
 from extract.backbones.loading import permitted
 from extract.compute.backbone import Backbone, load_backbone
 from extract.compute.backends import open_forward
-from extract.compute.forward import rows_of
+from extract.compute.forward import Rows, rows_of
 from extract.errors import InputError
-from extract.extraction.plan import Plan, asked_of, how_made, plan_for
-from extract.images import Images, load_batches
+from extract.extraction.plan import Plan, asked_of, how_made, plan
+from extract.extraction.settings import ExtractionSettings
+from extract.images import Batch, Images, load_batches
 from extract.images.sources import Files
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet, differences
 
-__all__ = ["features_of_file", "features_of_text", "plan_as_made"]
+__all__ = ["computed_rows", "features_of_file", "features_of_text", "plan_as_made"]
 
 
 def plan_as_made(
@@ -51,13 +53,16 @@ def plan_as_made(
         device = "cpu"
     if not isinstance(backbone, Backbone):
         backbone = load_backbone(permitted(spec, backbone, dataset.out), device=device, **asked)
-    settings = {
-        "layers": layers, "batch_size": defaults.BATCH_SIZE, "workers": workers, "dtype": dataset.features[0].dtype,
-        **made, "compile": "off" if made["compile"] == "auto" else made["compile"],
-        "min_cosine": defaults.MIN_COSINE,
-        "max_pixels": max_pixels, "shard_rows": None, "compress": None,
-    }  # fmt: skip
-    return plan_for(images, dataset.out, backbone, settings)
+    settings = ExtractionSettings(
+        layers=layers,
+        workers=workers,
+        decode=made["decode"],
+        dtype=dataset.features[0].dtype,
+        precision=made["precision"],
+        compile="off" if made["compile"] == "auto" else made["compile"],
+        max_pixels=max_pixels,
+    )
+    return plan(images, out=dataset.out, backbone=backbone, settings=settings)
 
 
 def _said(dataset: DataSet, provenance: dict[str, Any], weights: str | None) -> tuple[list[str], str, dict[str, Any]]:
@@ -67,6 +72,16 @@ def _said(dataset: DataSet, provenance: dict[str, Any], weights: str | None) -> 
         return list(configuration["layers"]), str(provenance["backbone"]), asked_of(configuration, weights)
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{dataset.out} does not say how it was made: {error} is missing in its provenance") from error
+
+
+def computed_rows(plan: Plan, batches: Sequence[list[int]]) -> Generator[tuple[Batch, Rows], None, None]:
+    """Compute rows as a plan says, which is not validated: (batch, its rows), for each batch of rows given."""
+    settings, dtype = plan.settings, plan.dataset.features[0].dtype
+    loaded = load_batches(plan.images, batches, plan.decoding)
+    opened = open_forward(plan.backbone, plan.choice, dtype, settings.precision, plan.engine, settings.batch_size)
+    with contextlib.closing(loaded), opened as forward:
+        for batch, values in forward.map(loaded):
+            yield batch, rows_of(batch, values, plan.choice.features, dtype)
 
 
 def features_of_text(
@@ -131,17 +146,7 @@ def features_of_file(
         raise InputError(
             f"features of {path} would not be comparable with those of {dataset.out}: {'; '.join(changed)}"
         )
-    dtype, preprocessing = dataset.features[0].dtype, plan.backbone.preprocessing
-    loaded = load_batches(
-        image, [[0]], preprocessing.prepare, workers=0, max_pixels=plan.max_pixels,
-        at_least_px=preprocessing.at_least_px,
-    )  # fmt: skip
-    with (
-        contextlib.closing(loaded),
-        open_forward(plan.backbone, plan.choice, dtype, plan.precision, plan.engine, plan.batch_size) as forward,
-    ):
-        [(batch, features)] = forward.map(loaded)
-        values, status, reasons = rows_of(batch, features, plan.choice.features, dtype)
+    [(_, (values, status, reasons))] = computed_rows(plan, [[0]])
     if status[0] != Status.OK:
         raise InputError(f"{path}: {Status(status[0]).text}: {reasons.get(0, '')}")
     return {name: one[0] for name, one in values.items()}

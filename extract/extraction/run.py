@@ -22,6 +22,7 @@ from extract.compute.backbone import Backbone, load_backbone
 from extract.errors import InputError
 from extract.extraction.pipeline import extract_shard, stop_on_machine_errors
 from extract.extraction.plan import Plan, plan
+from extract.extraction.settings import ExtractionSettings
 from extract.extraction.summary import Callbacks, Summary
 from extract.extraction.todo import batches_of, check_disk_space, check_same_images, work_of
 from extract.extraction.validation import Computation, validated_forward
@@ -30,7 +31,7 @@ from extract.store.format.dataset import BUILDING
 from extract.store.reader import FeatureReader
 from extract.system.urls import is_url
 
-__all__ = ["Plan", "Summary", "extract", "extract_features", "plan"]
+__all__ = ["ExtractionSettings", "Plan", "Summary", "extract", "extract_features", "plan"]
 
 
 def extract_features(
@@ -104,19 +105,7 @@ def extract_features(
             f"{os.fspath(out)}: from Python, features are written to a folder; `layertap embed -o {os.fspath(out)}` "
             "builds shards and publishes them there"
         )
-    if isinstance(backbone, str):
-        backbone = load_backbone(
-            backbone,
-            weights=weights,
-            device=device,
-            seed=seed,
-            allow_missing_head=allow_missing_head,
-            preprocessing=preprocessing,
-        )
-    planned = plan(
-        images,
-        out=out,
-        backbone=backbone,
+    settings = ExtractionSettings(
         layers=layers,
         batch_size=batch_size,
         workers=workers,
@@ -130,6 +119,16 @@ def extract_features(
         shard_rows=shard_rows,
         compress=compress,
     )
+    if isinstance(backbone, str):
+        backbone = load_backbone(
+            backbone,
+            weights=weights,
+            device=device,
+            seed=seed,
+            allow_missing_head=allow_missing_head,
+            preprocessing=preprocessing,
+        )
+    planned = plan(images, out=out, backbone=backbone, settings=settings)
     from tqdm.auto import tqdm
 
     with tqdm(total=len(planned.images), unit=" images", disable=not progress) as bar:
@@ -186,15 +185,9 @@ def extract(
             dataset.add_run({"event": "started", "found_done": summary.found, **run})
         start = time.perf_counter()
         # The worker processes start here, before any shard is open.
-        loaded = load_batches(
-            plan.images,
-            itertools.chain.from_iterable(batches_of(one.rows, plan) for one in work),
-            plan.backbone.preprocessing.prepare,
-            workers=plan.workers if summary.found < dataset.n_rows else 0,
-            batch_size=plan.batch_size,
-            max_pixels=plan.max_pixels,
-            at_least_px=plan.backbone.preprocessing.at_least_px,
-        )
+        decoding = plan.decoding if summary.found < dataset.n_rows else dataclasses.replace(plan.decoding, workers=0)
+        rows = itertools.chain.from_iterable(batches_of(one.rows, plan) for one in work)
+        loaded = load_batches(plan.images, rows, decoding)
 
         def log_computation(computation: Computation) -> None:
             how = dataclasses.asdict(computation)

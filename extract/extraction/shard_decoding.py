@@ -47,15 +47,7 @@ class ShardBatches:
             self._add(work_of(shard))
         work = self._coming[0]
         if self._batches is None and len(work.rows):
-            self._batches = load_batches(
-                self._plan.images,
-                self._lists(),
-                self._plan.backbone.preprocessing.prepare,
-                workers=self._plan.workers,
-                batch_size=self._plan.batch_size,
-                max_pixels=self._plan.max_pixels,
-                at_least_px=self._plan.backbone.preprocessing.at_least_px,
-            )
+            self._batches = load_batches(self._plan.images, self._lists(), self._plan.decoding)
         return work, self._of(work)
 
     @property

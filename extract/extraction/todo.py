@@ -125,7 +125,7 @@ def open_part(plan: Plan, work: ShardWork) -> Iterator[ShardWriter]:
     is_new = not part.exists()
     if is_new:
         _create_part(plan, work, part)
-    writer = ShardWriter(plan.dataset, work.shard, work.revision, sync_s=plan.sync_s)
+    writer = ShardWriter(plan.dataset, work.shard, work.revision, sync_s=plan.settings.sync_s)
     try:
         with writer:
             yield writer
@@ -154,7 +154,7 @@ def batches_of(rows: RowNumbers, plan: Plan) -> Iterator[list[int]]:
     So a run that was interrupted and resumed computes each row in the same company as one that was not.
     """
     start = int(rows[0]) // plan.dataset.shard_rows * plan.dataset.shard_rows if len(rows) else 0
-    for _, batch in itertools.groupby(rows, lambda row: (int(row) - start) // plan.batch_size):
+    for _, batch in itertools.groupby(rows, lambda row: (int(row) - start) // plan.settings.batch_size):
         yield [int(row) for row in batch]
 
 

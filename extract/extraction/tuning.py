@@ -28,9 +28,10 @@ from extract.compute.backbone import Backbone
 from extract.compute.backends import default_engine, engine_for, open_forward
 from extract.compute.feature_choice import Choice, choose_features
 from extract.errors import InputError, first_line
-from extract.extraction.plan import PRECISIONS, how_begun
+from extract.extraction.plan import how_begun
+from extract.extraction.settings import PRECISIONS
 from extract.extraction.validation import decoded_both_ways
-from extract.images import Batch, ImageList, list_images, load_batches
+from extract.images import Batch, Decoding, ImageList, list_images, load_batches
 from extract.row_status import Status
 from extract.system.torch_state import evaluating, full_float32
 
@@ -164,8 +165,7 @@ def _repeated(pictures: Tensor, count: int) -> Tensor:
 
 def _decoded(images: ImageList, preprocessing: Preprocessing, count: int, max_pixels: int) -> Batch:
     rows = [list(range(min(count, len(images))))]
-    smaller = preprocessing.at_least_px
-    batches = load_batches(images, rows, preprocessing.prepare, workers=0, max_pixels=max_pixels, at_least_px=smaller)
+    batches = load_batches(images, rows, Decoding.for_preprocessing(preprocessing, max_pixels))
     with contextlib.closing(batches):
         return next(batches)
 

@@ -21,7 +21,7 @@ from extract.compute.backends import default_engine, open_forward
 from extract.compute.forward import B, Forward, Values, check_rows
 from extract.errors import DisagreementError, InputError, LayertapError, first_line
 from extract.extraction.plan import Plan
-from extract.images import ImageList, load_batches
+from extract.images import Decoding, ImageList, load_batches
 from extract.row_status import Status
 
 __all__ = ["Computation", "ValidatedForward", "decoded_both_ways", "validated_forward"]
@@ -123,11 +123,11 @@ class ValidatedForward:
 
     def _first(self, images: Tensor) -> Values:
         """Features of the first batch; decides how all others are computed."""
-        plan, start = self._plan, time.perf_counter()
+        plan, precision, start = self._plan, self._plan.settings.precision, time.perf_counter()
         engine, why = _engine(plan)
-        plain_way = (engine, plan.precision) == ("eager", "float32")
+        plain_way = (engine, precision) == ("eager", "float32")
         preprocessing = plan.backbone.preprocessing
-        pair = decoded_both_ways(plan.images, preprocessing, plan.max_pixels) if preprocessing.fast else None
+        pair = decoded_both_ways(plan.images, preprocessing, plan.settings.max_pixels) if preprocessing.fast else None
         expected, exactly_decoded, own_s = {}, {}, 0.0
         if pair or not plain_way:
             with open_forward(
@@ -149,7 +149,7 @@ class ValidatedForward:
             except LayertapError as error:
                 if plan.engine != "auto":
                     others = [] if engine == "eager" else ["--compile off"]
-                    others += [] if plan.precision == "float32" else ["--precision float32", "a lower --min-cosine"]
+                    others += [] if precision == "float32" else ["--precision float32", "a lower --min-cosine"]
                     if isinstance(error, DisagreementError):
                         raise DisagreementError(error.reason, " or ".join(others)) from error
                     raise LayertapError(f"{error}. Take {' or '.join(others)}") from error
@@ -164,8 +164,8 @@ class ValidatedForward:
             self._check_rows(forward, images, features)
         if pair:
             computation.decoding = agreement(forward(pair[0]), exactly_decoded)
-            if no := refusal(computation.decoding, plan.min_cosine):
-                too = "" if plan.precision == "float32" else "--precision float32 or "
+            if no := refusal(computation.decoding, plan.settings.min_cosine):
+                too = "" if precision == "float32" else "--precision float32 or "
                 instead = f"--decode exact or {too}a lower --min-cosine"
                 raise DisagreementError(f"of fast decoded images, {no}", instead)
         computation.prepared_in_s = time.perf_counter() - start - own_s
@@ -174,32 +174,32 @@ class ValidatedForward:
 
     def _check_rows(self, forward: Forward, images: Tensor, features: Values) -> None:
         check_rows(forward, images, features)
-        self._rows_are_checked = len(images) > 1 or self._plan.batch_size == 1
+        self._rows_are_checked = len(images) > 1 or self._plan.settings.batch_size == 1
 
     def _open(self, engine: str) -> Forward:
         plan = self._plan
         # What is compared is in float32, whatever is stored.
-        plain = (engine, plan.precision, plan.backbone.preprocessing.fast) == ("eager", "float32", False)
+        plain = (engine, plan.settings.precision, plan.backbone.preprocessing.fast) == ("eager", "float32", False)
         dtype = plan.dataset.features[0].dtype if plain else "float32"
-        at_most = min(plan.batch_size, plan.dataset.shard_rows)
-        opened = open_forward(plan.backbone, plan.choice, dtype, plan.precision, engine, at_most)
+        at_most = min(plan.settings.batch_size, plan.dataset.shard_rows)
+        opened = open_forward(plan.backbone, plan.choice, dtype, plan.settings.precision, engine, at_most)
         self._forward = self._open_now.enter_context(opened)
         return self._forward
 
     def _why_not(self, computation: Computation) -> str:
         """Why the features may not be taken for the plain ones; empty: they may."""
-        if self._plan.precision == "float32":
+        if self._plan.settings.precision == "float32":
             why = refusal(computation.agreement, None)
             return why and f"compiled by {computation.engine}, {why}"
-        why = "" if self._has_stored_rows else refusal(computation.agreement, self._plan.min_cosine)
-        return why and f"in {self._plan.precision} ({computation.engine}), {why}"
+        why = "" if self._has_stored_rows else refusal(computation.agreement, self._plan.settings.min_cosine)
+        return why and f"in {self._plan.settings.precision} ({computation.engine}), {why}"
 
 
 def _engine(plan: Plan) -> tuple[str, str]:
     """The engine, and why; by the size of the whole data set, so that resuming a run changes nothing."""
     if plan.engine != "auto":
         return plan.engine, ""
-    best = default_engine(plan.backbone.device, plan.precision)
+    best = default_engine(plan.backbone.device, plan.settings.precision)
     if plan.dataset.n_rows < _PAYS_FROM[best]:
         return "eager", f"compiling pays from {_PAYS_FROM[best]:,} images"
     return best, ""
@@ -223,9 +223,7 @@ def decoded_both_ways(
         rows = list(range(first, min(first + count, len(images))))
         found = []
         for one in (preprocessing, replace(preprocessing, fast=False)):
-            batches = load_batches(
-                images, [rows], one.prepare, workers=0, max_pixels=max_pixels, at_least_px=one.at_least_px
-            )
+            batches = load_batches(images, [rows], Decoding.for_preprocessing(one, max_pixels))
             with contextlib.closing(batches):
                 found.append(next(batches))
         good = np.flatnonzero((found[0].status == Status.OK) & (found[1].status == Status.OK)).tolist()

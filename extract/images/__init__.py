@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     from extract.images.image_list import ImageList, Images
     from extract.images.index.index_writing import write_plan
     from extract.images.listing import list_images, listed_again
-    from extract.images.loading import Batch, load_batches
+    from extract.images.loading import Batch, Decoding, load_batches
 
 # Imported when first used: looking through a folder does not wait for torch.
 _HOMES = {
     "Batch": "loading",
+    "Decoding": "loading",
     "ImageList": "image_list",
     "Images": "image_list",
     "decode": "decoding",
@@ -33,6 +34,7 @@ _HOMES = {
 
 __all__ = [
     "Batch",
+    "Decoding",
     "ImageList",
     "Images",
     "decode",

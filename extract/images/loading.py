@@ -8,9 +8,10 @@ import gc
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing import active_children
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from extract.images.sources import UNKNOWN, BrokenListError, Source, Unreachable
 from extract.images.worker_deaths import WorkerDeaths
 from extract.row_status import Status
 
-__all__ = ["Batch", "Batches", "load_batches"]
+__all__ = ["Batch", "Batches", "Decoding", "load_batches"]
 
 _GIVE_UP_S = 600  # without any image: a worker that cannot send one, or a file system that hangs
 
@@ -45,6 +46,43 @@ _NOT_MANY_PIXELS = 50_000_000
 _IO_ERRORS = {errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOLINK,
               errno.ECONNRESET, errno.ECONNABORTED, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH,
               errno.ENETDOWN, errno.ENETUNREACH, errno.EAGAIN, errno.EINTR}  # fmt: skip
+
+
+class Transform(Protocol):
+    """What of a backbone's preprocessing decoding needs."""
+
+    @property
+    def at_least_px(self) -> int:
+        """See `extract.images.decoding.decode`."""
+
+    def prepare(self, picture: Image.Image) -> Tensor:
+        """What is done to a picture in the process that decodes it."""
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How images are decoded.
+
+    Attributes:
+        prepare: RGB picture -> tensor, run in the process that decodes.
+        at_least_px: see `extract.images.decoding.decode`.
+        max_pixels: a picture of more is taken for a decompression bomb.
+        workers: processes that decode; 0 decodes in this one.
+        batch_size: rows in most batches; so many are decoded ahead, twice for each worker.
+    """
+
+    prepare: Callable[[Image.Image], Tensor]
+    at_least_px: int = 0
+    max_pixels: int = defaults.MAX_PIXELS
+    workers: int = 0
+    batch_size: int = defaults.BATCH_SIZE
+
+    @classmethod
+    def for_preprocessing(
+        cls, preprocessing: Transform, max_pixels: int, workers: int = 0, batch_size: int = defaults.BATCH_SIZE
+    ) -> Decoding:
+        """How images are decoded for a backbone."""
+        return cls(preprocessing.prepare, preprocessing.at_least_px, max_pixels, workers, batch_size)
 
 
 class Item(NamedTuple):
@@ -108,9 +146,9 @@ class Batch(NamedTuple):
 class _Decoded(Dataset[Item | LayertapError]):
     """Row -> decoded image; or an error that ends the run, which would not keep its message if it were raised here."""
 
-    def __init__(self, source: Source, prepare: Callable[[Image.Image], Tensor], max_pixels: int, at_least_px: int):
-        self._source, self._prepare = source, prepare
-        self._max_pixels, self._at_least_px = max_pixels, at_least_px
+    def __init__(self, source: Source, decoding: Decoding):
+        self._source, self._prepare = source, decoding.prepare
+        self._max_pixels, self._at_least_px = decoding.max_pixels, decoding.at_least_px
 
     def __getitem__(self, row: int) -> Item | LayertapError:
         data, size, mtime_ns, content_hash = b"", -1, UNKNOWN, bytes(16)
@@ -211,16 +249,7 @@ def _joined(pieces: list[Batch]) -> Batch:
     )
 
 
-def load_batches(
-    images: ImageList,
-    batches: Iterable[list[int] | None],
-    prepare: Callable[[Image.Image], Tensor],
-    *,
-    workers: int,
-    batch_size: int = defaults.BATCH_SIZE,
-    max_pixels: int = defaults.MAX_PIXELS,
-    at_least_px: int = 0,
-) -> Batches:
+def load_batches(images: ImageList, batches: Iterable[list[int] | None], decoding: Decoding) -> Batches:
     """Decode the rows of each batch, in worker processes; the batches come in the order given.
 
     To be closed (`contextlib.closing`), which ends the workers: where an exception keeps them, the process cannot end.
@@ -229,17 +258,14 @@ def load_batches(
         images: what the rows mean.
         batches: rows of each batch, no row in two of them; read lazily. None: they are not known yet; the workers wait,
             and it is asked again when something was taken of what they have. It ends where nothing more is known.
-        prepare: RGB picture -> tensor, run in the worker.
-        workers: processes; 0 decodes in this one.
-        batch_size: rows in most batches; so many are decoded ahead, twice for each worker.
-        max_pixels: a picture of more is taken for a decompression bomb.
-        at_least_px: as of `extract.images.decoding.decode`.
+        decoding: how they are decoded.
 
     Raises:
         BrokenListError: from the batches; nobody knows which image a row is.
         MachineError: now, or from the batches; this machine cannot decode images.
     """
     check_decoders()
+    workers, batch_size = decoding.workers, decoding.batch_size
     at_a_time = max(_LEAST_PIECE, -(-batch_size // _PIECES))
     sizes: deque[int] = deque()  # rows of each batch whose pieces the workers were given
 
@@ -259,7 +285,7 @@ def load_batches(
             "timeout": _GIVE_UP_S,
         }
     loader: Any = DataLoader(
-        _Decoded(images.source, prepare, max_pixels, at_least_px),
+        _Decoded(images.source, decoding),
         batch_sampler=pieces(),
         num_workers=workers,
         collate_fn=_collate,

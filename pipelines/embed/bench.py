@@ -21,6 +21,7 @@ from extract.compute.feature_choice import choose_features
 from extract.errors import LayertapError
 from extract.extraction.plan import plan
 from extract.extraction.run import extract
+from extract.extraction.settings import ExtractionSettings
 from extract.extraction.tuning import (
     Measured,
     Way,
@@ -192,10 +193,10 @@ def _pipeline_rate(
     """Images per second of a run, from the first image to the last, without comparing and compiling."""
     repeated = _repeated(images, max(12 * batch_size, int(bound * _PIPELINE_S)))
     with tempfile.TemporaryDirectory(prefix=".layertap-bench-", dir=".") as folder:
-        planned = plan(
-            repeated, out=Path(folder) / "out", backbone=backbone, layers=layers, batch_size=batch_size, decode=decode,
-            precision=way.precision, compile=way.compile,
-        )  # fmt: skip
+        settings = ExtractionSettings(
+            layers=layers, batch_size=batch_size, decode=decode, precision=way.precision, compile=way.compile
+        )
+        planned = plan(repeated, out=Path(folder) / "out", backbone=backbone, settings=settings)
         summary = extract(planned)
     prepared_in_s = summary.computation.prepared_in_s if summary.computation else 0.0
     return summary.computed / (summary.seconds - prepared_in_s)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -12,6 +13,9 @@ from extract import defaults
 from extract.compute.pooling import pooling_names
 from extract.system.urls import is_url
 from pipelines.terminal.config import COMPRESS_HELP, SHARD_ROWS_HELP, BackboneConfig, name_of
+
+if TYPE_CHECKING:
+    from extract.extraction.settings import ExtractionSettings
 
 __all__ = ["EmbedConfig", "FeaturesConfig"]
 
@@ -57,6 +61,13 @@ class FeaturesConfig(BackboneConfig):
     @classmethod
     def _one_layer(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
+
+    def settings(self, **changes: Any) -> ExtractionSettings:
+        """The settings of a run, some of them changed."""
+        from extract.extraction.settings import ExtractionSettings
+
+        names = {field.name for field in fields(ExtractionSettings)} & type(self).model_fields.keys()
+        return ExtractionSettings(**({name: getattr(self, name) for name in names} | changes))
 
     @property
     def folder(self) -> Path:

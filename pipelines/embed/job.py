@@ -82,7 +82,7 @@ def _run(config: EmbedConfig, planned: Plan) -> Outcome:
             planned,
             retry_failed=config.retry_failed,
             on_rows=on_rows,
-            on_computation=lambda computation: progress.say(described(computation, planned.precision)),
+            on_computation=lambda computation: progress.say(described(computation, planned.settings.precision)),
             stop=lambda: bool(received),
         )
     if summary.stopped:
@@ -100,22 +100,7 @@ def plan_of(config: EmbedConfig, images: ImageList, backbone: Backbone, way: dic
         backbone: as loaded.
         way: `precision`, `compile`, `decode` and `batch_size` instead of those of the job.
     """
-    how = {name: getattr(config, name) for name in _WAY} | (way or {})
-    return plan(
-        images,
-        out=config.place,
-        backbone=backbone,
-        layers=config.layers,
-        workers=config.workers,
-        dtype=config.dtype,
-        **how,
-        min_cosine=config.min_cosine,
-        limit=config.limit,
-        max_pixels=config.max_pixels,
-        shard_rows=config.shard_rows,
-        compress=config.compress,
-        sync_s=config.sync_s,
-    )
+    return plan(images, out=config.place, backbone=backbone, settings=config.settings(**(way or {})))
 
 
 def _fastest(config: EmbedConfig, images: ImageList, backbone: Backbone) -> list[dict[str, Any]]:
@@ -236,19 +221,19 @@ def _advice(outcome: Outcome) -> str:
     if stage == "copy":
         return "pooled layers, or --dtype float16"
     if stage == "images":
-        if plan.workers < defaults.CORES:
-            return f"raise --workers ({plan.workers} of {defaults.CORES} cores)"
+        if plan.settings.workers < defaults.CORES:
+            return f"raise --workers ({plan.settings.workers} of {defaults.CORES} cores)"
         preprocessing = plan.backbone.preprocessing
         faster = preprocessing.can_be_faster and not preprocessing.fast
         return "--decode fast, or more cores" if faster else "more cores"
     on_cpu = plan.backbone.device.type == "cpu"
     computation = outcome.summary.computation or Computation()
     if computation.engine == "eager" and not computation.failed:
-        engine = default_engine(plan.backbone.device, plan.precision)
-        if on_cpu and plan.precision == "float32" and engine == "inductor":
+        engine = default_engine(plan.backbone.device, plan.settings.precision)
+        if on_cpu and plan.settings.precision == "float32" and engine == "inductor":
             return f"{pip_install('openvino')} for a faster forward, or a GPU"
         return "--compile on, or --fast"
-    if plan.precision == "float32":
+    if plan.settings.precision == "float32":
         return "--fast, which tries lower precision" + (", or a GPU" if on_cpu else "")
     return "a GPU" if on_cpu else "the device is busy; a larger --batch-size may help"
 
@@ -279,7 +264,7 @@ def summary_as_json(outcome: Outcome) -> dict[str, Any]:
         "backbone": backbone.spec,
         "weights": backbone.weights.source,
         "weights_sha256": backbone.weights.sha256,
-        "precision": outcome.plan.precision,
+        "precision": outcome.plan.settings.precision,
         "computation": asdict(summary.computation) if summary.computation else None,
         "device": str(backbone.device),
         "seconds": round(summary.seconds, 3),

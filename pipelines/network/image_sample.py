@@ -15,7 +15,7 @@ from torch import Tensor
 
 from extract.compute.backbone import Backbone
 from extract.errors import InputError
-from extract.images import Images, list_images, load_batches
+from extract.images import Decoding, Images, list_images, load_batches
 from extract.row_status import Status
 from pipelines.network.config import LookConfig
 from pipelines.terminal.text_output import SHOWN, printable
@@ -69,14 +69,11 @@ class Sample:
         """
         preprocessing = self.backbone.preprocessing
         starts = range(0, len(self.rows), self.batch_size)
+        workers = self.workers if len(self.rows) > self.batch_size else 0
         loaded = load_batches(
             self.images,
             [self.rows[start : start + self.batch_size] for start in starts],
-            preprocessing.prepare,
-            workers=self.workers if len(self.rows) > self.batch_size else 0,
-            batch_size=self.batch_size,
-            max_pixels=self.max_pixels,
-            at_least_px=preprocessing.at_least_px,
+            Decoding.for_preprocessing(preprocessing, self.max_pixels, workers, self.batch_size),
         )
         self.seen.clear()
         with contextlib.closing(loaded):

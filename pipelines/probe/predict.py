@@ -17,7 +17,7 @@ from extract.compute.backbone import load_backbone
 from extract.compute.pooling import pooling_names
 from extract.errors import InputError
 from extract.extraction.plan import asked_of, how_made
-from extract.extraction.run import extract, plan
+from extract.extraction.run import ExtractionSettings, extract, plan
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet, differences
 from extract.store.reader import FeatureReader
@@ -78,7 +78,8 @@ def run_predict(
     loaded = load_backbone(permitted(named, backbone, path), device=device, **asked)
     with tempfile.TemporaryDirectory(prefix=".predict-", dir=output.parent) as folder:
         out = Path(folder) / "features"
-        planned = plan(images, out=out, backbone=loaded, layers=layers, dtype=dtype, max_pixels=most, **made)
+        settings = ExtractionSettings(layers=layers, dtype=dtype, max_pixels=most, **made)
+        planned = plan(images, out=out, backbone=loaded, settings=settings)
         names = _same_features(path, described, wanted, planned.dataset, images)
         with Progress(len(planned.images)) as progress:
             extract(planned, on_rows=progress.advance)

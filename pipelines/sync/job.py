@@ -180,9 +180,7 @@ class Telling:
         if self._backbone is None or self._asked != asked:  # the file of its weights may have been replaced
             self._asked = asked
             self._backbone = backbone_of(config)
-        names = ("layers", "workers", "dtype", "precision", "compile", "decode", "batch_size", "min_cosine",
-                 "max_pixels", "shard_rows", "compress", "sync_s")  # fmt: skip
-        return plan(images, out=folder, backbone=self._backbone, **{name: getattr(config, name) for name in names})
+        return plan(images, out=folder, backbone=self._backbone, settings=config.settings())
 
     def on_plan(self, plan: Plan, count: int) -> None:
         """Images are going to be computed."""
@@ -191,7 +189,7 @@ class Telling:
         click.echo(f"computing {count:,} images with {plan.backbone.spec} on {plan.backbone.device}", err=True)
         self.__exit__(None, None, None)
         self._progress = Progress(count).__enter__()
-        self._precision = plan.precision
+        self._precision = plan.settings.precision
 
     def on_rows(self, rows: int, found: bool) -> None:
         """Rows are done."""

@@ -30,9 +30,10 @@ from torch import Tensor
 
 from extract import load_backbone
 from extract.compute.backbone import Backbone
-from extract.extraction.run import extract, plan
+from extract.extraction.run import extract
 from extract.images import Batch
 from extract.system.torch_state import evaluating, full_float32, keeping_freed_memory
+from tests.planning import plan
 
 BACKBONES = ["torchvision/resnet50", "torchvision/vit_b_16"]
 POOL = 1024  # pictures that differ; they come again and again, as images of their own

@@ -21,9 +21,10 @@ from extract.compute.feature_choice import choose_features
 from extract.errors import InputError, LayertapError, UnknownNameError
 from extract.extraction import validation as first_batch
 from extract.extraction.recheck import recheck
-from extract.extraction.run import extract, plan
+from extract.extraction.run import extract
 from extract.system.torch_state import evaluating
 from tests.conftest import make_picture
+from tests.planning import plan
 
 openvino = pytest.mark.skipif(not importlib.util.find_spec("openvino"), reason="no openvino")
 BY_OPENVINO = pytest.param("openvino", marks=openvino)

@@ -22,11 +22,12 @@ from torch import Tensor, nn
 
 from extract import FeatureReader, InputError, LayertapError, Status, extract_features, load_backbone
 from extract.compute.backbone import Backbone
-from extract.extraction.run import Summary, extract, plan
+from extract.extraction.run import Summary, extract
 from extract.images import list_images
 from extract.store.format.dataset import DataSet
 from extract.store.format.writer import ShardWriter
 from tests.conftest import make_picture
+from tests.planning import plan
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from extract import load_backbone
 from extract.analysis.network.inspection import Inspection, inspect_model
 from extract.errors import InputError, UnknownNameError
-from extract.images import list_images, load_batches
+from extract.images import Decoding, list_images, load_batches
 
 IMAGES, CLASSES = 120, 10
 
@@ -266,7 +266,7 @@ def test_on_real_photos_the_bundled_backbone_gives_no_alarm_and_its_dead_channel
     rows = list(range(0, 200, 8))
 
     def batches() -> list[Tensor]:
-        loaded = load_batches(images, [rows[:13], rows[13:]], backbone.preprocessing.prepare, workers=0)
+        loaded = load_batches(images, [rows[:13], rows[13:]], Decoding(backbone.preprocessing.prepare))
         return [backbone.preprocessing.to_input(batch.images) for batch in loaded]
 
     def cross_entropy(output: Tensor, targets: object) -> Tensor:

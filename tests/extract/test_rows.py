@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from extract import extract_features, load_backbone
 from extract.errors import InputError
-from extract.extraction.run import extract, plan
+from extract.extraction.run import extract
 from extract.taps.batch_axis import Rows, learn_rows
+from tests.planning import plan
 
 SIZE = 32
 

@@ -18,7 +18,6 @@ import torch
 
 from extract import FeatureReader, LayertapError, extract_features, load_backbone
 from extract.extraction import shard_decoding as module
-from extract.extraction.run import plan
 from extract.extraction.shard_maker import ShardMaker
 from extract.images.sources import Files
 from extract.store.format.writer import ShardWriter
@@ -29,6 +28,7 @@ from pipelines.embed.cluster.worker import Worker
 from tests.conftest import make_picture
 from tests.extract.test_engines import BY_OPENVINO
 from tests.extract.test_transfers import on_a_gpu
+from tests.planning import plan
 
 ROWS = 8  # of a shard: one batch of two pieces for those that decode
 SHARDS = 6

@@ -24,8 +24,9 @@ from extract.compute import backends as engines
 from extract.compute.backbone import Backbone
 from extract.compute.transfers import Direct, Pinned, transfers_for
 from extract.extraction import validation
-from extract.extraction.run import extract, plan
+from extract.extraction.run import extract
 from tests.extract.test_engines import BY_INDUCTOR, BY_OPENVINO
+from tests.planning import plan
 
 
 class MadeUpEvent:

@@ -205,6 +205,6 @@ class Embed:
         place = place_of(out)
         with (
             scratch_folder(out, place, plan.dataset, self.scratch) as folder,
-            ShardMaker(plan, place, folder, lambda one: say(described(one, plan.precision))) as maker,
+            ShardMaker(plan, place, folder, lambda one: say(described(one, plan.settings.precision))) as maker,
         ):
             yield maker

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from extract.errors import InputError
-from extract.images import decode, list_images, load_batches
+from extract.images import Decoding, decode, list_images, load_batches
 from extract.row_status import Status
 from tests.conftest import make_picture
 
@@ -89,7 +89,7 @@ def test_a_link_to_itself_and_a_pipe_are_rows_that_failed(tmp_path: Path) -> Non
     os.mkfifo(tmp_path / "pipe.jpg")
     found = list_images(tmp_path)
     assert found.paths == ["a.jpg", "loop.jpg", "pipe.jpg"]
-    batch = next(load_batches(found, [[0, 1, 2]], as_tensor, workers=0))
+    batch = next(load_batches(found, [[0, 1, 2]], Decoding(as_tensor, workers=0)))
     assert batch.reasons == {
         0: "not an image in a known format", 1: "Too many levels of symbolic links", 2: "not a file",
     }  # fmt: skip
@@ -106,7 +106,7 @@ def test_names_of_any_bytes_come_through(tmp_path: Path) -> None:
         (Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))).write_bytes(encoded(make_picture(1), "JPEG"))
     found = list_images(tmp_path)
     assert [os.fsencode(path) for path in found.paths] == sorted(names)
-    batch = next(load_batches(found, [[0, 1, 2, 3]], as_tensor, workers=0))
+    batch = next(load_batches(found, [[0, 1, 2, 3]], Decoding(as_tensor, workers=0)))
     assert batch.status.tolist() == [Status.OK] * 4
 
 
@@ -245,7 +245,9 @@ def test_batches_come_in_order_with_status_and_reasons(folder: Path, workers: in
     (folder / "bee" / "04.png").write_text("no picture")
     (folder / "cat" / "99.jpg").symlink_to(folder / "nothing")
     found = list_images(folder)
-    batches = list(load_batches(found, [[0, 1, 2], [3, 4], [5, 6, 7, 8, 9, 10, 11, 12]], as_tensor, workers=workers))
+    batches = list(
+        load_batches(found, [[0, 1, 2], [3, 4], [5, 6, 7, 8, 9, 10, 11, 12]], Decoding(as_tensor, workers=workers))
+    )
     assert [batch.rows.tolist() for batch in batches] == [[0, 1, 2], [3, 4], [5, 6, 7, 8, 9, 10, 11, 12]]
     reasons = {found.paths[row]: reason for batch in batches for row, reason in batch.reasons.items()}
     assert reasons == {
@@ -267,7 +269,9 @@ def test_batches_that_are_named_late_are_decoded_by_the_same_workers(folder: Pat
         while True:
             yield named.pop() if named else None
 
-    with contextlib.closing(load_batches(list_images(folder), lists(), as_tensor, workers=workers)) as batches:
+    with contextlib.closing(
+        load_batches(list_images(folder), lists(), Decoding(as_tensor, workers=workers))
+    ) as batches:
         assert next(batches).rows.tolist() == [0, 1, 2]
         begun = active_children()
         named.append([3, 4])
@@ -280,7 +284,7 @@ def test_a_batch_tells_size_time_and_hash_of_the_files(folder: Path) -> None:
     import xxhash
 
     found = list_images(folder)
-    batch = next(load_batches(found, [[2, 5]], as_tensor, workers=0))
+    batch = next(load_batches(found, [[2, 5]], Decoding(as_tensor, workers=0)))
     for i, row in enumerate((2, 5)):
         path = folder / found.paths[row]
         assert batch.source_size[i] == path.stat().st_size
@@ -292,6 +296,6 @@ def test_a_path_that_cannot_be_read_is_a_row_with_a_reason(folder: Path) -> None
     found = list_images(folder)
     (folder / found.paths[0]).unlink()
     (folder / found.paths[0]).mkdir()
-    batch = next(load_batches(found, [[0, 1]], as_tensor, workers=0))
+    batch = next(load_batches(found, [[0, 1]], Decoding(as_tensor, workers=0)))
     assert batch.status.tolist() == [Status.DECODE_ERROR, Status.OK]
     assert batch.reasons == {0: "Is a directory"}

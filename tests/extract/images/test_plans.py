@@ -34,8 +34,7 @@ from pyarrow import parquet
 from extract import FeatureReader, extract_features, load_backbone
 from extract.errors import InputError, LayertapError, LockedError
 from extract.extraction.run import extract
-from extract.extraction.run import plan as plan_of
-from extract.images import Images, list_images, listed_again, load_batches
+from extract.images import Decoding, Images, list_images, listed_again, load_batches
 from extract.images.csv_lists import rows_in_pieces
 from extract.images.folders import files_below
 from extract.images.index import external_sort as runs
@@ -46,6 +45,7 @@ from extract.images.index.index_writing import write_plan
 from extract.images.sources import BrokenListError
 from extract.system.folder_lock import locked
 from tests.extract.images.test_sources import as_tensor
+from tests.planning import plan as plan_of
 
 
 @pytest.fixture(autouse=True)
@@ -576,8 +576,8 @@ def test_images_of_a_plan_are_read_by_workers_and_travel_light(folder: Path, pla
     assert len(pickle.dumps(planned.source)) < 1000
     rows = [list(range(5)), list(range(5, 12))]
     for one, other in zip(
-        load_batches(planned, rows, as_tensor, workers=2),
-        load_batches(expected, rows, as_tensor, workers=0),
+        load_batches(planned, rows, Decoding(as_tensor, workers=2)),
+        load_batches(expected, rows, Decoding(as_tensor, workers=0)),
         strict=True,
     ):
         assert one.source_hash.tolist() == other.source_hash.tolist()

@@ -25,7 +25,7 @@ from pyarrow import parquet
 
 from extract import FeatureReader, extract_features, load_backbone
 from extract.errors import InputError, LayertapError
-from extract.images import Batch, list_images, listed_again, load_batches
+from extract.images import Batch, Decoding, list_images, listed_again, load_batches
 from extract.row_status import Status
 from tests.conftest import make_picture
 
@@ -104,7 +104,9 @@ def test_the_same_pictures_in_every_form_are_the_same_rows(
     assert found.labels.tolist() == expected.labels.tolist()
     rows = [list(range(5)), list(range(5, 12))]
     for one, other in zip(
-        load_batches(found, rows, as_tensor, workers=2), load_batches(expected, rows, as_tensor, workers=0), strict=True
+        load_batches(found, rows, Decoding(as_tensor, workers=2)),
+        load_batches(expected, rows, Decoding(as_tensor, workers=0)),
+        strict=True,
     ):
         assert torch.equal(one.images, other.images)
         assert one.rows.tolist() == other.rows.tolist()
@@ -164,7 +166,7 @@ def test_a_list_has_labels_splits_and_ids(folder: Path) -> None:
     assert found.classes == ["0", "1", "2"]
     assert found.splits == ["test", "val", "", "train"]
     assert found.ids == ["10", "8", "9", "7"]
-    batch = next(load_batches(found, [[0, 1, 2, 3]], as_tensor, workers=0))
+    batch = next(load_batches(found, [[0, 1, 2, 3]], Decoding(as_tensor, workers=0)))
     assert batch.status.tolist() == [Status.OK] * 4
 
 
@@ -179,7 +181,7 @@ def test_names_of_any_bytes_come_through_a_list(tmp_path: Path) -> None:
     make_picture(1).save(tmp_path / os.fsdecode(name), "PNG")
     (tmp_path / "list.csv").write_bytes(b'path\r\n"' + name + b'"\r\n')
     found = list_images(tmp_path / "list.csv")
-    assert next(load_batches(found, [[0]], as_tensor, workers=0)).status.tolist() == [Status.OK]
+    assert next(load_batches(found, [[0]], Decoding(as_tensor, workers=0))).status.tolist() == [Status.OK]
 
 
 @pytest.mark.parametrize(
@@ -269,7 +271,7 @@ def test_members_cannot_lead_out_of_an_archive(folder: Path, tmp_path: Path) -> 
         assert found.paths == ["good.png"]
         assert found.left_out["name that leads out of the archive"] == (3 if links else 2)
         assert found.left_out["link or no plain file"] == links
-        assert next(load_batches(found, [[0]], as_tensor, workers=0)).status.tolist() == [Status.OK]
+        assert next(load_batches(found, [[0]], Decoding(as_tensor, workers=0))).status.tolist() == [Status.OK]
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -281,11 +283,11 @@ def test_damage_in_a_zip_is_a_row_with_a_reason(folder: Path, tmp_path: Path) ->
     damaged = bytearray(good)
     damaged[info.header_offset + 60] ^= 0xFF
     path.write_bytes(damaged)
-    batch = next(load_batches(found, [list(range(12))], as_tensor, workers=0))
+    batch = next(load_batches(found, [list(range(12))], Decoding(as_tensor, workers=0)))
     assert [row for row, status in enumerate(batch.status) if status != Status.OK] == [5]
     assert "archive is damaged" in batch.reasons[5]
     path.write_bytes(good[: info.header_offset + 40])
-    batch = next(load_batches(found, [[4, 5, 6]], as_tensor, workers=0))
+    batch = next(load_batches(found, [[4, 5, 6]], Decoding(as_tensor, workers=0)))
     assert batch.status.tolist() == [Status.OK, Status.DECODE_ERROR, Status.DECODE_ERROR]
     assert "the archive is cut short" in batch.reasons[6]
     with pytest.raises(LayertapError, match="has changed since its files were listed"):
@@ -299,7 +301,7 @@ def test_a_member_that_unpacks_to_more_than_it_says_is_refused(tmp_path: Path) -
     directory = data.rindex(b"PK\1\2")
     data[directory + 24 : directory + 28] = (1000).to_bytes(4, "little")  # it says it had 1,000 bytes
     (tmp_path / "bomb.zip").write_bytes(data)
-    batch = next(load_batches(list_images(tmp_path / "bomb.zip"), [[0]], as_tensor, workers=0))
+    batch = next(load_batches(list_images(tmp_path / "bomb.zip"), [[0]], Decoding(as_tensor, workers=0)))
     assert batch.status.tolist() == [Status.DECODE_ERROR]
     assert "checksum" in batch.reasons[0]
 
@@ -334,7 +336,7 @@ def test_an_encrypted_member_is_a_row_with_a_reason(folder: Path, tmp_path: Path
     data = bytearray(path.read_bytes())
     data[data.index(b"PK\1\2") + 8] |= 1
     path.write_bytes(data)
-    batch = next(load_batches(list_images(path), [[0, 1]], as_tensor, workers=0))
+    batch = next(load_batches(list_images(path), [[0, 1]], Decoding(as_tensor, workers=0)))
     assert batch.reasons == {0: "encrypted"}
 
 
@@ -365,11 +367,11 @@ def test_arrays_are_pictures(tmp_path: Path) -> None:
     for where in ("last.npy", "first.npy", "p.h5", "p.h5:train/images"):
         found = list_images(tmp_path / where)
         assert found.paths == [f"{row:02d}" for row in range(12)]
-        batch = next(load_batches(found, [[0, 11]], lambda p: torch.from_numpy(np.array(p)), workers=2))
+        batch = next(load_batches(found, [[0, 11]], Decoding(lambda p: torch.from_numpy(np.array(p)), workers=2)))
         assert torch.equal(batch.images, torch.from_numpy(pictures[[0, 11]])), where
     assert found.labels.tolist() == [0, 1, 2] * 4
     assert list_images(tmp_path / "last.npy").labels.tolist() == [-1] * 12
-    grey = next(load_batches(list_images(tmp_path / "grey.npy"), [[3]], as_tensor, workers=0)).images[0]
+    grey = next(load_batches(list_images(tmp_path / "grey.npy"), [[3]], Decoding(as_tensor, workers=0))).images[0]
     assert torch.equal(grey, as_tensor(Image.fromarray(pictures[3, :, :, 1]).convert("RGB")))
 
 
@@ -415,7 +417,7 @@ def test_pictures_behind_http(folder: Path, server: str) -> None:
     (folder.parent / "list.csv").write_text("path\n" + "\n".join([*lines, "pictures/ant/gone.png", ""]))
     found = list_images(f"{server}/list.csv")
     assert sorted(found.paths) == sorted([*lines, "pictures/ant/gone.png"])
-    batches = list(load_batches(found, [list(range(13))], as_tensor, workers=2))
+    batches = list(load_batches(found, [list(range(13))], Decoding(as_tensor, workers=2)))
     assert [found.paths[row] for row in batches[0].reasons] == ["pictures/ant/gone.png"]
     assert sorted(batches[0].status.tolist()) == [Status.OK] * 12 + [Status.MISSING]
 
@@ -466,7 +468,8 @@ def test_the_same_bytes_are_computed_once_and_stored_twice(
     (folder / "ant" / "empty.jpg").write_bytes(b"")
     (folder / "cat" / "empty.jpg").write_bytes(b"")
     from extract.extraction import validation
-    from extract.extraction.run import extract, plan
+    from extract.extraction.run import extract
+    from tests.planning import plan
 
     backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
     seen: list[int] = []
@@ -651,7 +654,7 @@ def test_a_transform_that_fails_is_a_row_with_a_reason(folder: Path) -> None:
         return as_tensor(picture)
 
     for workers in (0, 1):
-        batch = next(load_batches(list_images(folder), [list(range(12))], fails, workers=workers))
+        batch = next(load_batches(list_images(folder), [list(range(12))], Decoding(fails, workers=workers)))
         assert batch.reasons == {0: "its preprocessing failed: RuntimeError('no such luck')"}
 
 

@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from extract.errors import LayertapError
-from extract.images import list_images, load_batches
+from extract.images import Decoding, list_images, load_batches
 from extract.images.sources import Files
 from extract.images.worker_deaths import DeadWorkerError, WorkerDeaths
 
@@ -40,7 +40,7 @@ def as_tensor(picture: Any) -> Any:
 
 
 def loaded(folder: Path, workers: int = 1) -> Any:
-    return load_batches(list_images(folder), [[0, 1, 2], [3, 4, 5], [6, 7, 8]], as_tensor, workers=workers)
+    return load_batches(list_images(folder), [[0, 1, 2], [3, 4, 5], [6, 7, 8]], Decoding(as_tensor, workers=workers))
 
 
 def deadly(monkeypatch: pytest.MonkeyPatch, row: int) -> None:
@@ -166,7 +166,7 @@ def test_workers_do_not_free_what_was_garbage_when_they_were_forked(folder: Path
 
     images = list_images(folder)
     WaitsForItsThreads(tmp_path)
-    with contextlib.closing(load_batches(images, [list(range(len(images)))], prepare, workers=2)) as batches:
+    with contextlib.closing(load_batches(images, [list(range(len(images)))], Decoding(prepare, workers=2))) as batches:
         assert len(next(batches).images) == len(images)
     assert gc.get_freeze_count() == 0
     assert not (tmp_path / "freed by another process").exists()

@@ -32,8 +32,9 @@ from extract import FeatureReader
 from extract.backbones import Weights
 from extract.backbones.preprocessing import Preprocessing
 from extract.compute.backbone import Backbone
-from extract.extraction.run import extract, plan
+from extract.extraction.run import extract
 from extract.store.verify import verify
+from tests.planning import plan
 
 BROKEN = "b/13.png"
 CALLS = ("pwrite", "fsync", "fdatasync", "link", "rename", "unlink", "posix_fallocate")

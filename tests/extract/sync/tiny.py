@@ -13,11 +13,12 @@ import numpy as np
 
 from extract import Backbone, FeatureReader, load_backbone
 from extract.extraction.plan import Plan
-from extract.extraction.run import extract, plan
+from extract.extraction.run import extract
 from extract.images import list_images
 from extract.store.format.dataset import DataSet
 from extract.sync.passes import Report, sync
 from extract.sync.safety_limits import Guards
+from tests.planning import plan
 
 CODE = """
 import torch

@@ -1,0 +1,71 @@
+"""How features are computed and stored, as it was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from extract import defaults
+from extract.errors import InputError, unknown_name
+from extract.store.format.copying import COMPRESSIONS
+from extract.store.format.untrusted import need_libraries
+
+__all__ = ["PRECISIONS", "ExtractionSettings"]
+
+PRECISIONS = ("float32", "bfloat16", "float16")
+_CHOICES = {"decode": ("exact", "fast"), "dtype": ("float32", "float16"), "precision": PRECISIONS}
+_LEAST = {"batch_size": 1, "workers": 0, "limit": 1, "max_pixels": 1, "shard_rows": 1}
+
+
+@dataclass(frozen=True)
+class ExtractionSettings:
+    """Settings of a run, checked when they are made, and handed on whole. `extract_features` says what each means.
+
+    Attributes:
+        sync_s: seconds of work that a power cut may cost; 0 forces each batch to the disk.
+
+    Raises:
+        UnknownNameError: a setting has none of its values.
+        InputError: a number is out of its range.
+        LayertapError: the compression needs a library that is not installed.
+    """
+
+    layers: str | Sequence[str] = defaults.LAYERS
+    batch_size: int = defaults.BATCH_SIZE
+    workers: int = defaults.WORKERS
+    decode: str = defaults.DECODE
+    dtype: str = defaults.DTYPE
+    precision: str = defaults.PRECISION
+    compile: str = defaults.COMPILE
+    min_cosine: float = defaults.MIN_COSINE
+    limit: int | None = None
+    max_pixels: int = defaults.MAX_PIXELS
+    shard_rows: int | None = None
+    compress: str | None = None
+    sync_s: float = defaults.SYNC_S
+
+    def __post_init__(self) -> None:
+        if self.compress is not None and self.compress not in COMPRESSIONS:
+            raise unknown_name("compression", self.compress, COMPRESSIONS)
+        need_libraries(self.compress)
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise unknown_name(name, getattr(self, name), choices)
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise InputError(f"{name} is {value}; it must be at least {least}")
+        if not -1 <= self.min_cosine <= 1:
+            raise InputError(f"min_cosine is {self.min_cosine}; a cosine lies between -1 and 1")
+
+    @property
+    def layer_list(self) -> list[str]:
+        """The layers, also if only one was named."""
+        return [self.layers] if isinstance(self.layers, str) else list(self.layers)
+
+    def recorded(self) -> dict[str, Any]:
+        """The settings as the provenance of a data set has them: all but `sync_s`, on which no number depends."""
+        settings = asdict(self) | {"layers": self.layer_list}
+        del settings["sync_s"]
+        return settings
