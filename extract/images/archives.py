@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bz2
 import contextlib
-import lzma
 import os
 import struct
 import tarfile
@@ -37,7 +36,7 @@ _MEMBER_BYTES = 1 << 31  # an image file of more is none
 _LABEL_BYTES = 1 << 12
 _NO_PARTS = "the server gives no parts of files (HTTP ranges); copy the archive here"
 _PACKED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
-_STORED, _DEFLATED, _BZIP2, _LZMA = 0, 8, 12, 14  # methods of zip (APPNOTE.TXT 4.4.5)
+_STORED, _DEFLATED, _BZIP2 = 0, 8, 12  # methods of zip (APPNOTE.TXT 4.4.5)
 _ENCRYPTED = -1
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of name and extra field (APPNOTE.TXT 4.3.7)
 
@@ -341,6 +340,6 @@ def _unpacked(data: bytes, method: int, size: int) -> bytes:
             return zlib.decompressobj(-15).decompress(data, size + 1)
         if method == _BZIP2:
             return bz2.BZ2Decompressor().decompress(data, size + 1)
-    except (zlib.error, OSError, EOFError, lzma.LZMAError) as error:
+    except (zlib.error, OSError, EOFError) as error:
         raise ValueError(f"the archive is damaged: {error}") from error
     raise ValueError(f"packed by method {method}, which is not read; pack the archive with deflate")
