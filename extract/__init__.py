@@ -1,4 +1,4 @@
-"""layertap's library: features of images, under any backbone, on disk.
+"""layertap's library: compute features of images with any backbone, and store them on disk.
 
 from extract import Taps, load_backbone, extract_features, FeatureReader
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from extract.taps.record import Record, Site
     from extract.taps.taps import Taps
 
-# Imported when first used: `from extract import FeatureReader` does not wait for torch.
+# Imported on first use, so that `from extract import FeatureReader` does not load torch.
 _HOMES = {
     "ActivationMonitor": "extract.analysis.network.monitors",
     "GradientMonitor": "extract.analysis.network.monitors",

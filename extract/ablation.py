@@ -1,4 +1,4 @@
-"""Layers edited one by one. They are in `extract.analysis.network.ablation`."""
+"""Ablation of layers, one layer at a time. Aliases of names in `extract.analysis.network.ablation`."""
 
 from extract.analysis.network.ablation import Ablation, Effect, ablation, mean_activations
 

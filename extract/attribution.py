@@ -1,4 +1,4 @@
-"""Grad-CAM, attention rollout, tokens as colours. They are in `extract.analysis.network.attribution`."""
+"""Grad-CAM, attention rollout, tokens as colours. Aliases of names in `extract.analysis.network.attribution`."""
 
 from extract.analysis.network.attribution import (
     activations_of,

@@ -1,12 +1,12 @@
-"""Defaults of an extraction, for the library, the config file and the command line; each stands here alone."""
+"""Defaults of an extraction for the library, the config file and the command line; defined only here."""
 
 from __future__ import annotations
 
 import os
 from typing import Literal
 
-BACKBONE = "bundled/efficientnet_lite0"  # real ImageNet weights, there without a download
-LAYERS = ("embedding",)  # the backbone's own final vector
+BACKBONE = "bundled/efficientnet_lite0"  # real ImageNet weights, without a download
+LAYERS = ("embedding",)  # the backbone's final pooled vector
 BATCH_SIZE = 64
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 WORKERS = min(8, CORES)
@@ -15,7 +15,7 @@ DTYPE: Literal["float32", "float16"] = "float32"
 PRECISION: Literal["float32", "bfloat16", "float16"] = "float32"
 DECODE: Literal["exact", "fast"] = "exact"
 COMPILE: Literal["auto", "on", "off", "inductor", "openvino"] = "auto"
-MIN_COSINE = 0.999  # of a feature in lower precision and in float32
-SYNC_S = 30.0  # after which Linux writes changed pages to the disk by itself (vm.dirty_expire_centisecs)
+MIN_COSINE = 0.999  # between a feature in lower precision or from fast decoding, and the exact one
+SYNC_S = 30.0  # age at which Linux itself writes changed pages to the disk (vm.dirty_expire_centisecs)
 SEED = 0
-MAX_PIXELS = 2 * 89_478_485  # of one image; what Pillow takes for a decompression bomb is more
+MAX_PIXELS = 2 * 89_478_485  # of one image; Pillow refuses more as a decompression bomb

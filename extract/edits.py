@@ -1,4 +1,4 @@
-"""Edits for `Taps.edit`. They are in `extract.taps.edits`."""
+"""Edits for `Taps.edit`. Aliases of names in `extract.taps.edits`."""
 
 from extract.taps.edits import Edit, ablate, apply_edit, clamp, clip, freeze, mix, noise, prune, replace, scale, smooth
 

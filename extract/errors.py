@@ -1,4 +1,4 @@
-"""The errors layertap raises on purpose, and the words for the most frequent one, an unknown name.
+"""Errors that layertap raises on purpose, and the message for an unknown name.
 
 The command line prints these as one line without a traceback; any other exception is a bug and keeps its traceback.
 """
@@ -23,24 +23,24 @@ __all__ = [
 
 
 class LayertapError(Exception):
-    """Something layertap refuses to do or cannot finish; the message says what failed and what to do."""
+    """layertap refuses an operation or cannot finish it; the message says what failed and what to do."""
 
 
 class InputError(LayertapError, ValueError):
-    """What the caller gave cannot be used: a folder without images, a pooling that does not fit, a wrong file."""
+    """The input cannot be used: a folder without images, a pooling that does not fit, a wrong file."""
 
 
 class UnknownNameError(LayertapError, KeyError):
-    """A backbone, layer, pooling or feature of this name does not exist; the message lists the nearest ones."""
+    """A backbone, layer, pooling or feature of this name does not exist; the message lists the nearest names."""
 
     __str__ = Exception.__str__  # KeyError's would put the whole message in quotes
 
 
 class DisagreementError(LayertapError):
-    """Features that were computed compiled, in lower precision or of fast decoded images are not the plain ones.
+    """Features from compiled code, lower precision or fast decoding differ too much from the plain ones.
 
     Attributes:
-        reason: what is off, without what to do.
+        reason: the difference, without the remedy.
     """
 
     def __init__(self, reason: str, instead: str = ""):
@@ -53,15 +53,15 @@ class LockedError(LayertapError):
 
 
 class MachineError(LayertapError):
-    """Images cannot be read on this machine, whatever is in them: that ends a run, and no row is marked as failed."""
+    """The machine cannot read images, whatever their content; the run ends, and no row is marked as failed."""
 
 
-# What a process or the system has run out of; the next image would fail as this one did.
+# A resource of the process or the system is exhausted; the next image would fail too.
 _OUT_OF = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
 def is_of_the_machine(error: BaseException) -> bool:
-    """Whether an error in reading or decoding an image says nothing about that image, and would recur for all others.
+    """Whether an error in reading or decoding an image comes from the machine, and would recur for all other images.
 
     >>> is_of_the_machine(OSError(errno.EMFILE, "Too many open files"))
     True
@@ -70,12 +70,12 @@ def is_of_the_machine(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """What another library's error says, in one line; its class where it says nothing."""
+    """Return the first line of another library's error message, or the name of its class if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str], where: str = "", hint: str = "") -> UnknownNameError:
-    """An error for a name that does not exist, with up to three of the nearest that do.
+    """Return an error for a name that does not exist; it lists up to three similar names, or else up to eight names.
 
     >>> str(unknown_name("layer", "blocks.12", ["blocks.11", "blocks.1", "head"], "timm/vit_tiny"))
     "layer 'blocks.12' not found in timm/vit_tiny; nearest: 'blocks.11', 'blocks.1'"

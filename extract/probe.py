@@ -1,4 +1,4 @@
-"""How good features are: linear probes and others on arrays. They are in `extract.analysis.probe`."""
+"""Linear probes and other measures of feature quality, on arrays. Aliases of names in `extract.analysis.probe`."""
 
 from extract.analysis.probe import PROTOCOLS, LinearProbe, ProbeResult, linear_cka, linear_probe, rsa
 

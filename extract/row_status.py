@@ -1,4 +1,4 @@
-"""What became of a row."""
+"""Status of a row."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ __all__ = ["Status"]
 
 
 class Status(IntEnum):
-    """The code kept for each row of a data set; the numbers are part of the file format."""
+    """Status code of a row of a data set; the numbers are part of the file format."""
 
     PENDING = 0  # not computed yet
     OK = 1
     DECODE_ERROR = 2  # the file could not be opened or decoded; features are NaN
     NOT_FINITE = 3  # computed, but with NaN or infinity; kept as computed
-    MISSING = 4  # no such file any more; features are NaN
-    # The file could not be read for a reason that is not its own (a failing disk, a server); features are NaN. The next
-    # run tries it again.
+    MISSING = 4  # the file does not exist; features are NaN
+    # The file could not be read for an external reason (a failing disk, a server); features are NaN. The next run
+    # retries it.
     IO_ERROR = 5
 
     @property
     def text(self) -> str:
-        """For people: "decode error"."""
+        """Readable form, such as "decode error"."""
         return self.name.lower().replace("_", " ")

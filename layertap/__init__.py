@@ -1,12 +1,12 @@
-"""layertap: features of images, under any backbone, on disk.
+"""layertap: compute features of images with any backbone, and store them on disk.
 
 The public names of the library:
 
     from layertap import FeatureReader, Taps, edits, extract_features, load_backbone
     from layertap.probe import linear_probe
 
-The library is the package `extract`, the commands are the package `pipelines`. `from extract import ...` gives the same
-objects. This package gives them under the name of the project, and reports a module that hides one of the two.
+The library is the package `extract`, the commands are the package `pipelines`. This package re-exports the
+objects of `extract` under the name of the project, and raises an error if another module hides one of the two packages.
 """
 
 from __future__ import annotations

@@ -1,3 +1,3 @@
-"""Layers edited one by one. The same as `extract.ablation`."""
+"""Ablation of layers, one layer at a time. The same names as `extract.ablation`."""
 
 from extract.ablation import *  # noqa: F403

@@ -1,3 +1,3 @@
-"""Edits for `Taps.edit`. The same as `extract.edits`."""
+"""Edits for `Taps.edit`. The same names as `extract.edits`."""
 
 from extract.edits import *  # noqa: F403

@@ -1,3 +1,3 @@
-"""How good features are: linear probes and others on arrays. The same as `extract.probe`."""
+"""Linear probes and other measures of feature quality, on arrays. The same names as `extract.probe`."""
 
 from extract.probe import *  # noqa: F403

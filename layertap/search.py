@@ -1,3 +1,3 @@
-"""The rows nearest to others. The same as `extract.search`."""
+"""Nearest-neighbour search between rows. The same names as `extract.search`."""
 
 from extract.search import *  # noqa: F403

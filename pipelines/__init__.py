@@ -1,1 +1,1 @@
-"""layertap's jobs and command line: one job a file."""
+"""The jobs of layertap and its command line."""

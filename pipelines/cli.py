@@ -1,7 +1,7 @@
 """The command line: `layertap COMMAND`.
 
-Exit codes: 0 done, 1 failed (or every row did), 2 wrong usage or input, 3 done but rows failed and `--strict`, 4
-another run holds the lock, 130 and 143 interrupted.
+Exit codes: 0 done; 1 failed, or all rows failed; 2 wrong usage or input; 3 done, but rows failed under `--strict`;
+4 another run holds the lock; 130 interrupted (Ctrl-C); 143 terminated (SIGTERM).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OF_FILES = {errno.EMFILE, errno.ENFILE}
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM, so that what is half made is removed, as after Ctrl-C."""
+    """Raised at SIGTERM, so that unfinished files are removed as after Ctrl-C."""
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
@@ -45,12 +45,12 @@ def _tell_of_memory(error: BaseException) -> None:
 
 
 class _Commands(click.Group):
-    """Turns the errors layertap raises on purpose into one line and an exit code."""
+    """Group that reports expected errors as one line on stderr and exits with the matching code."""
 
     def invoke(self, ctx: click.Context) -> Any:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-                stream.reconfigure(errors="backslashreplace")  # names of files need not be text
+                stream.reconfigure(errors="backslashreplace")  # file names may have undecodable bytes
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, _terminate)
         try:
@@ -84,7 +84,7 @@ def main() -> None:
     """Features of images, under any backbone, on disk: right, in order, crash-proof."""
 
 
-# Every command of these modules is one of `layertap`: to add one, write it there.
+# Each click command defined in these modules becomes a command of `layertap`.
 for _module in (data_sets, demo, embed, network, probe, sync):
     for _member in vars(_module).values():
         if isinstance(_member, click.Command):

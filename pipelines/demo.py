@@ -1,8 +1,8 @@
-"""The main jobs on real pictures, offline: `layertap demo`.
+"""Run the main jobs on real images, offline: `layertap demo`.
 
 scikit-learn's handwritten digits (1,797 scans of 8x8 pixels, ten classes; Alpaydin and Kaynak, UCI repository) are
-written as an image folder, `embed` runs on it with the bundled weights, `probe` tells how well a linear classifier
-tells the digits apart by these features, and `report` makes a page of it all.
+written as an image folder. `embed` runs on the folder with the bundled weights, `probe` measures how well a linear
+classifier separates the digits by these features, and `report` writes an HTML page about the results.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ x, y = reader["embedding"][:], reader.labels"""
 
 
 def demo_config(folder: Path) -> EmbedConfig:
-    """What the demo tells `embed`."""
+    """Return the configuration of `embed`."""
     return EmbedConfig(images=str(folder / "digits"), out=folder / "features")
 
 
 def demo_probe(folder: Path) -> ProbeConfig:
-    """What the demo tells `probe`."""
+    """Return the configuration of `probe`."""
     return ProbeConfig(out=[str(folder / "features")], results=folder / "probe")
 
 
 def demo_report(folder: Path) -> Path:
-    """Write the report of the demo; returns where it is."""
+    """Write the report and return its path."""
     from pipelines.data_sets.report import run_report
 
     return run_report(folder / "features", maps=("pca", "tsne"), probe_results=[folder / "probe"])
 
 
 def write_digits(folder: Path) -> int:
-    """Write the digits as `folder/<digit>/<number>.png`; returns how many.
+    """Write the digits as `folder/<digit>/<number>.png`, unless they exist, and return their number.
 
     Raises:
         LayertapError: scikit-learn is not installed.
@@ -55,7 +55,7 @@ def write_digits(folder: Path) -> int:
         path = folder / str(digit) / f"{number:04d}.png"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray((pixels * (255 / 16)).astype(np.uint8)).save(path)  # 17 levels of grey
+            Image.fromarray((pixels * (255 / 16)).astype(np.uint8)).save(path)  # grey levels 0 to 16
     return len(digits.images)
 
 

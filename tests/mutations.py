@@ -256,7 +256,7 @@ MUTATIONS = (
     ),
     Mutation(
         "Exported rows have the class before theirs.",
-        '        classes = [*reader.classes, ""]  # -1 is the last',
+        '        classes = [*reader.classes, ""]  # label -1 indexes the last entry',
         '        classes = ["", *reader.classes]',
         ("test_numpy_files",),
     ),

@@ -82,6 +82,7 @@ extract.load_text_tower(spec: str, *, weights: str | None = None, device: str = 
 class extract.ablation.Ablation(effects: list[Effect], accuracy: float, images: int, targets: int)
 class extract.ablation.Effect(layer: str, channel: int | None = None, cosine: float = nan, same_class: float = nan,
         accuracy: float = nan, later: dict[str, float] = ...)
+extract.ablation.Effect.target: str
 extract.ablation.ablation(backbone: Backbone, batches: Iterable[tuple[Tensor, Tensor | None]], layers:
         Sequence[str], edit: Edit | Mapping[str, Edit], *, channels: Sequence[int] | None = None, on_forward:
         Callable[[int], None] = ...) -> Ablation

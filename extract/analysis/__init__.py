@@ -1,1 +1,1 @@
-"""What features and networks are like. Imports compute, store, backbones, taps and system."""
+"""Analysis of features and networks. Imports compute, store, backbones, taps and system."""

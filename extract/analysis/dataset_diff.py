@@ -1,4 +1,4 @@
-"""How two data sets differ: in what their numbers depend on, and in the features of the images they share."""
+"""Compare two data sets: the settings that their numbers depend on, and the features of shared images."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ __all__ = ["Comparison", "Similarity", "compare", "shared_images"]
 
 @dataclass(frozen=True)
 class Similarity:
-    """Cosine of the features of shared images: 1 is the same direction.
+    """Cosine similarity of the features of shared images; 1 means the same direction.
 
     Attributes:
         least, median: over the images.
-        path: of the image with the least, in the first data set.
-        deviation: the largest difference of a value, as a part of the largest value of some rows around it.
+        path: path of the image with the least cosine, in the first data set.
+        deviation: largest difference between two values, relative to the first data set's largest value in the same
+            block of rows.
     """
 
     least: float
@@ -36,13 +37,13 @@ class Similarity:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two data sets have in common, and what not.
+    """Result of comparing two data sets.
 
     Attributes:
-        changes: (what, in the first, in the second) for each thing the numbers depend on that differs.
-        same: images with features in both, known by the hash of their bytes.
-        only: images with features in the first alone, and in the second alone.
-        features: name -> similarity; or why it cannot be told.
+        changes: (dotted key, first value, second value) for each entry of `depends_on` that differs.
+        same: number of images with features in both data sets, matched by the hash of their bytes.
+        only: number of images with features only in the first data set, and only in the second.
+        features: name -> similarity, or the reason why it cannot be computed.
     """
 
     changes: list[tuple[str, Any, Any]]
@@ -52,15 +53,15 @@ class Comparison:
 
 
 def compare(first: Path, second: Path) -> Comparison:
-    """Compare two data sets; images are the same if their bytes are, whatever they are called.
+    """Compare two data sets. Images match if their bytes are equal, regardless of their names.
 
     Args:
-        first: folder of a data set, which need not be complete.
-        second: folder of another.
+        first: folder of the first data set, which may be incomplete.
+        second: folder of the second data set, which may be incomplete.
 
     Raises:
-        InputError: one of them is no data set.
-        LayertapError: it cannot be read.
+        InputError: a folder is not a data set.
+        LayertapError: a data set cannot be read.
     """
     found = changes(DataSet.open(first).depends_on, DataSet.open(second).depends_on)
     with FeatureReader(first, partial=True) as one, FeatureReader(second, partial=True) as other:
@@ -80,7 +81,7 @@ def compare(first: Path, second: Path) -> Comparison:
 
 
 def shared_images(one: FeatureReader, other: FeatureReader) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(M,) rows of one and (M,) rows of the other that have features of the same image, in the order of the first."""
+    """Return the rows (M,) of each data set that have features of the same images, in the order of the first."""
     (hashes, rows), (other_hashes, other_rows) = _images(one), _images(other)
     _, mine, theirs = np.intersect1d(hashes, other_hashes, assume_unique=True, return_indices=True)
     order = np.argsort(rows[mine])
@@ -88,7 +89,7 @@ def shared_images(one: FeatureReader, other: FeatureReader) -> tuple[NDArray[np.
 
 
 def _images(reader: FeatureReader) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """The hash of every image with features, each once, and a row it is in."""
+    """Return the distinct hashes of images with features, and the first row of each."""
     good = np.flatnonzero(reader.status == Status.OK)
     hashes = np.ascontiguousarray(reader.column("source_hash")[good]).view("V16").reshape(-1)
     unique, rows = np.unique(hashes, return_index=True)

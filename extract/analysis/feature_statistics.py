@@ -1,4 +1,4 @@
-"""Statistics of stored features, in one pass."""
+"""Statistics of stored features, computed in one pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["statistics_of"]
 
 
 def statistics_of(rows: FeatureRows) -> tuple[Statistics, NDArray[np.float64]]:
-    """Statistics of stored features, a block at a time: each value of a row is a channel.
+    """Compute statistics of stored features block by block. Each value of a row is a channel.
 
     Returns:
         the statistics, and (N,) the Euclidean length of each row.

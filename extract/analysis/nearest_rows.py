@@ -1,7 +1,7 @@
-"""The nearest rows of features by cosine, exactly, in blocks that fit into memory.
+"""Exact search for the nearest rows by cosine, in blocks that fit into memory.
 
-Products in float32 find candidates; whatever rounding could have moved past the last of the nearest is computed again
-in float64, and decides. So the result is that of float64 at the speed of float32.
+Products in float32 select candidates. The cosine of every row that could be among the nearest within the rounding
+error is computed again in float64. The result is that of float64 at the speed of float32.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from extract.system.torch_state import full_float32
 __all__ = ["MEMORY_BYTES", "Neighbours", "layer_to_search", "nearest", "overlap"]
 
 MEMORY_BYTES = 256 << 20
-_QUERIES = 1024  # that are compared at once
-_DECIMALS = 12  # of a cosine: rows of one direction tie, whatever rounding in float64 makes of their lengths
-_DENSE = 16  # where more than one cosine of so many is a candidate, all are computed in float64
-_FEW = 1 << 16  # candidates that are always computed one by one
-_SAFE = 1e-15, 1e15  # lengths whose squares neither vanish nor overflow in float32
+_QUERIES = 1024  # compared at once
+_DECIMALS = 12  # of a cosine: rows in the same direction tie despite the float64 rounding of their lengths
+_DENSE = 16  # if more than 1 in 16 cosines is a candidate, all are computed in float64
+_FEW = 1 << 16  # up to this number, candidates are always computed pair by pair
+_SAFE = 1e-15, 1e15  # lengths whose squares neither underflow nor overflow in float32
 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The nearest rows of each query, the nearest first; of equally near ones, the lower row.
+    """Nearest rows of each query, nearest first; ties are in the order of row numbers.
 
     Attributes:
-        rows: (Q, K) int64; -1 where there are fewer.
-        cosines: (Q, K) float64, to 12 decimals; NaN where there are fewer.
+        rows: (Q, K) int64; -1 where there are fewer rows.
+        cosines: (Q, K) float64, rounded to 12 decimals; NaN where there are fewer rows.
     """
 
     rows: NDArray[np.int64]
@@ -52,23 +52,23 @@ def nearest(
     device: str | torch.device = "cpu",
     memory_bytes: int = MEMORY_BYTES,
 ) -> Neighbours:
-    """The k rows nearest to each query by cosine. A vector of zeros has cosine 0 to everything.
+    """Find the k rows nearest to each query by cosine. A zero vector has cosine 0 to every vector.
 
     Args:
-        bank: (N, *shape): an array, a memory map, or a feature of a `FeatureReader`; rows that are not finite are left
-            out.
+        bank: (N, *shape): an array, a memory map, or a feature of a `FeatureReader`; rows that are not finite are
+            skipped.
         queries: (Q, *shape) or (Q, D), finite.
-        k: rows for each query.
-        among: only these rows, ascending; None: all.
-        without: (Q,) for each query a row that it does not return, its own; None: none is left out.
-        device: to compute on.
-        memory_bytes: of rows and cosines that are held at once, apart from queries and results.
+        k: number of rows for each query.
+        among: numbers of the rows to search, ascending; None: all rows.
+        without: (Q,) row to exclude for each query, such as its own; None: no row is excluded.
+        device: device to compute on.
+        memory_bytes: limit for the rows and cosines held at once, besides queries and results.
 
     Returns:
-        `Neighbours` with K = min(k, rows that there are).
+        `Neighbours` with K = min(k, number of rows searched).
 
     Raises:
-        InputError: k is less than 1, or the queries do not fit the rows.
+        InputError: k is less than 1, a query is not finite, or the queries are not as wide as the rows.
     """
     rows = FeatureRows.of(bank, among)
     numbers = np.arange(len(rows)) if among is None else among
@@ -79,7 +79,7 @@ def nearest(
         raise InputError(f"queries have {flat.shape[1]:,} values, and rows {rows.width:,}")
     if not np.isfinite(flat).all():
         raise InputError("a query has NaN or infinity")
-    # Its own row may be any of those that are equally near, so one more is looked for, and then left out.
+    # The excluded row may be any of several equally near rows: search for one row more, then drop the excluded row.
     wanted = min(k, len(rows)) + (without is not None)
     found_rows, cosines = np.full((len(flat), wanted), -1, np.int64), np.full((len(flat), wanted), np.nan)
     group = max(1, min(_QUERIES, memory_bytes // (16 * 4 * rows.width)))
@@ -97,18 +97,19 @@ def nearest(
 
 
 def overlap(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.float64]:
-    """(Q,) the share of the neighbours of each query that it has in both of two (Q, K) tables of rows."""
+    """Return (Q,) the share of each query's neighbours that are in both of two (Q, K) tables of rows."""
     both = [len(np.intersect1d(one[one >= 0], other[other >= 0])) for one, other in zip(first, second, strict=True)]
     shares: NDArray[np.float64] = np.array(both, np.float64) / max(1, first.shape[1])
     return shares
 
 
 def layer_to_search(layers: Sequence[str], asked: str | None, where: str) -> str:
-    """The layer asked for; else `embedding`, or the only one.
+    """Return the requested layer; without a request, `embedding` or the only layer.
 
     Raises:
-        UnknownNameError: there is no such layer.
-        LayertapError: there are several, and none of them is `embedding`.
+        UnknownNameError: the requested layer does not exist.
+        InputError: there are several layers, and none of them is `embedding`.
+        LayertapError: there are no layers.
     """
     if asked is not None:
         if asked not in layers:
@@ -124,11 +125,11 @@ def layer_to_search(layers: Sequence[str], asked: str | None, where: str) -> str
 
 
 class _Best:
-    """The nearest rows of some queries so far.
+    """Nearest rows of a group of queries so far.
 
     Attributes:
-        rows: (q, k), -1 where there are fewer.
-        cosines: (q, k), -inf where there are fewer.
+        rows: (q, k), -1 where there are fewer rows.
+        cosines: (q, k), -inf where there are fewer rows.
     """
 
     def __init__(self, queries: int, k: int):
@@ -136,11 +137,11 @@ class _Best:
 
     @property
     def least(self) -> NDArray[np.float64]:
-        """(q,) the cosine of the last of them; -inf where there are fewer."""
+        """Cosine (q,) of the last of the nearest rows; -inf where there are fewer than k rows."""
         return self.cosines[:, -1]
 
     def add(self, queries: NDArray[np.int64], rows: NDArray[np.int64], cosines: NDArray[np.float64]) -> None:
-        """Take over those of (query, row, cosine) that are among the nearest."""
+        """Merge (query, row, cosine) triples into the nearest rows."""
         n, k = self.rows.shape
         there = self.rows.reshape(-1) >= 0
         who = np.concatenate([np.repeat(np.arange(n), k)[there], queries])
@@ -157,14 +158,14 @@ class _Best:
 def _scan(
     rows: FeatureRows, queries: NDArray[np.float32], best: _Best, device: str | torch.device, memory_bytes: int
 ) -> None:
-    """Go over all rows once, for some queries (q, D)."""
+    """Read all rows once and compare them with a group of queries (q, D)."""
     n, width = queries.shape
     k = best.rows.shape[1]
     lengths = np.linalg.norm(queries.astype(np.float64), axis=1)
     unit = np.divide(queries, lengths[:, None], out=np.zeros(queries.shape), where=lengths[:, None] > 0)
     wide = torch.from_numpy(unit.astype(np.float32)).to(device)
-    # How far float32 may be off: 16 roundings times the root of their number, which rounding errors exceed with a
-    # probability below 1e-50 (Higham and Mary 2019, theorem 2.4), in the product and in the length.
+    # Error bound of float32, for the product and the length: 16 * sqrt(D) roundings, which is exceeded with a
+    # probability below 1e-50 (Higham and Mary 2019, theorem 2.4).
     off = 2 * (16 * math.sqrt(width) * 2**-24 + 2**-20)
     step = max(1, min(memory_bytes // (8 * 4 * width), memory_bytes // (4 * 8 * n)))
     for start in range(0, len(rows), step):
@@ -181,16 +182,16 @@ def _scan(
 
 
 def _approximate(unit: Tensor, block: NDArray[np.float32]) -> tuple[Tensor, Tensor]:
-    """(q, b) cosines in float32, and (b,) which rows are finite; of the others, -2."""
+    """Return the cosines (q, b) in float32, and (b,) whether each row is finite; other rows have cosine -2."""
     values = torch.from_numpy(block).to(unit.device)
     lengths = torch.linalg.vector_norm(values, dim=1)
     good = torch.ones_like(lengths, dtype=torch.bool)
-    odd = ~((lengths > _SAFE[0]) & (lengths < _SAFE[1]))  # NaN too
+    odd = ~((lengths > _SAFE[0]) & (lengths < _SAFE[1]))  # also true for NaN
     if bool(odd.any()):
         some = values[odd]
         good[odd] = some.isfinite().all(1)
         some = torch.nan_to_num(some / some.abs().amax(1, keepdim=True).clamp(min=1e-45), 0, 0, 0)
-        values = values.index_put((odd,), some)  # the block itself stays: float64 has room for its values
+        values = values.index_put((odd,), some)  # a copy: `_exact` uses the unscaled block, which float64 can hold
         lengths[odd] = torch.linalg.vector_norm(some, dim=1)
     cosines = unit @ values.T
     cosines /= lengths.where(lengths > 0, 1.0)
@@ -203,14 +204,14 @@ def _exact(
     unit: NDArray[np.float64], block: NDArray[np.float32], who: NDArray[np.int64], which: NDArray[np.int64],
     memory_bytes: int,
 ) -> NDArray[np.float64]:  # fmt: skip
-    """(P,) cosines of pairs of a query and a row of the block, in float64.
+    """Return the cosines (P,) of pairs of a query and a row of the block, in float64.
 
-    The sum of a row does not depend on where in the block it is, so that equal rows tie.
+    The sum over a row does not depend on the row's position in the block, so equal rows tie.
     """
     found = np.empty(len(who))
     step = max(1, memory_bytes // (4 * 16 * unit.shape[1]))
     if len(who) > _FEW and len(who) * _DENSE > len(unit) * len(block):
-        # Nearly all rows are equally near, as where a layer has died: pair by pair would take hours.
+        # Nearly all rows are equally near, as in a dead layer: computing pair by pair would take hours.
         used = np.unique(which)
         for start in range(0, len(used), step):
             some = used[start : start + step]
@@ -233,7 +234,7 @@ def _exact(
 def _left_out(
     rows: NDArray[np.int64], cosines: NDArray[np.float64], without: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Without each query's own row, or, where that is not among them, without the last."""
+    """Drop each query's excluded row, or the last row if the excluded row is not in the result."""
     own = (rows == np.asarray(without)[:, None]) & (rows >= 0)
     own[~own.any(1), -1] = True
     shape = len(rows), rows.shape[1] - 1

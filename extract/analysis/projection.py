@@ -1,4 +1,4 @@
-"""Features on a plane: principal components, computed in blocks; and t-SNE and UMAP, where their libraries are."""
+"""Projections of features onto a plane: principal components, computed in blocks; t-SNE and UMAP, if installed."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from extract.system.torch_state import full_float32
 
 __all__ = ["Principal", "principal", "tsne", "umap"]
 
-_WIDEST = 4096  # D for which a (D, D) matrix is summed up; of wider rows, some are held, and their products taken
+_WIDEST = 4096  # largest D for a (D, D) matrix; for wider rows, products of a sample of rows are used
 _HELD_BYTES = 256 << 20
 _HELD_ROWS = 2000
-_KEPT = 50  # principal axes that t-SNE is given (van der Maaten and Hinton 2008, section 4.2 takes 30)
+_KEPT = 50  # principal axes passed to t-SNE (van der Maaten and Hinton 2008, section 4.2, use 30)
 
 
 @dataclass(frozen=True)
 class Principal:
-    """The directions in which rows differ most.
+    """Principal axes: the directions in which rows vary most.
 
     Attributes:
         mean: (D,) float32.
-        axes: (K, D) float32, of length 1; the largest value of each is positive, so that the sign is no accident.
-        shares: (K,) of the variance.
-        rows: that they were computed from.
+        axes: (K, D) float32, of length 1; the largest component of each is positive, which fixes the sign.
+        shares: (K,) share of the variance along each axis.
+        rows: number of rows that the axes were computed from.
     """
 
     mean: NDArray[np.float32]
@@ -37,7 +37,7 @@ class Principal:
     rows: int
 
     def project(self, rows: FeatureRows) -> NDArray[np.float32]:
-        """(N, K): coordinates of rows."""
+        """Return the coordinates (N, K) of rows."""
         found = np.empty((len(rows), len(self.axes)), np.float32)
         for start, block in rows.blocks():
             found[start : start + len(block)] = (block - self.mean) @ self.axes.T
@@ -45,18 +45,18 @@ class Principal:
 
 
 def principal(rows: FeatureRows, count: int, seed: int = 0) -> Principal:
-    """The first principal axes.
+    """Compute the first principal axes.
 
-    Of up to 4,096 values a row, exactly, over all rows, with a (D, D) matrix in memory. Of wider rows, of at most 2,000
-    of them, drawn at random, which are held in memory (256 MB).
+    With up to 4,096 values a row, the axes are exact: all rows are used, with a (D, D) matrix in memory. With wider
+    rows, at most 2,000 random rows are used and held in memory (256 MB).
 
     Args:
         rows: (N, D), N at least 1.
-        count: axes; fewer, where there are fewer rows or values.
-        seed: of the choice.
+        count: number of axes; fewer are returned if there are fewer rows or values.
+        seed: seed of the random choice of rows.
 
     Raises:
-        InputError: a value is not finite.
+        InputError: a value is not finite; checked with up to 4,096 values a row.
     """
     with torch.inference_mode(), full_float32():
         if rows.width <= _WIDEST:
@@ -85,7 +85,7 @@ def principal(rows: FeatureRows, count: int, seed: int = 0) -> Principal:
 
 
 def _products(rows: FeatureRows) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(D,) mean, and (D, D) the sum of products of what each row is off it."""
+    """Return the mean (D,), and the sum (D, D) of the products of deviations from the mean."""
     count, mean, products = 0, np.zeros(rows.width), np.zeros((rows.width, rows.width))
     for _, block in rows.blocks():
         here = block.mean(0, dtype=np.float64)
@@ -100,22 +100,22 @@ def _products(rows: FeatureRows) -> tuple[NDArray[np.float64], NDArray[np.float6
 
 
 def tsne(rows: FeatureRows, seed: int = 0) -> NDArray[np.float32]:
-    """(N, 2): t-SNE by cosine, of rows that are held in memory, in their first 50 principal axes.
+    """Compute t-SNE coordinates (N, 2) by cosine, from the first 50 principal components, held in memory.
 
     Raises:
-        LayertapError: scikit-learn is not installed.
+        LayertapError: scikit-learn or threadpoolctl is not installed.
     """
     manifold = library("sklearn.manifold", "tsne", "a map by t-SNE")
     vectors = _unit(principal(rows, _KEPT, seed).project(rows))
     perplexity = min(30.0, max(1.0, (len(vectors) - 1) / 3))
     found = manifold.TSNE(perplexity=perplexity, init="random" if len(vectors) < 4 else "pca", random_state=seed)
-    # Its threads wait for each other in each of a thousand steps, which on busy cores takes longer than the work.
+    # t-SNE's threads wait for each other in each of 1,000 steps; on busy cores this takes longer than the computation.
     with library("threadpoolctl", "tsne", "a map by t-SNE").threadpool_limits(1, "openmp"):
         return np.asarray(found.fit_transform(vectors), np.float32)
 
 
 def umap(rows: FeatureRows, seed: int = 0) -> NDArray[np.float32]:
-    """(N, 2): UMAP by cosine, of rows that are held in memory.
+    """Compute UMAP coordinates (N, 2) by cosine, with all rows held in memory.
 
     Raises:
         LayertapError: umap-learn is not installed.

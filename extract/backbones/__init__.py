@@ -1,7 +1,7 @@
-"""Backbones: from a spec such as `timm/vit_small_patch16_224` to a model, its weights and its preprocessing.
+"""Backbones: load a model, its weights and its preprocessing from a spec such as `timm/vit_small_patch16_224`.
 
-A spec is SOURCE/NAME. Weights are the source's own, by name; or a file; or `random`, loudly. There is no falling back:
-a key that is missing or left over is an error that names it.
+A spec is SOURCE/NAME. Weights are a name that the source publishes, a file, or `random`, which is reported. There is no
+fallback to random values: keys that are missing from a file, or unexpected in it, raise an error that names them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A backbone as its source gives it, and what a source is asked for."""
+"""A loaded backbone, and the request that a source loads it from."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["Asked", "LoadedBackbone", "downloading"]
 
 @dataclass(frozen=True)
 class Asked:
-    """What a source is asked for.
+    """A request to load a backbone, passed to its source.
 
     Attributes:
         spec: SOURCE/NAME.
-        name: behind the source.
-        weights: a name, a file, "random", or None: the source's default.
-        seed: of random weights.
-        allow_missing_head: whether a file may lack the classifier.
-        preprocessing: in place of the library's own; any of size, crop, interpolation, mean, std.
+        name: NAME, the part of the spec after the source.
+        weights: a name, a file, "random", or None for the source's default.
+        seed: seed of random weights.
+        allow_missing_head: whether a weights file may lack the classifier.
+        preprocessing: values that replace the library's own; any of size, crop, interpolation, mean, std.
     """
 
     spec: str
@@ -42,21 +42,21 @@ class LoadedBackbone:
     """A frozen network, ready to run: in eval mode, on its device.
 
     Attributes:
-        spec: as it was asked for.
-        architecture: library and name, the same for every way to ask for it.
+        spec: the requested spec; a local folder or file in it is an absolute path.
+        architecture: library and name, the same for every spec of this network.
         model: the network.
-        weights: where its numbers come from.
-        preprocessing: from picture to input.
-        classifier: the layer whose input is the embedding; None if there is no single such layer. Then it is what the
-            layer `embedding` gives, if the model has one (`extract.backbones.output_as_embedding`).
-        no_embedding: why there is neither, if there is a reason to tell.
-        prefix_tokens: tokens before those of the patches (class token, registers).
-        patches: patches the input is cut into, where known.
-        class_token: whether the first of them is a class token.
-        reads_class_token: whether the embedding is made of it.
-        notes: what the user must be told of how it was loaded.
-        device: where it runs.
-        asked: weights, seed, allow_missing_head and preprocessing, as `load_backbone` was given them.
+        weights: origin and hash of the weights.
+        preprocessing: converts a picture to the input of the network.
+        classifier: the layer whose input is the embedding; None if there is no single such layer. Then the embedding is
+            the output of the layer `embedding`, if the model has that layer (`extract.backbones.output_as_embedding`).
+        no_embedding: why the model has neither layer; may be empty.
+        prefix_tokens: number of tokens before the patch tokens (class token, registers).
+        patches: number of patches of the input; None if unknown.
+        class_token: whether the first prefix token is a class token.
+        reads_class_token: whether the embedding is computed from the class token.
+        notes: messages for the user about how the backbone was loaded.
+        device: device of the network.
+        asked: the arguments weights, seed, allow_missing_head and preprocessing of `load_backbone`.
     """
 
     spec: str
@@ -76,21 +76,25 @@ class LoadedBackbone:
 
 
 def downloading(asked: Asked, load: Callable[[], Any], remedy: Callable[[], str], what: str = "weights") -> Any:
-    """What `load` gives; where a hub does not, an error.
+    """Return `load()`; convert the errors of hubs to errors of layertap.
 
     Args:
-        asked: for the error.
-        load: may download.
-        remedy: says what to fetch by hand, and where to put it.
-        what: is downloaded, for the error.
+        asked: the request, named in errors.
+        load: loads the object, and may download it.
+        remedy: returns what to download by hand, and where to put it.
+        what: the downloaded object, named in errors.
+
+    Raises:
+        InputError: the hub answered, but not with the expected content.
+        LayertapError: the download failed.
     """
     try:
         return load()
     except LayertapError:
         raise
-    except ValueError as error:  # it was reached, and there is something else there
+    except ValueError as error:  # the hub answered, but with other content
         raise InputError(f"{asked.spec}: {first_line(error)}") from error
-    except (OSError, RuntimeError) as error:  # what the hubs' many classes of error have in common
+    except (OSError, RuntimeError) as error:  # the base classes of the hubs' own errors
         raise LayertapError(
             f"{what} of {asked.spec} could not be downloaded: {first_line(error)}. To do it by hand: {remedy()}"
         ) from error

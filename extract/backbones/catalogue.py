@@ -1,4 +1,4 @@
-"""Which backbones can be named, and what is known of them without their weights."""
+"""List the backbones that can be named, and describe them without their weights."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["Entry", "Listed", "describe", "listed", "matching"]
 
 @dataclass(frozen=True)
 class Listed:
-    """The backbones of one source that are known here by name.
+    """The backbones of one source whose names are known on this machine.
 
     Attributes:
-        names: specs; of `hf` those in its cache here.
-        note: what else can be named, or why there are none.
+        names: specs; for `hf`, those in its local cache.
+        note: which other names are accepted, or why the list is empty.
     """
 
     names: list[str]
@@ -28,18 +28,18 @@ class Listed:
 
 
 def listed() -> dict[str, Listed]:
-    """Source -> its backbones."""
+    """Return source -> its backbones."""
     return {source: _listed(source) for source in SOURCES}
 
 
 def matching(pattern: str) -> list[str]:
-    """The specs that match a pattern; an exact name of `hf` need not be in the cache.
+    """Return the specs that match a pattern; an exact name of `hf` need not be in the cache.
 
     Args:
         pattern: SOURCE, SOURCE/NAME or a glob.
 
     Raises:
-        UnknownNameError: none matches.
+        UnknownNameError: the source does not exist, or no backbone matches.
         LayertapError: the library of the source is not installed.
     """
     source, _, name = pattern.partition("/")
@@ -56,14 +56,14 @@ def matching(pattern: str) -> list[str]:
 
 
 def describe(spec: str) -> Entry:
-    """What is known of one backbone; at most the settings of a model of `hf` are downloaded.
+    """Describe a backbone; nothing is downloaded except the configuration of a model of `hf`.
 
     Args:
-        spec: as `matching` returns it.
+        spec: a spec that `matching` returned.
 
     Raises:
-        InputError: nothing is known of a backbone of this source before it is loaded.
-        LayertapError: a library is missing, or settings cannot be read.
+        InputError: backbones of this source cannot be described before they are loaded.
+        LayertapError: a library is missing, or a configuration cannot be read.
     """
     source, _, name = spec.partition("/")
     of_source = SOURCES[source].describe
@@ -77,6 +77,6 @@ def describe(spec: str) -> Entry:
 def _listed(source: str) -> Listed:
     try:
         names = SOURCES[source].names("*")
-    except LayertapError as error:  # its library is not installed
+    except LayertapError as error:  # the library of the source is not installed
         return Listed([], str(error))
     return Listed([f"{source}/{name}" for name in names], SOURCES[source].note)

@@ -1,4 +1,4 @@
-"""What a source says of a backbone without its weights, and what the sources share to find it out."""
+"""The description of a backbone without its weights, and helpers that the sources share to build it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["Entry", "count_parameters", "quiet", "without_weights"]
 
 @dataclass(frozen=True)
 class Entry:
-    """What is known of a backbone.
+    """Description of a backbone.
 
     Attributes:
         spec: SOURCE/NAME.
-        width: of the embedding; None if it has none.
-        input_px: (height, width) of its input, as its default weights take it; None if the source does not state it.
-        parameters: how many.
-        licence: of the default weights, where their source states it; else empty.
-        weights: their names, the default one first.
+        width: width of the embedding; None if there is no embedding or the source does not state its width.
+        input_px: (height, width) of the input for the default weights; None if the source does not state it.
+        parameters: number of parameters.
+        licence: licence of the default weights, or of the weights that the spec names; empty if it is not stated.
+        weights: names of the published weights; the default, or the name in the spec, comes first where there is one.
     """
 
     spec: str
@@ -36,7 +36,7 @@ class Entry:
 
 
 def without_weights(make: Callable[[], Any]) -> Any:
-    """Build a model on the meta device; on the CPU if it cannot be built there.
+    """Build a model on the meta device, or on the CPU if that fails.
 
     Args:
         make: builds the model.
@@ -44,18 +44,18 @@ def without_weights(make: Callable[[], Any]) -> Any:
     try:
         with torch.device("meta"):
             return make()
-    except Exception:  # each model that computes with its weights while it is built has an error of its own
+    except Exception:  # a model that reads its weights while it is built raises an error of its own
         return make()
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Count the parameters of a model, each shared one once."""
+    """Count the parameters of a model; a shared parameter counts once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress log messages of libraries, such as warnings that weights are random."""
+    """Context manager: suppress log messages of libraries, such as warnings about random weights."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

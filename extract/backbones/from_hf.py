@@ -1,8 +1,8 @@
-"""Backbones of Hugging Face transformers: from its hub, or from a folder that `save_pretrained` wrote.
+"""Backbones of Hugging Face transformers, from its hub or from a folder written by `save_pretrained`.
 
-The embedding is, in this order: the input of the classifier of a model for image classification; the image features of
-one with an image and a text tower (`get_image_features`); `image_embeds` of an image tower with its projection; what
-the model itself calls `pooler_output`; its class token; the mean over its tokens or its map.
+The embedding is the first of these that the model has: the input of the classifier of an image classification model;
+the output of `get_image_features` of a model with an image and a text tower; `image_embeds` of an image tower with its
+projection; `pooler_output`; the class token; the mean over the tokens or over the feature map.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from extract.taps.layer_names import is_glob, named_layers
 __all__ = ["describe", "load", "load_text_tower", "names"]
 
 _CLASSIFIES = "ForImageClassification"
-# What a configuration also holds, and what does not bear on the features.
+# Fields of a configuration that do not affect the features.
 _NO_SETTINGS = {
     "_name_or_path",
     "transformers_version",
@@ -47,13 +47,13 @@ _BY_HAND = ("config.json", "preprocessor_config.json", "model.safetensors")
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a model is.
+    """The location of a model.
 
     Attributes:
-        asked: what was asked for.
-        name: of the hub, or the whole path of a folder.
-        local: whether it is a folder.
-        where: what the library must be told beside it.
+        asked: the request.
+        name: name on the hub, or absolute path of a folder.
+        local: whether the model is in a local folder.
+        where: keyword arguments for the library's `from_pretrained`.
     """
 
     asked: Asked
@@ -62,7 +62,7 @@ class _Place:
     where: dict[str, Any]
 
     def ask(self, load: Callable[[], Any]) -> Any:
-        """What the library loads, or an error that says what to do."""
+        """Return `load()`; convert errors of the library to errors of layertap."""
         if not self.local:
             return downloading(self.asked, load, lambda: _by_hand(self.asked.name))
         try:
@@ -76,10 +76,10 @@ class _Loaded:
     """A model with its weights.
 
     Attributes:
-        config: of the model.
+        config: configuration of the model.
         model: the network.
-        weights: where its numbers come from.
-        notes: what must be told.
+        weights: origin and hash of the weights.
+        notes: messages for the user.
     """
 
     config: Any
@@ -89,12 +89,15 @@ class _Loaded:
 
     @property
     def architecture(self) -> str:
-        """What the features depend on, beside the weights."""
+        """Class and settings of the model: what the features depend on, besides the weights."""
         return f"hf/{type(self.model).__name__}, settings with sha256 {_settings(self.config)}"
 
 
 def load(asked: Asked) -> LoadedBackbone:
-    """NAME of the hub, or a folder; weights: a revision. Code that comes with a model is never run."""
+    """Load NAME from the hub, or a folder; weights: a revision, a file or "random".
+
+    Code shipped with a model is never run.
+    """
     transformers = library("transformers", "hf", "hf/")
     at = _place(asked)
     with _quiet(transformers):
@@ -129,7 +132,7 @@ def load(asked: Asked) -> LoadedBackbone:
 
 
 def load_text_tower(asked: Asked) -> TextTower:
-    """As of `load`; the tokenizer is the one that lies beside the model."""
+    """Load the text tower of a model, see `load`; its tokenizer comes from the same place."""
     transformers = library("transformers", "hf", "hf/")
     at = _place(asked)
     with _quiet(transformers):
@@ -141,7 +144,7 @@ def load_text_tower(asked: Asked) -> TextTower:
         tokenizer = at.ask(lambda: transformers.AutoTokenizer.from_pretrained(at.name, **at.where))
     words = getattr(config, "text_config", None)
     known = int(getattr(words, "vocab_size", 0))
-    if len(tokenizer) < known / 2:  # where its files are missing, the library makes one that knows no words
+    if len(tokenizer) < known / 2:  # if its files are missing, the library returns a tokenizer without a vocabulary
         there = f"there is no tokenizer in {at.name}" if at.local else "it has no tokenizer"
         raise InputError(f"{asked.spec}: {there} that fits ({len(tokenizer):,} tokens; the model knows {known:,})")
     most = min(tokenizer.model_max_length, getattr(words, "max_position_embeddings", tokenizer.model_max_length))
@@ -149,14 +152,14 @@ def load_text_tower(asked: Asked) -> TextTower:
     def tokens_of(text: str) -> dict[str, Tensor]:
         if len(tokenizer(text, verbose=False)["input_ids"]) > most:
             raise too_long(text, most)
-        # Filled up to the end, as SigLIP was trained; towers that were not leave the rest out by themselves.
+        # Padded to the full length, as in the training of SigLIP; towers trained without padding ignore it.
         return dict(tokenizer([text], padding="max_length", max_length=most, return_tensors="pt"))
 
     return TextTower(asked.spec, loaded.architecture, loaded.weights.sha256, model, tokens_of, _embed_text)
 
 
 def names(pattern: str) -> list[str]:
-    """The names of the models in the cache of the hub; a pattern that is a name may name any other."""
+    """Return the names of the models in the hub's cache; an exact name is returned as it is, cached or not."""
     if not is_glob(pattern):
         return [pattern]
     library("transformers", "hf", "hf/")
@@ -169,7 +172,7 @@ def names(pattern: str) -> list[str]:
 
 
 def describe(spec: str, name: str) -> Entry:
-    """What the configuration of a model says, and its size."""
+    """Describe a model from its configuration, without its weights."""
     transformers = library("transformers", "hf", "hf/")
     try:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
@@ -209,7 +212,7 @@ def _config(transformers: Any, asked: Asked, at: _Place) -> Any:
 def _loaded(transformers: Any, asked: Asked, at: _Place, config: Any) -> _Loaded:
     spec, weights = asked.spec, asked.weights
     notes: tuple[str, ...] = ()
-    if getattr(config, "mask_ratio", 0):  # of masked autoencoders, which draw at random what they see
+    if getattr(config, "mask_ratio", 0):  # a masked autoencoder sees a random choice of patches
         config.mask_ratio = 0.0
         notes = ("nothing is masked (mask_ratio 0)",)
     kind = _class_for(transformers, config)
@@ -233,20 +236,20 @@ def _embed_text(model: Any, tokens: dict[str, Tensor]) -> Tensor:
 
 
 def _class_for(transformers: Any, config: Any) -> Any:
-    """The class to load: the one the checkpoint is of, if its head matters to the embedding; else the plain model."""
+    """Return the class to load: that of the checkpoint if its head affects the embedding, else `AutoModel`."""
     heads = (_CLASSIFIES, f"{_CLASSIFIES}WithTeacher", "WithProjection")
     names = [name for name in getattr(config, "architectures", None) or [] if name.endswith(heads)]
     return getattr(transformers, names[0], transformers.AutoModel) if names else transformers.AutoModel
 
 
 def _pretrained(spec: str, kind: Any, at: _Place, config: Any) -> tuple[nn.Module, tuple[str, ...]]:
-    """The model with its weights, every one of them; and what was left over."""
+    """Return the model with all its weights, and a note on tensors of the checkpoint that are not used."""
     options: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True, "config": config, **at.where}
     model, found = at.ask(lambda: kind.from_pretrained(at.name, **options))
     missing = sorted(found["missing_keys"])
     if missing and all(name.startswith("pooler.") for name in missing):
-        # The library would draw the weights of the pooler at random.
-        with contextlib.suppress(TypeError):  # not every model can do without
+        # The library would initialise the missing pooler at random.
+        with contextlib.suppress(TypeError):  # not every model takes add_pooling_layer
             model, found = at.ask(lambda: kind.from_pretrained(at.name, add_pooling_layer=False, **options))
             missing = sorted(found["missing_keys"])
     wrong = [*missing, *map(str, found["mismatched_keys"])]
@@ -263,7 +266,7 @@ def _pretrained(spec: str, kind: Any, at: _Place, config: Any) -> tuple[nn.Modul
 
 
 def _classifier(model: Any) -> str | None:
-    """The layer that is the classifier of a model for image classification."""
+    """Return the classifier layer of an image classification model; None if there is no single one."""
     linear = [
         name
         for name, module in named_layers(model).items()
@@ -290,7 +293,7 @@ def _embed(model: Any, images: Tensor) -> Tensor:
 
 
 def _trunk(model: Any) -> Any:
-    """Of a model for classification, what lies below its heads; else the model."""
+    """Return a classification model without its heads; return any other model unchanged."""
     return model.base_model if _CLASSIFIES in type(model).__name__ else model
 
 
@@ -315,7 +318,10 @@ def _preprocessing(transformers: Any, asked: Asked, at: _Place) -> Preprocessing
 
 
 def _settings(config: Any) -> str:
-    """sha256 over the settings of a model that differ from their defaults: equal weights do not make equal models."""
+    """Return the first 16 digits of the sha256 over the settings that differ from their defaults.
+
+    Models with equal weights can differ in their settings.
+    """
     settings = {name: value for name, value in config.to_diff_dict().items() if name not in _NO_SETTINGS}
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
@@ -329,7 +335,7 @@ def _by_hand(name: str) -> str:
 
 @contextlib.contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """Without the library's report of keys, which is told here, and its bars."""
+    """Context manager: suppress the library's progress bars and its report on keys, which this module makes itself."""
     log = transformers.utils.logging
     before, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()

@@ -1,8 +1,9 @@
-"""Backbones of torch.hub: an entry of the `hubconf.py` of a repository, or of a folder here. Its code is run.
+"""Backbones of torch.hub: an entry of the `hubconf.py` of a repository or of a local folder. Its code is run.
 
-An entry gives the model, or a tuple of the model and its transform. A model alone says nothing of the pictures it
-takes: then those of DINO and DINOv2 are assumed (shorter side 256, bicubic, centre 224, mean and deviation of ImageNet;
-`eval_linear.py` of facebookresearch/dino, `dinov2/data/transforms.py` of facebookresearch/dinov2), and that is told.
+An entry returns the model, or a tuple of the model and its transform. For a model without a transform, the
+preprocessing of DINO and DINOv2 is assumed (shorter side 256, bicubic, centre crop 224, ImageNet mean and standard
+deviation; `eval_linear.py` of facebookresearch/dino, `dinov2/data/transforms.py` of facebookresearch/dinov2), and the
+assumption is reported.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _ASSUMED = Preprocessing(256, (224, 224), "bicubic", (0.485, 0.456, 0.406), (0.2
 
 
 def load(asked: Asked) -> LoadedBackbone:
-    """OWNER/REPO[:BRANCH]:ENTRY, or FOLDER:ENTRY; weights: those the entry brings, or a file."""
+    """Load OWNER/REPO[:BRANCH]:ENTRY or FOLDER:ENTRY; weights: a file, or None for those that the entry loads."""
     spec, weights = asked.spec, asked.weights
     place, _, entry = asked.name.rpartition(":")
     if not place or not entry.isidentifier():
@@ -92,12 +93,12 @@ def load(asked: Asked) -> LoadedBackbone:
 
 
 def _run(asked: Asked, repository: str, entry: str, where: dict[str, Any]) -> Any:
-    hub: Any = torch.hub  # whose functions have no types
+    hub: Any = torch.hub  # its functions have no type annotations
     try:
         return hub.load(repository, entry, skip_validation=True, verbose=False, **where)
     except URLError:
         raise
-    except Exception as error:  # it is anybody's code
+    except Exception as error:  # third-party code may raise anything
         if where["source"] == "github" and "internet connection" in str(error):
             raise
         if "Cannot find callable" in str(error):
@@ -117,7 +118,7 @@ def _parts(spec: str, made: Any) -> tuple[nn.Module, Any]:
 
 
 def _cached(place: str) -> Path:
-    """The folder that torch.hub keeps a repository in: OWNER_REPO_BRANCH."""
+    """Return the folder in torch.hub's cache for a repository: OWNER_REPO_BRANCH; the newest if BRANCH is not given."""
     name, _, branch = place.partition(":")
     branches = [branch] if branch else ["main", "master"]
     folders = [Path(torch.hub.get_dir()) / f"{name}_{one}".replace("/", "_") for one in branches]

@@ -1,4 +1,4 @@
-"""Backbones of open_clip: image towers of CLIP-like models; the embedding is that of `encode_image`, not normalised."""
+"""Backbones of open_clip: image towers of CLIP-like models. The embedding is that of `encode_image`, not normalised."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = ["describe", "load", "load_text_tower", "names"]
 
 @dataclass(frozen=True)
 class _Chosen:
-    """What a spec and weights name.
+    """The model and weights that a request names.
 
     Attributes:
-        name: of the model.
-        tag: of its weights; None: they are from a file, or random.
-        quick: whether it must run with QuickGELU, though its name does not say so.
-        architecture: what the features depend on.
-        notes: what must be told.
+        name: name of the model.
+        tag: tag of the weights; None for weights from a file, or random weights.
+        quick: whether to force QuickGELU, because the weights need it and the model's configuration does not set it.
+        architecture: what the features depend on, besides the weights.
+        notes: messages for the user.
     """
 
     name: str
@@ -41,7 +41,7 @@ class _Chosen:
 
 
 def load(asked: Asked) -> LoadedBackbone:
-    """NAME or NAME:TAG, as open_clip has them; weights by tag. Of a file of both towers, the text tower is left out."""
+    """Load NAME or NAME:TAG of open_clip; weights: a tag, a file or "random". A text tower in a file is left out."""
     open_clip = library("open_clip", "open_clip", "open_clip/")
     chosen = _chosen(open_clip, asked)
     notes = chosen.notes
@@ -65,7 +65,7 @@ def load(asked: Asked) -> LoadedBackbone:
     else:
         tower = _visual(_downloaded(open_clip, asked, chosen))
         loaded = Weights(f"open_clip/{chosen.name} {chosen.tag}", weights_sha256(tower))
-    trunk = getattr(tower, "trunk", tower)  # where the tower is one of timm's
+    trunk = getattr(tower, "trunk", tower)  # if the tower is a timm model
     grid = getattr(tower, "grid_size", None)
     class_token = getattr(trunk, "class_embedding", getattr(trunk, "cls_token", None)) is not None
     return LoadedBackbone(
@@ -83,7 +83,7 @@ def load(asked: Asked) -> LoadedBackbone:
 
 
 def load_text_tower(asked: Asked) -> TextTower:
-    """As of `load`; a file must hold both towers."""
+    """Load the text tower of a model, see `load`; a weights file must hold both towers."""
     open_clip = library("open_clip", "open_clip", "open_clip/")
     chosen = _chosen(open_clip, asked)
     if chosen.tag is None:
@@ -115,12 +115,12 @@ def load_text_tower(asked: Asked) -> TextTower:
 
 
 def names(pattern: str) -> list[str]:
-    """The names of open_clip's models."""
+    """Return the names of open_clip's models."""
     return list(library("open_clip", "open_clip", "open_clip/").list_models())
 
 
 def describe(spec: str, name: str) -> Entry:
-    """What the configuration of a model says, and the size of its image tower."""
+    """Describe a model from its configuration; count the parameters of its image tower."""
     open_clip = library("open_clip", "open_clip", "open_clip/")
     config = open_clip.get_model_config(name)
     size = config["vision_cfg"]["image_size"]
@@ -155,7 +155,7 @@ def _chosen(open_clip: Any, asked: Asked) -> _Chosen:
 
 
 def _downloaded(open_clip: Any, asked: Asked, chosen: _Chosen) -> Any:
-    """The model with both towers."""
+    """Return the model with both towers and its published weights."""
     return downloading(
         asked,
         lambda: open_clip.create_model(
@@ -174,7 +174,7 @@ def _visual(model: Any) -> Any:
 
 def _embed(tower: Any, images: Tensor) -> Tensor:
     output = tower(images)
-    embedding: Tensor = output[0] if isinstance(output, tuple) else output  # some give their tokens, too
+    embedding: Tensor = output[0] if isinstance(output, tuple) else output  # some towers return their tokens, too
     return embedding
 
 

@@ -1,4 +1,4 @@
-"""A backbone from one's own Python file: `python/path/to/file.py:factory`.
+"""Backbones from a Python file of the user: `python/path/to/file.py:factory`.
 
 The factory takes no arguments and returns the model and its preprocessing:
 
@@ -7,8 +7,8 @@ The factory takes no arguments and returns the model and its preprocessing:
         model.load_state_dict(torch.load("weights.pth", weights_only=True))
         return model, transform        # RGB picture -> (3, H, W) float32
 
-The code of the file, and of its neighbours that it imports, is part of the fingerprint, and it is run: name only files
-that you trust.
+The code of the file is run: name only files that you trust. This code, and that of the neighbouring files it imports,
+is part of the fingerprint.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ __all__ = ["load"]
 
 
 def load(asked: Asked) -> LoadedBackbone:
-    """FILE.py:FACTORY; weights: those the factory makes, or a file for its model.
+    """Load FILE.py:FACTORY; weights: a file, or None for those of the factory.
 
     Raises:
-        InputError: no such file, or the factory fails or returns something else.
-        UnknownNameError: no such factory in the file.
+        InputError: the file cannot be imported, the factory fails or does not return (model, transform), or the request
+            asks for random weights or a missing head.
+        UnknownNameError: the file has no such factory.
     """
     name, weights, seed = asked.name, asked.weights, asked.seed
     if asked.allow_missing_head:

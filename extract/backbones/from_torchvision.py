@@ -1,4 +1,4 @@
-"""Backbones of torchvision: its models for classification."""
+"""Backbones of torchvision: its image classification models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["describe", "load", "names"]
 
 
 def load(asked: Asked) -> LoadedBackbone:
-    """NAME, as torchvision has them; weights such as IMAGENET1K_V2."""
+    """Load NAME of torchvision; weights: a name such as IMAGENET1K_V2, a file or "random"."""
     from torchvision import models
 
     spec, name, weights = asked.spec, asked.name, asked.weights
@@ -34,10 +34,10 @@ def load(asked: Asked) -> LoadedBackbone:
         entry, notes = _entry_of_file(published, entry, weights)
         options: dict[str, Any] = {}
         if name in ("googlenet", "inception_v3"):
-            # As with published weights: no second classifiers, and the input is scaled anew inside the model.
+            # As with published weights: no auxiliary classifiers, and the model rescales its input.
             options = {"transform_input": True, "aux_logits": False, "init_weights": True}
         elif name.startswith("vit_"):
-            options = {"image_size": entry.transforms().crop_size[0]}  # its position embeddings are for one size
+            options = {"image_size": entry.transforms().crop_size[0]}  # its position embeddings fit only one size
         model, loaded, classifier = given_weights(
             lambda: models.get_model(name, **options),
             weights,
@@ -74,14 +74,14 @@ def load(asked: Asked) -> LoadedBackbone:
 
 
 def names(pattern: str) -> list[str]:
-    """The names of torchvision's models for classification: one picture in, one vector out."""
+    """Return the names of torchvision's classification models (one picture in, one vector out)."""
     from torchvision import models
 
     return list(models.list_models(module=models))
 
 
 def describe(spec: str, name: str) -> Entry:
-    """What torchvision says of a model and its default weights."""
+    """Describe a model and its default weights from torchvision's metadata."""
     from torchvision import models
 
     entry = models.get_model_weights(name).DEFAULT
@@ -103,7 +103,10 @@ def _classifier(model: nn.Module, name: str) -> str | None:
 
 
 def _entry_of_file(published: list[Any], default: Any, weights: str) -> tuple[Any, tuple[str, ...]]:
-    """The weights entry whose preprocessing goes with a file: by the name that torchvision publishes it under."""
+    """Return the weights entry whose preprocessing a file needs, and notes for the user.
+
+    This is the entry that torchvision publishes under the name of the file, else the default entry.
+    """
     for entry in published:
         if Path(weights).name == entry.url.rpartition("/")[2]:
             return entry, ()

@@ -1,4 +1,4 @@
-"""Load a backbone, or the text tower beside it, by its spec."""
+"""Load a backbone or its text tower by spec."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load(
     allow_missing_head: bool,
     preprocessing: Mapping[str, Any] | None,
 ) -> LoadedBackbone:
-    """What `extract.load_backbone` wraps; arguments and errors as there."""
+    """Implement `extract.load_backbone`, with the same arguments and errors."""
     place = device_named(device)
     given = {key: value for key, value in (preprocessing or {}).items() if value is not None}
     source, asked = _asked(spec, weights, seed, allow_missing_head, given)
@@ -49,20 +49,20 @@ def load_text_tower(
     device: str = "auto",
     seed: int = 0,
 ) -> TextTower:
-    """Load the text tower that stands beside the image tower of a backbone (CLIP, SigLIP and the like).
+    """Load the text tower that was trained with the image tower of a backbone (CLIP, SigLIP and similar models).
 
         tower = load_text_tower("open_clip/ViT-B-32:laion2b_s34b_b79k")
-        tower.features(["a photo of a cat"])    # (1, 512), of the space of the images' embeddings
+        tower.features(["a photo of a cat"])    # (1, 512), in the same space as image embeddings
 
     Args:
         spec: `open_clip/NAME:TAG`, `hf/NAME` or `hf/FOLDER`.
-        weights: as of `load_backbone`; a file must hold both towers.
-        device: as of `load_backbone`.
-        seed: of random weights.
+        weights: see `load_backbone`; a file must hold both towers.
+        device: see `load_backbone`.
+        seed: seed of random weights.
 
     Raises:
-        InputError: the model has no text tower, or its file has not.
-        UnknownNameError, LayertapError: as of `load_backbone`.
+        InputError: the model or its weights file has no text tower.
+        UnknownNameError, LayertapError: see `load_backbone`.
     """
     place = device_named(device)
     source, asked = _asked(spec, weights, seed, False, {})
@@ -74,19 +74,19 @@ def load_text_tower(
 
 
 def permitted(recorded: str, named: str | None, where: Path | str) -> str:
-    """The spec of the backbone to load for a file that records one.
+    """Return the spec of the backbone to load for a file that records a spec.
 
-    A data set or probe may come from anyone. A spec that it records may name any file of this machine, or any
-    repository; so code is run only where the user names the backbone.
+    A data set or probe may come from an untrusted source. The spec in it may name any file on this machine or any
+    repository; so code is run only if the user names the backbone.
 
     Args:
         recorded: the spec in the file.
-        named: the spec that the user has given, or None. It replaces the recorded one; the fingerprint tells whether
-            it is the same backbone.
-        where: the file or folder, for the error.
+        named: the spec given by the user, or None. It replaces the recorded spec; the fingerprint shows whether both
+            name the same backbone.
+        where: the file or folder, named in errors.
 
     Raises:
-        InputError: the recorded backbone is code, and the user has not named it.
+        InputError: loading the recorded backbone runs code, and the user has not named a backbone.
     """
     source = SOURCES.get(recorded.partition("/")[0])
     if named is None and source is not None and source.runs_code:

@@ -1,4 +1,4 @@
-"""Models whose embedding is what they themselves return: it is made a layer of its own, called `embedding`."""
+"""Models whose embedding is their own output: a wrapper makes it the output of a layer called `embedding`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["WithEmbedding", "with_embedding", "with_own_output"]
 
 
 class WithEmbedding(nn.Module):
-    """A model whose last layer, `embedding`, hands on its embedding; its layers keep the names they have inside it.
+    """A model with an identity as its last layer, `embedding`; the names of the other layers do not change.
 
     Args:
         model: the network.
-        embed: calls it with a batch (B, 3, H, W) and gives the embedding (B, D).
+        embed: maps the network and a batch (B, 3, H, W) to the embedding (B, D).
     """
 
     def __init__(self, model: nn.Module, embed: Callable[[Any, Tensor], Tensor]):
@@ -30,7 +30,7 @@ class WithEmbedding(nn.Module):
         self._embed = embed
 
     def forward(self, images: Tensor) -> Tensor:
-        """(B, 3, H, W) -> (B, D)."""
+        """Map images (B, 3, H, W) to embeddings (B, D)."""
         embedded: Tensor = self.embedding(self._embed(getattr(self, INSIDE), images))
         return embedded
 
@@ -38,32 +38,38 @@ class WithEmbedding(nn.Module):
 def with_embedding(
     model: nn.Module, size: tuple[int, int], embed: Callable[[Any, Tensor], Tensor]
 ) -> tuple[nn.Module, str]:
-    """The model with a layer `embedding`; or itself, and why.
+    """Add a layer `embedding` to a model.
 
     Args:
-        model: on the CPU.
+        model: the network, on the CPU.
         size: (height, width) of its input.
-        embed: calls it with a batch (B, 3, H, W) and gives the embedding (B, D).
+        embed: maps the network and a batch (B, 3, H, W) to the embedding (B, D).
+
+    Returns:
+        (wrapped model, ""), or (model, reason) if the output of `embed` cannot be an embedding.
 
     Raises:
-        InputError: it cannot be called with a batch of pictures.
+        InputError: the model cannot be run on a batch of pictures.
     """
     why = _unfit(model, _tried(model, size, embed))
     return (model, why) if why else (WithEmbedding(model, embed), "")
 
 
 def with_own_output(model: nn.Module, size: tuple[int, int]) -> tuple[nn.Module, str, tuple[str, ...]]:
-    """The model with what it returns as the layer `embedding`; or itself, and why; and what is to be told.
+    """Make the output of a model its layer `embedding`.
 
-    A tensor (B, D) is taken for an embedding, unless a linear layer gave it, or its values are probabilities: that may
-    be a classifier. It cannot always be seen, so what was taken is told.
+    A tensor (B, D) counts as an embedding unless it is the output of a linear layer or holds probabilities: then it may
+    come from a classifier. A classifier cannot always be recognised, so the choice is reported in the notes.
 
     Args:
-        model: on the CPU.
+        model: the network, on the CPU.
         size: (height, width) of its input.
 
+    Returns:
+        (wrapped model, "", notes for the user), or (model, reason, ()) if its output cannot be an embedding.
+
     Raises:
-        InputError: it cannot be called with a batch of pictures.
+        InputError: the model cannot be run on a batch of pictures.
     """
     given: list[tuple[str, Any]] = []
     handles = [
@@ -94,14 +100,14 @@ def _tried(model: nn.Module, size: tuple[int, int], embed: Callable[[Any, Tensor
     try:
         with torch.no_grad(), evaluating(model):
             return embed(model, torch.zeros(2, 3, *size))
-    except Exception as error:  # it is anybody's code
+    except Exception as error:  # third-party code may raise anything
         raise InputError(
             f"the model cannot be run on (2, 3, {size[0]}, {size[1]}): {type(error).__name__}: {first_line(error)}"
         ) from error
 
 
 def _unfit(model: nn.Module, output: Any) -> str:
-    """Why an output is no embedding; empty if it can be one."""
+    """Return why the output of a model cannot be its layer `embedding`; empty if it can."""
     if not isinstance(output, Tensor) or output.ndim != 2 or len(output) != 2:
         found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
         return f"it returns {found}, not one vector for each picture"

@@ -1,7 +1,7 @@
-"""From a decoded picture to what the backbone takes: resize, crop, scale, normalise.
+"""Convert a decoded picture to the input of a backbone: resize, crop, scale, normalise.
 
-The numbers come from the library that publishes the weights and travel as data, so that they can be stored beside the
-features. Resize and crop are done on uint8 by Pillow, in the workers; scaling and normalisation on the device.
+The parameters come from the library that publishes the weights. They are plain data, so that they can be stored with
+the features. Pillow resizes and crops uint8 pixels in the workers; scaling and normalisation run on the device.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ __all__ = [
     "from_transform", "overridden",
 ]  # fmt: skip
 
-_MAX_RESIZED_PX = 179_000_000  # as many as Pillow decodes before it calls a file a bomb
+_MAX_RESIZED_PX = 179_000_000  # about the size above which Pillow raises DecompressionBombError
 
-_SHOWN = 120  # characters of a library's own transform, for people
-_MAX_SIDE_PX = 8192  # of an input; more is a slip of the keyboard
-# What one may give in place of a library's own.
+_SHOWN = 120  # characters of a library's own transform in messages
+_MAX_SIDE_PX = 8192  # of an input; a larger value is taken for a typing error
+# Values that the user may give in place of the library's own.
 OVERRIDES = {"size", "crop", "interpolation", "mean", "std"}
 
-# Pillow's numbers (Image.Resampling), and torchvision's names (InterpolationMode).
+# Pillow's number (Image.Resampling) -> torchvision's name (InterpolationMode).
 _OF_PILLOW = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
 
 Transform = Callable[[Image.Image], Tensor]
@@ -43,18 +43,18 @@ Transform = Callable[[Image.Image], Tensor]
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How a picture becomes input; equal values give equal input.
+    """Parameters that convert a picture to input; equal values give equal input.
 
     Attributes:
-        resize_px: the shorter side after resizing, or (height, width) regardless of aspect.
-        crop_px: (height, width) of the centre crop; also the size of the input.
-        interpolation: "nearest", "bilinear", "bicubic", ... as torchvision's `InterpolationMode` names them.
-        mean, std: per channel, of pixels scaled to 0..1.
-        library_transform: the library's own transform, used instead of all of the above where these numbers do not
-            describe it; it takes an RGB picture and returns (3, H, W) float32.
-        name: of that transform; empty: what it says of itself.
-        fast: resized by torchvision instead of Pillow, which gives other pixels here and there, by one or two levels;
-            and large JPEG files are decoded smaller.
+        resize_px: the shorter side after resizing, or (height, width) regardless of aspect ratio.
+        crop_px: (height, width) of the centre crop and of the input.
+        interpolation: "nearest", "bilinear", "bicubic" or another name in torchvision's `InterpolationMode`.
+        mean, std: per channel, for pixels scaled to 0..1.
+        library_transform: the library's own transform, used instead of the values above if they do not reproduce it; it
+            maps an RGB picture to a (3, H, W) float32 tensor.
+        name: name of `library_transform`; if empty, its `str()` is used.
+        fast: whether torchvision resizes instead of Pillow, which changes some pixels by one or two levels, and large
+            JPEG files are decoded at reduced size.
     """
 
     resize_px: int | tuple[int, int]
@@ -68,32 +68,33 @@ class Preprocessing:
 
     @property
     def at_least_px(self) -> int:
-        """The shorter side that a picture needs before it is resized, if it may be decoded smaller; 0: it may not.
-
-        Twice that of the resized picture, so that what is left of the shrinking is done well.
-        """
+        """Smallest shorter side to which a picture may be reduced while decoding; 0 if only full size is allowed."""
+        # Twice the resized side: the remaining reduction is then large enough to be resampled well.
         return 2 * (self.resize_px if isinstance(self.resize_px, int) else max(self.resize_px)) if self.fast else 0
 
     @property
     def can_be_faster(self) -> bool:
-        """Whether there is a faster way to do it."""
+        """Whether `fast` is supported."""
         return self.library_transform is None and self.interpolation in ("nearest", "bilinear", "bicubic")
 
     def faster(self) -> Preprocessing:
-        """The same with `fast`.
+        """Return a copy with `fast` set.
 
         Raises:
-            InputError: there is no faster way to do it.
+            InputError: `fast` is not supported.
         """
         if not self.can_be_faster:
             raise InputError(f"decode is fast, but there is no faster way for the preprocessing: {self}")
         return replace(self, fast=True)
 
     def prepare(self, picture: Image.Image) -> Tensor:
-        """What a worker sends for one RGB picture: (H, W, 3) uint8, or (3, H, W) float32 from a library's transform.
+        """Resize and crop an RGB picture in a worker.
+
+        Returns:
+            (H, W, 3) uint8, or (3, H, W) float32 from a library's own transform.
 
         Raises:
-            ValueError: the picture is so thin that its resized form would not fit into memory.
+            ValueError: the picture is so thin that the resized picture would have more than 179 million pixels.
         """
         if self.library_transform is not None:
             return self.library_transform(picture)
@@ -110,14 +111,14 @@ class Preprocessing:
         return torch.from_numpy(np.array(picture))
 
     def to_input(self, images: Tensor) -> Tensor:
-        """The backbone's input, (B, 3, H, W) float32, from a batch of what `prepare` returns, on its device."""
+        """Convert a batch of `prepare` results to the backbone's input, (B, 3, H, W) float32, on the batch's device."""
         if images.dtype != torch.uint8:
             return images
         scaled = images.permute(0, 3, 1, 2).to(torch.float32).div_(255)  # (B, 3, H, W), channels last in memory
         return scaled.sub_(_of_channels(self.mean, images.device)).div_(_of_channels(self.std, images.device))
 
     def describe(self) -> dict[str, Any]:
-        """As plain data for the fingerprint."""
+        """Return the parameters as plain data for the fingerprint."""
         if self.library_transform is not None:
             return {"library_transform": self.name or " ".join(str(self.library_transform).split())}
         resize = self.resize_px if isinstance(self.resize_px, int) else list(self.resize_px)
@@ -144,23 +145,23 @@ class Preprocessing:
 
 @functools.cache
 def _of_channels(values: tuple[float, float, float], device: torch.device) -> Tensor:
-    """(3, 1, 1), sent to the device once."""
+    """Return the values as a (3, 1, 1) tensor, copied to each device once."""
     with torch.inference_mode(False):
         return torch.tensor(values, device=device).view(3, 1, 1)
 
 
-IDENTITY = Preprocessing(1, (1, 1), "bilinear", (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))  # nothing of it stays when overridden
+IDENTITY = Preprocessing(1, (1, 1), "bilinear", (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))  # base for a full set of overrides
 
 
 def from_timm(model: torch.nn.Module) -> Preprocessing:
-    """The preprocessing that timm gives for a model's weights (`timm.data.resolve_model_data_config`)."""
+    """Return timm's preprocessing for the weights of a model (`timm.data.resolve_model_data_config`)."""
     from timm.data.config import resolve_model_data_config
     from timm.data.transforms_factory import create_transform
 
     config: dict[str, Any] = resolve_model_data_config(model)  # type: ignore[no-untyped-call]
     transform: Transform = create_transform(**config, is_training=False)
     _, height, width = config["input_size"]
-    # timm resizes the shorter side to the input size over crop_pct, rounded down (timm.data.transforms_factory).
+    # timm resizes the shorter side to input size / crop_pct, rounded down (timm.data.transforms_factory).
     resize = int(height / config["crop_pct"])
     described = Preprocessing(
         resize_px=resize,
@@ -173,7 +174,7 @@ def from_timm(model: torch.nn.Module) -> Preprocessing:
 
 
 def from_torchvision(transform: Any) -> Preprocessing:
-    """The preprocessing of a torchvision weights entry (`weights.transforms()`)."""
+    """Return the preprocessing of a torchvision weights entry (`weights.transforms()`)."""
     described = Preprocessing(
         resize_px=transform.resize_size[0],
         crop_px=(transform.crop_size[0], transform.crop_size[0]),
@@ -185,7 +186,7 @@ def from_torchvision(transform: Any) -> Preprocessing:
 
 
 def from_open_clip(settings: Mapping[str, Any]) -> Preprocessing:
-    """The preprocessing of an image tower of open_clip (its `preprocess_cfg`)."""
+    """Return the preprocessing of an image tower of open_clip (its `preprocess_cfg`)."""
     from open_clip.transform import PreprocessCfg, image_transform_v2
 
     transform: Transform = image_transform_v2(PreprocessCfg(**settings), is_train=False)
@@ -200,7 +201,7 @@ def from_open_clip(settings: Mapping[str, Any]) -> Preprocessing:
     return _checked(described, transform)
 
 
-_NO_SETTINGS = {"image_processor_type", "feature_extractor_type", "processor_class"}  # other words for the class
+_NO_SETTINGS = {"image_processor_type", "feature_extractor_type", "processor_class"}  # these only repeat the class
 
 
 @dataclass(frozen=True)
@@ -220,7 +221,7 @@ class _HfTransform:
 
 
 def from_hf(processor: Any) -> Preprocessing:
-    """The preprocessing of an image processor of transformers."""
+    """Return the preprocessing of an image processor of transformers."""
     transform = _HfTransform(processor)
     size, crop = (dict(getattr(processor, name, None) or {}) for name in ("size", "crop_size"))
     try:
@@ -232,7 +233,7 @@ def from_hf(processor: Any) -> Preprocessing:
             mean=tuple(processor.image_mean),
             std=tuple(processor.image_std),
         )
-    except (AttributeError, KeyError, TypeError, ValueError):  # it works otherwise
+    except (AttributeError, KeyError, TypeError, ValueError):  # the processor has other settings
         return from_transform(transform, str(transform))
     return _checked(described, transform)
 
@@ -242,16 +243,17 @@ def _height_width(size: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def overridden(preprocessing: Preprocessing, given: Mapping[str, Any]) -> Preprocessing:
-    """Preprocessing with some of its numbers replaced by one's own.
+    """Return preprocessing with some values replaced by the user's.
 
     Args:
-        preprocessing: of the library.
-        given: any of `size`, `crop`, `interpolation`, `mean` and `std`. With `size` alone, the crop stays; with `crop`
-            alone, the size.
+        preprocessing: the library's preprocessing.
+        given: any of `size`, `crop`, `interpolation`, `mean` and `std`. `size` alone keeps the crop; `crop` alone keeps
+            the size.
 
     Raises:
-        UnknownNameError: no such interpolation.
-        InputError: the numbers make no sense, or the library's own transform has no numbers that could be replaced.
+        UnknownNameError: the interpolation does not exist.
+        InputError: a value is out of range; or the preprocessing is a library's own transform, which only a full set of
+            values can replace.
     """
     if not given:
         return preprocessing
@@ -279,10 +281,10 @@ def overridden(preprocessing: Preprocessing, given: Mapping[str, Any]) -> Prepro
 
 
 def from_transform(transform: Transform, name: str) -> Preprocessing:
-    """Preprocessing by a function that is known by its name alone.
+    """Return preprocessing that calls a transform; only its name goes into the fingerprint.
 
     Raises:
-        InputError: it does not make a (3, H, W) float32 tensor, of one size, of RGB pictures.
+        InputError: the transform fails, or does not map RGB pictures to (3, H, W) float32 tensors of one size.
     """
     sizes = set()
     for size in ((361, 247), (57, 83)):
@@ -301,15 +303,15 @@ def from_transform(transform: Transform, name: str) -> Preprocessing:
 
 
 def _checked(described: Preprocessing, transform: Transform) -> Preprocessing:
-    """What was described, if it gives the numbers of the library's own transform; else that transform itself."""
-    for size in ((361, 247), (57, 83)):  # one picture is made smaller, one larger; neither is square
+    """Return `described` if it reproduces the library's own transform, else preprocessing that calls this transform."""
+    for size in ((361, 247), (57, 83)):  # one picture is reduced, one enlarged; neither is square
         picture = _test_picture(size)
         try:
             ours = described.to_input(described.prepare(picture).unsqueeze(0))[0]
         except (ValueError, TypeError, RuntimeError):
             break
         theirs = transform(picture)
-        # Both scale and normalise in float32: one rounding apart at most.
+        # Both scale and normalise in float32, and differ by one rounding at most.
         if (
             ours.shape != theirs.shape
             or ours.dtype != theirs.dtype
@@ -322,7 +324,7 @@ def _checked(described: Preprocessing, transform: Transform) -> Preprocessing:
 
 
 def _test_picture(size: tuple[int, int]) -> Image.Image:
-    """Noise over a slope: no two ways of resizing it agree by chance."""
+    """Return noise on a gradient, on which different resizing methods do not agree by chance."""
     noise = np.random.default_rng(0).integers(0, 128, (size[1], size[0], 3))
     slope = np.linspace(0, 127, size[0])[None, :, None]
     return Image.fromarray((noise + slope).astype(np.uint8))

@@ -1,4 +1,4 @@
-"""The sources of backbones. To add one, write `from_X.py` and add its record to `SOURCES`; no other list names them."""
+"""Sources of backbones. To add a source, write `from_X.py` and add a record to `SOURCES`; there is no other list."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ def _no_names(pattern: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Source:
-    """One source of backbones. Its functions import optional libraries when they are called.
+    """A source of backbones. Its functions import optional libraries when they are called.
 
     Attributes:
         load: loads a backbone.
         runs_code: whether loading a backbone runs code that its name points to. Such a backbone is loaded only if the
             user names it, never because a data set or a probe records it. No default: each source states it.
-        names: the known names that may match a pattern; raises LayertapError if a library is missing.
-        describe: (spec, name) -> what is known without the weights; None if nothing is, and `names` gives no names.
-        load_text_tower: loads the text tower of a backbone; None if no backbone of the source has one.
-        note: what else can be named, for `layertap backbones`.
-        same_layers_at_random: whether the layers of a model with random weights are those of the model with its
-            weights; then `layertap layers` downloads none.
+        names: returns the known names that may match a pattern; raises LayertapError if a library is missing.
+        describe: maps (spec, name) to a description without the weights; None if the source has no descriptions, and
+            then `names` returns no names.
+        load_text_tower: loads the text tower of a backbone; None if no backbone of the source has a text tower.
+        note: which other names are accepted; printed by `layertap backbones`.
+        same_layers_at_random: whether a model has the same layers with random weights as with published weights; then
+            `layertap layers` downloads no weights.
         name_is_path: whether a name, up to the first colon, may be a path.
     """
 

@@ -1,4 +1,4 @@
-"""The text tower of a model that has one beside its image tower: texts and images become vectors of one space."""
+"""The text tower of a model with an image tower; both map to vectors in the same space."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class TextTower:
     """A text tower, ready to run: in eval mode, on its device.
 
     Attributes:
-        spec: as it was asked for.
-        architecture: of the backbone whose image tower it stands beside.
-        weights_sha256: of that backbone: its embeddings are of the same space, those of other weights are not.
-        model: that has the tower.
-        tokens_of: one text -> its tokens, as `embed` takes them, (1, T) each; raises what `too_long` gives.
-        embed: the model and tokens, each (B, T) -> (B, D).
-        device: where it runs.
+        spec: the requested spec.
+        architecture: architecture of the backbone that is the image tower.
+        weights_sha256: hash of that backbone's weights; embeddings from other weights are not in the same space.
+        model: the model that contains the tower.
+        tokens_of: maps a text to the tokens that `embed` takes, (1, T) each; raises the error of `too_long`.
+        embed: maps the model and tokens, (B, T) each, to features (B, D).
+        device: device of the model.
     """
 
     spec: str
@@ -41,13 +41,16 @@ class TextTower:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def features(self, texts: str | Sequence[str]) -> NDArray[np.float32]:
-        """(T, D) features of texts, to be compared with embeddings of images by cosine; not normalised.
+        """Compute features of texts, not normalised; compare them with image embeddings by cosine similarity.
 
         Args:
-            texts: one or several.
+            texts: a text or several texts.
+
+        Returns:
+            (number of texts, D) float32.
 
         Raises:
-            InputError: there are none, or one is empty, or longer than what the tower reads.
+            InputError: there is no text, or a text is empty or longer than the model reads.
         """
         given = [texts] if isinstance(texts, str) else list(texts)
         if not given or not all(text.strip() for text in given):
@@ -63,6 +66,6 @@ class TextTower:
 
 
 def too_long(text: str, most: int) -> InputError:
-    """The error for a text of which the tower would read the beginning only."""
+    """Return the error for a text of which the tower would read only the beginning."""
     shown = text if len(text) <= 60 else text[:57] + "..."
     return InputError(f"the text {shown!r} has more tokens than the {most} that the model reads; shorten it")

@@ -1,4 +1,4 @@
-"""Python code of users and of hubs, imported apart from all other code. `loading.permitted` says when it may run."""
+"""Import Python code of users and hubs, separate from all other code. `loading.permitted` decides when it may run."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["code_sha256", "function_from", "importing_from"]
 
 @contextlib.contextmanager
 def importing_from(folder: Path) -> Iterator[set[Path]]:
-    """Let code in a folder import its neighbours: those, and not what another folder has under the same names.
+    """Context manager: let code in a folder import its neighbours, not modules of the same names from other folders.
 
-    Its modules are forgotten afterwards; what was made of them keeps them alive. The set that is given holds their
-    files then.
+    On exit, the folder's modules are removed from `sys.modules`, and their files are added to the yielded set. Objects
+    that use these modules keep them alive.
     """
     files: set[Path] = set()
     hidden = {name: module for name, module in list(sys.modules.items()) if _is_in_the_way(name, module, folder)}
@@ -40,16 +40,16 @@ def importing_from(folder: Path) -> Iterator[set[Path]]:
 
 
 def function_from(path: Path, name: str, kind: str = "function") -> Callable[..., Any]:
-    """A function of a Python file, which is run; anything that can be called will do.
+    """Run a Python file and return one of its functions; any callable is accepted.
 
     Args:
-        path: of the file.
-        name: of the function.
-        kind: what it is for, in errors.
+        path: the file.
+        name: name of the function.
+        kind: kind of function, named in errors.
 
     Raises:
         InputError: the file cannot be read or imported.
-        UnknownNameError: it has no such function.
+        UnknownNameError: the file has no such function.
     """
     try:
         path.read_bytes()
@@ -60,7 +60,7 @@ def function_from(path: Path, name: str, kind: str = "function") -> Callable[...
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # so that what it defines can be sent to worker processes
+    sys.modules[module_name] = module  # so that its classes can be pickled for worker processes
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -73,7 +73,7 @@ def function_from(path: Path, name: str, kind: str = "function") -> Callable[...
 
 
 def code_sha256(folder: Path, files: Iterable[Path]) -> str:
-    """sha256 over files of a folder, in the order of their names: name, a zero byte, content, a zero byte."""
+    """Return the sha256 over files of a folder, sorted by path: relative path, a zero byte, content, a zero byte."""
     digest = hashlib.sha256()
     for file in sorted(files):
         digest.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes() + b"\0")
@@ -81,7 +81,7 @@ def code_sha256(folder: Path, files: Iterable[Path]) -> str:
 
 
 def _is_in_the_way(name: str, module: ModuleType, folder: Path) -> bool:
-    """Whether a module that is loaded has the name of one in the folder, and is of the user's, not of a library."""
+    """Return whether a loaded module hides a module of the folder, and is part of neither the folder nor a library."""
     top = name.partition(".")[0]
     if not ((folder / f"{top}.py").exists() or (folder / top / "__init__.py").exists()):
         return False

@@ -1,7 +1,7 @@
-"""Weights of a backbone: from files, without running code from them, or random.
+"""Weights of a backbone: random, or read from files without running code from them.
 
-Checkpoints of training are taken apart: the state dict inside them is found, and the prefix that wrappers put before
-every name is removed. What was done is told, and recorded with the features.
+In a training checkpoint, the state dict is located, and the prefix that wrappers put before every name is removed. Both
+steps are reported, and recorded with the features.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ __all__ = ["Weights", "given_weights", "is_named", "load_state", "weights_sha256
 
 _FILES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
 
-# Keys under which training scripts keep the state dict, the one to be used first: averaged weights before raw ones,
-# as timm takes them; the teacher before the student, as DINO is evaluated.
+# Keys under which training scripts store the state dict, in order of preference: averaged weights before raw weights,
+# as in timm; the teacher before the student, as in the evaluation of DINO.
 _WRAPPERS = (
     "state_dict_ema", "model_ema", "ema_state_dict", "teacher", "state_dict", "model_state_dict", "model", "net",
     "module", "student",
 )  # fmt: skip
 
-# Of two copies of a network in one state dict, the one that its authors evaluate: MoCo v1 and v2 the query encoder,
-# MoCo v3 the base encoder, BYOL the online network, DINO the teacher.
+# Of two copies of a network in a state dict, the copy that the authors evaluate: the query encoder in MoCo v1 and v2,
+# the base encoder in MoCo v3, the online network in BYOL, the teacher in DINO.
 _EVALUATED = ("teacher", "encoder_q", "base_encoder", "online_encoder", "online_network")
 
-# What checkpoints hold beside tensors, and what is harmless: settings of the training, without behaviour of their own.
+# Harmless classes in checkpoints, besides tensors: they hold settings of the training and have no behaviour.
 _HARMLESS: list[Any] = [argparse.Namespace, pathlib.PosixPath]
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Where the weights came from.
+    """Origin and hash of the weights.
 
     Attributes:
         source: a name, a file, or "random (seed 0)".
-        sha256: over name, dtype, shape and bytes of every tensor of the state dict, in sorted order of names.
-        random: whether the numbers mean nothing.
-        notes: how a checkpoint was taken apart.
+        sha256: sha256 over name, dtype, shape and bytes of every tensor of the state dict, sorted by name.
+        random: whether the weights are random.
+        notes: messages for the user about how a file was loaded.
     """
 
     source: str
@@ -60,7 +60,7 @@ class Weights:
 
 
 def is_named(weights: str) -> bool:
-    """Whether it is a name of published weights, and neither a file nor "random"."""
+    """Return whether `weights` is a name of published weights, that is, neither a file nor "random"."""
     return not (weights == "random" or weights.endswith(_FILES) or os.sep in weights or Path(weights).is_file())
 
 
@@ -74,22 +74,25 @@ def given_weights(
     allow_missing_head: bool = False,
     unused: tuple[str, ...] = (),
 ) -> tuple[nn.Module, Weights, str | None]:
-    """A model with weights from a file, or random ones; and its classifier, or what stands in its place.
+    """Build a model with random weights or weights from a file.
 
     Args:
-        make: makes the model.
+        make: builds the model.
         weights: a file, or "random".
-        seed: of random weights.
-        spec: of the backbone, for errors.
-        classifier_of: tells the layer that is the classifier.
-        allow_missing_head: if the file lacks the classifier, go on without one: the layer hands on its input.
-        unused: tensors of the file whose names begin so are left out.
+        seed: seed of random weights.
+        spec: spec of the backbone, named in errors.
+        classifier_of: returns the name of the classifier layer, or None.
+        allow_missing_head: if the file lacks the classifier, replace this layer by an identity.
+        unused: tensors of the file whose names start with one of these prefixes are left out.
+
+    Returns:
+        The model, its weights, and the name of the classifier layer or of the identity in its place.
 
     Raises:
-        InputError: the file is not there, holds more than tensors and settings, or does not fit.
+        InputError: the file does not exist, holds more than tensors and settings, or does not fit.
     """
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torchvision's, of its own initialisation
+        warnings.simplefilter("ignore", FutureWarning)  # torchvision warns about its own initialisation
         torch.manual_seed(seed)
         model = make()
     classifier = classifier_of(model)
@@ -106,7 +109,7 @@ def given_weights(
 
 
 def _read_state(path: Path) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """The state dict in a file, without running any code from it, and how it was found."""
+    """Return the state dict in a file and notes on where it was; no code from the file is run."""
     if not path.is_file():
         raise InputError(f"weights file {path} does not exist")
     try:
@@ -121,7 +124,7 @@ def _read_state(path: Path) -> tuple[dict[str, Tensor], tuple[str, ...]]:
             f"weights file {path} is damaged, or holds more than tensors, and loading that could run code; "
             "save model.state_dict() alone, best as .safetensors"
         ) from error
-    except Exception as error:  # each format has errors of its own
+    except Exception as error:  # each format raises errors of its own
         raise InputError(f"weights file {path} cannot be read: {first_line(error)}") from error
     if _is_state(content):
         return dict(content), ()
@@ -149,7 +152,7 @@ def _is_state(content: object) -> bool:
 def _without_prefix(
     state: Mapping[str, Tensor], own: Mapping[str, Tensor], source: str
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """The part of a state dict that belongs to a model, under the model's own names, and what was done for it."""
+    """Return the part of a state dict that belongs to a model, under the model's names, and notes on removed parts."""
     counts: Counter[str] = Counter()
     for name in state:
         parts = name.split(".")
@@ -180,21 +183,22 @@ def load_state(
     classifier: str | None = None,
     allow_missing_head: bool = False,
 ) -> tuple[str, ...]:
-    """Load every key, or say which do not fit; returns what was left out, in words.
+    """Load a state dict into a model; return notes on what was left out.
 
     Args:
-        model: is changed.
+        model: the model, changed in place.
         state: name -> tensor.
-        spec: of the backbone, for errors.
-        source: of the weights, for errors.
-        classifier: the layer whose weights may be missing, if that is allowed; it is then made to hand on its input.
-        allow_missing_head: whether it is.
+        spec: spec of the backbone, named in errors.
+        source: origin of the weights, named in errors.
+        classifier: the layer that is replaced by an identity if its weights are missing and this is allowed.
+        allow_missing_head: whether the weights of the classifier may be missing.
 
     Raises:
-        InputError: keys are missing or unexpected, or tensors have another shape or kind; they are listed.
+        InputError: keys are missing or unexpected, or tensors differ in shape or kind; the message lists them.
     """
     own = model.state_dict()
-    # How many batches a normalisation has seen plays no part in evaluation; checkpoints before PyTorch 0.4.1 lack it.
+    # The number of batches that a normalisation has seen has no effect in evaluation; checkpoints written before
+    # PyTorch 0.4.1 lack it.
     counters = [name for name in own if name.endswith("num_batches_tracked") and name not in state]
     state = {**{name: own[name] for name in counters}, **state}
     problems = _misfits(own, state)
@@ -227,7 +231,7 @@ def load_state(
 
 
 def _misfits(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Sequence[str]]:
-    """What keeps a state dict from being loaded: kind of trouble -> names."""
+    """Return the tensors that prevent a state dict from being loaded: kind of problem -> names."""
     return {
         "missing": [name for name in own if name not in state],
         "unexpected": [name for name in state if name not in own],
@@ -245,13 +249,13 @@ def _misfits(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str
 
 
 def _same_kind(value: Tensor, own: Tensor) -> bool:
-    """Whether a tensor can take another's place without losing more than precision."""
+    """Return whether a tensor can replace another tensor with no loss but precision."""
     kinds = [(t.is_floating_point(), t.is_complex(), t.layout, t.device.type == "meta") for t in (value, own)]
     return kinds[0] == kinds[1]
 
 
 def weights_sha256(model: nn.Module) -> str:
-    """sha256 over name, dtype, shape and bytes of every tensor of the state dict, in sorted order of names."""
+    """Return the sha256 over name, dtype, shape and bytes of every tensor of the state dict, sorted by name."""
     digest = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())

@@ -1,1 +1,1 @@
-"""From batches of images to features, whatever runs the network. Imports backbones, images, taps and system."""
+"""Compute features of image batches, eagerly or compiled. Imports backbones, images, taps and system."""

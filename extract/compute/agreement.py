@@ -1,4 +1,4 @@
-"""How alike rows of features are, and whether features computed in two ways agree."""
+"""Similarity of feature rows, and agreement of features computed in two ways."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 __all__ = ["FULL_PRECISION", "Agreement", "agreement", "cosines", "deviation", "refusal"]
 
-FULL_PRECISION = 1e-5  # of the largest value: how far compiled code in float32 may be off
+FULL_PRECISION = 1e-5  # largest deviation of compiled float32 code, relative to the largest value
 
 
 def cosines(rows: NDArray[Any], others: NDArray[Any]) -> NDArray[np.float64]:
-    """(R,) the cosine of each pair of rows, flattened; 1 for equal ones, also if they have no direction.
+    """Return the (R,) cosines of pairs of flattened rows. Equal rows have cosine 1, even if both are zero.
 
     Args:
         rows: (R, *shape).
@@ -30,7 +30,7 @@ def cosines(rows: NDArray[Any], others: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def deviation(values: NDArray[Any], expected: NDArray[Any]) -> float:
-    """The largest difference, as a part of the largest value expected."""
+    """Return the largest difference, relative to the largest expected value (absolute if that is 0)."""
     largest = float(np.abs(expected.astype(np.float64)).max(initial=0))
     apart = float(np.abs(values.astype(np.float64) - expected.astype(np.float64)).max(initial=0))
     return apart / largest if largest else apart
@@ -38,11 +38,11 @@ def deviation(values: NDArray[Any], expected: NDArray[Any]) -> float:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How a feature of some images, computed in another way, agrees with the plain one; NaN where it is not finite.
+    """Agreement of a feature with its reference; not finite if the feature is not finite where the reference is.
 
     Attributes:
-        min_cosine: the least cosine of an image's two features.
-        max_deviation: the largest difference, as a part of the largest value.
+        min_cosine: smallest cosine between an image's feature and its reference.
+        max_deviation: largest difference, relative to the largest value of the reference.
     """
 
     min_cosine: float
@@ -50,7 +50,7 @@ class Agreement:
 
 
 def agreement(found: Mapping[str, NDArray[Any]], plain: Mapping[str, NDArray[Any]]) -> dict[str, Agreement]:
-    """How features of the same images agree with the plain ones; rows that are not finite there have no say."""
+    """Compare features with reference features of the same images. Rows with a non-finite reference are ignored."""
     agreements = {}
     for name, values in plain.items():
         cosine, apart, largest = 1.0, 0.0, 0.0
@@ -64,11 +64,12 @@ def agreement(found: Mapping[str, NDArray[Any]], plain: Mapping[str, NDArray[Any
 
 
 def refusal(found: Mapping[str, Agreement], min_cosine: float | None) -> str:
-    """Why features may not be taken for the plain ones; empty: they may.
+    """Return why features do not agree with the reference; an empty string if they do.
 
     Args:
-        found: feature -> how it agrees.
-        min_cosine: of what is computed from other pixels or in lower precision; None: the same but for rounding.
+        found: feature -> its agreement.
+        min_cosine: lowest accepted cosine, for other pixels or lower precision; None accepts only rounding
+            differences, up to `FULL_PRECISION`.
     """
     for name, one in found.items():
         if min_cosine is None and not one.max_deviation <= FULL_PRECISION:

@@ -1,4 +1,4 @@
-"""A backbone that computes: `load_backbone`, and `backbone.features` of pictures in memory."""
+"""A backbone that computes features of pictures in memory: `load_backbone`, `backbone.features`."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ class Backbone(LoadedBackbone):
         *,
         batch_size: int = defaults.BATCH_SIZE,
     ) -> dict[str, NDArray[np.float32]]:
-        """Features of pictures in memory, the same numbers as `embed` stores; nothing is written.
+        """Compute features of pictures in memory, the same numbers that `embed` stores. Nothing is written.
 
             backbone.features([Image.open("cat.jpg")], ["layer4", "embedding"])["layer4"]    # (1, 2048)
 
         Args:
             pictures: one or several: PIL pictures; uint8 arrays (H, W, 3) or (H, W), or (N, H, W, 3); uint8 tensors
-                (3, H, W) or (N, 3, H, W), or float ones with values of 8 bits scaled to 0..1. An iterator is read as it
-                is needed.
-            layers: `LAYER[:POOLING]` each, as of `extract_features`.
-            batch_size: pictures a forward.
+                (3, H, W) or (N, 3, H, W), or float tensors with 8-bit values scaled to 0..1. An iterator is read
+                lazily.
+            layers: `LAYER[:POOLING]` each; see `extract_features`.
+            batch_size: pictures per forward.
 
         Returns:
             name -> (N, *shape) float32.
 
         Raises:
-            UnknownNameError: no such layer or pooling.
-            InputError: a layer or pooling does not fit, or a picture has no 8-bit pixels.
+            UnknownNameError: a layer or pooling does not exist.
+            InputError: a layer or pooling does not fit, or a picture does not have 8-bit pixels.
         """
         return _features_of(self, pictures, layers, batch_size)
 
@@ -72,19 +72,19 @@ def load_backbone(
     Args:
         spec: `bundled/efficientnet_lite0`, `torchvision/NAME`, `timm/NAME`, `open_clip/NAME:TAG`, `hf/NAME` or
             `hf/FOLDER`, `hub/OWNER/REPO:ENTRY` or `hub/FOLDER:ENTRY`, `python/FILE.py:FACTORY`.
-        weights: the source's name for them (torchvision: `IMAGENET1K_V2`; timm: a tag such as `a1_in1k`; open_clip: a
+        weights: a name in the source (torchvision: `IMAGENET1K_V2`; timm: a tag such as `a1_in1k`; open_clip: a
             tag; hf: a revision), a file (`.safetensors`, or `.pth`, `.pt`, `.bin` holding tensors and settings), or
-            `random`. None takes the source's default.
-        device: `cpu`, `cuda`, `cuda:1`, `mps`; `auto` takes a GPU where there is one.
-        seed: of random weights.
-        allow_missing_head: if a file lacks the classifier, as files of self-supervised training do, go on without one.
-        preprocessing: in place of the library's own: any of `size` (of the shorter side, or (height, width)), `crop`,
-            `interpolation`, `mean` and `std`.
+            `random`. None uses the source's default.
+        device: `cpu`, `cuda`, `cuda:1`, `mps`; `auto` uses a GPU if there is one.
+        seed: seed of random weights.
+        allow_missing_head: accept a file without the classifier, such as one from self-supervised training.
+        preprocessing: replaces values of the library's own: any of `size` (the shorter side, or (height, width)),
+            `crop`, `interpolation`, `mean` and `std`.
 
     Raises:
-        UnknownNameError: no such source, model or weights.
+        UnknownNameError: the source, model or weights do not exist.
         InputError: the weights do not fit the model, or their file cannot be read safely.
-        LayertapError: the weights could not be downloaded, or a library or the device is not there.
+        LayertapError: the weights cannot be downloaded, or a library or the device is missing.
     """
     loaded = loading.load(
         spec,
@@ -129,7 +129,7 @@ def _features_of(
 
 
 def _each(pictures: Picture | Iterable[Picture]) -> Iterable[Picture]:
-    """One picture, a batch in one array or tensor, or pictures one by one."""
+    """Return an iterable of pictures for a single picture, a batched array or tensor, or an iterable."""
     if isinstance(pictures, Image.Image):
         return [pictures]
     if isinstance(pictures, np.ndarray | Tensor):
@@ -138,10 +138,10 @@ def _each(pictures: Picture | Iterable[Picture]) -> Iterable[Picture]:
 
 
 def _as_picture(picture: Picture, number: int) -> Image.Image:
-    """An upright RGB picture, by the same rules as for a file.
+    """Return an upright RGB picture, by the same rules as for a file.
 
     Raises:
-        InputError: it has no pixels of 8 bits, or is a file that cannot be decoded.
+        InputError: the picture does not have 8-bit pixels, or its file cannot be decoded.
     """
     given = f"picture {number}"
     if isinstance(picture, Tensor):
@@ -161,14 +161,18 @@ def _as_picture(picture: Picture, number: int) -> Image.Image:
     if not isinstance(picture, Image.Image):
         raise InputError(f"{given} is a {type(picture).__name__}; expected a PIL picture, an array or a tensor")
     try:
-        picture.load()  # of a file, the pixels are read only now
+        picture.load()  # Pillow reads the pixels of a file only now
         return to_picture(picture)
     except (ValueError, OSError, SyntaxError) as error:
         raise InputError(f"{given}: {error}") from error
 
 
 def _eight_bits(pixels: Tensor, given: str) -> Tensor:
-    """0..1 as torchvision's `to_tensor` gives them, back to 0..255; anything else would not be the same numbers."""
+    """Convert pixels in 0..1, as torchvision's `to_tensor` returns them, to uint8.
+
+    Raises:
+        InputError: the pixels are not 8-bit values scaled to 0..1, so uint8 would change them.
+    """
     scaled = pixels.double() * 255
     whole = scaled.round()
     if not bool(((scaled - whole).abs() < 1e-3).all()) or whole.min() < 0 or whole.max() > 255:

@@ -1,4 +1,4 @@
-"""What runs the forward: PyTorch as it is ("eager"), or its graph compiled by inductor or OpenVINO."""
+"""Backends of the forward: eager PyTorch, or its graph compiled by inductor or OpenVINO."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ COMPILE = ("auto", "on", "off", "inductor", "openvino")
 
 
 def engine_for(compile: str, device: torch.device, precision: str) -> str:
-    """What `compile` means: "eager", "inductor" or "openvino".
+    """Return the engine that `compile` means: "eager", "inductor" or "openvino".
 
     Args:
-        compile: one of `COMPILE`, but "auto".
-        device: of the backbone.
-        precision: of the computation.
+        compile: one of `COMPILE` except "auto".
+        device: device of the backbone.
+        precision: precision of the computation.
 
     Raises:
-        UnknownNameError: no such value.
-        InputError: that compiler cannot do it, or is not installed.
+        UnknownNameError: `compile` is not one of `COMPILE`.
+        InputError: OpenVINO does not support the device or the precision.
+        LayertapError: OpenVINO is not installed.
     """
     if compile not in COMPILE:
         raise unknown_name("compile", compile, COMPILE)
@@ -54,7 +55,7 @@ def engine_for(compile: str, device: torch.device, precision: str) -> str:
 
 
 def default_engine(device: torch.device, precision: str) -> str:
-    """The faster of the compilers that are there: OpenVINO on a CPU, where it is installed; else inductor."""
+    """Return the faster compiler: OpenVINO on a CPU if installed and capable of the precision, otherwise inductor."""
     there = device.type == "cpu" and importlib.util.find_spec("openvino") is not None
     return "openvino" if there and openvino_computes_in(precision) else "inductor"
 
@@ -71,12 +72,12 @@ def open_forward(
     """Context manager: prepare the backbone and yield its forward.
 
     Args:
-        backbone: as loaded.
-        choice: of features.
-        dtype: of what is returned.
-        precision: "float32", "bfloat16" or "float16"; PyTorch computes in the lower ones under autocast.
-        engine: "eager", under its taps; "inductor" or "openvino", compiled.
-        batch_size: images at most that a compiled forward is given.
+        backbone: loaded backbone.
+        choice: features to compute.
+        dtype: dtype of the returned features.
+        precision: "float32", "bfloat16" or "float16"; PyTorch computes the lower ones under autocast.
+        engine: "eager" (under taps), or compiled by "inductor" or "openvino".
+        batch_size: largest batch that a compiled forward is given.
     """
     transfers = transfers_for(backbone.device)
     with evaluating(backbone.model), full_float32(), keeping_freed_memory():
@@ -91,7 +92,7 @@ def open_forward(
 
 
 class _SentTaps(Taps):
-    """Taps that begin to copy what they keep, and do not wait for it."""
+    """Taps that start copying the kept tensors to the CPU and do not wait for the copies."""
 
     def __init__(self, model: nn.Module, transfers: Transfers):
         super().__init__(model, stop=True)
@@ -99,7 +100,7 @@ class _SentTaps(Taps):
 
 
 class _Eager(Forward):
-    """The backbone under its taps; a batch is computed in parts where the memory does not suffice for all of it."""
+    """Forward of the backbone under taps. A batch is computed in parts if memory is insufficient for all of it."""
 
     def __init__(self, backbone: LoadedBackbone, choice: Choice, taps: Taps, transfers: Transfers):
         self._to_input, self._features = backbone.preprocessing.to_input, choice.features
@@ -132,4 +133,4 @@ class _Eager(Forward):
                 if size == 1:
                     raise LayertapError(f"the memory of the device does not suffice for one image: {error}") from error
             self.images_at_once = -(-size // 2)
-            torch.cuda.empty_cache()  # not while the error holds the tensors of its frames
+            torch.cuda.empty_cache()  # outside the except block: the error's frames hold tensors

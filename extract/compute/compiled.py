@@ -26,8 +26,8 @@ from extract.system.optional_libraries import library
 
 __all__ = ["compiled", "openvino", "openvino_computes_in"]
 
-_FIRST_CALLS = {"cpu": 1, "cuda": 2}  # inductor compiles in the first; the second may record a CUDA graph
-_CHUNK = 2  # images that a core computes at once: so that much of what is between two layers stays in its cache
+_FIRST_CALLS = {"cpu": 1, "cuda": 2}  # inductor compiles in the first call; the second may record a CUDA graph
+_CHUNK = 2  # images per inference request; few, so that activations stay in a core's cache
 
 
 @contextlib.contextmanager
@@ -40,19 +40,19 @@ def compiled(
     batch_size: int,
     transfers: Transfers,
 ) -> Iterator[Forward]:
-    """A forward, compiled when it is called first.
+    """Context manager: yield a forward that compiles on its first call.
 
     Args:
         engine: "inductor" or "openvino".
-        backbone: in eval mode.
-        choice: of features.
-        dtype: of what is returned.
-        precision: of the computation.
-        batch_size: images of a batch.
-        transfers: by which images come to the device, and features from it.
+        backbone: backbone in eval mode.
+        choice: features to compute.
+        dtype: dtype of the returned features.
+        precision: precision of the computation.
+        batch_size: images per batch.
+        transfers: copies of images to the device and of features back; used by inductor only.
 
     Raises:
-        LayertapError: from the calls: the backbone cannot be compiled, or the memory does not suffice.
+        LayertapError: from calls of the forward: the backbone cannot be compiled, or memory is insufficient.
     """
     if engine == "inductor":
         yield _ByInductor(backbone, choice, dtype, precision, batch_size, transfers)
@@ -69,7 +69,7 @@ def _cannot(backbone: LoadedBackbone, engine: str, error: Exception) -> Layertap
 
 
 class _ByInductor(Forward):
-    """Computes batches of one size; a shorter one is filled up with zeros, whose rows are dropped."""
+    """Forward compiled by inductor for one batch size; shorter batches are padded with zeros, then cut."""
 
     def __init__(
         self,
@@ -114,7 +114,8 @@ class _ByInductor(Forward):
 
     def _compile(self, batch: Tensor) -> Callable[[Tensor], tuple[Tensor, ...]]:
         before, device = time.perf_counter(), self._backbone.device.type
-        # Frozen weights let inductor lay them out, and fold batch norm into convolutions; CUDA graphs spare launches.
+        # With frozen weights, inductor chooses their layout and folds batch norm into convolutions. CUDA graphs avoid
+        # kernel launches.
         options: dict[str, Any] = {"triton.cudagraphs": True} if device == "cuda" else {"freezing": True}
         function: Callable[[Tensor], tuple[Tensor, ...]]
         try:
@@ -129,22 +130,25 @@ class _ByInductor(Forward):
         return function
 
 
-_Begun = list[tuple[Any, NDArray[Any]]]  # requests of a batch, and the images that they read
+_Begun = list[tuple[Any, NDArray[Any]]]  # infer requests of a batch, and the images that they read
 
 
 class _ByOpenVino(Forward):
-    """Computes a few images on each core by itself, so that none waits for one that has to decode meanwhile."""
+    """Forward compiled by OpenVINO.
+
+    Cores compute chunks of a few images independently, so none waits for a core that is decoding.
+    """
 
     ahead = 1
 
     def __init__(self, backbone: LoadedBackbone, choice: Choice, dtype: str, precision: str, batch_size: int):
         self._backbone, self._choice, self._dtype, self._precision = backbone, choice, dtype, precision
-        in_work = 2 * batch_size  # images at most: of a batch, and of the next one
+        in_work = 2 * batch_size  # largest number of images: of a batch and the next one
         self._chunk = max(1, min(_CHUNK, in_work // torch.get_num_threads()))
         self._streams = min(torch.get_num_threads(), -(-in_work // self._chunk))
         self._program: Any = None
-        self._free: list[Any] = []  # requests
-        self._running: list[_Begun] = []  # batches
+        self._free: list[Any] = []  # idle infer requests
+        self._running: list[_Begun] = []  # batches in progress
 
     def start(self, images: Tensor) -> Callable[[], Values]:
         if self._program is None:
@@ -159,7 +163,7 @@ class _ByOpenVino(Forward):
         return partial(self._values, begun, len(images))
 
     def _values(self, begun: _Begun, count: int) -> Values:
-        """Features of a batch of so many images."""
+        """Wait for a batch of `count` images and return its features."""
         if not begun:
             raise AssertionError("features are given once")
         found: Values = {}
@@ -176,20 +180,20 @@ class _ByOpenVino(Forward):
                 found[feature.name][start : start + len(some)] = some
         self._running = [one for one in self._running if one is not begun]
         self._free += [request for request, _ in begun]
-        begun.clear()  # who keeps this function, in the frames of an exception perhaps, does not keep the requests
+        begun.clear()  # so that a reference to this function, as in the frames of an exception, keeps no requests
         return found
 
     def _as_chunk(self, images: Tensor) -> NDArray[Any]:
         return _filled(images, self._chunk).contiguous().numpy()
 
     def close(self) -> None:
-        """Wait for what is running, which reads memory of this process, and end all threads.
+        """Wait for running requests, which read memory of this process, and end all threads.
 
-        They would otherwise be ended when the garbage is collected, perhaps in a process that was forked and has none.
+        Garbage collection would end the threads later, perhaps in a forked process that does not have them.
         """
         for begun in self._running:
             for request, _ in begun:
-                with contextlib.suppress(RuntimeError):  # who waited for its features was told
+                with contextlib.suppress(RuntimeError):  # `_values` has raised it, if the features were requested
                     request.wait()
             begun.clear()
         self._running.clear()
@@ -203,7 +207,7 @@ class _ByOpenVino(Forward):
             "INFERENCE_PRECISION_HINT": wanted,
             "INFERENCE_NUM_THREADS": torch.get_num_threads(),
             "NUM_STREAMS": self._streams,
-            # Not where others are to have the rest of the cores: each process would bind its threads to the first ones.
+            # Off if other processes use the remaining cores: each process would pin its threads to the first cores.
             "ENABLE_CPU_PINNING": torch.get_num_threads() >= defaults.CORES,
         }
         chunk = self._as_chunk(images[: self._chunk])
@@ -227,10 +231,10 @@ def _filled(images: Tensor, count: int) -> Tensor:
 
 
 def openvino() -> Any:
-    """OpenVINO without its telemetry, which would report to its makers, from a process that it forks in mid-run.
+    """Import OpenVINO without its telemetry, which would send reports from a process that it forks during the run.
 
     Raises:
-        InputError: it is not installed.
+        LayertapError: OpenVINO is not installed.
     """
     telemetry = "openvino_telemetry"
     before = sys.modules.get(telemetry)
@@ -245,7 +249,7 @@ def openvino() -> Any:
 
 @functools.cache
 def openvino_computes_in(precision: str) -> bool:
-    """Whether OpenVINO, which is installed, computes in this precision on this CPU."""
+    """Return whether the installed OpenVINO computes in this precision on this CPU."""
     if precision == "float32":
         return True
     return precision == "bfloat16" and "BF16" in openvino().Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")

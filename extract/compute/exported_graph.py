@@ -1,8 +1,8 @@
 """The backbone, its taps and the pooling as one graph, for compilers.
 
-`torch.export` runs the model once, on tensors without values, under the same `Taps` that an eager forward runs under,
-and writes down what is computed. In the graph nothing is changed in place, what is kept is an output, and what no
-output depends on is not there: later layers cost nothing.
+`torch.export` runs the model once, on tensors without values, under the same `Taps` as an eager forward, and records
+the operations. The graph has no in-place operations. Its outputs are the features; operations that no output depends on
+are removed, so later layers cost nothing.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ __all__ = ["graph_of"]
 
 
 def graph_of(backbone: LoadedBackbone, choice: Choice, dtype: str, precision: str, images: Tensor) -> ExportedProgram:
-    """The computation from a batch, as `Preprocessing.prepare` makes it, to a tuple of the features, in order.
+    """Export the computation from a batch, as `Preprocessing.prepare` returns it, to a tuple of features in order.
 
     Args:
-        backbone: in eval mode.
-        choice: of features.
-        dtype: of the features.
-        precision: "float32", or what PyTorch computes in under autocast.
-        images: a batch on the backbone's device; the graph takes only such that have its shape.
+        backbone: backbone in eval mode.
+        choice: features to compute.
+        dtype: dtype of the features.
+        precision: "float32", or the dtype of PyTorch's autocast.
+        images: batch on the backbone's device; the graph accepts only batches of this shape.
 
     Raises:
-        Exception: anything; the code of a model may do what cannot be written down.
+        Exception: of any type, if the code of the model cannot be exported.
     """
     with torch.no_grad():
-        backbone.preprocessing.to_input(images[:1])  # makes its constants, as tensors with values
+        backbone.preprocessing.to_input(images[:1])  # creates its cached constants, as tensors with values
         return torch.export.export(_Kept(backbone, choice, dtype, precision), (images,), strict=False)
 
 
 class _Kept(nn.Module):
-    """A module that returns the features."""
+    """Module that returns the features."""
 
     def __init__(self, backbone: LoadedBackbone, choice: Choice, dtype: str, precision: str):
         super().__init__()
@@ -54,14 +54,14 @@ class _Kept(nn.Module):
             self._lower = torch.autocast(backbone.device.type, getattr(torch, precision))
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Features of a batch."""
+        """Return the features of a batch."""
         with self._lower, self._choice.kept_by(_TracedTaps(self.model), self._dtype) as taps:
             taps(self._to_input(images))
             return tuple(taps.record[feature.site][feature.name] for feature in self._choice.features)
 
 
 class _TracedTaps(Taps):
-    """Taps that keep each tensor where it is."""
+    """Taps that keep each tensor on its device."""
 
     def __init__(self, model: nn.Module):
         super().__init__(model)
@@ -69,6 +69,6 @@ class _TracedTaps(Taps):
 
 
 def _clones(tensor: Tensor, reduce: Reduce | None, site: Site) -> dict[str, Tensor]:
-    """Copies of what is kept, since the model may write into the tensor later."""
+    """Return copies of the features, because the model may write into the tensor later."""
     assert reduce is not None
     return {name: part.clone() for name, part in reduce(tensor.detach()).items()}

@@ -1,7 +1,7 @@
-"""Which features a run stores: what `LAYER[:POOLING]` means for a backbone, found out by trial forwards.
+"""Choose the features of a run: resolve `LAYER[:POOLING]` for a backbone by trial forwards.
 
-The trial (`extract/taps/batch_axis.py`) shows which layers run, what they give, and which rows of it belong to which
-image; a layer for which that cannot be shown is refused.
+The trial (`extract/taps/batch_axis.py`) shows which layers run, what they output, and which rows of the output belong
+to which image. A layer whose rows cannot be assigned to images is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from extract.taps.taps import Taps
 
 __all__ = ["EMBEDDING", "Choice", "Feature", "choose_features"]
 
-EMBEDDING = "embedding"  # reserved in place of a layer's name: the input of the backbone's classifier
+EMBEDDING = "embedding"  # reserved layer name: the input of the backbone's classifier
 
 _TRIAL_IMAGES = 3
 
@@ -34,14 +34,14 @@ class Feature:
     """One feature of each image.
 
     Attributes:
-        name: in the store.
-        site: the tensor it comes from.
-        rows: where the images are in it.
-        pooling: never `auto`.
-        layout: of the activation.
-        activation_shape: of one image, before pooling.
-        shape: of one image, as stored.
-        source_dtype: of the activation.
+        name: name in the store.
+        site: tensor that the feature is computed from.
+        rows: position of the images in that tensor.
+        pooling: resolved pooling, never `auto`.
+        layout: layout of the activation.
+        activation_shape: shape of the activation of one image, before pooling.
+        shape: shape of the feature of one image, as stored.
+        source_dtype: dtype of the activation.
         automatic: whether `auto` chose the pooling.
     """
 
@@ -58,13 +58,13 @@ class Feature:
 
 @dataclass(frozen=True)
 class Choice:
-    """The features of a run, and the layers that a glob matched but that never run."""
+    """The features of a run, and the layers that matched a glob but never run."""
 
     features: list[Feature]
     never_run: list[str]
 
     def kept_by(self, taps: Taps, dtype: torch.dtype) -> Taps:
-        """Taps asked to pool each tensor on its device, and to keep nothing else: a dict of features at each site."""
+        """Add these features to `taps` and return it. Each site records a dict of features, pooled on the device."""
         for site in dict.fromkeys(feature.site for feature in self.features):
             taps.keep(site, reduce=_reduction([f for f in self.features if f.site == site], dtype))
         return taps
@@ -78,7 +78,7 @@ def _reduction(features: Sequence[Feature], dtype: torch.dtype) -> Callable[[Ten
 
 @dataclass(frozen=True)
 class _Request:
-    """One layer asked for by its own name; `part` is a call or a path behind it, as in `relu#1` or `lstm:0`."""
+    """One requested layer by its exact name; `part` is the call or path after it, as in `relu#1` or `lstm:0`."""
 
     layer: str
     part: str
@@ -91,12 +91,12 @@ def choose_features(backbone: LoadedBackbone, layers: Sequence[str]) -> Choice:
     """Resolve layer arguments against a backbone.
 
     Args:
-        backbone: in eval mode on its device.
-        layers: `LAYER[:POOLING]` each; LAYER is a name, a glob, a name with a call (`relu#1`) or a path (`lstm:0`), or
-            `embedding`. Without POOLING, `auto`.
+        backbone: backbone in eval mode on its device.
+        layers: `LAYER[:POOLING]` each. LAYER is a name, a glob, a name with a call (`relu#1`) or a path (`lstm:0`), or
+            `embedding`. The default POOLING is `auto`.
 
     Raises:
-        UnknownNameError: no such layer or pooling.
+        UnknownNameError: a layer or pooling does not exist.
         InputError: a layer never runs, its rows are not the images, or the pooling does not fit.
     """
     requests = [request for text in layers for request in _parse(backbone, text)]
@@ -157,7 +157,7 @@ def _trial(backbone: LoadedBackbone, requests: Sequence[_Request]) -> Trial:
     except LayertapError:
         raise
     except Exception as error:
-        if not backbone.asked.get("preprocessing"):  # then it is no slip of the user's
+        if not backbone.asked.get("preprocessing"):  # not caused by the user's preprocessing
             raise
         raise InputError(f"{backbone.spec} cannot take pictures of {height}x{width}: {first_line(error)}") from error
 

@@ -1,4 +1,4 @@
-"""What a forward is, whatever runs it: from pictures to features, and to the rows of a data set."""
+"""The interface of a forward: from images to features, and to the rows of a data set."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from extract.row_status import Status
 
 __all__ = ["Forward", "HasImages", "Rows", "Values", "check_rows", "joined", "rows_of"]
 
-_CHECKED_ALONE = 4  # pictures of the first batch; one that a batch has mixed up is hardly in its own place four times
-# The same picture in another batch may differ by rounding: by a part of what a value is in the checked pictures (in
-# float32 as computed, or float16 as stored), and by a part of the largest value of all. The second is small, since
-# vision transformers have a few values that are a thousand times larger than all others.
+_CHECKED_ALONE = 4  # pictures of the first batch; a layer that mixes up rows is unlikely to leave all in place
+# Tolerances for rounding between batches: relative to the same value in the checked pictures (float32 as computed, or
+# float16 as stored), and relative to the largest value of all. The second is small, because vision transformers have a
+# few values that are a thousand times larger than all others.
 _OF_THE_SAME_VALUE = {"float32": 1e-3, "float16": 2e-3}
 _OF_THE_LARGEST = 1e-5
-# A picture is another one if more of the values that tell pictures apart differ by more than that.
+# A picture differs if more than this part of the values that distinguish pictures exceed the tolerance.
 _DIFFERENT = 0.1
 
 # feature name -> (B, *shape), on the CPU
@@ -33,11 +33,11 @@ Values = dict[str, NDArray[Any]]
 
 
 class Rows(NamedTuple):
-    """Rows of a data set, as they are stored.
+    """Rows of a data set, as stored.
 
     Attributes:
-        features: name -> (R, *shape), NaN where there was no picture.
-        status: (R,) of each row.
+        features: name -> (R, *shape), NaN for rows without an image.
+        status: (R,) uint8, the `Status` of each row.
         reasons: row of the data set -> why it failed.
     """
 
@@ -50,24 +50,24 @@ class HasImages(Protocol):
     """A batch with images.
 
     Attributes:
-        images: (B, ...) as `Preprocessing.prepare` returns them, stacked; B may be 0.
+        images: (B, ...) stacked results of `Preprocessing.prepare`; B may be 0.
     """
 
     @property
     def images(self) -> Tensor:
-        """See above."""
+        """See the class."""
 
 
 B = TypeVar("B", bound=HasImages)
 
 
 class Forward(ABC):
-    """Computes features of batches of images, (B, ...) as `Preprocessing.prepare` returns them, stacked.
+    """Computes features of batches of images: (B, ...) stacked results of `Preprocessing.prepare`.
 
     Attributes:
-        ahead: batches that the device computes while this process goes on: 0 or 1.
-        images_at_once: images of one forward, if memory did not suffice for a whole batch; else None.
-        compiling_s: seconds spent so far on what is done once, before the first batch.
+        ahead: batches that the device computes while this process continues: 0 or 1.
+        images_at_once: images per forward, if memory was insufficient for a whole batch; otherwise None.
+        compiling_s: seconds spent on compilation so far.
     """
 
     ahead: int = 0
@@ -76,28 +76,28 @@ class Forward(ABC):
 
     @property
     def copying_s(self) -> float:
-        """Seconds so far that this process waited for copies to the device and back."""
+        """Seconds that this process has waited for copies to the device and back."""
         return 0.0
 
     @abstractmethod
     def start(self, images: Tensor) -> Callable[[], Values]:
-        """Start to compute a batch; returns a function that waits for its features, (B, *shape) each, and gives them.
+        """Start computing a batch; return a function that waits for its features, (B, *shape) each, and returns them.
 
-        The function may be called once. The next batch may be started before it is called, and it need not be called.
+        The function may be called at most once. The next batch may be started before it is called.
 
         Raises:
-            LayertapError: the batch cannot be computed; also from the function.
+            LayertapError: the batch cannot be computed; also raised by the function.
         """
 
     def __call__(self, images: Tensor) -> Values:
-        """The features of one batch."""
+        """Compute the features of one batch."""
         return self.start(images)()
 
     def map(self, batches: Iterable[B]) -> Iterator[tuple[B, Values]]:
-        """Compute batches in order: (batch, its features), none for a batch without images.
+        """Compute batches in order and yield (batch, features); features are empty for a batch without images.
 
-        Where the device computes by itself, a batch is handed out while the next one is computed. If the next one
-        cannot be had or started, the batches before it are handed out first, and then the error is raised.
+        If the device computes asynchronously, a batch is yielded while the next one is computed. If the next batch
+        cannot be read or started, the batches before it are yielded first, and then the error is raised.
         """
         started: deque[tuple[B, Callable[[], Values]]] = deque()
         try:
@@ -107,7 +107,7 @@ class Forward(ABC):
                     yield _finished(started)
         except GeneratorExit:
             raise
-        except BaseException as error:  # Ctrl-C, too
+        except BaseException as error:  # including Ctrl-C
             while started:
                 try:
                     finished = _finished(started)
@@ -127,27 +127,28 @@ def _finished(started: deque[tuple[B, Callable[[], Values]]]) -> tuple[B, Values
     except Exception:
         started.popleft()
         raise
-    started.popleft()  # not before: who is interrupted while waiting waits again
+    started.popleft()  # last, so that after an interrupted wait the batch is waited for again
     return batch, values
 
 
 def joined(parts: Sequence[Values]) -> Values:
-    """Features of the parts of a batch as those of all of it."""
+    """Concatenate the features of the parts of a batch."""
     return parts[0] if len(parts) == 1 else {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def check_rows(forward: Forward, images: Tensor, features: Values) -> None:
-    """See that some pictures of a batch have the features that they have alone.
+    """Check that some pictures of a batch have the same features in the batch as alone.
 
-    Trial forwards have shown that of made-up pictures; a layer may still mix, drop or pad real ones by what is in them.
+    Trial forwards have shown this for random pictures. A layer may still mix, drop or pad rows depending on content.
 
     Args:
-        forward: of the features, in float32.
+        forward: forward that computes in float32.
         images: (B, ...), as the forward takes them.
-        features: of the batch.
+        features: features of the batch.
 
     Raises:
-        InputError: a feature of a picture is another one in the batch than alone.
+        InputError: a feature of a picture differs between the batch and the picture alone, or does not have one row
+            per picture.
     """
     _check_count(features, len(images))
     if len(images) == 1:
@@ -161,7 +162,7 @@ def check_rows(forward: Forward, images: Tensor, features: Values) -> None:
         finite = np.isfinite(alone)
         sizes = np.abs(np.where(finite, alone, 0))
         rounding = _OF_THE_SAME_VALUE[str(features[name].dtype)] * sizes.max(0) + _OF_THE_LARGEST * sizes.max(initial=0)
-        with np.errstate(invalid="ignore"):  # of infinite values
+        with np.errstate(invalid="ignore"):  # from infinite values
             telling = np.ptp(np.where(finite, alone, 0), axis=0) > rounding
             others = (finite & (np.abs(found - alone) > rounding))[:, telling]
         wrong = (np.isfinite(found) != finite).any(1) | (others.sum(1) > _DIFFERENT * max(1, telling.sum()))
@@ -183,16 +184,16 @@ def _check_count(features: Values, count: int) -> None:
 
 
 def rows_of(batch: Batch, values: Values, features: Sequence[Feature], dtype: str) -> Rows:
-    """The rows of a batch as they are stored: NaN where there is no picture, and a status each.
+    """Return the rows of a batch as stored: features, NaN for rows without an image, and a status for each row.
 
     Args:
         batch: the rows, and which of them have an image.
-        values: feature -> (B, *shape) of the images; empty if there are none.
-        features: of the data set.
-        dtype: of the data set.
+        values: feature -> (B, *shape) for the images; empty if there are none.
+        features: features of the data set.
+        dtype: dtype of the data set.
 
     Raises:
-        InputError: a feature has not one row for each image.
+        InputError: a feature does not have one row for each image.
     """
     _check_count(values, len(batch.images))
     good = batch.status == Status.OK
@@ -208,12 +209,12 @@ def rows_of(batch: Batch, values: Values, features: Sequence[Feature], dtype: st
 
 
 def _rounded(values: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """In another dtype; what it cannot hold becomes infinite, and a row with a status that says so."""
+    """Cast to another dtype. Values beyond its range become infinite, and the row gets the status NOT_FINITE."""
     return values if values.dtype == dtype else torch.from_numpy(values).to(getattr(torch, dtype)).numpy()
 
 
 def _checked(batch: Batch, features: Values) -> tuple[NDArray[np.uint8], dict[int, str]]:
-    """The status of each row after the forward, and the reasons of those that are not ok."""
+    """Return the status of each row after the forward, and the reasons of rows that are not OK."""
     status, reasons = batch.status.copy(), dict(batch.reasons)
     for name, values in features.items():
         finite = np.isfinite(values).all(axis=tuple(range(1, values.ndim)))

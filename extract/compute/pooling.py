@@ -1,7 +1,7 @@
-"""Pooling: from what a layer gives for an image to the feature that is stored.
+"""Pooling: from the activation of a layer to the stored feature of an image.
 
-Whether an axis holds channels or positions is recognised from the shape and the size of the input; where that is not
-certain, pooling is refused. Nothing is averaged over an axis that might be channels.
+Whether an axis holds channels or positions is recognised from the shape and the size of the input. If that is
+ambiguous, only `none` and `flatten` are accepted: no axis that might be channels is averaged.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import TYPE_CHECKING, Literal
 from extract.errors import InputError, unknown_name
 
 if TYPE_CHECKING:
-    from torch import Tensor  # not at run time: the command line shows the names of poolings and does not wait for it
+    from torch import Tensor  # not at run time: the command line lists poolings without importing torch
 
 __all__ = ["POOLINGS", "Layout", "Pooling", "pool", "pooling_names", "recognise", "resolve_pooling"]
 
-_STRIDES_PX = (1, 2, 4, 8, 14, 16, 32, 64)  # of maps; a square matrix of another size, such as T x T, is no map
+_STRIDES_PX = (1, 2, 4, 8, 14, 16, 32, 64)  # of maps; a square matrix of another size, such as T x T, is not a map
 _PATCH_SIZES_PX = (4, 8, 14, 16, 32, 64)  # of vision transformers, and of the later stages of hierarchical ones
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What the axes of an activation mean.
+    """Meaning of the axes of an activation.
 
     Attributes:
         kind: "vector" (B, C) or (B,), "map" with two axes of positions, "tokens" (B, T, C), or "unknown".
-        axes: one letter for each axis after the batch: "C", "CHW", "HWC", "TC"; empty when unknown.
-        prefix_tokens: how many of the tokens come before those of the patches (class token, registers).
-        class_token: whether the first of them is a class token.
+        axes: one letter for each axis after the batch: "C", "CHW", "HWC", "TC"; empty if unknown.
+        prefix_tokens: number of tokens before the patch tokens (class token, registers).
+        class_token: whether the first prefix token is a class token.
         reason: why the layout is unknown.
     """
 
@@ -48,18 +48,18 @@ def recognise(
     patches: int | None = None,
     class_token: bool = False,
 ) -> Layout:
-    """Tell positions from channels in the activation of one image.
+    """Recognise positions and channels in the activation of one image.
 
-    The two axes of a map are those of the input over one stride: (7, 7) of a (224, 224) input, (7, 14) of (224, 448).
-    Where both (C, H, W) and (H, W, C) would fit, as in (56, 56, 56), the layout is unknown. Tokens are recognised
-    by their number: a grid of patches, with or without the backbone's prefix tokens.
+    The two axes of a map are the input size over one stride: (7, 7) for a (224, 224) input, (7, 14) for (224, 448).
+    If both (C, H, W) and (H, W, C) fit, as in (56, 56, 56), the layout is unknown. Tokens are recognised by their
+    number: a grid of patches, with or without the backbone's prefix tokens.
 
     Args:
-        shape: of the activation of one image, without the batch.
+        shape: shape of the activation of one image, without the batch axis.
         input_px: (height, width) of the backbone's input.
-        prefix_tokens: how many tokens the backbone puts before those of the patches.
-        patches: how many patches the backbone cuts the input into, where that is known.
-        class_token: whether the first of the prefix tokens is a class token.
+        prefix_tokens: number of tokens before the patch tokens.
+        patches: number of patches of the input, if known.
+        class_token: whether the first prefix token is a class token.
     """
     shape = tuple(shape)
     if len(shape) <= 1:
@@ -83,7 +83,7 @@ def _recognise_tokens(
 ) -> Layout:
     height, width = input_px
     grids = {(height // size) * (width // size) for size in _PATCH_SIZES_PX} - {0, 1}
-    for counts in ({patches} if patches else set(), grids):  # what the backbone says of itself comes first
+    for counts in ({patches} if patches else set(), grids):  # the backbone's own number comes first
         fits = [any(axis == count + prefix for count in counts for prefix in (0, prefix_tokens)) for axis in shape]
         if fits == [True, False]:
             prefix = prefix_tokens if shape[0] - prefix_tokens in counts else 0
@@ -98,7 +98,7 @@ def _px(size: tuple[int, int]) -> str:
 
 
 def _is_grid(size: Sequence[int], input_px: tuple[int, int]) -> bool:
-    """Whether (h, w) is the input shrunk by one of the usual strides, up to what borders without padding cost."""
+    """Return whether (h, w) is the input size over a usual stride, allowing for borders without padding."""
     if size == (1, 1):
         return True
     if input_px[0] == input_px[1] and size[0] != size[1]:
@@ -110,19 +110,19 @@ def _is_grid(size: Sequence[int], input_px: tuple[int, int]) -> bool:
 
 
 def resolve_pooling(pooling: str, layout: Layout, shape: Sequence[int], reads_class_token: bool = False) -> str:
-    """What `auto` means for an activation; any other pooling is checked against it and returned.
+    """Return the pooling that `auto` means for an activation, or any other pooling after checking that it fits.
 
-    `auto` is `none` for vectors, `mean_map` for maps, and for tokens `cls_token` where the backbone itself reads its
+    `auto` is `none` for vectors and `mean_map` for maps. For tokens it is `cls_token` if the backbone itself reads its
     class token, else `mean_tokens`.
 
     Args:
         pooling: one of `pooling_names()`.
-        layout: of the activation.
-        shape: of the activation of one image.
+        layout: layout of the activation.
+        shape: shape of the activation of one image.
         reads_class_token: whether the backbone's own embedding is its class token.
 
     Raises:
-        UnknownNameError: no such pooling.
+        UnknownNameError: the pooling does not exist.
         InputError: the pooling does not fit the activation.
     """
     if pooling not in pooling_names():
@@ -156,14 +156,14 @@ def _describe(layout: Layout, shape: Sequence[int]) -> str:
 
 
 def pool(activation: Tensor, pooling: str, layout: Layout) -> Tensor:
-    """Pool a batch: (B, ...) -> (B, ...); means of 16-bit values are taken in float32.
+    """Pool a batch: (B, ...) -> (B, ...). Means of 16-bit values are computed in float32.
 
-    `mean_tokens` leaves prefix tokens out, as timm's average pooling does (`timm.layers.global_pool_nlc`).
+    `mean_tokens` leaves out prefix tokens, as timm's average pooling does (`timm.layers.global_pool_nlc`).
 
     Args:
         activation: (B, *shape).
-        pooling: as `resolve_pooling` returned it.
-        layout: as `recognise` returned it.
+        pooling: result of `resolve_pooling`.
+        layout: result of `recognise`.
     """
     return POOLINGS[pooling].function(activation, layout)
 
@@ -180,13 +180,13 @@ def _mean(x: Tensor, axes: list[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class Pooling:
-    """One way to pool.
+    """A pooling function and the layouts that it fits.
 
     Attributes:
-        function: a batch of activations (B, ...) and their layout -> features (B, ...).
-        kind: of the layouts that it fits; None fits all, unknown ones too.
+        function: maps a batch of activations (B, ...) and their layout to features (B, ...).
+        kind: kind of layout that it fits; None fits every layout, including unknown.
         needs_class_token: whether it fits only tokens with a class token.
-        keeps_axes: whether features have the axes of the activation; else their axis is that of channels.
+        keeps_axes: whether features have the axes of the activation, flattened or not; otherwise only channels.
     """
 
     function: Callable[[Tensor, Layout], Tensor]
@@ -195,7 +195,7 @@ class Pooling:
     keeps_axes: bool = False
 
     def axes(self, layout: Layout) -> str:
-        """The axes of the features, one letter each, as in `Layout.axes`."""
+        """Return the axes of the features, one letter each, as in `Layout.axes`."""
         return layout.axes if self.keeps_axes else "C"
 
 
@@ -211,5 +211,5 @@ POOLINGS: dict[str, Pooling] = {
 
 
 def pooling_names() -> list[str]:
-    """What may stand behind a layer: `auto`, and the poolings it chooses from."""
+    """Return the names that may follow a layer: `auto` and every pooling."""
     return ["auto", *POOLINGS]

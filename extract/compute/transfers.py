@@ -1,10 +1,10 @@
-"""Images to the device, features back to the CPU; on a GPU without waiting for it.
+"""Copy images to the device and features back to the CPU; asynchronously on a GPU.
 
-    images -> pinned memory -> GPU           in a stream of its own: the next batch comes while one is computed
-    features -> pinned memory -> CPU         in the stream that computes: nothing can change them before
+    images -> pinned memory -> GPU       in a separate stream: the next batch is copied while one is computed
+    features -> pinned memory -> CPU     in the compute stream: no later operation can change them first
 
-What is begun is waited for later, by `wait`. Meanwhile the GPU computes and copies by itself, and this process decodes,
-launches the next batch, and writes the last one.
+`wait` waits for copies that were started. Until then the GPU computes and copies by itself, and this process decodes,
+launches the next batch, and writes the previous one.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor
 
 __all__ = ["Direct", "Gpu", "Pinned", "Transfers", "transfers_for"]
 
-RING_BYTES = 128 << 20  # of each direction
-_PIECES = 4  # of the ring: a larger copy is made in pieces, so that one is filled while another is on its way
+RING_BYTES = 128 << 20  # per direction
+_PIECES = 4  # of the ring: larger copies are split, so that one piece is filled while another is being copied
 _ALIGNED = 64
 
 
@@ -30,28 +30,28 @@ class Transfers(Protocol):
     """Copies between this process and a device.
 
     Attributes:
-        ahead: whether the device goes on by itself: what `down` returns is there only after `wait`.
-        seconds: spent copying, as far as something waited for it.
+        ahead: whether the device works asynchronously: results of `down` are complete only after `wait`.
+        seconds: seconds spent copying, as far as this process waited.
     """
 
     ahead: bool
     seconds: float
 
     def up(self, images: Tensor) -> Tensor:
-        """A batch, on the device."""
+        """Copy a batch to the device."""
 
     def down(self, tensor: Tensor) -> Tensor:
-        """A tensor of the device, on the CPU; the device may compute on, and change the tensor."""
+        """Copy a tensor to the CPU. The device may continue computing and change the tensor."""
 
     def begun(self) -> int:
-        """The number of the copy that was begun last; 0: all have ended."""
+        """Return the number of the last copy to the CPU that was started; 0 if all have ended."""
 
     def wait(self, number: int) -> None:
-        """Wait until this copy, and all before it, have ended."""
+        """Wait until this copy to the CPU, and all before it, have ended."""
 
 
 class Direct:
-    """Copies that have ended when they return: on a CPU, there is nothing to copy."""
+    """Synchronous copies; on a CPU, nothing is copied."""
 
     ahead = False
     seconds = 0.0
@@ -76,17 +76,17 @@ class Direct:
 
 
 class Event(Protocol):
-    """A point in what a GPU has to do."""
+    """A point in the work queue of a GPU."""
 
     def synchronize(self) -> None:
-        """Wait until the GPU has come there."""
+        """Wait until the GPU has reached this point."""
 
     def elapsed_time(self, end_event: Event) -> float:
-        """Milliseconds from here to there, of which both have passed."""
+        """Return the milliseconds from this point to `end_event`; the GPU must have reached both."""
 
 
 class Gpu:
-    """What `Pinned` asks of an NVIDIA or AMD GPU; here alone are its streams and events."""
+    """Operations of an NVIDIA or AMD GPU that `Pinned` needs; only this class uses its streams and events."""
 
     def __init__(self, device: torch.device):
         number = torch.cuda.current_device() if device.index is None else device.index
@@ -94,70 +94,70 @@ class Gpu:
         self._upward: torch.cuda.Stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def pinned(self, size: int) -> Tensor:
-        """(size,) uint8 that the GPU can reach by itself."""
+        """Allocate (size,) uint8 memory that the GPU can access directly."""
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def empty_like(self, images: Tensor) -> Tensor:
-        """Memory of the GPU, for `upload`."""
-        with torch.cuda.stream(self._upward):  # memory that this stream may fill at once, whatever is being computed
+        """Allocate GPU memory for `upload`."""
+        with torch.cuda.stream(self._upward):  # memory that this stream can fill at once, during any computation
             return torch.empty(images.shape, dtype=images.dtype, device=self.device)
 
     def upload(self, to: Tensor, pinned: Tensor) -> Event:
-        """Begin to copy pinned memory to that of the GPU."""
+        """Start copying pinned memory to the GPU; return the event of the end."""
         with torch.cuda.stream(self._upward):
             to.copy_(pinned, non_blocking=True)
         return self._event(self._upward)
 
     def use(self, uploaded: Tensor) -> None:
-        """Let what is computed from now on wait for the copies, and the memory be kept until that is done."""
+        """Make later computations wait for the copies, and keep the memory until they are done."""
         compute = torch.cuda.current_stream(self.device)
         compute.wait_stream(self._upward)
         uploaded.record_stream(compute)
 
     def download(self, pinned: Tensor, tensor: Tensor) -> tuple[Event, Event]:
-        """Begin to copy to pinned memory when all is computed that was asked for; its begin and its end."""
+        """Start copying to pinned memory, after all queued computations; return the events of its start and end."""
         compute = torch.cuda.current_stream(self.device)
         begin = self._event(compute)
         pinned.copy_(tensor, non_blocking=True)
         return begin, self._event(compute)
 
     def _event(self, stream: torch.cuda.Stream) -> Event:
-        # Blocking: who waits for it leaves the core to those who decode.
+        # Blocking: a process that waits leaves its core to the decoding processes.
         event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return cast(Event, event)
 
 
 class _Copy(NamedTuple):
-    """A copy that may not have ended: its number, where its part of the ring begins, and what waits for and ends it."""
+    """A copy that may be in progress: its number, its start in the ring, and a function that completes it."""
 
     number: int
     place: int
     end: Callable[[], None]
 
 
-# (a piece of a tensor, pinned memory for it, its place) -> what waits until it is copied there
+# (piece of a tensor, pinned memory for it, its target) -> function that waits until it is copied there
 _Begin = Callable[[Tensor, Tensor, Tensor], Callable[[], None]]
 
 
 class _Ring:
-    """Pinned memory in which the place of the oldest copy is taken again when that has ended."""
+    """Pinned memory in which the place of the oldest copy is reused when that copy has ended."""
 
     def __init__(self, gpu: Gpu, size: int):
         self._gpu, self._size = gpu, size
-        self._memory: Tensor | None = None  # pinned when it is needed: that takes a while
-        self._next = 0  # where the next copy begins, if it fits in before the end
-        self._copies: deque[_Copy] = deque()  # the oldest first
+        self._memory: Tensor | None = None  # pinned on first use, because pinning is slow
+        self._next = 0  # start of the next copy, if it fits before the end
+        self._copies: deque[_Copy] = deque()  # oldest first
         self._numbers = itertools.count(1)
 
     def copy(self, source: Tensor, target: Tensor, begin: _Begin) -> None:
         """Copy a tensor, in pieces that fit.
 
         Args:
-            source: contiguous.
-            target: as large.
-            begin: begins to copy a piece of the source, by way of pinned memory, to one of the target; gives what waits
-                until that has ended.
+            source: contiguous tensor.
+            target: contiguous tensor of the same size.
+            begin: starts copying a piece of the source, through pinned memory, to a piece of the target; returns a
+                function that waits until the copy has ended.
         """
         size = self._size // _PIECES
         for some, there in zip(torch.split(_bytes(source), size), torch.split(_bytes(target), size), strict=True):
@@ -167,7 +167,7 @@ class _Ring:
 
     @property
     def last(self) -> int:
-        """The number of the copy that was begun last; 0: all have ended."""
+        """Number of the last copy that was started; 0 if all have ended."""
         return self._copies[-1].number if self._copies else 0
 
     def wait(self, number: int) -> None:
@@ -176,7 +176,7 @@ class _Ring:
             self._end_oldest()
 
     def _place(self, size: int) -> tuple[Tensor, int]:
-        """Some of the memory that no copy needs any more, and where it begins."""
+        """Reserve `size` bytes, waiting for the oldest copies if needed; return the memory and its start."""
         if self._memory is None:
             self._memory = self._gpu.pinned(self._size)
         while not self._fits(size):
@@ -186,10 +186,10 @@ class _Ring:
         return self._memory[start : start + size], start
 
     def _fits(self, size: int) -> bool:
-        """Whether so much is free behind the newest copy, or else at the start of the ring, where it goes on then."""
+        """Return whether `size` bytes are free after the newest copy or at the start of the ring; set `_next` to it."""
         if not self._copies:
             self._next = 0
-        elif (oldest := self._copies[0].place) >= self._next:  # the newest ones are at the start of the ring
+        elif (oldest := self._copies[0].place) >= self._next:  # the newest copies have wrapped to the start of the ring
             return self._next + size <= oldest
         elif self._next + size > self._size:
             if size > oldest:
@@ -199,14 +199,14 @@ class _Ring:
 
     def _end_oldest(self) -> None:
         self._copies[0].end()
-        self._copies.popleft()  # not before: whoever is interrupted here must not take it for ended
+        self._copies.popleft()  # last, so that a copy whose wait was interrupted does not count as ended
 
 
 class Pinned:
     """Copies through two rings of pinned memory, one for each direction.
 
-    So this memory is bounded, however much is kept of a batch. Where a ring is full, this process waits for the GPU; so
-    what is kept does not pile up there, either.
+    Pinned memory is therefore bounded, however large the features of a batch are. When a ring is full, this process
+    waits for the GPU, so features do not accumulate on the GPU either.
 
     Args:
         gpu: the device.
@@ -235,7 +235,7 @@ class Pinned:
             kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             if tensor.device == self._gpu.device:
                 self._downward.copy(tensor.contiguous(), kept, self._begin_downward)
-            else:  # of a model that lies on several devices
+            else:  # the model is spread over several devices
                 kept.copy_(tensor)
         return kept
 
@@ -265,10 +265,11 @@ class Pinned:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor; one with a single element may have any stride, which no view takes."""
+    """Return the memory of a contiguous tensor as bytes."""
+    # A tensor with a single element may have any stride, which `view` refuses.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def transfers_for(device: torch.device) -> Transfers:
-    """The copies that suit a device."""
+    """Return the transfers for a device."""
     return Pinned(Gpu(device), RING_BYTES) if device.type == "cuda" else Direct(device)

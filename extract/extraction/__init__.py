@@ -1,1 +1,1 @@
-"""A run: features of images into a data set, by one worker or several. Imports compute, store, images and backbones."""
+"""A run: extract features of images into a data set. Imports compute, store, images and backbones."""

@@ -1,6 +1,7 @@
-"""Images with the same bytes are computed once, and stored as often as they are there.
+"""Compute images with the same bytes once, and store their features in each of their rows.
 
-Only within a shard: shards are computed apart from each other, in any order and perhaps on several machines.
+Duplicates are found within a shard only: shards are computed independently, in any order and perhaps on several
+machines.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ __all__ = ["Split", "split_duplicates"]
 
 
 class Split(NamedTuple):
-    """A batch without the images that rows before them have, too.
+    """A batch, split into rows to compute and rows with the image of an earlier row.
 
     Attributes:
-        unique: the rows to compute, and those whose images failed.
-        copies: the other rows.
-        origins: (len(copies.rows),) the row with the same image; of this batch, or of an earlier one of the shard.
+        unique: rows to compute, and rows whose images failed.
+        copies: the other rows; None if there are none.
+        origins: (len(copies.rows),) earlier row of the shard with the same image.
     """
 
     unique: Batch
@@ -34,7 +35,7 @@ class Split(NamedTuple):
 
     @property
     def images(self) -> Tensor:
-        """(B, ...) what the forward computes."""
+        """(B, ...) images to compute."""
         return self.unique.images
 
     def __len__(self) -> int:
@@ -45,12 +46,12 @@ def split_duplicates(batches: Iterable[Batch], writer: ShardWriter) -> Iterator[
     """Split each batch of a shard into rows to compute and rows to copy.
 
     Args:
-        batches: of the shard.
-        writer: of the shard; rows that are ok in it already are origins, too.
+        batches: batches of the shard.
+        writer: writer of the shard; its rows that are OK are origins, too.
     """
     good = np.flatnonzero(writer.status == Status.OK)
     hashes = writer.column("source_hash")[good]
-    # Built backwards, so that the first row of several with the same image is its origin.
+    # Built in reverse, so that the first of several rows with the same image is the origin.
     row_with = dict(zip((one.tobytes() for one in hashes[::-1]), (good[::-1] + writer.first_row).tolist(), strict=True))
     for batch in batches:
         kept, copied, origins = [], [], []

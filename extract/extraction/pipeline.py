@@ -7,7 +7,7 @@
     rows_of           features and a status for each row
     writer.write      `extract.store.format.writer`: into the `.part` file
 
-Three batches are in work at once: batch k + 2 is decoded, batch k + 1 is computed, batch k is written.
+Three batches are in progress at once: batch k + 2 is decoded, batch k + 1 is computed, batch k is written.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from extract.store.format.writer import ShardWriter
 
 __all__ = ["extract_shard", "stop_on_machine_errors"]
 
-_SUSPECT = 32  # images in a row that fail for the same reason, which is hardly theirs; of dead links there may be some
+_SUSPECT = 32  # consecutive images with the same failure, unlikely to be their own; fewer may be dead links
 
 
 def extract_shard(
@@ -44,11 +44,11 @@ def extract_shard(
     """Compute the rows of one shard, store each batch while the next is computed, and publish the shard.
 
     Args:
-        plan: of the run.
+        plan: plan of the run.
         work: the shard, and which of its rows to compute.
-        batches: of these rows, decoded.
-        forward: its first batch is compared with the plain way to compute it, before any row is stored.
-        summary: counts what is done; `stopped` if the run was asked to stop. Then the shard is left to be resumed.
+        batches: decoded batches of these rows.
+        forward: forward that compares its first batch with the reference before any row is stored.
+        summary: updated with the rows and times; `stopped` if the run was asked to stop. Then the shard can be resumed.
         callbacks: report progress, and ask the run to stop.
 
     Raises:
@@ -83,7 +83,7 @@ def extract_shard(
 
 
 def _report_stored(writer: ShardWriter, reported: int, callbacks: Callbacks) -> int:
-    """Report rows that were stored since the last report, of so many; returns how many are stored."""
+    """Report the rows stored since the last report, at which `reported` were stored; return how many are stored now."""
     stored = writer.stored.total()
     if stored > reported:
         callbacks.on_rows(stored - reported, False)
@@ -91,29 +91,29 @@ def _report_stored(writer: ShardWriter, reported: int, callbacks: Callbacks) -> 
 
 
 def _until_stopped(batches: Iterator[Batch], summary: Summary, stop: Callable[[], bool]) -> Iterator[Batch]:
-    """Batches until the run is asked to stop, which is asked after each one."""
+    """Yield batches until `stop`, called after each one, returns True."""
     while not summary.stopped and (batch := next(batches, None)) is not None:
         yield batch
         summary.stopped = stop()
 
 
 def stop_on_machine_errors(batches: Iterable[Batch], source: Source) -> Iterator[Batch]:
-    """Pass batches on, and end the run where images fail for a reason that is hardly theirs.
+    """Pass batches on, and end the run if images fail for a reason that is unlikely to be their own.
 
-    So that they are no failed rows when a disk, a server or the memory fails.
+    A failing disk, server or memory therefore does not mark rows as failed.
 
     Args:
-        batches: of a run, from its first.
-        source: of the images.
+        batches: batches of a run, from the first.
+        source: source of the images.
 
     Raises:
-        MachineError: many images in a row fail for such a reason, or all of the first batch.
-        InputError: the source of the images is not there any more.
+        MachineError: many consecutive images fail for such a reason, or all of the first batch.
+        LayertapError: the source of the images has vanished or changed.
     """
     kind, count, reason, first = "", 0, "", True
     for batch in batches:
         if (batch.status == Status.MISSING).any() or not (batch.status == Status.OK).any():
-            source.check_there()  # files that are missing with their disk are no failed rows
+            source.check_there()  # a file on an unmounted disk is not a failed row
         for row, status in zip(batch.rows.tolist(), batch.status.tolist(), strict=True):
             if status == Status.OK:
                 kind, count = "", 0

@@ -1,4 +1,4 @@
-"""What a run has resolved before it computes: images, backbone, features, data set."""
+"""What a run resolves before it computes: images, backbone, features, data set."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ __all__ = ["Plan", "asked_of", "how_begun", "how_made", "plan"]
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a run has resolved before it computes.
+    """Everything that a run resolves before it computes.
 
     Attributes:
-        images: as listed.
-        backbone: as loaded; with its faster preprocessing, if images are decoded fast.
-        choice: of features.
-        dataset: that is made.
-        settings: as asked for.
+        images: listed images.
+        backbone: loaded backbone, with its faster preprocessing if images are decoded fast.
+        choice: features to compute.
+        dataset: data set to write.
+        settings: requested settings.
         engine: "eager", "inductor", "openvino", or "auto": compiled if that pays.
-        provenance: of the data set.
+        provenance: provenance of the data set.
     """
 
     images: ImageList
@@ -67,13 +67,13 @@ def plan(
     backbone: Backbone,
     settings: ExtractionSettings,
 ) -> Plan:
-    """List the images, if they are not listed yet, and find out what the layers give; nothing is written.
+    """List the images if needed, and choose the features of the layers by trial forwards. Nothing is written.
 
     Args:
-        images: as of `extract_features`, or as listed.
+        images: see `extract_features`; or listed images.
         out: folder of the data set, or its URL.
-        backbone: as loaded.
-        settings: of the run.
+        backbone: loaded backbone.
+        settings: settings of the run.
     """
     out, recorded = os.fspath(out), settings.recorded()
     configuration = {
@@ -119,7 +119,7 @@ def plan(
     }
     dataset = DataSet(
         out=Path(out),
-        depends_on=json.loads(json.dumps(depends_on)),  # as it will be read back
+        depends_on=json.loads(json.dumps(depends_on)),  # as read back from `dataset.json`
         features=stored,
         images={
             "root": images.root,
@@ -133,7 +133,7 @@ def plan(
 
 
 def _engine(compile: str, precision: str, backbone: Backbone, out: str | Path) -> str:
-    """What runs the forward; in lower precision it must be known beforehand, since the features depend on it."""
+    """Return the engine. It is "auto" only in float32: in lower precision features depend on the engine."""
     if compile != "auto":
         return engine_for(compile, backbone.device, precision)
     if precision == "float32":
@@ -145,12 +145,15 @@ def _engine(compile: str, precision: str, backbone: Backbone, out: str | Path) -
 
 
 def _lower_precision(precision: str, engine: str) -> str:
-    """How the fingerprint calls it: each engine computes other parts in lower precision, and rounds at other places."""
+    """Return the precision as named in the fingerprint.
+
+    It includes the engine, because engines compute different parts in lower precision and round at different places.
+    """
     return f"{precision} {'autocast' if engine == 'eager' else engine}"
 
 
 def _existing(out: str | Path) -> tuple[DataSet | None, bool]:
-    """The data set that is there already, if there is one, and whether it has rows."""
+    """Return the existing data set or None, and whether it has rows."""
     if is_url(str(out)):
         bucket = Bucket(str(out))
         found = bucket.existing()
@@ -162,15 +165,15 @@ def _existing(out: str | Path) -> tuple[DataSet | None, bool]:
 
 
 def how_begun(out: str | Path) -> dict[str, str] | None:
-    """As of `how_made`, of the data set at a place; None: there is none, or it has no rows and gives way."""
+    """Return `how_made` of the data set at `out`; None if there is none, or an empty one that may be replaced."""
     existing, has_rows = _existing(out)
     return how_made(existing.depends_on) if existing is not None and has_rows else None
 
 
 def how_made(depends_on: dict[str, Any]) -> dict[str, str]:
-    """The `precision`, `compile` and `decode` of features that have this fingerprint.
+    """Return the `precision`, `compile` and `decode` of features with this fingerprint.
 
-    In float32, "auto": whatever computes them, they are the same but for rounding.
+    In float32, `compile` is "auto", because features of all engines agree up to rounding.
     """
     precision, _, way = str(depends_on["precision"]).partition(" ")
     fast = depends_on["preprocessing"].get("resized_by") == "torchvision"
@@ -179,14 +182,14 @@ def how_made(depends_on: dict[str, Any]) -> dict[str, str]:
 
 
 def asked_of(configuration: dict[str, Any], weights: str | None = None) -> dict[str, Any]:
-    """What `load_backbone` was told, as a data set's provenance has it.
+    """Return the arguments of `load_backbone` that a data set's provenance records.
 
     Args:
-        configuration: of the provenance.
-        weights: a name or file instead of those, if the file was moved.
+        configuration: configuration in the provenance.
+        weights: a name or file instead of the recorded weights, if the file was moved.
 
     Raises:
-        KeyError: it is not there.
+        KeyError: an argument is missing in the configuration.
     """
     asked = {name: configuration[name] for name in ("weights", "seed", "allow_missing_head")}
     asked["preprocessing"] = configuration.get("preprocessing")
@@ -194,7 +197,7 @@ def asked_of(configuration: dict[str, Any], weights: str | None = None) -> dict[
 
 
 def _as_found_from_anywhere(weights: str | None) -> str | None:
-    """The name of weights, or the whole path of their file."""
+    """Return the name of weights, or the absolute path of a weights file."""
     return str(Path(weights).resolve()) if weights and Path(weights).is_file() else weights
 
 

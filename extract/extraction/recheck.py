@@ -1,4 +1,4 @@
-"""Whether stored features are really of these images, with these weights: some are computed again and compared."""
+"""Check that stored features belong to these images and weights: compute some again and compare."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ from extract.store.verify import Fault, Remedy
 
 __all__ = ["TOLERANCE", "Recheck", "recheck"]
 
-# Of the largest value of a row. Other batches, thread counts and machines change features by 1e-6 to 1e-4 of it in
-# float32, and rounding to float16 by 5e-4 at most; another picture, or other preprocessing, by more than 1e-2. In lower
-# precision they change by some roundings, which are 2^-11 and 2^-8.
+# Relative to the largest value of a row. Other batches, thread counts and machines change float32 features by 1e-6 to
+# 1e-4 of it, and rounding to float16 by at most 5e-4. Another image or other preprocessing changes them by more than
+# 1e-2. Lower precision changes them by a few roundings, of 2^-11 in float16 and 2^-8 in bfloat16.
 TOLERANCE = {"float32": 1e-3, "float16": 5e-3, "bfloat16": 3e-2}
 
 
 @dataclass(frozen=True)
 class Recheck:
-    """How features that were computed again compare with those that are stored.
+    """Comparison of features computed again with the stored ones.
 
     Attributes:
-        n_rows: rows that were compared.
-        largest: deviation in any feature of any of them, as a part of the largest value of the row.
-        faults: rows that differ by more than `TOLERANCE`, or whose image cannot be read.
-        apart: those of them whose image is the same as when they were stored.
+        n_rows: number of rows compared.
+        largest: largest deviation of a feature, relative to the largest value of its row.
+        faults: rows that differ by more than `TOLERANCE`, are not finite now, or whose image cannot be read. If the
+            fingerprint differs, no row is compared, and each fault is a difference of the fingerprint.
+        apart: faults whose image has not changed since it was stored, and differences of the fingerprint.
     """
 
     n_rows: int
@@ -56,21 +57,21 @@ def recheck(
     device: str = defaults.DEVICE,
     workers: int = defaults.WORKERS,
 ) -> Recheck:
-    """Compute random rows again, as the data set says they were made, and compare.
+    """Compute random rows again with the recorded settings of the data set, and compare them with the stored rows.
 
     Args:
         out: folder of the data set.
-        sample: rows; all that have features, if there are fewer.
-        seed: of the choice.
-        images: where the images lie now; None: where they lay.
-        backbone: as loaded, or its spec; None loads the one that the data set records, unless it is code.
-        weights: a name or file; None: those the data set names.
-        device: to compute on.
-        workers: processes that decode.
+        sample: number of rows; all rows with features if there are fewer.
+        seed: seed of the random choice.
+        images: location of the images; None: the recorded one.
+        backbone: a loaded backbone or a spec; None loads the recorded backbone, unless that runs code.
+        weights: a name or file; None: the recorded weights.
+        device: device to compute on.
+        workers: processes that decode, if there is more than one batch.
 
     Raises:
-        InputError: no data set there, no image folder, or its backbone cannot be loaded.
-        LayertapError: as of `FeatureReader` and `load_backbone`.
+        InputError: the data set, its features or its images are missing, or its backbone cannot be loaded.
+        LayertapError: see `FeatureReader` and `load_backbone`.
     """
     dataset = DataSet.open(out)
     with FeatureReader(out, partial=True) as reader:

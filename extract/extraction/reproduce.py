@@ -1,4 +1,4 @@
-"""Features of other images, or of the same once more, or of texts, computed as those of a data set were."""
+"""Compute features of images or texts with the recorded settings of a data set."""
 
 from __future__ import annotations
 
@@ -31,20 +31,21 @@ def plan_as_made(
     dataset: DataSet, provenance: dict[str, Any], images: Images, backbone: Backbone | str | None = None,
     weights: str | None = None, device: str = defaults.DEVICE, workers: int = 0,
 ) -> Plan:  # fmt: skip
-    """How the data set says it was made, for these images.
+    """Plan a run for these images with the recorded settings of a data set.
 
     Args:
-        dataset: says what the numbers depend on.
-        provenance: of its reader.
-        images: of which features are wanted.
-        backbone: as loaded, or its spec; None loads the one that the data set records, unless it is code.
-        weights: a name or file; None: those the data set names.
-        device: to compute on.
+        dataset: data set whose settings are used.
+        provenance: provenance from its reader.
+        images: images to compute.
+        backbone: a loaded backbone or a spec; None loads the recorded backbone, unless that runs code.
+        weights: a name or file; None: the recorded weights.
+        device: device to compute on; "auto" is the CPU if the recorded engine is OpenVINO.
         workers: processes that decode.
 
     Raises:
-        InputError: the data set does not say it, or its backbone cannot be loaded; or it is code, and was not named.
-        LayertapError: as of `load_backbone`.
+        InputError: the data set does not record its settings, its backbone cannot be loaded, or `backbone` is None and
+            the recorded backbone runs code.
+        LayertapError: see `load_backbone`.
     """
     layers, spec, asked = _said(dataset, provenance, weights)
     max_pixels = provenance["configuration"].get("max_pixels", defaults.MAX_PIXELS)
@@ -66,7 +67,7 @@ def plan_as_made(
 
 
 def _said(dataset: DataSet, provenance: dict[str, Any], weights: str | None) -> tuple[list[str], str, dict[str, Any]]:
-    """What a data set says of its layers, its backbone, and what `load_backbone` was told."""
+    """Return the recorded layers, backbone spec and `load_backbone` arguments of a data set."""
     configuration = provenance.get("configuration", {})
     try:
         return list(configuration["layers"]), str(provenance["backbone"]), asked_of(configuration, weights)
@@ -75,7 +76,7 @@ def _said(dataset: DataSet, provenance: dict[str, Any], weights: str | None) -> 
 
 
 def computed_rows(plan: Plan, batches: Sequence[list[int]]) -> Generator[tuple[Batch, Rows], None, None]:
-    """Compute rows as a plan says, which is not validated: (batch, its rows), for each batch of rows given."""
+    """Compute rows of a plan without validation; yield (batch, rows) for each list of row numbers in `batches`."""
     settings, dtype = plan.settings, plan.dataset.features[0].dtype
     loaded = load_batches(plan.images, batches, plan.decoding)
     opened = open_forward(plan.backbone, plan.choice, dtype, settings.precision, plan.engine, settings.batch_size)
@@ -88,20 +89,20 @@ def features_of_text(
     dataset: DataSet, provenance: dict[str, Any], text: str, backbone: str | None = None, weights: str | None = None,
     device: str = defaults.DEVICE,
 ) -> NDArray[np.float32]:  # fmt: skip
-    """(D,) the feature of a text, to be compared with the embeddings of a data set by cosine.
+    """Return the (D,) feature of a text, to be compared with the embeddings of a data set by cosine.
 
     Args:
-        dataset: of a backbone that has a text tower beside it.
-        provenance: of its reader.
-        text: as it is.
-        backbone: its spec; as of `plan_as_made`.
-        weights: as of `plan_as_made`.
-        device: to compute on.
+        dataset: data set of a backbone with a text tower.
+        provenance: provenance from its reader.
+        text: the text.
+        backbone: spec of the backbone; see `plan_as_made`.
+        weights: see `plan_as_made`.
+        device: device to compute on.
 
     Raises:
-        InputError: its backbone has none, or the weights are others now; or it has no embeddings; or the text is too
-            long.
-        LayertapError: as of `load_text_tower`.
+        InputError: the backbone has no text tower, the weights have changed, the data set has no embeddings, or the
+            text is empty or too long.
+        LayertapError: see `load_text_tower`.
     """
     shape = next((one.shape for one in dataset.features if one.name == "embedding"), None)
     if shape is None:
@@ -124,20 +125,20 @@ def features_of_file(
     dataset: DataSet, provenance: dict[str, Any], path: Path, backbone: str | None = None, weights: str | None = None,
     device: str = defaults.DEVICE,
 ) -> dict[str, NDArray[Any]]:  # fmt: skip
-    """Layer -> (*shape) features of one image file.
+    """Return the features of one image file: feature name -> (*shape).
 
     Args:
-        dataset: whose features they are to be compared with.
-        provenance: of its reader.
-        path: of the file.
-        backbone: its spec; as of `plan_as_made`.
-        weights: as of `plan_as_made`.
-        device: to compute on.
+        dataset: data set to compare the features with.
+        provenance: provenance from its reader.
+        path: path of the image file.
+        backbone: spec of the backbone; see `plan_as_made`.
+        weights: see `plan_as_made`.
+        device: device to compute on.
 
     Raises:
-        InputError: it is no image, or cannot be decoded; or its features would depend on something else than those of
+        InputError: the file is not an image or cannot be decoded, or its features would have another fingerprint than
             the data set.
-        LayertapError: as of `plan_as_made`.
+        LayertapError: see `plan_as_made`.
     """
     none = np.full(1, -1, np.int64)
     image = Images(str(path.parent), [path.name], none, [], [""], Files(str(path.parent), [path.name]))

@@ -1,9 +1,9 @@
-"""From images to features on disk: a run, which joins images, backbone, taps, pooling and store.
+"""From images to features on disk: a run joins images, backbone, taps, pooling and store.
 
     images -> DataLoader -> backbone, under Taps -> pooling (on the device) -> CPU -> ShardWriter -> HDF5
 
-`extract_features` is all of it in one call. `plan` and `extract` are its two halves, for those who want to look at what
-was resolved, show progress, or stop in between.
+`extract_features` does all of it in one call. `plan` and `extract` are its two halves, for callers that inspect the
+plan, show progress, or stop the run.
 """
 
 from __future__ import annotations
@@ -59,46 +59,46 @@ def extract_features(
     retry_failed: bool = False,
     progress: bool = True,
 ) -> FeatureReader:
-    """Extract features of all images below a folder into a data set, and open it.
+    """Extract features of images into a data set, and open it.
 
-    Called again with the same arguments, it computes only what is not done. Images that cannot be decoded are rows with
-    a status and NaN (`reader.failures`).
+    A repeated call with the same arguments computes only the missing rows. The row of an image that cannot be decoded
+    has a status and NaN (`reader.failures`).
 
     Args:
         images: a folder, list, archive, array or URL; see `extract.images.list_images`.
-        out: folder of the data set; made if need be.
-        backbone: a spec, or what `load_backbone` returned; then `weights`, `device` and `seed` have no effect.
+        out: folder of the data set; created if missing.
+        backbone: a spec, or the result of `load_backbone`; then `weights`, `device`, `seed`, `allow_missing_head` and
+            `preprocessing` have no effect.
         layers: `LAYER[:POOLING]` each, globs allowed; see `choose_features`.
         weights: a name, a file, or "random"; see `load_backbone`.
-        batch_size: images a forward.
-        workers: processes that decode; 0 decodes in this one.
-        decode: "exact": the pixels that the library's own preprocessing gives; "fast": nearly the same, compared on the
-            first images, and refused where features point elsewhere.
+        batch_size: images per forward.
+        workers: processes that decode; 0 decodes in this process.
+        decode: "exact": the pixels of the library's own preprocessing; "fast": nearly the same pixels, compared on the
+            first images, and refused if a cosine is below `min_cosine`.
         device: "auto", "cpu", "cuda", "cuda:1", "mps".
-        dtype: "float32" or "float16", as stored.
-        precision: "float32", "bfloat16" or "float16", as computed. Whatever is not float32 runs the first batch both
-            ways, and is refused where features point elsewhere.
-        compile: "off": PyTorch runs the model as it is; "on": compiled, by OpenVINO on a CPU where it is installed,
-            else by inductor; or the name of either. "auto": compiled if there is so much to do that it pays, and the
-            first batch agrees.
-        min_cosine: of a feature and the same one, exactly decoded, in float32, from which on they point the same way.
-        limit: only so many images, the first in order.
-        max_pixels: an image of more is taken for a decompression bomb, and is a failed row.
-        seed: of random weights.
+        dtype: stored dtype, "float32" or "float16".
+        precision: precision of the computation, "float32", "bfloat16" or "float16". Lower precision is compared with
+            float32 on the first batch, and refused if a cosine is below `min_cosine`.
+        compile: "off": eager PyTorch; "on": compiled by OpenVINO on a CPU if it is installed, otherwise by inductor;
+            or the name of either. "auto": compiled if there are enough images to pay for it and the first batch agrees;
+            in lower precision, the engine of the existing rows, otherwise eager.
+        min_cosine: lowest accepted cosine between a feature and the same one in float32 of the exactly decoded image.
+        limit: maximum number of images, the first in order.
+        max_pixels: an image with more pixels counts as a decompression bomb, and its row fails.
+        seed: seed of random weights.
         allow_missing_head: whether the weights may lack the classifier; see `load_backbone`.
         preprocessing: any of size, crop, interpolation, mean and std in place of the library's; see `load_backbone`.
-        shard_rows: images in a file; None makes files of at most 1 GB.
-        compress: "gzip", "lzf" or "blosc2" packs each file when it is finished; None leaves features plain, which is
+        shard_rows: images per shard; None limits a shard to 1 GB.
+        compress: "gzip", "lzf" or "blosc2" compresses each finished shard; None leaves features uncompressed, which is
             faster to read.
-        retry_failed: try images again that had failed in an earlier run. Those with an I/O error are tried again in
-            any case.
-        progress: show a bar.
+        retry_failed: retry images that failed in an earlier run. Images with an I/O error are retried in any case.
+        progress: show a progress bar.
 
     Raises:
-        UnknownNameError: no such backbone, layer or pooling.
-        InputError: no images; a layer, a pooling or the weights do not fit; `out` holds other features.
+        UnknownNameError: a backbone, layer or pooling does not exist.
+        InputError: there are no images, a layer, a pooling or the weights do not fit, or `out` holds other features.
         LockedError: another process writes to `out`.
-        LayertapError: the disk is full, a download failed, a device is missing.
+        LayertapError: the disk is full, a download failed, or a device is missing.
     """
     if is_url(os.fspath(out)):
         raise InputError(
@@ -137,7 +137,7 @@ def extract_features(
 
 
 def _advance(bar: Any, rows: int, found: bool) -> None:
-    if found and not bar.disable:  # a bar that is not shown does not count
+    if found and not bar.disable:  # a disabled bar does not count
         bar.initial += rows
     bar.update(rows)
 
@@ -151,22 +151,22 @@ def extract(
     on_computation: Callable[[Computation], None] = lambda computation: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Summary:
-    """Compute every row of the data set that is not done.
+    """Compute every missing row of a data set.
 
     Args:
-        plan: what to compute.
-        retry_failed: also rows of finished shards that have no good features; such a shard is written anew, and
-            replaces the old one when it is finished.
-        has_stored_rows: whether rows that these go with are stored elsewhere. Then features in lower precision are
-            compared, but not refused, as where an earlier run has stored rows.
-        on_rows: called with a number of rows, and whether they were found done (True) or computed now (False).
-        on_computation: called when it is known how features are computed, after the first batch.
-        stop: asked after each batch; True ends the run there, in order.
+        plan: plan of the run.
+        retry_failed: also compute rows of finished shards that have no good features; such a shard is written again,
+            and replaces the old one when it is finished.
+        has_stored_rows: whether rows of the same features are stored elsewhere. Then features in lower precision are
+            compared but not refused, as if an earlier run had stored rows here.
+        on_rows: called with a number of rows, and whether an earlier run stored them (True) or this one (False).
+        on_computation: called after the first batch with how features are computed.
+        stop: called after each batch; True stops the run cleanly.
 
     Raises:
         InputError: the folder holds other features.
-        LockedError: another process writes to it.
-        LayertapError: the disk is full or refuses.
+        LockedError: another process writes to the folder.
+        LayertapError: the disk is full or cannot be written to.
     """
     dataset = plan.dataset
     summary = Summary(n_rows=dataset.n_rows)
@@ -205,7 +205,7 @@ def extract(
                     break
         summary.seconds = time.perf_counter() - start
         if not summary.stopped:
-            shutil.rmtree(dataset.out / BUILDING, ignore_errors=True)  # of several processes that were stopped before
+            shutil.rmtree(dataset.out / BUILDING, ignore_errors=True)  # left by processes that were stopped
         if summary.computed:
             ended = {
                 "rows": summary.computed,

@@ -1,4 +1,4 @@
-"""How features are computed and stored, as it was asked for."""
+"""Requested settings of a run: how features are computed and stored."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _LEAST = {"batch_size": 1, "workers": 0, "limit": 1, "max_pixels": 1, "shard_row
 
 @dataclass(frozen=True)
 class ExtractionSettings:
-    """Settings of a run, checked when they are made, and handed on whole. `extract_features` says what each means.
+    """Settings of a run, checked on creation. `extract_features` documents each of them.
 
     Attributes:
-        sync_s: seconds of work that a power cut may cost; 0 forces each batch to the disk.
+        sync_s: seconds of work that a power failure may lose; 0 forces each batch to the disk.
 
     Raises:
-        UnknownNameError: a setting has none of its values.
-        InputError: a number is out of its range.
+        UnknownNameError: the value of a setting does not exist.
+        InputError: a number is out of range.
         LayertapError: the compression needs a library that is not installed.
     """
 
@@ -61,11 +61,11 @@ class ExtractionSettings:
 
     @property
     def layer_list(self) -> list[str]:
-        """The layers, also if only one was named."""
+        """The layers as a list, also if only one was given."""
         return [self.layers] if isinstance(self.layers, str) else list(self.layers)
 
     def recorded(self) -> dict[str, Any]:
-        """The settings as the provenance of a data set has them: all but `sync_s`, on which no number depends."""
+        """Return the settings for the provenance of a data set: all but `sync_s`, which does not affect features."""
         settings = asdict(self) | {"layers": self.layer_list}
         del settings["sync_s"]
         return settings

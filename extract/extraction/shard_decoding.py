@@ -1,4 +1,4 @@
-"""Batches of one shard after another, decoded by the same processes without a pause in between."""
+"""Batches of successive shards, decoded by the same processes without a pause between shards."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ Following = Callable[[Container[int]], ShardWork | None]
 
 
 class ShardBatches:
-    """As soon as there is nothing left to decode of a shard, the next one's images are; to be closed.
+    """Decodes shards one after the other; the images of the next shard follow without a gap. Must be closed.
 
     Args:
-        plan: how images are read.
+        plan: the run, which says how images are decoded.
     """
 
     def __init__(self, plan: Plan):
         self._plan = plan
-        self._batches: Batches | None = None  # from the first shard that has rows
-        self._coming: deque[ShardWork] = deque()  # shards of which images are decoded, or will be
-        self._unread: deque[ShardWork] = deque()  # those of which none is, yet
+        self._batches: Batches | None = None  # created with the first shard that has rows
+        self._coming: deque[ShardWork] = deque()  # shards whose images are being or will be decoded
+        self._unread: deque[ShardWork] = deque()  # shards of which no row was given to the workers yet
         self._following: Following = lambda known: None
 
     def take(
         self, shard: int, work_of: Callable[[int], ShardWork], following: Following
     ) -> tuple[ShardWork, Iterator[Batch]]:
-        """What is to do of a shard, and its batches, which are to be taken to the last.
+        """Return the work of a shard and its batches, which must be read to the end.
 
         Args:
-            shard: its number. If another one was said to follow, what is decoded of that is thrown away.
-            work_of: asked if nobody said that this one would follow.
-            following: the work of a shard that is to be made next, besides those that are known; None: nobody knows
-                yet. It is asked when there is room for more images.
+            shard: number of the shard. If another shard was announced as the next, its decoded images are discarded.
+            work_of: returns the work of this shard; called if the shard was not announced.
+            following: returns the work of the next shard, other than the shards passed to it, or None if it is not
+                known yet. Called when there is room for more images.
         """
         self._following = following
         if self._coming and self._coming[0].shard != shard:
@@ -52,11 +52,11 @@ class ShardBatches:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether images of further shards may be decoded already."""
+        """Whether images of later shards may have been decoded already."""
         return len(self._coming) > 1
 
     def close(self) -> None:
-        """End the processes that decode; they start again for the next shard that is taken."""
+        """End the processes that decode; the next `take` starts new ones."""
         if self._batches is not None:
             self._batches.close()
         self._batches = None
@@ -70,7 +70,7 @@ class ShardBatches:
         self._coming.popleft()
 
     def _lists(self) -> Iterator[list[int] | None]:
-        """The rows of each batch, None while nobody knows; this is run where there is room for more to decode."""
+        """Yield the rows of each batch, or None while they are not known; read when there is room for more images."""
         while True:
             if not self._unread and (work := self._following([one.shard for one in self._coming])) is not None:
                 self._add(work)

@@ -1,7 +1,7 @@
-"""Shards of a data set that several processes make together, each on its own, in any order.
+"""Build shards of a data set in several processes, independently and in any order.
 
-A process that makes shards knows nothing of the others. It builds a shard in a folder of its own, as `extract` does,
-and gives it to the place where the data set is; if another process was faster, that one's shard stays.
+A process that builds shards knows nothing of the others. It builds a shard in its own folder, as `extract` does, and
+publishes it at the place of the data set. If another process has published the shard first, that shard stays.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from extract.system.folder_lock import locked
 
 __all__ = ["ShardMaker", "scratch_folder"]
 
-_AT_ONCE = 1000  # processes of a machine that make shards of one data set
+_AT_ONCE = 1000  # processes per machine that build shards of one data set
 
 
 class ShardMaker:
-    """Makes shards, one at a time; a context manager.
+    """Context manager that builds shards, one at a time.
 
     Args:
-        plan: what to compute. Its data set is where it is built: in the folder `scratch`.
-        place: where finished shards go.
-        scratch: a folder that this process has for itself; see `scratch_folder`.
-        on_computation: as of `extract`.
+        plan: plan of the run; shards are built in `scratch`, not in the folder of its data set.
+        place: where finished shards are published.
+        scratch: folder for this process alone; see `scratch_folder`.
+        on_computation: see `extract`.
 
     Attributes:
-        about: the device that it computes on.
-        begun: shards of which a part is in the folder already, from an earlier run.
+        about: the device that computes.
+        begun: shards that an earlier run has left in the folder, unfinished or not published.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ShardMaker:
         self.about: str = plan.provenance["device"]
         self._forward: ValidatedForward | None = None
         self._batches = ShardBatches(self._plan)
-        self._was_ahead = False  # images of further shards may have been decoded when the last one failed
+        self._was_ahead = False  # images of later shards may have been decoded when the last shard failed
         dataset = self._plan.dataset
         place.open_or_create(plan.dataset)
         dataset.open_or_create()
@@ -80,39 +80,39 @@ class ShardMaker:
         stop: Callable[[], bool] = lambda: False,
         following: Callable[[Container[int]], int | None] = lambda known: None,
     ) -> bool:
-        """Make one shard, or go on with one that was begun in this folder; `publish` is to follow.
+        """Build one shard, or resume one that was started in this folder. Call `publish` afterwards.
 
         Args:
-            shard: its number.
-            on_rows: as of `extract`.
-            stop: asked after each batch; True leaves the shard to be resumed.
-            following: what shard is likely to be made next, besides those that are known; its images are decoded as
-                soon as there is nothing left to decode of this one. None: nobody knows.
+            shard: number of the shard.
+            on_rows: see `extract`.
+            stop: called after each batch; True leaves the shard to be resumed.
+            following: returns the shard that is likely to be built next, other than the shards passed to it, or None
+                if unknown. Its images are decoded as soon as all images of this shard are.
 
         Returns:
-            whether it is finished; else it was stopped.
+            True if the shard is finished, False if it was stopped.
 
         Raises:
-            LayertapError: as of `extract`.
+            LayertapError: see `extract`.
         """
-        if self._plan.dataset.path(shard).exists():  # killed after it was finished, and before it was published
+        if self._plan.dataset.path(shard).exists():  # an earlier run was killed before publishing it
             return True
         try:
             return self._fill(shard, on_rows, stop, following)
         except DeadWorkerError:
             if not self._was_ahead:
                 raise
-        # Perhaps it died of an image of the next shard, for which this one does not answer.
+        # An image of a later shard may have killed the worker: retry without decoding ahead.
         return self._fill(shard, lambda rows, found: None if found else on_rows(rows, found), stop, lambda known: None)
 
     def publish(self, shard: int) -> dict[str, Any] | None:
-        """Publish a shard that is finished; another thread may make the next one meanwhile.
+        """Publish a finished shard; another thread may build the next one meanwhile.
 
         Returns:
-            its receipt; None: another process was the first.
+            receipt of the shard; None if another process published it first.
 
         Raises:
-            LayertapError: the place does not take it; it can be tried again.
+            LayertapError: the place cannot take the shard; the call may be repeated.
         """
         dataset = self._plan.dataset
         final = dataset.path(shard)
@@ -128,7 +128,7 @@ class ShardMaker:
         stop: Callable[[], bool],
         following: Callable[[Container[int]], int | None],
     ) -> bool:
-        """As of `make`."""
+        """See `make`."""
         dataset = self._plan.dataset
         work, batches = self._batches.take(shard, self._work, lambda known: self._fresh(following(known)))
         on_rows(len(dataset.shard_range(shard)) - len(work.rows), True)
@@ -158,13 +158,13 @@ class ShardMaker:
         return work
 
     def _fresh(self, shard: int | None) -> ShardWork | None:
-        """The work of a shard of which nothing is there yet; others are looked at when it is their turn."""
+        """Return the work of a shard without files; None for others, which are opened when they are built."""
         if shard is None or any(self._plan.dataset.path(shard, part=part).exists() for part in (False, True)):
             return None
         return work_at(self._plan.dataset, shard, Whereabouts())
 
     def give_up(self, shard: int) -> None:
-        """Remove what there is of a shard that is not wanted any more."""
+        """Remove the files of a shard that is no longer needed."""
         discard(self._plan.dataset.path(shard, part=True))
         self._plan.dataset.withdraw(self._plan.dataset.path(shard))
 
@@ -185,19 +185,19 @@ class ShardMaker:
 
 @contextlib.contextmanager
 def scratch_folder(out: str, place: Place, dataset: DataSet, base: Path | None = None) -> Iterator[Path]:
-    """A folder on this machine in which one process builds shards of a data set; the same one for the next run.
+    """Context manager: yield a folder on this machine in which one process builds shards of a data set.
 
-    What was begun in it is resumed by whoever has it next. At the end, what is of no use any more is removed, in
-    folders of processes that were killed, too.
+    The next run gets the same folder and resumes the shards in it. At the end, published shards and empty folders are
+    removed, including those of killed processes.
 
     Args:
-        out: where the data set is.
-        place: the same.
-        dataset: it.
-        base: folder for it; None: that for temporary files.
+        out: folder or URL of the data set.
+        place: the same as a `Place`.
+        dataset: the data set.
+        base: parent folder; None: the folder for temporary files.
 
     Raises:
-        LayertapError: it cannot be written to.
+        LayertapError: the folder cannot be written to, or none is free.
     """
     base = Path(tempfile.gettempdir()) if base is None else base
     what = "\0".join([out, dataset.fingerprint, dataset.images["paths_xxh3"]])
@@ -207,16 +207,16 @@ def scratch_folder(out: str, place: Place, dataset: DataSet, base: Path | None =
         try:
             yield folder
         finally:
-            with contextlib.suppress(LayertapError):  # what cannot be asked for stays
+            with contextlib.suppress(LayertapError):  # files stay if the place does not answer
                 published = place.published()
                 _tidy(folder, published)
                 for other in base.glob(f"{name}-*"):
-                    with contextlib.suppress(LayertapError), locked(other):  # else it is in use
+                    with contextlib.suppress(LayertapError), locked(other):  # locked: in use
                         _tidy(other, published)
 
 
 def _tidy(folder: Path, published: NDArray[np.int64]) -> None:
-    """Remove what is of no use any more; the folder, if nothing is left."""
+    """Remove published shards, and the folder if no shard is left."""
     _remove_published(folder, published)
     if not any((folder / "shards").glob("*.h5*")):
         shutil.rmtree(folder, ignore_errors=True)
@@ -234,11 +234,11 @@ def _first_free(base: Path, name: str, at_the_end: contextlib.ExitStack) -> Path
         folder = base / f"{name}-{number}"
         try:
             base.mkdir(parents=True, exist_ok=True)
-            folder.mkdir(mode=0o700, exist_ok=True)  # whoever may write to it could change features
+            folder.mkdir(mode=0o700, exist_ok=True)  # a user who can write to it could change features
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue
             at_the_end.enter_context(locked(folder))
-        except LockedError:  # another process of this machine has it
+        except LockedError:  # another process of this machine holds it
             continue
         except OSError as error:
             raise LayertapError(f"cannot write to {folder}: {error.strerror}") from error

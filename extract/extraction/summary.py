@@ -1,4 +1,4 @@
-"""What a run did, and where its time went."""
+"""Result of a run: rows, statuses, and the time of each stage."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _END = object()
 
 @dataclass(frozen=True)
 class Callbacks:
-    """What a run calls while it works.
+    """Functions that a run calls.
 
     Attributes:
-        on_rows: called with a number of rows, and whether they were found done (True) or computed now (False).
-        on_computation: called when it is known how features are computed, after the first batch.
-        stop: asked after each batch; True ends the run there, in order.
+        on_rows: called with a number of rows, and whether an earlier run stored them (True) or this one (False).
+        on_computation: called after the first batch with how features are computed.
+        stop: called after each batch; True stops the run cleanly.
     """
 
     on_rows: Callable[[int, bool], None] = lambda rows, found: None
@@ -36,19 +36,19 @@ class Callbacks:
 
 @dataclass
 class Summary:
-    """What a run did.
+    """Result of a run.
 
     Attributes:
         n_rows: rows of the data set.
-        found: rows that were done before.
-        computed: rows of this run, failed ones included.
-        duplicates: those of them that were copied, since an earlier row has an image with the same bytes.
+        found: rows that were done before the run.
+        computed: rows of this run, including failed rows.
+        duplicates: rows of this run that were copied, because an earlier row has an image with the same bytes.
         status: status -> number of rows of this run.
-        seconds: from the first image to the last receipt.
-        stages: seconds spent waiting for images, in the forward (with pooling), and writing; of a GPU, "copy", too: to
-            it and from it, as far as it was waited for.
-        computation: how the features were computed; None: none was.
-        images_at_once: images that were computed at once in the end, if the memory did not suffice for a batch.
+        seconds: time from the first image to the last receipt.
+        stages: seconds spent waiting for images, in the forward (with pooling), and writing; on a GPU also "copy": to
+            the GPU and back, as far as the run waited for it.
+        computation: how the features were computed; None if none were.
+        images_at_once: images per forward at the end, if memory was insufficient for a batch; otherwise None.
         stopped: whether the run was asked to stop before the end.
     """
 
@@ -65,16 +65,16 @@ class Summary:
 
     @property
     def images_per_s(self) -> float:
-        """Rate of this run."""
+        """Rows per second of this run."""
         return self.computed / self.seconds if self.seconds else 0.0
 
     def made_since(self, before: Summary, seconds: float, provenance: dict[str, Any]) -> dict[str, Any]:
-        """Where, when and how fast rows were made, for the receipt of a shard.
+        """Return where, when and how fast rows were computed, for the receipt of a shard.
 
         Args:
-            before: this summary when the shard was begun.
-            seconds: since then.
-            provenance: of the run.
+            before: copy of this summary from the start of the shard.
+            seconds: seconds since then.
+            provenance: provenance of the run.
         """
         return {
             "host": provenance["machine"]["host"],
@@ -86,19 +86,19 @@ class Summary:
         }
 
     def count(self, stored: Counter[int]) -> None:
-        """Add rows that were stored: status -> number."""
+        """Add stored rows: status code -> number."""
         self.computed += stored.total()
         for code, rows in stored.items():
             self.status[Status(code).text] += rows
 
     def move(self, stage: str, to: str, seconds: float) -> None:
-        """Count some of the time of one stage as that of another."""
+        """Move seconds from one stage to another."""
         if seconds > 0:
             self.stages[stage] -= seconds
             self.stages[to] = self.stages.get(to, 0.0) + seconds
 
     def timed_each(self, stage: str, values: Iterable[T]) -> Iterator[T]:
-        """Pass values on; add the time to get each to a stage, without that of other stages inside."""
+        """Yield the values; add the time to get each to a stage, excluding the time of stages inside."""
         iterator = iter(values)
         while True:
             with self.timed(stage):
@@ -109,7 +109,7 @@ class Summary:
 
     @contextlib.contextmanager
     def timed(self, stage: str) -> Iterator[None]:
-        """Add the time of the block to a stage, without that of other stages inside."""
+        """Context manager: add the time of the block to a stage, excluding the time of stages inside."""
         start, others = time.perf_counter(), sum(self.stages.values())
         try:
             yield

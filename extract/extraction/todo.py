@@ -1,4 +1,4 @@
-"""What is left to do: shards that are not finished, their rows in batches, and the files that they are written to."""
+"""Remaining work of a run: unfinished shards, their rows in batches, and the files to write."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from extract.store.format.writer import ShardWriter
 
 __all__ = ["ShardWork", "batches_of", "check_disk_space", "check_same_images", "open_part", "work_at", "work_of"]
 
-_TRIED_S = 2.0  # for the images of a shard that had an I/O error; where a server is away, each takes seconds
-_SAMPLED = 16  # stored rows whose images are read again when their folder has another name than before
+_TRIED_S = 2.0  # to try images of a shard that had an I/O error; if a server is down, each takes seconds
+_SAMPLED = 16  # stored rows whose images are read again if their folder has another name than before
 RowNumbers = range | NDArray[np.int64]  # ascending
 
 
@@ -36,11 +36,11 @@ class ShardWork:
     """A shard that is not finished.
 
     Attributes:
-        shard: its number.
-        revision: of the file that is written.
-        rows: of the data set, that have no good features yet.
-        published: the finished file that the new one is to replace; None: there is none.
-        compress: how that one is compressed; None: plain.
+        shard: number of the shard.
+        revision: revision of the file to write.
+        rows: rows of the data set to compute, none of which has good features.
+        published: finished file that the new one replaces; None if there is none.
+        compress: compression of the published file; None if it has none.
     """
 
     shard: int
@@ -51,12 +51,12 @@ class ShardWork:
 
 
 def work_of(dataset: DataSet, source: Source, retry_failed: bool) -> list[ShardWork]:
-    """Every shard that is not finished, and rows with an I/O error whose images can be read again.
+    """Return the work of unfinished shards, and of finished shards with I/O errors if one of the images can be read.
 
     Args:
-        dataset: that has the shards.
-        source: of its images.
-        retry_failed: whether all other rows without good features are to be computed again, too.
+        dataset: data set of the shards.
+        source: source of its images.
+        retry_failed: also return every row of finished shards whose status is not OK.
     """
     found = []
     for shard, where in enumerate(dataset.whereabouts()):
@@ -69,7 +69,7 @@ def work_of(dataset: DataSet, source: Source, retry_failed: bool) -> list[ShardW
 
 
 def _of_io_errors(dataset: DataSet, source: Source, shard: int, where: Whereabouts) -> ShardWork | None:
-    """The rows of a finished shard with an I/O error, if one is found that can be read now."""
+    """Return the rows of a finished shard with an I/O error, if an image of them can be read now."""
     assert where.published is not None
     published = dataset.path(shard, where.published)
     counts = (read_receipt(published) or {}).get("status")
@@ -79,12 +79,12 @@ def _of_io_errors(dataset: DataSet, source: Source, shard: int, where: Whereabou
         compress = next(iter(opened.compression.values()), None)
         rows = dataset.shard_range(shard)[0] + np.flatnonzero(opened.column("status") == Status.IO_ERROR)
     end = time.monotonic() + _TRIED_S
-    for row in np.random.default_rng().permutation(rows).tolist():  # each run may look at others
+    for row in np.random.default_rng().permutation(rows).tolist():  # another order in each run
         if _can_be_read(source, row):
             return ShardWork(shard, where.published + 1, rows, published, compress)
         if time.monotonic() > end:
             break
-    return None  # the shard is not written again for nothing
+    return None  # the shard is not rewritten without need
 
 
 def _can_be_read(source: Source, row: int) -> bool:
@@ -96,7 +96,7 @@ def _can_be_read(source: Source, row: int) -> bool:
 
 
 def work_at(dataset: DataSet, shard: int, where: Whereabouts, retry_failed: bool = False) -> ShardWork | None:
-    """What is left to do of one shard; None: nothing."""
+    """Return the remaining work of one shard, or None. Damaged rows of an unfinished file become pending."""
     rows: RowNumbers = dataset.shard_range(shard)
     first_row, published, compress = rows[0], None, None
     if where.published is not None:
@@ -117,9 +117,9 @@ def work_at(dataset: DataSet, shard: int, where: Whereabouts, retry_failed: bool
 
 @contextlib.contextmanager
 def open_part(plan: Plan, work: ShardWork) -> Iterator[ShardWriter]:
-    """Context manager: yield the writer of a shard, whose file is made if it is not there.
+    """Context manager: yield the writer of a shard; create its file if it does not exist.
 
-    A new file to which nothing was stored before an error is removed.
+    After an error, a new file without stored rows is removed.
     """
     part = plan.dataset.path(work.shard, work.revision, part=True)
     is_new = not part.exists()
@@ -136,7 +136,7 @@ def open_part(plan: Plan, work: ShardWork) -> Iterator[ShardWriter]:
 
 
 def _create_part(plan: Plan, work: ShardWork, part: Path) -> None:
-    """Make the file that the rows are written to: a new one, or a copy of the finished one without them."""
+    """Create the file to write: a new one, or a copy of the finished file in which the rows of `work` are pending."""
     dataset, images = plan.dataset, plan.images
     rows = dataset.shard_range(work.shard)
     if work.published is not None:
@@ -149,9 +149,9 @@ def _create_part(plan: Plan, work: ShardWork, part: Path) -> None:
 
 
 def batches_of(rows: RowNumbers, plan: Plan) -> Iterator[list[int]]:
-    """The rows of one shard in batches that begin where they begin when all rows are to do.
+    """Split the rows of one shard into batches at the same boundaries as if all rows were to be computed.
 
-    So a run that was interrupted and resumed computes each row in the same company as one that was not.
+    The remaining batches of a resumed run are therefore those of an uninterrupted run.
     """
     start = int(rows[0]) // plan.dataset.shard_rows * plan.dataset.shard_rows if len(rows) else 0
     for _, batch in itertools.groupby(rows, lambda row: (int(row) - start) // plan.settings.batch_size):
@@ -159,10 +159,10 @@ def batches_of(rows: RowNumbers, plan: Plan) -> Iterator[list[int]]:
 
 
 def check_same_images(plan: Plan, existing: DataSet) -> None:
-    """Whether a few images that have rows already are the same at the new place, byte for byte.
+    """Check that a few images with stored rows are identical, byte for byte, in the new folder.
 
     Raises:
-        InputError: they are not; other pictures may lie under the same names.
+        InputError: an image differs or cannot be read; the names may belong to other images.
     """
     for shard, where in enumerate(existing.whereabouts()):
         file = existing.current(shard, where)
@@ -189,10 +189,10 @@ def check_same_images(plan: Plan, existing: DataSet) -> None:
 
 
 def check_disk_space(dataset: DataSet) -> None:
-    """Whether the shards that are to be made fit on the disk.
+    """Check that the shards to create fit on the disk.
 
     Raises:
-        LayertapError: they do not.
+        LayertapError: the shards do not fit.
     """
     new = [shard for shard, where in enumerate(dataset.whereabouts()) if where.published is None and where.part is None]
     needed = sum(len(dataset.shard_range(shard)) for shard in new) * row_bytes(dataset.features)

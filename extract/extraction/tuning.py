@@ -1,7 +1,9 @@
-"""What this machine can do for a backbone, measured: decoding, and the forward in each way there is.
+"""Measure the speed of decoding, and of the forward with each precision and engine, on this machine.
 
-settings, measured = fastest("photos", backbone=backbone)
-extract_features("photos", out="outputs/photos", backbone=backbone, **settings[0])
+Usage:
+
+    settings, measured = fastest("photos", backbone=backbone)
+    extract_features("photos", out="outputs/photos", backbone=backbone, **settings[0])
 """
 
 from __future__ import annotations
@@ -40,23 +42,23 @@ __all__ = [
     "ranked", "ways_for",
 ]  # fmt: skip
 
-_AT_LEAST_S = 1.0  # of repeated forwards; one that takes longer is timed once, after one that is not timed
-_TIMED, _TIMED_PER_CORE = 16, 8  # pictures of a forward that is timed on a CPU; more take longer and tell no more
-_DIFFERENT = 128  # pictures at most that are decoded to measure forwards; larger batches repeat them
-_GAIN, _WORTHWHILE = 1.03, 1.1  # what a larger batch must gain, and another than the default
+_AT_LEAST_S = 1.0  # total of repeated forwards, after an untimed one; a longer forward is timed once
+_TIMED, _TIMED_PER_CORE = 16, 8  # pictures per timed forward on a CPU; more take longer and give the same rate
+_DIFFERENT = 128  # pictures decoded at most to measure forwards; larger batches repeat them
+_GAIN, _WORTHWHILE = 1.03, 1.1  # required speed-up of a larger batch, and of a size other than the default
 _BATCH_SIZES = {"cpu": (8, 16, 32, 64, 128), "gpu": (32, 64, 128, 256, 512, 1024)}
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to compute features."""
+    """One way to compute features: a precision and an engine."""
 
     precision: str
     engine: str
 
     @property
     def compile(self) -> str:
-        """What `extract_features` calls the engine."""
+        """The engine as the argument `compile` of `extract_features`."""
         return "off" if self.engine == "eager" else self.engine
 
     def __str__(self) -> str:
@@ -71,14 +73,14 @@ class Measured:
     """A forward that was timed.
 
     Attributes:
-        way: it was computed.
-        images_per_s: of batches that lie in memory; 0 where it failed, or was not timed.
-        start_s: seconds until the first batch was computed, with compiling.
-        agreement: feature -> how it agrees with eager float32.
-        decoding: feature -> how that of fast decoded images agrees with eager float32 of exactly decoded ones; empty
-            where there is no fast decoding.
-        why_not: it may not be taken; empty: it may.
-        why_not_fast: it may not be taken with fast decoding; empty: it may, or there is none.
+        way: precision and engine of the forward.
+        images_per_s: rate for batches in memory; 0 if the forward failed or was not timed.
+        start_s: seconds until the first batch was computed, including compilation.
+        agreement: feature -> agreement with eager float32.
+        decoding: feature -> agreement of fast decoded images with eager float32 of exactly decoded ones; empty without
+            fast decoding.
+        why_not: why the way is refused; empty if it is accepted.
+        why_not_fast: why it is refused with fast decoding; empty if it is accepted, or without fast decoding.
     """
 
     way: Way
@@ -91,24 +93,24 @@ class Measured:
 
     @property
     def decode(self) -> str:
-        """The faster of the ways to decode that go with it."""
+        """The faster accepted decoding, "fast" or "exact"."""
         return "fast" if self.decoding and not self.why_not_fast else "exact"
 
 
 def ways_for(
     device: torch.device, *, precision: str | None = None, compile: str | None = None, thorough: bool = False
 ) -> list[Way]:
-    """The ways to compute on a device, those in float32 first.
+    """Return the ways to compute on a device, float32 first.
 
     Args:
-        device: of the backbone.
-        precision: only this.
-        compile: only what this means, as of `extract_features`; None or "auto": any.
-        thorough: also those that are seldom the fastest and take long to compile: inductor on a CPU, beside OpenVINO.
+        device: device of the backbone.
+        precision: only this precision; None: any.
+        compile: only the engine of this value, see `extract_features`; None or "auto": any.
+        thorough: also the way that is seldom the fastest and slow to compile: inductor on a CPU that has OpenVINO.
 
     Raises:
-        UnknownNameError: no such value of `compile`.
-        InputError: `compile` and `precision` do not go together.
+        UnknownNameError: `compile` has no such value.
+        InputError: `compile` does not support the device or `precision`.
     """
     ways = []
     by_openvino = default_engine(device, "float32") == "openvino"
@@ -133,20 +135,21 @@ def pictures_of(
     *,
     both_ways: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The first images that can be decoded, up to 128 of them, repeated up to `count`.
+    """Return the first images that can be decoded, at most 128, repeated up to `count`.
 
     Args:
-        images: as listed.
-        preprocessing: of the backbone.
-        count: of pictures.
-        max_pixels: as of `extract_features`.
-        both_ways: whether they are also to be decoded fast.
+        images: listed images.
+        preprocessing: preprocessing of the backbone.
+        count: number of pictures.
+        max_pixels: see `extract_features`.
+        both_ways: also decode them fast.
 
     Returns:
-        (count, ...) as `Preprocessing.prepare` makes them, and (count, ...) the same pictures, decoded fast, or None.
+        (count, ...) stacked results of `Preprocessing.prepare`, and (count, ...) the same pictures decoded fast, or
+        None.
 
     Raises:
-        InputError: none of the first can be decoded.
+        InputError: none of the first images can be decoded.
     """
     different = min(count, _DIFFERENT)
     if both_ways:
@@ -173,7 +176,7 @@ def _decoded(images: ImageList, preprocessing: Preprocessing, count: int, max_pi
 def decode_rate(
     images: ImageList, preprocessing: Preprocessing, count: int, max_pixels: int = defaults.MAX_PIXELS
 ) -> float:
-    """Images per second that one core reads, decodes and prepares."""
+    """Return the images per second that one core reads, decodes and preprocesses."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in a worker
     try:
@@ -184,19 +187,22 @@ def decode_rate(
 
 
 def batch_rates(backbone: Backbone, choice: Choice, pictures: Tensor) -> dict[int, float]:
-    """Images a forward -> images per second, eagerly and in float32, until the memory ends.
+    """Return batch size -> images per second, eager in float32, for the batch sizes that fit into memory.
 
     Args:
-        backbone: as loaded.
-        choice: of features.
-        pictures: as `Preprocessing.prepare` makes them; repeated for larger batches.
+        backbone: loaded backbone.
+        choice: features to compute.
+        pictures: stacked results of `Preprocessing.prepare`; repeated for larger batches.
+
+    Raises:
+        InputError: memory is insufficient for the smallest batch size.
     """
     rates: dict[int, float] = {}
     for size in _BATCH_SIZES["cpu" if backbone.device.type == "cpu" else "gpu"]:
         batch = _repeated(pictures, size)
         with open_forward(backbone, choice, "float32") as forward:
             forward(batch)
-            if forward.images_at_once:  # the memory does not suffice for the whole batch
+            if forward.images_at_once:  # memory is insufficient for the whole batch
                 break
             rates[size] = size / _median_s(functools.partial(forward, batch))
     if not rates:
@@ -205,9 +211,9 @@ def batch_rates(backbone: Backbone, choice: Choice, pictures: Tensor) -> dict[in
 
 
 def best_batch_size(rates: dict[int, float]) -> int:
-    """The default, where none is faster by a tenth; else the smallest than which none is faster by more than noise.
+    """Return the default if no size is faster by a tenth; otherwise the smallest size within 3 % of the fastest.
 
-    What a smaller batch gains in a forward by itself, it loses beside decoding.
+    The gain of a smaller batch in an isolated forward is lost when images are decoded at the same time.
     """
     most = max(rates.values())
     if rates.get(defaults.BATCH_SIZE, 0.0) * _WORTHWHILE >= most:
@@ -225,16 +231,16 @@ def forward_rates(
     *,
     refused_too: bool = False,
 ) -> list[Measured]:
-    """Time forwards of one batch, and compare what they give with the plain one.
+    """Time forwards of one batch, and compare their features with the reference.
 
     Args:
-        backbone: as loaded.
-        choice: of features.
-        pictures: a batch, as `pictures_of` gives it; compared are all of them.
-        ways: to be timed.
-        min_cosine: from which on a feature in lower precision, or of fast decoded images, may be taken.
-        fast: the same pictures, decoded fast; None: there is no fast decoding.
-        refused_too: time also those that may not be taken.
+        backbone: loaded backbone.
+        choice: features to compute.
+        pictures: batch from `pictures_of`, all of which is compared.
+        ways: ways to time.
+        min_cosine: lowest accepted cosine of a feature in lower precision or of a fast decoded image.
+        fast: the same pictures decoded fast; None without fast decoding.
+        refused_too: also time ways that are refused.
     """
     ways = list(ways)
     measured = []
@@ -270,12 +276,12 @@ def forward_rates(
 
 
 def _enough(device: torch.device, batch_size: int) -> int:
-    """Pictures of a batch that tell how fast a forward is."""
+    """Return the number of pictures that suffices to time a forward."""
     return min(batch_size, max(_TIMED, _TIMED_PER_CORE * defaults.CORES)) if device.type == "cpu" else batch_size
 
 
 def _free(way: Way, device: torch.device) -> None:
-    """Give back the memory of a forward that is not needed any more."""
+    """Release the memory of a forward that is no longer needed."""
     if way.engine == "inductor":
         torch.compiler.reset()
     gc.collect()
@@ -293,15 +299,15 @@ def _median_s(call: Callable[[], object]) -> float:
 
 
 def ranked(measured: Iterable[Measured], n_images: float = math.inf, decode: str | None = None) -> list[Measured]:
-    """Those that may be taken; first the one that takes the least time for so many images, with compiling.
+    """Return the accepted ways, ordered by the time for `n_images` images including compilation.
 
     Args:
-        measured: as of `forward_rates`.
-        n_images: to be computed.
-        decode: "fast": only those that may be taken with it.
+        measured: results of `forward_rates`.
+        n_images: number of images to compute.
+        decode: "fast": only ways accepted with fast decoding.
 
     Raises:
-        InputError: none may be taken.
+        InputError: no way is accepted.
     """
     good, refused = [], []
     for one in measured:
@@ -328,30 +334,30 @@ def fastest(
     limit: int | None = None,
     max_pixels: int = defaults.MAX_PIXELS,
 ) -> tuple[list[dict[str, Any]], list[Measured]]:
-    """The ways to compute features of these images that agree with the plain one, the fastest first.
+    """Return the ways to compute features of these images that agree with the reference, the fastest first.
 
-    They are compared on a few images only, since the run compares its whole first batch, and ends with a
-    `DisagreementError` before anything is stored if it disagrees: then the next way is to be taken.
+    They are compared on a few images only. A run compares its whole first batch, and raises `DisagreementError` before
+    anything is stored if a way disagrees; then use the next way.
 
     Args:
-        images: as of `extract_features`; the first of them are computed in each way.
-        backbone: as loaded.
-        layers: as of `extract_features`.
-        out: a data set that is to be gone on with: what its features depend on stays, and nothing is measured.
-        batch_size: images a forward; None: the default on a CPU, measured on a GPU.
-        precision: only this; None: any.
-        compile: only this; None or "auto": any.
-        decode: only this; None: either.
-        min_cosine: from which on features in lower precision, or of fast decoded images, agree.
-        limit: only so many images.
-        max_pixels: as of `extract_features`.
+        images: see `extract_features`; the first images are computed in each way.
+        backbone: loaded backbone.
+        layers: see `extract_features`.
+        out: data set to resume; if it has rows, their settings are returned and nothing is measured.
+        batch_size: images per forward; None: the default on a CPU, measured on a GPU.
+        precision: only this precision; None: any.
+        compile: only this value; None or "auto": any.
+        decode: only this value; None: either.
+        min_cosine: lowest accepted cosine of features in lower precision or of fast decoded images.
+        limit: maximum number of images.
+        max_pixels: see `extract_features`.
 
     Returns:
-        `precision`, `compile`, `decode` and `batch_size` as `extract_features` takes them, of each way, of which there
-        is at least one; and what was measured.
+        settings of each accepted way, at least one: `precision`, `compile`, `decode` and `batch_size` as
+        `extract_features` takes them; and the measurements.
 
     Raises:
-        InputError: as of `extract_features`, or none of the ways that are left agrees.
+        InputError: see `extract_features`; or no way agrees.
     """
     if out is not None and (begun := how_begun(Path(out))):
         asked = {"precision": precision, "compile": compile, "decode": decode, "batch_size": batch_size}
@@ -365,7 +371,7 @@ def fastest(
     count = _enough(backbone.device, min(batch_size or defaults.BATCH_SIZE, len(found)))
     both_ways = decode == "fast" or (decode is None and preprocessing.can_be_faster)
     pictures, fast = pictures_of(found, preprocessing, count, max_pixels, both_ways=both_ways)
-    if backbone.device.type != "cpu":  # it is timed with whole batches
+    if backbone.device.type != "cpu":  # a GPU is timed with whole batches
         batch_size = batch_size or best_batch_size(batch_rates(backbone, choice, pictures))
         count = min(batch_size, len(found))
         pictures, fast = _repeated(pictures, count), None if fast is None else _repeated(fast, count)

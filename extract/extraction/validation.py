@@ -1,8 +1,8 @@
-"""Whatever is not plain (PyTorch as it is, in float32, of exactly decoded images) is compared with that first.
+"""Compare the first batch with the reference: eager PyTorch in float32 on exactly decoded images.
 
-Compiled code in float32 must agree within rounding, or the run goes on without it. Lower precision and fast decoding
-must give features that point the same way, or the run ends before anything is stored. And some pictures of the first
-batch are computed alone: their rows must be those of the batch.
+Compiled code in float32 must agree within rounding; otherwise the run continues without it, or ends if compiling was
+requested. Lower precision and fast decoding must give features with a high cosine to the reference, or the run ends
+before anything is stored. Some images of the first batch are also computed alone: their rows must be the same.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from extract.row_status import Status
 
 __all__ = ["Computation", "ValidatedForward", "decoded_both_ways", "validated_forward"]
 
-# Images from which compiling pays: it takes OpenVINO about 3 s and inductor 10 to 60 s, and saves a tenth of the work
-# or more. Numbers of images, not seconds, so that the same job is computed in the same way every time.
+# Number of images from which compiling pays: it takes OpenVINO about 3 s and inductor 10 to 60 s, and saves a tenth of
+# the work or more. The limit is in images, not seconds, so that the same job is computed in the same way every time.
 _PAYS_FROM = {"openvino": 3_000, "inductor": 50_000}
-_DECODED = 16  # images that are decoded both ways
+_DECODED = 16  # images decoded both ways
 
 
 @dataclass
@@ -38,12 +38,12 @@ class Computation:
 
     Attributes:
         engine: "eager", "inductor" or "openvino".
-        why: it is not another, which was asked for or would have been taken otherwise.
-        failed: whether that other one failed, or was off.
-        agreement: feature -> how it agrees with eager float32, in the first batch; empty where it is that.
-        decoding: feature -> how that of fast decoded images agrees with eager float32 of exactly decoded ones, for the
-            first images; empty where they are exactly decoded.
-        prepared_in_s: seconds that comparing and compiling took, beside computing the first batch itself.
+        why: why "auto" has not chosen a compiler; otherwise empty.
+        failed: whether the compiler that "auto" tried has failed or disagreed.
+        agreement: feature -> agreement with eager float32 in the first batch; empty if the run itself is eager float32.
+        decoding: feature -> agreement of fast decoded images with eager float32 of exactly decoded ones, for the first
+            images; empty if images are decoded exactly.
+        prepared_in_s: seconds spent comparing and compiling, excluding the computation of the first batch itself.
     """
 
     engine: str = "eager"
@@ -56,19 +56,19 @@ class Computation:
 
 @contextlib.contextmanager
 def validated_forward(plan: Plan, has_stored_rows: bool = False) -> Iterator[ValidatedForward]:
-    """Context manager: yield the forward that the plan asks for. Its first batch is compared before it is handed out.
+    """Context manager: yield the forward of a plan. Its first batch is compared with the reference.
 
     Args:
-        plan: its `engine` may be "auto": compiled if that pays, and agrees.
-        has_stored_rows: whether the data set has rows already, which were compared when the first of them was computed.
-            Then rows of this batch in lower precision are compared, but not refused.
+        plan: plan of the run. An `engine` of "auto" means compiled if that pays and agrees.
+        has_stored_rows: whether the data set already has rows, which were compared when the first was computed. Then
+            lower precision is compared but not refused.
     """
     with contextlib.ExitStack() as open_now:
         yield ValidatedForward(plan, has_stored_rows, open_now)
 
 
 class ValidatedForward:
-    """The forward of a run, which compares the first batch with the plain way to compute it.
+    """The forward of a run, which compares the first batch with the reference.
 
     Attributes:
         computation: how features are computed; None before the first batch.
@@ -82,22 +82,21 @@ class ValidatedForward:
 
     @property
     def copying_s(self) -> float:
-        """As of `Forward`."""
+        """See `Forward`."""
         return 0.0 if self._forward is None else self._forward.copying_s
 
     @property
     def images_at_once(self) -> int | None:
-        """As of `Forward`."""
+        """See `Forward`."""
         return None if self._forward is None else self._forward.images_at_once
 
     def map(self, batches: Iterable[B]) -> Iterator[tuple[B, Values]]:
-        """As of `Forward`.
+        """See `Forward`.
 
         Raises:
             InputError: rows of a feature are not the images of the first batch.
-            DisagreementError: lower precision or fast decoding points elsewhere, or what a compiler made that was asked
-                for is off.
-            LayertapError: the compiler that was asked for failed.
+            DisagreementError: lower precision, fast decoding or the requested compiler disagrees with the reference.
+            LayertapError: the requested compiler has failed.
         """
         batches = iter(batches)
         while self._forward is None or not self._rows_are_checked:
@@ -108,11 +107,14 @@ class ValidatedForward:
         yield from self._forward.map(batches)
 
     def _validated(self, images: Tensor) -> Values:
-        """Features of the first batch, or of one after a first batch of a single picture, which proves no rows."""
+        """Return the features of the first batch, or of a later one while the rows are not checked.
+
+        A batch with a single image does not show which rows belong to which image.
+        """
         if self._forward is None:
             try:
                 return self._first(images)
-            except BaseException:  # what was refused is compared again, should anybody go on
+            except BaseException:  # so that a retry compares again
                 self._forward = None
                 self._open_now.close()
                 raise
@@ -122,7 +124,7 @@ class ValidatedForward:
         return self._forward(images)
 
     def _first(self, images: Tensor) -> Values:
-        """Features of the first batch; decides how all others are computed."""
+        """Return the features of the first batch; decide how all others are computed."""
         plan, precision, start = self._plan, self._plan.settings.precision, time.perf_counter()
         engine, why = _engine(plan)
         plain_way = (engine, precision) == ("eager", "float32")
@@ -178,7 +180,7 @@ class ValidatedForward:
 
     def _open(self, engine: str) -> Forward:
         plan = self._plan
-        # What is compared is in float32, whatever is stored.
+        # Features are compared in float32, whatever dtype is stored.
         plain = (engine, plan.settings.precision, plan.backbone.preprocessing.fast) == ("eager", "float32", False)
         dtype = plan.dataset.features[0].dtype if plain else "float32"
         at_most = min(plan.settings.batch_size, plan.dataset.shard_rows)
@@ -187,7 +189,7 @@ class ValidatedForward:
         return self._forward
 
     def _why_not(self, computation: Computation) -> str:
-        """Why the features may not be taken for the plain ones; empty: they may."""
+        """Return why features disagree with the reference; an empty string if they agree."""
         if self._plan.settings.precision == "float32":
             why = refusal(computation.agreement, None)
             return why and f"compiled by {computation.engine}, {why}"
@@ -196,7 +198,7 @@ class ValidatedForward:
 
 
 def _engine(plan: Plan) -> tuple[str, str]:
-    """The engine, and why; by the size of the whole data set, so that resuming a run changes nothing."""
+    """Return the engine and the reason, by the size of the whole data set: a resumed run uses the same engine."""
     if plan.engine != "auto":
         return plan.engine, ""
     best = default_engine(plan.backbone.device, plan.settings.precision)
@@ -208,16 +210,16 @@ def _engine(plan: Plan) -> tuple[str, str]:
 def decoded_both_ways(
     images: ImageList, preprocessing: Preprocessing, max_pixels: int, count: int = _DECODED
 ) -> tuple[Tensor, Tensor]:
-    """Of the first images that can be decoded: (B, ...) decoded fast, and (B, ...) the same exactly.
+    """Return the first images that can be decoded: (B, ...) decoded fast, and (B, ...) the same decoded exactly.
 
     Args:
-        images: as listed.
-        preprocessing: that decodes fast.
-        max_pixels: as of `extract_features`.
-        count: of images at most.
+        images: listed images.
+        preprocessing: preprocessing that decodes fast.
+        max_pixels: see `extract_features`.
+        count: maximum number of images.
 
     Raises:
-        InputError: there are none.
+        InputError: no image can be decoded in both ways.
     """
     for first in range(0, len(images), count):
         rows = list(range(first, min(first + count, len(images))))

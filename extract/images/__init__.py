@@ -1,9 +1,9 @@
-"""Images: list them in a fixed order, wherever they are, decode them, and send them through a DataLoader as uint8.
+"""List images in a fixed order, decode them, and load them through a DataLoader as uint8.
 
-    list_images(where) -> Images -> load_batches -> Batch
+    list_images(where) -> ImageList -> load_batches -> Batch
 
-A file is decoded whole or not at all. A file that cannot be decoded is still an item, with a status and a reason: it is
-never replaced by a made-up picture and never dropped from the count.
+A file is decoded completely or not at all. A file that cannot be decoded keeps its row, with a status and a reason: it
+is never replaced by a placeholder picture and never dropped from the count.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from extract.images.listing import list_images, listed_again
     from extract.images.loading import Batch, Decoding, load_batches
 
-# Imported when first used: looking through a folder does not wait for torch.
+# Imported on first use, so that listing a folder does not import torch.
 _HOMES = {
     "Batch": "loading",
     "Decoding": "loading",

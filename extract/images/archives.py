@@ -1,7 +1,7 @@
-"""Images in tar and zip archives: their members are found once, and read by their place; nothing is unpacked.
+"""Images in tar and zip archives. Members are located once and read by offset; nothing is extracted to disk.
 
-In the layout of WebDataset (https://github.com/webdataset/webdataset), files of one sample share everything up to the
-first dot of their names, and `.cls` files give the labels.
+In the WebDataset layout (https://github.com/webdataset/webdataset), files of one sample share their name up to the
+first dot, and `.cls` files contain the labels.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["ARCHIVES", "list_archives"]
 
 ARCHIVES = (".tar", ".zip")
 
-_MEMBER_BYTES = 1 << 31  # an image file of more is none
+_MEMBER_BYTES = 1 << 31  # larger members are not read
 _LABEL_BYTES = 1 << 12
 _NO_PARTS = "the server gives no parts of files (HTTP ranges); copy the archive here"
 _PACKED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
@@ -43,7 +43,17 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of name and extr
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """A file in an archive: in which one, from which byte on, packed and unpacked size, how packed, checksum, time."""
+    """A file in an archive.
+
+    Attributes:
+        name: path in the archive.
+        archive: index of the archive.
+        offset: of its data in a tar, of its local header in a zip, in bytes.
+        packed, size: packed and unpacked size in bytes.
+        method: compression method of zip, or `_ENCRYPTED`.
+        crc: CRC-32 of the unpacked data; None in a tar.
+        mtime_ns: modification time in nanoseconds, or `UNKNOWN`.
+    """
 
     name: str
     archive: int
@@ -56,7 +66,7 @@ class _Member:
 
 
 class Members:
-    """Members of archives, by row."""
+    """Source of the members of archives."""
 
     def __init__(self, archives: Sequence[str], members: Sequence[_Member], zipped: bool):
         self._archives, self._zipped = PackedNames(archives), zipped
@@ -76,7 +86,7 @@ class Members:
         return {**vars(self), "_opened": {}}
 
     def read(self, row: int) -> tuple[bytes, int]:
-        """As of `Source`."""
+        """See `Source`."""
         archive = self._archives[self._archive[row]]
         offset, packed, size = (int(column[row]) for column in (self._offset, self._packed, self._size))
         method = int(self._method[row])
@@ -103,7 +113,7 @@ class Members:
         else:
             key = os.getpid(), archive
             if key not in self._opened:
-                if len(self._opened) >= 64:  # not one for each of thousands of archives
+                if len(self._opened) >= 64:  # limited, as there may be thousands of archives
                     os.close(self._opened.pop(next(iter(self._opened))))
                 self._opened[key] = os.open(archive, os.O_RDONLY | os.O_CLOEXEC)
             data = b""
@@ -119,29 +129,34 @@ class Members:
         return data
 
     def decode(self, data: bytes, max_pixels: int, at_least_px: int = 0) -> Image.Image:
-        """As of `Source`."""
+        """See `Source`."""
         return decode(data, max_pixels, at_least_px)
 
     def check_there(self) -> None:
-        """As of `Source`: an archive that changed while it is read gives anything."""
+        """See `Source`."""
         for archive, size in zip(self._archives, self._sizes, strict=True):
             try:
                 same = _size_of(archive) == size
             except LayertapError as error:
                 raise LayertapError(f"{error}. What was stored is safe; run again when it is back") from error
-            if not same:
+            if not same:  # the offsets may be wrong
                 raise LayertapError(f"{archive} has changed since its files were listed. What was stored is safe")
 
 
 def list_archives(where: str, archives: Sequence[str]) -> Images:
-    """The images in archives of one kind, by the names of the members.
+    """List the images in archives of one kind, by the names of the members.
 
-    A name that two archives have makes all names begin with that of their archive. Members whose names lead out of
-    the archive, links and encrypted files are no images.
+    If two archives contain an image of the same name, all paths are prefixed with the archive's name. Members whose
+    names lead outside the archive are not images, nor are symbolic links in a tar, or hard links without an earlier
+    target. Encrypted files are listed, but cannot be read.
 
     Args:
-        where: as it was asked for.
-        archives: paths or URLs.
+        where: path, pattern or URL as given by the user.
+        archives: paths or URLs of the archives.
+
+    Raises:
+        InputError: archives of different kinds, or one that is damaged or not an archive.
+        LayertapError: an archive cannot be read.
     """
     kinds = {os.path.splitext(archive)[1].lower() for archive in archives}  # noqa: PTH122
     if len(kinds) > 1 or not kinds <= set(ARCHIVES):
@@ -149,9 +164,9 @@ def list_archives(where: str, archives: Sequence[str]) -> Images:
     zipped = kinds == {".zip"}
     left_out: Counter[str] = Counter()
     found: list[_Member] = []
-    labels: dict[str, str] = {}  # sample -> what its .cls file says
+    labels: dict[str, str] = {}  # sample -> content of its .cls file
     for number, archive in enumerate(archives):
-        latest: dict[str, _Member] = {}  # of a member that was added again, the last one counts
+        latest: dict[str, _Member] = {}  # a later member replaces an earlier one of its name
         for member in (_in_zip if zipped else _in_tar)(archive, number, left_out, labels, latest):
             if member.name in latest:
                 left_out["replaced by a later one of the same name"] += 1
@@ -172,7 +187,7 @@ def list_archives(where: str, archives: Sequence[str]) -> Images:
     elif classes == [only := _only_folder(members)]:
         hint = f"pack what is inside it: tar -C {only} -cf ... ."
         notes = (*notes, f"all images lie in the folder {only!r}, which is the only class; {hint}")
-    # A pattern is no path; and of a list in braces, each may be a whole one.
+    # A pattern stays as it is if its alternatives in braces are absolute paths.
     whole = is_url(where) or any(os.path.isabs(archive) for archive in archives)  # noqa: PTH117
     root = where if whole else os.path.abspath(where)  # noqa: PTH100
     source = Members(archives, members, zipped)
@@ -180,7 +195,7 @@ def list_archives(where: str, archives: Sequence[str]) -> Images:
 
 
 def _names(where: str, archives: Sequence[str], found: Sequence[_Member]) -> tuple[list[str], tuple[str, ...]]:
-    """The names of members, with that of their archive in front where an image has the same name in two; and a note."""
+    """Return member names, prefixed with the archive's name if an image name occurs in two archives, and notes."""
     names = [member.name for member in found]
     twice, count = (Counter(pick_images(names)[0]).most_common(1) or [("", 0)])[0]
     if count < 2:
@@ -193,7 +208,7 @@ def _names(where: str, archives: Sequence[str], found: Sequence[_Member]) -> tup
 
 
 def _only_folder(members: Sequence[_Member]) -> str:
-    """The one folder that holds everything and has folders in it, as `tar -cf photos.tar photos` makes; or nothing."""
+    """Return the only top folder if it contains folders, as after `tar -cf photos.tar photos`; otherwise ""."""
     tops = {member.name.partition("/")[0] for member in members}
     return tops.pop() if len(tops) == 1 and any(member.name.count("/") > 1 for member in members) else ""
 
@@ -204,7 +219,7 @@ def _sample(archive: int, name: str) -> str:
 
 
 def _plain_name(name: str) -> str | None:
-    """The name of a member without `./`; None if it leads out of the archive, empty if it is litter."""
+    """Return a member's name without `./`; None if it leads outside the archive, "" if it is litter."""
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if name.startswith("/") or ".." in parts or "\0" in name:
         return None
@@ -216,14 +231,14 @@ def _in_tar(
 ) -> Iterator[_Member]:
     with _opened(archive) as file, _understood(archive, "tar"), _unpacked_tar(file, archive) as tar:
         while (info := tar.next()) is not None:
-            tar.members = []  # type: ignore[attr-defined]  # it would keep them all
+            tar.members = []  # type: ignore[attr-defined]  # or `tar` would keep every member
             if info.isdir():
                 continue
             name = _plain_name(info.name)
             if name == "":
                 continue
             if name is not None and info.islnk() and (target := before.get(_plain_name(info.linkname) or "")):
-                yield replace(target, name=name)  # a second name of a file
+                yield replace(target, name=name)  # a hard link
                 continue
             if name is None or not info.isreg() or info.issparse():
                 left_out["name that leads out of the archive" if name is None else "link or no plain file"] += 1
@@ -245,10 +260,10 @@ def _unpacked_tar(file: BinaryIO, archive: str) -> tarfile.TarFile:
 
 
 def _check_end(file: BinaryIO, offset: int, archive: str) -> None:
-    """See that an archive ends as one does, with blocks of zeros: `tarfile` takes a damaged header for its end, too.
+    """Check that a tar ends with blocks of zeros, as `tarfile` also treats a damaged header as the end.
 
     Raises:
-        InputError: it is damaged, cut short, or several archives in one file.
+        InputError: the archive is damaged, truncated, or several archives in one file.
     """
     size = file.seek(0, os.SEEK_END)
     if size < offset + 512:
@@ -269,7 +284,7 @@ def _in_zip(
         for info in zipped.infolist():
             if info.is_dir():
                 continue
-            # Some tools for Windows write backslashes, which the format does not allow.
+            # Some Windows tools write backslashes, which the format does not allow.
             name = _plain_name(info.filename if "/" in info.filename else info.filename.replace("\\", "/"))
             if name == "":
                 continue
@@ -299,7 +314,7 @@ def _opened(archive: str) -> Iterator[BinaryIO]:
         raise LayertapError(f"{archive} cannot be read: {error.strerror or first_line(error)}") from error
     except LayertapError:
         raise
-    except Exception as error:  # each protocol's library has errors of its own
+    except Exception as error:  # each protocol's library raises its own errors
         raise LayertapError(f"{archive} cannot be read: {type(error).__name__}: {first_line(error)}") from error
     with file:
         yield file
@@ -313,7 +328,7 @@ def _understood(archive: str, kind: str) -> Iterator[None]:
         raise
     except OSError as error:
         raise LayertapError(f"{archive} cannot be read: {error.strerror or first_line(error)}") from error
-    except Exception as error:  # tarfile and zipfile answer damaged archives with errors of many kinds
+    except Exception as error:  # tarfile and zipfile raise many types for damaged archives
         if is_url(archive) and "range" in str(error).lower():
             raise InputError(f"{archive}: {_NO_PARTS}") from error
         raise InputError(f"{archive} is damaged, or no {kind} archive: {first_line(error)}") from error
@@ -332,7 +347,7 @@ def _size_of(archive: str) -> int:
 
 
 def _unpacked(data: bytes, method: int, size: int) -> bytes:
-    """The content of a member, never more than it says it has."""
+    """Decompress a member, up to one byte above `size`, so that the caller detects a longer one."""
     if method == _STORED:
         return data
     try:

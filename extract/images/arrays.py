@@ -1,4 +1,4 @@
-"""Images that are arrays already: `.npy`, or a data set in an HDF5 file, of uint8."""
+"""Images stored as uint8 arrays: `.npy` files and HDF5 data sets."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["list_array", "split_name"]
 
 _SUFFIXES = (".h5", ".hdf5")
 _PICTURE_BYTES = 1 << 31
-_MOST_PACKED = 1100  # deflate makes nothing smaller than by 1,032
-_LABELS = ("label", "labels")  # an array of whole numbers of this name, beside the pictures, tells their classes
+_MOST_PACKED = 1100  # largest compression ratio accepted; deflate reaches at most 1,032
+_LABELS = ("label", "labels")  # names of an array beside the pictures with their classes, integers or text
 
 
 class ArrayRows:
-    """Rows of an array of pictures, (N, H, W, C), (N, C, H, W) or (N, H, W); each process opens its own."""
+    """Rows of an array of pictures, (N, H, W, C), (N, C, H, W) or (N, H, W); each process opens the file itself."""
 
     def __init__(self, path: str, name: str, axes: str):
         self._path, self._name, self._axes = path, name, axes
@@ -39,7 +39,7 @@ class ArrayRows:
         return self._opened[1]
 
     def read(self, row: int) -> tuple[bytes, int]:
-        """As of `Source`: the pixels of a row, in front of them their shape."""
+        """See `Source`; the bytes are a line with height, width and channels, then the pixels."""
         mtime_ns = os.stat(self._path).st_mtime_ns  # noqa: PTH116
         pixels: NDArray[np.uint8] = np.asarray(self._array()[row])
         if self._axes == "CHW":
@@ -48,7 +48,7 @@ class ArrayRows:
         return f"{height} {width} {channels}\n".encode() + pixels.tobytes(), mtime_ns
 
     def decode(self, data: bytes, max_pixels: int, at_least_px: int = 0) -> Image.Image:
-        """As of `Source`."""
+        """See `Source`."""
         shape, _, pixels = data.partition(b"\n")
         height, width, channels = map(int, shape.split())
         if height * width > max_pixels:
@@ -57,13 +57,13 @@ class ArrayRows:
         return to_picture(Image.fromarray(array[:, :, 0] if channels == 1 else array))
 
     def check_there(self) -> None:
-        """As of `Source`."""
+        """See `Source`."""
         if not Path(self._path).is_file():
             raise LayertapError(f"{self._path} has vanished. What was stored is safe; run again when it is back")
 
 
 def split_name(where: str) -> tuple[str, str]:
-    """`FILE.h5:NAME` -> the file, and the data set; no name: the one that holds pictures."""
+    """Split `FILE.h5:NAME` into file and data set; the name is "" if not given."""
     for suffix in _SUFFIXES:
         head, found, name = where.rpartition(f"{suffix}:")
         if found and not Path(where).exists():
@@ -72,7 +72,10 @@ def split_name(where: str) -> tuple[str, str]:
 
 
 def list_array(where: str) -> Images:
-    """The rows of an array, each called by its number."""
+    """List the rows of an array; paths are zero-padded row numbers.
+
+    An HDF5 file without a data set name must have exactly one data set of pictures.
+    """
     path, name = split_name(where)
     if not Path(path).is_file():
         raise InputError(f"{path}: " + ("not a file" if Path(path).exists() else "no such file"))
@@ -81,7 +84,7 @@ def list_array(where: str) -> Images:
         name = name or _only_pictures(path)
         labels = _labels_beside(path, name)
     pictures = open_array(path, name)
-    shape = tuple(pictures.shape or ())  # an empty data set has none
+    shape = tuple(pictures.shape or ())  # the shape of an empty data set is None
     axes = _axes(shape)
     if len(shape) == 3 and (shape[0] in (1, 3, 4) or shape[2] in (1, 3, 4)):
         raise InputError(f"{where} is {shape}: one picture, or several grey ones? Make it (1, H, W, 3) or (N, H, W, 1)")
@@ -106,7 +109,7 @@ def _stored(array: Any) -> int:
 
 
 def open_array(path: str, name: str) -> Any:
-    """The array, without reading it."""
+    """Open an array without reading it."""
     try:
         if not path.lower().endswith(_SUFFIXES):
             return np.load(path, mmap_mode="r", allow_pickle=False)
@@ -135,7 +138,7 @@ def _names(path: str) -> list[str]:
 
     try:
         with h5py.File(path, "r", locking=False) as file:
-            file.visititems(note)  # follows no soft or external link
+            file.visititems(note)  # does not follow soft or external links
     except (OSError, RuntimeError) as error:
         raise InputError(f"{path} cannot be opened as HDF5: {first_line(error)}") from error
     return found
@@ -175,7 +178,7 @@ def _labels_beside(path: str, name: str) -> NDArray[Any] | None:
 
 
 def _axes(shape: tuple[int, ...]) -> str:
-    """What the axes of one picture are; empty if it is none."""
+    """Return the axes of one picture, "HWC", "CHW" or "HW"; "" if the shape does not fit."""
     if len(shape) == 3:
         return "HW"
     if len(shape) == 4 and shape[3] in (1, 3, 4):

@@ -1,4 +1,4 @@
-"""Images named by a list: CSV, TSV or Parquet with a column `path`, and perhaps `label`, `split` and `id`."""
+"""Images named by a list: CSV, TSV or Parquet with a column `path` and optionally `label`, `split` and `id`."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ __all__ = ["Row", "check_once", "file_and_column", "list_table", "places_of", "r
 
 _TEXT, _WHOLE, _NUMBER = "text", "text or whole numbers", "text or numbers"
 _COLUMNS = {"path": _TEXT, "label": _WHOLE, "split": _TEXT, "id": _WHOLE}
-_BUFFER_BYTES = 1 << 20  # of a column of Parquet that is read bit by bit
+_BUFFER_BYTES = 1 << 20  # for each Parquet column, when read in pieces
 
 
 class Row(NamedTuple):
-    """A row of a list; in the order of `path` and, of two of one path, of `place`.
+    """A row of a list; rows sort by `path`, then by `place`.
 
     Attributes:
-        path: its bytes.
-        place: the line that it ends on; of Parquet, its number.
-        label: as of `label_text`.
+        path: the path as bytes.
+        place: line on which the row ends; in Parquet, the row number from 0.
+        label: see `label_text`.
         split: train, val, test or empty.
-        id: None: it has none.
+        id: None if the row has no id.
     """
 
     path: bytes
@@ -47,9 +47,13 @@ class Row(NamedTuple):
 
 
 def list_table(where: str) -> Images:
-    """The images of a list, sorted by path. Paths are whole ones, URLs, or relative to the folder of the list.
+    """Read the images of a list, sorted by path.
 
-    Labels are names, or numbers from 0 on; empty: no class. Splits are train, val (valid, validation), test or empty.
+    Paths are absolute, URLs, or relative to the folder of the list. Labels are names, or integers from 0; an empty
+    label means no class. Splits are train, val (valid, validation), test or empty.
+
+    Raises:
+        InputError: the list has no column `path`, a row is not valid, or a path occurs twice.
     """
     given, lines = _read(where, _COLUMNS)
     _check_columns(where, given)
@@ -69,16 +73,16 @@ def list_table(where: str) -> Images:
 
 
 def places_of(where: str) -> tuple[str, str]:
-    """Where a list is found from anywhere, and the folder that its paths are relative to."""
+    """Return the absolute path or URL of a list, and the folder that its paths are relative to."""
     root = where if is_url(where) else str(Path(where).resolve())
     return root, root.rpartition("/")[0] or "/"
 
 
 def check_once(where: str, before: Row, row: Row) -> None:
-    """See that a row has another path than the one before it, in order.
+    """Check that a row does not repeat the path of the row before it, in sorted order.
 
     Raises:
-        InputError: it has not.
+        InputError: the paths are equal.
     """
     if before.path == row.path:
         first, second = sorted((before.place, row.place))
@@ -105,7 +109,7 @@ def _check_columns(where: str, columns: Collection[str]) -> None:
 
 
 def _row(where: str, place: int, path: Any, label: Any, split: Any, id: Any) -> Row:
-    """A row of a list, checked."""
+    """Check the values of a row and return them as a `Row`."""
     if not isinstance(path, str) or not path or "\0" in path:
         raise InputError(f"{_place(where, place)}: the path is empty, or has a null character")
     for name, value in (("label", label), ("split", split), ("id", id)):
@@ -120,16 +124,16 @@ def _row(where: str, place: int, path: Any, label: Any, split: Any, id: Any) -> 
 def rows_in_pieces(
     where: str, file: Path, size: int, after: dict[str, int]
 ) -> Iterator[tuple[list[Row], dict[str, int]]]:
-    """The rows of a list in the order of the file, so many at a time, and each time where the next ones begin.
+    """Yield the rows of a list in file order, in pieces, each with the position where the next piece starts.
 
     Args:
-        where: the list, as it is called in errors, and by its ending.
-        file: its content.
+        where: name of the list, for error messages; its suffix selects the format.
+        file: file with the content of the list.
         size: rows in a piece.
-        after: where to begin, as it was given with the last piece before; empty: at the start.
+        after: position to start from, as yielded with the previous piece; empty for the start of the file.
 
     Raises:
-        InputError: as of `list_table`.
+        InputError: the list has no column `path`, or a row is not valid.
     """
     return (_parquet_pieces if _is_parquet(where) else _csv_pieces)(where, file, size, after)
 
@@ -148,7 +152,7 @@ def _csv_pieces(where: str, file: Path, size: int, after: dict[str, int]) -> Ite
             for row, line in _lines(where, reader, len(header), before)
         )
         while rows := list(itertools.islice(found, size)):
-            # Not what a piece's last row says: empty lines may follow it.
+            # Not the line of the last row: empty lines may follow it.
             yield rows, {"byte": text.tell(), "line": before + reader.line_num}
 
 
@@ -181,17 +185,17 @@ def _parquet_pieces(
 
 
 def read_table(where: str, column: str) -> tuple[dict[str, Sequence[Any]], list[int]]:
-    """Values beside images: those of the columns `path`, `id`, `split` and the one named that there are.
+    """Read a table of values for images: the named column, and `path`, `id` and `split` where present.
 
     Args:
         where: CSV, TSV or Parquet file, or URL.
-        column: name of the column of values, text or numbers; case does not count.
+        column: name of the column of values, text or numbers; case-insensitive.
 
     Returns:
-        name -> values, in the order of the file; and the line that each row ends on, of text.
+        name -> values, in file order; and the line on which each row ends (empty for Parquet).
 
     Raises:
-        InputError: neither `path` nor `id` is there, or not the column; or the file is damaged.
+        InputError: the table has neither `path` nor `id`, lacks the column, or is damaged.
     """
     column = column.strip().lower()
     kinds = {"path": _TEXT, "id": _WHOLE, "split": _TEXT, column: _NUMBER}
@@ -206,7 +210,7 @@ def _names(columns: Collection[str]) -> str:
 
 
 def _read(where: str, kinds: Mapping[str, str]) -> tuple[dict[str, Sequence[Any]], list[int]]:
-    """The columns that there are, with the values of those that have a kind."""
+    """Return name -> values, and the line on which each row ends; see `_read_parquet` and `_read_csv`."""
     if _is_parquet(where):
         return _read_parquet(where, kinds), []
     return _read_csv(where, kinds)
@@ -214,7 +218,7 @@ def _read(where: str, kinds: Mapping[str, str]) -> tuple[dict[str, Sequence[Any]
 
 @contextlib.contextmanager
 def _opened(where: str, file: Path | None = None) -> Iterator[BinaryIO]:
-    """A list, open for reading; or a file that has its content."""
+    """Context manager: open a list, or `file` in its place, for reading."""
     try:
         content = io.BytesIO(read_remote(where)) if file is None and is_url(where) else (file or Path(where)).open("rb")
         with content:
@@ -226,20 +230,20 @@ def _opened(where: str, file: Path | None = None) -> Iterator[BinaryIO]:
 
 
 def _text(file: BinaryIO) -> io.TextIOWrapper:
-    """The text of a list; its lines keep their ends, as `csv` wants them."""
+    """Wrap a list as text; lines keep their ends, as `csv` requires."""
     start = file.read(2)
     file.seek(0)
     if start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # Excel's "Unicode text"
         return io.TextIOWrapper(file, "utf-16", "replace", newline="")
-    # Names of files may have any bytes; a byte order mark is what Excel puts in front.
+    # File names may have any bytes (surrogateescape); Excel writes a byte order mark (utf-8-sig).
     return io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="")
 
 
 def _table(where: str, text: io.TextIOWrapper, kinds: Mapping[str, str]) -> tuple[list[str], str, CsvReader]:
-    """The names of the columns, what stands between values, and the rows."""
+    """Return the column names, the delimiter, and a reader of the rows."""
     head = text.readline()
     delimiter = max(",;\t", key=head.count)
-    # Lines are asked for one by one: a file that is iterated does not tell where it is.
+    # readline, because iterating over the file disables `tell`.
     reader = csv.reader(itertools.chain([head], iter(text.readline, "")), delimiter=delimiter)
     try:
         header = [name.strip().lower() for name in next(reader, [])]
@@ -250,7 +254,7 @@ def _table(where: str, text: io.TextIOWrapper, kinds: Mapping[str, str]) -> tupl
 
 
 def _lines(where: str, reader: CsvReader, width: int, before: int = 0) -> Iterator[tuple[list[str], int]]:
-    """Rows with the lines that they end on, of which so many were read before."""
+    """Yield each row with the line on which it ends; `before` lines were read earlier."""
     try:
         for row in reader:
             if not row:
@@ -264,7 +268,7 @@ def _lines(where: str, reader: CsvReader, width: int, before: int = 0) -> Iterat
 
 
 def _read_csv(where: str, kinds: Mapping[str, str]) -> tuple[dict[str, Sequence[Any]], list[int]]:
-    """Column -> values of all, and the lines that they end on."""
+    """Return name -> values of all columns, and the line on which each row ends."""
     with _opened(where) as file, _text(file) as text:
         header, _, reader = _table(where, text, kinds)
         found = list(_lines(where, reader, len(header)))
@@ -275,10 +279,10 @@ def _read_csv(where: str, kinds: Mapping[str, str]) -> tuple[dict[str, Sequence[
 def _parquet(
     where: str, file: BinaryIO, kinds: Mapping[str, str], buffer_bytes: int = 0
 ) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """An open Parquet file, and name -> its column."""
+    """Context manager: open a Parquet file; yield it with lower-case name -> column name."""
     pa, parquet = (library(name, "parquet", f"{where}: Parquet") for name in ("pyarrow", "pyarrow.parquet"))
     try:
-        # Without threads, which may be running still when an error ends the process.
+        # Without threads, which could still be running when an error ends the process.
         opened = parquet.ParquetFile(file, pre_buffer=False, buffer_size=buffer_bytes)
         header = [str(name).strip().lower() for name in opened.schema_arrow.names]
         _unique(where, header, kinds)
@@ -288,14 +292,14 @@ def _parquet(
 
 
 def _read_parquet(where: str, kinds: Mapping[str, str]) -> dict[str, Sequence[Any]]:
-    """Column -> values of those that have a kind; the others are not read."""
+    """Return name -> values; columns without a kind are not read and have no values."""
     with _opened(where) as file, _parquet(where, file, kinds) as (opened, names):
         table = opened.read(columns=[names[name] for name in kinds if name in names], use_threads=False)
         return {name: _values(where, name, table.column(names[name]), kinds) if name in kinds else () for name in names}
 
 
 def _values(where: str, name: str, column: Any, kinds: Mapping[str, str]) -> list[Any]:
-    """The values of a column of Parquet, if they are of its kind."""
+    """Return the values of a Parquet column, after checking that its type fits its kind."""
     types = library("pyarrow", "parquet", f"{where}: Parquet").types
     kind = column.type.value_type if types.is_dictionary(column.type) else column.type
     if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
@@ -313,7 +317,7 @@ def _unique(where: str, header: Sequence[str], kinds: Mapping[str, str]) -> None
 
 
 def file_and_column(labels: str) -> tuple[str, str]:
-    """labels.csv -> its column `label`; labels.csv:age -> its column `age`."""
+    """Split a name into file and column: labels.csv has the column `label`, labels.csv:age the column `age`."""
     for ending in (".csv", ".tsv", ".parquet"):
         if labels.lower().endswith(ending):
             return labels, "label"

@@ -1,4 +1,4 @@
-"""Decode the bytes of an image file to an upright RGB picture, whole or not at all."""
+"""Decode the bytes of an image file to an upright RGB picture, completely or not at all."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from extract.system.optional_libraries import pip_install
 
 __all__ = ["IMAGE_SUFFIXES", "check_decoders", "decode", "decode_partly", "pixels_of", "to_picture"]
 
-# What Pillow reads, but for formats that other programs must draw (EPS, PDF, WMF, EMF), measurements that are no
-# pictures (FITS, GRIB, BUFR, HDF5), and films (MPEG).
+# Formats that Pillow reads, except those that other programs must render (EPS, PDF, WMF, EMF), measurement data (FITS,
+# GRIB, BUFR, HDF5), and video (MPEG).
 IMAGE_SUFFIXES = frozenset({
     ".apng", ".avif", ".avifs", ".blp", ".bmp", ".bw", ".cur", ".dcx", ".dds", ".dib", ".flc", ".fli", ".ftc", ".ftu",
     ".gif", ".heic", ".heics", ".heif", ".heifs", ".hif", ".icb", ".icns", ".ico", ".im", ".j2c", ".j2k", ".jfif",
@@ -32,41 +32,41 @@ IMAGE_SUFFIXES = frozenset({
     ".xbm", ".xpm",
 })  # fmt: skip
 _HEIF_BRANDS = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"})  # ISO/IEC 23008-12
-_BACKGROUND = (255, 255, 255)  # what transparent pixels are laid over
+_BACKGROUND = (255, 255, 255)  # colour behind transparent pixels
 _PNG = b"\x89PNG\r\n\x1a\n"
-_BITS, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339  # tags of TIFF 6.0
+_BITS, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339  # TIFF 6.0 tags
 _WHITE_IS_ZERO = 0  # a value of _PHOTOMETRIC
 
 
 def decode(data: bytes, max_pixels: int = defaults.MAX_PIXELS, at_least_px: int = 0) -> Image.Image:
     """Decode the bytes of an image file to an upright RGB picture.
 
-    The EXIF orientation is applied. Transparent pixels are laid over white. Of 16-bit pixels, the upper 8 bits are
-    taken. Of an animation, the first frame counts. Colour profiles (ICC) are not applied.
+    The EXIF orientation is applied. Transparent pixels are composited over white. 16-bit pixels are reduced to their
+    upper 8 bits. Of an animation, the first frame is decoded. Colour profiles (ICC) are not applied.
 
     Args:
-        data: of the file.
-        max_pixels: a picture of more is taken for a decompression bomb.
-        at_least_px: a JPEG may be decoded at a half, a quarter or an eighth of its size, while its shorter side keeps
-            as many pixels; 0: at its full size.
+        data: content of the file.
+        max_pixels: a larger picture is refused as a decompression bomb.
+        at_least_px: a JPEG may be decoded at a half, a quarter or an eighth of its size if its shorter side keeps at
+            least this many pixels; 0: at full size.
 
     Raises:
-        ValueError: not an image, truncated, of a kind without a known range (float pixels), too large, or damaged, as
-            far as the format can tell: PNG has checksums, JPEG has none.
-        MachineError: a library of decoders is installed and cannot be loaded.
-        MemoryError, ImportError, OSError: this machine cannot decode it (`is_of_the_machine`).
+        ValueError: the file is not an image, truncated, too large, of pixels without a known range (float, 32-bit or
+            signed), or damaged, as far as its format has checks: PNG has checksums, JPEG has none.
+        MachineError: a decoder library is installed but cannot be loaded.
+        MemoryError, ImportError, OSError: this machine cannot decode the file (`is_of_the_machine`).
     """
     if not data:
         raise ValueError("empty file")
-    formats = _formats()  # here, since what fails in it is no fault of the file
+    formats = _formats()  # outside the try: its errors are not the file's
     try:
         with warnings.catch_warnings(), _settings_of_pillow(max_pixels):
-            warnings.simplefilter("ignore")  # of odd metadata, and of images that are merely large
+            warnings.simplefilter("ignore")  # about odd metadata, and pictures of over half of max_pixels
             with Image.open(io.BytesIO(data), formats=formats) as image:
                 _check_whole(data, str(image.format))
                 if at_least_px and image.format == "JPEG":
-                    image.draft(None, _no_smaller(image.size, at_least_px))  # the transform of its blocks does it
-                image.load()  # the whole picture: a truncated file fails here
+                    image.draft(None, _no_smaller(image.size, at_least_px))  # scaled by the inverse DCT
+                image.load()  # reads all pixels: a truncated file fails here
                 _mend_transparency(image, data)
                 return to_picture(image)
     except MemoryError:
@@ -79,21 +79,21 @@ def decode(data: bytes, max_pixels: int = defaults.MAX_PIXELS, at_least_px: int 
         ) from None
     except UnidentifiedImageError:
         raise ValueError(_unknown(data)) from None
-    except Exception as error:  # Pillow's decoders raise nearly everything on damaged files: SyntaxError, struct.error
+    except Exception as error:  # Pillow's decoders raise many types on damaged files: SyntaxError, struct.error
         if is_of_the_machine(error):
             raise
         raise ValueError(str(error) or type(error).__name__) from error
 
 
 def decode_partly(data: bytes, max_pixels: int) -> Image.Image | None:
-    """What can be shown of a damaged or truncated file, for people to look at, and never for a backbone.
+    """Decode the readable part of a damaged or truncated file, for display only, never for a backbone.
 
     Args:
-        data: of the file.
-        max_pixels: of a picture with more, nothing is shown.
+        data: content of the file.
+        max_pixels: a larger picture is not decoded.
 
     Returns:
-        an upright RGB picture, grey or black where pixels are missing; None: nothing of it can be shown.
+        an upright RGB picture, grey or black where pixels are missing; None if nothing can be decoded.
     """
     formats = _formats()
     try:
@@ -102,30 +102,31 @@ def decode_partly(data: bytes, max_pixels: int) -> Image.Image | None:
             with Image.open(io.BytesIO(data), formats=formats) as image:
                 image.load()
                 picture = to_picture(image)
-    except Exception:  # as in `decode`
+    except Exception:  # see `decode`
         return None
     pixels = np.asarray(picture)
-    return picture if (pixels != pixels[:1, :1]).any() else None  # of one colour: not one pixel was there
+    return picture if (pixels != pixels[:1, :1]).any() else None  # a single colour: no pixel was decoded
 
 
 def pixels_of(data: bytes) -> int:
-    """How many pixels a picture has, as the head of its file says; 0: it does not say it."""
+    """Return the number of pixels stated in a file's header; 0 if unreadable or above `defaults.MAX_PIXELS`."""
     try:
         with warnings.catch_warnings(), _settings_of_pillow(defaults.MAX_PIXELS):
             warnings.simplefilter("ignore")
             with Image.open(io.BytesIO(data), formats=_formats()) as image:
                 return image.width * image.height
-    except Exception:  # as in `decode`
+    except Exception:  # see `decode`
         return 0
 
 
 @contextlib.contextmanager
 def _settings_of_pillow(max_pixels: int, truncated: bool = False) -> Iterator[None]:
-    """Its settings of the process that bear on a file, as they must be here.
+    """Context manager: set Pillow's process-wide settings for decoding.
 
-    The limit of pixels holds for each picture inside a file, too, as in icons; beyond twice the setting it is an error.
-    And many a program lets Pillow fill up truncated files with grey.
+    The limit on pixels also applies to each picture inside a file, as in icons.
     """
+    # Pillow raises an error above twice MAX_IMAGE_PIXELS. Many programs set LOAD_TRUNCATED_IMAGES, with which Pillow
+    # fills truncated files with grey.
     before = Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES
     Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = max_pixels / 2, truncated  # type: ignore[assignment]
     try:
@@ -135,13 +136,13 @@ def _settings_of_pillow(max_pixels: int, truncated: bool = False) -> Iterator[No
 
 
 def _no_smaller(size: tuple[int, int], at_least_px: int) -> tuple[int, int]:
-    """The size whose shorter side is `at_least_px`."""
+    """Return the size scaled so that its shorter side is `at_least_px`."""
     shrunk = at_least_px / min(size)
     return math.ceil(size[0] * shrunk), math.ceil(size[1] * shrunk)
 
 
 def _check_whole(data: bytes, kind: str) -> None:
-    """What Pillow does not look at: the checksums of PNG, also inside icons, and the end of JPEG 2000.
+    """Check what Pillow does not: the checksums of PNG, also inside icons, and the end of JPEG 2000.
 
     Raises:
         ValueError: the file is damaged or truncated.
@@ -150,13 +151,17 @@ def _check_whole(data: bytes, kind: str) -> None:
         start = data.find(_PNG)
         while start >= 0:
             start = data.find(_PNG, _end_of_png(data, start + len(_PNG)))
-    # A tile begins with the marker FF90, its data with FF93; at the end of the codestream is FFD9 (ISO 15444-1, A.4).
+    # A tile starts with the marker FF90, its data with FF93; the codestream ends with FFD9 (ISO 15444-1, A.4).
     if kind == "JPEG2000" and data.rfind(b"\xff\xd9") < max(data.rfind(b"\xff\x90"), data.rfind(b"\xff\x93")):
         raise ValueError("truncated")
 
 
 def _end_of_png(data: bytes, start: int) -> int:
-    """Where the chunks from `start` on end; each that matters agrees with its checksum (PNG specification, 5.3)."""
+    """Return the offset after the IEND chunk. `start` is the offset of the first chunk.
+
+    Raises:
+        ValueError: a critical, tRNS or fdAT chunk has a wrong checksum (PNG specification, 5.3), or IEND is missing.
+    """
     while start + 12 <= len(data):
         length, kind = int.from_bytes(data[start : start + 4], "big"), data[start + 4 : start + 8]
         stop = start + 12 + length
@@ -172,7 +177,7 @@ def _end_of_png(data: bytes, start: int) -> int:
 
 
 def _mend_transparency(image: Image.Image, data: bytes) -> None:
-    """Pillow leaves the transparent colour of a PNG in the file's own range, while it scales the pixels to 8 bits."""
+    """Scale a PNG's transparent colour to 8 bits: Pillow scales the pixels, but not this colour."""
     key = image.info.get("transparency")
     if image.format != "PNG" or not isinstance(key, int | tuple) or not data.startswith(_PNG):
         return
@@ -192,19 +197,19 @@ def _unknown(data: bytes) -> str:
 
 
 def to_picture(image: Image.Image) -> Image.Image:
-    """An upright RGB picture, by the rules of `decode`.
+    """Convert to an upright RGB picture, by the rules of `decode`.
 
     Raises:
-        ValueError: of a kind without a known range (float pixels).
+        ValueError: pixels without a known range (float, 32-bit or signed).
     """
     return _to_rgb(_upright(image))
 
 
 def check_decoders() -> None:
-    """Load the decoders and see that they decode, before the first image: what fails later is then an image's fault.
+    """Load and test the decoders before the first image, so that later errors can be attributed to images.
 
     Raises:
-        MachineError: they cannot be loaded, or do not decode a picture that Pillow itself has written.
+        MachineError: a decoder cannot be loaded, or does not decode a picture written by Pillow.
     """
     pixels = np.arange(3 * 16 * 16, dtype=np.uint8).reshape(16, 16, 3)
     for kind in ("PNG", "JPEG"):
@@ -222,10 +227,10 @@ def check_decoders() -> None:
 
 @functools.cache
 def _has_heif() -> bool:
-    """Whether HEIC can be decoded; the library is optional.
+    """Return whether HEIC can be decoded; the library is optional.
 
     Raises:
-        MachineError: it is installed, and cannot be loaded.
+        MachineError: the library is installed but cannot be loaded.
     """
     try:
         if importlib.util.find_spec("pillow_heif") is None:
@@ -233,7 +238,7 @@ def _has_heif() -> bool:
         import pillow_heif
 
         pillow_heif.register_heif_opener()
-    except Exception as error:  # of a shared library that is missing, or too little memory to map one
+    except Exception as error:  # a shared library is missing, or there is not enough memory to map it
         raise MachineError(
             f"pillow_heif, which decodes HEIC, is installed and cannot be loaded: {type(error).__name__}: "
             f"{first_line(error)}. Fix it, or remove it (pip uninstall pillow-heif) if there are no HEIC images"
@@ -243,9 +248,9 @@ def _has_heif() -> bool:
 
 @functools.cache
 def _formats() -> list[str]:
-    """Pillow's names of the formats in `IMAGE_SUFFIXES` that it was built with.
+    """Return Pillow's names of the formats in `IMAGE_SUFFIXES` that it was built with.
 
-    No others: a file that calls itself .jpg must not reach, say, the EPS plugin, which runs a PostScript interpreter.
+    Other formats are excluded: a file named .jpg must not reach the EPS plugin, which runs a PostScript interpreter.
     """
     _has_heif()
     known = Image.registered_extensions()
@@ -253,10 +258,10 @@ def _formats() -> list[str]:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """The picture as its EXIF orientation asks for it; metadata that cannot be read ask for nothing."""
+    """Apply the EXIF orientation; ignore unreadable metadata."""
     try:
         turned = image.getexif().get(ExifTags.Base.Orientation, 1) in range(2, 9)
-    except Exception:  # Pillow raises nearly everything on damaged metadata; the pixels are whole
+    except Exception:  # Pillow raises many types on damaged metadata; the pixels are intact
         return image
     return ImageOps.exif_transpose(image) if turned else image
 
@@ -273,7 +278,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
     if image.mode in ("I", "F"):
         raise ValueError("32-bit pixels have no known range; convert the file to 8 or 16 bits")
-    if image.mode == "La":  # grey, multiplied by its alpha
+    if image.mode == "La":  # grey with premultiplied alpha
         image = image.convert("LA")
     if image.has_transparency_data:
         layer = image.convert("RGBA")

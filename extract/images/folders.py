@@ -1,4 +1,4 @@
-"""Images below a folder, here or behind a URL."""
+"""List the images below a folder, local or behind a URL."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ Entry = TypeVar("Entry")
 
 
 def list_folder(where: str) -> Images:
-    """Every image below a folder; links are followed, hidden files and litter left out, other files counted.
+    """List every image below a folder, or a single image file.
 
-    A file is a folder of one image.
+    Links are followed. Hidden files and litter (`is_litter`) are skipped; other files are counted in `left_out`.
     """
     if is_url(where):
         root, names = where.rstrip("/"), _names_behind(where)
@@ -53,7 +53,7 @@ def list_folder(where: str) -> Images:
 
 
 def pick_images(names: Iterable[str]) -> tuple[list[str], Counter[str]]:
-    """Those that end as images do, and how many others there are, by suffix."""
+    """Return the names with an image suffix, and the number of other names by suffix."""
     paths: list[str] = []
     left_out: Counter[str] = Counter()
     for name in names:
@@ -65,13 +65,13 @@ def pick_images(names: Iterable[str]) -> tuple[list[str], Counter[str]]:
 
 
 def other_suffix(name: str) -> str:
-    """How a file ends that is no image; empty: it is one."""
+    """Return the suffix of a file that is not an image ("no suffix" if it has none), or "" for an image."""
     suffix = os.path.splitext(name)[1].lower()  # noqa: PTH122  a Path for each of a million files is slow
     return "" if suffix in IMAGE_SUFFIXES else suffix or "no suffix"
 
 
 def files_below(root: str, after: bytes = b"") -> Iterator[str]:
-    """Relative paths of all files below a folder, in the order of their bytes."""
+    """Yield the relative paths of all files below a folder, as `entries_below`; refuse an unreadable folder."""
 
     def refuse(folder: str, error: OSError) -> None:
         where = os.path.join(root, folder)  # noqa: PTH118
@@ -84,16 +84,16 @@ def files_below(root: str, after: bytes = b"") -> Iterator[str]:
 def entries_below(
     root: str, on_unreadable: Callable[[str, OSError], None], after: bytes = b""
 ) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """All files below a folder, as (relative path, entry); hidden files and litter are left out.
+    """Yield (relative path, entry) of all files below a folder, in the byte order of their paths.
 
-    Links are followed, but not into a folder that holds them. The order is that of the bytes of the paths.
+    Hidden files and litter are skipped. Links are followed, except into a folder that contains them.
 
     Args:
         root: the folder.
-        on_unreadable: called with the relative path of a folder that cannot be read, and why.
-        after: as of `in_byte_order`.
+        on_unreadable: called with the relative path of a folder that cannot be read, and the error.
+        after: see `in_byte_order`.
     """
-    trail: list[tuple[str, tuple[int, int]]] = []  # the folders that are being looked through, with their identities
+    trail: list[tuple[str, tuple[int, int]]] = []  # open folders: path, (device, inode)
 
     def look(folder: str) -> list[tuple[str, bool, os.DirEntry[str]]]:
         full = os.path.join(root, folder.rstrip("/"))  # noqa: PTH118
@@ -118,15 +118,15 @@ def entries_below(
 def in_byte_order(
     look: Callable[[str], Iterable[tuple[str, bool, Entry]]], after: bytes = b""
 ) -> Iterator[tuple[str, Entry]]:
-    """All files of a tree, as (relative path, entry), in the order of the bytes of their paths.
+    """Yield (relative path, entry) of all files in a tree, in the byte order of their paths.
 
-    What lies in a folder sorts as `NAME/` among its neighbours: "a-b", then "a/b", then "a0". So folders can be looked
-    into one by one when it is their turn, and no more than the entries of those above a file are in memory.
+    A folder sorts as `NAME/` among its neighbours: "a-b", then "a/b", then "a0". So each folder is read only when its
+    turn comes, and memory holds only the entries of the folders above the current file.
 
     Args:
-        look: the name of each entry of a folder (the empty one, or one that ends in `/`), whether it is a folder, and
-            what is to come with it.
-        after: only files whose path comes after these bytes; folders that end before them are not looked into.
+        look: maps a folder ("" or a path that ends in `/`) to its entries: name, whether it is a folder, and the value
+            to yield with the path.
+        after: yield only files whose path sorts after these bytes; folders that sort entirely before are not read.
     """
 
     def turned(folder: str) -> list[tuple[bytes, str, bool, Entry]]:
@@ -150,18 +150,18 @@ def in_byte_order(
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a link that leads to itself
+    except OSError:  # a symbolic link to itself
         return False
 
 
 def _names_behind(url: str) -> Iterator[str]:
-    """Names of all files behind a URL, relative to it."""
+    """Yield the names of all files below a URL, relative to it."""
     fs, path = file_system(url)
     try:
-        found = fs.find(path) or fs.ls(path, detail=False)  # `find` takes a server that does not answer for empty
+        found = fs.find(path) or fs.ls(path, detail=False)  # `find` returns nothing if no server answers
     except FileNotFoundError as error:
         raise InputError(f"{url}: no such folder or file") from error
-    except Exception as error:  # each protocol's library has errors of its own
+    except Exception as error:  # each protocol's library raises its own errors
         raise LayertapError(f"{url} cannot be listed: {type(error).__name__}: {first_line(error)}") from error
     root = path.rstrip("/") + "/"
     if not found:
@@ -175,13 +175,13 @@ def _names_behind(url: str) -> Iterator[str]:
 
 
 def files_behind(url: str, after: bytes = b"") -> Iterator[str]:
-    """Names of all files behind a URL, relative to it, in the order of their bytes; folder by folder, as they come.
+    """Yield the names of all files below a URL, relative to it, in byte order; list one folder at a time.
 
-    Hidden files and litter are left out.
+    Hidden files and litter are skipped.
 
     Raises:
-        InputError: there is nothing, or it is no folder.
-        LayertapError: nobody answers.
+        InputError: the URL has no files, or is not a folder.
+        LayertapError: a folder cannot be listed, for example because the server does not answer.
     """
     fs, path = file_system(url)
     root = path.rstrip("/")
@@ -190,19 +190,19 @@ def files_behind(url: str, after: bytes = b"") -> Iterator[str]:
         here = f"{root}/{folder}".rstrip("/") if folder else path
         try:
             found = [(str(one["name"]).rstrip("/"), one["type"] == "directory") for one in fs.ls(here, detail=True)]
-            fs.invalidate_cache(here)  # it would keep them all
+            fs.invalidate_cache(here)  # or the cache would keep every listing
         except FileNotFoundError as error:
-            if folder:  # it went meanwhile
+            if folder:  # removed meanwhile
                 return []
             raise InputError(f"{url}: no such folder or file") from error
-        except Exception as error:  # each protocol's library has errors of its own
+        except Exception as error:  # each protocol's library raises its own errors
             where = f"{url}/{folder}".rstrip("/")
             raise LayertapError(f"{where} cannot be listed: {type(error).__name__}: {first_line(error)}") from error
         if not folder and not found:
             raise InputError(f"{url}: no files there")
         if not folder and found == [(path, False)]:
             raise InputError(f"{url}: not a folder, list or archive")
-        # Object stores name the folder itself among its entries, and pages link to others.
+        # Object stores list the folder itself among its entries; web pages link to other folders.
         parent = here.rstrip("/")
         names = [(name.rpartition("/")[2], is_folder) for name, is_folder in found if name.rpartition("/")[0] == parent]
         return [(name, is_folder, None) for name, is_folder in names if name and not is_litter(name)]

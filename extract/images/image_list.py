@@ -1,4 +1,4 @@
-"""What is known of images before any of them is read: names in a fixed order, labels, splits, and their source."""
+"""Images before any of them is read: names in a fixed order, labels, splits, and their source."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ __all__ = [
 
 SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 
-# What operating systems and file servers leave in folders and archives, besides hidden files.
+# Files that operating systems and file servers leave in folders and archives, besides hidden files.
 _LITTER = frozenset({
     "thumbs.db", "ehthumbs.db", "desktop.ini", "__macosx", "$recycle.bin", "system volume information", "lost+found",
     "@eadir", "icon\r",
 })  # fmt: skip
 
-_LARGEST_LABEL = 100_000  # numbers up to it are labels as they are; larger ones are names of classes
+_LARGEST_LABEL = 100_000  # integers up to it are labels; with a larger one, integers are class names
 
 
 class ImageList(Protocol):
-    """What a run needs of images in the byte order of their paths, whether all are in memory or not.
+    """The images of a run, in the byte order of their paths.
 
-    `Images` has all of them in memory, `extract.images.index.image_index.PlannedImages` a part at a time.
+    `Images` holds all of them in memory, `extract.images.index.image_index.PlannedImages` a few parts at a time.
 
     Attributes:
-        root: as of `Images`, and so are classes, source, left_out and notes.
-        split_names: which splits there are, sorted.
-        paths_xxh3: xxh3-128 of all paths, with zero bytes between them.
-        labels_xxh3: of labels, splits, classes and ids: a list may say something else of the same paths the next time.
+        root, classes, source, left_out, notes: see `Images`.
+        split_names: the splits that occur, sorted.
+        paths_xxh3: xxh3-128 of all paths, separated by zero bytes.
+        labels_xxh3: xxh3-128 of labels, splits, classes and ids, which may change in a list whose paths do not.
     """
 
     @property
@@ -73,30 +73,30 @@ class ImageList(Protocol):
     def __len__(self) -> int: ...
 
     def between(self, start: int, stop: int) -> Images:
-        """The rows of a range."""
+        """Return the rows of a range."""
 
     def only(self, rows: Sequence[int]) -> Images:
-        """Some rows, ascending."""
+        """Return the given rows, which ascend."""
 
     def first(self, count: int) -> Self:
-        """Only so many; what classes there are does not change."""
+        """Return the first `count` images; `classes` does not change."""
 
 
 @dataclass(frozen=True)
 class Images:
-    """Images, sorted by the bytes of their path.
+    """Images in memory, sorted by the bytes of their paths.
 
     Attributes:
-        root: where they are: a folder, an archive, a list, a URL; it finds them again from anywhere on this machine.
-        paths: relative to the folder or URL, or as the list or archive has them, with `/`; bytes that are not UTF-8 as
-            in `os.fsdecode`.
+        root: the folder, archive, list or URL; absolute, so valid from any working directory of this machine.
+        paths: relative to the folder or URL, or as in the list or archive, with `/`; bytes that are not UTF-8 are
+            decoded as by `os.fsdecode`.
         labels: (N,) int64, index into `classes`; -1 for an image without a class.
-        classes: their names.
+        classes: names of the classes.
         splits: `train`, `val`, `test` or empty, for each image.
         source: reads the bytes of a row.
-        ids: of a list that has them, one for each image; else None.
-        left_out: suffix, or another reason -> number of files that are no images.
-        notes: what the user must be told of how they were found.
+        ids: id of each image, from the list; None if there are no ids.
+        left_out: suffix or other reason -> number of files that are not images.
+        notes: messages for the user about the listing.
     """
 
     root: str
@@ -113,16 +113,16 @@ class Images:
         return len(self.paths)
 
     def first(self, count: int) -> Images:
-        """Only so many; what classes there are does not change."""
+        """Return the first `count` images; `classes` does not change."""
         ids = None if self.ids is None else self.ids[:count]
         return replace(self, paths=self.paths[:count], labels=self.labels[:count], splits=self.splits[:count], ids=ids)
 
     def between(self, start: int, stop: int) -> Images:
-        """As of `ImageList`."""
+        """See `ImageList`."""
         return self.only(range(start, min(stop, len(self))))
 
     def only(self, rows: Sequence[int]) -> Images:
-        """As of `ImageList`."""
+        """See `ImageList`."""
         return replace(
             self,
             paths=[self.paths[row] for row in rows],
@@ -134,25 +134,27 @@ class Images:
 
     @property
     def split_names(self) -> list[str]:
-        """As of `ImageList`."""
+        """See `ImageList`."""
         return sorted(set(self.splits) - {""})
 
     @property
     def paths_xxh3(self) -> str:
-        """As of `ImageList`."""
+        """See `ImageList`."""
         return hashes_of(lambda: iter([self]))[0]
 
     @property
     def labels_xxh3(self) -> str:
-        """As of `ImageList`."""
+        """See `ImageList`."""
         return hashes_of(lambda: iter([self]))[1]
 
 
 def hashes_of(pieces: Callable[[], Iterator[Images]]) -> tuple[str, str]:
-    """The `paths_xxh3` and `labels_xxh3` of images that come in pieces; they are read once, or once a column.
+    """Return `paths_xxh3` and `labels_xxh3` of images that come in pieces.
+
+    The pieces are read once, plus once if there are splits, plus once if there are ids.
 
     Args:
-        pieces: called for a pass over all of them, in order, of the same classes.
+        pieces: returns an iterator over all pieces, in order; all pieces have the same `classes`.
     """
     paths, labels = xxhash.xxh3_128(), xxhash.xxh3_128()
     splits, ids, classes, count = set[str](), False, list[str](), 0
@@ -179,21 +181,21 @@ def _hash_texts(digest: xxhash.xxh3_128, pieces: Iterable[Sequence[str]]) -> Non
 
 
 def order_of(paths: Sequence[str]) -> list[int]:
-    """The positions of paths, sorted by their bytes."""
+    """Return the positions that sort paths by their bytes."""
     encoded = [os.fsencode(path) for path in paths]
     return sorted(range(len(encoded)), key=encoded.__getitem__)
 
 
 def is_litter(name: str) -> bool:
-    """Whether a file or folder of this name is hidden, or was left by an operating system."""
+    """Return whether a file or folder of this name is hidden or was left by an operating system or file server."""
     return name.startswith(".") or name.lower() in _LITTER
 
 
 def labels_from_folders(paths: Sequence[str]) -> tuple[NDArray[np.int64], list[str], list[str]]:
-    """Labels, classes and splits, by the names of folders.
+    """Return labels, classes and splits, derived from folder names.
 
-    The first folder is the class. Where every first folder is called train, val (valid, validation) or test, it is
-    the split, and the class is the folder below that.
+    The first folder is the class. If every first folder is named train, val (valid, validation) or test, it is the
+    split, and the folder below it is the class.
     """
     folders = [path.rpartition("/")[0] for path in paths]
     classes, split_level = classes_of_folders(folders)
@@ -203,10 +205,10 @@ def labels_from_folders(paths: Sequence[str]) -> tuple[NDArray[np.int64], list[s
 
 
 def classes_of_folders(folders: Iterable[str]) -> tuple[list[str], bool]:
-    """The classes of images in these folders, and whether the first folders are splits; as of `labels_from_folders`.
+    """Return the classes of images in folders, and whether the first folders are splits; see `labels_from_folders`.
 
     Args:
-        folders: relative paths, empty for the top; read once.
+        folders: relative paths, "" for the top; iterated over once.
     """
     top, below, split_level = set[str](), set[str](), True
     for folder in folders:
@@ -214,7 +216,7 @@ def classes_of_folders(folders: Iterable[str]) -> tuple[list[str], bool]:
             continue
         first, *others = folder.split("/", 2)
         top.add(first)
-        # `train` beside `airplane` and `bus` is a class; only where all are names of splits are they splits.
+        # `train` beside `airplane` and `bus` is a class: all first folders must have names of splits.
         if split_level and first.lower() not in SPLITS:
             split_level, below = False, set()
         if split_level and others:
@@ -223,28 +225,28 @@ def classes_of_folders(folders: Iterable[str]) -> tuple[list[str], bool]:
 
 
 def class_and_split(folder: str, split_level: bool) -> tuple[str | None, str]:
-    """The class and the split of images in a folder, when it is known whether the first folders are splits."""
+    """Return the class and split of images in a folder; `split_level`: whether the first folders are splits."""
     parts = folder.split("/") if folder else []
     split = SPLITS[parts[0].lower()] if split_level and parts else ""
     return parts[split_level] if len(parts) > split_level else None, split
 
 
 def labels_from_values(values: Sequence[str | int | None]) -> tuple[NDArray[np.int64], list[str]]:
-    """Labels and classes, by what somebody wrote down for each image; None, empty and -1 mean no class.
+    """Return labels and classes from the value given for each image; None, "" and -1 mean no class.
 
-    Where all are numbers from 0 on, they are the labels, and their digits the names of the classes.
+    If all values are integers from 0 to `_LARGEST_LABEL`, they are the labels, and their digits the class names.
     """
     texts = [label_text(value) for value in values]
     return _indexed(texts, classes_of_values({text for text in texts if text is not None}))
 
 
 def label_text(value: str | int | None) -> str | None:
-    """What somebody wrote down for an image, as text; None: no class."""
+    """Return the label given for an image as text; None for no class."""
     return None if value in (None, "", "-1", -1) else str(value)
 
 
 def classes_of_values(known: set[str]) -> list[str]:
-    """The classes, where these are all the labels that there are."""
+    """Return the classes for the set of all labels, as text; see `labels_from_values`."""
     numbers = all(re.fullmatch(r"0|-?[1-9]\d{0,17}", text, re.ASCII) for text in known)
     if numbers and known and 0 <= min(map(int, known)) <= max(map(int, known)) <= _LARGEST_LABEL:
         return [str(number) for number in range(max(map(int, known)) + 1)]

@@ -1,4 +1,4 @@
-"""What kind of images a name means: a folder, a list, archives or an array; the error for a place without images."""
+"""Classify a place of images as a folder, list, archives or array; build the error for a place without images."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _ARRAYS = (".npy", ".h5", ".hdf5")
 
 
 def kind_of(where: str) -> str:
-    """What images are given: "folder", "list", "archives" or "array"; a plan is a folder here.
+    """Return "folder", "list", "archives" or "array" for a path, pattern or URL; a plan counts as a folder.
 
     Raises:
-        InputError: a kind that is not read.
+        InputError: an array behind a URL, or a compressed tar.
     """
     suffix = _suffix(where)
     if not is_url(where) and os.path.isdir(where):  # noqa: PTH112
@@ -40,7 +40,7 @@ def kind_of(where: str) -> str:
 
 
 def no_images(where: str, left_out: Counter[str]) -> InputError:
-    """The error for a place without images, where so many other files are."""
+    """Return the error for a place whose files are all counted in `left_out`, as none of them is an image."""
     kinds = ", ".join(f"{kind} {count}" for kind, count in left_out.most_common(5))
     seen = f"none of its {left_out.total():,} files is an image ({kinds})"
     if not kinds:
@@ -54,11 +54,11 @@ def no_images(where: str, left_out: Counter[str]) -> InputError:
 
 def _suffix(where: str) -> str:
     suffix = os.path.splitext(where)[1].lower()  # noqa: PTH122  it may be a URL
-    if is_url(where) and suffix not in (*ARCHIVES, *_TABLES, *_ARRAYS):  # perhaps of what stands before a query
+    if is_url(where) and suffix not in (*ARCHIVES, *_TABLES, *_ARRAYS):  # the suffix may precede a query
         return os.path.splitext(where.partition("?")[0])[1].lower()  # noqa: PTH122
     return suffix
 
 
 def is_file_of_images(root: str) -> bool:
-    """Whether a name is that of a list, archive or array."""
+    """Return whether a name is that of a list, archive or array."""
     return root.lower().endswith((*ARCHIVES, *_TABLES, *_ARRAYS)) or bool(split_name(root)[1])

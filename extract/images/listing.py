@@ -1,4 +1,4 @@
-"""Images by where they are: a folder, a list, archives, an array, here or behind a URL."""
+"""List the images of a folder, list, archive, array, URL or plan."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _MOST_ARCHIVES = 1_000_000
 
 
 def list_images(where: str | os.PathLike[str], limit: int | None = None) -> Images | PlannedImages:
-    """List images, in the byte order of their paths.
+    """List images in the byte order of their paths.
 
     Args:
-        where: a folder, or one image; a `.csv`, `.tsv` or `.parquet` list with a column `path`; a `.tar` or `.zip`
-            archive, or several as a pattern (`shards-{000..099}.tar`, `parts/*.zip`); an `.npy` array or `FILE.h5:NAME`
-            of uint8 pictures; or the URL of a folder, list or archive (`s3://bucket/photos`, `https://...`); or a
-            plan of a folder or list, as `layertap plan` makes it: then names are read when they are needed.
-        limit: at most so many images, the first in order.
+        where: a folder or a single image; a `.csv`, `.tsv` or `.parquet` list with a column `path`; a `.tar` or `.zip`
+            archive, or a pattern for several (`shards-{000..099}.tar`, `parts/*.zip`); an `.npy` array or
+            `FILE.h5:NAME` of uint8 pictures; the URL of a folder, list or archive (`s3://bucket/photos`,
+            `https://...`); or a plan written by `layertap plan`, whose names are read when needed.
+        limit: maximum number of images, the first in order.
 
     Raises:
-        InputError: nothing there, no image in it, or a list or archive that cannot be understood.
-        LayertapError: a URL does not answer, or the library for it is missing.
+        InputError: `where` does not exist or contains no images, or a list or archive is not valid.
+        LayertapError: a URL does not answer, or the library for its protocol is not installed.
     """
     where = os.fspath(where).removeprefix("file://")
     kind = "plan" if not is_url(where) and is_plan(where) else kind_of(where)
@@ -55,10 +55,11 @@ def list_images(where: str | os.PathLike[str], limit: int | None = None) -> Imag
 
 
 def listed_again(root: str, paths: Sequence[str]) -> Images:
-    """Those images of a `root` that have these paths, in this order, without labels.
+    """List the images of `root` with these paths, in this order, without labels.
 
     Raises:
-        InputError: they are not there any more; errors as of `list_images`.
+        InputError: `root` no longer lists a path; a local folder is only checked to exist and not to be empty.
+        InputError, LayertapError: as for `list_images`.
     """
     none = np.full(len(paths), -1, np.int64)
     if not is_url(root) and is_plan(root):
@@ -83,10 +84,10 @@ def listed_again(root: str, paths: Sequence[str]) -> Images:
 
 
 def _expanded(pattern: str) -> list[str]:
-    """The archives that a pattern means: of `{000..099}` and `{a,b}` all, of `*`, `?` and `[...]` those there are.
+    """Expand a pattern: `{000..099}` and `{a,b}` to all archives; `*`, `?` and `[...]` to the existing ones.
 
     Raises:
-        InputError: there are none.
+        InputError: the pattern matches no archive.
     """
     if not is_url(pattern) and os.path.exists(pattern):  # noqa: PTH110
         return [pattern]

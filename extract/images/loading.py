@@ -1,4 +1,4 @@
-"""Images through a DataLoader: read, decoded and prepared in worker processes, in batches, in order."""
+"""Load images through a DataLoader: worker processes read, decode and prepare them; batches come in order."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import active_children
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
@@ -31,44 +32,44 @@ from extract.row_status import Status
 
 __all__ = ["Batch", "Batches", "Decoding", "load_batches"]
 
-_GIVE_UP_S = 600  # without any image: a worker that cannot send one, or a file system that hangs
+_GIVE_UP_S = 600  # without any image: a worker cannot send, or a file system hangs
 
-# A worker is given one piece of a batch at a time, so that huge pictures in a row are shared among the workers. No more
-# pieces, since each that waits takes a file descriptor.
+# A batch is split into pieces, so that consecutive huge pictures are shared among the workers. Their number is limited,
+# as each waiting piece takes a file descriptor.
 _PIECES = 16
-_LEAST_PIECE = 4  # images; sending one by one would cost as much as decoding small ones
+_LEAST_PIECE = 4  # images; sending small images singly would cost as much as decoding them
 _BATCHES_AHEAD = 2  # for each worker
 
-# A machine that has no memory for a picture of fewer has none for any. Decoding takes up to 16 bytes for each.
+# Without memory for a picture of fewer pixels, no picture can be decoded. Decoding takes up to 16 bytes per pixel.
 _NOT_MANY_PIXELS = 50_000_000
 
-# A disk or a server fails, or is away: the same file may be read at another time.
+# A disk or server fails or is unavailable: the file may be readable later.
 _IO_ERRORS = {errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOLINK,
               errno.ECONNRESET, errno.ECONNABORTED, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH,
               errno.ENETDOWN, errno.ENETUNREACH, errno.EAGAIN, errno.EINTR}  # fmt: skip
 
 
 class Transform(Protocol):
-    """What of a backbone's preprocessing decoding needs."""
+    """The part of a backbone's preprocessing that decoding needs."""
 
     @property
     def at_least_px(self) -> int:
         """See `extract.images.decoding.decode`."""
 
     def prepare(self, picture: Image.Image) -> Tensor:
-        """What is done to a picture in the process that decodes it."""
+        """Transform a decoded picture, in the process that decodes it."""
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """How images are decoded.
+    """Settings for decoding images.
 
     Attributes:
         prepare: RGB picture -> tensor, run in the process that decodes.
         at_least_px: see `extract.images.decoding.decode`.
-        max_pixels: a picture of more is taken for a decompression bomb.
-        workers: processes that decode; 0 decodes in this one.
-        batch_size: rows in most batches; so many are decoded ahead, twice for each worker.
+        max_pixels: a larger picture is refused as a decompression bomb.
+        workers: number of worker processes; 0 decodes in the calling process.
+        batch_size: rows in most batches; each worker decodes about two batches ahead.
     """
 
     prepare: Callable[[Image.Image], Tensor]
@@ -81,12 +82,12 @@ class Decoding:
     def for_preprocessing(
         cls, preprocessing: Transform, max_pixels: int, workers: int = 0, batch_size: int = defaults.BATCH_SIZE
     ) -> Decoding:
-        """How images are decoded for a backbone."""
+        """Return the settings for a backbone's preprocessing."""
         return cls(preprocessing.prepare, preprocessing.at_least_px, max_pixels, workers, batch_size)
 
 
 class Item(NamedTuple):
-    """One image as a worker sends it; `image` is None unless `status` is OK. `suspect` is empty, or as in `Batch`."""
+    """One image as a worker sends it. `image` is None unless `status` is OK; `suspect` is as in `Batch`, or empty."""
 
     row: int
     image: Tensor | None
@@ -99,17 +100,18 @@ class Item(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Some rows of a shard and the images of those that could be decoded.
+    """Rows, and the images of the rows that could be decoded.
 
     Attributes:
         rows: (R,) int64.
         images: (B, H, W, 3) uint8 (or what `prepare` returns, stacked), B <= R.
         status: (R,) uint8; B of them are OK, in the order of `images`.
-        reasons: row -> why there is no image.
-        suspect: row -> the kind of its failure, where that is hardly its image's: of a disk, a server, the memory, or a
-            transform. Many of one kind in a row are an error of the machine.
-        source_size, source_mtime_ns: (R,) int64, bytes and nanoseconds; -1 where there is no file, or nobody says.
-        source_hash: (R, 16) uint8, xxh3-128 of the file's bytes; zero where there is no file.
+        reasons: row -> reason why it has no image.
+        suspect: row -> kind of its failure, if the image is hardly the cause but a disk, a server, the memory or a
+            transform. Many consecutive failures of one kind are a machine error.
+        source_size, source_mtime_ns: (R,) int64, bytes and nanoseconds; -1 if the file was not read or has no known
+            modification time.
+        source_hash: (R, 16) uint8, xxh3-128 of the file's bytes; zero if the file was not read.
     """
 
     rows: NDArray[np.int64]
@@ -123,12 +125,12 @@ class Batch(NamedTuple):
 
     @property
     def source(self) -> dict[str, NDArray[Any]]:
-        """What is known of the files of the rows, as it is stored: `source_size`, `source_mtime_ns`, `source_hash`."""
+        """The columns about the source files, by their names in the store."""
         return {name: getattr(self, name) for name in ("source_size", "source_mtime_ns", "source_hash")}
 
     def only(self, positions: Sequence[int]) -> Batch:
-        """Some of the rows, by their ascending positions in the batch."""
-        good = np.cumsum(self.status == Status.OK) - 1  # position -> that of its image
+        """Return some of the rows, by their ascending positions in the batch."""
+        good = np.cumsum(self.status == Status.OK) - 1  # position -> position of its image
         chosen = [int(good[i]) for i in positions if self.status[i] == Status.OK]
         rows = self.rows[positions]
         return Batch(
@@ -144,7 +146,7 @@ class Batch(NamedTuple):
 
 
 class _Decoded(Dataset[Item | LayertapError]):
-    """Row -> decoded image; or an error that ends the run, which would not keep its message if it were raised here."""
+    """Row -> decoded image, or an error that ends the run: DataLoader would not keep the message of a raised error."""
 
     def __init__(self, source: Source, decoding: Decoding):
         self._source, self._prepare = source, decoding.prepare
@@ -166,7 +168,7 @@ class _Decoded(Dataset[Item | LayertapError]):
             return Item(row, None, status, reason, size, mtime_ns, content_hash, _kind(error) if of_another else "")
         try:
             image = self._prepare(picture)
-        except Exception as error:  # it may be a transform of anybody's
+        except Exception as error:  # a user's transform may raise any type
             if is_of_the_machine(error):
                 return _machine_error(error, row)
             says_why = isinstance(error, ValueError)
@@ -177,10 +179,10 @@ class _Decoded(Dataset[Item | LayertapError]):
 
 
 def _why(error: Exception) -> tuple[Status, str]:
-    """What becomes of a row whose image cannot be read or decoded, and why.
+    """Return the status of a row whose image cannot be read or decoded, and the reason.
 
     Raises:
-        Exception: the error itself, if it is none of a file's.
+        Exception: the error itself, if its type is not one that files cause.
     """
     if isinstance(error, FileNotFoundError):
         return Status.MISSING, "no such file"
@@ -196,7 +198,7 @@ def _why(error: Exception) -> tuple[Status, str]:
 
 
 def _kind(error: Exception) -> str:
-    """What an error has in common with those of other images; what it says may name the image."""
+    """Return the type and errno of an error, which errors of other images share; its message may name the image."""
     number = error.errno if isinstance(error, OSError) else None
     return f"{type(error).__name__} {number or ''}"
 
@@ -250,29 +252,31 @@ def _joined(pieces: list[Batch]) -> Batch:
 
 
 def load_batches(images: ImageList, batches: Iterable[list[int] | None], decoding: Decoding) -> Batches:
-    """Decode the rows of each batch, in worker processes; the batches come in the order given.
+    """Decode the rows of each batch in worker processes; batches come in the given order.
 
-    To be closed (`contextlib.closing`), which ends the workers: where an exception keeps them, the process cannot end.
+    Close the result (`contextlib.closing`) to end the workers: the process cannot exit while an exception refers to
+    them.
 
     Args:
-        images: what the rows mean.
-        batches: rows of each batch, no row in two of them; read lazily. None: they are not known yet; the workers wait,
-            and it is asked again when something was taken of what they have. It ends where nothing more is known.
-        decoding: how they are decoded.
+        images: the images that the rows index.
+        batches: rows of each batch, no row in two batches; read lazily. None means that the next rows are not known
+            yet: the workers wait, and `batches` is read again after a piece has been taken from them. Iteration stops
+            when no known rows are left.
+        decoding: settings for decoding.
 
     Raises:
-        BrokenListError: from the batches; nobody knows which image a row is.
-        MachineError: now, or from the batches; this machine cannot decode images.
+        BrokenListError: while iterating; the image of a row cannot be determined.
+        MachineError: at once or while iterating; this machine cannot decode images.
     """
     check_decoders()
     workers, batch_size = decoding.workers, decoding.batch_size
     at_a_time = max(_LEAST_PIECE, -(-batch_size // _PIECES))
-    sizes: deque[int] = deque()  # rows of each batch whose pieces the workers were given
+    sizes: deque[int] = deque()  # number of rows of each batch passed to the workers
 
     def pieces() -> Iterator[list[int]]:
         for rows in batches:
             if rows is None:
-                yield []  # if the sampler ended, the workers would, too
+                yield []  # if the sampler ended, the workers would end too
                 continue
             sizes.append(len(rows))
             yield from (rows[start : start + at_a_time] for start in range(0, len(rows), at_a_time))
@@ -281,7 +285,7 @@ def load_batches(images: ImageList, batches: Iterable[list[int] | None], decodin
     if workers:
         with_workers = {
             "prefetch_factor": max(2, -(-_BATCHES_AHEAD * batch_size // at_a_time)),
-            "worker_init_fn": _leave_signals_to_the_main_process,
+            "worker_init_fn": partial(_start_worker, gc.isenabled()),
             "timeout": _GIVE_UP_S,
         }
     loader: Any = DataLoader(
@@ -292,42 +296,37 @@ def load_batches(images: ImageList, batches: Iterable[list[int] | None], decodin
         **with_workers,
     )
     before = active_children() if workers else []
-    with _garbage_kept():
+    with _no_collection():
         pieces_found = iter(loader)
     begun = [one for one in active_children() if one not in before] if workers else []
     return Batches(pieces_found, sizes, WorkerDeaths(begun) if workers else None)
 
 
 @contextlib.contextmanager
-def _garbage_kept() -> Iterator[None]:
-    """What is garbage already is never freed by processes that are forked inside.
-
-    Some objects wait for their threads then (a compiled model of OpenVINO), and a forked process has none of them.
-    """
-    if gc.get_freeze_count():  # of the program around us, whose objects must stay frozen
-        gc.collect()
-        yield
-        return
-    gc.freeze()
+def _no_collection() -> Iterator[None]:
+    """Context manager: no garbage is collected inside, nor by processes forked inside until they allow it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
 
 
 class Batches(Iterator[Batch]):
-    """Decoded batches, one after the other; `load_batches` makes them.
+    """Iterator over decoded batches, returned by `load_batches`.
 
     Args:
-        pieces: of batches, in order; None where it was not known what comes next.
-        sizes: rows of each batch of which pieces may come.
-        deaths: of the workers; None: there are none.
+        pieces: pieces of batches, in order; None where the next rows were not known yet.
+        sizes: number of rows of each batch whose pieces are still to come.
+        deaths: reports deaths of the workers; None without workers.
 
     Raises:
-        BrokenListError: from `next`; nobody knows which image a row is.
+        BrokenListError: from `next`; the image of a row cannot be determined.
         MachineError: from `next`; this machine cannot read images any more.
-        DeadWorkerError: from `next`; a worker has died.
-        LayertapError: from `next`; a worker sends nothing any more.
+        DeadWorkerError: from `next`; a worker died.
+        LayertapError: from `next`; a worker stopped sending.
     """
 
     def __init__(
@@ -352,18 +351,28 @@ class Batches(Iterator[Batch]):
                 return _joined(waiting)
 
     def close(self) -> None:
-        """End the workers; there are no more batches."""
+        """End the workers and the iteration."""
         self._pieces = iter(())
         self._sizes.clear()
         if self._deaths:
             self._deaths.close()
 
 
-def _leave_signals_to_the_main_process(worker: int) -> None:
-    """Ctrl-C, and a service manager's SIGTERM, reach every process; the main one alone decides how to end.
+def _start_worker(collects_garbage: bool, worker: int) -> None:
+    """Prepare a worker process.
 
-    The first SIGTERM is let by; a second, which the DataLoader sends to a worker that hangs, ends the worker.
+    It ignores Ctrl-C and a service manager's SIGTERM, which reach every process: the main process decides how to end.
+    Only the first SIGTERM is ignored. A second, which the DataLoader sends to a hanging worker, ends the worker.
+
+    Args:
+        collects_garbage: whether the main process does.
+        worker: its number.
     """
+    # What was garbage in the main process is never freed here. When freed, some objects wait for their threads (a
+    # compiled OpenVINO model), which a forked process does not have.
+    gc.freeze()
+    if collects_garbage:
+        gc.enable()
 
     def let_by(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

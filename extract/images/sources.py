@@ -1,7 +1,7 @@
-"""Where the bytes of images come from: files here or behind a URL, members of archives, rows of arrays.
+"""Sources of image bytes: local files and files behind a URL.
 
-A source is sent to the worker processes. It answers for a row with the bytes of its image, and says how these bytes
-become a picture.
+A source is sent to the worker processes. It reads the bytes of a row's image and decodes these bytes to a picture.
+`extract.images.archives` and `extract.images.arrays` have the sources for members of archives and rows of arrays.
 """
 
 from __future__ import annotations
@@ -33,41 +33,41 @@ __all__ = [
     "read_remote",
 ]
 
-UNKNOWN = -1  # in place of a time of modification
+UNKNOWN = -1  # in place of a modification time
 
-_ATTEMPTS = 3  # at reading something from a network
-_WAIT_S = 0.5  # before the second; twice that before the third
+_ATTEMPTS = 3  # for each remote read
+_WAIT_S = 0.5  # before the second attempt; doubled before the third
 
 
 class BrokenListError(InputError):
-    """Which image a row is cannot be told any more: that ends a run, and makes no failed row."""
+    """The image of a row can no longer be determined; this ends the run and marks no row as failed."""
 
 
 class Source(Protocol):
     """The bytes of images, by row."""
 
     def read(self, row: int) -> tuple[bytes, int]:
-        """The bytes of an image, and when they were last changed, in nanoseconds; `UNKNOWN` where nobody says.
+        """Return the bytes of an image and its modification time in nanoseconds, or `UNKNOWN`.
 
         Raises:
-            FileNotFoundError: there is no such image any more.
-            BrokenListError: nobody knows which image it is.
-            OSError, ValueError: it cannot be read; the message says why.
+            FileNotFoundError: the image no longer exists.
+            BrokenListError: the image of this row cannot be determined.
+            OSError, ValueError: the image cannot be read; the message states the reason.
         """
 
     def decode(self, data: bytes, max_pixels: int, at_least_px: int = 0) -> Image.Image:
-        """An upright RGB picture of these bytes; errors as of `extract.images.decode`."""
+        """Decode these bytes to an upright RGB picture; errors as for `extract.images.decode`."""
 
     def check_there(self) -> None:
-        """See that the images as a whole are still there, after some could not be read.
+        """Check that the images as a whole still exist, after some could not be read.
 
         Raises:
-            LayertapError: they are not, as after a disk was unmounted.
+            LayertapError: they do not exist, for example because a disk was unmounted.
         """
 
 
 class PackedNames(Sequence[str]):
-    """Names as one block of bytes, which worker processes share without copying; takes what `os.fsencode` does."""
+    """Names in one block of bytes, which worker processes share without copying; encoded by `os.fsencode`."""
 
     def __init__(self, names: Sequence[str]):
         encoded = [os.fsencode(name) for name in names]
@@ -83,11 +83,11 @@ class PackedNames(Sequence[str]):
 
 
 class Files:
-    """Files, each by its own name: relative to a folder or a URL, or, if `anywhere`, a whole path or URL.
+    """Files named relative to a folder or URL; if `anywhere`, names may also be absolute paths or URLs.
 
     Args:
-        base: the folder, or the URL of one.
-        names: of the files, with `/`; a list is packed, another sequence is asked as it is.
+        base: the folder or its URL.
+        names: file names, with `/`; a list is packed, any other sequence is used directly.
         anywhere: whether names may be URLs.
     """
 
@@ -97,13 +97,13 @@ class Files:
         self._names = PackedNames(names) if isinstance(names, list) else names
 
     def read(self, row: int) -> tuple[bytes, int]:
-        """As of `Source`."""
+        """See `Source`."""
         name = self._names[row]
         if self._anywhere and is_url(name):
             return read_remote(name), UNKNOWN
         if self._is_remote:
             return read_remote(self._base, inside=name), UNKNOWN
-        # A pipe must not be waited for.
+        # O_NONBLOCK: opening a pipe must not block.
         descriptor = os.open(os.path.join(self._base, name), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # noqa: PTH118
         try:
             status = os.fstat(descriptor)
@@ -117,18 +117,18 @@ class Files:
             os.close(descriptor)
 
     def decode(self, data: bytes, max_pixels: int, at_least_px: int = 0) -> Image.Image:
-        """As of `Source`."""
+        """See `Source`."""
         return decode(data, max_pixels, at_least_px)
 
     def check_there(self) -> None:
-        """As of `Source`: an empty folder is what stays where a disk was unmounted."""
+        """See `Source`."""
         if self._is_remote:
             fs, path = file_system(self._base)
             there = _told(self._base, lambda: bool(fs.exists(path)))
         else:
             try:
-                there = any(True for _ in os.scandir(self._base))
-            except (OSError, ValueError):  # a name with a null character
+                there = any(True for _ in os.scandir(self._base))  # an unmounted disk leaves an empty folder
+            except (OSError, ValueError):  # ValueError: a name with a null character
                 there = False
         if not there:
             raise LayertapError(
@@ -138,43 +138,43 @@ class Files:
 
 
 class Chosen:
-    """Some rows of another source."""
+    """Selected rows of another source."""
 
     def __init__(self, source: Source, rows: Sequence[int]):
         self._source, self._rows = source, integers(rows)
 
     def read(self, row: int) -> tuple[bytes, int]:
-        """As of `Source`."""
+        """See `Source`."""
         return self._source.read(int(self._rows[row]))
 
     def decode(self, data: bytes, max_pixels: int, at_least_px: int = 0) -> Image.Image:
-        """As of `Source`."""
+        """See `Source`."""
         return self._source.decode(data, max_pixels, at_least_px)
 
     def check_there(self) -> None:
-        """As of `Source`."""
+        """See `Source`."""
         self._source.check_there()
 
 
 class UnreachableError(OSError):
-    """A network or server failed, which says nothing of the file."""
+    """A network or server failed; the file itself may be readable."""
 
 
 def read_remote(url: str, start: int | None = None, end: int | None = None, inside: str = "") -> bytes:
-    """The bytes behind a URL, or a range of them; tried again if the network fails.
+    """Return the bytes behind a URL, or a range of them; retry if the network or the server fails.
 
     Args:
-        url: of the file, or of its folder.
+        url: URL of the file, or of its folder.
         start: first byte.
-        end: byte behind the last.
-        inside: name in the folder.
+        end: byte after the last.
+        inside: file name in the folder.
 
     Raises:
-        FileNotFoundError: there is nothing.
-        UnreachableError: nobody answers, or with an error of the server's own.
-        OSError: it cannot be read.
+        FileNotFoundError: the file does not exist.
+        UnreachableError: every attempt failed: no answer, a server error, or HTTP 408, 425 or 429.
+        OSError: the file cannot be read: any other HTTP 4xx, no permission, or no library for the protocol.
     """
-    # The file system is asked for each time: fsspec keeps one for each process, and knows when it was forked.
+    # Not kept between calls: fsspec caches one file system for each process, and detects forks.
     try:
         fs, path = file_system(url)
     except LayertapError as error:
@@ -186,7 +186,7 @@ def read_remote(url: str, start: int | None = None, end: int | None = None, insi
         except (FileNotFoundError, PermissionError):
             raise
         except Exception as error:
-            status = getattr(error, "status", 0)  # of HTTP
+            status = getattr(error, "status", 0)  # HTTP status
             if 400 <= status < 500 and status not in (408, 425, 429):
                 raise OSError(f"HTTP {status}: {getattr(error, 'message', '') or first_line(error)}") from error
             if attempt == _ATTEMPTS - 1:
@@ -206,5 +206,5 @@ def _told(url: str, ask: Callable[[], bool]) -> bool:
 
 
 def integers(values: Sequence[int]) -> NDArray[np.int64]:
-    """As an array, which worker processes share without copying."""
+    """Return the values as an int64 array, which worker processes share without copying."""
     return np.array(values, np.int64)

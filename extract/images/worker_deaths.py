@@ -1,8 +1,8 @@
-"""Deaths of DataLoader workers are told where a batch is waited for, and nowhere else.
+"""Report deaths of DataLoader workers only while a batch is awaited.
 
-PyTorch raises an error as soon as a worker has died (a handler of SIGCHLD), in whatever the main thread does just then:
-while a shard is sealed, in a `finally`, in code of others. Nobody can heed that in order. Without its handler, a death
-would be noticed only when the time-out of the whole loader ends.
+PyTorch raises an error as soon as a worker dies (in a SIGCHLD handler), in any code that the main thread runs at that
+moment: while it seals a shard, in a `finally`, in another library. Such code cannot handle the error. Without the
+handler, a death would be noticed only after the time-out of the whole loader.
 """
 
 from __future__ import annotations
@@ -21,30 +21,32 @@ from extract.errors import LayertapError, first_line
 
 __all__ = ["DeadWorkerError", "WorkerDeaths"]
 
-_ENDING_S = 1.0  # between a process that closes its files and its end
+_ENDING_S = 1.0  # from a process closing its files to its exit
 
 
 class DeadWorkerError(LayertapError):
-    """A process that decodes images has died."""
+    """A process that decodes images died."""
 
 
 class WorkerDeaths:
-    """To be begun when workers have started, and closed when they have ended; any number may be open at once.
+    """Hold back the errors of dead workers until a batch is awaited.
+
+    Create it after the workers have started, and close it after they have ended. Any number may be open at once.
 
     Args:
-        workers: their processes.
+        workers: processes of the workers.
     """
 
-    _handler: Any = None  # the one that we have set, which calls the one before it
+    _handler: Any = None  # the SIGCHLD handler set here, which calls the previous handler
     _before: Any = None
     _open = 0
-    _waits = False  # somebody waits for a batch
-    _held_back = False  # somebody has died meanwhile
+    _waits = False  # a batch is awaited
+    _held_back = False  # a worker died while no batch was awaited
 
     def __init__(self, workers: Sequence[BaseProcess]):
         self._workers = workers
         self._holds = hasattr(signal, "SIGCHLD") and threading.current_thread() is threading.main_thread()
-        if not self._holds:  # only the main thread hears signals
+        if not self._holds:  # only the main thread receives signals
             return
         kind = WorkerDeaths
         kind._open += 1
@@ -55,22 +57,22 @@ class WorkerDeaths:
 
     @contextlib.contextmanager
     def told_here(self) -> Iterator[None]:
-        """While this is open, a worker that dies, or has died before, is an error.
+        """Context manager: raise an error if a worker dies inside, or has died before.
 
         Raises:
-            DeadWorkerError: which process, and how.
-            LayertapError: a worker sends nothing any more.
+            DeadWorkerError: a worker died; the message states which and how.
+            LayertapError: a worker stopped sending.
         """
         try:
             with self._heard():
                 yield
         except BaseException as error:
-            # Who keeps the error would keep the workers; and of a loader that is found in a cycle of references, they
-            # end after ten seconds only, since its queues are closed before they are told to end.
+            # The error's traceback would keep the workers alive. If the loader is garbage collected in a cycle of
+            # references, its queues close before the workers are asked to end, which then takes ten seconds.
             traceback.clear_frames(error.__traceback__)
             said = first_line(error)
             is_of_loader = isinstance(error, RuntimeError) and said.startswith("DataLoader")  # not "Caught ..."
-            # The memory of an image is asked of the process that has decoded it.
+            # The shared memory of an image is requested from the process that decoded it.
             is_gone = isinstance(error, OSError | EOFError) and self._one_has_died()
             if not is_of_loader and not is_gone:
                 raise
@@ -82,10 +84,10 @@ class WorkerDeaths:
 
     @contextlib.contextmanager
     def _heard(self) -> Iterator[None]:
-        """While this is open, signals are not held back; one that was is an error.
+        """Context manager: do not hold back errors of dead workers; raise an error that was held back.
 
         Raises:
-            RuntimeError: which process has died, and how.
+            RuntimeError: a worker died; the message states which and how.
         """
         kind, before = WorkerDeaths, WorkerDeaths._waits
         if not self._holds:
@@ -93,7 +95,7 @@ class WorkerDeaths:
             return
         kind._waits = True
         try:
-            if kind._held_back:  # PyTorch says it once
+            if kind._held_back:  # PyTorch reports a death only once
                 for one in self._workers:
                     if one.exitcode:
                         raise RuntimeError(f"DataLoader worker (pid {one.pid}) ended with {one.exitcode}")
@@ -102,11 +104,11 @@ class WorkerDeaths:
             kind._waits = before
 
     def _one_has_died(self) -> bool:
-        """Whether a worker has ended; they do so when they are told to, and that is later."""
+        """Return whether a worker has ended, which none should before the loader is closed."""
         return bool(wait([one.sentinel for one in self._workers], timeout=_ENDING_S))
 
     def close(self) -> None:
-        """Put the handler back that was there, when nobody is left."""
+        """Restore the previous handler when the last instance is closed."""
         kind = WorkerDeaths
         if not self._holds:
             return
@@ -114,7 +116,7 @@ class WorkerDeaths:
         kind._open -= 1
         if not kind._open and threading.current_thread() is threading.main_thread():
             kind._held_back = False
-            if signal.getsignal(signal.SIGCHLD) is kind._handler:  # else somebody has set another one, over ours
+            if signal.getsignal(signal.SIGCHLD) is kind._handler:  # else another handler has replaced it
                 signal.signal(signal.SIGCHLD, kind._before)
 
     def __del__(self) -> None:
@@ -123,7 +125,7 @@ class WorkerDeaths:
 
 
 def _holding_back(before: Any) -> Callable[[int, FrameType | None], None]:
-    """A handler that keeps the error of the one before it until somebody waits for a batch."""
+    """Return a handler that calls `before` and holds its error back until a batch is awaited."""
 
     def heed(number: int, frame: FrameType | None) -> None:
         kind = WorkerDeaths

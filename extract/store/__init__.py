@@ -1,1 +1,1 @@
-"""The store: features of many images in HDF5 shards. The file format: `extract/store/format/layout.py`."""
+"""The store: features of many images in HDF5 shards. `extract/store/format/layout.py` specifies the file format."""

@@ -1,4 +1,4 @@
-"""A pass over features in batches, in order or shuffled, within a fixed amount of memory."""
+"""Iterate over features in batches, in order or shuffled, within a fixed amount of memory."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["RowSource", "Shuffle", "batches"]
 
 Shuffle = Literal["chunks", "rows"] | None
 _Batch = tuple[NDArray[Any], NDArray[np.int64]]
-_Window = tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64]]  # features, their rows, the order to give them in
+_Window = tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64]]  # features, their rows, the order to yield them in
 
 
 class RowSource(Protocol):
-    """What a pass reads from: the rows of one feature, as `extract.store.reader.FeatureArray` gives them.
+    """Rows of one feature, such as `extract.store.reader.FeatureArray`.
 
     Attributes:
         shape: (N, *shape of a row).
-        dtype: of the values.
+        dtype: dtype of the values.
     """
 
     shape: tuple[int, ...]
@@ -31,16 +31,16 @@ class RowSource(Protocol):
         """Bytes of one row."""
 
     def pieces(self) -> list[tuple[int, int]]:
-        """First row and end of each chunk, in order."""
+        """Return (start, stop), the rows of each chunk, in order."""
 
     def between(self, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
-        """Neighbouring rows; into `out` if it is given."""
+        """Return neighbouring rows; in `out` if it is given."""
 
     def take(self, rows: NDArray[np.int64], out: NDArray[Any] | None = None) -> NDArray[Any]:
-        """Rows in any order; into `out` if it is given."""
+        """Return rows in any order; in `out` if it is given."""
 
     def forget(self, start: int, stop: int) -> None:
-        """Take rows that have been read out of the memory of this process."""
+        """Release memory of this process for rows that were read."""
 
 
 def batches(
@@ -52,15 +52,18 @@ def batches(
     seed: int,
     memory_bytes: int,
 ) -> Iterator[_Batch]:
-    """Those rows of a feature in batches of (features, rows); arguments and errors as of `FeatureReader.batches`.
+    """Return an iterator over rows of a feature in batches (features, rows); see `FeatureReader.batches`.
 
     Args:
         array: the feature.
         rows: (R,) int64, ascending.
         batch_size: rows in each batch but the last.
         shuffle: None, "chunks" or "rows".
-        seed: of the order.
-        memory_bytes: of the buffer.
+        seed: seed of the order.
+        memory_bytes: maximum size of the buffer.
+
+    Raises:
+        ValueError: batch_size, shuffle, seed or memory_bytes is out of range.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
@@ -70,7 +73,7 @@ def batches(
         raise ValueError(f"seed is {seed}; it must be at least 0")
     pieces = _pieces(array, rows)
     largest = max((len(piece) for piece in pieces), default=0)
-    # A compressed piece that has just been read is there a second time until it is in the buffer.
+    # A compressed piece is held twice, decompressed and in the buffer, while it is copied.
     room = memory_bytes // max(1, array.row_bytes) - largest
     if room < largest:
         raise ValueError(
@@ -85,7 +88,7 @@ def batches(
 
 
 def _pieces(array: RowSource, rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """The rows, by the chunk that they lie in."""
+    """Split ascending rows by chunk."""
     edges = np.searchsorted(rows, [start for start, _ in array.pieces()][1:])
     return [piece for piece in np.split(rows, edges) if len(piece)]
 
@@ -93,7 +96,7 @@ def _pieces(array: RowSource, rows: NDArray[np.int64]) -> list[NDArray[np.int64]
 def _windows_of_pieces(
     array: RowSource, pieces: list[NDArray[np.int64]], room: int, random: np.random.Generator | None
 ) -> Iterator[_Window]:
-    """As many pieces at a time as there is room for; with `random`, pieces and the rows in a window are shuffled."""
+    """Yield as many pieces at a time as fit in the buffer; with `random`, shuffle the pieces and each window's rows."""
     if random is not None:
         pieces = [pieces[i] for i in random.permutation(len(pieces))]
     buffer = np.empty((min(room, sum(map(len, pieces))), *array.shape[1:]), array.dtype)
@@ -116,7 +119,7 @@ def _windows_of_pieces(
 
 
 def _windows_of_rows(array: RowSource, rows: NDArray[np.int64], room: int) -> Iterator[_Window]:
-    """As many rows at a time as there is room for, read in ascending order, which disks and caches like."""
+    """Yield as many rows at a time as fit in the buffer, read in ascending order, which suits disks and caches."""
     buffer = np.empty((min(room, len(rows)), *array.shape[1:]), array.dtype)
     for start in range(0, len(rows), room):
         window = rows[start : start + room]
@@ -127,8 +130,8 @@ def _windows_of_rows(array: RowSource, rows: NDArray[np.int64], room: int) -> It
 
 
 def _cut(windows: Iterator[_Window], batch_size: int) -> Iterator[_Batch]:
-    """The rows of the windows in their order, so many at a time."""
-    parts: list[_Batch] = []  # of the next batch, which may begin at the end of one window and end in the next
+    """Yield the rows of the windows, in their order, in batches."""
+    parts: list[_Batch] = []  # of the next batch, which may span several windows
     missing = batch_size
     for features, rows, order in windows:
         start = 0

@@ -1,6 +1,7 @@
-"""Features as plain files for other tools: one HDF5 file, NumPy arrays, Parquet, or MATLAB.
+"""Export features to files for other tools: one HDF5 file, NumPy arrays, Parquet, or MATLAB.
 
-Each is written beside its place and moved there when it is whole; no more than 64 MB of features are held at once.
+An export is written to a temporary folder and moved to its path when complete. At most 64 MB of features are held in
+memory at once.
 """
 
 from __future__ import annotations
@@ -46,17 +47,17 @@ def export(
     """Write features, with path, label and status of each row.
 
     Args:
-        reader: what is written; rows without features too, with their status.
-        path: the file, or the folder if the format is one of several files.
+        reader: the rows to write, including rows without features.
+        path: the file to write, or the folder for a format of several files.
         to: a name in `FORMATS`.
-        layers: None writes all.
-        on_rows: called with a number of rows that have been written.
+        layers: layers to write; None writes all.
+        on_rows: called with the number of rows written since the last call.
 
     Raises:
         UnknownNameError: no such layer or format.
-        InputError: there is something of that name already, a row does not agree with its hashes, or the layers cannot
-            be named in that format.
-        LayertapError: the disk is full or refuses, or a library is missing.
+        InputError: `path` exists, there are no rows, a row does not match its hashes, or the format cannot use the name
+            of a layer.
+        LayertapError: the disk is full or cannot be written to, or a library is missing.
     """
     if to not in FORMATS:
         raise unknown_name("format", to, FORMATS)
@@ -91,7 +92,7 @@ def export(
 
 
 def _blocks(reader: FeatureReader) -> Iterator[tuple[int, int, dict[str, NDArray[Any]]]]:
-    """All rows, so many at a time as memory can hold: (start, stop, layer -> features that agree with their hashes)."""
+    """Yield all rows in blocks that fit in memory: (start, stop, layer -> features that match their hashes)."""
     step = max(1, BLOCK_BYTES // max(1, sum(reader[name].row_bytes for name in reader.layers)))
     for start in range(0, len(reader), step):
         stop = min(start + step, len(reader))
@@ -128,7 +129,7 @@ def _to_npy(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
         table = csv.writer(text)
         ids = reader.ids
         table.writerow(["row", "path", "label", "class", "split", "status", *(["id"] if ids else [])])
-        classes = [*reader.classes, ""]  # -1 is the last
+        classes = [*reader.classes, ""]  # label -1 indexes the last entry
         for row, values in enumerate(zip(reader.paths, reader.labels, reader.splits, reader.status, strict=True)):
             image, label, split, status = values
             mine = [ids[row]] if ids else []
@@ -155,7 +156,7 @@ def _to_parquet(reader: FeatureReader, path: Path, names: Sequence[str], on_rows
         fields.append(pa.field("id", pa.string()))
     if own := {field.name for field in fields} & set(names):
         raise InputError(f"the layer {min(own)!r} cannot be exported: a column of this name says something else")
-    # Names of files need not be text; what is not is escaped, and the bytes stand beside it.
+    # File names may contain bytes that are not UTF-8: these are escaped, and a column `path_bytes` is added.
     undecodable = any("\udc80" <= char <= "\udcff" for image in reader.paths for char in image)
     if undecodable:
         fields.append(pa.field("path_bytes", pa.binary()))
@@ -190,9 +191,9 @@ def _as_text(path: str) -> str:
 
 
 def _to_mat(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _OnRows) -> None:
-    """MATLAB 7.3: HDF5 behind a user block with MATLAB's own header, and all axes in reverse order.
+    """Write MATLAB 7.3: HDF5 after a user block with MATLAB's own header, and all axes in reverse order.
 
-    Layout from MathWorks, "MAT-File Versions", and from what MATLAB writes: `MATLAB_class` names the type, text is
+    Layout from MathWorks, "MAT-File Versions", and from files written by MATLAB: `MATLAB_class` names the type, text is
     uint16 with `MATLAB_int_decode` 2.
     """
     n_rows, variables = len(reader), _variables(names)
@@ -203,7 +204,7 @@ def _to_mat(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
     shapes = {name: reader[name].shape[1:] or (1,) for name in names}
     rows = {name: max(1, min(n_rows, (1 << 20) // (4 * math.prod(shape)))) for name, shape in shapes.items()}
     size = sum(2 * longest[name] * len(values) for name, values in texts.items()) + n_rows * 16 + (1 << 20)
-    for name, shape in shapes.items():  # whole chunks, and their index
+    for name, shape in shapes.items():  # full chunks, and 256 bytes for the index of each
         size += -(-n_rows // rows[name]) * (rows[name] * 4 * math.prod(shape) + 256)
     take_space(path, size)
     with h5py.File(path, "w", libver=("earliest", "v108"), userblock_size=512) as file:
@@ -237,7 +238,7 @@ def _units(text: str) -> NDArray[np.uint16]:
 
 
 def _char_matrix(values: Sequence[str], longest: int) -> NDArray[np.uint16]:
-    """(longest, N) UTF-16 code units padded with spaces: in MATLAB a row for each text."""
+    """Return (longest, N) UTF-16 code units padded with spaces: one row for each text in MATLAB."""
     matrix = np.full((len(values), longest), ord(" "), np.uint16)
     for row, value in zip(matrix, values, strict=True):
         units = _units(value)
@@ -246,7 +247,7 @@ def _char_matrix(values: Sequence[str], longest: int) -> NDArray[np.uint16]:
 
 
 def _variables(names: Sequence[str]) -> dict[str, str]:
-    """Layer -> name of its variable: what MATLAB does not allow becomes `_`; at most 63 characters."""
+    """Return layer -> name of its variable: characters that MATLAB does not allow become `_`, at most 63 characters."""
     taken = {"paths", "splits", "ids", "classes", "layers", "labels", "status"}
     found = {}
     for name in names:
@@ -260,10 +261,10 @@ def _variables(names: Sequence[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Format:
-    """One format to export to.
+    """An export format.
 
     Attributes:
-        write: writes the features of a reader to a path, for some layers; calls its last argument with numbers of rows.
+        write: writes some layers of a reader to a path; calls its last argument with numbers of rows.
         is_folder: whether the path is a folder of several files.
     """
 
@@ -271,19 +272,19 @@ class Format:
     is_folder: bool = False
 
     def beside(self, folder: Path, name: str) -> Path:
-        """Where features of a data set go by default.
+        """Return the default path for an export of a data set.
 
         Args:
-            folder: of the data set.
-            name: of the format.
+            folder: folder of the data set.
+            name: name of the format.
         """
         return folder.with_name(f"{folder.name}{'-' if self.is_folder else '.'}{name}")
 
 
 # To add a format, add its entry: `layertap export` reads this table.
 FORMATS: dict[str, Format] = {
-    "h5": Format(_to_h5),  # contiguous data sets; `FeatureReader` opens it, too
-    "npy": Format(_to_npy, is_folder=True),  # a file for each layer, `labels.npy` and `rows.csv`
-    "parquet": Format(_to_parquet),  # a fixed-size list of float32 for each layer
+    "h5": Format(_to_h5),  # contiguous datasets; `FeatureReader` can open the file
+    "npy": Format(_to_npy, is_folder=True),  # one file for each layer, `labels.npy` and `rows.csv`
+    "parquet": Format(_to_parquet),  # one column of fixed-size float32 lists for each layer
     "mat": Format(_to_mat),  # MATLAB 7.3
 }

@@ -1,4 +1,4 @@
-"""Several data sets of one fingerprint become one."""
+"""Merge several data sets with the same fingerprint."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def merge(
     compress: str | None = None,
     on_rows: Callable[[int, bool], None] = lambda rows, found: None,
 ) -> DataSet:
-    """Copy the rows of complete data sets into a new one, sorted by path; called again, it goes on where it was.
+    """Copy the rows of complete data sets into a new data set, sorted by path; a repeated call resumes the copy.
 
-    The paths become relative to the folder that holds all their image folders.
+    Paths become relative to the common parent of all image folders.
 
     Args:
         sources: folders of data sets.
-        out: folder of the new one.
-        shard_rows: rows in a file; None makes files of at most 1 GB.
-        compress: as of `ShardWriter.publish`.
-        on_rows: called with a number of rows, and whether they were found done (True) or copied now (False).
+        out: folder of the new data set.
+        shard_rows: rows in a shard; None keeps the value of an existing data set, or limits shards to 1 GB.
+        compress: see `ShardWriter.publish`.
+        on_rows: called with a number of rows, and whether they were already stored (True) or copied now (False).
 
     Raises:
-        InputError: the fingerprints differ, an image is in two of them, a row does not agree with its hashes, or `out`
-            holds something else.
+        InputError: `shard_rows` is less than 1, the fingerprints differ, an image is in two sources, a row does not
+            match its hashes, or `out` holds something else.
         LockedError: another process writes to `out`.
-        LayertapError: a source is not complete, or the disk is full or refuses.
+        LayertapError: a source is incomplete, or the disk is full or cannot be written to.
     """
     if shard_rows is not None and shard_rows < 1:
         raise InputError(f"shard_rows is {shard_rows}; it must be at least 1")
@@ -87,12 +87,12 @@ def merge(
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows of the merged data set.
+    """Rows of the merged data set.
 
     Attributes:
-        root: the folder that holds all image folders.
-        paths: relative to it, sorted by their bytes.
-        source: (N,) the row of the reader that each is.
+        root: common parent of all image folders.
+        paths: paths relative to `root`, sorted by their bytes.
+        source: (N,) int64, the row of the reader for each row.
     """
 
     root: str
@@ -103,7 +103,7 @@ class _Rows:
     def sorted_by_path(cls, reader: FeatureReader, datasets: Sequence[DataSet], sources: Sequence[Path]) -> _Rows:
         roots = [
             dataset.images["root"].replace("://", "/:/") for dataset in datasets
-        ]  # "//" would be one "/" of a path
+        ]  # `os.path` would collapse the "//"
         try:
             root = os.path.commonpath(roots)
         except ValueError as error:
@@ -125,7 +125,7 @@ class _Rows:
         return cls(root, [paths[row] for row in order], np.array(order, np.int64))
 
     def names(self, reader: FeatureReader, here: range) -> RowNames:
-        """What is known of some of the rows."""
+        """Return paths, labels, splits, classes and ids of a range of rows."""
         source = self.source[here.start : here.stop]
         splits = [reader.splits[row] for row in source]
         ids = reader.ids
@@ -139,10 +139,10 @@ class _Rows:
 
 
 def _check_same_rows(merged: DataSet, reader: FeatureReader, rows: _Rows) -> None:
-    """Whether the rows that are there already are those of the sources.
+    """Check that the rows already stored match those of the sources.
 
     Raises:
-        InputError: they are not; the sources are others by now.
+        InputError: a row differs, because a source has changed.
     """
     with FeatureReader(merged.out, partial=True) as there:
         source = rows.source[there.rows]

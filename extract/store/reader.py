@@ -1,4 +1,4 @@
-"""Read features: rows of a data set by number, over all its shards."""
+"""Read features by row number, over all shards of a data set."""
 
 from __future__ import annotations
 
@@ -25,34 +25,33 @@ from extract.store.places.remote_shard import RemoteShard
 from extract.store.row_selection import Part, open_parts
 from extract.system.urls import is_url
 
-if TYPE_CHECKING:  # it needs torch, which readers of arrays do without
+if TYPE_CHECKING:  # imports torch, which is not needed to read arrays
     from extract.store.torch_dataset import FeatureDataset
 
 __all__ = ["FeatureArray", "FeatureReader"]
 
 
 class FeatureReader:
-    """The features of a data set, of several with one fingerprint, or of one shard.
+    """Features of a data set, of several data sets with the same fingerprint, or of one shard; a context manager.
 
         with FeatureReader("outputs/photos") as reader:
             reader.layers                    # ["layer4", ...]
             reader["layer4"][10:20]          # (10, 2048), rows 10 to 19
             reader.paths[10], reader.labels[10], reader.classes
 
-    It may be used by several threads, forked, and pickled (another process opens the files again).
+    A reader can be shared by threads, forked, and pickled (another process opens the files again).
 
     Args:
-        path: a data set folder, a `.h5` shard, or a list of folders, whose rows then follow each other; `classes` are
-            those of all of them, and the labels are numbered anew. Each may be a URL, as `s3://BUCKET/NAME`: then it is
-            read by ranges, through a cache on the local disk.
-        partial: also open what is not finished. The rows are those that were done at this moment, no others; a row of
-            an unfinished shard counts as done if it agrees with its hash. `rows` tells which they are. Behind a URL,
-            those of finished shards.
-        cache_bytes: of what is read behind URLs, kept in `$XDG_CACHE_HOME/layertap` (`~/.cache/layertap`); what has not
-            been used for longest is removed.
+        path: a data set folder, a `.h5` shard, or a list of folders, whose rows are concatenated; `classes` is then the
+            union of their classes, and labels are renumbered. Each may be a URL such as `s3://BUCKET/NAME`, which is
+            read by byte ranges through a cache on the local disk.
+        partial: also open an unfinished data set. The rows are those stored at this moment; `rows` lists them. Rows of
+            an unfinished shard must match their hashes. Behind a URL, only finished shards are read.
+        cache_bytes: maximum size of the cache for URLs in `$XDG_CACHE_HOME/layertap` (`~/.cache/layertap`); the least
+            recently used blocks are removed.
 
     Raises:
-        InputError: nothing of this format there; or the folders' fingerprints differ.
+        InputError: `path` does not exist or is not of this format; or the folders' fingerprints differ.
         LayertapError: a shard is missing, unfinished, damaged, or of another data set.
     """
 
@@ -68,7 +67,7 @@ class FeatureReader:
             raise InputError("no data set given: the list of folders is empty")
         self._name = ", ".join(map(str, paths))
         self._parts: list[Part] = []
-        self._sets: list[int] = []  # of each part: which of the paths it is from
+        self._sets: list[int] = []  # index of the path that each part is from
         features: list[StoredFeature] | None = None
         fingerprint, base = "", 0
         self._cache = BlockCache(cache_bytes) if any(isinstance(one, str) for one in paths) else None
@@ -91,7 +90,7 @@ class FeatureReader:
         self._features, self._fingerprint = features or [], fingerprint
         self._row_data: dict[str, NDArray[Any]] = {}
         self._starts = np.concatenate([[0], np.cumsum([len(part.rows) for part in self._parts])]).astype(np.int64)
-        # Where rows are left out: of each shard, which of its rows there are.
+        # The rows of each shard that the reader has; None for all rows.
         self._chosen = [part.chosen for part in self._parts]
         self._rows = [part.rows for part in self._parts]
 
@@ -100,7 +99,7 @@ class FeatureReader:
 
     @property
     def layers(self) -> list[str]:
-        """Names of the features, in the order they were asked for (of a single shard: sorted)."""
+        """Names of the features, in the order requested at extraction; sorted for a single shard."""
         return [feature.name for feature in self._features]
 
     def __getitem__(self, layer: str) -> FeatureArray:
@@ -114,22 +113,22 @@ class FeatureReader:
 
     @cached_property
     def rows(self) -> NDArray[np.int64]:
-        """(N,) the row of the data set that each row here is: 0 to N - 1, but for one shard, or while it is written."""
+        """(N,) int64, row of the data set for each row: 0 to N - 1, except for a single shard or with `partial`."""
         return _frozen(np.concatenate([np.empty(0, np.int64), *self._rows]))
 
     @cached_property
     def paths(self) -> list[str]:
-        """Paths of the images, relative to their folder; undecodable bytes as in `os.fsdecode`."""
+        """Path of each image, relative to the image folder; undecodable bytes as in `os.fsdecode`."""
         return [path for part in self._parts for path in part.paths]
 
     @cached_property
     def splits(self) -> list[str]:
-        """train, val, test or empty, for each row."""
+        """Split of each row: train, val, test or empty."""
         return [split for part in self._parts for split in part.splits]
 
     @cached_property
     def ids(self) -> list[str] | None:
-        """What a list of images called each row besides its path; None if it did not."""
+        """Id of each row from the list of images; None if there are no ids."""
         ids = [part.ids for part in self._parts]
         return [name for one in ids for name in one or ()] if ids and None not in ids else None
 
@@ -143,7 +142,7 @@ class FeatureReader:
 
     @cached_property
     def labels(self) -> NDArray[np.int64]:
-        """(N,) index into `classes`; -1 unknown."""
+        """(N,) int64, index into `classes`; -1 unknown."""
         number = {name: i for i, name in enumerate(self.classes)}
         found = []
         for part in self._parts:
@@ -153,25 +152,28 @@ class FeatureReader:
 
     @property
     def status(self) -> NDArray[np.uint8]:
-        """(N,) codes of `extract.row_status.Status`; 1 is ok."""
+        """(N,) uint8, codes of `extract.row_status.Status`; 1 is ok."""
         return self.column("status")
 
     @cached_property
     def sets(self) -> NDArray[np.int64]:
-        """(N,) which of the given data sets each row is from; 0, where one was given."""
+        """(N,) int64, index of the path that each row is from; 0 if a single path was given."""
         counts = np.diff(self._starts)
         return _frozen(np.repeat(np.array(self._sets, np.int64), counts))
 
     @property
     def fingerprint(self) -> str:
-        """What the features depend on, as a sha256."""
+        """Fingerprint of the data set: sha256 of everything that the features depend on."""
         return self._fingerprint
 
     def column(self, name: str) -> NDArray[Any]:
-        """(N, ...) one of status, row_hash, record_hash, source_size, source_mtime_ns and source_hash, of all rows.
+        """Return (N, ...), a column of all rows.
+
+        Args:
+            name: status, row_hash, record_hash, source_size, source_mtime_ns or source_hash.
 
         Raises:
-            UnknownNameError: none of these.
+            UnknownNameError: no such column.
         """
         known = {name: np.empty((0, *width), dtype) for name, width, dtype in ROW_DATA}
         if name not in known:
@@ -183,12 +185,12 @@ class FeatureReader:
 
     @property
     def provenance(self) -> dict[str, Any]:
-        """What the features were made from and with; of several data sets, the first one's."""
+        """Backbone, weights, configuration, versions and machine that computed the features of the first shard."""
         return self._shards[0].provenance if self._shards else {}
 
     @property
     def failures(self) -> list[tuple[int, str, str, str]]:
-        """Rows without good features: (row, path, status, reason)."""
+        """Rows whose status is not ok: (row, path, status, reason)."""
         found = []
         reasons: tuple[Shard | None, dict[int, str]] = None, {}
         for row in np.flatnonzero(self.status != Status.OK).tolist():
@@ -200,7 +202,7 @@ class FeatureReader:
         return found
 
     def place_of(self, row: int) -> tuple[Path, int, int]:
-        """The file that holds a row, the number of the shard that it is, and which row of its data set this is."""
+        """Return the file that holds a row, its shard's number, and the row's number in the data set of that shard."""
         shard, its_row = self._home_of(row)
         return shard.path, shard.identity.shard, its_row
 
@@ -211,7 +213,7 @@ class FeatureReader:
 
     @property
     def compression(self) -> dict[str, tuple[str, float]]:
-        """Feature -> (gzip, lzf or blosc2; how many times smaller it is), for those that are compressed."""
+        """Feature -> (gzip, lzf or blosc2; compression ratio), for compressed features."""
         found = {}
         for feature in self._features:
             kinds = {shard.compression[feature.name] for shard in self._shards if feature.name in shard.compression}
@@ -222,10 +224,10 @@ class FeatureReader:
         return found
 
     def checked(self, rows: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-        """Layer -> (len(rows), *shape): all features of rows, for copies of them that must not hide damage.
+        """Return layer -> (len(rows), *shape), all features of rows, verified so that copies do not hide damage.
 
         Raises:
-            InputError: a row does not agree with its hashes.
+            InputError: a row does not match its hashes.
         """
         features = {layer: self[layer].take(rows) for layer in self.layers}
         beside = {name: self.column(name)[rows] for name, *_ in ROW_DATA}
@@ -252,7 +254,7 @@ class FeatureReader:
         split: str | None = None,
         memory_bytes: int = 256 << 20,
     ) -> Iterator[tuple[NDArray[Any], NDArray[np.int64]]]:
-        """One pass over the rows with good features, as (features, rows): (B, *shape) and (B,) int64.
+        """Return an iterator over the rows with status ok, as (features, rows): (B, *shape) and (B,) int64.
 
             for x, rows in reader.batches("layer4", 256, shuffle="chunks", seed=epoch):
                 y = reader.labels[rows]
@@ -260,16 +262,16 @@ class FeatureReader:
         Args:
             layer: name of a feature.
             batch_size: rows in each batch; the last may have fewer.
-            shuffle: None: in order. "chunks": blocks of neighbouring rows (of about a megabyte) in random order, and
-                the rows of as many blocks as memory allows mixed; reads as fast as in order. "rows": every order of the
-                rows is equally likely; needs a fast disk, or features that fit into the file cache.
-            seed: of the order; the same seed gives the same order, on any machine.
-            split: only the rows of this split.
-            memory_bytes: that it allocates at most, apart from 24 bytes for each row and the batch it returns.
+            shuffle: None for the stored order. "chunks" reads blocks of neighbouring rows (about a megabyte each) in
+                random order and mixes the rows of as many blocks as fit in memory, as fast as in order. "rows" makes
+                every order of the rows equally likely; it needs a fast disk, or features that fit in the file cache.
+            seed: seed of the order; the same seed gives the same order on any machine.
+            split: only the rows of this split; None for all.
+            memory_bytes: maximum allocation, apart from 24 bytes per row and the returned batch.
 
         Raises:
             UnknownNameError: no such layer or split.
-            ValueError: batch_size, memory_bytes or shuffle is not one of those that can be.
+            ValueError: batch_size, memory_bytes, seed or shuffle is out of range.
         """
         chosen = self._good_rows(split)
         return batches(self[layer], chosen, batch_size, shuffle=shuffle, seed=seed, memory_bytes=memory_bytes)
@@ -277,7 +279,7 @@ class FeatureReader:
     def dataset(
         self, layers: str | Sequence[str], *, split: str | None = None, transform: Any = None
     ) -> FeatureDataset:
-        """The rows with good features, as a `torch.utils.data.Dataset`; see `FeatureDataset`.
+        """Return the rows with status ok as a `torch.utils.data.Dataset`; see `FeatureDataset`.
 
         Raises:
             UnknownNameError: no such layer or split.
@@ -295,16 +297,16 @@ class FeatureReader:
             good &= np.array(self.splits) == split
         return np.flatnonzero(good)
 
-    # Inside
+    # Internals
 
     def _local(self, part: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Rows of one shard, as counted here, as counted in its file."""
+        """Convert row numbers of a part to row numbers of its shard."""
         chosen = self._chosen[part]
         return rows if chosen is None else chosen[rows]
 
     @cached_property
     def _own_paths(self) -> list[str]:
-        """The paths that the hashes of the rows are over."""
+        """The paths that the record hashes cover."""
         return [path for part in self._parts for path in part.own_paths()]
 
     def close(self) -> None:
@@ -328,9 +330,10 @@ _INTEGERS = (int, np.int64, np.int32)  # but not bool
 
 
 class FeatureArray:
-    """One feature over all shards; rows are read when indexed.
+    """One feature over all shards; indexing reads rows.
 
-    The index is an int, a slice, an array of rows in any order with repeats, or a boolean mask; the result is numpy.
+    The index is an int, a slice, a boolean mask, or an array of rows in any order, with or without repeats. The result
+    is a NumPy array.
     """
 
     def __init__(self, reader: FeatureReader, feature: StoredFeature):
@@ -342,7 +345,7 @@ class FeatureArray:
 
     @property
     def attributes(self) -> dict[str, str]:
-        """What is written beside the data: layer, pooling, axes, source_dtype."""
+        """HDF5 attributes of the feature: layer, pooling, axes, source_dtype."""
         return dict(self._feature.attributes)
 
     @property
@@ -357,7 +360,7 @@ class FeatureArray:
         return np.asarray(self[:], dtype=dtype)
 
     def __getitem__(self, rows: Any) -> NDArray[Any]:
-        if type(rows) in _INTEGERS and 0 <= rows < self.shape[0]:  # the way of a loop over rows, made short
+        if type(rows) in _INTEGERS and 0 <= rows < self.shape[0]:  # fast path for a loop over rows
             part = bisect_right(self._edges, rows) - 1
             chosen, local = self._reader._chosen[part], rows - self._edges[part]
             return self._reader._shards[part].row(self._feature.name, int(local if chosen is None else chosen[local]))
@@ -378,7 +381,7 @@ class FeatureArray:
         return values if index.ndim else values[0]
 
     def pieces(self) -> list[tuple[int, int]]:
-        """Ranges of rows that lie together in a file, about a megabyte each: its chunks."""
+        """Return (start, stop), the rows of each chunk: about a megabyte of neighbouring rows in one file."""
         found: list[tuple[int, int]] = []
         for part, start in enumerate(self._reader._starts[:-1].tolist()):
             stop, step = int(self._reader._starts[part + 1]), self._reader._shards[part].chunks[self._feature.name]
@@ -386,13 +389,13 @@ class FeatureArray:
         return found
 
     def forget(self, start: int, stop: int) -> None:
-        """Take rows that have been read out of this process's memory; the file stays in the kernel's cache."""
+        """Release memory-mapped pages of rows that were read; the file stays in the kernel's cache."""
         for part, first, last in self._parts_between(start, stop):
             if self._reader._chosen[part] is None:
                 self._reader._shards[part].forget(self._feature.name, first, last)
 
     def _parts_between(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The shards that rows start to stop lie in, and which of each one's rows, as counted here."""
+        """Yield (part, start, stop): the parts that rows `start` to `stop` are in, and the row range in each part."""
         starts = self._reader._starts
         for part in range(int(np.searchsorted(starts, start, "right")) - 1, len(starts) - 1):
             if starts[part] >= stop:
@@ -402,7 +405,7 @@ class FeatureArray:
                 yield part, first - int(starts[part]), last - int(starts[part])
 
     def between(self, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
-        """(stop - start, *shape): neighbouring rows, in range; into `out`, where that is given."""
+        """Return (stop - start, *shape), neighbouring rows, all in range; in `out` if it is given."""
         parts = list(self._parts_between(start, stop))
         if out is None:
             if len(parts) == 1:
@@ -415,14 +418,14 @@ class FeatureArray:
         return out
 
     def take(self, rows: NDArray[np.int64], out: NDArray[Any] | None = None) -> NDArray[Any]:
-        """(len(rows), *shape): rows in any order, in range; into `out`, where that is given."""
+        """Return (len(rows), *shape), rows in any order, all in range; in `out` if it is given."""
         if out is None:
             out = np.empty((len(rows), *self.shape[1:]), self.dtype)
         reader, name = self._reader, self._feature.name
         if len(reader._shards) == 1:
             return reader._shards[0].take(name, reader._local(0, rows), out)
         if len(rows) and (rows[1:] < rows[:-1]).any():
-            # Sorted first, so that each shard gives a block, and they are put in their places at once.
+            # Sorted first, so that each shard is read once and all rows are reordered at once.
             order = np.argsort(rows, kind="stable")
             out[order] = self.take(rows[order])
             return out
@@ -442,7 +445,7 @@ class FeatureArray:
 
 
 def _place(path: str | os.PathLike[str]) -> Path | str:
-    """A folder or file, or a URL."""
+    """Return a URL as text, any other path as `Path`."""
     return path if isinstance(path, str) and is_url(path) else Path(path)
 
 
@@ -451,6 +454,6 @@ def _described(features: Sequence[StoredFeature]) -> dict[str, Any]:
 
 
 def _frozen(values: NDArray[Any]) -> NDArray[Any]:
-    """An array that is handed out more than once."""
+    """Make an array read-only, because callers share it, and return it."""
     values.flags.writeable = False
     return values

@@ -1,4 +1,4 @@
-"""Rows of a reader copied into another data set."""
+"""Copy rows of a reader into another data set."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def copy_rows(
     compress: str | None = None,
     on_rows: Callable[[int, bool], None] = lambda rows, found: None,
 ) -> None:
-    """Fill a data set, whose folder is there and locked, with rows of a reader; called again, it goes on where it was.
+    """Fill a data set, whose folder exists and is locked, with rows of a reader; a repeated call resumes the copy.
 
     Args:
-        reader: of the rows.
-        source: (N,) the row of the reader that each row of the data set is.
-        dataset: to be filled.
-        names: what rows of it are called.
-        provenance: for its shards.
-        compress: as of `ShardWriter.publish`.
-        on_rows: called with a number of rows, and whether they were found done (True) or copied now (False).
+        reader: source of the rows.
+        source: (N,) int64, the row of the reader for each row of the data set.
+        dataset: the data set to fill.
+        names: returns paths, labels, splits, classes and ids of a range of its rows.
+        provenance: provenance of its shards.
+        compress: see `ShardWriter.publish`.
+        on_rows: called with a number of rows, and whether they were already stored (True) or copied now (False).
 
     Raises:
-        InputError: a row does not agree with its hashes.
-        LayertapError: the disk is full or refuses.
+        InputError: a row does not match its hashes.
+        LayertapError: the disk is full or cannot be written to.
     """
     reasons = {row: why for row, _, _, why in reader.failures}
     for shard, where in enumerate(dataset.whereabouts()):

@@ -1,4 +1,4 @@
-"""What a reader reads: some rows of each of some shards, and what they are called."""
+"""The rows that a reader reads: some rows of some shards, with their paths, labels, splits and ids."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Opened", "Part", "of_one_version", "open_parts"]
 
 T = TypeVar("T")
 
-_ATTEMPTS = 5  # at a data set of which a new version is published at that moment
+_ATTEMPTS = 5  # to read a data set while new versions are published
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Part:
     """Rows of one shard.
 
     Attributes:
-        shard: the file.
-        rows: (N,) which rows of the data set they are, ascending.
-        chosen: (N,) which rows of the file; None: all, in order.
-        names: what they are called, where the file does not say it.
+        shard: the open shard.
+        rows: (N,) int64, their numbers in the data set, ascending.
+        chosen: (N,) int64, their numbers in the shard; None for all rows of the shard, in order.
+        names: paths, labels, splits and classes; None to read them from the shard.
     """
 
     shard: Shard
@@ -45,16 +45,16 @@ class Part:
     names: RowNames | None = None
 
     def after(self, count: int) -> Part:
-        """The same behind so many rows of other data sets."""
+        """Return the part with `count` added to its row numbers, for the rows of preceding data sets."""
         return replace(self, rows=self.rows + count)
 
     def column(self, name: str) -> NDArray[Any]:
-        """(N, ...) a column of the file."""
+        """Return (N, ...), a column of the shard."""
         column = self.shard.column(name)
         return column if self.chosen is None else column[self.chosen]
 
     def own_paths(self) -> list[str]:
-        """The paths of the images when their features were computed."""
+        """Return the paths of the images when their features were computed."""
         return self._text("path")
 
     def _text(self, name: str) -> list[str]:
@@ -62,17 +62,17 @@ class Part:
 
     @property
     def paths(self) -> list[str]:
-        """Paths of the images."""
+        """Path of each image."""
         return self._text("path") if self.names is None else list(self.names.paths)
 
     @property
     def splits(self) -> list[str]:
-        """train, val, test or empty."""
+        """Split of each row: train, val, test or empty."""
         return self._text("split") if self.names is None else list(self.names.splits)
 
     @property
     def ids(self) -> list[str] | None:
-        """What a list of images called them besides."""
+        """Ids from the list of images; None if it has none."""
         return self._text("id") if self.names is None and self.shard.has_ids else None
 
     @property
@@ -82,10 +82,10 @@ class Part:
 
     @property
     def labels(self) -> NDArray[np.int64]:
-        """(N,) index into `classes`; -1 unknown.
+        """(N,) int64, index into `classes`; -1 unknown.
 
         Raises:
-            InputError: one is neither.
+            InputError: a label is out of range.
         """
         labels = self.column("label") if self.names is None else self.names.labels
         if len(labels) and not (labels.min() >= -1 and labels.max() < len(self.classes)):
@@ -98,10 +98,10 @@ class Opened:
     """A data set, or one shard, open for reading.
 
     Attributes:
-        parts: what can be read.
-        features: of each row.
-        fingerprint: of the data set.
-        n_rows: rows of the data set, those that cannot be read yet included.
+        parts: the rows that can be read.
+        features: features of each row.
+        fingerprint: fingerprint of the data set.
+        n_rows: rows of the data set or shard, including rows that cannot be read yet.
     """
 
     parts: list[Part]
@@ -111,7 +111,7 @@ class Opened:
 
 
 def open_parts(path: Path | str, partial: bool, cache: BlockCache | None) -> Opened:
-    """Open a data set folder or a shard, or behind a URL through a cache; else as of `FeatureReader`."""
+    """Open a data set folder or a shard, for a URL through `cache`; see `FeatureReader` for `partial` and errors."""
     if isinstance(path, str):
         assert cache is not None
         return _behind_url(path, partial, cache)
@@ -120,12 +120,12 @@ def open_parts(path: Path | str, partial: bool, cache: BlockCache | None) -> Ope
     with contextlib.ExitStack() as on_error:
         shard = on_error.enter_context(Shard(path))
         part = _part(shard, shard.identity.first_row, partial)
-        on_error.pop_all()  # it stays open
+        on_error.pop_all()  # the shard stays open
     return Opened([part], shard.features, shard.identity.fingerprint, len(shard))
 
 
 def _behind_url(url: str, partial: bool, cache: BlockCache) -> Opened:
-    """A data set, or a shard, in a bucket."""
+    """Open a data set or a shard in a bucket."""
     if url.endswith(".h5"):
         shard = open_remote_shard(url, cache)
         part = _part(shard, shard.identity.first_row, partial)
@@ -137,7 +137,7 @@ def _behind_url(url: str, partial: bool, cache: BlockCache) -> Opened:
 
 
 def of_one_version(out: Path, look: Callable[[DataSet], T]) -> T:
-    """What `look` finds of a data set; if a later version is published meanwhile, it looks at that one.
+    """Return `look(dataset)`; if it fails because a new version was published meanwhile, try that version.
 
     Raises:
         InputError: a file of the version is missing.
@@ -171,10 +171,10 @@ def _of_data_set(dataset: DataSet, partial: bool) -> Opened:
 
 
 def _of_version(dataset: DataSet) -> Iterator[Part]:
-    """The rows of the version of a data set that is kept in step with a folder.
+    """Yield the rows of the published version of a data set of `layertap sync`.
 
     Raises:
-        FileNotFoundError: its table is gone.
+        FileNotFoundError: the version's table does not exist.
         LayertapError: a pass is missing, unfinished or damaged.
     """
     table = dataset.version_rows()
@@ -206,16 +206,16 @@ def _of_version(dataset: DataSet) -> Iterator[Part]:
 
 
 def _part(shard: Shard, first_row: int, partial: bool) -> Part:
-    """The rows of a shard that are not pending."""
+    """Return the part with the rows of a shard that are not pending."""
     done = _done(shard, partial)
     return Part(shard, first_row + done, None if len(done) == len(shard) else done)
 
 
 def _open_shards(dataset: DataSet, partial: bool) -> Iterator[tuple[int, Shard]]:
-    """The shards of a data set that can be read: (first row, shard)."""
+    """Yield (first row, shard) of the shards of a data set that can be read."""
     whereabouts = dataset.whereabouts()
     if not partial and any(where.published is None for where in whereabouts):
-        whereabouts = dataset.whereabouts()  # a file that is given its name while a folder is listed can be missed
+        whereabouts = dataset.whereabouts()  # a listing can miss a file that is renamed at the same time
     allow_more_files(len(whereabouts))
     for shard, where in enumerate(whereabouts):
         if where.published is not None:
@@ -234,7 +234,7 @@ def _open_shards(dataset: DataSet, partial: bool) -> Iterator[tuple[int, Shard]]
         try:
             opened = dataset.open_shard(shard, path)
         except InputError:
-            # It may just have been published, or written anew: then it has another name now.
+            # The shard may just have been published or rewritten, which gives it another name.
             now = dataset.whereabouts()[shard]
             if now == where or now.published is None:
                 raise
@@ -243,7 +243,12 @@ def _open_shards(dataset: DataSet, partial: bool) -> Iterator[tuple[int, Shard]]
 
 
 def _done(shard: Shard, partial: bool) -> NDArray[np.int64]:
-    """The rows of a shard that are not pending."""
+    """Return the rows of a shard that are not pending; in a part, only rows that match their hashes.
+
+    Raises:
+        InputError: the shard is damaged.
+        LayertapError: rows are pending, and `partial` is False.
+    """
     part = shard.is_part
     if part:
         shard.keep_columns()
@@ -261,5 +266,5 @@ def _done(shard: Shard, partial: bool) -> NDArray[np.int64]:
             f"{shard.name} is unfinished: {len(shard) - len(done)} rows are pending; run the same command again to "
             "finish it, or read what there is with partial=True"
         )
-    # A row that a power cut tore apart says that it is done, but does not agree with its hashes.
+    # A row that a power failure damaged may have a status, but does not match its hashes.
     return np.setdiff1d(done, wrong_rows(shard, done)) if part else done

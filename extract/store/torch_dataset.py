@@ -1,4 +1,4 @@
-"""Features as a PyTorch data set, for `torch.utils.data.DataLoader`."""
+"""Features as a PyTorch `Dataset`, for `torch.utils.data.DataLoader`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["FeatureDataset"]
 
 
 class LabelledFeatures(Protocol):
-    """What samples are read from, as `extract.store.reader.FeatureReader` is.
+    """Source of the samples, such as `extract.store.reader.FeatureReader`.
 
     Attributes:
-        labels: (N,) the label of each row.
+        labels: (N,) int64, label of each row.
     """
 
     @property
@@ -28,23 +28,23 @@ class LabelledFeatures(Protocol):
 
 
 class FeatureDataset(Dataset[tuple[Any, int]]):
-    """Pairs of features and label, as `reader.dataset(...)` makes them.
+    """Pairs of features and label, as returned by `reader.dataset(...)`.
 
         loader = DataLoader(reader.dataset("layer4", split="train"), 256, shuffle=True, num_workers=2)
         for x, y in loader: ...
 
-    A `DataLoader` asks for a whole batch at once (`__getitems__`), which reads it in one go. Its workers may be forked
+    A `DataLoader` requests a whole batch at once (`__getitems__`), which is read in one pass. Its workers may be forked
     or spawned.
 
     Args:
-        reader: where the rows are.
-        layers: one name, and the features of a sample are a tensor (*shape); or several, and they are a dict.
-        rows: (R,) int64, the rows of the reader that are samples.
+        reader: source of the rows.
+        layers: one name, for samples with a tensor (*shape); or several names, for samples with a dict of tensors.
+        rows: (R,) int64, row of the reader for each sample.
         transform: applied to the features of each sample.
 
     Attributes:
-        rows: (R,) the row of the reader that each sample is.
-        labels: (R,) the label of each.
+        rows: (R,) int64, row of the reader for each sample.
+        labels: (R,) int64, label of each sample.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class FeatureDataset(Dataset[tuple[Any, int]]):
         self._layers = [layers] if isinstance(layers, str) else list(layers)
         self._single = isinstance(layers, str)
         for layer in self._layers:
-            reader[layer]  # an unknown name is told now, not by a worker
+            reader[layer]  # raises here for an unknown name, not in a worker
         self.rows = rows
         self.labels: NDArray[np.int64] = reader.labels[rows]
         self._transform = transform
@@ -72,7 +72,7 @@ class FeatureDataset(Dataset[tuple[Any, int]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, int]]:
-        """The samples at these positions, read together."""
+        """Return the samples at these positions, read in one batch."""
         where = np.asarray(indices, np.int64)
         columns = {layer: torch.from_numpy(self._reader[layer][self.rows[where]]) for layer in self._layers}
         labels = self.labels[where].tolist()

@@ -1,4 +1,4 @@
-"""Whether a data set is what was written: every file, receipt, row and count; and mending what is not."""
+"""Verify every file, receipt, row and count of a data set, and repair damage."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ class Remedy(Enum):
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that is not as it was written.
+    """A fault in a data set, such as a damaged row or a missing file.
 
     Attributes:
-        what: in words.
-        remedy: what can be done.
-        shard: number; None: of the data set.
-        file: its name, within the folder.
-        row: of the data set; None: of the whole file.
-        path: of the row's image.
+        what: description.
+        remedy: what `repair` does about it.
+        shard: number of the shard; None for a fault of the data set.
+        file: path of the file, relative to the data set's folder.
+        row: row of the data set; None for a fault of the whole file.
+        path: path of the row's image.
     """
 
     what: str
@@ -65,13 +65,13 @@ class Fault:
 
 @dataclass
 class Verification:
-    """What was found.
+    """Result of `verify`.
 
     Attributes:
-        dataset: what was looked at.
-        faults: none, if all is well. Of a data set that is kept in step with a folder, shards and rows are those of the
-            pass that the file belongs to.
-        rows: status -> number of rows, of the shards that can be read.
+        dataset: the verified data set.
+        faults: all faults; empty for an intact data set. In a data set of `layertap sync`, shard and row are those of
+            the pass that the file belongs to.
+        rows: status -> number of rows, over all readable shards; rows of missing shards are pending.
     """
 
     dataset: DataSet
@@ -80,26 +80,26 @@ class Verification:
 
 
 def verify(out: Path, on_rows: Callable[[int], None] = lambda rows: None) -> Verification:
-    """Check every hash, receipt and count of a data set; nothing is written.
+    """Verify every hash, receipt and count of a data set; nothing is written.
 
     Args:
-        out: its folder.
-        on_rows: called with a number of rows that have been checked.
+        out: folder of the data set.
+        on_rows: called with the number of rows verified since the last call.
 
     Raises:
-        InputError: it is no data set, or its description is damaged.
-        LayertapError: a library for its compression is missing, or files cannot be opened.
+        InputError: the folder is not a data set, or its description is damaged.
+        LayertapError: a library for the compression is missing, or files cannot be opened.
     """
     found = of_one_version(
         out, lambda dataset: (_verify_version if dataset.version else _verify_shards)(dataset, on_rows)
     )
     if found.faults and DataSet.open(out).version != found.dataset.version:
-        return verify(out, on_rows)  # files of that version were removed meanwhile
+        return verify(out, on_rows)  # a new version was published meanwhile, and old files were removed
     return found
 
 
 def _verify_version(dataset: DataSet, on_rows: Callable[[int], None]) -> Verification:
-    """Of a data set that is kept in step with a folder: its table, and every pass."""
+    """Verify the table and every pass of a data set of `layertap sync`."""
     found = Verification(dataset)
     assert dataset.version is not None
     for number in dataset.version.passes:
@@ -146,8 +146,8 @@ def _verify_shards(dataset: DataSet, on_rows: Callable[[int], None]) -> Verifica
 
 
 def _check_shard(dataset: DataSet, number: int, where: Whereabouts, found: Verification) -> Shard | None:
-    """Add the faults of one shard; returns it open, if it can be read."""
-    for _ in range(3):  # it may be published, or written anew, while it is looked at
+    """Add the faults of one shard to `found`; return the open shard, or None if it cannot be read."""
+    for _ in range(3):  # the shard may be published or rewritten while it is verified
         path = dataset.current(number, where)
         if path is None:
             last = dataset.path(number)
@@ -166,7 +166,7 @@ def _check_shard(dataset: DataSet, number: int, where: Whereabouts, found: Verif
                 continue
             cause = error.__cause__
             if not isinstance(error, InputError) and not (isinstance(cause, OSError) and cause.errno in MEDIA_ERRORS):
-                raise  # not the file's fault: too many open files, a missing library
+                raise  # not a fault of the file: too many open files, a missing library
             found.faults.append(Fault(str(error).removeprefix(f"{path} "), _remedy_of(path), number, name))
             return None
         try:
@@ -184,7 +184,7 @@ def _check_shard(dataset: DataSet, number: int, where: Whereabouts, found: Verif
 
 
 def _faults_of_successor(dataset: DataSet, number: int, revision: int) -> list[Fault]:
-    """Whether the file that will replace a finished shard can be gone on with; its rows are checked when it is."""
+    """Return a fault if the part that will replace a finished shard cannot be resumed; resuming verifies its rows."""
     path = dataset.path(number, revision, part=True)
     try:
         dataset.open_shard(number, path).close()
@@ -195,12 +195,12 @@ def _faults_of_successor(dataset: DataSet, number: int, revision: int) -> list[F
 
 
 def _remedy_of(path: Path) -> Remedy:
-    """What to do about a file that is not the shard it should be."""
+    """Return the remedy for a file that cannot be opened as its shard."""
     if path.is_symlink():
-        return Remedy.NONE  # to a disk that is not mounted now, perhaps
+        return Remedy.NONE  # the target may be on a disk that is not mounted
     try:
         with Shard(path):
-            # It is whole, and of something else: perhaps it is dataset.json that is wrong, or two files changed places.
+            # The file is an intact, but different shard: dataset.json may be wrong, or two files may be swapped.
             return Remedy.NONE
     except LayertapError:
         return Remedy.FILE
@@ -237,7 +237,7 @@ def _faults_of_rows(shard: Shard, name: str, counts: Counter[str]) -> list[Fault
 
 
 def _as_status_says(block: dict[str, NDArray[Any]], status: NDArray[np.uint8]) -> NDArray[np.bool_]:
-    """Which rows are finite where they are ok, NaN where there was no picture, and not finite where that is said."""
+    """Return (R,) bool, whether the features match the status: finite if ok, NaN without image, else not finite."""
     flat = [values.reshape(len(values), -1) for values in block.values()]
     finite = np.logical_and.reduce([np.isfinite(values).all(1) for values in flat])
     none = np.logical_and.reduce([np.isnan(values).all(1) for values in flat])
@@ -264,8 +264,8 @@ def _faults_of_receipt(shard: Shard, name: str, of_rows: Collection[Fault]) -> l
     counts = Counter(shard.column("status").tolist())
     status = {Status(code).text: counts[code] for code in sorted(counts) if code in list(Status)}
     expected = {**vars(shard.identity), **size_and_hash(shard.path), "status": status}
-    # Where rows are wrong, that is why. Where they are not, it is the receipt that is, or what has no other hash; a
-    # repair does not overwrite the only witness.
+    # Wrong rows explain a mismatch. Without wrong rows, the receipt is wrong, or bytes that no other hash covers; a
+    # repair does not overwrite the receipt, because it is the only evidence.
     hint = "" if of_rows else "; every row agrees with its hashes. Without a receipt, --repair writes a new one"
     return [
         Fault(f"its {key} is not that of its receipt{hint}", Remedy.NONE, number, name)
@@ -275,14 +275,15 @@ def _faults_of_receipt(shard: Shard, name: str, of_rows: Collection[Fault]) -> l
 
 
 def repair(found: Verification) -> int:
-    """Make rows that are wrong pending, so that `embed` or `sync` computes them again; returns how many there are.
+    """Reset wrong rows to pending, so that `embed` or `sync` computes them again; return the number of these rows.
 
-    A published shard with wrong rows is put aside (`.damaged`), and a copy without those rows takes its place as a
-    `.part`. One that cannot be read is put aside as a whole. Each shard is looked at again first, under the lock.
+    A published shard with wrong rows is renamed to `.damaged` and replaced by a `.part` copy in which these rows are
+    pending. An unreadable shard is renamed, and all its rows are pending. Each shard is first verified again, under the
+    lock.
 
     Raises:
         LockedError: another process writes to the data set.
-        LayertapError: the disk is full or refuses.
+        LayertapError: the disk is full or cannot be written to.
     """
     if found.dataset.version:
         with found.dataset.locked():
@@ -291,7 +292,7 @@ def repair(found: Verification) -> int:
 
 
 def _by_pass(found: Verification) -> Iterator[Verification]:
-    """The faults of each pass, as those of a data set of its own."""
+    """Yield the faults of each pass, as a verification of the pass's own data set."""
     for folder in sorted({fault.file.rpartition("/shards/")[0] for fault in found.faults if "/shards/" in fault.file}):
         faults = [
             replace(fault, file=fault.file.removeprefix(f"{folder}/"))
@@ -312,7 +313,7 @@ def _repair_shards(found: Verification) -> int:
                 continue
             now = Verification(dataset)
             shard = _check_shard(dataset, number, where, now)
-            # What was found by other means, as by computing rows again, holds as long as the file is the same.
+            # Faults of rows from other checks, such as recomputation, remain valid as long as the file is the same.
             name = path.relative_to(dataset.out).as_posix()
             faults = {*now.faults, *(fault for fault in found.faults if fault.file == name and fault.row is not None)}
             try:
@@ -326,7 +327,7 @@ def _repair_shards(found: Verification) -> int:
 
 
 def _mend(dataset: DataSet, number: int, where: Whereabouts, shard: Shard | None, faults: set[Fault]) -> int:
-    """Apply the strongest remedy that the faults of one shard ask for; returns how many rows are pending by it."""
+    """Apply the strongest remedy of the faults of one shard; return the number of rows it resets to pending."""
     remedies = {fault.remedy for fault in faults}
     rows = np.array(sorted({fault.row for fault in faults if fault.remedy is Remedy.ROW and fault.row is not None}))
     rows = rows.astype(np.int64) - dataset.shard_range(number).start
@@ -358,7 +359,7 @@ def _mend(dataset: DataSet, number: int, where: Whereabouts, shard: Shard | None
 
 
 def _put_aside(path: Path) -> None:
-    """Give a file, and its receipt, a name under which nobody looks for it; the file first."""
+    """Rename a file, then its receipt, to names in `.damaged`, which no reader opens."""
     for one in (path, path.with_suffix(".json")):
         names = (one.with_name(f"{one.name}.damaged{count}") for count in ("", *(f"-{i}" for i in range(2, 1000))))
         if os.path.lexists(one) and (one == path or path.suffix == ".h5"):

@@ -1,5 +1,5 @@
-"""Features kept in step with a folder that people change all day.
+"""Keep a data set in sync with a folder whose files change.
 
-scan (what files there are)  ->  manifest (what is known of them)  ->  what is new is computed, in a pass of its own
-->  a new version of the data set is published
+scan (which files exist)  ->  manifest (what is known about them)  ->  compute features of new images, in a new pass
+->  publish a new version of the data set
 """

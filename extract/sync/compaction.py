@@ -1,4 +1,4 @@
-"""Passes written anew: without rows that no file needs any more, and many small ones as one."""
+"""Rewrite passes: drop rows that no file needs any more, and join small passes."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ from extract.system.folder_lock import locked
 
 __all__ = ["Compacted", "compact", "compact_passes", "passes_to_compact", "rewrite"]
 
-# Small passes are joined like files of a log-structured merge tree: so many of one size, each at most so many times
-# smaller than the next, become one of the next size. A row is copied once for each size, of which there are few.
+# Small passes are joined like the files of a log-structured merge tree: this many passes of one tier become one pass of
+# a higher tier, and each tier holds passes this many times larger than the tier below. A row is copied once per tier,
+# and there are few tiers.
 _FANOUT = 8
 
 
 @dataclass(frozen=True)
 class Compacted:
-    """What was written anew.
+    """Result of a compaction.
 
     Attributes:
-        passes: how many were replaced.
-        rows: that were kept of them.
-        removed: rows that were not.
+        passes: number of passes that were replaced.
+        rows: rows of these passes that were kept.
+        removed: rows of these passes that were dropped.
     """
 
     passes: int = 0
@@ -49,12 +50,12 @@ class Compacted:
 
 
 def passes_to_compact(sizes: Mapping[int, tuple[int, int]], max_dead: float, shard_rows: int) -> list[int]:
-    """Passes of which more than a share of the rows is dead, and small ones, where there are many.
+    """Return the passes to rewrite: passes with too many dead rows, and small passes if there are many.
 
     Args:
-        sizes: pass -> (rows to be kept, all rows); the others are dead.
-        max_dead: the share.
-        shard_rows: rows of a file of full size.
+        sizes: pass -> (rows to keep, all rows); rows that are not kept are dead.
+        max_dead: a pass is rewritten if the share of its dead rows is larger than this.
+        shard_rows: rows of a full shard; a pass that keeps fewer rows is small.
     """
     chosen = {number for number, (kept, known) in sizes.items() if known - kept > max_dead * known}
     by_tier: dict[int, list[list[int]]] = {}
@@ -64,7 +65,7 @@ def passes_to_compact(sizes: Mapping[int, tuple[int, int]], max_dead: float, sha
     tier = 0
     while by_tier and tier <= max(by_tier):
         groups = by_tier.pop(tier, [])
-        if len(groups) >= _FANOUT:  # joined, they are one of a larger size
+        if len(groups) >= _FANOUT:  # joined, they form one pass of a higher tier
             joined = [number for group in groups for number in group]
             chosen.update(joined)
             size = _tier(sum(sizes[number][0] for number in joined))
@@ -82,21 +83,22 @@ def compact(
     max_dead: float,
     on_rows: Callable[[int, bool], None] = lambda rows, found: None,
 ) -> Compacted:
-    """Remove the rows that no file needs any more from the passes that have more than a share of them.
+    """Rewrite passes with too many rows that no file needs any more, and join many small passes.
 
-    Each large pass is written anew by itself, small ones together; their old files are removed when a version without
-    them is published. Who reads an earlier version goes on reading it. Killed at any moment, the data set is as before,
-    or as after.
+    Each large pass is rewritten on its own; small passes are rewritten together. The old files are deleted after a
+    version without them is published. Readers that have opened an earlier version can still read it. If the process is
+    killed, each rewrite has either taken effect or left the data set unchanged.
 
     Args:
         out: folder of the data set.
-        max_dead: the share.
-        on_rows: as of `copy_rows`.
+        max_dead: a pass is rewritten if the share of rows that no file needs is larger than this.
+        on_rows: see `copy_rows`.
 
     Raises:
-        InputError: no data set of `layertap sync` there, or a row does not agree with its hashes.
-        LockedError: another process writes to it.
-        LayertapError: the disk is full or refuses.
+        InputError: `out` holds no data set of `layertap sync`, its manifest is lost, or a row does not match its
+            hashes.
+        LockedError: another process writes to the data set.
+        LayertapError: the disk is full or cannot be written to, or the manifest is damaged.
     """
     published = DataSet.open(out)
     if published.version is None:
@@ -108,7 +110,7 @@ def compact(
                 raise InputError(f"{out}/manifest.sqlite is lost or damaged; `layertap sync` makes it anew")
             try:
                 return compact_passes(out, manifest, published, max_dead, time.time_ns(), on_rows)[0]
-            except (sqlite3.Error, ValueError, TypeError) as error:  # not one of ours; InputError is a ValueError
+            except (sqlite3.Error, ValueError, TypeError) as error:  # InputError is a ValueError, too
                 if isinstance(error, LayertapError):
                     raise
                 raise LayertapError(
@@ -124,7 +126,7 @@ def compact_passes(
     unused_before_ns: int,
     on_rows: Callable[[int, bool], None] = lambda rows, found: None,
 ) -> tuple[Compacted, DataSet]:
-    """As `compact`, under its lock; returns what was done, and what is published then."""
+    """Implement `compact` for a caller that holds the lock; return the result and the published data set."""
     total = Compacted()
     sizes = manifest.sizes_of_passes(unused_before_ns)
     full = shard_rows_for(published.features)
@@ -145,15 +147,15 @@ def rewrite(
     unused_before_ns: int,
     on_rows: Callable[[int, bool], None] = lambda rows, found: None,
 ) -> Compacted:
-    """Copy the rows of some passes that are to be kept into a new one, and note in the manifest where they are now.
+    """Copy the rows to keep from some passes into a new pass, and record their new positions in the manifest.
 
-    The old passes are left; they are not needed any more when a version without them is published. Killed at any
-    moment, nothing has changed but that a folder is there which the next pass removes. Of a pass that is unfinished,
-    since a repair took rows out of it, the others are kept.
+    The old passes are not deleted; they are needed until a version without them is published. A process that is killed
+    before it updates the manifest leaves only a folder, which the next pass deletes. If a pass is incomplete because a
+    repair removed rows from it, its other rows are kept.
 
     Raises:
-        InputError: a row does not agree with its hashes.
-        LayertapError: the disk is full or refuses.
+        InputError: a row does not match its hashes.
+        LayertapError: the disk is full or cannot be written to.
     """
     if not passes:
         return Compacted()
@@ -167,7 +169,7 @@ def rewrite(
     with manifest.transaction():
         manifest.move_rows(ids, number)
         for one in passes:
-            manifest.forget_pass(one)  # the rows that were not kept
+            manifest.forget_pass(one)  # drops the rows that were not kept
         manifest.version += 1
     return Compacted(len(passes), len(ids), known - len(ids))
 
@@ -180,7 +182,7 @@ def _copy_kept_rows(
     unused_before_ns: int,
     on_rows: Callable[[int, bool], None],
 ) -> list[int]:
-    """Write the rows that are to be kept as a new pass; returns what the manifest calls them, in order."""
+    """Write the rows to keep as a new pass; return their ids in the manifest, in order."""
     ids: list[int] = []
     folders = [pass_folder(out, one) for one in passes]
     with FeatureReader(folders, partial=True) as reader:
@@ -214,7 +216,7 @@ def _write(
     compress: str | None,
     on_rows: Callable[[int, bool], None],
 ) -> None:
-    """A pass of these rows of a reader."""
+    """Write rows of a reader as a pass."""
     of = DataSet.open(folder.with_name(f"{passes[0]:06d}"))
     images = {
         "root": of.images["root"],

@@ -1,7 +1,7 @@
-"""What is different between a folder as it was seen and the data set: what is to be computed, and what is known.
+"""Compare a scanned folder with the data set: which files are to be computed, and which have stored features.
 
-Only a file whose times or size have changed is looked at; only one that is as large as an image that is stored is read
-for its hash.
+A file is examined only if it is new, may have changed, or is due for a retry. It is hashed only if a stored image has
+the same size.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from extract.sync.scan import NO_FILE, Seen
 __all__ = ["Difference", "Resolved", "StoppedError", "before", "difference"]
 
 _S = 1_000_000_000  # nanoseconds
-# A file system may count time in steps of 2 s (FAT), within which a file can change twice and look the same.
+# A file system may record times in steps of 2 s (FAT); a file that changes twice within a step looks unchanged.
 _STEP_NS = 2 * _S
 _NO_HASH = bytes(16)
-_UNREAD_S = 3600.0  # after which a file that could not be read is tried again, if not sooner
+_UNREAD_S = 3600.0  # a file that could not be read is retried after this time, or sooner if retry_after_s is shorter
 
 
 class StoppedError(Exception):
@@ -31,7 +31,7 @@ class StoppedError(Exception):
 
 
 class Resolved(NamedTuple):
-    """A file, and the stored row that has its features."""
+    """A file and the stored row that holds its features."""
 
     seen: Seen
     settled: bool
@@ -41,18 +41,18 @@ class Resolved(NamedTuple):
 
 @dataclass(frozen=True)
 class Difference:
-    """What a pass has to do.
+    """Difference between a scanned folder and the data set.
 
     Attributes:
-        resolved: new and changed files whose features are stored.
-        todo: files to be computed.
-        waiting: files that are being written, and since when they look as they do.
-        moved: files that changed while they were read.
-        gone: paths that are no more.
-        stored: path -> the row that the data set has for it, of the files that were looked at.
-        added, changed, renamed: of `resolved`.
-        tried_again: files of `todo` whose rows had failed.
-        vanished: files of the data set that are no more, or links that lead nowhere now.
+        resolved: examined files whose features are stored.
+        todo: files to compute.
+        waiting: files that may still be being written, and the time since which their size and times are unchanged.
+        moved: files that have changed since the scan.
+        gone: paths in the data set that no longer exist.
+        stored: path -> its row in the data set, for the examined files.
+        added, changed, renamed: numbers of files in `resolved`.
+        tried_again: number of files in `todo` whose rows had failed.
+        vanished: number of files of the data set that no longer exist and were not renamed, or are dangling links now.
     """
 
     resolved: list[Resolved]
@@ -71,17 +71,17 @@ class Difference:
 def difference(
     root: str, manifest: Manifest, guards: Guards, scanned_ns: int, stop: Callable[[], bool] = lambda: False
 ) -> Difference:
-    """Compare what the manifest has seen with what it has stored.
+    """Compare the scan in the manifest with the rows in the manifest.
 
     Args:
         root: the folder.
-        manifest: that has seen it.
-        guards: how long a file must be left alone, and when a failed one is tried again.
-        scanned_ns: when it was seen.
-        stop: asked before each file that is read.
+        manifest: manifest that holds a scan of the folder.
+        guards: how long a file must be unchanged, and when a failed file is retried.
+        scanned_ns: time of the scan.
+        stop: called for each hashed file; True stops the pass.
 
     Raises:
-        StoppedError: `stop` said so.
+        StoppedError: `stop` returned True.
     """
     retry_before_ns = before(scanned_ns, guards.retry_after_s)
     unread_before_ns = max(retry_before_ns, before(scanned_ns, _UNREAD_S))
@@ -101,7 +101,7 @@ def difference(
             added += 1
         elif old.hash != one.hash:
             changed += 1
-    # A link that led to an image and leads nowhere is as good as gone.
+    # A dangling link whose target was an image counts as a vanished file.
     nowhere = sum(
         one.seen.size == NO_FILE and one.before is not None and one.before.status == Status.OK for one in candidates
     )
@@ -113,7 +113,7 @@ def difference(
 
 
 def _readable(root: str, candidates: list[Candidate], unread_before_ns: int) -> list[Candidate]:
-    """Those without files that had an I/O error a short while ago and still have it, for which no model is loaded."""
+    """Drop files with a recent I/O error that still cannot be read, so that no model is loaded for them."""
     unread = [
         one.seen
         for one in candidates
@@ -127,7 +127,10 @@ def _readable(root: str, candidates: list[Candidate], unread_before_ns: int) -> 
 def _settled(
     manifest: Manifest, candidates: list[Candidate], guards: Guards, scanned_ns: int
 ) -> tuple[list[Candidate], list[tuple[Seen, int]]]:
-    """Those that can be looked at now; and those that must wait, with since when they look as they do."""
+    """Split candidates into files that can be processed now and files that must wait.
+
+    A waiting file comes with the time since which its size and times are unchanged.
+    """
     settle_ns = int(guards.settle_s * _S)
     if not settle_ns:
         return candidates, []
@@ -137,7 +140,7 @@ def _settled(
         if scanned_ns - seen.mtime_ns >= settle_ns or one.same or seen.size == NO_FILE:
             ready.append(one)
             continue
-        # Of a time in the future, nothing is learnt but by waiting.
+        # A modification time in the future does not show the file's age; only waiting does.
         known, since_ns = known_waiting.get(seen.path, (None, scanned_ns))
         if known == seen and scanned_ns - since_ns >= settle_ns:
             ready.append(one)
@@ -150,9 +153,9 @@ def _known(
     root: str, manifest: Manifest, candidates: list[Candidate], scanned_ns: int, retry_before_ns: int,
     stop: Callable[[], bool],
 ) -> tuple[list[Resolved], list[Planned], list[Seen]]:  # fmt: skip
-    """Of these files, those whose features are stored; those to be computed; and those that change just now.
+    """Split candidates into files whose features are stored, files to compute, and files changed since the scan.
 
-    Only a file that is as large as an image that is stored can be that image; no other is read for its hash.
+    A file can equal a stored image only if their sizes are equal; no other file is hashed.
     """
     resolved: list[Resolved] = []
     todo: list[Planned] = []
@@ -178,14 +181,14 @@ def _known(
 
 
 def _is_settled(seen: Seen, scanned_ns: int) -> bool:
-    """Whether a later change of a file must show in its times: they are older than the steps in which time is counted.
+    """Return whether a later change of a file must alter its times, because they are older than a time step.
 
-    A time of modification in the future was set by a program, and tells nothing; that of the change cannot be set.
+    A modification time in the future was set by a program and is ignored; the change time (ctime) cannot be set.
     """
     latest = max((at for at in (seen.mtime_ns, seen.ctime_ns) if at <= scanned_ns), default=scanned_ns)
     return seen.ctime_ns <= scanned_ns and latest < scanned_ns - _STEP_NS
 
 
 def before(now_ns: int, seconds: float) -> int:
-    """The time so many seconds earlier."""
+    """Return the time that is `seconds` before `now_ns`, in nanoseconds."""
     return now_ns - int(seconds * _S)

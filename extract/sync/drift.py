@@ -1,4 +1,4 @@
-"""Whether the images of a pass look like those before: another camera, or a wrong folder, shows in the features."""
+"""Compare the features of a pass with those of the other rows, to detect another camera or a wrong folder."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from extract.store.reader import FeatureReader
 
 __all__ = ["Drift", "drift_of"]
 
-_SAMPLED = 2000  # rows of each kind, of features that memory can hold
-_SAMPLE_BYTES = 1 << 26
-_LEAST_NEW, _LEAST_OLD = 8, 32  # fewer rows tell too little
+_SAMPLED = 2000  # rows of each group, new and old
+_SAMPLE_BYTES = 1 << 26  # of a group; large features are compared on fewer rows, so that they fit in memory
+_LEAST_NEW, _LEAST_OLD = 8, 32  # fewer rows are not enough for a comparison
 
-# Measured with the embedding of efficientnet_lite0: arrivals of a single class among ten shift by 0.19 to 0.32
-# (CIFAR-10) and 0.24 to 0.48 (handwritten digits); ImageNet photos among CIFAR-10 by 0.54, digits among CIFAR-10 by
-# 0.90, with a spread of 0.44.
+# Measured with the embedding of efficientnet_lite0: new images of a single class out of ten shift by 0.19 to 0.32
+# (CIFAR-10) and 0.24 to 0.48 (handwritten digits); ImageNet photos added to CIFAR-10 shift by 0.54, digits added to
+# CIFAR-10 by 0.90, with a spread of 0.44.
 _FAR_SHIFT = 0.5
 _FAR_SPREAD = 2.0
 
 
 @dataclass(frozen=True)
 class Drift:
-    """How the new rows of a feature differ from the others.
+    """Difference between the new rows of a feature and the other rows.
 
     Attributes:
         layer: name of the feature.
-        shift: distance between the means, in standard deviations of either, root mean square over the dimensions; what
-            chance alone would give is taken off.
-        spread: standard deviation of the new rows over that of the others.
-        new_rows, old_rows: that were compared.
-        far: whether that is more than other arrivals of the same kind would give.
+        shift: distance between the means in standard deviations (of the average variance of both groups), root mean
+            square over the dimensions; the mean square expected by chance is subtracted.
+        spread: standard deviation of the new rows divided by that of the other rows.
+        new_rows, old_rows: number of rows compared.
+        far: whether the difference is larger than new images of the same kind cause.
     """
 
     layer: str
@@ -48,7 +48,10 @@ class Drift:
 
 
 def drift_of(out: Path, number: int, seed: int = 0) -> list[Drift]:
-    """Compare the rows of one pass with those of all others, on random samples; empty, where there are too few.
+    """Compare the rows of one pass with all other rows, on random samples.
+
+    Returns:
+        A `Drift` for each feature; empty if there are too few rows.
 
     Raises:
         LayertapError: the data set cannot be read.

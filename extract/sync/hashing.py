@@ -1,4 +1,4 @@
-"""Hashes of files that may be images whose features are stored already."""
+"""Hash files that may be identical to images with stored features."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from extract.sync.scan import Seen
 
 __all__ = ["MOVED", "Moved", "hashes_of"]
 
-_THREADS = 8  # they wait for the disk, or the server
+_THREADS = 8  # they spend their time waiting for the disk or the server
 _BLOCK_BYTES = 1 << 20
-_AHEAD = 1024  # files that are handed to the threads at once
+_AHEAD = 1024  # files that are passed to the threads at once
 
 
 class Moved:
-    """In place of a hash: the file is being written just now."""
+    """Type of `MOVED`, which replaces the hash of a file that has changed since it was scanned."""
 
 
 MOVED: Final = Moved()
 
 
 def hashes_of(root: str, files: Sequence[Seen]) -> Iterator[bytes | Moved | None]:
-    """The xxh3-128 of each file's bytes; `MOVED` if it changes just now, None if it cannot be read."""
+    """Yield the xxh3-128 of each file's bytes; `MOVED` if it has changed since the scan, None if it cannot be read."""
     with ThreadPoolExecutor(_THREADS) as threads:
         for start in range(0, len(files), _AHEAD):
             yield from threads.map(lambda seen: _hash_of(root, seen), files[start : start + _AHEAD])
@@ -44,7 +44,7 @@ def _hash_of(root: str, seen: Seen) -> bytes | Moved | None:
             return None
         while block := os.read(descriptor, _BLOCK_BYTES):
             digest.update(block)
-        now = os.fstat(descriptor)  # after the last byte: what was changed before it shows here
+        now = os.fstat(descriptor)  # after the last byte, so that it shows every change before that
     except OSError:
         return None
     finally:

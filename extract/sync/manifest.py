@@ -1,14 +1,16 @@
-"""What is known of each file of a folder: `manifest.sqlite`, which only the process that holds the lock opens.
+"""The manifest `manifest.sqlite`: what is known about each file of a folder. Only the process with the lock opens it.
 
-It says which bytes each path had when it was last looked at, and where the features of these bytes are. It is a help,
-not the truth: lost or damaged, it is made anew from the passes, and no image is computed again for that.
+For each path, the manifest records which bytes the file had when it was last examined, and where their features are. A
+lost or damaged manifest is rebuilt from the passes, without computing any image again.
 
-    features   a stored row: hash and size of the image's bytes, pass and row, status, when it was last tried, and since
-               when no file needs it
-    files      a path: size and times when it was looked at, whether these tell a later change, and its feature
-    waiting    a file that is still being written, and since when it looks like that
-    planned    the rows of a pass that has begun, in order
-    meta       version: of what this says; configuration: what the features were asked for with; passes: numbers given
+    features   a stored row: hash and size of the image's bytes, pass and row, status, time of the last attempt, and the
+               time since which no file needs the row
+    files      a path: size and times when it was examined, whether a later change must alter these, and its feature
+    waiting    a file that may still be being written, and the time since which its size and times are unchanged
+    planned    the rows of a started pass, in order
+    meta       format: format of the file; version: number of the recorded state; configuration: the requested settings
+               of the features; versions: library versions of the last computation; passes: last pass number in use;
+               planned_pass: number of the started pass
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ _SEEN = """
 
 
 class Feature(NamedTuple):
-    """A stored row that was found by the hash of its image, or by its path."""
+    """A stored row, looked up by the hash of its image or by a path."""
 
     id: int
     hash: bytes
@@ -61,12 +63,12 @@ class Feature(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A file that is to be looked at.
+    """A file to examine.
 
     Attributes:
         seen: the file.
-        before: what its path had; None, if it is new.
-        same: whether its size and times are as they were.
+        before: the row recorded for its path; None if the path is new.
+        same: whether size and times are unchanged.
     """
 
     seen: Seen
@@ -75,14 +77,14 @@ class Candidate(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A row of a pass, and the image that was read for it.
+    """A row of a pass, and the image file that was read for it.
 
     Attributes:
-        hash: xxh3-128 of its bytes; zero, where it could not be read.
-        size: in bytes; -1, where it could not be read.
-        mtime_ns: as it was then.
-        row: of the pass.
-        status: of the row.
+        hash: xxh3-128 of the bytes of the file; zero if it could not be read.
+        size: size of the file in bytes; -1 if it could not be read.
+        mtime_ns: modification time of the file when it was read.
+        row: row in the pass.
+        status: status of the row.
     """
 
     hash: bytes
@@ -93,22 +95,24 @@ class Stored(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """A file whose features are to be computed, and whether its times tell a later change."""
+    """A file to compute, and whether a later change must alter its times."""
 
     seen: Seen
     settled: bool
 
 
 class Manifest:
-    """The manifest of one data set; a context manager.
+    """The manifest of a data set; a context manager.
 
     Args:
         out: folder of the data set.
-        copy: only one in memory, which is lost in the end.
-        made_anew: what is wrong with the file that is there: it is put aside, and an empty one begun.
+        copy: open a copy in memory, which is discarded on exit.
+        made_anew: what is wrong with the existing file; if not empty, the file is set aside and an empty manifest is
+            created.
 
     Raises:
-        LayertapError: the file cannot be written to.
+        InputError: the file, or a file of SQLite beside it, is not a regular file.
+        LayertapError: the file cannot be opened or replaced.
     """
 
     def __init__(self, out: Path, *, copy: bool = False, made_anew: str = ""):
@@ -132,7 +136,7 @@ class Manifest:
         made = self._path is None or not self._path.exists()
         self._sql = sqlite3.connect(self._path or ":memory:", isolation_level=None)
         try:
-            self._sql.execute("PRAGMA trusted_schema = OFF")  # whoever made the file may have put triggers into it
+            self._sql.execute("PRAGMA trusted_schema = OFF")  # an untrusted file may contain triggers
             self._sql.execute("PRAGMA locking_mode = EXCLUSIVE")
             self._sql.execute("PRAGMA journal_mode = WAL")
             self._sql.execute("PRAGMA synchronous = FULL")
@@ -150,7 +154,7 @@ class Manifest:
             raise
 
     def _copy_from(self, path: Path) -> None:
-        # Even reading may write: SQLite folds a log into the file. So the copy of a copy is taken.
+        # Even reading may write to the file, because SQLite checkpoints a WAL into it. Therefore copy the files first.
         with tempfile.TemporaryDirectory(prefix="layertap-") as folder:
             for behind in ("", "-wal"):
                 with contextlib.suppress(FileNotFoundError):
@@ -161,7 +165,7 @@ class Manifest:
             raise sqlite3.DatabaseError(f"it is of format {self._get('format', 0)}, not {_FORMAT}")
 
     def start_anew(self, why: str) -> None:
-        """Put the file aside, and begin with an empty one; `rebuild` fills it."""
+        """Set the file aside and create an empty manifest; `rebuild` fills it."""
         with contextlib.suppress(AttributeError, sqlite3.Error):
             self._sql.close()
         self.made_anew = why
@@ -184,7 +188,7 @@ class Manifest:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """All of the block, or nothing of it."""
+        """Context manager: commit the changes of the block, or roll back all of them on an error."""
         try:
             self._sql.execute("BEGIN IMMEDIATE")
             try:
@@ -208,7 +212,7 @@ class Manifest:
 
     @property
     def version(self) -> int:
-        """Of what this says; the version that is published is the same, or one that is still to be published."""
+        """Version number of the recorded state, which may still have to be published."""
         return int(self._get("version", 0))
 
     @version.setter
@@ -217,7 +221,7 @@ class Manifest:
 
     @property
     def configuration(self) -> dict[str, Any]:
-        """What the features were asked for with, the last time; empty: never."""
+        """Settings of the features that the last pass requested; empty if there was no pass."""
         found: dict[str, Any] = json.loads(self._get("configuration", "{}"))
         return found
 
@@ -227,7 +231,7 @@ class Manifest:
 
     @property
     def versions(self) -> dict[str, Any]:
-        """The libraries that computed the last time; empty: it was never."""
+        """Library versions of the last computation; empty if there was none."""
         found: dict[str, Any] = json.loads(self._get("versions", "{}"))
         return found
 
@@ -236,7 +240,7 @@ class Manifest:
         self._set("versions", json.dumps(values))
 
     def next_pass(self) -> int:
-        """A number that no pass has had."""
+        """Return and reserve a number that no pass has used."""
         folders = (self._out / "passes").glob("[0-9]" * 6)
         number = max(int(self._get("passes", 0)), *self.passes(), *(int(folder.name) for folder in folders), 0) + 1
         with self.transaction():
@@ -244,41 +248,41 @@ class Manifest:
         return number
 
     def clear(self) -> None:
-        """Forget all rows and files."""
+        """Delete all rows and files."""
         for table in ("features", "files", "waiting", "planned"):
             self._sql.execute(f"DELETE FROM {table}")
 
-    # What was seen
+    # Scanned files
 
     def see(self, files: Iterable[Seen]) -> int:
-        """Take over what a scan has found; returns how many files there are."""
+        """Record the files of a scan; return their number."""
         with self.transaction():
             self._sql.execute("DELETE FROM seen")
             self._sql.executemany("INSERT OR REPLACE INTO seen VALUES (?, ?, ?, ?)", files)
         return int(self._sql.execute("SELECT count(*) FROM seen").fetchone()[0])
 
     def keep_below(self, folder: bytes) -> int:
-        """Take the files below a folder that cannot be read for unchanged; returns how many they are."""
+        """Mark the files at or below a path that cannot be read as scanned and unchanged; return their number."""
         with self.transaction():
             found = self._sql.execute(
                 "INSERT OR IGNORE INTO seen SELECT path, size, mtime_ns, ctime_ns FROM files "
                 "WHERE path = ? OR (path >= ? AND path < ?)",
-                (folder, folder + b"/", folder + b"0"),  # "0" is what follows "/"
+                (folder, folder + b"/", folder + b"0"),  # "0" is the byte after "/"
             )
         return found.rowcount
 
     def is_as_seen(self, one: Seen) -> bool:
-        """Whether the last scan saw a file just so."""
+        """Return whether the last scan saw the file with this size and these times."""
         found = self._sql.execute("SELECT size, mtime_ns, ctime_ns FROM seen WHERE path = ?", one[:1]).fetchone()
         return bool(found == one[1:])
 
     def to_look_at(self, retry_before_ns: int, unread_before_ns: int) -> Iterator[Candidate]:
-        """Files that are new, or may have changed, or whose failure is to be tried again, sorted by path.
+        """Yield files that are new, may have changed, or have failed and are due for a retry, sorted by path.
 
         Args:
-            retry_before_ns: rows that failed, and were tried before that time, are tried again; those with an I/O
-                error are given in any case.
-            unread_before_ns: the same, of files that could not even be read.
+            retry_before_ns: failed rows are due if their last attempt was before this time; rows with an I/O error are
+                always due.
+            unread_before_ns: the same for files that could not be read at all.
         """
         found = self._sql.execute(
             "SELECT s.path, s.size, s.mtime_ns, s.ctime_ns, x.id, x.hash, x.status, x.tried_ns, "
@@ -295,14 +299,14 @@ class Manifest:
             yield Candidate(Seen(*seen), before, bool(same))
 
     def gone(self) -> list[tuple[bytes, bytes]]:
-        """Paths that were there and are not, with the hashes of what they had."""
+        """Return recorded paths that the scan did not see, with the hashes of their images."""
         return self._sql.execute(
             "SELECT f.path, x.hash FROM files f JOIN features x ON x.id = f.feature "
             "LEFT JOIN seen s ON s.path = f.path WHERE s.path IS NULL"
         ).fetchall()
 
     def feature_of(self, path: bytes) -> Feature | None:
-        """What a path has; None, if it is new."""
+        """Return the row recorded for a path; None if the path is new."""
         found = self._sql.execute(
             "SELECT x.id, x.hash, x.status, x.tried_ns FROM files f JOIN features x ON x.id = f.feature "
             "WHERE f.path = ?",
@@ -311,24 +315,24 @@ class Manifest:
         return None if found is None else Feature(*found)
 
     def n_failed(self) -> int:
-        """Rows of the data set without good features."""
+        """Return the number of rows of the data set without valid features."""
         found = self._sql.execute(
             "SELECT count(*) FROM files f JOIN features x ON x.id = f.feature WHERE x.status != ?", (int(Status.OK),)
         )
         return int(found.fetchone()[0])
 
     def n_files(self) -> int:
-        """Rows of the data set."""
+        """Return the number of rows of the data set."""
         return int(self._sql.execute("SELECT count(*) FROM files").fetchone()[0])
 
     # Features
 
     def knows_size(self, size: int) -> bool:
-        """Whether any stored row is of an image of so many bytes: only then it can be the same image."""
+        """Return whether any stored image has this size in bytes; if not, no stored image can be identical."""
         return self._sql.execute("SELECT 1 FROM features WHERE size = ? LIMIT 1", (size,)).fetchone() is not None
 
     def with_hash(self, content: bytes) -> Feature | None:
-        """A stored row of these bytes; one that is ok, if there is one."""
+        """Return a stored row with this hash, preferably with status OK; None if there is none."""
         found = self._sql.execute(
             "SELECT id, hash, status, tried_ns FROM features WHERE hash = ? "
             "ORDER BY status != ?, tried_ns DESC LIMIT 1",
@@ -337,7 +341,7 @@ class Manifest:
         return None if found is None else Feature(*found)
 
     def add_pass(self, number: int, rows: Iterable[Stored], now_ns: int) -> list[int]:
-        """Take over the rows of a pass; returns their ids, in order."""
+        """Add the rows of a pass; return their ids, in order."""
         ids = []
         for content, size, _, row, status in rows:
             found = self._sql.execute(
@@ -348,33 +352,33 @@ class Manifest:
         return ids
 
     def tried_again(self, feature: int, now_ns: int) -> None:
-        """Note that a row failed once more."""
+        """Record that another attempt at a row has failed."""
         self._sql.execute("UPDATE features SET tried_ns = ? WHERE id = ?", (now_ns, feature))
 
     def passes(self) -> list[int]:
-        """Those that have rows here."""
+        """Return the passes that have rows in the manifest, ascending."""
         return [number for (number,) in self._sql.execute("SELECT DISTINCT pass FROM features ORDER BY pass")]
 
     def forget_pass(self, number: int) -> None:
-        """Drop the rows of a pass, and the files that had them."""
+        """Delete the rows of a pass, and the files with these rows."""
         self._sql.execute("DELETE FROM files WHERE feature IN (SELECT id FROM features WHERE pass = ?)", (number,))
         self._sql.execute("DELETE FROM features WHERE pass = ?", (number,))
 
     # Files
 
     def set_files(self, files: Iterable[tuple[Seen, bool, int]]) -> None:
-        """Note what paths have: the file as seen, whether its times tell a later change, its feature."""
+        """Record files: the file as scanned, whether a later change must alter its times, and its feature."""
         self._sql.executemany(
             "INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?)",
             ((*seen, int(settled), feature) for seen, settled, feature in files),
         )
 
     def remove_files(self, paths: Iterable[bytes]) -> None:
-        """Note that paths are gone."""
+        """Delete the records of paths."""
         self._sql.executemany("DELETE FROM files WHERE path = ?", ((path,) for path in paths))
 
     def note_unused(self, now_ns: int) -> None:
-        """Note since when no file needs a row; of rows that failed, nothing is kept."""
+        """Record since when no file has needed a row; delete unneeded rows that failed."""
         used = "id IN (SELECT feature FROM files)"
         self._sql.execute(f"DELETE FROM features WHERE status != ? AND NOT {used}", (int(Status.OK),))
         self._sql.execute(
@@ -383,7 +387,7 @@ class Manifest:
         self._sql.execute(f"UPDATE features SET unused_since_ns = NULL WHERE unused_since_ns IS NOT NULL AND {used}")
 
     def rows(self) -> Iterator[tuple[bytes, int, int]]:
-        """The rows of the data set, as (path, pass, row), sorted by pass, row and path."""
+        """Iterate over the rows of the data set as (path, pass, row), sorted by pass, row and path."""
         return iter(
             self._sql.execute(
                 "SELECT f.path, x.pass, x.row FROM files f JOIN features x ON x.id = f.feature "
@@ -392,10 +396,10 @@ class Manifest:
         )
 
     def sizes_of_passes(self, unused_before_ns: int) -> dict[int, tuple[int, int]]:
-        """Pass -> (rows to be kept, all rows that are known of it).
+        """Return pass -> (rows to keep, all recorded rows).
 
         Args:
-            unused_before_ns: rows that no file has needed since before that time are not kept.
+            unused_before_ns: rows that no file has needed since before this time are not kept.
         """
         found = self._sql.execute(
             "SELECT pass, sum(unused_since_ns IS NULL OR unused_since_ns >= ?), count(*) FROM features GROUP BY pass",
@@ -404,7 +408,7 @@ class Manifest:
         return {number: (kept, known) for number, kept, known in found}
 
     def kept_rows(self, number: int, unused_before_ns: int) -> list[tuple[int, int, bytes | None]]:
-        """Rows of a pass that are to be kept: (id, row, a path that has it now), sorted by row."""
+        """Return the rows of a pass to keep, as (id, row, a path with this row or None), sorted by row."""
         return self._sql.execute(
             "SELECT x.id, x.row, (SELECT min(path) FROM files f WHERE f.feature = x.id) FROM features x "
             "WHERE x.pass = ? AND (x.unused_since_ns IS NULL OR x.unused_since_ns >= ?) ORDER BY x.row",
@@ -412,31 +416,31 @@ class Manifest:
         ).fetchall()
 
     def move_rows(self, ids: Sequence[int], number: int) -> None:
-        """Note that rows lie in another pass now, in this order."""
+        """Record that rows are now in another pass, in this order."""
         self._sql.executemany(
             "UPDATE features SET pass = ?, row = ? WHERE id = ?", ((number, row, one) for row, one in enumerate(ids))
         )
 
-    # What waits, and what is under way
+    # Waiting files, and the started pass
 
     def waiting(self) -> dict[bytes, tuple[Seen, int]]:
-        """Files that were being written when they were last seen, and since when they look like that."""
+        """Return path -> (file, time since which its size and times are unchanged), for files left by the last pass."""
         found = self._sql.execute("SELECT path, size, mtime_ns, ctime_ns, since_ns FROM waiting")
         return {path: (Seen(path, *seen), since_ns) for path, *seen, since_ns in found}
 
     def set_waiting(self, files: Iterable[tuple[Seen, int]]) -> None:
-        """Those that wait now."""
+        """Replace the waiting files."""
         self._sql.execute("DELETE FROM waiting")
         self._sql.executemany("INSERT INTO waiting VALUES (?, ?, ?, ?, ?)", ((*seen, ns) for seen, ns in files))
 
     def planned(self) -> tuple[int, list[Planned]]:
-        """The pass that has begun, and its rows in order; (0, []) if none has."""
+        """Return the started pass and its rows in order; (0, []) if there is none."""
         found = self._sql.execute("SELECT path, size, mtime_ns, ctime_ns, settled FROM planned ORDER BY position")
         rows = [Planned(Seen(*seen), bool(settled)) for *seen, settled in found]
         return (int(self._get("planned_pass", 0)), rows) if rows else (0, [])
 
     def set_planned(self, number: int, rows: Sequence[Planned]) -> None:
-        """Note which pass begins, with which rows; none: nothing is under way."""
+        """Record a started pass and its rows; an empty `rows` means that no pass is in progress."""
         self._sql.execute("DELETE FROM planned")
         self._sql.executemany(
             "INSERT INTO planned VALUES (?, ?, ?, ?, ?, ?)",
@@ -446,15 +450,15 @@ class Manifest:
 
 
 def _make_safe(path: Path, only_read: bool) -> None:
-    """See that opening the file changes no file elsewhere.
+    """Ensure that opening the file changes no file elsewhere.
 
     Raises:
-        InputError: it, or a file of SQLite beside it, is a link.
+        InputError: the file, or a file of SQLite beside it, is a link or not a regular file.
     """
     for behind in ("", "-wal", "-shm"):
         (check_regular if only_read else make_own)(path.with_name(path.name + behind))
     journal = path.with_name(path.name + "-journal")
-    # Ours is never left with a rollback journal, since it is in WAL mode. One that somebody has put there may name any
-    # file as its super-journal, and SQLite deletes that file (https://www.sqlite.org/fileformat.html#the_rollback_journal).
+    # In WAL mode, a manifest never leaves a rollback journal. A planted journal may name any file as its super-journal,
+    # and SQLite deletes that file (https://www.sqlite.org/fileformat.html#the_rollback_journal).
     if not only_read and journal.exists():
         journal.replace(journal.with_name(journal.name + ".damaged"))

@@ -1,7 +1,7 @@
-"""One pass: look at a folder, compute what is new, and publish a version of the data set that has what the folder has.
+"""A pass: scan a folder, compute features of new images, and publish a version of the data set that matches the folder.
 
-Whatever stops a pass, the version that was published before stays as it is, what was computed is not computed again,
-and the next pass goes on.
+If a pass is interrupted, the published version does not change, and the next pass resumes without computing finished
+rows again.
 """
 
 from __future__ import annotations
@@ -39,34 +39,35 @@ if TYPE_CHECKING:
 
 __all__ = ["Report", "VanishedError", "sync"]
 
-_RECHECKED = 16  # stored rows, when other libraries are installed
-_MAX_DEAD = 0.5  # of the rows of a pass; then it is written anew without them
+_RECHECKED = 16  # stored rows that are computed again when library versions have changed
+_MAX_DEAD = 0.5  # share of dead rows above which a pass is rewritten without them
 _OURS = {".lock", "manifest.sqlite", "manifest.sqlite-wal", "manifest.sqlite-shm", "manifest.sqlite.damaged", "passes",
          "versions", "runs.jsonl", "schedule.json", "probe", "report.html"}  # fmt: skip
 
 
 class VanishedError(LayertapError):
-    """So much of a folder is gone that it is rather the folder that is not there."""
+    """So many files are gone that the folder itself is probably unavailable."""
 
 
 @dataclass
 class Report:
-    """What a pass has found and done, in numbers of files.
+    """Result of a pass, in numbers of files.
 
     Attributes:
-        added, changed, renamed, deleted: against the version before; a copy is added, and computed only if it is new.
-        unchanged: those that are as they were, touched ones among them.
-        failed: rows of the new version without good features.
-        waiting: left for the next pass, because they are being written.
-        computed: images that went through the backbone, or were to.
-        rows: of the data set.
-        version: that is published; 0: none.
-        seconds: that it took.
-        unreadable: what below the folder could not be read -> why; its rows stay as they were.
-        stopped: whether it was asked to stop before the end.
-        dry_run: whether this is what a pass would do.
-        notes: what somebody should know of.
-        drift: how the features of new images differ from the others.
+        added, changed, renamed, deleted: compared with the previous version. A copy of a stored image counts as added,
+            but is not computed.
+        unchanged: files with unchanged content, including files whose times have changed.
+        failed: rows of the new version without valid features.
+        waiting: files left for the next pass because they may still be being written.
+        computed: images that went through the backbone, or would have in a dry run.
+        rows: rows of the data set.
+        version: number of the published version; 0 if there is none.
+        seconds: duration of the pass.
+        unreadable: path below the folder that could not be read -> reason; the rows of its files do not change.
+        stopped: whether the pass was stopped on request.
+        dry_run: whether the report describes what a pass would do.
+        notes: messages for the user.
+        drift: differences between the features of new images and the other features.
     """
 
     added: int = 0
@@ -102,28 +103,29 @@ def sync(
     stop: Callable[[], bool] = lambda: False,
     now_ns: Callable[[], int] = time.time_ns,
 ) -> Report:
-    """Bring the data set `out` into step with the folder `root`.
+    """Update the data set `out` to match the folder `root`.
 
     Args:
         root: the folder.
-        out: of the data set; made if need be.
-        plan_for: how to compute features of images into a folder; called only where there are any to compute.
-        configuration: what the features depend on, as it was asked for: where it is as the last time, and there is
-            nothing to compute, `plan_for` is not called.
-        guards: None: as they are by default.
-        force: go on though most files are gone, or the folder is another one.
-        dry_run: only tell; nothing is written.
-        on_plan: called before images are computed.
-        on_rows: as of `extract.extraction.run.extract`.
-        on_computation: as of the same.
-        stop: as of the same.
-        now_ns: tells the time.
+        out: folder of the data set; created if it does not exist.
+        plan_for: returns the plan for computing features of images into a folder; called only if there are images to
+            compute or `configuration` has changed.
+        configuration: the requested settings that the features depend on.
+        guards: safety limits; None for the defaults.
+        force: proceed even if most files are gone or the data set belongs to another folder.
+        dry_run: report what a pass would do, without changing the data set.
+        on_plan: called before images are computed, with the plan and the number of images.
+        on_rows: see `extract.extraction.run.extract`.
+        on_computation: see `extract.extraction.run.extract`.
+        stop: see `extract.extraction.run.extract`.
+        now_ns: returns the current time.
 
     Raises:
-        VanishedError: of the files, more than `max_vanish` are gone; nothing was done.
-        InputError: no images there, or `out` holds something else.
+        VanishedError: all files, or a larger share of them than `Guards.max_vanish`, are gone; their rows were kept.
+        InputError: the folder has no images, or `out` holds other features, another folder's data set or other files.
         LockedError: another process writes to `out`.
-        LayertapError: the folder is not there, the disk is full, an image source or the backbone fails.
+        LayertapError: the folder cannot be read, the disk is full, an image source or the backbone fails, or changed
+            libraries compute other features.
     """
     start, damage = time.perf_counter(), ""
     while True:
@@ -138,7 +140,7 @@ def sync(
         except sqlite3.DatabaseError as error:
             if isinstance(error, sqlite3.OperationalError) or damage or dry_run:
                 raise LayertapError(f"{out / 'manifest.sqlite'}: {error}") from error
-            damage = str(error)  # found only now; it is made anew
+            damage = str(error)  # the manifest is damaged: repeat the pass and rebuild it
             continue
         one.report.seconds = time.perf_counter() - start
         return one.report
@@ -165,10 +167,10 @@ class _Pass:
     computed_pass: int = 0
 
     def check_out(self) -> None:
-        """See that the folder holds a data set of ours, or nothing.
+        """Check that the output folder is empty or holds a data set that passes over this folder have written.
 
         Raises:
-            InputError: it does not.
+            InputError: the output folder holds something else.
         """
         if (self.out / "dataset.json").exists():
             self.published = DataSet.open(self.out)
@@ -185,7 +187,7 @@ class _Pass:
             )
 
     def run(self, manifest: Manifest) -> None:
-        """All of it; the report tells what came of it."""
+        """Run the pass and write its results to the report."""
         try:
             self._run(manifest)
         except StoppedError:
@@ -222,13 +224,13 @@ class _Pass:
             self.report.drift = drift_of(self.out, self.computed_pass)
         try:
             self._compact(manifest)
-        except LayertapError as error:  # the pass is done, and this one is tried again after the next
+        except LayertapError as error:  # the pass itself is complete; the next pass tries to compact again
             self.report.notes.append(f"its passes cannot be compacted: {error}")
 
-    # Before
+    # Preparation
 
     def _mend(self, manifest: Manifest) -> None:
-        """A manifest that does not fit what is published is made anew; passes that are not there are forgotten."""
+        """Rebuild a lost or outdated manifest; forget missing passes and rewrite incomplete passes."""
         number = self.published.version.number if self.published and self.published.version else 0
         if manifest.version < number and not manifest.made_anew:
             if manifest.version or manifest.n_files():
@@ -244,16 +246,20 @@ class _Pass:
         for one in manifest.passes():
             try:
                 whole = None not in DataSet.open(pass_folder(self.out, one)).published()
-            except InputError:  # it is gone, or its description is damaged
+            except InputError:  # the pass is missing, or its dataset.json is damaged
                 with manifest.transaction():
                     manifest.forget_pass(one)
                     manifest.version += 1
                 continue
-            if not whole and not self.dry_run:  # a repair took rows out of it, or a file is gone
+            if not whole and not self.dry_run:  # a repair removed rows from it, or a file is missing
                 rewrite(self.out, manifest, [one], unused_before_ns=0)
 
     def _check_configuration(self, manifest: Manifest) -> None:
-        """Whether features that are asked for now are those that are stored."""
+        """Check that the requested features match the stored features, if the configuration has changed.
+
+        Raises:
+            InputError: they differ.
+        """
         if manifest.configuration == self.configuration or self.published is None:
             return
         some = Images(self.root, ["x"], np.full(1, -1), [], [""], Files(self.root, ["x"]))
@@ -270,10 +276,10 @@ class _Pass:
             )
 
     def _check_versions(self, manifest: Manifest, plan: Plan) -> None:
-        """Whether libraries that were installed since compute the same: some stored rows are computed again.
+        """If library versions have changed, compute some stored rows again and compare them.
 
         Raises:
-            LayertapError: they do not.
+            LayertapError: the features differ.
         """
         before, now = manifest.versions, plan.provenance["versions"]
         if before == now:
@@ -289,7 +295,7 @@ class _Pass:
                     f"{found.apart[0].path}: {found.apart[0].what}. Install the versions from before, or begin a new "
                     "data set"
                 )
-            if not found.n_rows:  # all images that were looked at have changed; the next pass tries again
+            if not found.n_rows:  # all sampled images have changed; the next pass checks again
                 return
             self.report.notes.append(
                 f"installed since: {others}; {found.n_rows} stored rows, computed again, differ by {found.largest:.1e} "
@@ -299,7 +305,7 @@ class _Pass:
             manifest.versions = now
 
     def _finish_what_was_begun(self, manifest: Manifest) -> None:
-        """A pass that was interrupted is computed to its end."""
+        """Complete an interrupted pass."""
         number, planned = manifest.planned()
         if not planned:
             return
@@ -307,23 +313,23 @@ class _Pass:
         plan = self._plan(folder, planned)
         try:
             plan.dataset.check()
-        except InputError:  # it was begun with other settings, or is damaged, and nothing of it is published
+        except InputError:  # it has other settings or is damaged; none of its rows is published
             shutil.rmtree(folder, ignore_errors=True)
             with manifest.transaction():
                 manifest.set_planned(0, [])
             return
-        # Of files that have changed or gone since, the rows are known by their hashes, and no more.
+        # Rows of files that have changed or gone since then are recorded by their hashes only.
         resolved = self._computed(manifest, number, planned, plan, accept=manifest.is_as_seen)
         self._apply(manifest, resolved, [], changed=True)
 
-    # What is new
+    # Computation
 
     def _compute_what_is_new(self, manifest: Manifest, scanned_ns: int) -> None:
-        """Compute what is not known, and note which stored row each file has.
+        """Compute files without stored features, and record the row of each file.
 
         Raises:
-            VanishedError: too much is gone.
-            StoppedError: before the end.
+            VanishedError: too many files are gone.
+            StoppedError: the pass was stopped on request.
         """
         found, report = difference(self.root, manifest, self.guards, scanned_ns, self.stop), self.report
         n_files = manifest.n_files()
@@ -333,7 +339,7 @@ class _Pass:
                 f"{self.guards.max_vanish:.0%} (max_vanish; an unmounted disk?); nothing was done. If they are really "
                 "gone, --force"
             )
-        # What was begun before may have added some already.
+        # Completing an interrupted pass may have counted files already.
         report.added += found.added
         report.changed += found.changed
         report.renamed += found.renamed
@@ -365,17 +371,17 @@ class _Pass:
         report.unchanged = report.rows - report.added - report.changed - report.renamed
 
     def _computed_anew(self, manifest: Manifest, todo: Sequence[Planned]) -> list[Resolved]:
-        """These files, computed by a pass of their own."""
+        """Compute files in a new pass."""
         number = manifest.next_pass()
         with manifest.transaction():
             manifest.set_planned(number, todo)
         return self._computed(manifest, number, todo, self._plan(pass_folder(self.out, number), todo))
 
     def _plan(self, folder: Path, planned: Sequence[Planned]) -> Plan:
-        """How to compute these files into a folder.
+        """Return the plan for computing files into a folder.
 
         Raises:
-            InputError: features that are asked for are others than those that are stored.
+            InputError: the requested features differ from the stored features.
         """
         paths = [os.fsdecode(one.seen.path) for one in planned]
         none = np.full(len(paths), -1, np.int64)
@@ -387,10 +393,13 @@ class _Pass:
         self, manifest: Manifest, number: int, planned: Sequence[Planned], plan: Plan,
         accept: Callable[[Seen], bool] = lambda seen: True,
     ) -> list[Resolved]:  # fmt: skip
-        """Compute a pass, and take its rows over; those of files that have changed meanwhile are for nobody yet.
+        """Compute a pass and add its rows to the manifest.
+
+        Returns:
+            The files with their rows, without files that have changed since the scan or that `accept` rejects.
 
         Raises:
-            StoppedError: before the end.
+            StoppedError: the pass was stopped on request.
         """
         from extract.extraction.run import extract
 
@@ -432,16 +441,16 @@ class _Pass:
             if changed:
                 manifest.version += 1
 
-    # After
+    # Publishing and compaction
 
     def _publish(self, manifest: Manifest) -> None:
-        """Make what the manifest says the version that readers see, if it is not."""
+        """Publish the state of the manifest, if it is not published yet."""
         self.published = publish(self.out, self.root, manifest, self.published)
         if self.published and self.published.version:
             self.report.version = self.published.version.number
 
     def _compact(self, manifest: Manifest) -> None:
-        """Write passes anew of which most is dead, and small ones where there are many: a version of its own."""
+        """Rewrite passes with mostly dead rows, and join small passes if there are many; publish each result."""
         if self.published is None:
             return
         unused_before_ns = before(self.now_ns(), self.guards.keep_gone_s)
@@ -451,12 +460,12 @@ class _Pass:
 
 
 def _is_ours(name: str) -> bool:
-    """Whether a file is one of those that passes make, or was being made by one that was killed."""
+    """Return whether passes write a file of this name, or a killed pass may have left it."""
     return name in _OURS or name.endswith(".new")
 
 
 def _is_of(row: Stored, seen: Seen) -> bool:
-    """Whether a row was computed from the file as it was seen."""
+    """Return whether a row was computed from the file as it was scanned."""
     if row.size >= 0:
         return (row.size, row.mtime_ns) == (seen.size, seen.mtime_ns)
-    return row.status != Status.MISSING or seen.size == NO_FILE  # else it went while we computed
+    return row.status != Status.MISSING or seen.size == NO_FILE  # else the file was deleted during the computation

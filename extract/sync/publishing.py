@@ -1,4 +1,4 @@
-"""What the manifest says becomes the version that readers see."""
+"""Publish the state of the manifest as the version that readers see."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ __all__ = ["publish", "remove_what_is_not_needed"]
 
 
 def publish(out: Path, root: str, manifest: Manifest, published: DataSet | None) -> DataSet | None:
-    """Publish what the manifest says, if it is not published yet; returns what is published then.
+    """Publish the state of the manifest, if it is not published yet.
+
+    Returns:
+        The published data set; None if there is none.
 
     Raises:
-        LayertapError: the disk is full or refuses.
+        LayertapError: the disk is full or cannot be written to.
     """
     number, whole = 0, False
     if published is not None and published.version is not None:
@@ -37,7 +40,7 @@ def publish(out: Path, root: str, manifest: Manifest, published: DataSet | None)
     paths = [path.decode("utf-8", "surrogateescape") for path, _, _ in rows]
     labels, classes, splits = labels_from_folders(paths)
     places = np.array([place for _, *place in rows], np.int64).reshape(-1, 2)
-    if published is None and not rows:  # all of it was lost
+    if published is None and not rows:  # all rows were lost
         return None
     of = published or DataSet.open(pass_folder(out, manifest.passes()[0]))
     version = write_rows(out, manifest.version, RowTable(paths, labels, splits, classes, places[:, 0], places[:, 1]))
@@ -52,7 +55,10 @@ def publish(out: Path, root: str, manifest: Manifest, published: DataSet | None)
 
 
 def remove_what_is_not_needed(out: Path, manifest: Manifest) -> None:
-    """Remove tables of earlier versions, and passes that no row is known of; who has them open can still read them."""
+    """Delete the tables of earlier versions, and passes that are not planned and have no row in the manifest.
+
+    Processes that have these files open can still read them.
+    """
     for table in (out / "versions").glob("*"):
         if table != table_path(out, manifest.version):
             discard(table)

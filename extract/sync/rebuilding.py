@@ -1,4 +1,4 @@
-"""A manifest that was lost, filled again from what is stored; and the rows of one pass."""
+"""Rebuild a lost manifest from the stored passes, and list the rows of a pass."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from extract.sync.scan import Seen
 
 __all__ = ["rebuild", "stored_rows"]
 
-_UNKNOWN = -2  # in place of a size: whatever the file is, it must be looked at
+_UNKNOWN = -2  # a size that no file has, so that every file is examined
 
 
 def stored_rows(dataset: DataSet) -> Iterator[Stored]:
-    """The rows of a finished pass.
+    """Yield the rows of a finished pass.
 
     Raises:
-        LayertapError: a shard cannot be read.
+        LayertapError: a shard is missing or cannot be read.
     """
     for shard, path in enumerate(dataset.published()):
         if path is None:
@@ -38,12 +38,12 @@ def stored_rows(dataset: DataSet) -> Iterator[Stored]:
 
 
 def rebuild(manifest: Manifest, out: Path, published: DataSet, now_ns: int) -> None:
-    """Fill a manifest that was lost: stored rows from the passes, files from the version that is published.
+    """Fill a lost manifest in one transaction: stored rows from the passes, files from the published version.
 
-    All or nothing. The files are to be looked at again, each once: their times are not known.
+    Each file is examined again once, because its times are not known.
 
     Raises:
-        LayertapError: a file cannot be read just now.
+        LayertapError: a file of the data set cannot be read.
     """
     with manifest.transaction():
         manifest.clear()

@@ -1,4 +1,4 @@
-"""What a pass is careful about."""
+"""Safety limits of a pass."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ __all__ = ["Guards"]
 
 @dataclass(frozen=True)
 class Guards:
-    """When a file is left for a later pass, and when a folder is not believed.
+    """Limits on when a file is processed, and on how many files may be gone.
 
     Attributes:
-        settle_s: a file that was changed less than so many seconds ago may still be being written; it waits.
-        max_vanish: if a larger part of the files is gone, nothing is done.
-        retry_after_s: an image that failed is tried again after so many seconds, though it has not changed.
-        keep_gone_s: features that no file needs are kept so long, for files that come back.
+        settle_s: a file that changed less than this many seconds ago may still be being written; it is left for a later
+            pass.
+        max_vanish: if a larger share of the files is gone, the pass raises `VanishedError` and keeps their rows.
+        retry_after_s: a failed image is retried after this many seconds, even if its file has not changed.
+        keep_gone_s: features that no file needs are kept for this many seconds, in case the file comes back.
     """
 
     settle_s: float = 5.0

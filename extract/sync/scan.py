@@ -1,4 +1,4 @@
-"""What image files there are below a folder, without opening any of them."""
+"""List the image files below a folder without opening them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from extract.images.folders import entries_below
 
 __all__ = ["Scan", "Seen"]
 
-NO_FILE = -1  # as the size of a link that leads nowhere
+NO_FILE = -1  # size of a dangling link
 _GONE = (FileNotFoundError, NotADirectoryError)
 
 
 class Seen(NamedTuple):
-    """A file, and what changes when it is written to.
+    """A file, and its properties that change when it is written to.
 
     Attributes:
         path: relative to the folder, as bytes.
-        size: in bytes; `NO_FILE` of a link that leads nowhere.
-        mtime_ns: when its content was changed, as it says itself.
-        ctime_ns: when anything of it was changed, which no program can set.
+        size: in bytes; 0 if it is not a regular file; `NO_FILE` for a dangling link.
+        mtime_ns: time of the last change of content; programs can set it.
+        ctime_ns: time of the last change of content or metadata; programs cannot set it.
     """
 
     path: bytes
@@ -38,12 +38,13 @@ class Seen(NamedTuple):
 
 @dataclass
 class Scan:
-    """The files that end as images do.
+    """Files below a folder that have the suffix of an image.
 
     Attributes:
         root: the folder.
-        unreadable: what below it cannot be read -> why; what lies there is not known, and not gone.
-        nowhere: links that lead nowhere and may have led to a folder.
+        unreadable: path below the folder that cannot be read -> reason; files at or below this path are not known to be
+            gone.
+        nowhere: dangling links without such a suffix; their targets may have been folders.
     """
 
     root: str
@@ -51,10 +52,10 @@ class Scan:
     nowhere: list[str] = field(default_factory=list)
 
     def files(self) -> Iterator[Seen]:
-        """All of them, in no order.
+        """Yield the files, in no guaranteed order.
 
         Raises:
-            LayertapError: the folder itself is not there, or cannot be read.
+            LayertapError: the folder itself does not exist or cannot be read.
         """
         for relative, entry in entries_below(self.root, self._on_unreadable):
             image = os.path.splitext(relative)[1].lower() in IMAGE_SUFFIXES  # noqa: PTH122  a Path each is slow
@@ -67,8 +68,8 @@ class Scan:
                     self.unreadable[relative] = error.strerror or str(error)
                 elif not image:
                     self.nowhere.append(relative)
-                elif _is_link(entry):  # to nowhere, or to itself
-                    with contextlib.suppress(FileNotFoundError):  # it went just now
+                elif _is_link(entry):  # a dangling link, or a link to itself
+                    with contextlib.suppress(FileNotFoundError):  # deleted in the meantime
                         found = entry.stat(follow_symlinks=False)
                         yield Seen(os.fsencode(relative), NO_FILE, found.st_mtime_ns, found.st_ctime_ns)
                 continue
@@ -80,7 +81,7 @@ class Scan:
     def _on_unreadable(self, folder: str, error: OSError) -> None:
         if not folder:
             raise LayertapError(f"{self.root}: the folder cannot be read: {error.strerror}") from error
-        if not isinstance(error, _GONE):  # else it went while we were looking
+        if not isinstance(error, _GONE):  # else it was deleted during the scan
             self.unreadable[folder] = error.strerror or str(error)
 
 

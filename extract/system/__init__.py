@@ -1,1 +1,1 @@
-"""The process and its disk: files, locks, URLs, optional libraries. Imports errors and `taps.switches`."""
+"""Process and disk: files, locks, URLs, libraries, PyTorch settings. Imports `extract.errors` and `taps.switches`."""

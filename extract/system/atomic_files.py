@@ -1,4 +1,4 @@
-"""Small files written whole or not at all, and read with care: a data set or plan may come from anyone."""
+"""Write small files atomically, and treat the files of a data set or plan as untrusted."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ __all__ = [
     "write_whole",
 ]
 
-_JSON_BYTES = 1 << 26  # far above what a description or a receipt of a million failed rows needs
+_JSON_BYTES = 1 << 26  # far more than dataset.json, or a receipt of a million failed rows
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Return the JSON object in a file.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: it is not there.
-        InputError: it is no JSON object, or too large to be one of ours.
-        LayertapError: it cannot be read.
+        FileNotFoundError, NotADirectoryError: the file does not exist.
+        InputError: the content is not a JSON object, or larger than 64 MiB.
+        LayertapError: the file cannot be read.
     """
     try:
         if not path.is_file():
@@ -65,29 +65,29 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a small JSON file whole or not at all."""
+    """Write a small JSON file atomically."""
     write_whole(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a small file whole or not at all, over one of that name."""
+    """Write a small file atomically, replacing an existing one."""
     with whole_file(path) as file:
         file.write(content)
 
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that is given its name when it is whole, over one that has it; until then it has another.
+    """Context manager: yield a file under a temporary name, and rename it to `path` when it is complete.
 
-    A symbolic link of that name is replaced, and what it leads to stays as it is; see `link_target`.
+    An existing file is replaced. A symbolic link is replaced too, and its target stays unchanged; see `link_target`.
 
     Raises:
-        InputError: the name is that of a device, a pipe or a folder.
+        InputError: the path is a device, a pipe or a folder.
     """
     if os.path.lexists(path) and not (path.is_file() or path.is_symlink()):
         raise InputError(f"{path} is no regular file, and is not written over")
     temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
-    discard(temporary)  # of a process that had the same number
+    discard(temporary)  # left by an earlier process with the same pid
     try:
         with temporary.open("xb") as file:
             yield file
@@ -100,22 +100,23 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def link_target(path: Path) -> Path:
-    """The file that a name leads to, for a file that the user names; in a data set, links are replaced."""
+    """Return the target of a symbolic link, else the path; for output files named by the user, not in data sets."""
     return path.resolve() if path.is_symlink() else path
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open a file of a data set to change it in place, and return its descriptor.
+    """Open a file of a data set for changes in place, and return its descriptor.
 
-    A data set may come from anyone. A symbolic link in it would pass the change on to a file elsewhere. So would a hard
-    link; a file with several names, as copies by `cp -al` have, is replaced by a copy of its own first.
+    A data set may come from an untrusted source. A symbolic or hard link in it would redirect the change to a file
+    elsewhere. A symbolic link is refused. A file with several hard links, as `cp -al` makes, is first replaced by a
+    copy.
 
     Args:
-        path: of the file. Folders in it are not looked at; see `check_own_folders`.
+        path: path of the file. Its folders are not checked; see `check_own_folders`.
         flags: as in `os.open`.
 
     Raises:
-        InputError: it is a symbolic link, or is not a regular file.
+        InputError: the path is a symbolic link, or not a regular file.
         OSError: as in `os.open`; or the copy cannot be written.
     """
     make_own(path)
@@ -123,12 +124,12 @@ def open_own(path: Path, flags: int) -> int:
 
 
 def open_unfollowed(path: Path, flags: int) -> int:
-    """Open a regular file and no symbolic link; returns its descriptor, and raises what `open_own` does.
+    """Open a regular file, but not a symbolic link, and return its descriptor; errors as in `open_own`.
 
-    The file may have other names, so it may be locked and read, but not changed.
+    The file may have other hard links: lock or read it, but do not change it.
     """
     check_regular(path)
-    # O_NONBLOCK: a pipe that has taken the place of the file must not be waited for.
+    # O_NONBLOCK: do not wait for a pipe that has replaced the file.
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -138,15 +139,15 @@ def open_unfollowed(path: Path, flags: int) -> int:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add a line to a text file of a data set; errors as in `open_own`."""
+    """Append a line to a text file of a data set; errors as in `open_own`."""
     with os.fdopen(open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a", encoding="utf-8") as file:
         file.write(line + "\n")
 
 
 def make_own(path: Path) -> None:
-    """Replace a file that has several names (hard links) by a copy, so that a change of it changes no other file.
+    """Replace a file that has several hard links by a copy, so that changing it changes no other file.
 
-    Nothing happens where there is no file. Errors as in `open_own`.
+    A missing file is ignored. Errors as in `open_own`.
     """
     check_regular(path)
     if path.exists() and path.lstat().st_nlink > 1:
@@ -155,7 +156,7 @@ def make_own(path: Path) -> None:
 
 
 def check_regular(path: Path) -> None:
-    """See that a file of a data set, if it is there, is a regular file; raises InputError where `open_own` does."""
+    """Check that a file of a data set is regular or missing; raise InputError for links and other kinds."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -166,11 +167,11 @@ def check_regular(path: Path) -> None:
 
 
 def own_folder(path: Path) -> Path:
-    """Make a folder of a data set, if it is not there; returns its name.
+    """Create a folder of a data set if it does not exist, and return its path.
 
     Raises:
-        InputError: it is a link to another one.
-        OSError: it cannot be made.
+        InputError: the folder is a symbolic link.
+        OSError: the folder cannot be created.
     """
     path.mkdir(parents=True, exist_ok=True)
     _check_own_folder(path)
@@ -178,10 +179,10 @@ def own_folder(path: Path) -> Path:
 
 
 def check_own_folders(out: Path) -> None:
-    """See that all folders of a data set lie in it themselves, before anything in it is changed; `out` may be a link.
+    """Check, before a change, that no folder in a data set or its passes is a symbolic link; `out` may be a link.
 
     Raises:
-        InputError: one is a link to a folder elsewhere.
+        InputError: a folder is a symbolic link.
         OSError: a folder cannot be read.
     """
     for folder in (out, out / "passes", *(out / "passes").glob("*")):
@@ -200,13 +201,13 @@ def _check_own_folder(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a file that was only needed on the way; where that fails, there is an error already that says why."""
+    """Delete a temporary file, ignoring errors."""
     with contextlib.suppress(OSError):
         path.unlink()
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames and links in a folder survive a power cut."""
+    """Flush a folder to disk, so that renames and links in it survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -215,9 +216,12 @@ def sync_folder(folder: Path) -> None:
 
 
 def take_space(path: Path, size: int) -> None:
-    """Take so much disk space under a name, and give it back; an OSError says that it is not there.
+    """Check for free disk space: allocate a file of `size` bytes at `path`, and delete it.
 
-    HDF5 ends the process when the disk is full at the moment it closes a file; so it must not come to that.
+    HDF5 ends the process if the disk is full when it closes a file.
+
+    Raises:
+        OSError: the space cannot be allocated.
     """
     if not hasattr(os, "posix_fallocate"):  # macOS
         return
@@ -230,10 +234,10 @@ def take_space(path: Path, size: int) -> None:
 
 
 def claim(path: Path, name: Path) -> None:
-    """Move a file or folder to a name that must be free; killed in between, a file has both names.
+    """Move a file or folder to a name that must not exist; if the process is killed meanwhile, a file has both names.
 
     Raises:
-        FileExistsError: it is not.
+        FileExistsError: the name exists.
     """
     if path.is_dir():
         if os.path.lexists(name):
@@ -247,17 +251,17 @@ def claim(path: Path, name: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
             raise
-        # A file system without hard links (exFAT, some network ones): the lock of the data set must do.
+        # A file system without hard links (exFAT, some network ones): only the data set's lock prevents a race.
         if os.path.lexists(name):
             raise FileExistsError(name) from error
         path.rename(name)
     else:
-        sync_folder(name.parent)  # so that a power cut does not take both names
+        sync_folder(name.parent)  # so that a power failure cannot remove both names
         path.unlink()
 
 
 def bytes_below(folder: Path) -> int:
-    """The sizes of all files in a folder, while others may be removing some."""
+    """Return the total size of the files in a folder tree; files deleted meanwhile do not count."""
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:
@@ -267,7 +271,7 @@ def bytes_below(folder: Path) -> int:
 
 
 def allow_more_files(count: int) -> None:
-    """Raise this process's limit on open files, if so many more would exceed it: each memory map keeps one."""
+    """Raise this process's limit on open files if `count` more would exceed it; each memory map keeps one open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         used = len(os.listdir("/proc/self/fd"))  # noqa: PTH208

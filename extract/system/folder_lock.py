@@ -1,4 +1,4 @@
-"""One writer at a time to a folder."""
+"""Lock a folder for one writer at a time."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ from extract.system.atomic_files import check_own_folders, open_unfollowed
 
 __all__ = ["locked"]
 
-_HELD: set[tuple[int, Path]] = set()  # folders that a process holds; a forked one inherits this set, not the locks
+_HELD: set[tuple[int, Path]] = set()  # (pid, folder) of held locks; a forked process inherits the set, not the locks
 _HELD_GUARD = threading.Lock()
 
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Hold a folder for writing; it is made if need be, and removed again if nothing was put into it.
+    """Context manager: lock a folder for writing. A missing folder is created, and removed at the end if still empty.
 
-    A POSIX lock: it ends with this process, however that ends, and is not passed on to worker processes.
+    This is a POSIX lock: it ends with this process, even after a crash, and worker processes do not inherit it.
 
     Raises:
-        LockedError: another process, or another thread of this one, holds it; who and since when is said.
-        InputError: the lock, or a folder in it, is a link to elsewhere.
-        LayertapError: the folder cannot be written to.
+        LockedError: another process or another thread of this one holds the lock; the message names the process and
+            since when it holds the lock.
+        InputError: the lock file or a folder in `out` is a symbolic link, or the lock is not a regular file.
+        LayertapError: the folder cannot be written to or locked.
     """
     try:
         is_new = not out.exists()
         out.mkdir(parents=True, exist_ok=True)
         check_own_folders(out)
         name = (os.getpid(), out.resolve())
-        with _HELD_GUARD:  # a POSIX lock does not keep threads of one process apart
+        with _HELD_GUARD:  # a POSIX lock does not exclude other threads of the same process
             if name in _HELD:
                 raise LockedError(f"{out} is locked by another thread of this process")
             _HELD.add(name)
@@ -64,7 +65,7 @@ def _lock_file(out: Path, is_new: bool) -> Iterator[None]:
                 raise LayertapError(f"{out} cannot be locked: {error.strerror}") from error
             file.seek(0)
             raise LockedError(f"{out} is locked by {file.read().strip() or 'another process'}") from error
-        # Not by opening it once more: to close it then would give the lock away.
+        # Do not open the lock file a second time to check it: closing that descriptor would release the lock.
         if not os.path.exists(out / ".lock") or not os.path.samestat(os.fstat(file.fileno()), os.stat(out / ".lock")):  # noqa: PTH110, PTH116
             raise LockedError(f"{out} was removed by the process that had it locked")
         now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -75,15 +76,15 @@ def _lock_file(out: Path, is_new: bool) -> Iterator[None]:
             _note(file.fileno(), "")
             with contextlib.suppress(OSError):
                 if is_new and [one.name for one in out.iterdir()] == [".lock"]:
-                    (out / ".lock").unlink()  # whoever waits for it is told, see above
+                    (out / ".lock").unlink()  # a process that has opened it raises LockedError, see above
                     out.rmdir()
 
 
 def _note(descriptor: int, text: str) -> None:
-    """Say who holds the lock; on a full disk, nobody does.
+    """Write the holder into the lock file; on a full disk the file stays empty.
 
-    A lock with several names may be a file elsewhere, or that of a backup by `cp -al`. It is held, but not written to.
-    It is not replaced by a copy either: another process may hold it.
+    A lock file with several hard links may be a file elsewhere, or that of a backup by `cp -al`. It is locked, but not
+    written to. It is not replaced by a copy either: another process may hold it.
     """
     if os.fstat(descriptor).st_nlink > 1:
         return

@@ -38,13 +38,13 @@ def library(module: str, extra: str, purpose: str) -> Any:
 
 @functools.cache
 def pip_install(extra: str) -> str:
-    """The command that installs what an extra of this project consists of.
+    """Return the command that installs the libraries of an extra of this project.
 
-    It names the libraries, not `layertap[extra]`: that works for a wheel, a checkout and an editable installation
-    alike, whether or not a package index has the project.
+    The command names the libraries, not `layertap[extra]`. It works for a wheel, a checkout and an editable
+    installation, whether or not a package index has the project.
     """
     requirements = _requirements_in_checkout(extra) or _requirements_in_metadata(extra)
-    if not requirements:  # the folders were copied without either
+    if not requirements:  # the folders were copied without pyproject.toml and metadata
         return f"see the extra {extra!r} in layertap's pyproject.toml"
     return "pip install " + " ".join(map(shlex.quote, requirements))
 

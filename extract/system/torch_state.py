@@ -1,4 +1,4 @@
-"""Settings of the process and of the model that hold while features are computed, and are put back."""
+"""Settings of the process and the model for computing features, restored afterwards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["device_named", "evaluating", "full_float32", "keeping_freed_memory"]
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; every submodule gets its own mode back."""
+    """Context manager: set the model to evaluation mode, and restore the mode of every submodule afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -32,10 +32,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def full_float32() -> Iterator[None]:
-    """No TF32 on NVIDIA GPUs (10 bits of 23), which PyTorch allows in cuDNN by default; no bfloat16 on CPUs.
+    """Context manager: compute float32 in full precision, without TF32 on NVIDIA GPUs or bfloat16 on CPUs.
 
-    Of PyTorch's two ways to say so, the newer one (`fp32_precision`) makes reading the older one raise, as
-    `torch.export` does. So the older is taken, and the newer one only for what a program has set by it.
+    TF32 has 10 of 23 mantissa bits; PyTorch allows it in cuDNN by default. PyTorch has two APIs for this setting. After
+    the newer one (`fp32_precision`) is used, reading the older one raises an error, and `torch.export` reads it.
+    Therefore the older API is used, and the newer one only for settings that the program has made with it.
     """
     backends: Any = torch.backends
     cudnn, mkldnn = backends.cudnn, backends.mkldnn
@@ -43,7 +44,7 @@ def full_float32() -> Iterator[None]:
     with contextlib.ExitStack() as back:
         try:
             before = torch.get_float32_matmul_precision(), cudnn.allow_tf32
-        except RuntimeError:  # the program uses the newer way
+        except RuntimeError:  # the program uses the newer API
             pass
         else:
             back.callback(setattr, cudnn, "allow_tf32", before[1])
@@ -57,7 +58,7 @@ def full_float32() -> Iterator[None]:
         yield
 
 
-# glibc's mallopt parameters (malloc.h), and the largest values that its dynamic rule reaches by itself (mallopt(3)).
+# glibc's mallopt parameters (malloc.h), and the largest values that its dynamic adjustment can reach (mallopt(3)).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _TRIM_THRESHOLD_BYTES, _MMAP_THRESHOLD_BYTES = 64 << 20, 32 << 20
 
@@ -84,21 +85,21 @@ _FREED_MEMORY_KEPT = Switch(_keep_freed_memory)
 
 
 def keeping_freed_memory() -> AbstractContextManager[None]:
-    """Let glibc reuse the memory of one batch's activations for the next, and give it back at the end.
+    """Context manager: let glibc reuse the memory of one batch's activations for the next, and free it at the end.
 
-    By default each large activation is mapped from the kernel and unmapped again, which zeroes its pages every time:
-    more than half of the time of a forward on a CPU (efficientnet_lite0, batches of 64: 49 images/s, 220 with this).
-    Setting a threshold once ends glibc's own adjustment of it, so the process is left with the largest values that
-    adjustment would have reached. Where the C library is another one, nothing is done.
+    By default glibc maps and unmaps the memory of each large activation, and the kernel zeroes its pages every time.
+    This takes more than half of the time of a forward on a CPU (efficientnet_lite0, batches of 64: 49 images/s, against
+    220 with this setting). Setting a threshold turns off glibc's dynamic adjustment of it. The thresholds are therefore
+    left at the largest values that the adjustment can reach. With other C libraries, nothing is changed.
     """
     return _FREED_MEMORY_KEPT.turned()
 
 
 def device_named(name: str) -> torch.device:
-    """A device that can be used; "auto" is a GPU where there is one.
+    """Return a usable device; "auto" is CUDA if available, else MPS if available, else the CPU.
 
     Raises:
-        LayertapError: it is not there.
+        LayertapError: the device cannot be used.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"

@@ -1,4 +1,4 @@
-"""Names of places behind a protocol, and the library of fsspec that reads them."""
+"""URLs of files and folders, and the fsspec file systems that read them."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from extract.system.optional_libraries import pip_install
 
 __all__ = ["file_system", "is_url"]
 
-_ANSWER_S = 30  # within which a server must go on answering
+_ANSWER_S = 30  # limit for connecting to a server, and for each read
 
-# What fsspec needs for a protocol, and the extra that brings it.
+# Protocol -> extra with the library that fsspec needs for it.
 _EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 
 
 def is_url(where: str) -> bool:
-    """Whether it names something behind a protocol, as `s3://bucket/photos` does."""
+    """Whether the text starts with a protocol, as `s3://bucket/photos` does."""
     protocol, found, _ = where.partition("://")
     return bool(found) and protocol.replace("+", "").isalnum()
 
 
 def file_system(url: str, **settings: Any) -> tuple[Any, str]:
-    """Fsspec's file system for a URL, and the path in it; credentials come from where its library looks for them.
+    """Return fsspec's file system for a URL, and the path in it; the protocol's library finds the credentials.
 
     Args:
-        url: of a file or folder.
-        settings: of the file system besides.
+        url: URL of a file or folder.
+        settings: further options of the file system.
 
     Raises:
-        LayertapError: no such protocol, or its library is not installed.
+        InputError: the URL contains a password.
+        LayertapError: the protocol is unknown, or its library is not installed or fails.
     """
     import fsspec
 
@@ -42,7 +43,7 @@ def file_system(url: str, **settings: Any) -> tuple[Any, str]:
         )
     try:
         kind: Any = fsspec.get_filesystem_class(protocol)
-        # Not `url_to_fs`, for which "::" in a name is a chain of file systems.
+        # Not `url_to_fs`: it treats "::" in a name as a chain of file systems.
         options = {**kind._get_kwargs_from_urls(url), **settings}
         if protocol in ("http", "https"):
             import aiohttp
@@ -53,5 +54,5 @@ def file_system(url: str, **settings: Any) -> tuple[Any, str]:
         extra = _EXTRAS.get(protocol)
         what = pip_install(extra) if extra else first_line(error)
         raise LayertapError(f"{url}: reading {protocol}:// needs another library: {what}") from error
-    except Exception as error:  # each protocol's library has errors of its own
+    except Exception as error:  # each protocol's library raises its own errors
         raise LayertapError(f"{url}: {first_line(error)}") from error

@@ -1,11 +1,12 @@
-"""Which rows of what a layer gives belong to which image: learned from trial forwards, never assumed.
+"""Which rows of an activation belong to which image: measured in trial forwards, never assumed.
 
-Most layers have the batch on axis 0, one row an image. Sequence-first attention has it on axis 1; Swin's windows give
-several rows an image. Pictures are run together, in one order and in the opposite one, then each alone: the one axis
-that follows the number of pictures is the batch's, and the rows of a picture are those that equal what it gives alone.
+Most layers have the batch on axis 0, with one row per image. Sequence-first attention has it on axis 1; Swin's windows
+give several rows per image. A trial runs the pictures together, in one order and in the reverse order, then each alone.
+The batch axis is the one axis whose length follows the number of pictures. The rows of a picture must equal its output
+alone.
 
-A layer may sort the pictures of a batch by what is in them, and one order may happen to be sorted already; the opposite
-one is not. What shows only in other pictures than these is found in the first batch of a run (`forward.check_rows`).
+A layer may sort the pictures of a batch by their content. One order may happen to be sorted already; the reverse order
+is not. The first batch of a run checks for effects that only other pictures show (`forward.check_rows`).
 """
 
 from __future__ import annotations
@@ -23,30 +24,30 @@ from extract.taps.taps import Taps
 
 __all__ = ["Rows", "Trial", "learn_rows"]
 
-# A picture computed in another batch differs by rounding: by far less than it differs from another picture, or, where
-# pictures hardly differ, by less than so many roundings of the largest value.
+# The same picture in another batch differs by rounding: by at most this part of its distance to the nearest other
+# picture, or, where pictures hardly differ, by at most this many roundings of the largest value.
 _OF_ANOTHER_PICTURE = 0.005
 _ROUNDINGS = 100
-_NO_DIFFERENCE = 4  # roundings: two pictures that are no further apart cannot be told apart
+_NO_DIFFERENCE = 4  # roundings; pictures within this distance cannot be distinguished
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Where the images of a batch are in an activation.
+    """Position of the images of a batch in an activation.
 
     Attributes:
-        axis: of the batch.
-        per_image: neighbouring rows on that axis for each image.
+        axis: the batch axis.
+        per_image: number of neighbouring rows on that axis for each image.
     """
 
     axis: int = 0
     per_image: int = 1
 
     def by_image(self, activation: Tensor) -> Tensor:
-        """The activation with the images on axis 0: (B, ...), or (B, per_image, ...) where there are several rows.
+        """Return the activation with the images on axis 0: (B, ...), or (B, per_image, ...) if `per_image` > 1.
 
         Raises:
-            InputError: the rows cannot be those of whole images.
+            InputError: the number of rows is not a multiple of `per_image`.
         """
         moved = activation.movedim(self.axis, 0)
         if not torch.compiler.is_compiling() and moved.shape[0] % self.per_image:
@@ -58,11 +59,11 @@ class Rows:
 
 
 class Trial:
-    """Records of a few pictures, together in two orders, and alone.
+    """Records of a few pictures: together in two orders, and each alone.
 
     Args:
         model: in eval mode.
-        pictures: (B, 3, H, W), different ones, at least 2.
+        pictures: (B, 3, H, W), all different, at least 2.
         layers: (name, what) pairs to keep.
     """
 
@@ -74,21 +75,22 @@ class Trial:
         for layer, what in dict.fromkeys(layers):
             taps.keep(layer, what)
         with torch.no_grad(), taps:
-            taps(pictures.flip(0))  # a copy, since a model may write into what it is given
+            taps(pictures.flip(0))  # a copy, since a model may write into its input
             self._reversed: Record = taps.record
             taps(pictures.clone())
             self.record: Record = taps.record
             self._alone: list[Record] = []
             for number in range(self._count):
-                # A picture alone cannot be mistaken for another, whatever a layer does to the order of a batch.
+                # A single picture cannot be confused with another, even if a layer reorders the batch.
                 taps(pictures[number : number + 1].clone())
                 self._alone.append(taps.record)
 
     def rows(self, site: Site) -> Rows:
-        """Where the images are in one tensor.
+        """Return the position of the images in one tensor.
 
         Raises:
-            InputError: its rows are not the images.
+            InputError: the rows of the tensor are not the images, or it is missing in some forwards, or not floating
+                point.
         """
         together = self.record[site]
         if site not in self._reversed.sites.values():
@@ -100,20 +102,23 @@ class Trial:
             raise InputError(f"it gives {together.dtype}; features are floating point")
         rows = self._axis(site, together, lone[0])
         alone = [rows.by_image(one)[0] for one in lone]
-        # How far each picture is from the nearest other one.
+        # Distance of each picture to the nearest other picture.
         apart = [min(_distance(one, other) for other in alone if other is not one) for one in alone]
         self._check(rows, together, alone, apart)
         self._check(rows, self._reversed[site], alone[::-1], apart[::-1])
         return rows
 
     def _check(self, rows: Rows, together: Tensor, alone: Sequence[Tensor], apart: Sequence[float]) -> None:
-        """See that each picture of a batch has the rows that it has alone.
+        """Check that each picture of a batch has the same rows as alone.
 
         Args:
-            rows: where the images are.
-            together: what a batch gave.
-            alone: what each picture of the batch gave alone, in its order.
-            apart: how far that is from the nearest other one.
+            rows: position of the images.
+            together: output for the batch.
+            alone: output for each picture alone, in the order of the batch.
+            apart: distance of each output in `alone` to the nearest other output.
+
+        Raises:
+            InputError: the rows differ.
         """
         if together.shape[rows.axis] != len(alone) * rows.per_image:
             raise InputError("how many rows it gives depends on the order of the pictures: its rows are not the images")
@@ -122,7 +127,7 @@ class Trial:
             expected, nearest = alone[picture], apart[picture]
             own = _distance(found, expected)
             same_gaps = torch.equal(found.isfinite(), expected.isfinite())
-            # Where it is this near to its own, it is at least twice as far from each other one (triangle inequality).
+            # If 3 * own <= nearest, every other picture is at least 2 * own away (triangle inequality).
             nearer = 3 * own <= nearest or max(own, nearest) <= _NO_DIFFERENCE * rounding
             if same_gaps and not nearer:
                 nearer = 2 * own <= min(_distance(found, other) for i, other in enumerate(alone) if i != picture)
@@ -141,9 +146,9 @@ class Trial:
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
-    """The largest difference, where both are finite."""
+    """Return the largest absolute difference, where both are finite."""
     wide = torch.float32 if one.element_size() < 4 else one.dtype
-    if one.numel():  # what is close is subtracted without rounding
+    if one.numel():  # subtraction of close values is exact
         low, high = torch.aminmax(one.to(wide) - other.to(wide))
         if math.isfinite(largest := max(abs(float(low)), abs(float(high)))):
             return largest
@@ -152,19 +157,19 @@ def _distance(one: Tensor, other: Tensor) -> float:
 
 
 def learn_rows(model: nn.Module, pictures: Tensor, layers: Sequence[str]) -> Mapping[str, Rows]:
-    """Where the images of a batch are in what each of these layers gives.
+    """Find the images of a batch in the outputs of these layers.
 
     Args:
         model: in eval mode.
-        pictures: (B, 3, H, W), different ones, at least 2, on the model's device.
+        pictures: (B, 3, H, W), all different, at least 2, on the model's device.
         layers: names or globs.
 
     Returns:
-        Text form of each tensor -> where the images are in it.
+        Text form of each tensor -> position of the images in it.
 
     Raises:
         UnknownNameError: a pattern matches no layer.
-        InputError: the rows of a tensor are not the images; the message names it and says why.
+        InputError: the rows of a tensor are not the images; the message gives the reason.
     """
     trial = Trial(model, pictures, [(layer, "output") for layer in layers])
     return {name: trial.rows(site) for name, site in trial.record.sites.items()}

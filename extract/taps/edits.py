@@ -3,7 +3,7 @@
     Taps(model).edit("layer2", scale(2))              # activations
     Taps(model).edit("fc", clip(1.0), what="grad")    # gradients
 
-Each of these returns such a function; any function of the same kind will do.
+Each function here returns such an edit. `Taps.edit` accepts any function of one tensor.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ Edit = Callable[[Tensor], Tensor]
 
 
 def scale(factor: float) -> Edit:
-    """`factor * h`."""
+    """Multiply by a number: `factor * h`."""
     return lambda h: h * factor
 
 
 def clamp(low: float | None = None, high: float | None = None) -> Edit:
-    """Every value at least `low` and at most `high`."""
+    """Clamp every value to the range from `low` to `high`; None is no bound."""
     return lambda h: h.clamp(low, high)
 
 
 def replace(value: Tensor | float) -> Edit:
-    """`value`, spread over the shape of the activation; gradients end here."""
+    """Replace the activation by `value`, broadcast to its shape; no gradient flows to earlier layers."""
     return lambda h: torch.as_tensor(value, dtype=h.dtype, device=h.device).expand_as(h).clone()
 
 
 def ablate(by: Literal["zero", "mean"] = "zero", channels: Sequence[int] | None = None, axis: int = 1) -> Edit:
-    """Take a layer, or some channels of it, out of play.
+    """Replace a layer's values, or those of some channels, by zero or the batch mean.
 
     Args:
-        by: "zero", or "mean": each value becomes the mean of its place over the batch.
-        channels: positions on `axis`; None is all.
-        axis: of the channels: 1 for maps (B, C, H, W), -1 for tokens (B, T, C).
+        by: "zero", or "mean": each value becomes the mean at its position over the batch.
+        channels: indices on `axis`; None means all.
+        axis: the channel axis: 1 for maps (B, C, H, W), -1 for tokens (B, T, C).
     """
     if by not in ("zero", "mean"):
         raise InputError(f"ablate by {by!r}; there are 'zero' and 'mean'")
@@ -75,22 +75,22 @@ def ablate(by: Literal["zero", "mean"] = "zero", channels: Sequence[int] | None 
 
 
 def noise(std: float) -> Edit:
-    """`h + std * N(0, 1)`, drawn from PyTorch's default generator."""
+    """Add noise: `h + std * N(0, 1)`, drawn from PyTorch's default generator."""
     return lambda h: h + std * torch.randn_like(h)
 
 
 def mix(permutation: Tensor, lam: float) -> Edit:
-    """`lam * h + (1 - lam) * h[permutation]`: manifold mixup (Verma et al. 2019, arXiv:1806.05236, equation 1).
+    """Manifold mixup: `lam * h + (1 - lam) * h[permutation]` (Verma et al. 2019, arXiv:1806.05236, equation 1).
 
     Args:
-        permutation: (B,) int64, the partner of each image.
-        lam: from 0 to 1.
+        permutation: (B,) int64, index of each image's partner.
+        lam: weight of the image itself, from 0 to 1.
     """
     return lambda h: lam * h + (1 - lam) * h[permutation.to(h.device)]
 
 
 def prune(fraction: float) -> Edit:
-    """Zero the values of smallest magnitude: so large a fraction of each image's, rounded down."""
+    """Set each image's values of smallest magnitude to zero: `fraction` of the values, rounded down."""
     if not 0 <= fraction <= 1:
         raise InputError(f"prune {fraction}; a fraction is from 0 to 1")
 
@@ -103,7 +103,7 @@ def prune(fraction: float) -> Edit:
 
 
 def clip(limit: float, by: Literal["value", "norm"] = "value") -> Edit:
-    """Keep each value within -limit and limit; or, by norm, shrink the whole tensor to that L2 norm if it is larger."""
+    """Clamp each value to [-limit, limit]; or, by norm, scale a whole tensor of larger L2 norm down to `limit`."""
     if by not in ("value", "norm"):
         raise InputError(f"clip by {by!r}; there are 'value' and 'norm'")
     if by == "value":
@@ -112,9 +112,9 @@ def clip(limit: float, by: Literal["value", "norm"] = "value") -> Edit:
 
 
 class smooth:  # noqa: N801  used as the other verbs are
-    """Exponential moving average over calls: `m = beta * m + (1 - beta) * g`, beginning with the first `g`.
+    """Exponential moving average over calls: `m = beta * m + (1 - beta) * g`, starting with the first `g`.
 
-    Each tensor it is applied to has a mean of its own.
+    Each tensor has its own average.
     """
 
     def __init__(self, beta: float):
@@ -122,11 +122,11 @@ class smooth:  # noqa: N801  used as the other verbs are
         self._means: dict[Any, Tensor] = {}
 
     def __call__(self, g: Tensor) -> Tensor:
-        """The mean after one more value, of a tensor that nobody named."""
+        """Update and return the average for calls without a site."""
         return self.at(None)(g)
 
     def at(self, site: Any) -> Edit:
-        """The edit of one tensor: `Taps` asks for it by the tensor's site."""
+        """Return the edit for the tensor at this site; called by `Taps`."""
 
         def edit(g: Tensor) -> Tensor:
             new, mean = g.detach(), self._means.get(site)
@@ -140,7 +140,7 @@ class smooth:  # noqa: N801  used as the other verbs are
 
 @contextlib.contextmanager
 def freeze(model: nn.Module, layers: str | Sequence[str]) -> Iterator[None]:
-    """No gradients for the parameters of these layers inside the block; each has its own setting back afterwards."""
+    """Context manager: turn `requires_grad` off for the parameters of these layers, and restore it afterwards."""
     named = named_layers(model)
     matches = match_layers(named, layers)
     changed = [p for layer in matches for p in named[layer].parameters() if p.requires_grad]
@@ -154,8 +154,8 @@ def freeze(model: nn.Module, layers: str | Sequence[str]) -> Iterator[None]:
 
 
 def apply_edit(tensor: Tensor, edit: Edit, site: Site) -> Tensor:
-    """What an edit makes of a tensor; it is given a copy, and a copy is taken of what it returns."""
-    if hasattr(edit, "at"):  # one with a memory, which must not mix tensors
+    """Call an edit on a copy of the tensor, and return a copy of its result."""
+    if hasattr(edit, "at"):  # an edit such as `smooth`, which has a separate state for each tensor
         edit = edit.at(site)
     try:
         result = edit(tensor.clone())

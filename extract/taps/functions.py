@@ -1,7 +1,7 @@
-"""See operations that have no module of their own while a model runs: functions, operators, attention.
+"""Observe operations without a module while a model runs: functions, operators, attention.
 
-`relu`, `+`, `flatten` written as functions go past every forward hook. Here a `TorchFunctionMode` sees each call of
-PyTorch's public functions with the arguments as given and the result; the call itself is not changed.
+Forward hooks do not see `relu`, `+` or `flatten` called as functions. A `TorchFunctionMode` sees each call of PyTorch's
+public functions with its arguments and result, and does not change the call itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["attention_weights", "operation_name", "unwatched", "watching"]
 
-# Operators have names such as __radd__; these are what people call them.
+# Common names of operators, which PyTorch names __radd__ and the like.
 _OPERATORS = {"truediv": "div", "getitem": "index"} | {f"r{name}": name for name in ("add", "mul", "sub", "div", "pow")}
 _NO_OPERATIONS = frozenset({"__get__", "__set__", "__delete__", "size", "dim", "stride"})
 
@@ -29,7 +29,7 @@ OnCall = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Any]
 
 
 class _Watch(TorchFunctionMode):
-    """Calls each listener after each function; what it returns takes the result's place."""
+    """Function mode that calls each listener after each function; the listener's return value replaces the result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class _Watch(TorchFunctionMode):
 
 
 class _State(threading.local):
-    """Of a thread: the one mode that serves all its listeners, and whether we are at work of our own."""
+    """Thread-local state: the one mode for all listeners, and whether layertap's own code is running (`busy`)."""
 
     def __init__(self) -> None:
         self.watch: _Watch | None = None
@@ -59,7 +59,10 @@ _state = _State()
 
 @contextlib.contextmanager
 def watching(on_call: OnCall) -> Iterator[None]:
-    """Listen to the functions called in this thread: `on_call(function, args, kwargs, result)` returns the result."""
+    """Context manager: pass each function call of this thread to `on_call(function, args, kwargs, result)`.
+
+    The return value of `on_call` replaces the result of the function.
+    """
     watch = _state.watch
     if watch is None:
         watch = _state.watch = _Watch()
@@ -76,7 +79,7 @@ def watching(on_call: OnCall) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
-    """Work of our own, which no listener of this thread must take for the model's."""
+    """Context manager: hide layertap's own operations from the listeners of this thread."""
     busy, _state.busy = _state.busy, True
     try:
         yield
@@ -85,7 +88,7 @@ def unwatched() -> Iterator[None]:
 
 
 def operation_name(function: Any) -> str | None:
-    """A readable name, the same for `a + b`, `a += b` and `torch.add(a, b)`; None for what computes nothing."""
+    """Return a readable name, the same for `a + b`, `a += b` and `torch.add(a, b)`; None if nothing is computed."""
     name: str | None = getattr(function, "__name__", None)
     if name is None or name in _NO_OPERATIONS:
         return None
@@ -94,18 +97,18 @@ def operation_name(function: Any) -> str | None:
 
 
 def attention_weights(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Tensor | None:
-    """The weights of an attention, (B, heads, T, S), if this call is one; else None.
+    """Return the weights (B, heads, T, S) if this call computes attention, else None.
 
-    Known are `scaled_dot_product_attention`, of which the weights are computed again as its documentation states them,
-    in float32; `multi_head_attention_forward`, which is asked for them; and a softmax over the last of four axes, which
-    gives them.
+    Three kinds of calls are recognised: `scaled_dot_product_attention`, whose weights are recomputed in float32 by the
+    formula in its documentation; `multi_head_attention_forward`, which is called again with `need_weights`; and a
+    softmax over the last of four axes, whose result is taken as the weights.
     """
     if function is F.scaled_dot_product_attention:
         with torch.no_grad(), torch.autocast(args[0].device.type if args else "cpu", enabled=False):
             return _sdpa_weights(*args, **kwargs)
     if function is F.multi_head_attention_forward:
         asked = inspect.signature(function).bind(*args, **kwargs)
-        # Without dropout: it would draw random numbers that the model's own dropout then misses.
+        # training=False: dropout would draw random numbers and change those of the model's own dropout.
         asked.arguments |= {"need_weights": True, "average_attn_weights": False, "training": False}
         weights: Tensor | None = function(*asked.args, **asked.kwargs)[1]
         return weights
@@ -134,5 +137,5 @@ def _sdpa_weights(
         scores = scores.masked_fill(~allowed, -math.inf)
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-    # A query that may look nowhere looks nowhere, as in the function itself.
+    # A query whose keys are all masked has zero weights, as in `scaled_dot_product_attention`.
     return scores.softmax(-1).masked_fill(scores.isneginf().all(-1, keepdim=True), 0)

@@ -1,4 +1,4 @@
-"""Gradients of tensors that pass while a model runs: where a hook on a tensor is safe, and what it does."""
+"""Gradients of activations: choose a tensor that is safe to hook, and edit and keep its gradient."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from extract.taps.requests import Block, Call, ModelCall, Point, Wish
 
 __all__ = ["Take", "in_backward", "on_gradient", "to_watch"]
 
-Take = Callable[[Tensor, Reduce | None, Site], Any]  # how a tensor is kept
+Take = Callable[[Tensor, Reduce | None, Site], Any]  # reduces and copies a kept tensor
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside a backward pass; asked as `torch.utils.checkpoint` asks it."""
+    """Whether this thread is inside a backward pass; the same test as in `torch.utils.checkpoint`."""
     return torch._C._current_graph_task_id() != -1
 
 
 def to_watch(
     point: Point, side: What, tensor: Tensor, site: Site, forward: ModelCall, *, stands_in: bool
 ) -> Tensor | None:
-    """The tensor to watch the gradient at, which goes on: the tensor itself where that is safe, or a copy of it.
+    """Return the tensor to hook and to pass on to the model: the given tensor if that is safe, else a copy.
 
     Args:
-        point: where it passes.
-        side: "input" or another.
-        tensor: that passes.
-        site: of the gradient, for errors.
-        forward: that is running.
-        stands_in: whether a copy of an output may go on in its place where its own gradient could not be had.
+        point: the point that the tensor passes.
+        side: "input" for an input of the layer; any other value means an output.
+        tensor: the input or output.
+        site: the site of the gradient, for errors.
+        forward: the running forward.
+        stands_in: whether a copy of an output may replace it where a hook on the output itself is not safe.
 
     Returns:
-        None where its gradient cannot be had.
+        The tensor, or None if its gradient cannot be watched.
     """
     if side == "input":
-        # The gradient through this layer alone is that of a copy which nobody else reads.
+        # Only this layer reads the copy, so the copy's gradient is the gradient through this layer alone.
         known = [stand_in for given, stand_in, _ in point.calls[-1].stand_ins if given is tensor]
         tensor = known[0] if known else tensor.clone()
     elif not stands_in:
         if tensor.is_leaf:  # a hook on it would outlive this forward
             return None
     elif tensor.is_leaf or tensor._is_view() or forward.has_seen(tensor) or _is_among(tensor, point.calls):
-        # A hook on a leaf would outlive this forward; one on a view is lost when it is written to in place; and
-        # what a layer hands on as it got it, or as a layer inside it gave it, has other readers.
+        # A hook on a leaf would outlive this forward. A hook on a view is lost when the view is written to in place.
+        # A tensor that a layer returns unchanged, from its input or from a layer inside it, has other readers.
         given, tensor = tensor, tensor.clone()
-        # Of a view, what it is a view of has other names, whose life cannot be followed.
+        # The base of a view may have other references, which cannot be tracked.
         named = None if given._is_view() else weakref.ref(given)
         forward.stand_ins.append((site, named, tensor.detach(), tensor._version))
     forward.see(tensor)
@@ -61,7 +61,7 @@ def to_watch(
 def on_gradient(
     tensor: Tensor, wishes: Sequence[tuple[Site, Wish]], block: Block, forward: ModelCall, take: Take
 ) -> None:
-    """Edit and keep the gradient of a tensor when it comes, if the `with` block is still open then."""
+    """Register a hook that edits and keeps the gradient of a tensor while the `with` block is open."""
     edits = [(site, wish.edit) for site, wish in wishes if wish.edit is not None]
 
     def edited(gradient: Tensor) -> Tensor | None:
@@ -79,5 +79,5 @@ def on_gradient(
 
 
 def _is_among(tensor: Tensor, calls: list[Call]) -> bool:
-    """Whether the innermost call was given this very tensor."""
+    """Whether the innermost call received this very tensor as an input."""
     return bool(calls) and any(tensor is given for given in calls[-1].inputs)

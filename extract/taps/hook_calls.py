@@ -1,4 +1,4 @@
-"""What taps do when a hook is called: which forward is running, what passes at each point, and what takes its place."""
+"""Hook callbacks of `Taps`: track the running forward, keep values at each point, and replace edited ones."""
 
 from __future__ import annotations
 
@@ -31,24 +31,25 @@ _UNKNOWN = -1
 
 
 class _Stop(BaseException):
-    """Ends a forward once all that was asked for has been computed; a model's `except Exception` lets it by."""
+    """Ends a forward once all requested values are computed; a model's `except Exception` does not catch it."""
 
 
 class HookCalls:
-    """The hooks of one `Taps`, and what they know of the model while it runs.
+    """The hooks of one `Taps`, and their state while the model runs.
 
     Args:
-        model: that they are registered on.
-        on_record: as of `Taps`.
+        model: the model to register the hooks on.
+        on_record: see `Taps`.
 
     Attributes:
         layers: name -> module.
         parameters: name -> parameter.
-        wishes: what is to be kept and edited.
-        block: while the `with` block is open.
-        forward: the current call of the model, or the last.
-        take: how a tensor is kept.
-        stands_in: whether a copy of an output goes on in its place where its own gradient could not be had.
+        wishes: the values to keep and edit.
+        block: the open `with` block, or None.
+        forward: the current or last call of the model, or None.
+        take: the function that reduces and copies a kept tensor.
+        stands_in: whether the model may receive a copy of an output in its place, where a gradient hook on the output
+            itself is not safe.
     """
 
     def __init__(self, model: nn.Module, on_record: Callable[[Record], None] | None):
@@ -62,18 +63,18 @@ class HookCalls:
         self.take: Take = take
         self.stands_in = True
         self._points: list[Point] = []
-        self._edited_layers: set[str] = set()  # whose outputs or inputs an edit has reached
-        self._stoppable = False  # the forward was begun by Taps.__call__, which catches _Stop
-        self._to_keep: Counter[tuple[str, What]] = Counter()  # as `kept`, of a whole forward
+        self._edited_layers: set[str] = set()  # layers whose outputs or inputs were edited
+        self._stoppable = False  # the forward runs inside `stopping`, which catches _Stop
+        self._to_keep: Counter[tuple[str, What]] = Counter()  # `ModelCall.kept` of a whole forward
         self._calls: Counter[int] = Counter()  # id of a module -> its calls in a whole forward
 
     def open(self, block: Block) -> None:
-        """The `with` block begins."""
+        """Open a `with` block."""
         self.block, self.forward = block, None
 
     @contextlib.contextmanager
     def stopping(self) -> Iterator[None]:
-        """A call of the model ends inside as soon as all that was asked for has been computed."""
+        """Context manager: end a call of the model as soon as all requested values are computed."""
         self._stoppable = True
         try:
             yield
@@ -84,7 +85,7 @@ class HookCalls:
             self._stoppable = False
 
     def register(self, undo: contextlib.ExitStack) -> None:
-        """Register everything; `undo` takes it back."""
+        """Register all hooks; closing `undo` removes them and restores the switches."""
 
         def hook(register: Callable[..., RemovableHandle], function: Callable[..., Any], **options: Any) -> None:
             undo.callback(register(UncopiedHook(function), **options).remove)
@@ -92,10 +93,10 @@ class HookCalls:
         root = unwrap(self._model)
         modules = list(root.modules())
         if any(isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer) for module in modules):
-            # Their fused code calls no submodule and no function that could be seen.
+            # Their fused code calls no submodules and no functions that `watching` sees.
             undo.enter_context(FUSED_ATTENTION_OFF.turned())
         if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in [self._model, *modules]):
-            undo.enter_context(COMPILED_CODE_OFF.turned())  # it ignores hooks added later
+            undo.enter_context(COMPILED_CODE_OFF.turned())  # compiled code ignores hooks added later
 
         hook(root.register_forward_pre_hook, self.begin, prepend=True)
         if any(wish.operation or wish.what == "attention" for wish in self.wishes):
@@ -125,7 +126,11 @@ class HookCalls:
         hook(root.register_forward_hook, self._end)
 
     def check_edits(self) -> None:
-        """An edit that never took effect must not pass for one that did."""
+        """Check that every edit of an output or input was applied.
+
+        Raises:
+            LayertapError: the last forward finished, and an edit was never applied.
+        """
         idle = [
             wish for wish in self.wishes if wish.edit is not None and wish.what != "grad" and not self._has_edited(wish)
         ]
@@ -139,7 +144,7 @@ class HookCalls:
         return any(fnmatchcase(name, f"{wish.layer}/{wish.operation}") for name in self._edited_layers)
 
     def why_absent(self, text: str) -> str | None:
-        """Why a record has nothing of this name although it was asked for; None if it was not."""
+        """Return why a requested value is missing from a record; None if it was not requested."""
         layer = split_text(text, self.layers)[0]
         name, slash, operation = layer.partition("/")
         asked = [w for w in self.wishes if w.edit is None and w.layer == name and bool(w.operation) == bool(slash)]
@@ -161,16 +166,16 @@ class HookCalls:
             return f"layer {name!r} never runs: nn.MultiheadAttention uses its weights without calling it"
         return f"layer {name!r} did not run in this forward"
 
-    # The hooks. Between the pre-hook and the hook of the model itself a forward is running; what happens in other
-    # threads is not ours. When activation checkpointing computes a part again, in the backward pass, edits must be made
-    # again and gradients can be had, but nothing is kept.
+    # The hooks. A forward is running between the pre-hook and the hook of the model itself; calls in other threads are
+    # ignored. When activation checkpointing recomputes layers in the backward pass, edits are applied again and
+    # gradients are watched, but no values are kept.
 
     def begin(self, module: nn.Module, args: Any) -> None:
-        """A forward of the model begins; the last record is complete."""
+        """Complete the last record and start a new one; the pre-hook of the model."""
         if self.block is not None and self.block.thread == threading.get_ident():
             self.hand_on()
             for point in self._points:
-                point.calls.clear()  # of a forward that was stopped or interrupted
+                point.calls.clear()  # calls of a forward that was stopped or interrupted
             self.forward = ModelCall(Record(self.why_absent))
             self.forward.left = len(self._to_keep)
 
@@ -182,18 +187,18 @@ class HookCalls:
             self._calls = forward.calls
 
     def hand_on(self) -> None:
-        """Give the last record to `on_record`: it is complete."""
+        """Pass the last record, now complete, to `on_record`, once."""
         forward = self.forward
         if forward is not None and not forward.running and not forward.handed_on and self._on_record is not None:
             forward.handed_on = True
             self._on_record(forward.record)
 
     def _running(self) -> ModelCall | None:
-        """The forward that is running in this thread."""
+        """Return the forward that is running in this thread, or None."""
         block, forward = self.block, self.forward
         if block is None or forward is None or not forward.running or block.thread != threading.get_ident():
             return None
-        # A backward pass inside the forward may compute checkpointed parts again: that is no call of theirs.
+        # A backward pass inside the forward may recompute checkpointed layers, which does not count as a call.
         return None if in_backward() else forward
 
     def _push(self, names: list[str], module: nn.Module, args: Any) -> None:
@@ -225,10 +230,10 @@ class HookCalls:
         call = point.calls[-1]
         try:
             for given, stand_in, version in call.stand_ins:
-                # The layer wrote into its input, and others may count on that.
+                # The layer wrote into the copy of its input; other readers may expect the change in the input itself.
                 if stand_in._version != version:
                     given.copy_(stand_in)
-            if call.number is None or output is None:  # None: also where the layer raised
+            if call.number is None or output is None:  # output is None if the layer raised
                 return None
             passed = self._pass(point, call.number, output, "output")
             return None if passed is output else passed
@@ -247,7 +252,10 @@ class HookCalls:
         return None
 
     def _call_number(self, module: nn.Module) -> int | None:
-        """Which call of the module this is in its forward; _UNKNOWN while it is computed again; None: not ours."""
+        """Return the index of this call of the module in the forward of the model.
+
+        In a recomputation it is 0 for a module that ran once, else _UNKNOWN; None for a call outside the model's.
+        """
         if forward := self._running():
             forward.calls[id(module)] += 1
             return forward.calls[id(module)] - 1
@@ -256,7 +264,7 @@ class HookCalls:
         return 0 if self._calls[id(module)] == 1 else _UNKNOWN
 
     def _is_our_thread(self) -> bool:
-        """Whether a hook was called by the thread of the block; on a GPU, another thread runs its backward passes."""
+        """Whether a hook was called for the thread of the block; backward passes on a GPU run in another thread."""
         if self.block is None:
             return False
         on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -290,7 +298,7 @@ class HookCalls:
         return result
 
     def _pass(self, point: Point, call: int, value: Any, side: What) -> Any:
-        """What goes on from a point in place of a value: edited, with its gradients watched; then it is kept."""
+        """Edit a value, watch its gradients, keep it, and return what the model continues with."""
         if not point.only_keeps:
             with unwatched():
                 value = map_tensors(value, partial(self._changed, point, call, side))
@@ -312,7 +320,7 @@ class HookCalls:
         return value
 
     def _changed(self, point: Point, call: int, side: What, path: Path, tensor: Tensor) -> Tensor:
-        """The tensor that takes the place of one that passes."""
+        """Return the tensor that replaces the given one: edited, or with its gradient watched."""
         gradient: What = "grad" if side == "output" else "grad_input"
         given, watched = tensor, []
         for layer, wish in point.wishes:
@@ -335,7 +343,7 @@ class HookCalls:
         return tensor
 
     def _watched(self, point: Point, side: What, tensor: Tensor, wishes: list[tuple[Site, Wish]]) -> Tensor:
-        """A tensor whose gradient will be edited and kept; the tensor itself where that is safe."""
+        """Hook a tensor to edit and keep its gradient; return that tensor: the given one where that is safe."""
         assert self.block is not None
         assert self.forward is not None
         watched = to_watch(point, side, tensor, wishes[0][0], self.forward, stands_in=self.stands_in)

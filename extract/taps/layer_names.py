@@ -1,7 +1,7 @@
-"""Names of layers: which a model has, and which of them a pattern means.
+"""Layer names: list the layers of a model and match patterns against their names.
 
 A layer is named as in `torch.nn.Module.named_modules()`. A pattern is a name or a glob (`*`, `?`, `[...]`) that is
-compared part by part, so that `blocks.*` means the blocks and not everything inside them.
+matched part by part, so that `blocks.*` matches the blocks but not the layers inside them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["INSIDE", "is_glob", "match_layers", "named_layers", "named_parameter
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside `nn.DataParallel`, `DistributedDataParallel` and `torch.compile` wrappers."""
+    """Return the model inside `nn.DataParallel`, `DistributedDataParallel` and `torch.compile` wrappers."""
     while True:
         inner = getattr(model, "_orig_mod", None)  # torch.compile
         if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
@@ -27,24 +27,24 @@ def unwrap(model: nn.Module) -> nn.Module:
         model = inner
 
 
-INSIDE = "_inside"  # under which a wrapper of ours holds the model
+INSIDE = "_inside"  # attribute of layertap's own wrapper that holds the model
 _WRAPPERS = frozenset({INSIDE, "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
 def named_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Every name a layer can be reached by, in the order of definition; wrapper prefixes are left out.
+    """Return name -> layer in the order of definition, without wrapper prefixes.
 
-    A module that is used in two places has two names. The model itself, whose name is empty, is not listed.
+    A module used in two places is listed under both names. The model itself, whose name is empty, is not listed.
     """
     found: dict[str, nn.Module] = {}
     for name, module in unwrap(model).named_modules(remove_duplicate=False):
         if plain := _plain(name):
-            found[plain] = module  # of a wrapper and what is inside it, the inner
+            found[plain] = module  # the wrapped module replaces its wrapper
     return found
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Every name a parameter can be reached by; wrapper prefixes are left out."""
+    """Return name -> parameter without wrapper prefixes; a shared parameter is listed under each of its names."""
     return {_plain(name): value for name, value in unwrap(model).named_parameters(remove_duplicate=False)}
 
 
@@ -53,23 +53,23 @@ def _plain(name: str) -> str:
 
 
 def is_glob(pattern: str) -> bool:
-    """Whether the pattern can mean more than one layer."""
+    """Whether the pattern contains a wildcard and can match several layers."""
     return any(character in pattern for character in "*?[")
 
 
 def match_layers(names: Iterable[str], patterns: str | Sequence[str], where: str = "the model") -> list[str]:
-    """The names that the patterns mean, each once: in the order of the patterns, then of the names.
+    """Return the names that match the patterns, without duplicates, in the order of the patterns, then of the names.
 
-    An exact name comes before a glob reading of the same text. `*` does not reach over a dot: `layer1.*` means
-    `layer1.0` and not `layer1.0.conv1`.
+    A pattern that equals a name matches only that name. `*` does not match a dot: `layer1.*` matches `layer1.0` but not
+    `layer1.0.conv1`.
 
     Args:
         names: all layer names.
         patterns: names or globs.
-        where: whose layers these are, for the error.
+        where: the model that has these layers, for the error.
 
     Raises:
-        UnknownNameError: a pattern means no layer; the nearest names are listed.
+        UnknownNameError: a pattern matches no layer; the message lists the nearest names.
     """
     names = list(names)
     known = set(names)

@@ -1,4 +1,4 @@
-"""What layers a model has: types, shapes, sizes, and where a hook's word cannot be taken."""
+"""Table of a model's layers: types, shapes, sizes, and notes on outputs that need care."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ class LayerRow:
     """One layer, or one function called in a layer's forward.
 
     Attributes:
-        name: as `Taps` takes it.
+        name: name for `Taps`.
         type: class of the module, or "function".
-        shapes: of each tensor it gives for one image, by part of the output; the first call's.
-        bytes: of all of them, for one image, over all calls.
-        calls: in a forward.
-        parameters: in the layer and everything below it.
-        notes: what to know before its values are used.
+        shapes: part of the output -> shape for one image in the first call; the shape for all pictures if the rows are
+            not the images. For a function, the shape of its first tensor.
+        bytes: size of all output tensors for one image, over all calls; tensors whose rows are not the images do not
+            count.
+        calls: number of calls in a forward.
+        parameters: number of parameters in the layer and its submodules.
+        notes: facts to know before using its values.
     """
 
     name: str
@@ -46,13 +48,13 @@ class LayerRow:
 def layer_table(
     model: nn.Module, pictures: Tensor, layers: str | Sequence[str] | None = None, *, operations: bool = False
 ) -> list[LayerRow]:
-    """Run a few pictures, and tell what each layer does.
+    """Run a few pictures and return one row per layer.
 
     Args:
         model: in eval mode.
-        pictures: (B, 3, H, W), different ones, at least 2.
-        layers: names or globs; None is every layer.
-        operations: list functions called in the layers' own forwards too, as `LAYER/FUNCTION`.
+        pictures: (B, 3, H, W), all different, at least 2.
+        layers: names or globs; None means every layer.
+        operations: also list functions called in the layers' own forwards, as `LAYER/FUNCTION`.
 
     Raises:
         UnknownNameError: a pattern matches no layer.
@@ -108,7 +110,7 @@ def _why_silent(named: dict[str, nn.Module], name: str) -> str:
 
 
 def _rewritten(model: nn.Module, picture: Tensor) -> set[int]:
-    """Ids of the modules whose output was written to in place between its hook and the end of the forward."""
+    """Return the ids of modules whose output is written to in place between its hook and the end of the forward."""
     seen: list[tuple[int, Tensor, int]] = []
     handles = [
         module.register_forward_hook(
@@ -126,9 +128,9 @@ def _rewritten(model: nn.Module, picture: Tensor) -> set[int]:
 
 
 def _operations(model: nn.Module, picture: Tensor, names: Sequence[str]) -> list[LayerRow]:
-    """Functions that give tensors, called in the forwards of these layers or of the model itself."""
+    """Return a row for each function that returns tensors, called by these layers or by the model itself."""
     named = named_layers(model)
-    # The functions inside nn.Conv2d and the like say nothing that the layer itself does not.
+    # Functions inside torch.nn modules such as nn.Conv2d add nothing to the row of the layer.
     told = {name for name in names if not type(named[name]).__module__.startswith("torch.nn.")} | {""}
     stack = [""]
     rows: dict[str, LayerRow] = {}

@@ -1,7 +1,7 @@
-"""Nested values, as layers take and give them: find the tensors inside, or replace them.
+"""Nested inputs and outputs of layers: find the tensors inside, or replace them.
 
-A path is the way to a tensor: an index in a tuple or list, a key in a mapping, a field of a dataclass, from the outside
-in. The output of an LSTM has `(0,)`, `(1, 0)` and `(1, 1)`; a tensor by itself has `()`.
+A path locates a tensor by tuple or list indices, mapping keys and dataclass fields, from the outside in. The output of
+an LSTM has the paths `(0,)`, `(1, 0)` and `(1, 1)`; a plain tensor has `()`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Path = tuple[str | int, ...]
 
 
 def tensors_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """Every tensor inside nested tuples, lists, mappings and dataclasses, with its path."""
+    """Yield (path, tensor) for every tensor inside nested tuples, lists, mappings and dataclasses."""
     if isinstance(value, Tensor):
         yield path, value
     else:
@@ -28,7 +28,7 @@ def tensors_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
 
 
 def map_tensors(value: Any, function: Callable[[Path, Tensor], Tensor], path: Path = ()) -> Any:
-    """The value with every tensor replaced by what the function gives; the same object if nothing changed."""
+    """Return the value with every tensor replaced by `function(path, tensor)`; the same object if nothing changed."""
     if isinstance(value, Tensor):
         return function(path, value)
     parts = list(_parts(value))
@@ -56,9 +56,9 @@ def _rebuilt(value: Any, parts: dict[str | int, Any]) -> Any:
         return rebuilt
     if isinstance(value, tuple | list):
         items = list(parts.values())
-        make = getattr(type(value), "_make", type(value))  # a named tuple takes its fields one by one
+        make = getattr(type(value), "_make", type(value))  # a named tuple's constructor takes separate fields
         return make(items)
     rebuilt = copy.copy(value)
     for name, part in parts.items():
-        object.__setattr__(rebuilt, str(name), part)  # also where the dataclass is frozen
+        object.__setattr__(rebuilt, str(name), part)  # works for frozen dataclasses too
     return rebuilt

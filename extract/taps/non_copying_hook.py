@@ -1,4 +1,4 @@
-"""Hooks that stay with the model that they were registered on."""
+"""Hooks that are not copied with the model they are registered on."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ __all__ = ["UncopiedHook"]
 
 
 class UncopiedHook:
-    """A hook that a copy of the model does not take along: copied or pickled, it does nothing."""
+    """Hook that does nothing in a copied or pickled model."""
 
     def __init__(self, function: Callable[..., Any]):
         self._function = function
 
     def __call__(self, *args: Any) -> Any:
-        """What the function returns."""
+        """Call the function and return its result."""
         return self._function(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:

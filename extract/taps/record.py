@@ -1,4 +1,4 @@
-"""Names of the tensors of a forward pass, and the record of what they were: copies on the CPU."""
+"""Names of the tensors of a forward pass, and the record of their values: copies on the CPU."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ What = Literal["output", "input", "grad", "grad_input", "attention"]
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """One tensor of a forward pass: which layer, which call of it, which part of the value, and which value.
+    """The name of one tensor of a forward pass: layer, call of the layer, path inside the value, and kind of value.
 
-    Text form: `layer1.0.relu#1` is the second call, `lstm:1.0` the first part of the second part of a tuple,
-    `fc:0@input` the first positional argument, `conv@grad` the gradient of the output. `#0`, the path and `@output` may
-    be left out where one tensor remains. An operation without a module is named behind the layer that calls it:
-    `layer1.0/add`.
+    Text form: `layer1.0.relu#1` is the second call, `lstm:1.0` the first item of the second item of a tuple,
+    `fc:0@input` the first positional argument, `conv@grad` the gradient of the output. The call, the path and the kind
+    may be omitted if exactly one tensor matches. A function without a module is named as `LAYER/FUNCTION`, where the
+    layer calls it: `layer1.0/add`.
     """
 
     layer: str
@@ -39,13 +39,13 @@ class Site:
         return self.text()
 
     def text(self, with_call: bool = False) -> str:
-        """The text form; the call number is written when it is not 0 or when asked for."""
+        """Return the text form, with the call number if it is not 0 or `with_call` is set."""
         call = f"#{self.call}" if self.call or with_call else ""
         path = ":" + ".".join(map(str, self.path)) if self.path else ""
         return f"{self.layer}{call}{path}" + ("" if self.what == "output" else f"@{self.what}")
 
     def is_meant_by(self, text: str) -> bool:
-        """Whether the text is this site with its call number, path or kind left out."""
+        """Whether the text is this site's text form, possibly without call number, kind, path or end of the path."""
         for call in ("", f"#{self.call}"):
             for depth in range(len(self.path) + 1):
                 path = ":" + ".".join(map(str, self.path[:depth])) if depth else ""
@@ -58,11 +58,11 @@ _TEXT = re.compile(r"(?P<layer>[^#:@]*)(?:#(?P<call>\d+))?(?::(?P<path>[^@]*))?(
 
 
 def split_text(text: str, names: Container[str]) -> tuple[str, int | None, tuple[str, ...], str | None]:
-    """The parts of a site's text form: layer (or pattern), call, path, what; None or empty where they are left out.
+    """Split a site's text form into layer (or pattern), call, path and what; omitted parts are None or empty.
 
     Args:
-        text: `LAYER[#CALL][:PATH][@WHAT]`; one that is a layer's name as it stands is that layer.
-        names: of all layers.
+        text: `LAYER[#CALL][:PATH][@WHAT]`; a text that equals a layer's name is that layer.
+        names: all layer names.
     """
     match = None if text in names else _TEXT.fullmatch(text)
     if match is None:
@@ -72,27 +72,27 @@ def split_text(text: str, names: Container[str]) -> tuple[str, int | None, tuple
 
 
 class Record(Mapping[str, Any]):
-    """What one forward pass of the model gave: text form of a site -> tensor on the CPU.
+    """Kept values of one forward of the model: text form of a site -> tensor on the CPU, or a dict of tensors.
 
-    `record[key]` takes a `Site` or any text that names exactly one tensor. Iteration goes in the order of computation;
-    gradients come with the backward pass.
+    A value is a dict where `reduce` returned a dict. `record[key]` takes a `Site` or any text that names exactly
+    one tensor. Iteration follows the order of computation; the backward pass adds gradients.
     """
 
     def __init__(self, why_absent: Callable[[str], str | None]):
         self._why_absent = why_absent
         self._values: dict[Site, Any] = {}
-        self._sites: dict[str, Site] | None = None  # made when first needed: a loop that looks up by Site never does
+        self._sites: dict[str, Site] | None = None  # built on first use; lookups by Site do not need it
 
     @property
     def sites(self) -> dict[str, Site]:
-        """Name -> site, in the order of computation; the call is in the name where a layer ran more than once."""
+        """Name -> site, in the order of computation; names of layers that ran more than once contain the call."""
         if self._sites is None:
             repeated = {(site.layer, site.what) for site in self._values if site.call}
             self._sites = {site.text((site.layer, site.what) in repeated): site for site in self._values}
         return self._sites
 
     def find(self, text: str) -> list[Site]:
-        """The sites that a text can mean: its call, path or kind may be left out."""
+        """Return the sites that a text can mean; it may omit the call, path or kind."""
         if text in self.sites:
             return [self.sites[text]]
         return [site for site in self._values if site.is_meant_by(text)]
@@ -133,17 +133,17 @@ def take(tensor: Tensor, reduce: Reduce | None, site: Site, to_cpu: Callable[[Te
     """Reduce a tensor on its device, then copy the result to the CPU.
 
     Args:
-        tensor: as it passes.
-        reduce: as of `Taps.keep`.
-        site: where that is.
-        to_cpu: copies a dense tensor; None: now.
+        tensor: on the device of the model.
+        reduce: see `Taps.keep`.
+        site: the site of the tensor, for errors.
+        to_cpu: copies a dense tensor to the CPU, possibly asynchronously; None makes a blocking copy.
     """
 
     def kept(value: Any) -> Tensor:
         dense = _dense(value, site)
         return _copied(dense, site) if to_cpu is None else to_cpu(dense)
 
-    # Outside inference mode, or what is kept could not be used in training later.
+    # Copies made in inference mode could not be used in training later.
     with torch.inference_mode(False), torch.no_grad():
         value = tensor.detach()
         if reduce is None:
@@ -159,10 +159,10 @@ def take(tensor: Tensor, reduce: Reduce | None, site: Site, to_cpu: Callable[[Te
 
 
 def _dense(tensor: Any, site: Site) -> Tensor:
-    """A tensor that has a value at each place.
+    """Return the tensor in dense, unquantised form.
 
     Raises:
-        InputError: it has none.
+        InputError: the value is not a tensor, or is a nested tensor, or is inside torch.func.
     """
     if not isinstance(tensor, Tensor):
         raise InputError(f"reducing {site} gave {type(tensor).__name__}; it must give a tensor or a dict of tensors")
@@ -176,7 +176,7 @@ def _dense(tensor: Any, site: Site) -> Tensor:
 
 
 def _copied(tensor: Tensor, site: Site) -> Tensor:
-    """A contiguous copy on the CPU that owns its memory, whatever the tensor is a view of."""
+    """Return a contiguous copy on the CPU that owns its memory, and warn of infinite float16 values."""
     kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     kept.copy_(tensor)  # what copy_ returns could be a subclass
     if kept.dtype == torch.float16 and kept.isinf().any():

@@ -1,4 +1,4 @@
-"""What taps know: what is wished where, and where a model is that is running."""
+"""State of taps: requests to keep and edit values, and the progress of the running model."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["Block", "Call", "ModelCall", "Point", "StandInError", "Wish", "wishe
 
 @dataclasses.dataclass(frozen=True)
 class Wish:
-    """One thing to do at one layer: edit it, or keep it where `edit` is None. No call means every one.
+    """A request to edit a value of one layer, or to keep it if `edit` is None.
 
-    The path is that of a tensor, or of what it is in. With an `operation`, it is about functions of such a name (a
-    pattern) called in the layer's own forward.
+    A `call` of None means every call. `path` is the path of a tensor or the start of one. If `operation` is not empty,
+    the request is for functions called in the layer's own forward whose names match this glob.
     """
 
     layer: str
@@ -38,14 +38,14 @@ class Wish:
     edit: Edit | None = None
 
     def overlaps(self, other: Wish) -> bool:
-        """Whether there may be a value that both are about."""
+        """Whether both requests may be for the same value."""
         same = (self.layer, self.operation, self.what) == (other.layer, other.operation, other.what)
         depth = min(len(self.path), len(other.path))
         calls = (self.call, other.call)
         return same and self.path[:depth] == other.path[:depth] and (None in calls or calls[0] == calls[1])
 
     def takes(self, path: Path) -> bool:
-        """Whether it is about the tensor at this path, or about what that is in."""
+        """Whether the request is for the tensor at this path, or for a tuple, list or mapping that contains it."""
         return tuple(map(str, path[: len(self.path)])) == self.path
 
 
@@ -56,18 +56,18 @@ def wishes_for(
     layer_names: list[str],
     parameter_names: list[str],
 ) -> list[Wish]:
-    """What `Taps.keep` and `Taps.edit` are asked for, of each layer: neither reduced nor edited yet.
+    """Return the requests of one call of `Taps.keep` or `Taps.edit`, one per layer, without `reduce` and `edit`.
 
     Args:
-        layers: as of `Taps.keep`.
-        what: likewise, where the text of a layer does not say it.
-        call: likewise.
-        layer_names: of the model.
-        parameter_names: of the model.
+        layers: see `Taps.keep`.
+        what: see `Taps.keep`; for texts that do not contain it.
+        call: see `Taps.keep`; for texts that do not contain it.
+        layer_names: all layer names of the model.
+        parameter_names: all parameter names of the model.
 
     Raises:
-        UnknownNameError: a pattern matches no layer, or there is no such kind of value.
-        InputError: the value cannot be had of a function without a module.
+        UnknownNameError: a pattern matches no layer, or the kind of value is unknown.
+        InputError: the input, input gradient or attention of a function without a module is requested.
     """
     if what not in get_args(What):
         raise unknown_name("what", what, get_args(What))
@@ -96,11 +96,11 @@ def wishes_for(
 
 @dataclasses.dataclass
 class Point:
-    """A place where values pass: a module, or a function called in one; with what is wished there, by layer name."""
+    """A module, or a function called in a module, with its requests as (layer name, request) pairs."""
 
     wishes: list[tuple[str, Wish]]
-    only_keeps: bool = dataclasses.field(init=False)  # no value is edited here, and no gradient watched
-    # The calls that have begun and not ended, the innermost last: a module may call itself.
+    only_keeps: bool = dataclasses.field(init=False)  # no value is edited, and no gradient watched
+    # Calls in progress, the innermost last: a module may call itself.
     calls: list[Call] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -111,8 +111,10 @@ class Point:
 class Call:
     """One call of a module.
 
-    `number` is None if it is not ours. `inputs` are tensors it was given, `stand_ins` what it was given in place of
-    some of them, with the version each had: see `gradients`.
+    Attributes:
+        number: index of the call in the forward of the model; see `HookCalls._call_number`.
+        inputs: tensors that the module received; empty unless the gradient of its output is watched.
+        stand_ins: (input, tensor passed in its place, version of that tensor): see `gradients`.
     """
 
     number: int | None
@@ -121,35 +123,35 @@ class Call:
 
 
 class ModelCall:
-    """One call of the model: its record, and where it is."""
+    """One call of the model: its record and its progress."""
 
     def __init__(self, record: Record):
         self.record = record
         self.running = True
-        self.handed_on = False  # to on_record
-        self.calls: Counter[int] = Counter()  # id of a module -> how often it was called
+        self.handed_on = False  # the record was passed to on_record
+        self.calls: Counter[int] = Counter()  # id of a module -> number of calls
         self.operations: Counter[str] = Counter()
         self.attentions: Counter[str] = Counter()
-        self.kept: Counter[tuple[str, What]] = Counter()  # times something was kept of each layer
-        self.left = 0  # layers of which not all that is to come was kept
-        self.stack: list[list[str]] = [[""]]  # names of the modules that are running, the innermost last
-        # Outputs that go on as clones, what they are clones of, and their version: see `gradients`.
+        self.kept: Counter[tuple[str, What]] = Counter()  # (layer, what) -> number of calls kept
+        self.left = 0  # (layer, what) pairs with calls still to be kept
+        self.stack: list[list[str]] = [[""]]  # names of the running modules, the innermost last
+        # (site, original output or None for a view, clone passed in its place, version of the clone): see `gradients`.
         self.stand_ins: list[tuple[Site, weakref.ref[Tensor] | None, Tensor, int]] = []
         self._seen: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
     def see(self, tensor: Tensor) -> None:
-        """Remember that a gradient is watched at this tensor."""
+        """Remember that the gradient of this tensor is watched."""
         self._seen[id(tensor)] = tensor
 
     def has_seen(self, tensor: Tensor) -> bool:
-        """Whether it was, in this forward."""
+        """Whether the gradient of this tensor is watched in this forward."""
         return self._seen.get(id(tensor)) is tensor
 
     def check_stand_ins(self) -> None:
-        """Whether the model wrote into a clone that stood in for a tensor it may still read: then it went astray.
+        """Check that the model did not write into a clone whose original it may still read: results would be wrong.
 
         Raises:
-            LayertapError: it did.
+            StandInError: the model wrote into such a clone.
         """
         for site, given, stand_in, version in self.stand_ins:
             if stand_in._version != version and (given is None or given() is not None):
@@ -158,10 +160,10 @@ class ModelCall:
 
 
 class StandInError(LayertapError):
-    """The model wrote into a copy that stood in for an output, so that its gradient could be watched.
+    """The model wrote into a copy that replaced an output so that the output's gradient could be watched.
 
     Attributes:
-        site: of the gradient.
+        site: the site of the gradient.
     """
 
     def __init__(self, site: Site):
@@ -173,7 +175,7 @@ class StandInError(LayertapError):
 
 
 class Block:
-    """One `with` block: what must be undone, and whether it is still open, for tensors that outlive it."""
+    """One `with` block: its thread, its cleanup, and whether it is open; hooked tensors may outlive it."""
 
     def __init__(self) -> None:
         self.open = True

@@ -1,4 +1,4 @@
-"""Switches of the whole process that are off while taps are open: fused attention and compiled code."""
+"""Process-wide settings that are off while taps are open: fused attention and compiled code."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["COMPILED_CODE_OFF", "FUSED_ATTENTION_OFF", "Switch"]
 
 
 class Switch:
-    """A setting of the whole process that several blocks may need, in any order and thread: first in, last out."""
+    """A process-wide setting for blocks that may overlap in any order and thread: first in, last out."""
 
     def __init__(self, turn: Callable[[], Callable[[], None]]):
-        self._turn = turn  # turns it, and returns what turns it back
+        self._turn = turn  # changes the setting, and returns a function that restores it
         self._back: Callable[[], None] = lambda: None
         self._users = 0
         self._guard = threading.Lock()
 
     @contextlib.contextmanager
     def turned(self) -> Iterator[None]:
-        """Turn the setting; the last block that ends turns it back."""
+        """Context manager: change the setting; the last block to end restores it."""
         with self._guard:
             if not self._users:
                 self._back = self._turn()

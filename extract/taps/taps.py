@@ -1,4 +1,4 @@
-"""Taps: keep and edit what layers compute and the gradients they get, while a model runs.
+"""Taps: keep and edit the activations and gradients of layers while a model runs.
 
     with Taps(model, ["layer?", "fc"]) as taps:
         for images in batches:
@@ -8,14 +8,15 @@
     with Taps(model).edit("layer2", lambda h: h * 0) as taps: ...
     with Taps(model).keep("fc", "grad") as taps: ...
 
-What a bare `register_forward_hook` gets wrong and this does not:
+Differences from a bare `register_forward_hook`:
 
-* On a CPU model `output.detach().cpu()` is the layer's own memory, and the next in-place ReLU or `+=` rewrites it. Here
-  every tensor is copied inside the hook.
-* A module that runs twice in a forward (ResNet's shared `relu`) gives `relu#0` and `relu#1`, not only the last.
-* Each call of the model starts an empty record. A layer that did not run raises; it never answers with old values.
-* Gradients are taken at the tensors, not with backward hooks of modules, which fail beside in-place layers.
-* Hooks leave with the `with` block, whatever happened inside it, and only those registered here.
+* On a CPU model, `output.detach().cpu()` shares the layer's memory, and the next in-place ReLU or `+=` overwrites it.
+  Taps copy every tensor inside the hook.
+* A module that runs twice in a forward (ResNet's shared `relu`) is recorded as `relu#0` and `relu#1`.
+* Each call of the model starts an empty record. Looking up a layer that did not run raises an error; values of an
+  earlier forward are never returned.
+* Gradients come from tensor hooks. Backward hooks of modules fail next to in-place layers.
+* The end of the `with` block removes all hooks registered by it, also after an exception, and no others.
 """
 
 from __future__ import annotations
@@ -39,25 +40,25 @@ __all__ = ["Taps"]
 
 
 class Taps:
-    """Keep and edit what chosen layers compute, for as long as the `with` block lasts.
+    """Context manager: keep and edit activations and gradients of chosen layers.
 
     Args:
-        model: any module. Names are looked up inside `torch.compile` and single-device `nn.DataParallel` wrappers;
-            compiled code runs uncompiled inside the block, because it ignores hooks.
-        layers: names or globs whose outputs are kept; more is asked for with `keep`.
+        model: any module. Names refer to the model inside `torch.compile`, `DistributedDataParallel` and single-device
+            `nn.DataParallel` wrappers. Compiled code runs uncompiled inside the block, because it ignores hooks.
+        layers: names or globs whose outputs are kept; `keep` adds more.
         reduce: applied to each kept tensor on its device before the copy to the CPU; see `keep`.
-        stop: end each forward as soon as everything asked for has been computed. The first forward runs whole, to learn
-            how often each layer is called; later ones stop when each has been called as often. Needs `taps(...)`
-            instead of `model(...)`, which then returns None. For a model whose layers run a different number of times
-            on different batches, leave it off.
-        on_record: called with each record when it is complete, with its gradients: when the next forward of the model
-            begins, and when the block ends without an error.
+        stop: end each forward as soon as all requested values are computed. The first forward runs to its end and
+            counts the calls of each layer; later forwards stop when these counts are reached. Applies to `taps(...)`,
+            which then returns None, and not to `model(...)`. Leave it off if the number of calls of a layer varies
+            between batches.
+        on_record: called with each complete record, gradients included: when the next forward of the model starts, and
+            when the block ends without an error.
 
-    The record is of the model's own call, in the thread that opened the block. Layers run past it
-    (`model.features(x)`), in other threads, or again by activation checkpointing, are not recorded.
+    Only calls of the model itself in the thread that opened the block are recorded. Layers called directly
+    (`model.features(x)`), in other threads, or during recomputation by activation checkpointing are not.
 
     Raises:
-        InputError: the model is scripted, exported, or replicated over several devices, and would ignore hooks.
+        InputError: the model is not an `nn.Module`, or is scripted, exported, or replicated over several devices.
         UnknownNameError: a pattern matches no layer.
     """
 
@@ -85,7 +86,7 @@ class Taps:
         reduce: Reduce | None = None,
         call: int | None = None,
     ) -> Self:
-        """Ask for more to be kept, before the `with` block begins.
+        """Keep values of more layers. Call it before the `with` block.
 
         Args:
             layers: names or globs, or text forms of a `Site`: `relu#1`, `lstm:1.0`, `fc:0@input`; or a `Site`.
@@ -93,16 +94,16 @@ class Taps:
                 `/flatten` (of the model itself).
             what: `"output"`; `"input"`: every tensor among the arguments, positional by index, keywords by name;
                 `"grad"`: the gradient of the loss with respect to the output, or to a parameter (`fc.weight`);
-                `"grad_input"`: with respect to the inputs, as far as it flows through this layer; `"attention"`: the
-                weights (B, heads, T, S) of every attention computed in the layer. Gradients are of the last backward
-                pass inside the block, and scaled where a GradScaler scales the loss.
-            reduce: a function of one tensor, on its device, without gradients; it must not change the tensor. It
-                returns a tensor or a dict of tensors: what is copied to the CPU and recorded.
-            call: only this call of the layer in each forward (0 is the first); None keeps them all.
+                `"grad_input"`: with respect to the inputs, through this layer only; `"attention"`: the weights
+                (B, heads, T, S) of every attention computed in the layer. Gradients are those of the last backward
+                pass inside the block; a GradScaler scales them with the loss.
+            reduce: a function of one tensor, called on the tensor's device without autograd; it must not change the
+                tensor. It returns the tensor or dict of tensors that is copied to the CPU and recorded.
+            call: keep only this call of the layer in each forward (0 is the first); None keeps all calls.
 
         Raises:
-            UnknownNameError: a pattern matches no layer.
-            InputError: the same value of a layer is already kept.
+            UnknownNameError: a pattern matches no layer, or `what` is unknown.
+            InputError: the same value of a layer is already kept, or a function has no value of this kind.
         """
         wishes = self._hooks.wishes
         for wish in self._wishes_for(layers, what, call):
@@ -119,20 +120,20 @@ class Taps:
         *,
         call: int | None = None,
     ) -> Self:
-        """Ask for a change, before the `with` block begins: later layers, and the record, see what `fn` returns.
+        """Replace values of layers by `fn(value)`, for later layers and the record. Call it before the `with` block.
 
-        The edit takes part in autograd. Several edits of one value run in the order they were asked for.
+        Autograd differentiates through the edit. Several edits of one value run in the order of their `edit` calls.
 
         Args:
-            layers: as for `keep`.
-            fn: a function of one tensor that returns one of the same shape, dtype and device; `extract.edits` has ready
-                ones. It is given a copy: what it does to it reaches nobody else. Where a layer takes or gives several
-                tensors it is applied to each floating-point one; a `Site` names one.
+            layers: see `keep`.
+            fn: a function of one tensor that returns a tensor of the same shape, dtype and device; see `extract.edits`.
+                It receives a copy, which it may change. If a layer takes or returns several tensors, `fn` is applied to
+                each floating-point tensor; a `Site` selects one of them.
             what: `"output"`, `"input"`, or `"grad"`: the gradient with respect to the output.
-            call: only this call of the layer in each forward; None edits them all.
+            call: edit only this call of the layer in each forward; None edits all calls.
 
         Raises:
-            UnknownNameError: a pattern matches no layer.
+            UnknownNameError: a pattern matches no layer, or `what` is unknown.
         """
         if what not in ("output", "input", "grad"):
             raise unknown_name("what to edit", what, ["output", "input", "grad"])
@@ -146,7 +147,7 @@ class Taps:
 
     @property
     def record(self) -> Record:
-        """What the last forward of the model gave.
+        """The record of the last forward of the model.
 
         Raises:
             LayertapError: the model has not been called inside the `with` block, or its last call did not finish.
@@ -185,7 +186,7 @@ class Taps:
             self._hooks.check_edits()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model; returns its output, or None with `stop=True`."""
+        """Call the model and return its output, or None with `stop=True`."""
         if self._hooks.block is None:
             raise LayertapError("call Taps inside its `with` block")
         if not self._stop:

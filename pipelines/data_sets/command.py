@@ -1,4 +1,4 @@
-"""Commands that read data sets, or copy them: `layertap show`, `status`, `report`, `search` and more."""
+"""Commands that read or copy data sets: `layertap show`, `status`, `report`, `search` and more."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def verify(ctx: click.Context, /, out: Path, as_json: bool, **settings: Any) -> 
 
 
 def _formats() -> Iterable[str]:
-    from extract.store.export import FORMATS  # which imports h5py
+    from extract.store.export import FORMATS  # imports h5py
 
     return FORMATS
 

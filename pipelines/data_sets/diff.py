@@ -1,4 +1,4 @@
-"""How two data sets differ: `layertap diff A B`."""
+"""Print how two data sets differ: `layertap diff A B`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["as_json", "print_diff"]
 
 
 def print_diff(found: Comparison, first: Path, second: Path, echo: Callable[[str], None]) -> None:
-    """The differences, for people."""
+    """Print the differences."""
     if found.changes:
         echo(f"what the numbers depend on, in {first} and in {second}")
         for what, before, after in found.changes:
@@ -33,7 +33,7 @@ def print_diff(found: Comparison, first: Path, second: Path, echo: Callable[[str
 
 
 def as_json(found: Comparison) -> dict[str, Any]:
-    """The differences, for machines."""
+    """Return the differences as JSON-compatible data."""
     return {
         "same_fingerprint": not found.changes,
         "changes": {what: [before, after] for what, before, after in found.changes},

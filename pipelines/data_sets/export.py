@@ -1,4 +1,4 @@
-"""Features as plain files for other tools: `layertap export OUT --to FORMAT`."""
+"""Write features as plain files for other tools: `layertap export OUT --to FORMAT`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["run_export"]
 
 
 def run_export(out: Path | str, to: str, output: Path | None, layers: Sequence[str]) -> str:
-    """Run the job, and say what was written.
+    """Run the job and return a summary.
 
     Args:
-        out: folder of the data set, or its URL.
+        out: folder or URL of the data set.
         to: a name in `FORMATS`.
-        output: file, or folder if the format is one; None: beside the folder of the data set.
-        layers: only these; none: all.
+        output: file, or folder if the format writes one; None: beside the folder of the data set.
+        layers: layers to export; empty: all.
 
     Raises:
-        InputError: no data set there, no such layer, or it cannot be written.
+        InputError: `out` is not a data set, a layer does not exist, or the output cannot be written.
     """
     if output is not None:
         path = output

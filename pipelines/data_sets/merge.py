@@ -1,4 +1,4 @@
-"""Several data sets become one: `layertap merge A B -o C`."""
+"""Merge data sets: `layertap merge A B -o C`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["run_merge"]
 
 
 def run_merge(sources: Sequence[Path], out: Path, shard_rows: int | None, compress: str | None) -> str:
-    """Run the job, and say what was written."""
+    """Run the job and return a summary."""
     with Progress(sum(DataSet.open(source).n_rows for source in sources), "rows") as progress:
         merged = merge(sources, out, shard_rows=shard_rows, compress=compress, on_rows=progress.advance)
     return f"{out}: {merged.n_rows:,} rows of {len(sources)} data sets, in {merged.n_shards} shards"

@@ -1,4 +1,4 @@
-"""The images of a data set that are nearest to an image or a text: `layertap search OUT QUERY_IMAGE|ROW -k 10`."""
+"""Find the images nearest to an image or a text: `layertap search OUT QUERY_IMAGE|ROW -k 10`."""
 
 from __future__ import annotations
 
@@ -32,26 +32,28 @@ def run_search(
     itself: bool = False, backbone: str | None = None, weights: str | None = None, images: str | None = None,
     device: str = defaults.DEVICE, output: Path | None = None,
 ) -> Found:  # fmt: skip
-    """Search, and draw what was found, if that is asked for.
+    """Search a data set, and draw the results if `output` is given.
 
     Args:
-        out: folder of the data set, or its URL.
-        query: a row; else the path of an image in the data set; else an image file, whose features are computed as
-            those of the data set were.
-        text: instead of it: a text, for data sets of backbones that have a text tower beside them.
-        k: rows to find.
-        layer: None: `embedding`, or the only one.
-        itself: whether a query that is a row may find itself.
-        backbone: its spec; to be given where it is code, which a stranger's data set could name any of.
-        weights: name or file of its weights, if the file was moved.
-        images: where the images lie now, for the picture; None: where they lay.
-        device: to compute on.
+        out: folder or URL of the data set.
+        query: a row number; otherwise the path of an image in the data set; otherwise an image file, whose features are
+            computed with the data set's recorded settings.
+        text: a text instead of `query`, if the backbone has a text tower.
+        k: number of rows to find.
+        layer: layer to compare; None: `embedding`, or the only layer.
+        itself: whether a query row may be a result.
+        backbone: spec of the backbone; required if the backbone is code, since an untrusted data set could name any
+            code.
+        weights: name or file of the backbone's weights, if the file was moved.
+        images: location of the images, for the picture; None: the recorded location.
+        device: device to compute on.
         output: PNG, SVG or PDF file to draw into.
 
     Raises:
-        InputError: neither or both of query and text are given; no such row, path or file; a row without features; a
-            layer must be named; or a file or text whose features cannot be computed as those of the data set were.
-        UnknownNameError: no such layer.
+        InputError: neither or both of `query` and `text` are given; the row, path or file does not exist; the row has
+            no features; a layer must be named; or features of the file or text cannot be computed with the data set's
+            recorded settings.
+        UnknownNameError: the layer does not exist.
     """
     if output is not None:
         check_file(output, PICTURES)
@@ -97,7 +99,7 @@ def _feature_of_row(reader: FeatureReader, layer: str, row: int) -> NDArray[Any]
 
 
 def _row_of(reader: FeatureReader, query: str, out: Path | str) -> tuple[int | None, str]:
-    """The row that a query means, or None for a file; and what else it might have meant."""
+    """Return the row that a query names, None for a file; and a note on what else the query may mean."""
     is_file = Path(query).is_file()
     file = f"there is a file of this name, too, which ./{query} would mean" if is_file else ""
     if query.isascii() and query.isdigit():
@@ -122,8 +124,8 @@ def _equal(paths: list[str], query: str) -> NDArray[np.bool_]:
 
 
 def _device(device: str) -> str:
-    """Where rows are compared: reading them takes longer than comparing them, so on a GPU only if it is asked for."""
-    return device if device != "auto" else "cpu"
+    """Return the device on which rows are compared."""
+    return device if device != "auto" else "cpu"  # reading rows takes longer than comparing them
 
 
 def _draw(found: Found, reader: FeatureReader, root: str, output: Path) -> None:
@@ -139,7 +141,7 @@ def _draw(found: Found, reader: FeatureReader, root: str, output: Path) -> None:
 
 
 def print_found(found: Found, echo: Callable[[str], None]) -> None:
-    """What was found, for people."""
+    """Print the results."""
     taken = f"the file {found.path}" if found.query is None else f"row {found.query} ({printable(found.path)})"
     if found.text:
         taken = f'the text "{printable(found.text)}"'
@@ -156,7 +158,7 @@ def print_found(found: Found, echo: Callable[[str], None]) -> None:
 
 
 def as_json(found: Found) -> dict[str, Any]:
-    """What was found, for machines."""
+    """Return the results as JSON-compatible data."""
     return {
         "out": str(found.out),
         "layer": found.layer,

@@ -1,4 +1,4 @@
-"""A picture of what `layertap search` has found: the query, and the images nearest to it."""
+"""Figure of `layertap search`: the query, and the images nearest to it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from pipelines.terminal.figures import drawable, save_figure
 __all__ = ["draw"]
 
 _COLUMNS = 5
-_SHOWN = 60  # of more results, the first
+_SHOWN = 60  # most results drawn
 _SIDE_PX = 320  # of a picture in the gallery
 
 
 def draw(
     found: Found, query: tuple[Image.Image | None, str], hits: Sequence[tuple[Image.Image | None, str]], output: Path
 ) -> None:
-    """Draw query and results.
+    """Draw the query and the results.
 
     Args:
-        found: what was found.
-        query: its picture, or None and why there is none; of a text, None and nothing.
-        hits: likewise of each result.
+        found: the results.
+        query: the picture of the query, or None, and why it is missing; for a text, None and "".
+        hits: the picture of each result, likewise.
         output: PNG, SVG or PDF file to write.
     """
     shown = list(zip(found.hits, hits, strict=True))[:_SHOWN]
@@ -52,13 +52,13 @@ def draw(
 
 
 def _tail(path: str) -> str:
-    """The end of a path, which tells images apart."""
+    """Shorten a file name to its end, which distinguishes images."""
     name = path.rpartition("/")[2]
     return drawable(name if len(name) <= 24 else "…" + name[-23:])
 
 
 def _frame(axes: Any, text: str, fontsize: float = 7) -> None:
-    """Words in the place of a picture."""
+    """Draw text in place of a picture."""
     axes.set_axis_on()
     axes.set(xticks=[], yticks=[], xlim=(0, 1), ylim=(0, 1), aspect="equal", facecolor="0.93")
     lines = [drawable(part) for line in text.splitlines() for part in textwrap.wrap(line, 22)]
@@ -73,6 +73,6 @@ def _place(axes: Any, picture: tuple[Image.Image | None, str], text: str, bold: 
         small = image.copy()
         small.thumbnail((_SIDE_PX, _SIDE_PX))
         axes.imshow(np.asarray(small))
-        side, middle = max(small.size) / 2, (small.width / 2, small.height / 2)  # all fill a square, and so line up
+        side, middle = max(small.size) / 2, (small.width / 2, small.height / 2)  # squares, so that pictures align
         axes.set(xlim=(middle[0] - side, middle[0] + side), ylim=(middle[1] + side, middle[1] - side))
     axes.set_title(text, fontsize=7.5, fontweight="bold" if bold else "normal")

@@ -1,4 +1,4 @@
-"""What `layertap search` finds."""
+"""Results of `layertap search`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ["Found", "Hit"]
 
 @dataclass(frozen=True)
 class Hit:
-    """A row that was found.
+    """A result of a search.
 
     Attributes:
-        row: of the data set.
-        cosine: of its feature and that of the query.
-        path: of its image.
-        name: of its class; empty: it has none.
+        row: row of the data set.
+        cosine: cosine between its feature and the feature of the query.
+        path: path of its image.
+        name: name of its class; empty: unlabelled.
         split: train, val, test or empty.
     """
 
@@ -29,17 +29,17 @@ class Hit:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search has found.
+    """All results of a search.
 
     Attributes:
         out: the data set.
-        layer: whose features were compared.
-        query: the row that was searched with; or None, and the file is `path`, or it was a text.
-        path: of the image of the query; empty: a text.
-        text: of the query; empty: an image.
-        note: what else the words of the query might have meant; empty: nothing.
-        hits: the nearest first.
-        searched: rows that were compared.
+        layer: layer whose features were compared.
+        query: query row; None if the query is a file or a text.
+        path: path of the query image; empty for a text.
+        text: query text; empty for an image.
+        note: what else the query may mean; empty: nothing.
+        hits: results, nearest first.
+        searched: number of rows compared.
     """
 
     out: Path | str

@@ -1,4 +1,4 @@
-"""What is inside a data set: `layertap show OUT`."""
+"""Describe a data set: `layertap show OUT`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["describe", "print_description"]
 
 
 def describe(out: Path) -> dict[str, Any]:
-    """Everything `show` tells, as plain data; a data set that is not complete is described as far as it is."""
+    """Return everything that `show` prints, as JSON-compatible data. The data set may be incomplete."""
     dataset = DataSet.open(out)
     parts = dataset.parts()
     finished = [path for part in parts for path in part.published() if path is not None]
     sizes = []
     for *_, file in (file for part in parts for file in part.files()):
-        with contextlib.suppress(FileNotFoundError):  # a run may just be publishing it
+        with contextlib.suppress(FileNotFoundError):  # a run may be publishing it just now
             sizes.append(file.stat().st_size)
     content: dict[str, Any] = {
         "out": str(out),
@@ -68,7 +68,7 @@ def describe(out: Path) -> dict[str, Any]:
 
 
 def print_description(content: dict[str, Any], echo: Callable[[str], None]) -> None:
-    """The description, for people."""
+    """Print the description."""
     state = "complete" if content["complete"] else f"unfinished: {content['rows_done']:,} rows done"
     shards = f"{content['shards']} shard" + ("" if content["shards"] == 1 else "s")
     if content["version"]:

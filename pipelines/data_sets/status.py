@@ -1,4 +1,4 @@
-"""How far a data set is that is being made: `layertap status OUT`. The receipts of its shards tell all of it."""
+"""Progress of a data set, from the receipts of its shards: `layertap status OUT`."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ from pipelines.terminal.text_output import printable
 
 __all__ = ["Making", "is_made_in_shards", "print_making", "watch"]
 
-_RECENT_S = 600.0  # of which the rate is told
+_RECENT_S = 600.0  # period of the printed rate
 _WATCH_S = 5.0
 
 
 def is_made_in_shards(out: str) -> bool:
-    """Whether there is a data set that `layertap embed` makes; that of `layertap sync` has passes."""
+    """Return whether `out` is a data set of `layertap embed` or a URL; data sets of `layertap sync` have passes."""
     return is_url(out) or ((Path(out) / "dataset.json").exists() and DataSet.open(Path(out)).version is None)
 
 
 class Making:
-    """What is known of a data set; what was read once is not read again.
+    """Progress of a data set; each receipt is read only once.
 
     Args:
-        out: its folder, or its URL.
+        out: folder or URL of the data set.
     """
 
     def __init__(self, out: str):
         self._out, self._place = out, place_of(out)
         self._dataset = self._place.dataset
-        self._read: dict[str, int] = {}  # name -> shard
+        self._read: dict[str, int] = {}  # name of a receipt -> shard
         self._rows = 0
         self._status: Counter[str] = Counter()
-        self._shards: Counter[tuple[str, str]] = Counter()  # by host and device
+        self._shards: Counter[tuple[str, str]] = Counter()  # (host, device) -> shards
         self._computed: Counter[tuple[str, str]] = Counter()
-        self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)  # of all workers there
+        self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)  # sum over all workers there
         self._stages: defaultdict[str, float] = defaultdict(float)
-        self._ended: list[tuple[float, int]] = []  # seconds of the epoch, rows
+        self._ended: list[tuple[float, int]] = []  # Unix time, rows
 
     def look(self) -> dict[str, Any]:
-        """Everything `status` tells, as plain data."""
+        """Return everything that `status` prints, as JSON-compatible data."""
         dataset = self._dataset
         without: list[int] = []
         for name, shard, receipt in self._place.receipts(self._read):
             if receipt is None:
-                without.append(shard)  # it may be on its way
+                without.append(shard)  # it may follow
             else:
                 self._read[name] = shard
                 self._count(receipt)
@@ -101,7 +101,7 @@ class Making:
 
 
 def watch(out: str, wait: Callable[[float], None] = time.sleep) -> Iterator[dict[str, Any]]:
-    """What is known, again every few seconds, until the data set is complete."""
+    """Yield the progress every few seconds, until the data set is complete."""
     making = Making(out)
     while True:
         content = making.look()
@@ -112,7 +112,7 @@ def watch(out: str, wait: Callable[[float], None] = time.sleep) -> Iterator[dict
 
 
 def print_making(content: dict[str, Any], echo: Callable[[str], None]) -> None:
-    """What is known, for people."""
+    """Print the progress."""
     out, done, rows = content["out"], content["rows_done"], content["rows"]
     state = "complete" if done == rows else f"{done / rows:.1%} done"
     echo(f"{out}: {state}, of images in {printable(content['images'])}")

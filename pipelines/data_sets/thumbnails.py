@@ -1,4 +1,4 @@
-"""Pictures of rows of a data set, from where its images are: for galleries and reports."""
+"""Pictures of rows of a data set, read from its images, for galleries and reports."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from extract.store.reader import FeatureReader
 
 __all__ = ["Pictures"]
 
-_MOST_PIXELS = 100_000_000  # of a picture that is only looked at
+_MOST_PIXELS = 100_000_000  # of a picture that is only shown
 
 
 class Pictures:
     """Pictures of some rows.
 
     Args:
-        reader: of the data set.
-        root: where the images are; see `extract.images.list_images`.
-        rows: that may be asked for.
+        reader: reader of the data set.
+        root: location of the images; see `extract.images.list_images`.
+        rows: rows that may be requested.
 
     Attributes:
-        why_not: why there are no pictures at all; empty: there may be.
+        why_not: why no pictures are available; empty: pictures may be available.
     """
 
     def __init__(self, reader: FeatureReader, root: str, rows: Sequence[int]):
@@ -39,11 +39,11 @@ class Pictures:
             self.why_not = first_line(error)
 
     def picture(self, row: int, at_least_px: int = 0) -> tuple[Image.Image | None, str]:
-        """The upright RGB picture of a row, or None and why there is none.
+        """Return the upright RGB picture of a row, or None and why it is missing.
 
         Args:
-            row: of the data set.
-            at_least_px: of its shorter side; a JPEG may be decoded smaller than it is, but not smaller than that.
+            row: row of the data set.
+            at_least_px: minimum of the shorter side, down to which a JPEG may be decoded at reduced size.
         """
         data, why = self._read(row)
         if data is None:
@@ -54,12 +54,12 @@ class Pictures:
             return None, first_line(error)
 
     def part_of(self, row: int) -> Image.Image | None:
-        """What can be shown of the picture of a row that failed; None: nothing."""
+        """Return the part of a failed row's picture that can be decoded; None if nothing can."""
         data, _ = self._read(row)
         return None if data is None else decode_partly(data, _MOST_PIXELS)
 
     def _read(self, row: int) -> tuple[bytes | None, str]:
-        """The bytes of an image, if they are those that the row was computed from; or why there are none."""
+        """Return the bytes from which a row was computed, or None and why they are missing."""
         if self.why_not:
             return None, self.why_not
         try:

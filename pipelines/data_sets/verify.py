@@ -1,4 +1,4 @@
-"""Whether a data set is what was written, and of these images: `layertap verify OUT [--sample N] [--repair]`."""
+"""Check that a data set is intact and matches its images: `layertap verify OUT [--sample N] [--repair]`."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["Check", "as_json", "check", "print_check"]
 
 @dataclass(frozen=True)
 class Check:
-    """What was found.
+    """Result of a check.
 
     Attributes:
         out: folder of the data set.
-        faults: all of them, those of the sample included.
+        faults: all faults, including faults of the sample.
         rows: status -> number of rows.
-        sampled: rows that were computed again.
-        largest: deviation among them, as a part of the largest value of the row.
-        skipped: why none were, though it was asked for.
-        made_pending: rows that the repair made pending; None: it was not asked for.
+        sampled: number of rows that were computed again.
+        largest: largest deviation among them, relative to the largest value of the row.
+        skipped: why no rows were computed again, although requested.
+        made_pending: number of rows that the repair set to pending; None: no repair was requested.
     """
 
     out: Path
@@ -52,22 +52,22 @@ def check(
     device: str = "auto",
     mend: bool = False,
 ) -> Check:
-    """Run the job; progress goes to stderr.
+    """Run the job and print progress on stderr.
 
     Args:
         out: folder of the data set.
-        sample: rows to compute again; None: none.
-        seed: of their choice.
-        images: where the images lie; None: where they lay.
-        backbone: its spec; to be given where it is code.
-        weights: name or file; None: those the data set names.
-        device: to compute on.
-        mend: whether to make wrong rows pending.
+        sample: number of rows to compute again; None: no rows.
+        seed: seed of their choice.
+        images: location of the images; None: the recorded location.
+        backbone: spec of the backbone; required if the backbone is code.
+        weights: name or file of the weights; None: the recorded weights.
+        device: device to compute on.
+        mend: whether to set wrong rows to pending.
 
     Raises:
-        InputError: no data set there.
-        LockedError: something is to be mended, and another run writes to it.
-        LayertapError: the backbone cannot be loaded, or the disk refuses.
+        InputError: `out` is not a data set.
+        LockedError: there is something to repair, and another run is writing to the data set.
+        LayertapError: the backbone cannot be loaded, or writing to the disk fails.
     """
     try:
         dataset = DataSet.open(out)
@@ -92,7 +92,7 @@ def check(
 
 
 def print_check(result: Check, echo: Callable[[str], None]) -> None:
-    """The findings, for people."""
+    """Print the faults and counts."""
     counts = ", ".join(f"{count:,} {status}" for status, count in result.rows.items() if count)
     for fault in result.faults[:SHOWN]:
         row = "" if fault.row is None else f" row {fault.row} ({fault.path})"
@@ -111,7 +111,7 @@ def print_check(result: Check, echo: Callable[[str], None]) -> None:
 
 
 def as_json(result: Check) -> dict[str, Any]:
-    """The findings, for machines."""
+    """Return the result as JSON-compatible data."""
     return {
         "out": str(result.out),
         "ok": not result.faults,

@@ -1,4 +1,4 @@
-"""What this machine can do for a backbone, and what the pipeline makes of it: `layertap bench [IMAGES] -b BACKBONE`."""
+"""Measure each stage and the whole pipeline on this machine: `layertap bench [IMAGES] -b BACKBONE`."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ __all__ = ["Bench", "PipelineRate", "as_json", "bench", "print_bench"]
 
 _DECODED = 200  # images
 _WRITTEN_BYTES = 256 << 20
-_PIPELINE_S = 30.0  # about so long the whole pipeline runs, in each way
+_PIPELINE_S = 30.0  # approximate time of a run of the whole pipeline
 _SYNTHETIC = 64  # images
 
 
 @dataclass(frozen=True)
 class PipelineRate:
-    """The whole pipeline, run in one way.
+    """Rate of a run of the whole pipeline, in images per second.
 
     Attributes:
-        way: the forward was computed.
+        way: how the forward was computed.
         decode: "exact" or "fast".
-        images_per_s: of all images, without comparing and compiling.
-        bound: what decoding, forward and writing together allow on this machine, images per second.
+        images_per_s: rate over all images, without the time for comparing and compiling.
+        bound: rate that decoding, forward and writing together allow on this machine.
     """
 
     way: Way
@@ -64,20 +64,20 @@ class PipelineRate:
 
 @dataclass(frozen=True)
 class Bench:
-    """What was measured; rates are images per second.
+    """Measured rates, in images per second.
 
     Attributes:
-        images: where they were.
-        backbone: its spec.
-        device: it ran on.
-        cores: of this machine that may be used.
-        decode: "exact" and "fast" -> rate of one core.
-        forward: of batches in memory, each way.
-        batches: images a forward -> rate, eager, in float32.
+        images: location of the images.
+        backbone: spec of the backbone.
+        device: device that was used.
+        cores: cores of this machine that may be used.
+        decode: "exact" and "fast" -> rate of a core.
+        forward: rate of each way to compute batches in memory.
+        batches: batch size -> rate, eager, in float32.
         write: rate at which rows of these features reach the disk.
-        row_bytes: of these features.
-        pipelines: the plain way, and the fastest that agrees.
-        recommended: flags of `layertap embed`.
+        row_bytes: bytes of a row of these features.
+        pipelines: the plain way, and the fastest way that agrees with it.
+        recommended: flags for `layertap embed`.
     """
 
     images: str
@@ -103,16 +103,19 @@ def bench(
     thorough: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> Bench:
-    """Measure.
+    """Run the benchmark.
 
     Args:
-        images: as of `layertap embed`; None: pictures of noise, 500x375, as JPEG.
-        backbone: its spec.
-        layers: whose features.
-        weights: as of `load_backbone`.
-        device: to compute on.
-        thorough: also ways that are seldom the fastest and take long to compile.
-        say: told what is being measured.
+        images: see `layertap embed`; None: noise, 500x375, as JPEG.
+        backbone: spec of the backbone.
+        layers: layers to extract.
+        weights: see `load_backbone`.
+        device: device to compute on.
+        thorough: whether to measure ways that are seldom the fastest and take long to compile.
+        say: receives the name of each measurement.
+
+    Raises:
+        LayertapError: the working directory cannot be written to.
     """
     if not os.access(".", os.W_OK):
         raise LayertapError("the working directory cannot be written to; bench writes there for a while, to measure it")
@@ -156,7 +159,7 @@ def bench(
 
 @contextlib.contextmanager
 def _images(given: str | None) -> Iterator[str]:
-    """Where the images are; without any, some are made."""
+    """Context manager: yield the location of the images; if None is given, write noise to a temporary folder."""
     if given is not None:
         yield given
         return
@@ -169,7 +172,7 @@ def _images(given: str | None) -> Iterator[str]:
 
 
 def _write_rate(row_bytes: int) -> float:
-    """Rows per second to the disk of the working directory, forced to it."""
+    """Return rows per second written and synced to the disk of the working directory."""
     block = np.random.default_rng(0).bytes(4 << 20)
     with tempfile.TemporaryFile(dir=".") as file:
         start = time.perf_counter()
@@ -181,7 +184,7 @@ def _write_rate(row_bytes: int) -> float:
 
 
 def _bound(forward: float, decode: float, write: float, on_cpu: bool) -> float:
-    """What stages of these rates allow together: on a CPU, decoding takes its time from the forward."""
+    """Return the rate that stages of these rates allow together; on a CPU, decoding and the forward share the cores."""
     decoding = decode * min(defaults.CORES, defaults.WORKERS)
     both = 1 / (1 / forward + 1 / (decode * defaults.CORES)) if on_cpu else forward
     return min(both, decoding, write)
@@ -190,7 +193,7 @@ def _bound(forward: float, decode: float, write: float, on_cpu: bool) -> float:
 def _pipeline_rate(
     backbone: Backbone, images: ImageList, layers: tuple[str, ...], way: Way, decode: str, batch_size: int, bound: float
 ) -> float:
-    """Images per second of a run, from the first image to the last, without comparing and compiling."""
+    """Return images per second of a whole run, without the time for comparing and compiling."""
     repeated = _repeated(images, max(12 * batch_size, int(bound * _PIPELINE_S)))
     with tempfile.TemporaryDirectory(prefix=".layertap-bench-", dir=".") as folder:
         settings = ExtractionSettings(
@@ -203,34 +206,34 @@ def _pipeline_rate(
 
 
 def _repeated(images: ImageList, count: int) -> Images:
-    """So many images, with other bytes each, since equal ones would be computed once."""
+    """Return `count` repeated images. Their bytes differ, since equal images would be computed once."""
     paths = [f"{row:09d}" for row in range(count)]
     source = _Repeated(images.source, len(images))
     return Images(images.root, paths, np.full(count, -1, np.int64), classes=[], splits=[""] * count, source=source)
 
 
 class _Repeated:
-    """A source whose rows begin anew where another one ends."""
+    """A source that repeats the rows of another source."""
 
     def __init__(self, source: Source, count: int):
         self._source, self._count = source, count
 
     def read(self, row: int) -> tuple[bytes, int]:
-        """As of `Source`; with the number of the row behind it."""
+        """See `Source`; the row number is appended to the bytes."""
         data, mtime_ns = self._source.read(row % self._count)
         return data + row.to_bytes(8), mtime_ns
 
     def decode(self, data: bytes, max_pixels: int, at_least_px: int = 0) -> Image.Image:
-        """As of `Source`."""
+        """See `Source`."""
         return self._source.decode(data[:-8], max_pixels, at_least_px)
 
     def check_there(self) -> None:
-        """As of `Source`."""
+        """See `Source`."""
         self._source.check_there()
 
 
 def print_bench(found: Bench, echo: Callable[[str], None]) -> None:
-    """For people."""
+    """Print the rates."""
     echo(f"{found.backbone} on {found.device}, {found.cores} cores; {found.images}")
     echo("images/s of each stage by itself:")
     for name, rate in found.decode.items():
@@ -261,5 +264,5 @@ def print_bench(found: Bench, echo: Callable[[str], None]) -> None:
 
 
 def as_json(found: Bench) -> dict[str, Any]:
-    """For machines."""
+    """Return the rates as JSON-compatible data."""
     return dataclasses.asdict(found)

@@ -1,4 +1,4 @@
-"""Commands that compute features of images: `layertap embed`, and what is around it."""
+"""Commands that compute features of images: `layertap embed`, `plan`, `slurm` and `bench`."""
 
 from __future__ import annotations
 

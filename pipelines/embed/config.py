@@ -1,4 +1,4 @@
-"""Configuration of `layertap embed`, and what `layertap sync` shares with it."""
+"""Configuration of `layertap embed`, and the keys that `layertap sync` shares with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["EmbedConfig", "FeaturesConfig"]
 
 
 class FeaturesConfig(BackboneConfig):
-    """Which features of which images, and how they are computed: what `embed` and `sync` are both told."""
+    """Features, and how to compute and store them: the keys that `embed` and `sync` share."""
 
     out: Path | None = Field(None, description="Folder of the data set. [default: outputs/<name of IMAGES>]")
     layers: list[str] = Field(
@@ -55,7 +55,7 @@ class FeaturesConfig(BackboneConfig):
     @field_validator("compile", mode="before")
     @classmethod
     def _not_a_truth(cls, value: Any) -> Any:
-        return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value  # as YAML reads them
+        return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value  # YAML's on and off
 
     @field_validator("layers", mode="before")
     @classmethod
@@ -63,7 +63,7 @@ class FeaturesConfig(BackboneConfig):
         return [value] if isinstance(value, str) else value
 
     def settings(self, **changes: Any) -> ExtractionSettings:
-        """The settings of a run, some of them changed."""
+        """Return the extraction settings, with `changes` applied."""
         from extract.extraction.settings import ExtractionSettings
 
         names = {field.name for field in fields(ExtractionSettings)} & type(self).model_fields.keys()
@@ -71,12 +71,12 @@ class FeaturesConfig(BackboneConfig):
 
     @property
     def folder(self) -> Path:
-        """Where the data set goes."""
+        """Folder of the data set."""
         return self.out or Path("outputs") / name_of(self.images)
 
 
 class EmbedConfig(FeaturesConfig):
-    """What `layertap embed` is told."""
+    """Configuration of `layertap embed`."""
 
     out: str | None = Field(  # type: ignore[assignment]
         None, description="Folder of the data set, or s3://BUCKET/NAME. [default: outputs/<name of IMAGES>]"
@@ -115,17 +115,17 @@ class EmbedConfig(FeaturesConfig):
 
     @property
     def place(self) -> str:
-        """Where the data set goes: a folder, or a URL."""
+        """Folder or URL of the data set."""
         return self.out if self.out and is_url(self.out) else str(self.folder)
 
     @property
     def folder(self) -> Path:
-        """The same, where it is a folder."""
+        """Folder of the data set, if `place` is not a URL."""
         return Path(self.out) if self.out else Path("outputs") / name_of(self.images)
 
     @property
     def is_shared(self) -> bool:
-        """Whether shards are built elsewhere and then published: by several workers, or to a bucket."""
+        """Whether shards are built elsewhere and then published: by several workers, or for a bucket."""
         several = self.engine or self.shards_of or self.device == "all" or "," in self.device
         return bool(several) or is_url(self.place)
 

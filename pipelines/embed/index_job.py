@@ -1,4 +1,4 @@
-"""Images listed once, into files, for jobs on more of them than fit into memory: `layertap plan IMAGES -o PLAN`."""
+"""List images once, into files, for jobs whose image list exceeds the memory: `layertap plan IMAGES -o PLAN`."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from pipelines.terminal.text_output import printable
 
 __all__ = ["Planned", "as_json", "plan", "print_plan"]
 
-_SHOWN = 5  # kinds of other files
+_SHOWN = 5  # kinds of skipped files
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan that is finished.
+    """A finished plan.
 
     Attributes:
-        images: of it.
-        out: its folder, as it was named.
-        found: whether it was there already.
-        bytes: on the disk.
-        seconds: that this run took.
-        listed: images that this run has listed, and not found listed.
+        images: the planned images.
+        out: folder of the plan, as given.
+        found: whether it was finished before this run.
+        bytes: size on disk.
+        seconds: duration of this run.
+        listed: number of images that this run listed, without those of earlier runs.
     """
 
     images: PlannedImages
@@ -42,10 +42,10 @@ class Planned:
 
 
 def plan(images: str, out: Path) -> Planned:
-    """Make the plan, or go on with it; how far it is is told on stderr.
+    """Create or resume the plan, and print progress on stderr.
 
     Raises:
-        InputError, LayertapError: as of `write_plan`.
+        InputError, LayertapError: see `write_plan`.
     """
     found, listed, start = is_finished(out), 0, time.perf_counter()
     with Progress(None) as listing, Progress(None, "images written") as writing:
@@ -62,7 +62,7 @@ def plan(images: str, out: Path) -> Planned:
 
 
 def print_plan(planned: Planned, echo: Callable[[str], None]) -> None:
-    """What is in it, for people."""
+    """Print a summary of the plan."""
     images = planned.images
     if planned.found:
         echo(f"{planned.out} was there already; nothing was listed. To list anew, delete it")
@@ -79,7 +79,7 @@ def print_plan(planned: Planned, echo: Callable[[str], None]) -> None:
 
 
 def as_json(planned: Planned) -> dict[str, Any]:
-    """What is in it, for machines."""
+    """Return a summary of the plan as JSON-compatible data."""
     images = planned.images
     return {
         "out": str(planned.out),

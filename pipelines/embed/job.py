@@ -1,4 +1,4 @@
-"""Features of an image folder: `layertap embed IMAGES -b BACKBONE -l LAYER[:POOLING] ... -o OUT`."""
+"""Compute features of images: `layertap embed IMAGES -b BACKBONE -l LAYER[:POOLING] ... -o OUT`."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from pipelines.terminal.text_output import print_failures, print_remedy
 __all__ = ["Outcome", "bottleneck", "described", "embed", "plan_of", "print_summary", "summary_as_json"]
 
 _WAY = ("precision", "compile", "decode", "batch_size")
-_WAITED = 0.2  # of the time: what is waited for longer is the bottleneck
-_WORTH_A_WORD_S = 10.0  # in shorter runs, starting takes most of the time
+_WAITED = 0.2  # of the time: a stage above this share is the bottleneck
+_WORTH_A_WORD_S = 10.0  # in shorter runs, starting takes most of the time, and no bottleneck is printed
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
+    """Result of a run.
 
     Attributes:
-        plan: what it had resolved.
-        summary: what it did.
-        failures: (row, path, status, reason) of all rows of the data set without good features; none if it was stopped.
-        compression: feature -> (how, how many times smaller), of those that are compressed.
-        signal: that stopped it; 0: none.
+        plan: the resolved plan.
+        summary: what the run did.
+        failures: (row, path, status, reason) of all rows without good features; empty if the run was stopped.
+        compression: feature -> (filter, compression ratio) of each compressed feature.
+        signal: signal that stopped the run; 0: none.
     """
 
     plan: Plan
@@ -54,7 +54,7 @@ class Outcome:
 
 
 def embed(config: EmbedConfig) -> Outcome:
-    """Run the job; what is going on is told on stderr."""
+    """Run the job and print progress on stderr."""
     backbone = backbone_of(config)
     images = list_images(config.images, config.limit)
     if not config.fast:
@@ -92,19 +92,19 @@ def _run(config: EmbedConfig, planned: Plan) -> Outcome:
 
 
 def plan_of(config: EmbedConfig, images: ImageList, backbone: Backbone, way: dict[str, Any] | None = None) -> Plan:
-    """What a job is told to compute.
+    """Return the plan of a job.
 
     Args:
-        config: of the job.
-        images: as listed.
-        backbone: as loaded.
-        way: `precision`, `compile`, `decode` and `batch_size` instead of those of the job.
+        config: configuration of the job.
+        images: the listed images.
+        backbone: the loaded backbone.
+        way: `precision`, `compile`, `decode` and `batch_size` that replace those of `config`.
     """
     return plan(images, out=config.place, backbone=backbone, settings=config.settings(**(way or {})))
 
 
 def _fastest(config: EmbedConfig, images: ImageList, backbone: Backbone) -> list[dict[str, Any]]:
-    """The ways to compute that agree, the fastest first; of what was asked for, only those."""
+    """Return the ways that agree with eager float32, fastest first; settings given by the user are kept."""
     click.echo("measuring what is fastest ...", err=True)
     settings, measured = fastest(
         images,
@@ -125,7 +125,7 @@ def _fastest(config: EmbedConfig, images: ImageList, backbone: Backbone) -> list
 
 
 def _tell(planned: Plan) -> None:
-    """What was resolved, before the work begins."""
+    """Print the resolved plan before the work starts."""
     images, backbone, choice = planned.images, planned.backbone, planned.choice
     yours = backbone.asked.get("preprocessing", {})
     lines = [
@@ -155,7 +155,7 @@ _ENGINES = {"eager": "PyTorch, eager", "inductor": "PyTorch, compiled by inducto
 
 
 def described(computation: Computation, precision: str) -> str:
-    """How the features are computed, when the first batch has shown it."""
+    """Return how the features are computed, which is known after the first batch."""
     text = f"computed  by {_ENGINES[computation.engine]}, in {precision}"
     if computation.why:
         text += f" ({computation.why})"
@@ -172,7 +172,7 @@ def described(computation: Computation, precision: str) -> str:
 
 
 def print_summary(outcome: Outcome, echo: Callable[[str], None]) -> None:
-    """The end of a run, for people."""
+    """Print the result of a run."""
     dataset, summary = outcome.plan.dataset, outcome.summary
     if summary.stopped:
         done = summary.found + summary.computed
@@ -206,7 +206,7 @@ def print_summary(outcome: Outcome, echo: Callable[[str], None]) -> None:
 
 
 def bottleneck(summary: Summary) -> str:
-    """The stage that the others wait for: "images", "write", "copy", or the forward, which is all that is left."""
+    """Return the stage that limits the rate: "images", "write" or "copy" above 20 % of the time, else "forward"."""
     total = sum(summary.stages.values())
     others = {stage: seconds for stage, seconds in summary.stages.items() if stage != "forward"}
     waited = max(others, key=others.__getitem__)
@@ -214,7 +214,7 @@ def bottleneck(summary: Summary) -> str:
 
 
 def _advice(outcome: Outcome) -> str:
-    """What would make the run faster."""
+    """Return what would make the run faster."""
     plan, stage = outcome.plan, bottleneck(outcome.summary)
     if stage == "write":
         return "a faster disk, pooled layers, or --dtype float16"
@@ -239,7 +239,7 @@ def _advice(outcome: Outcome) -> str:
 
 
 def summary_as_json(outcome: Outcome) -> dict[str, Any]:
-    """The end of a run, for machines."""
+    """Return the result of a run as JSON-compatible data."""
     dataset, summary, backbone = outcome.plan.dataset, outcome.summary, outcome.plan.backbone
     return {
         "out": str(dataset.out),

@@ -1,4 +1,4 @@
-"""What a backbone does with a layer edited: `layertap ablate BACKBONE IMAGES -l PATTERN --edit EDIT`."""
+"""Measure the effect of editing a layer: `layertap ablate BACKBONE IMAGES -l PATTERN --edit EDIT`."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _EDITS: dict[str, Callable[[float], Edit]] = {"noise": edits.noise, "scale": edi
 
 @dataclass(frozen=True)
 class Ablated:
-    """What came of it.
+    """Result of the job.
 
     Attributes:
         found: all effects.
-        backbone: its spec.
-        edit: as it was asked for.
-        labels: where the right classes come from; empty if nobody says.
+        backbone: spec of the backbone.
+        edit: the edit, as given.
+        labels: source of the true classes; empty if they are unknown.
         written: files.
     """
 
@@ -52,14 +52,14 @@ class Ablated:
 
 
 def ablate(config: AblateConfig) -> Ablated:
-    """Run the job; what is going on is told on stderr."""
+    """Run the job and print progress on stderr."""
     if config.layers is None:
         raise InputError("no layer named: -l LAYER, or a glob such as -l 'blocks.*'")
     if config.picture is not None:
         check_file(config.picture, PICTURES)
     if config.csv is not None:
         check_file(config.csv)
-    edit_named(config.edit)  # a wrong one is told of before anything is loaded
+    edit_named(config.edit)  # raise for a wrong edit before anything is loaded
     backbone = backbone_of(config)
     layers = match_layers(named_layers(backbone.model), config.layers, backbone.spec)
     channels = _channels(config, backbone, layers)
@@ -98,10 +98,10 @@ def ablate(config: AblateConfig) -> Ablated:
 
 
 def edit_named(text: str) -> Edit:
-    """The edit that a flag means.
+    """Return the edit that a flag names.
 
     Raises:
-        InputError: there is none of this name, or its number is wrong.
+        InputError: the name is unknown, or its number is wrong.
     """
     name, colon, number = text.partition(":")
     if name in ("zero", "mean") and not colon:
@@ -138,7 +138,7 @@ def _channels(config: AblateConfig, backbone: Backbone, layers: Sequence[str]) -
 
 
 def as_json(ablated: Ablated) -> dict[str, Any]:
-    """All of it, for machines; numbers that are not there are null."""
+    """Return the result as JSON-compatible data; missing numbers become None."""
     found = ablated.found
     return {
         "backbone": ablated.backbone,
@@ -173,7 +173,7 @@ def _write_csv(path: Path, found: Ablation) -> None:
 
 
 def print_ablated(ablated: Ablated, echo: Callable[[str], None]) -> None:
-    """The table, for people."""
+    """Print the result as a table."""
     found = ablated.found
     echo(f"{ablated.backbone} on {found.images:,} images, edit {ablated.edit}")
     if found.targets:

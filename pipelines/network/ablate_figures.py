@@ -1,4 +1,4 @@
-"""The figure of `layertap ablate`: the effect of each edit on the embedding, the answers and later layers."""
+"""The figure of `layertap ablate`: the effect of each edit on the embedding, the classes and later layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_NAMES = 40  # names along the axis
 
 
 def draw_ablation(found: Ablation, title: str) -> Figure:
-    """Plot the effect on the embedding and the answers and, for several layers, on each later layer."""
+    """Plot the effect on the embedding and the classes and, for several layers, on each later layer."""
     effects = found.effects
     layers = list(dict.fromkeys([one.layer for one in effects]))
     by_channel = effects[0].channel is not None

@@ -1,4 +1,4 @@
-"""The backbones that can be named: `layertap backbones [GLOB]`."""
+"""List the available backbones: `layertap backbones [GLOB]`."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from extract.backbones.catalogue import Entry, describe, listed, matching
 
 __all__ = ["as_json", "entries", "print_entries", "print_sources", "sources"]
 
-_SHOWN = 4  # names of weights on a line
+_SHOWN = 4  # names of weights per line
 
 
 def sources() -> dict[str, Any]:
-    """How many backbones each source has, and what else can be named."""
+    """Return source -> number of its backbones, and its note for the user."""
     return {source: {"models": len(one.names), "note": one.note} for source, one in listed().items()}
 
 
 def print_sources(found: dict[str, Any], echo: Callable[[str], None]) -> None:
-    """The sources, for people."""
+    """Print the sources."""
     for source, one in found.items():
         echo(f"{source:12} {one['models']:>5,} {'model ' if one['models'] == 1 else 'models'}  {one['note']}".rstrip())
     echo("\nlayertap backbones 'timm/vit_*' lists those that match, with width, input, parameters and licence")
 
 
 def entries(pattern: str) -> Iterator[Entry]:
-    """Those that match, one after the other, as they are found out."""
+    """Yield the entries of matching backbones; each is looked up when it is reached."""
     return map(describe, matching(pattern))
 
 
 def print_entries(found: Iterator[Entry], echo: Callable[[str], None]) -> None:
-    """The entries, for people."""
+    """Print the entries."""
     echo(f"{'backbone':48} {'width':>6} {'input':>9} {'parameters':>14}  {'licence':16} weights")
     for one in found:
         size = "x".join(map(str, one.input_px)) if one.input_px else "?"
@@ -42,5 +42,5 @@ def print_entries(found: Iterator[Entry], echo: Callable[[str], None]) -> None:
 
 
 def as_json(found: Iterator[Entry]) -> list[dict[str, Any]]:
-    """The entries, for machines."""
+    """Return the entries as JSON-compatible data."""
     return [asdict(one) for one in found]

@@ -1,4 +1,4 @@
-"""Commands about backbones: `layertap backbones` and `layers`; and inside one: `inspect`, `draw` and `ablate`."""
+"""Commands about backbones: `layertap backbones`, `layers`, `inspect`, `draw` and `ablate`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["ablate", "backbones", "draw", "inspect", "layers"]
 
 
 def _looking(command: Callable[..., Any], model: type[LookConfig] = LookConfig) -> Callable[..., Any]:
-    """The arguments and options of all of them."""
+    """Add the arguments and options that `inspect`, `draw` and `ablate` share."""
     of_look = partial(option, model=model)
     options = [
         click.argument("backbone"),

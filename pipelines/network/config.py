@@ -14,7 +14,7 @@ __all__ = ["AblateConfig", "DrawConfig", "InspectConfig", "LookConfig"]
 
 
 class LookConfig(BackboneConfig):
-    """What all jobs are told that look at what a backbone does: `inspect`, `draw` and `ablate`."""
+    """Configuration that `inspect`, `draw` and `ablate` share."""
 
     layers: list[str] | None = Field(None, min_length=1, description="Repeats, takes globs. [default: all]")
     batch_size: int = Field(16, strict=True, ge=1, description="Images a forward.")
@@ -31,7 +31,7 @@ class LookConfig(BackboneConfig):
 
 
 class InspectConfig(LookConfig):
-    """What `layertap inspect` is told."""
+    """Configuration of `layertap inspect`."""
 
     grad: bool = Field(False, description="Gradients too, of a loss.")
     loss: str = Field(
@@ -53,7 +53,7 @@ class InspectConfig(LookConfig):
 
 
 class AblateConfig(LookConfig):
-    """What `layertap ablate` is told."""
+    """Configuration of `layertap ablate`."""
 
     layers: list[str] | None = Field(None, min_length=1, description="To edit, one by one; repeats, takes globs.")
     sample: int | None = Field(64, description="So many images, evenly spread; or 'all'.")
@@ -67,7 +67,7 @@ class AblateConfig(LookConfig):
 
 
 class DrawConfig(LookConfig):
-    """What `layertap draw` is told."""
+    """Configuration of `layertap draw`."""
 
     layers: list[str] | None = Field(
         None, min_length=1, description="Of which to draw. [default: the first or last that suits]"

@@ -1,4 +1,4 @@
-"""Pictures of what a backbone sees in images: `layertap draw KIND BACKBONE IMAGES [-l LAYER]`."""
+"""Draw what a backbone sees in images: `layertap draw KIND BACKBONE IMAGES [-l LAYER]`."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from pipelines.terminal.output_paths import check_folder
 
 __all__ = ["KINDS", "draw"]
 
-_SAMPLED = 256  # images, of kinds that look at many
-_TOP = 8  # images of a channel, and channels
-_MOST_IMAGES = 64  # in a picture that shows each
+_SAMPLED = 256  # default number of images for kinds in `_OF_MANY`
+_TOP = 8  # images per channel, and channels
+_MOST_IMAGES = 64  # in a figure that shows every image
 _MOST_TILES = 600
 
 
 def draw(kind: str, config: DrawConfig) -> list[Path]:
-    """Draw one picture for each layer; returns the files."""
+    """Draw one figure per layer and return the files."""
     check_folder(config.out)
     if kind == "rollout" and config.layers is not None:
         raise InputError("rollout goes through all layers; leave -l off")
@@ -63,14 +63,14 @@ def draw(kind: str, config: DrawConfig) -> list[Path]:
     return written
 
 
-Drawn = Iterator[tuple[str, Figure]]  # layer, picture
+Drawn = Iterator[tuple[str, Figure]]  # layer, figure
 
 
 def _layers(config: DrawConfig, backbone: Backbone, suits: Callable[[Feature], bool], *, last: bool) -> list[Choice]:
-    """The layers that were asked for; or the first or last one that suits.
+    """Return the requested layers, or the first or last layer that suits.
 
     Raises:
-        InputError: one that was asked for does not suit, or none does.
+        InputError: a requested layer does not suit, or no layer does.
     """
     if config.layers is not None:
         names = match_layers(named_layers(backbone.model), config.layers, backbone.spec)
@@ -83,7 +83,7 @@ def _layers(config: DrawConfig, backbone: Backbone, suits: Callable[[Feature], b
     for name in _candidates(backbone, last=last):
         try:
             choices = _chosen(backbone, name)
-        except LayertapError:  # its rows are not the images, for one
+        except LayertapError:  # for example, its rows are not the images
             continue
         if suits(choices[-1].features[0]):
             return choices[-1:]
@@ -91,14 +91,14 @@ def _layers(config: DrawConfig, backbone: Backbone, suits: Callable[[Feature], b
 
 
 def _chosen(backbone: Backbone, name: str) -> list[Choice]:
-    """Each tensor that a layer gives, by itself."""
+    """Return a separate choice for each tensor that a layer gives."""
     with evaluating(backbone.model), full_float32():
         choice = choose_features(backbone, [f"{name}:none"])
     return [dataclasses.replace(choice, features=[feature]) for feature in choice.features]
 
 
 def _candidates(backbone: Backbone, *, last: bool) -> list[str]:
-    """Layers that seem to give maps or patches, in the order of computing, or against it."""
+    """Return the layers that seem to give maps or patches, in the order of computation; reversed if `last`."""
     size = backbone.preprocessing.crop_px
     taps = Taps(backbone.model, list(named_layers(backbone.model)))
     with torch.no_grad(), evaluating(backbone.model), full_float32(), taps:
@@ -122,7 +122,7 @@ def _positions(feature: Feature) -> int:
 
 
 def _maps(backbone: Backbone, sample: Sample, choice: Choice) -> Iterator[tuple[Tensor, NDArray[np.uint8], list[int]]]:
-    """Of each batch: maps (B, h, w, C), pixels and rows."""
+    """Yield maps (B, h, w, C), pixels and rows of each batch."""
     [feature] = choice.features
     for batch in sample.batches():
         values = activations_of(backbone, batch.inputs, choice)[feature.name]
@@ -132,7 +132,7 @@ def _maps(backbone: Backbone, sample: Sample, choice: Choice) -> Iterator[tuple[
 
 
 def _all_maps(backbone: Backbone, sample: Sample, choice: Choice) -> tuple[Tensor, NDArray[np.uint8], list[str]]:
-    """The same of all batches: for a few images."""
+    """Return maps, pixels and paths of all images in memory; for few images."""
     parts = list(_maps(backbone, sample, choice))
     names = [sample.images.paths[row] for _, _, rows in parts for row in rows]
     return torch.cat([part[0] for part in parts]), np.concatenate([part[1] for part in parts]), names
@@ -215,10 +215,10 @@ def _filters(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
 
 
 def _from(weights: Tensor, backbone: Backbone) -> Tensor:
-    """(B, heads, patches): what the class token, or without one all patches together, look at.
+    """Return (B, heads, patches): attention of the class token or, without a class token, the mean over all patches.
 
     Raises:
-        InputError: its tokens are not the patches of whole images.
+        InputError: the tokens are not the patches of whole images.
     """
     prefix = backbone.prefix_tokens
     if backbone.patches is not None and weights.shape[-1] != backbone.patches + prefix:
@@ -228,7 +228,7 @@ def _from(weights: Tensor, backbone: Backbone) -> Tensor:
 
 
 def _as_map(values: Tensor, backbone: Backbone) -> Tensor:
-    """(B, heads, patches) -> (B, heads, h, w)."""
+    """Reshape (B, heads, patches) to (B, heads, h, w)."""
     maps = map_of(values.transpose(1, 2), "TC", 0, backbone.preprocessing.crop_px)
     return maps.permute(0, 3, 1, 2)
 
@@ -253,7 +253,7 @@ def _rollout(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
     for batch in sample.batches():
         rolled = torch.from_numpy(rollout(attentions(backbone, batch.inputs)))[:, None]
         found = _as_map(_from(rolled, backbone), backbone)[:, 0].numpy()
-        maps.append(found - found.min((1, 2), keepdims=True))  # every patch gets some
+        maps.append(found - found.min((1, 2), keepdims=True))  # remove the share that every patch gets
         pixels.append(batch.pixels)
     names = [sample.name(i) for i in range(len(sample.seen))]
     title = "attention rollout, through all layers, from its least to its largest value"
@@ -283,7 +283,7 @@ def _gradcam_layers(config: DrawConfig, backbone: Backbone) -> Sequence[str]:
             if _has_positions(_chosen(backbone, name)[0].features[0]):
                 grad_cam(backbone, grey, name)
                 return [name]
-        except LayertapError:  # behind the class token no gradient reaches the patches
+        except LayertapError:  # after pooling by class token, no gradient reaches the patches
             continue
     raise InputError(f"no layer of {backbone.spec} gives maps or patches that scores of classes depend on")
 

@@ -1,4 +1,4 @@
-"""The pictures of `layertap draw`, from arrays."""
+"""The figures of `layertap draw`, from arrays."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Pixels = NDArray[np.uint8]  # (N, H, W, 3)
 Floats = NDArray[np.floating[Any]]
 
 CHANNELS_IN_A_ROW = 8
-MOST_CHANNELS = 63  # of one image: with the image, 8 rows of 8
+MOST_CHANNELS = 63  # for a single image: with the image, 8 rows of 8
 _TILE_IN = 1.5
 _MOST_HEADS = 8
 _NAMED_IMAGES = 60
@@ -35,7 +35,7 @@ _MOST_FILTERS = 256
 
 
 def _grid(rows: int, columns: int, title: str, tile_in: float = _TILE_IN) -> tuple[Figure, Any]:
-    """Tiles without axes, as an array (rows, columns)."""
+    """Return a figure and its plots without axes, as an array (rows, columns)."""
     figure = Figure(figsize=(0.3 + tile_in * columns, 0.6 + (tile_in + 0.18) * rows), layout="constrained")
     tiles = figure.subplots(rows, columns, squeeze=False)
     for tile in tiles.flat:
@@ -54,7 +54,7 @@ def _caption(name: str) -> str:
 
 
 def _heat(tile: Any, values: Floats, pixels: Pixels, low: float, high: float, caption: str = "") -> None:
-    """A map over its picture: the brighter, the larger."""
+    """Draw a map over its image; larger values are brighter."""
     height, width = pixels.shape[:2]
     tile.imshow(pixels, extent=(0, width, height, 0))
     tile.imshow(
@@ -65,14 +65,14 @@ def _heat(tile: Any, values: Floats, pixels: Pixels, low: float, high: float, ca
 
 
 def feature_maps(maps: Floats, channels: Sequence[int], pixels: Pixels, names: Sequence[str], layer: str) -> Figure:
-    """Channels of a layer beside the image: a square of them for one image, a row for each of several.
+    """Draw channels of a layer beside the image: a grid for a single image, one row per image for several.
 
     Args:
-        maps: (N, h, w, C), of the channels alone.
-        channels: their numbers.
-        pixels: (N, H, W, 3).
-        names: of the images.
-        layer: its name.
+        maps: (N, h, w, C) of these channels only.
+        channels: numbers of the channels.
+        pixels: (N, H, W, 3) images.
+        names: names of the images.
+        layer: name of the layer.
     """
     title = f"{drawable(layer, 60)}: each channel from its least (dark) to its largest value (bright) in these images"
     low, high = maps.min((0, 1, 2)), maps.max((0, 1, 2))
@@ -90,7 +90,7 @@ def feature_maps(maps: Floats, channels: Sequence[int], pixels: Pixels, names: S
 
 
 def side_by_side(pixels: Pixels, others: Floats, names: Sequence[str], title: str) -> Figure:
-    """Each image, and another picture of it (N, h, w, 3) beside it."""
+    """Draw each image beside another picture of it (N, h, w, 3)."""
     figure, pairs = _pairs(len(pixels), title)
     for (left, right), picture, other, name in zip(pairs, pixels, others, names, strict=False):
         _show(left, picture, _caption(name))
@@ -99,7 +99,7 @@ def side_by_side(pixels: Pixels, others: Floats, names: Sequence[str], title: st
 
 
 def overlays(maps: Floats, pixels: Pixels, names: Sequence[str], title: str) -> Figure:
-    """Each image, and beside it under its map (N, h, w), which goes from 0 to its own maximum."""
+    """Draw each image, and again under its map (N, h, w), which is scaled from 0 to its own maximum."""
     figure, pairs = _pairs(len(pixels), title)
     for (left, right), picture, values, name in zip(pairs, pixels, maps, names, strict=False):
         _show(left, picture, _caption(name))
@@ -108,7 +108,7 @@ def overlays(maps: Floats, pixels: Pixels, names: Sequence[str], title: str) -> 
 
 
 def _pairs(count: int, title: str) -> tuple[Figure, Iterator[tuple[Any, Any]]]:
-    """Tiles in pairs: one pair for one image, else up to three in a row."""
+    """Return a figure and its plots in pairs: up to three pairs per row."""
     across = min(3, count)
     figure, tiles = _grid(-(-count // across), 2 * across, title, 3.2 if count == 1 else 1.8)
     flat = list(tiles.flat)
@@ -116,7 +116,7 @@ def _pairs(count: int, title: str) -> tuple[Figure, Iterator[tuple[Any, Any]]]:
 
 
 def attention(heads: Floats, pixels: Pixels, names: Sequence[str], title: str) -> Figure:
-    """A row for each image: itself, the mean of the heads over it, and the heads (N, heads, h, w)."""
+    """Draw a row per image: the image, the mean of the heads over it, and the first heads of (N, heads, h, w)."""
     shown = min(_MOST_HEADS, heads.shape[1])
     title += ", each map from its least to its largest value"
     figure, tiles = _grid(len(heads), shown + 2, drawable(title, 160))
@@ -132,7 +132,7 @@ def attention(heads: Floats, pixels: Pixels, names: Sequence[str], title: str) -
 
 
 def channels_by_image(means: Floats, channels: Sequence[int], names: Sequence[str], layer: str) -> Figure:
-    """The mean of each channel on each image (N, C), in standard deviations from the channel's own mean."""
+    """Draw the mean of each channel on each image (N, C), in standard deviations from the channel's own mean."""
     apart = means - means.mean(0)
     scaled = apart / np.where(means.std(0) > 0, means.std(0), 1)
     height = min(12.0, max(3.0, 1.2 + 0.14 * len(means)))
@@ -154,13 +154,13 @@ def channels_by_image(means: Floats, channels: Sequence[int], names: Sequence[st
 def top_images(
     best: Mapping[int, Sequence[int]], shown: Mapping[int, tuple[Floats, Pixels]], layer: str, total: int
 ) -> Figure:
-    """A row for each channel: the images that excite it most, dark where they do not.
+    """Draw a row per channel: the images that excite it most, darkened where they do not.
 
     Args:
-        best: channel -> rows of the images, the one with the largest value first.
-        shown: row -> its maps (h, w, C) of these channels, in their order, and its pixels.
-        layer: its name.
-        total: images that were looked at.
+        best: channel -> rows of the images, largest value first.
+        shown: row -> maps (h, w, C) of these channels, in the same order, and pixels.
+        layer: name of the layer.
+        total: number of images compared.
     """
     title = f"{drawable(layer, 60)}: of {total:,} images, those with the largest value in a channel; bright: where"
     figure, tiles = _grid(len(best), max(len(rows) for rows in best.values()), title)
@@ -181,9 +181,9 @@ def top_images(
 
 
 def filters(weights: Floats, layer: str) -> Figure:
-    """Filters (O, I, h, w) of a convolution: of three inputs in colour, else the first input's.
+    """Draw the filters (O, I, h, w) of a convolution: in colour if I is 3, else those of the first input channel.
 
-    All have one scale: grey is zero.
+    All filters share a scale; grey is zero.
     """
     count = min(_MOST_FILTERS, len(weights))
     columns = min(16, count)

@@ -1,4 +1,4 @@
-"""Some of many images, through a backbone's own preprocessing: what `inspect`, `draw` and `ablate` look at."""
+"""A sample of images with the backbone's own preprocessing: the input of `inspect`, `draw` and `ablate`."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Seen(NamedTuple):
 
     Attributes:
         inputs: (B, 3, H, W) on the device.
-        rows: (B,) of them.
-        pixels: (B, H, W, 3) uint8, what the backbone sees of them.
+        rows: (B,) row numbers.
+        pixels: (B, H, W, 3) uint8, the images as the backbone sees them.
     """
 
     inputs: Tensor
@@ -39,16 +39,16 @@ class Seen(NamedTuple):
 
 @dataclass
 class Sample:
-    """The chosen rows of a list of images.
+    """Selected rows of a list of images.
 
     Attributes:
-        images: all of them; of a plan, only those that were chosen.
-        in_all: how many there are.
-        backbone: whose preprocessing they go through.
-        rows: of `images`, that were chosen.
-        batch_size, workers, max_pixels: as of `embed`.
-        seen: rows that could be decoded, so far, in order.
-        failed: row -> why not.
+        images: all images; only the selected images if the list is a plan.
+        in_all: number of images in the list.
+        backbone: backbone whose preprocessing is applied.
+        rows: selected rows of `images`.
+        batch_size, workers, max_pixels: see `embed`.
+        seen: rows decoded so far, in order.
+        failed: row -> why it could not be decoded.
     """
 
     images: Images
@@ -62,10 +62,10 @@ class Sample:
     failed: dict[int, str] = field(default_factory=dict)
 
     def batches(self) -> Iterator[Seen]:
-        """Batch after batch; the next is decoded while one is used.
+        """Yield the batches; the next batch is decoded while the current batch is in use.
 
         Raises:
-            InputError: none of them can be decoded.
+            InputError: no image can be decoded.
         """
         preprocessing = self.backbone.preprocessing
         starts = range(0, len(self.rows), self.batch_size)
@@ -89,11 +89,11 @@ class Sample:
             raise InputError(f"none of the images can be decoded; {printable(self.images.paths[row])}: {reason}")
 
     def name(self, position: int) -> str:
-        """Path of an image, by its position among those that were decoded."""
+        """Return the path of an image by its position among the decoded images."""
         return printable(self.images.paths[self.seen[position]])
 
     def tell_failures(self) -> None:
-        """Print what could not be decoded on stderr."""
+        """Print the images that could not be decoded on stderr."""
         for row, reason in list(self.failed.items())[:SHOWN]:
             click.echo(f"left out: {printable(self.images.paths[row])}: {reason}", err=True)
         if len(self.failed) > SHOWN:
@@ -101,7 +101,7 @@ class Sample:
 
 
 def sample_of(config: LookConfig, backbone: Backbone) -> Sample:
-    """The images that a job is told to look at."""
+    """Return the sample that a configuration selects."""
     images = list_images(config.images)
     for note in images.notes:
         click.secho(f"note: {note}", fg="yellow", err=True)
@@ -113,7 +113,10 @@ def sample_of(config: LookConfig, backbone: Backbone) -> Sample:
 
 
 def _pixels(prepared: Tensor, backbone: Backbone) -> NDArray[np.uint8]:
-    """Pictures of what `prepare` returned: inputs of a library's transform are scaled back."""
+    """Return (B, H, W, 3) uint8 pixels of prepared images.
+
+    Outputs of a library's transform are scaled back by mean and std, or else from each image's minimum and maximum.
+    """
     if prepared.dtype == torch.uint8:
         return prepared.numpy()
     low, high = prepared.amin((1, 2, 3), keepdim=True), prepared.amax((1, 2, 3), keepdim=True)
@@ -128,5 +131,5 @@ def _pixels(prepared: Tensor, backbone: Backbone) -> NDArray[np.uint8]:
 
 
 def evenly(total: int, count: int) -> list[int]:
-    """So many of the numbers below a total, evenly spread, from the first to the last."""
+    """Return `count` evenly spaced integers from 0 to `total` - 1."""
     return [int(number) for number in np.linspace(0, total - 1, count).round()]

@@ -1,4 +1,4 @@
-"""Which output of a classifier an image belongs to, and what outputs are called."""
+"""True classifier outputs of images, and names of the outputs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["Targets", "class_name", "n_outputs", "targets_of"]
 
 @dataclass(frozen=True)
 class Targets:
-    """The right outputs.
+    """True outputs of images.
 
     Attributes:
-        numbers: (N,) int64, by image; -1 where there is none.
+        numbers: (N,) int64 output of each image; -1 if unknown.
         source: where they come from, in words.
     """
 
@@ -31,7 +31,7 @@ class Targets:
 
 
 def n_outputs(backbone: Backbone) -> int:
-    """Classes that a backbone tells apart; 0 where it has no classifier."""
+    """Return the number of classes of a backbone; 0 if it has no classifier."""
     if backbone.classifier is None:
         return 0
     head = named_layers(backbone.model)[backbone.classifier]
@@ -39,15 +39,16 @@ def n_outputs(backbone: Backbone) -> int:
 
 
 def targets_of(backbone: Backbone, images: Images, labels: str | None = None) -> Targets | None:
-    """The output that is right for each image; None where nobody says.
+    """Return the true output of each image; None if the outputs are unknown.
 
-    Classes are WordNet ids (n01440764, the names of ImageNet's folders) of a backbone with ImageNet's 1,000 classes; or
-    there are as many as outputs, in their order. Labels of a file are numbers of outputs, or WordNet ids.
+    Classes of images match the outputs as WordNet ids (n01440764, the names of ImageNet's folders) if the backbone has
+    ImageNet's 1,000 classes, or by their order if there are as many classes as outputs. Labels of a file are output
+    numbers or WordNet ids.
 
     Args:
-        backbone: with its classifier.
-        images: with their own classes.
-        labels: FILE.csv[:COLUMN] with a column `path`, in place of those.
+        backbone: backbone with its classifier.
+        images: images with their classes.
+        labels: FILE.csv[:COLUMN] with a column `path`; replaces the classes of the images.
 
     Raises:
         InputError: the file does not fit the images, or its labels do not fit the backbone.
@@ -86,7 +87,7 @@ def _of_file(images: Images, labels: str) -> list[str | None]:
 
 
 def class_name(backbone: Backbone, number: int) -> str:
-    """What ImageNet calls an output, of a backbone with its 1,000 classes; else the number."""
+    """Return the number of an output, with its ImageNet name if the backbone has ImageNet's 1,000 classes."""
     if n_outputs(backbone) != len(_imagenet()):
         return f"class {number}"
     from timm.data import ImageNetInfo  # type: ignore[attr-defined]
@@ -96,7 +97,7 @@ def class_name(backbone: Backbone, number: int) -> str:
 
 @functools.cache
 def _imagenet() -> dict[str, int]:
-    """WordNet id -> output, as in all networks that are trained on ImageNet's 1,000 classes."""
+    """Return WordNet id -> output, as in all networks trained on ImageNet's 1,000 classes."""
     from timm.data import ImageNetInfo  # type: ignore[attr-defined]
 
     names: list[str] = ImageNetInfo().label_names()  # type: ignore[no-untyped-call]

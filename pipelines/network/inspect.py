@@ -1,4 +1,4 @@
-"""What the layers of a backbone do on real images: `layertap inspect BACKBONE IMAGES [-l PATTERN] [--grad]`."""
+"""Report what layers do on real images: `layertap inspect BACKBONE IMAGES [-l PATTERN] [--grad]`."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
 
 @dataclass(frozen=True)
 class Inspected:
-    """What came of it.
+    """Result of the job.
 
     Attributes:
         inspection: the numbers and findings.
-        backbone: its spec.
-        images: how many were looked at, and how many there are.
+        backbone: spec of the backbone.
+        images: number of images inspected, and number of images in the list.
         failed: path -> why it could not be decoded.
-        loss: what gradients are of; empty without them.
+        loss: description of the loss; empty without gradients.
         written: files.
     """
 
@@ -58,7 +58,7 @@ class Inspected:
 
 
 def inspect(config: InspectConfig) -> Inspected:
-    """Run the job; what is going on is told on stderr."""
+    """Run the job and print progress on stderr."""
     if config.csv is not None:
         check_file(config.csv)
     if config.pictures is not None:
@@ -98,10 +98,10 @@ def _with_targets(sample: Sample, targets: NDArray[np.int64] | None) -> Iterator
 
 
 def _loss(config: InspectConfig, backbone: Backbone, sample: Sample) -> tuple[str, Loss, NDArray[np.int64] | None]:
-    """What the loss is, in words; the function; and the targets of all images, if there are any.
+    """Return the loss in words, its function, and the targets of all images, if known.
 
     Raises:
-        InputError: it needs classes, and the backbone gives none.
+        InputError: the loss needs classes and the backbone gives none, or `config.loss` is wrong.
     """
     if config.loss != "cross_entropy":
         file, _, name = config.loss.rpartition(":")
@@ -118,7 +118,7 @@ def _loss(config: InspectConfig, backbone: Backbone, sample: Sample) -> tuple[st
     def cross_entropy(output: Tensor, targets: Tensor) -> Tensor:
         if not isinstance(output, Tensor) or output.ndim != 2:
             raise InputError(f"{backbone.spec} does not give (images, classes); --loss FILE.py:FUNCTION")
-        # Of an image that nobody has labelled, what the model itself finds.
+        # The target of an unlabelled image is the class that the model predicts.
         return F.cross_entropy(output, torch.where(targets >= 0, targets, output.detach().argmax(1)))
 
     targets = targets_of(backbone, sample.images, config.labels)
@@ -128,7 +128,7 @@ def _loss(config: InspectConfig, backbone: Backbone, sample: Sample) -> tuple[st
 
 
 def as_json(inspected: Inspected) -> dict[str, Any]:
-    """All of it, for machines; numbers that are not there, or not finite, are null."""
+    """Return the result as JSON-compatible data; numbers that are missing or not finite become None."""
     inspection = inspected.inspection
     return {
         "backbone": inspected.backbone,
@@ -157,7 +157,7 @@ def _number(value: float) -> float | None:
 
 
 def _numbers(one: TensorReport) -> dict[str, Any]:
-    """A line of the table."""
+    """Return a row of the table; numbers that are not finite become None."""
     numbers, gradients = one.activations, one.gradients
     line: dict[str, Any] = {
         "layer": one.name,
@@ -192,7 +192,7 @@ def _write_csv(path: Path, inspection: Inspection) -> None:
 
 
 def print_inspection(inspected: Inspected, echo: Callable[[str], None]) -> None:
-    """Findings in words, then the table."""
+    """Print the findings in words, then the table."""
     inspection = inspected.inspection
     of_all = f" of {inspected.images[1]:,}" if inspected.images[0] < inspected.images[1] else ""
     echo(f"{inspected.backbone}: {len(inspection.tensors):,} layers on {inspected.images[0]:,}{of_all} images")

@@ -1,4 +1,4 @@
-"""Pictures of what `layertap inspect` has found: activations and gradients, layer by layer."""
+"""Figures of `layertap inspect`: activations and gradients, layer by layer."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from pipelines.terminal.figures import COLOURS, drawable, save_figure
 __all__ = ["draw_inspection"]
 
 _BINS = 120
-_OUTER = 0.001  # of the values of a layer, on each side, may lie beyond the edges of a histogram
+_OUTER = 0.001  # fraction of a layer's values beyond each edge of a histogram
 _TALLEST_IN = 13.0
-_NAME_IN = 0.13  # that a name takes; where there are more layers, only some are named
+_NAME_IN = 0.13  # height of a name; with more layers than fit, only some are named
 
 
 def draw_inspection(inspection: Inspection, backbone: str, folder: Path, suffix: str) -> list[Path]:
-    """Draw what there is to see; returns the files.
+    """Draw the figures that apply and return the files.
 
     Args:
-        inspection: with gradients or without.
-        backbone: its spec, for the titles.
-        folder: made if need be.
+        inspection: result with or without gradients.
+        backbone: spec of the backbone, for the titles.
+        folder: created if it does not exist.
         suffix: png, svg or pdf.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -44,13 +44,13 @@ def draw_inspection(inspection: Inspection, backbone: str, folder: Path, suffix:
 
 
 def _tensors(inspection: Inspection) -> list[TensorReport]:
-    """Those that are not just another name of what a layer inside gives, or of them all if there are few."""
+    """Return the reports of layers inside which no other layer ran; all reports if there are none."""
     leaves = [one for one in inspection.tensors if one.leaf]
     return leaves or inspection.tensors
 
 
 def _stacked(count: int, panels: int, names: Sequence[str], width: float) -> tuple[Figure, Any]:
-    """Plots side by side with layers from top to bottom, the first at the top, and their names at the left."""
+    """Return a figure with plots side by side that share an axis of layers, from top to bottom, named at the left."""
     height = min(_TALLEST_IN, 1.6 + 0.19 * count)
     figure = Figure(figsize=(2.2 + width * panels, height), layout="constrained")
     axes = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
@@ -64,7 +64,7 @@ def _stacked(count: int, panels: int, names: Sequence[str], width: float) -> tup
 
 
 def _layers(inspection: Inspection) -> Figure:
-    """Range, mean and spread of each layer's values; which part is zero, and which channels are dead."""
+    """Plot range, mean and spread of each layer's values, and the percentages of zeros and dead channels."""
     tensors = _tensors(inspection)
     figure, (values, zeros) = _stacked(len(tensors), 2, [one.name for one in tensors], 3.6)
     places = np.arange(len(tensors))
@@ -85,13 +85,13 @@ def _layers(inspection: Inspection) -> Figure:
 
 
 def _density(found: Sequence[tuple[str, Statistics]], title: str, *, own_scale: bool) -> Figure | None:
-    """Histograms as rows of a picture, darker where there are more values.
+    """Draw histograms as rows of an image, darker where there are more values.
 
     Args:
-        found: name of each layer, and its statistics.
-        title: of the picture.
-        own_scale: whether each row goes from minus to plus its own largest value (gradients differ by orders of
-            magnitude); else all have one.
+        found: name and statistics of each layer.
+        title: title of the figure.
+        own_scale: whether each row spans minus to plus its own largest value (gradients differ by orders of
+            magnitude); otherwise all rows share a scale.
     """
     found = [(name, numbers) for name, numbers in found if numbers.total]
     if not found:
@@ -127,7 +127,7 @@ def _gradients(inspection: Inspection) -> Figure | None:
 
 
 def _gradient_flow(inspection: Inspection) -> Figure | None:
-    """How large gradients are on their way through the network; and of parameters, beside their size."""
+    """Plot the norms of gradients through the network, and of parameter gradients relative to the parameters."""
     tensors = [one for one in _tensors(inspection) if one.gradients is not None]
     if not tensors:
         return None

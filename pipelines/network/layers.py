@@ -1,4 +1,4 @@
-"""The layers of a backbone: `layertap layers BACKBONE [PATTERN ...]`."""
+"""List the layers of a backbone: `layertap layers BACKBONE [PATTERN ...]`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ __all__ = ["as_json", "list_layers", "print_table"]
 
 
 def list_layers(spec: str, patterns: Sequence[str], *, operations: bool) -> list[LayerRow]:
-    """The table of a backbone's layers; weights do not matter to it, and none are downloaded."""
+    """Return the table of a backbone's layers.
+
+    Its weights are random, so that none are downloaded, if a model with random weights has the same layers.
+    """
     source = SOURCES.get(spec.partition("/")[0])
     random = source is not None and source.same_layers_at_random
     backbone = load_backbone(spec, weights="random" if random else None, device="cpu")
@@ -28,12 +31,12 @@ def list_layers(spec: str, patterns: Sequence[str], *, operations: bool) -> list
 
 
 def as_json(rows: Sequence[LayerRow]) -> list[dict[str, Any]]:
-    """The table for machines."""
+    """Return the table as JSON-compatible data."""
     return [asdict(row) for row in rows]
 
 
 def print_table(rows: Sequence[LayerRow], echo: Callable[[str], None]) -> None:
-    """The table for people: name, type, shape of an image's output, its bytes, parameters, calls, notes."""
+    """Print the table: name, type, output shape of an image, its bytes, parameters, notes."""
     cells = [("layer", "type", "shape", "bytes", "parameters", "notes")]
     for row in rows:
         shapes = ", ".join(

@@ -1,4 +1,4 @@
-"""Commands for linear probes and their kin: `layertap probe` and `predict`."""
+"""Commands for linear probes: `layertap probe` and `predict`."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ __all__ = ["ProbeConfig"]
 
 
 class ProbeConfig(BaseModel):
-    """What `layertap probe` is told."""
+    """Configuration of `layertap probe`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

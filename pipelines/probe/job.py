@@ -1,4 +1,4 @@
-"""How good stored features are, layer by layer: `layertap probe OUT -p PROTOCOL`."""
+"""Measure how good stored features are, layer by layer: `layertap probe OUT -p PROTOCOL`."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from pipelines.probe.labelling import Labelling, drop_leaks, image_hashes, label
 
 __all__ = ["Comparison", "Outcome", "Probed", "data_sets", "features_described", "run_probe"]
 
-_ALIKE_ROWS = 2000  # images that representations are compared on, drawn with the seed
+_ALIKE_ROWS = 2000  # images on which representations are compared, drawn with the seed
 
 
 @dataclass(frozen=True)
 class Probed:
-    """One feature and what its probe gave.
+    """A feature, or several concatenated features, and the result of its probe.
 
     Attributes:
-        data_set: name of its data set.
-        parts: names of the features that lie side by side; mostly one.
+        data_set: name of the data set.
+        parts: names of the concatenated features; usually one.
         width: D.
-        result: of the probe.
+        result: result of the probe.
     """
 
     data_set: str
@@ -50,25 +50,25 @@ class Probed:
 
     @property
     def layer(self) -> str:
-        """What it is called: its name, or `a+b`."""
+        """Name of the feature; `a+b` for concatenated features."""
         return "+".join(self.parts)
 
     @property
     def chosen_by(self) -> float:
-        """What a layer may be chosen by: the metric on validation rows; where there are none, NaN."""
+        """Best metric on the validation rows, by which a layer may be chosen; NaN without validation rows."""
         return max((value for _, value in self.result.curve), default=float("nan"))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """McNemar's exact test between the best feature and another, on the test images of both.
+    """McNemar's exact test between the best feature and another, on the test images that both have.
 
     Attributes:
-        better: (data set, layer) of the best.
-        other: (data set, layer).
-        only_better: images of which only the best finds the class.
-        only_other: likewise.
-        p: two-sided; not corrected for how many are compared.
+        better: (data set, layer) of the best feature.
+        other: (data set, layer) of the other feature.
+        only_better: number of images that only the best feature classifies correctly.
+        only_other: number of images that only the other feature classifies correctly.
+        p: two-sided p-value, not corrected for multiple comparisons.
     """
 
     better: tuple[str, str]
@@ -80,17 +80,17 @@ class Comparison:
 
 @dataclass
 class Outcome:
-    """All that a run has found so far.
+    """Results of a run so far.
 
     Attributes:
-        config: of the run.
+        config: configuration of the run.
         labellings: data set -> labels and splits.
-        fingerprints: data set -> that of its features.
+        fingerprints: data set -> fingerprint of its features.
         test_paths: data set -> paths of its test images.
-        probed: in the order of the layers.
-        comparisons: with the best.
-        similarity: linear CKA and RSA, both (M, M) in the order of `probed`; None: not asked for.
-        complete: whether the run came to its end.
+        probed: results in the order of the layers.
+        comparisons: tests between the best feature and each other feature.
+        similarity: linear CKA and RSA, both (M, M) in the order of `probed`; None: not requested.
+        complete: whether the run is finished.
     """
 
     config: ProbeConfig
@@ -104,12 +104,12 @@ class Outcome:
 
     @property
     def by_validation(self) -> bool:
-        """Whether the best is that on validation rows, so that its test result is of a layer chosen without it."""
+        """Whether the best feature is chosen on validation rows, so that the test rows have no part in the choice."""
         return all(one.result.curve for one in self.probed)
 
     @property
     def best(self) -> Probed:
-        """The best feature on validation rows; without any, on the test rows. Of equal ones, the first."""
+        """The best feature on the validation rows; without validation rows, on the test rows. Ties: the first."""
         if self.by_validation:
             return max(self.probed, key=lambda one: one.chosen_by)
         shots = min((max(one.result.shots) for one in self.probed if one.result.shots), default=0)
@@ -121,16 +121,16 @@ class Outcome:
 def run_probe(
     config: ProbeConfig, say: Callable[[str], None], on_result: Callable[[Outcome], None] = lambda outcome: None
 ) -> Outcome:
-    """Probe every layer asked for, of every data set.
+    """Probe every requested layer of every data set.
 
     Args:
-        config: of the run.
-        say: told what is being done.
-        on_result: called before the first layer and after each, with what there is so far.
+        config: configuration of the run.
+        say: receives a line about each step.
+        on_result: called with the results so far: before the first layer, after each layer, and at the end.
 
     Raises:
-        InputError: no data set there, no labels, or a protocol that does not fit them.
-        UnknownNameError: no such layer.
+        InputError: a path is not a data set, labels are missing, or the protocol does not fit the labels or `save`.
+        UnknownNameError: a layer does not exist.
     """
     outcome = Outcome(config)
     with contextlib.ExitStack() as stack:
@@ -174,10 +174,10 @@ def run_probe(
 
 
 def data_sets(paths: Sequence[str]) -> dict[str, Path | str]:
-    """A name for each data set: that of its folder or of its URL, where these differ.
+    """Return name -> location of each data set. Names are the last parts of the paths; if these repeat, the paths.
 
     Raises:
-        InputError: one is none, or there twice.
+        InputError: a path is not a data set, or a data set is given twice.
     """
     for path in paths:
         if not is_url(path) and not Path(path).is_dir():
@@ -193,7 +193,7 @@ def data_sets(paths: Sequence[str]) -> dict[str, Path | str]:
 
 
 def _layers(reader: FeatureReader, layers: Sequence[str] | None, where: str) -> Iterator[tuple[str, ...]]:
-    """The features that are probed, each one name, or several that lie side by side."""
+    """Yield the features to probe: each a tuple of one name, or of several names to concatenate."""
     for text in reader.layers if layers is None else layers:
         if "+" in text and text not in reader:
             found = [match_layers(reader.layers, part, where) for part in text.split("+")]
@@ -217,7 +217,7 @@ def _probed(
         protocol=config.protocol, scaling=config.scaling, balanced=config.class_weight == "balanced", seed=config.seed,
         device=config.device, memory_bytes=None if config.max_memory_mb is None else config.max_memory_mb << 20,
     )  # fmt: skip
-    # Of many layers, what is not told would fill the memory.
+    # With many layers, arrays that are not reported would fill the memory.
     result = replace(result, probabilities=None, model=result.model if config.save else None)
     return Probed(data_set, parts, train.rows.width, result)
 
@@ -228,7 +228,7 @@ def _comparisons(outcome: Outcome, readers: dict[str, FeatureReader]) -> Iterato
         right, others = best.result.right, other.result.right
         if other is best or right is None or others is None:
             continue
-        if other.data_set != best.data_set:  # the images that both are tested on, known by their bytes
+        if other.data_set != best.data_set:  # test images of both, matched by the hash of their bytes
             first, second = (
                 image_hashes(readers[one.data_set])[outcome.labellings[one.data_set].test] for one in (best, other)
             )
@@ -239,7 +239,11 @@ def _comparisons(outcome: Outcome, readers: dict[str, FeatureReader]) -> Iterato
 
 
 def _common_rows(readers: dict[str, FeatureReader], seed: int) -> dict[str, NDArray[np.int64]]:
-    """Data set -> rows of the same images in the same order: some of those that all have good features of."""
+    """Draw up to `_ALIKE_ROWS` of the images that have features in all data sets.
+
+    Returns:
+        data set -> rows of these images, in the same order.
+    """
     rows_of = {}
     for name, reader in readers.items():
         good = np.flatnonzero(reader.status == Status.OK)
@@ -253,20 +257,20 @@ def _common_rows(readers: dict[str, FeatureReader], seed: int) -> dict[str, NDAr
 
 
 def _rows_in_order(arrays: list[Any], rows: NDArray[np.int64]) -> FeatureRows:
-    """Rows in an order that is not that of the file, in memory."""
+    """Load rows into memory in the given order, which need not be ascending."""
     order = np.argsort(rows)
     array = FeatureRows.of(arrays, rows[order]).between(0, len(rows))
     return FeatureRows.of(array[np.argsort(order)])
 
 
 def features_described(dataset: DataSet, layers: Sequence[str]) -> dict[str, Any]:
-    """What the numbers of these features depend on, and of no others in the data set."""
+    """Return what the features of `layers` depend on, without the other features of the data set."""
     depends_on = dict(dataset.depends_on)
     return {**depends_on, "features": {name: depends_on["features"][name] for name in layers}}
 
 
 def _save(one: Probed, out: str, config: ProbeConfig) -> None:
-    """The probe with all that is needed to compute the features of other images, in the same way."""
+    """Save the probe with all settings needed to compute the same features of other images."""
     model, dataset = one.result.model, data_set_at(out)
     assert model is not None
     assert config.save is not None

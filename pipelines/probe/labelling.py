@@ -1,4 +1,4 @@
-"""What is to be predicted of the rows of a data set, and which rows are trained, chosen and tested on."""
+"""Labels and splits of the rows of a data set: what to predict, and the rows to train, choose and test on."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from pipelines.terminal.text_output import printable
 
 __all__ = ["SEPARATOR", "Labelling", "drop_leaks", "image_hashes", "label_rows"]
 
-TEST_FRACTION = 0.2  # of each class, where a data set has no splits
-SEPARATOR = "|"  # between labels that do not exclude each other
-_MOST_CLASSES = 20  # that may have hardly any rows each: more are taken for names or numbers of images
+TEST_FRACTION = 0.2  # of each class, if a data set has no splits
+SEPARATOR = "|"  # between the labels of a multilabel row
+_MOST_CLASSES = 20  # more classes need two rows each on average; otherwise they are taken for names or ids of images
 
 
 @dataclass(frozen=True)
 class Labelling:
-    """Of the rows of a data set.
+    """Labels and splits of the rows of a data set.
 
     Attributes:
         task: "classification", "multilabel" or "regression".
         classes: (K,) names.
-        unseen: those of classes that training does not have: of the targets -1, -2, ...
-        targets: (N,) int64, (N, K) float32 or (N, K) float64, of all rows; of those that are left out, anything.
-        train: rows, sorted; likewise val and test, which of rows that are left out have none.
-        counts: "rows", and why rows were left out: "failed", "unlabelled", "without a split".
-        leaks: "test in train" and so on -> rows of the first whose bytes are in the second.
-        notes: what was decided.
+        unseen: names of the classes without training rows; their targets are -1, -2, ...
+        targets: (N,) int64, (N, K) float32 or (N, 1) float64, for all rows; undefined for rows that are left out.
+        train: row numbers, ascending; likewise `val` and `test`. Rows that are left out are in none of the three.
+        counts: number of "rows", and of rows left out because they are "failed", "unlabelled", "without a split".
+        leaks: "test in train" and so on -> number of rows of the first split whose bytes are in the second.
+        notes: decisions, in words.
     """
 
     task: str
@@ -60,24 +60,24 @@ def label_rows(
     test_fraction: float | None = None,
     seed: int = 0,
 ) -> Labelling:
-    """The labels and splits of a data set.
+    """Return the labels and splits of a data set.
 
     Args:
-        reader: of the data set.
-        labels: FILE or FILE:COLUMN, a list with `path` or `id`; None: the data set's own classes.
-        numbers: labels are numbers to be predicted.
-        multilabel: a row has any number of labels, with | between them.
-        test_fraction: drawn for testing, of each class; None: the data set's splits, or 0.2 where there are none.
-        seed: of the draw.
+        reader: reader of the data set.
+        labels: FILE or FILE:COLUMN, a table with a column `path` or `id`; None: the classes of the data set.
+        numbers: whether labels are numbers to predict.
+        multilabel: whether a row has any number of labels, separated by |.
+        test_fraction: fraction of each class to draw for testing; None: the data set's splits, or 0.2 without splits.
+        seed: seed of the draw.
 
     Raises:
-        InputError: the file fits no row, a label is no number, or no rows are left.
+        InputError: the file matches no row, a label is not a number, or no rows are left.
     """
     texts, splits, notes = _own(reader) if labels is None else _from_file(reader, labels, keep_empty=multilabel)
     good, groups = reader.status == Status.OK, _groups(reader)
     task = "regression" if numbers else "multilabel" if multilabel else "classification"
     if task == "classification":
-        texts = [None if text == "-1" else text for text in texts]  # as in a list of images
+        texts = [None if text == "-1" else text for text in texts]  # -1 is unlabelled, as in a list of images
     labelled = np.array([text is not None for text in texts], bool)
     counts = {"rows": len(reader), "failed": int((~good).sum()), "unlabelled": int((good & ~labelled).sum())}
     used = good & labelled
@@ -121,7 +121,7 @@ def label_rows(
 
 
 def drop_leaks(reader: FeatureReader, labelling: Labelling) -> Labelling:
-    """Without the training rows whose bytes are in val or test, and the rows of val whose bytes are in test."""
+    """Drop training rows whose bytes are in val or test, and rows of val whose bytes are in test."""
     groups = _groups(reader)
     in_test = np.isin(groups[labelling.val], groups[labelling.test])
     val = labelling.val[~in_test]
@@ -135,14 +135,17 @@ def drop_leaks(reader: FeatureReader, labelling: Labelling) -> Labelling:
 
 
 def _own(reader: FeatureReader) -> tuple[list[str | None], list[str], list[str]]:
-    names = [*reader.classes, None]  # -1 is the last
+    names = [*reader.classes, None]  # label -1 gives the last item, None
     return [names[label] for label in reader.labels.tolist()], reader.splits, []
 
 
 def _from_file(
     reader: FeatureReader, labels: str, *, keep_empty: bool
 ) -> tuple[list[str | None], list[str], list[str]]:
-    """Text of each row's label, splits, and notes, from a list; an empty label is one, or means that there is none."""
+    """Return the label text of each row, the splits, and notes, from a table.
+
+    An empty label becomes "" if `keep_empty`, else None.
+    """
     where, column = file_and_column(labels)
     table, lines = read_table(where, column)
     key = "path" if "path" in table else "id"
@@ -179,15 +182,15 @@ def _from_file(
 
 
 def _text(value: Any, empty: str | None) -> str | None:
-    """What a list says: 3.0, which a column of whole numbers with gaps becomes in Parquet, is 3; NaN is nothing."""
-    if isinstance(value, float):
+    """Return the text of a table cell; `empty` for NaN, None and blank text."""
+    if isinstance(value, float):  # a Parquet column of integers with gaps is read as floats: 3.0 means 3
         value = None if np.isnan(value) else int(value) if value.is_integer() else value
     text = "" if value is None else str(value).strip()
     return text or empty
 
 
 def _relative(reader: FeatureReader, path: str) -> str:
-    """A path as the data set has it: without ./ in front, and without the folder of the images."""
+    """Return a path as the data set stores it: without a leading ./ and without the folder of the images."""
     root = str(reader.provenance.get("configuration", {}).get("images", "")).rstrip("/")
     return path.removeprefix("./").removeprefix(f"{root}/" if root.startswith("/") else "")
 
@@ -224,24 +227,24 @@ def _targets(texts: Sequence[str | None], used: NDArray[np.bool_], task: str, wh
 
 
 def _groups(reader: FeatureReader) -> NDArray[np.int64]:
-    """(N,) the same number for rows whose images have the same bytes."""
+    """Return (N,) group numbers, equal for rows whose images have the same bytes."""
     found: NDArray[np.int64] = np.unique(image_hashes(reader), return_inverse=True)[1]
     return found
 
 
 def image_hashes(reader: FeatureReader) -> NDArray[Any]:
-    """(N,) the hash of the bytes of each row's image, as 16 bytes that can be sorted and compared."""
+    """Return (N,) hashes of the image bytes, as 16-byte values that can be sorted and compared."""
     return np.ascontiguousarray(reader.column("source_hash")).view("V16")[:, 0]
 
 
 def _drawn(
     strata: NDArray[np.int64], groups: NDArray[np.int64], used: NDArray[np.bool_], fraction: float, seed: int
 ) -> NDArray[np.bool_]:
-    """Rows for testing: of each stratum the fraction, one at least where it has two; copies stay together."""
+    """Draw rows for testing: the fraction of each stratum, but at least one of two or more; copies stay together."""
     generator = np.random.default_rng(seed)
     rows = np.flatnonzero(used)
     _, first = np.unique(groups[rows], return_index=True)
-    heads = rows[np.sort(first)]  # the first of each group of copies
+    heads = rows[np.sort(first)]  # the first row of each group of copies
     taken = []
     for stratum in np.unique(strata[heads]):
         here = generator.permutation(heads[strata[heads] == stratum])
@@ -260,7 +263,10 @@ def _leaks(groups: NDArray[np.int64], labelling: Labelling) -> dict[str, int]:
 
 
 def _known_classes(labelling: Labelling) -> Labelling:
-    """With the classes that training has; rows of val with others are left out, and of test count as wrong."""
+    """Keep only the classes that training rows have.
+
+    Rows of val with other classes are left out; rows of test with other classes count as wrong.
+    """
     if labelling.task == "multilabel":
         there = labelling.targets[labelling.train].any(0)
         if not there.any():
@@ -278,7 +284,7 @@ def _known_classes(labelling: Labelling) -> Labelling:
     there = np.bincount(labelling.targets[labelling.train], minlength=len(labelling.classes)) > 0
     unseen = np.cumsum(np.logical_not(there)) + len(labelling.unseen)
     number = np.append(np.where(there, np.cumsum(there) - 1, -unseen), -1)
-    # What an earlier pass found to be unseen stays.
+    # Classes that an earlier call has marked as unseen keep their negative targets.
     targets = np.where(labelling.targets >= 0, number[labelling.targets], labelling.targets)
     known = targets[labelling.val] >= 0
     notes = labelling.notes

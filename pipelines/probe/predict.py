@@ -1,4 +1,4 @@
-"""Classes of new images by a probe that was kept: `layertap predict PROBE IMAGES|OUT -o FILE.csv`."""
+"""Predict classes of images with a saved probe: `layertap predict PROBE IMAGES|OUT -o FILE.csv`."""
 
 from __future__ import annotations
 
@@ -30,28 +30,29 @@ from pipelines.terminal.text_output import printable
 __all__ = ["run_predict"]
 
 _HEAD = b"path,status,predicted"
-_ROWS = 4096  # that are predicted at once
+_ROWS = 4096  # predicted at once
 
 
 def run_predict(
     path: Path, images: str, output: Path, *, backbone: str | None = None, weights: str | None = None,
     device: str = "auto",
 ) -> str:  # fmt: skip
-    """Predict, write the table, and say what was predicted.
+    """Predict, write a CSV table, and return a summary.
 
-    The table has a line for each image: path, status, predicted, and the probability of each class, where the probe has
-    any; of several labels, those that are more probable than not, with | between them.
+    The table has one line per image: path, status, prediction, and the probability of each class if the probe gives
+    probabilities. A multilabel prediction lists the labels that are more probable than not, separated by |.
 
     Args:
         path: file of the probe.
-        images: as of `embed`; or the folder of a data set.
+        images: see `embed`; or the folder of a data set.
         output: CSV file to write.
-        backbone: its spec; to be given where it is code, which a stranger's probe could name any of.
-        weights: name or file of its weights, if the file was moved.
-        device: to compute on.
+        backbone: spec of the backbone; required if the backbone is code, since an untrusted probe could name any code.
+        weights: name or file of the backbone's weights, if the file was moved.
+        device: device to compute on.
 
     Raises:
-        InputError: no probe, no images, or features that were made otherwise than those the probe was fitted on.
+        InputError: `path` is not a probe, there are no images, the features were not computed as those that the probe
+            was fitted on, or `output` cannot be written.
     """
     probe = LinearProbe.load(path)
     try:
@@ -94,7 +95,7 @@ def _holds_predictions(path: Path) -> bool:
 def _same_features(
     path: Path, described: dict[str, Any], wanted: list[tuple[str, str]], dataset: DataSet, images: str
 ) -> list[str]:
-    """Names, in a data set, of the features that the probe was fitted on; a name may say the pooling or not."""
+    """Return the names of the probe's features in a data set; the names may differ in a pooling suffix."""
     names = []
     for name, what in wanted:
         there = dataset.depends_on["features"]

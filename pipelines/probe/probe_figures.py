@@ -1,4 +1,4 @@
-"""Pictures of what `layertap probe` has found: by layer, by strength, by shots, confusion, likeness of layers."""
+"""Figures of `layertap probe`: by layer, by strength, by shots, confusion matrix, similarity of layers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pipelines.terminal.figures import COLOURS, cycled, drawable, new_figure, sa
 __all__ = ["PICTURES", "draw"]
 
 _AXIS = {"top1": "top-1 accuracy, %", "mAP": "mean average precision", "r2": "R²"}
-_NAMED_CLASSES = 40  # more do not fit beside a matrix
+_NAMED_CLASSES = 40  # more names do not fit beside a matrix
 
 
 def draw(outcome: Outcome, folder: Path) -> list[Path]:
-    """Draw what there is to see, as PNG; returns the files."""
+    """Draw the figures that apply as PNG and return the files."""
     written = []
     for name, picture in PICTURES.items():
         figure = picture(outcome)
@@ -36,7 +36,7 @@ def _by_data_set(outcome: Outcome) -> Iterator[tuple[str, str, list[Probed]]]:
 
 
 def _scale(outcome: Outcome) -> tuple[str, float]:
-    """What the metric is called on an axis, and its factor."""
+    """Return the axis label of the metric, and the factor of its values."""
     task = outcome.probed[0].result.task
     return _AXIS[PRIMARY[task]], 100.0 if task == "classification" else 1.0
 
@@ -48,7 +48,7 @@ def _title(outcome: Outcome, text: str) -> str:
 
 
 def _layers(outcome: Outcome) -> Figure | None:
-    """The metric of each layer in their order, with its 95 % interval; a line for each data set."""
+    """Plot the metric of each layer, in order, with its 95 % interval; one line per data set."""
     if len(outcome.probed) < 2:
         return None
     names = list(dict.fromkeys(one.layer for one in outcome.probed))
@@ -72,7 +72,7 @@ def _layers(outcome: Outcome) -> Figure | None:
         fontsize=8,
     )
     if axes.get_ylim()[0] < -1 and factor == 1.0:
-        axes.set_ylim(-1, None)  # worse than that says no more
+        axes.set_ylim(-1, None)  # lower values say nothing more
     axes.set_ylabel(label)
     axes.set_title(_title(outcome, "By layer"), fontsize=11)
     axes.grid(axis="y", alpha=0.3)
@@ -82,7 +82,7 @@ def _layers(outcome: Outcome) -> Figure | None:
 
 
 def _chance(outcome: Outcome, axes: Any) -> None:
-    """A line at what the most frequent test class would give."""
+    """Draw a line at the accuracy of always predicting the most frequent test class."""
     result = outcome.probed[0].result
     if result.task == "classification" and result.truth.max(initial=-1) >= 0:
         share = 100 * np.bincount(result.truth[result.truth >= 0]).max() / len(result.truth)
@@ -92,7 +92,7 @@ def _chance(outcome: Outcome, axes: Any) -> None:
 
 
 def _curve(outcome: Outcome) -> Figure | None:
-    """What each strength gave on the validation rows, the chosen one marked; a line for each layer."""
+    """Plot the metric on the validation rows against the strength, and mark the chosen strength; one line per layer."""
     probed = [one for one in outcome.probed if len(one.result.curve) > 1]
     if not probed:
         return None
@@ -121,7 +121,7 @@ def _curve(outcome: Outcome) -> Figure | None:
 
 
 def _lines(outcome: Outcome, probed: list[Probed]) -> Iterator[tuple[str, Any, str]]:
-    """Name, colour and style of each line: a colour for each layer, a style for each data set."""
+    """Yield name, colour and style of each line: one colour per layer, one style per data set."""
     layers, data_sets = list(dict.fromkeys(one.layer for one in probed)), list(outcome.labellings)
     shades = colormaps["viridis"](np.linspace(0, 0.9, len(layers))) if len(layers) > 1 else [COLOURS[0]]
     for one in probed:
@@ -130,7 +130,7 @@ def _lines(outcome: Outcome, probed: list[Probed]) -> Iterator[tuple[str, Any, s
         yield drawable(name), shades[layers.index(one.layer)], style
 
 
-_IN_A_COLUMN = 20  # names of a legend
+_IN_A_COLUMN = 20  # names in a legend column
 
 
 def _size_with_legend(count: int) -> tuple[float, float]:
@@ -144,7 +144,7 @@ def _legend(axes: Any, count: int) -> None:
 
 
 def _shots(outcome: Outcome) -> Figure | None:
-    """Few-shot: the mean over draws by rows of a class, and each draw; a line for each layer."""
+    """Few-shot: plot mean and range of the draws against the training images per class; one line per layer."""
     probed = [one for one in outcome.probed if one.result.shots]
     if not probed:
         return None
@@ -168,7 +168,7 @@ def _shots(outcome: Outcome) -> Figure | None:
 
 
 def _confusion(outcome: Outcome) -> Figure | None:
-    """Of the best layer: which part of the test images of a class was taken for which."""
+    """Draw the confusion matrix of the best layer, in % of the test images of each class."""
     best = outcome.best
     if best.result.confusion is None:
         return None
@@ -196,7 +196,7 @@ def _confusion(outcome: Outcome) -> Figure | None:
 
 
 def _similarity(outcome: Outcome) -> Figure | None:
-    """Linear CKA and RSA between all layers, as two heat maps."""
+    """Draw linear CKA and RSA between all layers as two heat maps."""
     if outcome.similarity is None:
         return None
     several = len(outcome.labellings) > 1

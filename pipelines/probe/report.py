@@ -1,4 +1,4 @@
-"""What `layertap probe` tells: a table on the terminal, results.json, results.csv, predictions.csv."""
+"""Output of `layertap probe`: a table on the terminal, results.json, results.csv, predictions.csv."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ _NAMES = {
     "top1": "top-1", "top5": "top-5", "balanced_accuracy": "balanced", "macro_f1": "macro F1", "log_loss": "log loss",
     "calibration_error": "ECE", "r2": "R²", "rmse": "RMSE", "mae": "MAE",
 }  # fmt: skip
-_NEAREST = 3  # layers that are the hardest to tell from the best; results.json has all
+_NEAREST = 3  # comparisons printed, those with the largest p; results.json has all
 _SHARES = {"top1", "top5", "balanced_accuracy"}
-_MOST_IN_JSON = 200  # classes whose confusion matrix is written
+_MOST_IN_JSON = 200  # most classes of a confusion matrix in results.json
 _SCALED = {"none": "features as they are", "l2": "features of length 1", "standardise": "features standardised"}
 
 
 def probe_and_write(config: ProbeConfig, say: Callable[[str], None]) -> tuple[Outcome, list[Path]]:
-    """Probe, and write results after each layer, so that an interruption loses one; pictures at the end.
+    """Probe, write the results after each layer, so that an interruption loses one layer, and draw figures at the end.
 
     Returns:
-        what was found, and the files.
+        the results, and the written files.
 
     Raises:
-        InputError: as of `run_probe`; or a file cannot be written.
+        InputError: see `run_probe`; or a file cannot be written.
     """
     data_sets(config.out)
     try:
@@ -60,7 +60,7 @@ def probe_and_write(config: ProbeConfig, say: Callable[[str], None]) -> tuple[Ou
     try:
         outcome = run_probe(config, say, lambda outcome: _write_results(outcome, folder))
     except BaseException:
-        if made and not _probes_in(folder):  # of a run that has found nothing, nothing is left
+        if made and not _probes_in(folder):  # a run without results leaves nothing behind
             (folder / "results.json").unlink(missing_ok=True)
             for one in made:
                 with contextlib.suppress(OSError):
@@ -74,20 +74,21 @@ def probe_and_write(config: ProbeConfig, say: Callable[[str], None]) -> tuple[Ou
 
 
 def _check_file(path: Path) -> None:
-    """Before anything is computed: whether a probe can be kept there."""
+    """Check that a probe can be saved to `path`, before anything is computed."""
     if path.is_dir() or path.suffix != ".safetensors":
         raise InputError(f"--save {path}: expected the name of a file that ends in .safetensors")
     if path.exists():
-        LinearProbe.load(path)  # only probes are written over
+        LinearProbe.load(path)  # raises unless it is a probe: other files are not overwritten
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=path.parent):
         pass
 
 
 def _folder_for(config: ProbeConfig) -> tuple[Path, list[Path]]:
-    """Where the results go, and which folders were made for them.
+    """Return the folder of the results, and the folders that were created for it.
 
-    The folder asked for; else OUT/probe/PROTOCOL, or the next number behind it that has not other results.
+    Without `config.results`, it is OUT/probe/PROTOCOL, or PROTOCOL-2 and so on, skipping folders with results of other
+    settings.
     """
     if config.results is not None:
         made = [one for one in (config.results, config.results.parent) if not one.exists()]
@@ -101,7 +102,7 @@ def _folder_for(config: ProbeConfig) -> tuple[Path, list[Path]]:
     for number in itertools.count(1):
         folder = parent / (config.protocol + (f"-{number}" if number > 1 else ""))
         try:
-            folder.mkdir()  # of two runs at once, one makes it
+            folder.mkdir()  # succeeds in only one of two concurrent runs
             return folder, [folder, *made]
         except FileExistsError:
             if _read(folder).get("configuration") == _what_is_asked(config):
@@ -110,7 +111,7 @@ def _folder_for(config: ProbeConfig) -> tuple[Path, list[Path]]:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """The results there; empty: there are none that can be read."""
+    """Return the content of results.json; empty if it cannot be read."""
     try:
         return read_json(folder / "results.json")
     except (InputError, FileNotFoundError, NotADirectoryError):
@@ -122,12 +123,12 @@ def _probes_in(folder: Path) -> bool:
 
 
 def _what_is_asked(config: ProbeConfig) -> dict[str, Any]:
-    """What the results depend on."""
+    """Return the settings that the results depend on."""
     return config.model_dump(mode="json", exclude={"results", "save", "device", "max_memory_mb"})
 
 
 def print_outcome(outcome: Outcome, echo: Callable[[str], None]) -> None:
-    """The table and what should be known with it, for people."""
+    """Print the table with its notes."""
     for name, labelling in outcome.labellings.items():
         counts = labelling.counts
         left = [f"{count:,} {why}" for why, count in counts.items() if why != "rows" and count]
@@ -179,14 +180,14 @@ def _called(outcome: Outcome, data_set: str, layer: str) -> str:
 
 
 def _table(outcome: Outcome) -> Iterator[str]:
-    """Layers down, metrics across, with intervals for the one that they are compared by."""
+    """Yield the lines of a table: a row per layer, a column per metric, with intervals of the primary metric."""
     first = outcome.probed[0].result
     metrics = list(first.metrics)
     rows = [["layer", "width", *(_name(metric) for metric in metrics), *([first.swept] if first.swept else [])]]
     for one in outcome.probed:
         result, cells = one.result, []
         for metric in metrics:
-            if metric not in result.metrics:  # fewer classes, or rows for fewer shots
+            if metric not in result.metrics:  # fewer classes, or too few rows for these shots
                 cells.append("")
                 continue
             estimate = result.metrics[metric]
@@ -214,7 +215,7 @@ def _shown(metric: str, value: float, unit: bool = True) -> str:
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:
-    """Everything, for machines; what is not a finite number is null."""
+    """Return the results as JSON-compatible data; numbers that are not finite become None."""
     content = {
         "layertap": version("layertap"),
         "complete": outcome.complete,
@@ -272,9 +273,9 @@ def _finite(content: Any) -> Any:
 
 
 def _write_results(outcome: Outcome, folder: Path) -> None:
-    """results.json and results.csv, whole, with what there is so far; what an earlier run drew goes."""
+    """Write results.json and results.csv atomically; delete predictions and figures of an earlier run."""
     if not outcome.probed:
-        if not _probes_in(folder):  # the folder is taken; what an earlier run found stays until there is something new
+        if not _probes_in(folder):  # reserve the folder; an earlier run's results stay until there are new results
             write_json(folder / "results.json", as_json(outcome))
         return
     if len(outcome.probed) == 1 and not outcome.complete:
@@ -297,7 +298,7 @@ def _numbers(metric: Estimate) -> list[str]:
 
 
 def _write_predictions(outcome: Outcome, path: Path) -> bool:
-    """A line for each test image and layer; False: of few-shot there is none."""
+    """Write a line for each test image and layer; return False if there are no predictions (few-shot)."""
     if all(one.result.predictions is None for one in outcome.probed):
         return False
     with table_file(path) as write:
@@ -316,7 +317,7 @@ def _write_predictions(outcome: Outcome, path: Path) -> bool:
 
 
 def answer(value: Any, names: list[str], task: str, unseen: Sequence[str] = ()) -> str:
-    """What a probe says of an image, or somebody else: a class, labels with | between them, a number."""
+    """Return a prediction or a label as text: a class, labels separated by |, or a number."""
     if task == "classification":
         return str(names[value] if value >= 0 else unseen[-1 - value])
     if task == "multilabel":

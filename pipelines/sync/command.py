@@ -39,7 +39,7 @@ def sync(ctx: click.Context, /, config: Path, only: tuple[str, ...], dry_run: bo
     if force and len(data_sets) > 1:
         raise InputError("--force is for one data set: name it by --only OUT")
 
-    def say(synced: Any) -> None:  # errors go to stderr, in any case
+    def say(synced: Any) -> None:  # errors always go to stderr
         print_synced(synced, (lambda line: None) if as_json else click.echo)
 
     found, signal_number = sync_all(data_sets, force=force, dry_run=dry_run, on_synced=say)

@@ -1,4 +1,4 @@
-"""Configuration of `sync`, `schedule` and `watch`: data sets that are kept in step with folders, and when."""
+"""Configuration of `sync`, `schedule` and `watch`: data sets that follow folders, and the times of their passes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from pipelines.terminal.config import checked, read_yaml
 
 __all__ = ["LAYERTAP", "ScheduleConfig", "SyncConfig", "SyncFile", "chosen", "load_sync_file"]
 
-# This program, without what lies in the working directory.
+# Command that runs this program; -P keeps modules in the working directory from being imported.
 LAYERTAP = (sys.executable, "-P", "-m", "layertap")
 _LONGEST_S = 86400.0 * 36500
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def seconds(value: Any) -> Any:
-    """Of 90, "90s", "15m", "36h" or "30d"; anything else as it is."""
+    """Return the seconds of text such as 90, 90s, 15m, 36h or 30d; other types are returned unchanged."""
     if isinstance(value, str) and (found := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", value.strip(), re.ASCII)):
         return float(found[1]) * _UNITS[found[2] or "s"]
     if isinstance(value, str):
@@ -36,14 +36,14 @@ def seconds(value: Any) -> Any:
 
 
 def finite(value: float) -> float:
-    """The number, if it is one that a time can be counted with."""
+    """Return the value; raise ValueError if it is NaN or more than 36,500 days in seconds."""
     if not value <= _LONGEST_S:
         raise ValueError(f"expected at most {_LONGEST_S / 86400:.0f}d")
     return value
 
 
 class SyncConfig(FeaturesConfig):
-    """One data set and the folder it follows."""
+    """Configuration of a data set and the folder that it follows."""
 
     settle: float = Field(
         Guards.settle_s, ge=0, description="A file changed more recently may still be being written, and waits."
@@ -80,17 +80,17 @@ class SyncConfig(FeaturesConfig):
 
     @property
     def root(self) -> str:
-        """The folder of the images, from anywhere on this machine; a link in it is left one."""
+        """Absolute path of the image folder, with symbolic links unresolved."""
         return os.path.abspath(self.images)  # noqa: PTH100  Path.resolve would follow links
 
     @property
     def guards(self) -> Guards:
-        """When a file waits, and when a folder is not believed."""
+        """Safety limits of a pass."""
         return Guards(self.settle, self.max_vanish, self.retry_after, self.keep_gone)
 
 
 class ScheduleConfig(BaseModel):
-    """When the passes are, and who is told of them."""
+    """Times of the passes, their log and hooks."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -154,7 +154,7 @@ class ScheduleConfig(BaseModel):
 
 
 class SyncFile(BaseModel):
-    """The whole file: keys of a data set, or several under `data_sets`; and `schedule`."""
+    """A config file: the keys of a data set, or several data sets under `data_sets`; and `schedule`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -166,11 +166,12 @@ class SyncFile(BaseModel):
 def load_sync_file(path: Path) -> SyncFile:
     """Read a config file of `sync`.
 
-    Keys beside `data_sets` are those that all data sets share; without it, they are the one data set's.
+    Keys beside `data_sets` apply to all data sets; without `data_sets`, they describe a single data set.
 
     Raises:
-        InputError: the file is no YAML mapping, or a value is wrong; every wrong key is named.
-        UnknownNameError: a key that does not exist.
+        InputError: the file is not a YAML mapping, a value is wrong, or two data sets have the same `out`; the message
+            names every wrong key.
+        UnknownNameError: the file has an unknown key.
     """
     values = read_yaml(path)
     several, schedule = values.pop("data_sets", [{}]), values.pop("schedule", None)
@@ -201,10 +202,10 @@ def load_sync_file(path: Path) -> SyncFile:
 
 
 def chosen(file: SyncFile, only: Sequence[str]) -> list[SyncConfig]:
-    """The data sets whose `out` is among these; all, where none are given.
+    """Return the data sets whose `out` is in `only`; all data sets if `only` is empty.
 
     Raises:
-        UnknownNameError: there is none of that name.
+        UnknownNameError: no data set has this `out`.
     """
     by_name = {os.path.normpath(one.folder): one for one in file.data_sets}
     for name in only:

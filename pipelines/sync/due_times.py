@@ -1,4 +1,4 @@
-"""When passes are due: at the times of a cron line, or every so many seconds."""
+"""Due times of passes: the times of a cron line, or a fixed interval."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def due_after(config: ScheduleConfig, now: datetime, last: datetime) -> datetime
 def _cron_time_after(line: str, zone: tzinfo, now: datetime) -> datetime | None:
     """Return the first time of a cron line after `now`.
 
-    cronsim follows Debian's cron in nights in which clocks change. A fixed time in the hour that is left out is due at
-    the end of that hour. A fixed time in the hour that is repeated is due once, in the first of the two hours.
+    cronsim follows Debian's cron when clocks change. A fixed time in a skipped hour is due at the end of that hour. A
+    fixed time in a repeated hour is due once, in the first of the two hours.
     """
     for due in CronSim(line, now.astimezone(zone)):
-        # Asked in the second of the two hours, cronsim starts with times of the first one, which have passed.
+        # If `now` is in the second of the two hours, cronsim starts with times of the first hour, which have passed.
         due_utc: datetime = due.astimezone(UTC)
         if due_utc > now:
             return due_utc

@@ -1,4 +1,4 @@
-"""Commands and URLs that are called after a scheduled pass."""
+"""Hooks: commands and URLs that are called after a scheduled pass."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ log = logging.getLogger("layertap.schedule")
 
 
 def call_hooks(hooks: Sequence[str], content: str, code: int) -> None:
-    """Call hooks one after the other, and log those that fail.
+    """Call hooks in order; log failures.
 
     Args:
         hooks: shell commands, which read the content from stdin; or URLs, to which it is posted.
         content: JSON.
-        code: the exit code of the pass; commands find it in LAYERTAP_EXIT_CODE.
+        code: the exit code of the pass; commands read it from LAYERTAP_EXIT_CODE.
     """
     for hook in hooks:
         try:

@@ -1,4 +1,4 @@
-"""Data sets brought into step with their folders, once: `layertap sync CONFIG`."""
+"""Bring data sets into step with their folders, once: `layertap sync CONFIG`."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ __all__ = ["Synced", "Telling", "as_json", "exit_code", "print_synced", "sync_al
 
 _RUNS_KEPT = 1000  # lines of runs.jsonl
 
-# Keys that change the numbers, and so decide whether a backbone must be loaded to see that they are the same.
+# Keys that the features depend on. A pass with the same keys and no new images does not load the backbone.
 _NUMBERS = ("backbone", "layers", "weights", "allow_missing_head", "size", "crop", "interpolation", "mean", "std",
             "decode", "dtype", "precision", "compile", "max_pixels", "seed")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Synced:
-    """How the pass of one data set ended.
+    """Result of the pass of a data set.
 
     Attributes:
-        config: of the data set.
-        report: what it did; None: it failed.
+        config: configuration of the data set.
+        report: what the pass did; None: it failed.
         error: why it failed.
     """
 
@@ -49,7 +49,7 @@ class Synced:
 
     @property
     def exit_code(self) -> int:
-        """0 done, 1 failed, or a folder could not be read, 2 wrong input, 3 strict and rows failed, 4 locked."""
+        """0 done; 1 failed, unreadable folder or no good row; 2 wrong input; 3 failed rows if `strict`; 4 locked."""
         if self.error is not None:
             wrong = isinstance(self.error, InputError | UnknownNameError)
             return 4 if isinstance(self.error, LockedError) else 2 if wrong else 1
@@ -67,17 +67,17 @@ def sync_all(
     on_synced: Callable[[Synced], None] = lambda synced: None,
     telling: Telling | None = None,
 ) -> tuple[list[Synced], int]:
-    """A pass of each data set, one after the other; one that fails does not keep the others from theirs.
+    """Run a pass of each data set in order; a failure does not stop the other passes.
 
     Args:
-        configs: of the data sets.
-        force: as of `extract.sync.passes.sync`.
-        dry_run: as of the same.
-        on_synced: called after each.
-        telling: keeps the backbone from one call to the next; only where all data sets have the same.
+        configs: configurations of the data sets.
+        force: see `extract.sync.passes.sync`.
+        dry_run: see `extract.sync.passes.sync`.
+        on_synced: called after each pass.
+        telling: keeps the backbone between calls; only if all data sets have the same backbone.
 
     Returns:
-        How each ended, and the signal that stopped them; 0: none did.
+        the results, and the signal that stopped the passes; 0: none did.
     """
     found = []
     with signals_held() as received:
@@ -110,22 +110,22 @@ def _sync_one(config: SyncConfig, force: bool, dry_run: bool, telling: Telling, 
             synced = Synced(config, report)
         except LayertapError as error:
             synced = Synced(config, error=error)
-        except Exception as error:  # a mistake of ours, or of a library: it must not keep the others from their pass
+        except Exception as error:  # a bug, here or in a library, must not stop the other passes
             traceback.print_exc()
             synced = Synced(config, error=LayertapError(f"{type(error).__name__}: {first_line(error)}"))
-    ours = (config.folder / "manifest.sqlite").exists()  # else the folder was refused
+    ours = (config.folder / "manifest.sqlite").exists()  # otherwise the folder was refused
     if ours and not dry_run and not isinstance(synced.error, LockedError):
-        with contextlib.suppress(OSError):  # where nothing can be written, that has been said
+        with contextlib.suppress(OSError):  # a folder that cannot be written to has been reported
             add_run(config.folder, _run_of(synced, started, time.perf_counter() - start))
     return synced
 
 
 def configuration_of(config: SyncConfig) -> dict[str, Any]:
-    """What the numbers depend on, as it was asked for; of files, also how large they are and since when."""
+    """Return the settings that the features depend on, and size and modification time of the files among them."""
     found: dict[str, Any] = {name: getattr(config, name) for name in _NUMBERS}
     if config.precision == "float32":
-        del found["compile"]  # the same numbers, but for rounding
-    backbone = config.backbone.partition("/")[2].partition(":")[0]  # a file, if the source is one of code
+        del found["compile"]  # the same features, except for rounding
+    backbone = config.backbone.partition("/")[2].partition(":")[0]  # a file, if the backbone is code
     for name in filter(None, (config.weights, backbone)):
         with contextlib.suppress(OSError):
             status = Path(name).stat()
@@ -143,7 +143,7 @@ def _run_of(synced: Synced, started: datetime, seconds: float) -> dict[str, Any]
 
 
 def add_run(out: Path, run: dict[str, Any]) -> None:
-    """Add a line to `runs.jsonl`; of those of many years, the last are kept."""
+    """Add a line to `runs.jsonl`; when the file exceeds 2,000 lines, keep the last 1,000."""
     import json
 
     from extract.system.atomic_files import append_line, write_whole
@@ -156,11 +156,11 @@ def add_run(out: Path, run: dict[str, Any]) -> None:
 
 
 class Telling:
-    """Loads the backbone when it is needed, and tells on stderr what is going on; a context manager for each pass."""
+    """Context manager for each pass: load the backbone when it is needed, and print progress on stderr."""
 
     def __init__(self) -> None:
         self._backbone: Backbone | None = None
-        self._asked: dict[str, Any] = {}  # with which it was loaded
+        self._asked: dict[str, Any] = {}  # settings with which it was loaded
         self._progress: Any = None
 
     def __enter__(self) -> Telling:
@@ -172,18 +172,18 @@ class Telling:
             self._progress = None
 
     def plan(self, config: SyncConfig, images: Images, folder: Path) -> Plan:
-        """How to compute features of images into a folder."""
+        """Return the plan of computing features of images into a folder."""
         from extract.extraction.run import plan
         from pipelines.terminal.backbone import backbone_of
 
         asked = configuration_of(config)
-        if self._backbone is None or self._asked != asked:  # the file of its weights may have been replaced
+        if self._backbone is None or self._asked != asked:  # or its weights file was replaced
             self._asked = asked
             self._backbone = backbone_of(config)
         return plan(images, out=folder, backbone=self._backbone, settings=config.settings())
 
     def on_plan(self, plan: Plan, count: int) -> None:
-        """Images are going to be computed."""
+        """Print what will be computed, and start a progress bar."""
         from pipelines.terminal.progress import Progress
 
         click.echo(f"computing {count:,} images with {plan.backbone.spec} on {plan.backbone.device}", err=True)
@@ -192,18 +192,18 @@ class Telling:
         self._precision = plan.settings.precision
 
     def on_rows(self, rows: int, found: bool) -> None:
-        """Rows are done."""
+        """Advance the progress bar."""
         self._progress.advance(rows, found)
 
     def on_computation(self, computation: Any) -> None:
-        """It is known how they are computed."""
+        """Print how the features are computed."""
         from pipelines.embed.job import described
 
         self._progress.say(described(computation, self._precision))
 
 
 def print_synced(synced: Synced, echo: Callable[[str], None]) -> None:
-    """How a pass ended, for people."""
+    """Print the result of a pass; errors and notes on stderr."""
     out, report = synced.config.folder, synced.report
     if report is None:
         click.secho(f"error: {synced.error}", fg="red", err=True)
@@ -233,7 +233,7 @@ def print_synced(synced: Synced, echo: Callable[[str], None]) -> None:
 
 
 def as_json(synced: Synced) -> dict[str, Any]:
-    """How a pass ended, for machines."""
+    """Return the result of a pass as JSON-compatible data."""
     head = {"images": synced.config.images, "out": str(synced.config.folder), "exit_code": synced.exit_code}
     if synced.report is None:
         return {**head, "error": str(synced.error)}
@@ -241,7 +241,7 @@ def as_json(synced: Synced) -> dict[str, Any]:
 
 
 def exit_code(found: Sequence[Synced], signal: int) -> int:
-    """Of all: that of the signal, else of what went worst."""
+    """Return the exit code of all passes: that of the signal, or else of the worst result."""
     if signal:
         return 128 + signal
     codes = {one.exit_code for one in found}

@@ -1,4 +1,4 @@
-"""One scheduled pass in a process of its own."""
+"""A scheduled pass in its own process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RunningPass(Protocol):
     """A pass that was started."""
 
     def wait(self, seconds: float) -> None:
-        """Wait for the end of the pass; return earlier, too, but never much later than after `seconds`."""
+        """Wait at most `seconds` for the end of the pass; may return earlier."""
 
     def result(self) -> PassResult | None:
         """Return how the pass ended, or None while it runs; does not wait."""
@@ -82,9 +82,9 @@ class PassProcess:
                 self._pipes.unregister(key.fileobj)
 
     def result(self) -> PassResult | None:
-        """Return how the process ended; None while it, or a worker process that has inherited its pipes, runs.
+        """Return how the process ended; None while it runs, or a worker process that has inherited its pipes.
 
-        Workers can survive a process that was killed, for some seconds, and keep the data set locked.
+        Workers can outlive a killed process by some seconds, and keep the data set locked.
         """
         self.wait(0)
         if self._pipes.get_map() or self._process.poll() is None:
@@ -99,7 +99,7 @@ class PassProcess:
         self._process.terminate()
 
     def _log_lines(self, content: bytes) -> None:
-        """Log all complete lines; empty content means the end, and completes the last line."""
+        """Log all complete lines; empty content marks the end, and completes the last line."""
         lines = (self._incomplete_line + content).splitlines(keepends=True)
         self._incomplete_line = b""
         if content and not lines[-1].endswith((b"\n", b"\r")):

@@ -1,4 +1,4 @@
-"""Passes at fixed times, for years: `layertap schedule CONFIG`.
+"""Run passes at fixed times, for years: `layertap schedule CONFIG`.
 
 Each pass is a process of its own, `layertap sync CONFIG --json`. Its memory goes back to the system, and a crash ends
 one pass only. One loop in the main thread does everything else. It looks at the clock at least twice a second, so a
@@ -47,12 +47,12 @@ class Scheduler:
     Args:
         path: the config file; it is read again at SIGHUP.
         start_pass: starts a pass; None: as a process.
-        now: the wall clock, which may be set; None: that of the machine.
-        elapsed: seconds of a clock that is never set; None: that of the machine.
+        now: the wall clock, which may be set; None: the machine's clock.
+        elapsed: seconds of a clock that is never set; None: the machine's clock.
 
     Attributes:
         next_due: when the next pass is due, in UTC; None: never.
-        running: the pass that runs; None: none runs.
+        running: the pass in progress, or None.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Scheduler:
 
     @property
     def config(self) -> ScheduleConfig:
-        """The schedule that the config file had when it was read last."""
+        """The schedule in the config file when it was last read."""
         assert self._file.schedule is not None
         return self._file.schedule
 
@@ -122,7 +122,7 @@ class Scheduler:
         self._beat()
 
     def stop(self) -> None:
-        """Start no more passes; the running one finishes its batch."""
+        """Start no more passes; the running pass finishes its batch."""
         self._stopping = True
         self._starts_at = None
         if self.running is not None:
@@ -147,7 +147,7 @@ class Scheduler:
         log.info("config read again: %s; next pass %s", describe_schedule(self.config), _local(self.next_due))
 
     def step(self) -> None:
-        """Do what is to be done now, without waiting."""
+        """Do everything that is due now, without waiting."""
         if self._signals & {signal.SIGTERM, signal.SIGINT} and not self._stopping:
             self.stop()
         now = self._now()
@@ -162,7 +162,7 @@ class Scheduler:
         if self._starts_at is not None and self._starts_at <= self._elapsed():
             self._starts_at = None
             self._start()
-        # After the look whether a pass is due: a new schedule starts with the next due time.
+        # After the check for a due pass: a new schedule starts with its next due time.
         if signal.SIGHUP in self._signals and not self._stopping:
             self._signals.discard(signal.SIGHUP)
             self.reload()
@@ -170,7 +170,7 @@ class Scheduler:
             self._beat()
 
     def _wait(self) -> None:
-        """Wait until a pass is due, the running one prints something, or it is time to look at the signals."""
+        """Wait until a pass is due, the running pass prints something, or it is time to look at the signals."""
         seconds = _LOOK_S
         if self.next_due is not None and not self._stopping:
             seconds = min(seconds, max(0.0, (self.next_due - self._now()).total_seconds()))
@@ -180,7 +180,7 @@ class Scheduler:
             time.sleep(seconds)
 
     def _on_due(self, due: datetime, now: datetime) -> None:
-        """Plan the pass that is due, or skip it. However many times have passed since the last look, it is one pass."""
+        """Plan the pass that is due, or skip it. All due times since the last look count as a single pass."""
         self._last_due = due
         self.next_due = due_after(self.config, now, due)
         if self.running is not None or self._hooks_running():
@@ -192,7 +192,7 @@ class Scheduler:
         self._note_next()
 
     def _skip(self) -> None:
-        """Report that a pass is due while the one before runs; one that runs for a day hangs, and hooks are called."""
+        """Log that a due pass is skipped; after 24 hours the running pass counts as hanging, and hooks are called."""
         hours = (self._elapsed() - self._started_at) / 3600
         message = f"a pass is due and is skipped: the one before has been running for {hours:.1f} hours"
         log.warning("%s", message)
@@ -225,7 +225,7 @@ class Scheduler:
         self._note_next()
 
     def _call_hooks(self, code: int, data_sets: list[Any]) -> None:
-        """Call the hooks in a thread: each may take a minute, and the heartbeat must go on."""
+        """Call the hooks in a thread: each may take a minute, and the heartbeat must continue."""
         hooks = self.config.on_failure if code else self.config.on_success
         if not hooks:
             return
@@ -243,7 +243,7 @@ class Scheduler:
         return bool(self._hook_calls)
 
     def _on_clock_set_back(self, now: datetime) -> None:
-        """Compute the next due time again if it is later than the next two: it was computed from a wrong clock.
+        """Compute the next due time again if it is later than the next two due times: it is from a wrong clock.
 
         After a small correction it stays. Otherwise a pass that has just run would run again.
         """
@@ -265,7 +265,7 @@ class Scheduler:
         self._note_next()
 
     def _last_started(self, now: datetime) -> datetime | None:
-        """Return when the last pass of each data set started, and of these the earliest; None if one has had none."""
+        """Return the earliest of the data sets' last start times; None if a data set has had no pass."""
         starts = []
         for data_set in self._file.data_sets:
             try:
@@ -305,7 +305,7 @@ def _load_scheduled(path: Path) -> SyncFile:
     file = load_sync_file(path)
     if file.schedule is None:
         raise InputError(f"{path}: schedule: none given; expected `schedule:` with `cron: 30 2 * * *` or `every: 15m`")
-    time_zone(file.schedule)  # an unknown one is an error now, not at the first due time
+    time_zone(file.schedule)  # raises for an unknown zone now, not at the first due time
     return file
 
 

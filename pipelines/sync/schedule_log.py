@@ -17,7 +17,7 @@ _FILES = 5
 
 
 def open_log(config: ScheduleConfig) -> None:
-    """Send what `layertap.schedule` logs where the config says, and nowhere else.
+    """Send the log of `layertap.schedule` to the configured file or to stderr, and nowhere else.
 
     Raises:
         LayertapError: the file cannot be written; the log stays where it was.
@@ -40,7 +40,7 @@ def open_log(config: ScheduleConfig) -> None:
 
 
 class _JsonFormatter(logging.Formatter):
-    """One JSON object a line; `result` is what a pass printed about a data set."""
+    """Format each record as a line of JSON; `result` is what a pass printed about a data set."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {

@@ -1,4 +1,4 @@
-"""How a data set that is kept in step with a folder is doing: `layertap status OUT`."""
+"""Status of a data set that follows a folder: `layertap status OUT`."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _LAST_RUNS = 10
 
 
 def describe_status(out: Path) -> dict[str, Any]:
-    """Everything `status` tells, as plain data.
+    """Return everything that `status` prints, as JSON-compatible data.
 
     Raises:
-        InputError: no data set of `layertap sync` there.
-        LayertapError: it cannot be read.
+        InputError: `out` is not a data set of `layertap sync`.
+        LayertapError: the data set cannot be read.
     """
     runs = read_runs(out)
     content: dict[str, Any] = {"out": str(out), "runs": runs[-_LAST_RUNS:], "next": _next_run(out)}
@@ -52,9 +52,9 @@ def _of_version(dataset: DataSet) -> dict[str, Any]:
     needed = len(np.unique(np.stack([table.passes, table.rows]), axis=1).T)
     stored = 0
     for folder in (out / "passes").glob("[0-9]" * 6):
-        with contextlib.suppress(LayertapError):  # it may be removed just now
+        with contextlib.suppress(LayertapError):  # it may have been removed just now
             one = DataSet.open(folder)
-            stored += one.n_rows if None not in one.published() else 0  # else it is being computed
+            stored += one.n_rows if None not in one.published() else 0  # otherwise it is being computed
     return {
         "images": dataset.images["root"],
         "version": dataset.version.number,
@@ -70,7 +70,7 @@ def _of_version(dataset: DataSet) -> dict[str, Any]:
 
 
 def read_runs(out: Path) -> list[dict[str, Any]]:
-    """The runs that `runs.jsonl` tells of, the last one last; a line that a power cut tore apart is left out."""
+    """Return the runs in `runs.jsonl`, oldest first, without lines that a power cut has damaged."""
     found = []
     try:
         lines = (out / "runs.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -88,21 +88,21 @@ def read_runs(out: Path) -> list[dict[str, Any]]:
 
 
 def _next_run(out: Path) -> dict[str, Any] | None:
-    """What the scheduler that is running has noted; None: there is none."""
+    """Return the note of the scheduler, and whether it is alive; None if there is no readable note."""
     try:
         noted = read_json(out / "schedule.json")
         datetime.fromisoformat(noted["next"])
         here = noted["host"] == socket.gethostname() and Path("/proc").exists()
         alive = not here or b"schedule" in Path(f"/proc/{int(noted['pid'])}/cmdline").read_bytes()
         return {**noted, "config": str(noted["config"]), "alive": alive}
-    except FileNotFoundError as error:  # of the process
+    except FileNotFoundError as error:  # of the note, or of the process in /proc
         return None if str(error.filename).endswith("json") or not error.filename else {**noted, "alive": False}
     except (OSError, LayertapError, LookupError, ValueError, TypeError):
         return None
 
 
 def print_status(content: dict[str, Any], echo: Callable[[str], None]) -> None:
-    """The status, for people."""
+    """Print the status."""
     out = content["out"]
     if not content["version"]:
         echo(f"{out}: nothing is published yet")

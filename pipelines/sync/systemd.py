@@ -1,4 +1,4 @@
-"""The schedule of a config file for those who have a scheduler already: systemd, or cron."""
+"""The schedule of a config file in the format of another scheduler: systemd or cron."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 
 
 def as_systemd(file: SyncFile) -> str:
-    """A service and its timer, in one text with a comment above each."""
+    """Return a service and its timer as a single text, each below a comment with its path."""
     schedule, name = _schedule(file), _name(file)
     if schedule.cron is not None:
         times = [f"OnCalendar={one}" for one in _calendar(schedule.cron, schedule.timezone, file.path)]
@@ -60,7 +60,7 @@ def as_systemd(file: SyncFile) -> str:
 
 
 def as_cron(file: SyncFile) -> str:
-    """Lines of a crontab."""
+    """Return the lines of a crontab."""
     schedule = _schedule(file)
     command = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(_command(file))}".replace("%", r"\%")
     if "\n" in command:
@@ -100,19 +100,19 @@ def _escaped(text: str) -> str:
 
 
 def _calendar(line: str, timezone: str | None, path: Path) -> list[str]:
-    """The calendar events of systemd that a cron line means; two, where it has days of the month and of the week."""
+    """Return the systemd calendar events of a cron line; two if it restricts days of the month and of the week."""
     parsed = CronSim(line, datetime(2024, 1, 1, tzinfo=UTC))
     minutes, hours = _listed(parsed.minutes, range(60)), _listed(parsed.hours, range(24))
     months = _listed(parsed.months, range(1, 13))
     month_days, week_days = line.split()[2], line.split()[4]
     of_week = [day for day in parsed.weekdays if isinstance(day, int)]
-    if min(parsed.days) < 1 or len(of_week) < len(parsed.weekdays):  # L, 5#2
+    if min(parsed.days) < 1 or len(of_week) < len(parsed.weekdays):  # such as L, 5#2
         raise InputError(f"{path}: systemd has no words for the days of {line!r}; `layertap schedule` understands them")
     days = _listed(parsed.days, range(1, 32))
     week = ",".join(_DAYS[day] for day in sorted({day % 7 for day in of_week}))
     time = f"{hours}:{minutes}:00" + (f" {timezone}" if timezone else "")
     week = "" if len(set(of_week) - {7}) == 7 else f"{week} "
-    if month_days.startswith("*") or week_days.startswith("*"):  # both must fit; else, either
+    if month_days.startswith("*") or week_days.startswith("*"):  # both days must match; otherwise, either
         return [f"{week}*-{months}-{days} {time}"]
     return [f"*-{months}-{days} {time}", f"{week}*-{months}-* {time}"]
 
@@ -123,7 +123,7 @@ def _listed(values: Iterable[int], every: range) -> str:
 
 
 def _cron_of(every: float, path: Path) -> str:
-    """The cron line of a time between passes, where there is one."""
+    """Return the cron line of an interval; raise InputError if there is none."""
     for unit, most, line in ((_MINUTE_S, 60, "*/{} * * * *"), (_HOUR_S, 24, "0 */{} * * *"), (_DAY_S, 1, "0 0 * * *")):
         count = every / unit
         if count == int(count) and count >= 1 and most % count == 0 and (count < most or most == 1):

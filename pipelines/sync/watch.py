@@ -1,7 +1,7 @@
-"""Passes as soon as something changes: `layertap watch CONFIG`.
+"""Run a pass whenever something changes: `layertap watch CONFIG`.
 
-The kernel reports changes (inotify) where it can: not on file systems of other machines, and not beyond its limit of
-watches. Such a folder is scanned every few seconds instead, and the user is told why.
+The kernel reports changes (inotify), except on network file systems and beyond its limit of watches. Such a folder is
+scanned every few seconds instead, and the reason is printed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from pipelines.terminal.graceful_stop import signals_held
 
 __all__ = ["tells_of_changes", "watch"]
 
-_FULL_PASS_S = 3600.0  # a folder may have changed without telling
-_SCAN_S = 2.0  # between scans of a folder that cannot be watched; they take at most a tenth of the time
-_NOTHING_MS = 1000  # after which we look whether something is due, and whether the folder is still the same one
-_GONE_S = 5.0  # after which a folder that cannot be watched is tried again
-# File systems whose servers, or other users, change files without this machine's kernel knowing.
+_FULL_PASS_S = 3600.0  # interval of full passes: changes may go unreported
+_SCAN_S = 2.0  # between scans of a folder that cannot be watched; scans take at most a tenth of the time
+_NOTHING_MS = 1000  # interval of checks whether a pass is due, and whether the folder was replaced
+_GONE_S = 5.0  # after which a missing folder is tried again
+# File systems whose servers or other clients change files unnoticed by this machine's kernel.
 _SILENT = (
     "nfs",
     "cifs",
@@ -51,16 +51,16 @@ _SILENT = (
 
 
 def watch(configs: Sequence[SyncConfig], on_synced: Callable[[Synced], None]) -> int:
-    """Bring data sets into step now, and whenever something below their folders changes.
+    """Bring data sets into step now, and whenever something below their folders changes, until a signal arrives.
 
-    The backbone stays in memory. Returns the signal that ended it.
+    The backbone stays in memory. Return the signal.
 
     Args:
-        configs: of the data sets.
-        on_synced: called after each pass that did something, or failed.
+        configs: configurations of the data sets.
+        on_synced: called after each pass that did something, failed, stopped early or has notes.
 
     Raises:
-        LayertapError: the library that watches folders is not installed.
+        LayertapError: the library watchfiles is not installed.
     """
     watchfiles: Any = library("watchfiles", "watch", "layertap watch")
     tellings = {id(config): Telling() for config in configs}
@@ -73,7 +73,7 @@ def watch(configs: Sequence[SyncConfig], on_synced: Callable[[Synced], None]) ->
             while not received:
                 now = time.monotonic()
                 for config in configs:
-                    # Where passes take long, they take no more than half of the time.
+                    # A pass is followed by a rest of the same length: long passes take at most half of the time.
                     if received or resting[id(config)] > now:
                         continue
                     if changed.take(config) or due[id(config)] <= now:
@@ -89,7 +89,7 @@ def watch(configs: Sequence[SyncConfig], on_synced: Callable[[Synced], None]) ->
 
 
 def _pass_of(config: SyncConfig, telling: Telling, on_synced: Callable[[Synced], None], received: list[int]) -> float:
-    """A pass of one data set; returns within how many seconds the next one is due in any case."""
+    """Run a pass of a data set; return the seconds until the next pass is due even without changes."""
     (one,), number = sync_all([config], telling=telling)
     if number:
         received.append(number)
@@ -106,7 +106,7 @@ def _has_news(report: Report) -> bool:
 
 
 class _Changes:
-    """Notes below which folders something has changed, in threads of its own."""
+    """Record below which folders something has changed, in background threads."""
 
     def __init__(self, watchfiles: Any, configs: Sequence[SyncConfig], stop: threading.Event):
         self._watchfiles, self._stop = watchfiles, stop
@@ -117,19 +117,19 @@ class _Changes:
             thread.start()
 
     def take(self, config: SyncConfig) -> bool:
-        """Whether something has changed below its folder since this was asked last."""
+        """Return whether something has changed below the folder since the last call."""
         with self._guard:
             found = id(config) in self._changed
             self._changed.discard(id(config))
             return found
 
     def wait(self, seconds: float) -> None:
-        """Until something changes, or that time is over."""
+        """Wait until something changes, at most `seconds`."""
         self._news.wait(seconds)
         self._news.clear()
 
     def join(self) -> None:
-        """Wait for the threads, which end when they are told to stop."""
+        """Wait for the threads, which end when `stop` is set."""
         for thread in self._threads:
             thread.join(_NOTHING_MS / 1000 * 3)
 
@@ -147,8 +147,8 @@ class _Changes:
         self._news.set()
 
     def _follow(self, config: SyncConfig) -> str:
-        """Follow the reports of the kernel until the end; returns why that is not possible, if it is not."""
-        one_by_one = False  # each folder by itself, where one in the tree cannot be read
+        """Follow the kernel's reports until `stop` is set; return the reason if that is not possible."""
+        one_by_one = False  # watch each folder separately, since a folder in the tree cannot be read
         while not self._stop.is_set():
             try:
                 root, is_first = _identity(config.root), True
@@ -159,9 +159,9 @@ class _Changes:
                     if _identity(config.root) != root:  # a disk was unmounted, or the folder was replaced
                         self._has_changed(config)
                         break
-                    if one_by_one and any(Path(path).is_dir() for _, path in changes):  # it is not watched yet
+                    if one_by_one and any(Path(path).is_dir() for _, path in changes):  # new folders are not watched
                         break
-            except FileNotFoundError:  # the passes say so
+            except FileNotFoundError:  # the passes report it
                 self._stop.wait(_GONE_S)
             except PermissionError as error:
                 if one_by_one:
@@ -173,7 +173,7 @@ class _Changes:
         return ""
 
     def _reports(self, config: SyncConfig, one_by_one: bool) -> Iterator[set[Any]]:
-        """The changes of a second each, as (kind, path)."""
+        """Yield the changes of about a second each, as (kind, path)."""
         folders = [folder for folder, _, _ in os.walk(config.root)] if one_by_one else [config.root]
         reports: Iterator[set[Any]] = self._watchfiles.watch(
             *folders,
@@ -184,14 +184,14 @@ class _Changes:
             rust_timeout=_NOTHING_MS,
             yield_on_timeout=True,
             raise_interrupt=False,
-            # If that is ignored, a tree is watched up to the first folder that cannot be read, and the error at the
-            # limit of watches is ignored, too.
+            # Ignoring it would end the watch of a tree at the first folder that cannot be read, and would also hide the
+            # error at the limit of watches.
             ignore_permission_denied=False,
         )
         return reports
 
     def _scan(self, config: SyncConfig) -> None:
-        """Look for changes until the end."""
+        """Scan for changes until `stop` is set."""
         before: int | None = None
         wait = 0.0
         while not self._stop.wait(wait):
@@ -199,10 +199,10 @@ class _Changes:
             try:
                 scan = Scan(config.root)
                 files = 0
-                for seen in scan.files():  # in no order
+                for seen in scan.files():  # in arbitrary order
                     files ^= hash(seen)
                 now: int | None = hash((files, frozenset(scan.unreadable.items()), frozenset(scan.nowhere)))
-            except LayertapError:  # the folder is gone, and the passes say so
+            except LayertapError:  # the folder is missing; the passes report it
                 now = None
             if now is None or now != before:
                 self._has_changed(config)
@@ -211,7 +211,7 @@ class _Changes:
 
 
 def _identity(root: str) -> tuple[int, int] | None:
-    """Which folder has this name now; None: none."""
+    """Return device and inode of the folder, None if it does not exist."""
     try:
         found = os.stat(root)  # noqa: PTH116
     except OSError:
@@ -220,12 +220,12 @@ def _identity(root: str) -> tuple[int, int] | None:
 
 
 def _reason(error: Exception) -> str:
-    """Without the representation of the error that the library adds."""
+    """Return the message of an error without the representation that watchfiles appends."""
     return first_line(error).partition(" (Error {")[0]
 
 
 def tells_of_changes(root: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
-    """Whether the kernel knows of all changes below a folder: not where other machines make them."""
+    """Return whether the kernel knows of all changes below a folder; False on network file systems."""
     try:
         lines = mounts.read_text(errors="surrogateescape").splitlines()
     except OSError:  # not Linux

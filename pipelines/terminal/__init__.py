@@ -1,1 +1,1 @@
-"""What all commands share: options, config files, tables, figures, progress. Imports `extract` alone."""
+"""Code that all commands share: options, config files, tables, figures, progress. Imports only `extract`."""

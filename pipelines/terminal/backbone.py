@@ -1,4 +1,4 @@
-"""The backbone that a job is told to use."""
+"""Load the backbone of a job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _on_stderr(text: str) -> None:
 
 
 def backbone_of(config: BackboneConfig, say: Callable[[str], None] = _on_stderr) -> Backbone:
-    """The backbone that a job is told to use; what must be known of it is said."""
+    """Load the backbone of a configuration; pass its notes, and a warning about random weights, to `say`."""
     backbone = load_backbone(
         config.backbone,
         weights=config.weights,

@@ -1,4 +1,4 @@
-"""Configuration of the jobs: one frozen model each, the same keys in YAML as on the command line."""
+"""Configuration of the jobs: one frozen model per job, with the same keys in YAML as on the command line."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from extract.errors import InputError, unknown_name
 
 __all__ = ["COMPRESS_HELP", "SHARD_ROWS_HELP", "BackboneConfig", "checked", "load_config", "name_of", "read_yaml"]
 
-# Of `embed` and `merge`.
+# Help texts that `embed` and `merge` share.
 SHARD_ROWS_HELP = "Images in a file. [default: at most 1 GB]"
 COMPRESS_HELP = "Pack each finished file. [default: plain, which is faster to read]"
 
 
 class BackboneConfig(BaseModel):
-    """Which images go through which backbone: what all jobs that compute anything are told."""
+    """Images, backbone and preprocessing: the keys that all computing jobs share."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -68,21 +68,21 @@ class BackboneConfig(BaseModel):
 
     @property
     def preprocessing(self) -> dict[str, Any]:
-        """What is to replace the library's own."""
+        """The preprocessing values that were given; they replace those of the weights' library."""
         names = ("size", "crop", "interpolation", "mean", "std")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 def name_of(images: str) -> str:
-    """What a data set of these images is called: photos, of photos/, photos.zip and s3://bucket/photos-{00..99}.tar.
+    """Return the default name of a data set: photos for photos/, photos.zip and s3://bucket/photos-{00..99}.tar.
 
-    That of a plan is called as if the images themselves were given.
+    The data set of a plan is named after the images that the plan lists.
     """
     from extract.images.index.image_index import is_plan, open_plan
 
     if "://" not in images and is_plan(images):
         images = open_plan(images).root
-    images = re.sub(r"(\.(?:h5|hdf5)):.*$", r"\1", images, flags=re.IGNORECASE)  # the name of a data set inside
+    images = re.sub(r"(\.(?:h5|hdf5)):.*$", r"\1", images, flags=re.IGNORECASE)  # cut off the name of the HDF5 data set
     path = images if "://" in images else str(Path(images).resolve())
     name = path.rstrip("/").rpartition("/")[2]
     if not Path(images).is_dir():
@@ -95,16 +95,16 @@ Config = TypeVar("Config", bound=BaseModel)
 
 
 def load_config(model: type[Config], path: Path | None, flags: dict[str, Any]) -> Config:
-    """The configuration of a file, with flags over it.
+    """Load a configuration from a file; flags override the file.
 
     Args:
-        model: of the job.
-        path: a YAML file, or None.
-        flags: those that were given.
+        model: configuration class of the job.
+        path: YAML file, or None.
+        flags: values given on the command line.
 
     Raises:
-        InputError: the file is no YAML mapping, or a value is wrong; every wrong key is named.
-        UnknownNameError: a key that does not exist.
+        InputError: the file is not a YAML mapping, or a value is wrong; the message names every wrong key.
+        UnknownNameError: the file has an unknown key.
     """
     values = read_yaml(path) if path else {}
     for key in values:
@@ -114,10 +114,10 @@ def load_config(model: type[Config], path: Path | None, flags: dict[str, Any]) -
 
 
 def checked(model: type[Config], values: dict[str, Any], where: str = "") -> Config:
-    """A configuration of these values.
+    """Return a configuration with these values.
 
     Raises:
-        InputError: a value is wrong; every wrong key is named.
+        InputError: a value is wrong; the message names every wrong key.
     """
     try:
         return model(**values)
@@ -133,10 +133,10 @@ def checked(model: type[Config], values: dict[str, Any], where: str = "") -> Con
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The keys and values of a config file.
+    """Return the keys and values of a config file.
 
     Raises:
-        InputError: it is no YAML mapping.
+        InputError: the file cannot be read, or is not a YAML mapping.
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))

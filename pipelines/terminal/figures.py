@@ -1,4 +1,4 @@
-"""What all pictures have in common: colours, names that are drawn as they are, files."""
+"""Helpers for all figures: colours, names as literal text, files."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pipelines.terminal.text_output import printable
 
 __all__ = ["COLOURS", "cycled", "drawable", "new_figure", "save_figure"]
 
-# Of Okabe and Ito: they can be told apart in the common forms of colour blindness.
+# Palette of Okabe and Ito: distinguishable with the common forms of colour blindness.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _LONGEST = 28  # characters of a name
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
-    """Write a picture whole or not at all, in the format of the file's name; returns the path."""
+    """Write a figure atomically, in the format of the file's extension, and return the path."""
     FigureCanvasAgg(figure)
     with whole_file(path) as file, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # emoji are drawn as boxes
@@ -29,14 +29,15 @@ def save_figure(figure: Figure, path: Path) -> Path:
 
 
 def drawable(name: str, longest: int = _LONGEST) -> str:
-    """A name that matplotlib draws as it is: no formulas, and no underscore in front, which hides it in legends."""
+    """Return a name that matplotlib draws literally, cut to `longest` characters."""
     name = printable(name)
+    # matplotlib reads text between $ as a formula, and leaves out of legends what starts with an underscore.
     name = (name if len(name) <= longest else name[: longest - 1] + "…").replace("$", r"\$")
     return "\u200b" + name if name.startswith("_") else name
 
 
 def new_figure(width: float, height: float) -> tuple[Figure, Any]:
-    """A figure of so many inches with one plot."""
+    """Return a figure with one plot; `width` and `height` are in inches."""
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
@@ -44,5 +45,5 @@ def new_figure(width: float, height: float) -> tuple[Figure, Any]:
 
 
 def cycled(count: int) -> list[str]:
-    """So many colours; after the last of them, the first again."""
+    """Return `count` colours, repeating `COLOURS` as needed."""
     return [COLOURS[i % len(COLOURS)] for i in range(count)]

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, held until the batch in flight is finished."""
+"""Hold Ctrl-C and SIGTERM until the batch in flight is finished."""
 
 from __future__ import annotations
 
@@ -18,17 +18,21 @@ _AT_ONCE_S = 0.5
 
 @contextlib.contextmanager
 def signals_held() -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM are noted in the list, so that the batch in flight is finished; a second one is not held."""
+    """Context manager: hold Ctrl-C and SIGTERM, and yield a list that receives their numbers.
+
+    The caller finishes the batch in flight and stops. A second signal takes effect at once. Outside the main thread,
+    signals are not held and the list stays empty.
+    """
     received: list[int] = []
 
     if threading.current_thread() is not threading.main_thread():
-        yield received  # signals go to the main thread, whose business they are then
+        yield received  # only the main thread may set signal handlers
         return
 
     at: list[float] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        if at and time.monotonic() - at[0] < _AT_ONCE_S:  # the same, by another way: to the process, and to its group
+        if at and time.monotonic() - at[0] < _AT_ONCE_S:  # the same signal, sent to the process and to its group
             return
         if at:
             signal.signal(number, before[number])
@@ -36,7 +40,7 @@ def signals_held() -> Iterator[list[int]]:
             return
         at.append(time.monotonic())
         received.append(number)
-        os.write(2, b"\nfinishing the batch in flight ...\n")  # what was interrupted may be printing, too
+        os.write(2, b"\nfinishing the batch in flight ...\n")  # not print: the interrupted code may be printing
 
     before: dict[int, Any] = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -1,4 +1,4 @@
-"""What commands share: options whose help and defaults are those of keys of configurations, and how they answer."""
+"""Options with the help and defaults of configuration keys, and functions that print results."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["DATA_SET", "FOLDER", "LateChoice", "config_file", "given", "json_fla
 
 
 class _DataSet(click.Path):
-    """A data set: its folder, or its URL in a bucket, which stays as it is."""
+    """Parameter type for a data set: a folder, or a URL, which is returned unchanged."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return value if is_url(str(value)) else super().convert(value, param, ctx)
 
 
 class _Folder(click.Path):
-    """A folder; whoever names a bucket is told what reads one."""
+    """Parameter type for a folder; the error for a URL names the commands that read buckets."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if is_url(str(value)):
@@ -36,10 +36,10 @@ class _Folder(click.Path):
 
 
 class LateChoice(click.Choice):  # type: ignore[type-arg]  # generic since click 8.2
-    """A choice between words that a slow module knows; they are asked for when the command's help or value is.
+    """A choice whose words are loaded late, since their module is slow to import.
 
     Args:
-        words: gives them.
+        words: returns the words; called when click prints the help or checks a value.
     """
 
     def __init__(self, words: Callable[[], Iterable[str]]) -> None:
@@ -48,12 +48,12 @@ class LateChoice(click.Choice):  # type: ignore[type-arg]  # generic since click
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The words."""
+        """The permitted words."""
         return tuple(self._words())
 
     @choices.setter
     def choices(self, words: Iterable[str]) -> None:
-        pass  # click sets them when the command is declared
+        pass  # click assigns them when the command is declared
 
 
 DATA_SET = _DataSet(path_type=Path)
@@ -66,7 +66,7 @@ config_file = click.option(
 
 
 def option(*names: str, model: type[BaseModel], **settings: Any) -> Callable[[Any], Any]:
-    """An option whose help and default are those of the configuration key of the same name."""
+    """Return a click option for the configuration key of the same name, with its help and default in the help text."""
     key = names[-1].partition("/")[0].lstrip("-").replace("-", "_")
     field = model.model_fields[key]
     text = field.description or ""
@@ -77,12 +77,12 @@ def option(*names: str, model: type[BaseModel], **settings: Any) -> Callable[[An
 
 
 def given(flags: dict[str, Any]) -> dict[str, Any]:
-    """Of all flags, those that were given."""
+    """Return the flags that were given."""
     return {name: value for name, value in flags.items() if value not in (None, ())}
 
 
 def print_json(content: Any, indent: int | None = 1) -> None:
-    """Print what JSON can hold; on one line without an indent."""
+    """Print a value as JSON; on one line if `indent` is None."""
     click.echo(json.dumps(content, indent=indent))
 
 
@@ -93,7 +93,7 @@ def tell(
     in_words: Callable[[Any, Callable[[str], None]], None],
     indent: int | None = 1,
 ) -> None:
-    """Print what a command has found, for programs or for people."""
+    """Print the result of a command as JSON or as text."""
     if as_json:
         print_json(in_json(found), indent)
     else:

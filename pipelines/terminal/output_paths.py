@@ -1,4 +1,4 @@
-"""Whether files and folders can be written, before hours are spent on what is to go there."""
+"""Check that output files and folders can be written before a long job starts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def check_file(path: Path, endings: Sequence[str] = ()) -> None:
-    """Refuse a file that cannot be written.
+    """Check that a file can be written.
 
     Args:
-        path: of the file; one that is there will be replaced.
-        endings: one of which it must have.
+        path: path of the file; an existing file will be replaced.
+        endings: permitted extensions; empty: any.
 
     Raises:
-        InputError: it has another ending, is a folder, or its folder is not there.
+        InputError: the extension is not permitted, the path is a folder, or its parent folder does not exist.
     """
     if endings and path.suffix.lower() not in endings:
         raise InputError(f"{path}: expected a file that ends in {', '.join(endings)}")
@@ -29,10 +29,10 @@ def check_file(path: Path, endings: Sequence[str] = ()) -> None:
 
 
 def check_folder(path: Path) -> None:
-    """Make a folder, if it is not there.
+    """Create a folder if it does not exist.
 
     Raises:
-        InputError: it is a file, or cannot be made.
+        InputError: the path is a file, or the folder cannot be created.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)

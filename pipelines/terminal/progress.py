@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar on a terminal, a plain line now and then elsewhere."""
+"""Progress on stderr: a bar on a terminal, otherwise a line at intervals."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _LINE_EVERY_S = 10.0
 
 
 class Progress:
-    """Counts images, or rows; a context manager.
+    """Context manager: show the progress of a count.
 
     Args:
-        total: how many there are in all; None: nobody knows yet.
-        unit: what they are.
+        total: expected count; None: unknown.
+        unit: what is counted, in the plural.
     """
 
     def __init__(self, total: int | None, unit: str = "images"):
@@ -34,13 +34,13 @@ class Progress:
             self._bar = tqdm(total=total, unit=f" {unit}", dynamic_ncols=True, file=sys.stderr)
 
     def advance(self, rows: int, found: bool) -> None:
-        """Count rows: found done from an earlier run, or computed now."""
+        """Count rows; `found`: they were stored by an earlier run."""
         if not rows:
             return
         self._done += rows
         self._found += rows if found else 0
         if self._bar is not None:
-            self._bar.initial += rows if found else 0  # the rate is of this run
+            self._bar.initial += rows if found else 0  # the rate covers this run only
             self._bar.update(rows)
         elif time.perf_counter() - self._last_line > _LINE_EVERY_S and not found:
             self._last_line = time.perf_counter()

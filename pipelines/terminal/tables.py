@@ -1,4 +1,4 @@
-"""Tables: as CSV files, and on the terminal."""
+"""Tables as CSV files and on the terminal."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ __all__ = ["print_aligned", "table_file"]
 
 @contextlib.contextmanager
 def table_file(path: Path) -> Iterator[Callable[[list[Any]], Any]]:
-    """Writes lines of a CSV file, which is there when all are; names of files need not be text."""
+    """Context manager: yield a function that writes one row of a CSV file. The file appears when it is complete."""
     with whole_file(path) as file:
+        # surrogateescape: file names may have undecodable bytes
         text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
         yield csv.writer(text, lineterminator="\n").writerow
         text.flush()
@@ -25,11 +26,11 @@ def table_file(path: Path) -> Iterator[Callable[[list[Any]], Any]]:
 
 
 def print_aligned(rows: Sequence[Sequence[str]], align: str, echo: Callable[[str], None]) -> None:
-    """Print columns, each as wide as its widest cell; the first row is the head.
+    """Print columns, each as wide as its widest cell; the first row is the header.
 
     Args:
-        rows: of cells.
-        align: a letter for each column: "<" for text, ">" for numbers.
+        rows: rows of cells.
+        align: one letter per column: "<" for text, ">" for numbers.
         echo: prints a line.
     """
     widths = [max(len(row[column]) for row in rows) for column in range(len(align))]

@@ -1,4 +1,4 @@
-"""Text for the terminal that several jobs print."""
+"""Text that several jobs print on the terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHOWN = 10  # lines of a list on the terminal; --json has all of them
 
 
 def print_failures(failures: Sequence[tuple[str, str, str]], out: Path, echo: Callable[[str], None]) -> None:
-    """The first of the (path, status, reason) given, and how many there are."""
+    """Print the number of failures, given as (path, status, reason), and the first `SHOWN` of them."""
     if not failures:
         return
     counts = Counter(status for _, status, _ in failures)
@@ -28,12 +28,12 @@ def print_failures(failures: Sequence[tuple[str, str, str]], out: Path, echo: Ca
 
 
 def print_remedy(failures: Sequence[tuple[int, str, str, str]], echo: Callable[[str], None], where: str = "") -> None:
-    """How failed rows are computed again.
+    """Print how to compute failed rows again.
 
     Args:
-        failures: (row, path, status, reason) of all of them.
+        failures: (row, path, status, reason) of all failed rows.
         echo: prints a line.
-        where: which run does it; empty: any.
+        where: describes the run that computes them; empty: any run.
     """
     statuses = [status for _, _, status, _ in failures]
     io_errors = statuses.count(Status.IO_ERROR.text)
@@ -44,5 +44,5 @@ def print_remedy(failures: Sequence[tuple[int, str, str, str]], echo: Callable[[
 
 
 def printable(path: str) -> str:
-    """A path that cannot break the terminal or the line: control characters and undecodable bytes are escaped."""
+    """Escape control characters and undecodable bytes of a path, so that it cannot break the line or the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in path)

@@ -32,7 +32,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_the_command_names_what_the_extra_of_the_checkout_consists_of() -> None:
-    assert pip_install("http") == "pip install 'fsspec[http]>=2024.6' 'aiohttp>=3.9'"
+    assert pip_install("http") == "pip install 'fsspec[http]>=2025.5' 'aiohttp>=3.9'"
     for extra, requirements in EXTRAS.items():
         assert pip_install(extra).count(">=") == "".join(requirements).count(">=")
 
@@ -42,12 +42,12 @@ def test_of_a_wheel_the_command_names_what_its_metadata_declares(monkeypatch: py
     declared = [
         "torch>=2.9",
         'open_clip_torch>=2.30; extra == "open-clip"',  # metadata writes extras with a hyphen
-        'fsspec[http]>=2024.6; extra == "http"',
+        'fsspec[http]>=2025.5; extra == "http"',
         'aiohttp>=3.9 ; extra == "http"',
     ]
     monkeypatch.setattr(metadata, "requires", lambda name: declared)
     assert pip_install("open_clip") == "pip install 'open_clip_torch>=2.30'"
-    assert pip_install("http") == "pip install 'fsspec[http]>=2024.6' 'aiohttp>=3.9'"
+    assert pip_install("http") == "pip install 'fsspec[http]>=2025.5' 'aiohttp>=3.9'"
 
 
 @pytest.mark.usefixtures("elsewhere")

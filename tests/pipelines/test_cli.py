@@ -373,5 +373,5 @@ def test_help_does_not_wait_for_torch() -> None:
         "import sys; from pipelines.cli import main; main(['--help'], standalone_mode=False); print(sys.modules.keys())"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "'layertap'" in run.stdout
+    assert "'pipelines.cli'" in run.stdout
     assert not {"'torch'", "'h5py'", "'timm'", "'numpy'"} & set(run.stdout.replace(",", " ").split())

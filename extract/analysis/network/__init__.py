@@ -1,1 +1,1 @@
-"""What the layers of a network do: inspection, monitors, ablation, attribution. Imports compute, backbones and taps."""
+"""Analysis of a network's layers: inspection, monitors, ablation, attribution. Imports compute, backbones and taps."""

@@ -1,4 +1,4 @@
-"""What a network does without a layer or a channel: what an edit does to its features, answers and later layers.
+"""Ablation: the effect of editing a layer or a channel on features, predictions and later layers.
 
 effects = ablation(backbone, batches, ["blocks.*"], edits.scale(0))
 for effect in effects: print(effect.layer, effect.cosine, effect.accuracy)
@@ -29,16 +29,16 @@ __all__ = ["Ablation", "Effect", "ablation", "mean_activations"]
 
 @dataclass
 class Effect:
-    """What an edit of one layer, or of one channel of it, does; means over images.
+    """Effect of editing one layer, or one channel of it; values are means over images.
 
     Attributes:
-        layer: that was edited.
-        channel: None: all.
-        cosine: of the embedding, or where there is none of the output, to that of the network as it is.
-        same_class: part of the images that get the same class as before; NaN without a classifier.
-        accuracy: top-1, of images with a target; NaN without.
-        later: layer -> cosine of what it gives to what it gave, of the layers that were edited, one by one, and are
-            computed after this one.
+        layer: name of the edited layer.
+        channel: edited channel; None: all channels.
+        cosine: cosine of the edited and the unedited network's embedding, or output if the backbone has no embedding.
+        same_class: share of the images whose predicted class does not change; NaN without a classifier.
+        accuracy: top-1 of the edited network on images with a target; NaN without targets or a classifier.
+        later: tensor -> cosine of its edited and unedited activation, for the tensors of the requested layers that are
+            computed after this layer.
     """
 
     layer: str
@@ -50,19 +50,19 @@ class Effect:
 
     @property
     def target(self) -> str:
-        """What was edited: `layer`, or `layer channel N`."""
+        """Text form of the edited part: `layer`, or `layer channel N`."""
         return self.layer if self.channel is None else f"{self.layer} channel {self.channel}"
 
 
 @dataclass
 class Ablation:
-    """All effects, and the network as it is.
+    """All effects, and the accuracy of the unedited network.
 
     Attributes:
-        effects: in the order of the layers, then of the channels.
-        accuracy: top-1 of the network as it is, of images with a target; NaN without.
-        images: how many were looked at.
-        targets: how many of them had one.
+        effects: in the order of computation of the layers, then in the order of the channels.
+        accuracy: top-1 of the unedited network on images with a target; NaN without targets or a classifier.
+        images: number of images.
+        targets: number of images with a target; 0 without a classifier.
     """
 
     effects: list[Effect]
@@ -80,20 +80,21 @@ def ablation(
     channels: Sequence[int] | None = None,
     on_forward: Callable[[int], None] = lambda images: None,
 ) -> Ablation:
-    """Edit layers one by one, and compare with the network as it is.
+    """Edit layers one by one, and compare each with the unedited network.
 
     Args:
-        backbone: as loaded.
-        batches: inputs (B, 3, H, W) and targets (B,), the right outputs, -1 for none; or None for all.
-        layers: names or globs. Of a layer that runs several times, all calls are edited.
-        edit: a function of one tensor, images first, as for `Taps.edit`, or one for each layer or tensor (`relu#1`)
-            by its name. Random numbers that it draws are the same for each layer.
-        channels: edit these one by one, and leave the others as they are; None edits the whole layer.
-        on_forward: called after each forward with the number of its images.
+        backbone: loaded backbone.
+        batches: pairs of inputs (B, 3, H, W) and target classes (B,), -1 for images without a target; or of inputs and
+            None.
+        layers: names or globs. If a layer runs several times, all calls are edited.
+        edit: function of one tensor with images on axis 0, as for `Taps.edit`; or a mapping of layer or tensor names
+            (`relu#1`) to such functions. It draws the same random numbers for each layer.
+        channels: channels to edit one by one, without changing the others; None: edit the whole layer.
+        on_forward: called after each forward with its number of images.
 
     Raises:
         UnknownNameError: a pattern matches no layer.
-        InputError: the rows of a layer are not the images, it has no such channel, or there is no batch.
+        InputError: the rows of a layer are not the images, a channel does not exist, or there are no batches.
     """
     with contextlib.ExitStack() as settings:
         for setting in (torch.no_grad(), evaluating(backbone.model), full_float32(), keeping_freed_memory()):
@@ -131,7 +132,7 @@ def ablation(
 
 
 def _in_order(backbone: Backbone, choice: Choice) -> Choice:
-    """The same features in the order in which they are computed."""
+    """Return the same features in the order of computation."""
     taps = choice.kept_by(Taps(backbone.model, stop=True), torch.float32)
     with taps:
         taps(torch.zeros(1, 3, *backbone.preprocessing.crop_px, device=backbone.device))
@@ -142,7 +143,7 @@ def _in_order(backbone: Backbone, choice: Choice) -> Choice:
 def mean_activations(
     backbone: Backbone, batches: Iterable[tuple[Tensor, Tensor | None]], layers: Sequence[str]
 ) -> dict[str, Tensor]:
-    """What layers give on the average over images, at each position: name of the tensor -> (1, *shape)."""
+    """Compute the mean activations over images, at each position: tensor name -> (1, *shape)."""
     sums: dict[str, Tensor] = {}
     count = 0
     with torch.no_grad(), evaluating(backbone.model), full_float32():
@@ -159,7 +160,7 @@ def mean_activations(
 
 
 def _trials(features: Sequence[Feature], channels: Sequence[int] | None) -> Iterator[tuple[str, int | None]]:
-    """Layers, in the order of their first tensors, and their channels."""
+    """Yield each layer, in the order of the first tensors, with each channel, or None if `channels` is None."""
     for layer in dict.fromkeys(feature.site.layer for feature in features):
         if channels is None:
             yield layer, None
@@ -182,7 +183,7 @@ def _edit_of(edit: Edit | Mapping[str, Edit], feature: Feature) -> Edit:
 
 
 def _of(edit: Edit, feature: Feature, channel: int | None, seed: int) -> Edit:
-    """The edit of a tensor as the layer gives it: images first, and of one channel only."""
+    """Adapt an edit to a layer's output: move the images to axis 0, and change only the given channel."""
 
     def changed(value: Tensor) -> Tensor:
         images = feature.rows.by_image(value)
@@ -200,14 +201,14 @@ def _of(edit: Edit, feature: Feature, channel: int | None, seed: int) -> Edit:
 
 
 def _back(images: Tensor, rows: Rows, like: Tensor) -> Tensor:
-    """What `Rows.by_image` gave, as it was."""
+    """Undo `Rows.by_image`."""
     shape = like.movedim(rows.axis, 0).shape
     return images.reshape(shape).movedim(0, rows.axis)
 
 
 @contextlib.contextmanager
 def _embedding(backbone: Backbone) -> Iterator[Feature | None]:
-    """The embedding, if the backbone has one."""
+    """Context manager: yield the embedding, or None if the backbone has neither an embedding nor a classifier."""
     try:
         yield choose_features(backbone, [EMBEDDING]).features[0]
     except InputError:
@@ -226,7 +227,7 @@ def _forward(
     backbone: Backbone, inputs: Tensor, features: Sequence[Feature], embedding: Feature | None,
     changes: Sequence[tuple[Site, Edit]] = (),
 ) -> _Seen:  # fmt: skip
-    """One forward, with a layer edited."""
+    """Run one forward with edits."""
     wanted = {feature.name: feature for feature in features}
     if embedding is not None:
         wanted[EMBEDDING] = embedding
@@ -234,7 +235,7 @@ def _forward(
     for site, change in changes:
         taps.edit(site, change)
     with taps:
-        output = taps(inputs.clone())  # a model may write into what it is given
+        output = taps(inputs.clone())  # a model may write to its input
         values = {name: taps.record[feature.site][feature.name] for name, feature in wanted.items()}
     if embedding is None and isinstance(output, Tensor):
         values[EMBEDDING] = output.float().cpu()
@@ -255,7 +256,7 @@ class _Outcome:
         for name, value in seen.values.items():
             before = plain.values[name]
             cosine = F.cosine_similarity(value.flatten(1).double(), before.flatten(1).double(), dim=1)
-            same = (value == before).flatten(1).all(1)  # those without a direction, too
+            same = (value == before).flatten(1).all(1)  # zero vectors too
             self.cosines[name] = self.cosines.get(name, 0.0) + float(torch.where(same, 1.0, cosine).sum())
         if seen.classes is not None and plain.classes is not None:
             self.same = (self.same or 0.0) + int((seen.classes == plain.classes).sum())

@@ -1,15 +1,15 @@
-"""Running statistics of activations and gradients: a few numbers for each channel; no activation is kept.
+"""Running statistics of activations and gradients: a few numbers for each channel, without storing activations.
 
     statistics = Statistics()
     for activation in batches:                             # (B, C, H, W)
         statistics.add(summarise(activation, [2, 3]))
     statistics.mean, statistics.std, statistics.quantile(0.99), statistics.dead
 
-`summarise` runs where the activation is, in a hook; `Statistics` adds what it returns in float64. Statistics of parts
-of the images, of other processes, are merged to those of all of them.
+`summarise` runs in a hook, on the device of the activation. `Statistics` accumulates the results in float64. Statistics
+of parts of the images, such as those of several processes, can be merged.
 
-Every number is exact to rounding (1e-5 of it at most, of any float32 values), but for quantiles: they come from a
-histogram whose bins are the values of bfloat16, so they are right to 1/128 of their size.
+Every number is exact up to rounding (relative error at most 1e-5, for any float32 values), except quantiles: they come
+from a histogram whose bins are the values of bfloat16, so they are accurate to 1/128 of their size.
 """
 
 from __future__ import annotations
@@ -28,25 +28,26 @@ from extract.errors import InputError
 
 __all__ = ["Statistics", "Summary", "summarise"]
 
-_BINS = 1 << 16  # of float32's 32 bits, the upper half: sign, exponent, 7 bits of the fraction
-_AT_ONCE = 1 << 20  # values, so that several passes over them find them in the cache
-# Outside of this range, squares of float32 values are lost, or are no more than their rounding.
+_BINS = 1 << 16  # values of the upper half of float32's 32 bits: sign, exponent, 7 bits of the fraction
+_AT_ONCE = 1 << 20  # values, few enough that several passes find them in the cache
+# Outside this range, squares of float32 values overflow, underflow or lose precision.
 _LARGE, _SMALL = 1e15, 1e-15
-_CONSTANT, _USUAL = 1e-6, 0.75  # within that part of a channel at that quantile, one is constant but for rounding
-# Of the range between the bounds of a function such as the sigmoid: a value so near to a bound is saturated.
+# A channel whose range is at most _CONSTANT times the _USUAL quantile of the channels' stds is constant up to rounding.
+_CONSTANT, _USUAL = 1e-6, 0.75
+# A value is saturated if it is this near to a bound of a function such as the sigmoid, as a share of the range.
 _NEAR_A_BOUND = 0.01
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What one batch adds to `Statistics`: of each image and channel, and a histogram of all.
+    """Summary of one batch for `Statistics`: numbers for each image and channel, and one histogram.
 
     Attributes:
-        count: (B, C) finite values.
-        mean, m2: (B, C) of them, and their summed squared deviations from it; 0 where there are none.
-        low, high: (B, C); infinity and minus infinity where there are none.
-        near_a_bound: (B, C) values that are saturated.
-        nan, infinite: (B,) values.
+        count: (B, C) number of finite values.
+        mean, m2: (B, C) mean of the finite values, and sum of squared deviations from it; 0 without finite values.
+        low, high: (B, C) smallest and largest finite value; infinity and minus infinity without finite values.
+        near_a_bound: (B, C) number of saturated values.
+        nan, infinite: (B,) number of such values.
         bins: (65536,) counts, by the upper half of the bits of each value in float32.
     """
 
@@ -61,22 +62,25 @@ class Summary:
     bins: NDArray[np.int64]
 
     def as_tensors(self) -> dict[str, Tensor]:
-        """The same as tensors, which `Taps` can keep."""
+        """Return the attributes as tensors, which `Taps` can keep."""
         return {name: torch.from_numpy(column) for name, column in vars(self).items()}
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Summary:
-        """What `as_tensors` gave, again as it was."""
+        """Create a summary from the result of `as_tensors`."""
         return cls(**{name: tensor.numpy() for name, tensor in tensors.items()})
 
 
 def summarise(values: Tensor, positions: Sequence[int], bounds: tuple[float, float] | None = None) -> Summary:
-    """Summarise one batch, on its device.
+    """Summarise one batch on its device.
 
     Args:
         values: (B, ...) floating point, images on axis 0, at most one axis of channels.
         positions: the axes that are neither images nor channels.
-        bounds: of the function that gave the values, where it has any: infinite where there is none on a side.
+        bounds: bounds of the function that computed the values, infinite on an unbounded side; None: unbounded.
+
+    Raises:
+        InputError: `values` have another dtype or other axes.
     """
     channels = [axis for axis in range(1, values.ndim) if axis not in positions]
     if values.ndim < 1 or len(channels) > 1 or not values.is_floating_point():
@@ -99,7 +103,7 @@ def summarise(values: Tensor, positions: Sequence[int], bounds: tuple[float, flo
 def _moments(
     values: Tensor, positions: Sequence[int], n_channels: int, bounds: tuple[float, float] | None
 ) -> tuple[NDArray[Any], ...]:
-    """The columns of `Summary`, but for the bins."""
+    """Compute the columns of `Summary` except the bins."""
     shape, n_images = (-1, n_channels), len(values)
     per_channel = values[0].numel() // max(1, n_channels) if n_images else 0
     if not values.numel():
@@ -112,7 +116,7 @@ def _moments(
         middle = values.mean(axes, keepdim=True)
         low, high = values.amin(axes), values.amax(axes)
         apart = values - middle
-        # The mean is rounded; what that makes of the sums is taken back below.
+        # The mean is rounded; its error is removed from the sums below.
         first, second = apart.sum(axes), apart.square_().sum(axes)
     else:
         middle = low = high = values
@@ -136,12 +140,12 @@ def _moments(
 
 
 def _in_float64(values: Tensor, axes: list[int], shape: tuple[int, int]) -> Iterator[NDArray[Any]]:
-    """Count, mean, M2, low and high of the finite values of one image; slow and safe."""
+    """Yield count, mean, M2, low and high of the finite values of one image; slow and safe from overflow."""
     finite = values.isfinite()
     infinity = torch.tensor(torch.inf, dtype=torch.float64)
     count = finite.sum(axes, keepdim=True) if axes else finite.long()
     known = torch.where(finite, values, 0.0)
-    # Divided before they are summed: the sum of values near the end of the range is beyond it.
+    # Divide before summing: the sum of values near the end of the range would overflow.
     mean = (known / count.clamp(min=1)).sum(axes, keepdim=True) if axes else known
     apart = torch.where(finite, values - mean, 0.0).square()
     m2 = apart.sum(axes) if axes else apart
@@ -160,28 +164,28 @@ def _near(values: Tensor, axes: list[int], bounds: tuple[float, float]) -> Tenso
 
 
 def _histogram(values: Tensor) -> NDArray[np.int64]:
-    """Counts by the upper 16 bits of each value in float32."""
-    # The order of values does not matter, and that in memory needs no copy.
+    """Count the values by their upper 16 bits in float32."""
+    # The order of values does not matter; the order in memory needs no copy.
     order = sorted(range(values.ndim), key=values.stride, reverse=True)
     flat = values.permute(order).reshape(-1).float()
     counts = torch.bincount((flat.view(torch.int32) >> 16) + _BINS // 2, minlength=_BINS).cpu().numpy()
-    return np.roll(counts, _BINS // 2)  # the shift was arithmetic: negative numbers came first
+    return np.roll(counts, _BINS // 2)  # the shift is arithmetic: negative numbers come first
 
 
 @dataclass
 class Statistics:
-    """Statistics of what one layer gives, or of the gradients it gets, over all images that were added.
+    """Statistics of one layer's activations or gradients over all images added.
 
-    Only finite values count, but for `nan` and `infinite`.
+    Only finite values count, except for `nan` and `infinite`.
 
     Attributes:
-        images: how many were added.
-        count: (C,) values of each channel.
-        channel_mean, m2: (C,) their mean, and summed squared deviations from it.
-        low, high: (C,) the smallest and the largest value.
-        near_a_bound: (C,) values that are saturated.
-        nan, infinite: values that are not finite.
-        not_finite_images: positions, as they were added, of the first images that have any, at most 100.
+        images: number of images added.
+        count: (C,) number of values of each channel.
+        channel_mean, m2: (C,) mean of each channel, and sum of squared deviations from it.
+        low, high: (C,) smallest and largest value.
+        near_a_bound: (C,) number of saturated values.
+        nan, infinite: number of such values.
+        not_finite_images: positions of the first images with values that are not finite, at most 100.
         bins: (65536,) histogram, by the upper half of the bits of each value in float32.
     """
 
@@ -201,11 +205,11 @@ class Statistics:
         """Add one batch.
 
         Args:
-            summary: of the batch.
-            first_image: position of its first image among all; None: after those that were added.
+            summary: summary of the batch.
+            first_image: position of the batch's first image among all images; None: after the images added so far.
 
         Raises:
-            InputError: it has another number of channels than those before.
+            InputError: the number of channels differs from that of earlier batches.
         """
         with np.errstate(over="ignore", invalid="ignore"):
             count, mean, m2 = _combined(summary.count, summary.mean, summary.m2)
@@ -220,7 +224,7 @@ class Statistics:
         self._merge(batch)
 
     def merge(self, other: Statistics) -> None:
-        """Add all that was added to another one; positions of its images are counted after those of this one."""
+        """Add the images of another `Statistics`, with positions after those of the images added so far."""
         moved = [self.images + i for i in other.not_finite_images]
         self._merge(dataclasses.replace(other, not_finite_images=moved))
 
@@ -247,75 +251,75 @@ class Statistics:
 
     @property
     def channels(self) -> int:
-        """How many there are."""
+        """Number of channels."""
         return len(self.count)
 
     @property
     def total(self) -> int:
-        """Finite values of all channels."""
+        """Number of finite values in all channels."""
         return int(self.count.sum())
 
     @property
     def mean(self) -> float:
-        """Of all values; NaN if there are none, as of all the others."""
+        """Mean of all values; NaN without values, like all scalars below."""
         return float(self._all()[1])
 
     @property
     def std(self) -> float:
-        """Of all values, by their number."""
+        """Population standard deviation of all values."""
         count, _, m2 = self._all()
         return float(np.sqrt(m2 / count)) if count else np.nan
 
     @property
     def channel_std(self) -> NDArray[np.float64]:
-        """(C,) of the values of each channel."""
+        """Population standard deviation (C,) of each channel."""
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.sqrt(self.m2 / self.count)
 
     @property
     def rms(self) -> float:
-        """The root of the mean square: the norm of an image's values by the root of their number."""
+        """Root mean square: the norm of an image's values divided by the square root of their number."""
         return float(np.hypot(self.mean, self.std))
 
     @property
     def min(self) -> float:
-        """The smallest value."""
+        """Smallest value."""
         return float(self.low.min()) if self.total else np.nan
 
     @property
     def max(self) -> float:
-        """The largest value."""
+        """Largest value."""
         return float(self.high.max()) if self.total else np.nan
 
     @property
     def zeros(self) -> float:
-        """Which part of the values is zero, or below 1e-40 in size."""
+        """Share of values that are zero, or below 1e-40 in size."""
         return float(self.bins[0] + self.bins[_BINS // 2]) / self.total if self.total else np.nan
 
     @property
     def saturated(self) -> NDArray[np.float64]:
-        """(C,) which part of a channel's values is near a bound of the layer's function."""
+        """Share (C,) of each channel's values that are near a bound of the layer's function."""
         return self.near_a_bound / np.maximum(self.count, 1)
 
     @property
     def dead(self) -> NDArray[np.int64]:
-        """Channels that had one value, everywhere and on every image: after a ReLU, they were never active."""
+        """Channels with a single value at all positions of all images; after a ReLU, they were never active."""
         return self.constant(_CONSTANT)
 
     def constant(self, within: float) -> NDArray[np.int64]:
-        """Channels whose values lie within such a part of the standard deviation of a channel at the upper quartile."""
+        """Return the channels whose range is at most `within` times the upper quartile of the channels' stds."""
         stds = self.channel_std
-        # Not of that of all values: one channel may be far larger than the others.
+        # Not the standard deviation of all values: one channel may be far larger than the others.
         usual = np.quantile(stds[np.isfinite(stds)], _USUAL) if np.isfinite(stds).any() else 0.0
         with np.errstate(invalid="ignore", over="ignore"):
             constant = self.high - self.low <= within * usual
         return np.flatnonzero(constant & (self.count > 0))
 
     def quantile(self, part: float) -> float:
-        """The value that such a part of the values is below, right to 1/128 of its size.
+        """Return a quantile of all values, accurate to 1/128 of its size.
 
         Args:
-            part: from 0 to 1.
+            part: share of the values below the quantile, from 0 to 1.
         """
         edges, counts = self._finite_bins()
         below = np.cumsum(counts)
@@ -329,7 +333,7 @@ class Statistics:
         return float(np.clip(value, self.min, self.max))
 
     def histogram(self, edges: NDArray[np.float64]) -> NDArray[np.float64]:
-        """How many values lie between neighbouring edges; bins of our own that an edge cuts are shared out evenly."""
+        """Count the values between neighbouring edges; the count of a bin cut by an edge is divided proportionally."""
         own, counts = self._finite_bins()
         below = np.concatenate([[0], np.cumsum(counts)])
         return np.diff(np.interp(edges, own, below))
@@ -341,24 +345,24 @@ class Statistics:
             return _combined(self.count, self.channel_mean, self.m2)
 
     def _finite_bins(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Edges, ascending, of the bins of finite values, one more than there are counts."""
+        """Return the ascending edges and the counts of the bins of finite values, with one more edge than counts."""
         return _EDGES, self.bins[_ASCENDING]
 
 
-_REMEMBERED = 100  # images with values that are not finite
+_REMEMBERED = 100  # positions of images with values that are not finite
 
 
 def _ascending() -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Bins of finite values in the order of their values; and the edges between them.
+    """Return the bins of finite values in ascending order, and their edges.
 
-    The two bins of zero, +0 and -0, are one point between the smallest negative and the smallest positive one.
+    The two bins of zero, +0 and -0, are a single point between the smallest negative and the smallest positive bin.
     """
     exponent_255 = 255 << 7
     positive = np.arange(exponent_255, dtype=np.int64)
     starts = (positive.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     ends = np.append(starts[1:], 2.0**128)
     bins = np.concatenate([positive[::-1] + _BINS // 2, positive])
-    # The innermost bins hold zeros, and values so small that they are counted as such: no width.
+    # The innermost bins hold zeros, and values so small that they count as zero: the bins have no width.
     edges = np.concatenate([-ends[:0:-1], [0.0, 0.0, 0.0], ends[1:]])
     return bins, edges
 
@@ -369,7 +373,7 @@ _ASCENDING, _EDGES = _ascending()
 def _combined(
     count: NDArray[np.int64], mean: NDArray[np.float64], m2: NDArray[np.float64]
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """Count, mean and M2 of several groups of values as of one, along axis 0 (Chan, Golub, LeVeque 1979)."""
+    """Combine count, mean and M2 of the groups of values along axis 0 (Chan, Golub, LeVeque 1979)."""
     total = count.sum(0)
     middle = (mean * (count / np.maximum(total, 1))).sum(0)
     return total, middle, m2.sum(0) + (count * (mean - middle) ** 2).sum(0)

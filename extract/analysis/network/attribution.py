@@ -1,9 +1,9 @@
-"""Where a network looks: Grad-CAM, attention and its rollout, and the main directions of patch tokens as colours.
+"""Attribution: Grad-CAM, attention weights and rollout, and principal directions of patch tokens as colours.
 
 cam = grad_cam(backbone, inputs, "blocks.6")                  # (B, h, w)
 weights = attentions(backbone, inputs)                        # layers x (B, heads, T, T)
-seen = rollout(weights)[:, 0, backbone.prefix_tokens:]        # (B, patches): by the class token
-colours = principal_colours(activations)                      # (B, h, w, 3), of (B, h, w, C)
+seen = rollout(weights)[:, 0, backbone.prefix_tokens:]        # (B, patches): as seen by the class token
+colours = principal_colours(activations)                      # (B, h, w, C) -> (B, h, w, 3)
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ __all__ = ["activations_of", "attentions", "grad_cam", "map_of", "principal_colo
 
 
 def activations_of(backbone: Backbone, inputs: Tensor, choice: Choice) -> dict[str, Tensor]:
-    """What layers give, not pooled: feature name -> (B, *shape), on the CPU.
+    """Compute activations without pooling: feature name -> (B, *shape), on the CPU.
 
     Args:
-        backbone: as loaded.
-        inputs: (B, 3, H, W), as its preprocessing gives them.
-        choice: of `choose_features(backbone, ["LAYER:none", ...])`.
+        backbone: loaded backbone.
+        inputs: (B, 3, H, W), preprocessed for the backbone.
+        choice: result of `choose_features(backbone, ["LAYER:none", ...])`.
     """
     taps = choice.kept_by(Taps(backbone.model, stop=True), torch.float32)
     with torch.no_grad(), evaluating(backbone.model), full_float32(), taps:
@@ -41,16 +41,16 @@ def activations_of(backbone: Backbone, inputs: Tensor, choice: Choice) -> dict[s
 
 
 def map_of(activation: Tensor, axes: str, prefix_tokens: int, input_px: Sequence[int]) -> Tensor:
-    """An activation as a map (B, h, w, C): of tokens, those of the patches.
+    """Convert an activation to a map (B, h, w, C); of tokens, only the patch tokens are used.
 
     Args:
-        activation: (B, ...) with axes as `Layout.axes` has them: "CHW", "HWC" or "TC".
-        axes: of one image.
-        prefix_tokens: tokens before those of the patches.
-        input_px: (height, width) of the input, whose sides the patches divide alike.
+        activation: (B, ...).
+        axes: axes of one image as in `Layout.axes`: "CHW", "HWC" or "TC".
+        prefix_tokens: number of tokens before the patch tokens.
+        input_px: (height, width) of the input, which is cut into square patches.
 
     Raises:
-        InputError: it has no positions, or tokens that are no grid.
+        InputError: the activation has no positions, or its tokens do not form a grid.
     """
     if axes == "CHW":
         return activation.permute(0, 2, 3, 1)
@@ -68,22 +68,24 @@ def map_of(activation: Tensor, axes: str, prefix_tokens: int, input_px: Sequence
 def grad_cam(
     backbone: Backbone, inputs: Tensor, layer: str, targets: Sequence[int] | Tensor | None = None
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Grad-CAM (Selvaraju et al. 2017, arXiv:1610.02391, equations 1 and 2): what speaks for a class, and where.
+    """Compute Grad-CAM (Selvaraju et al. 2017, arXiv:1610.02391, equations 1 and 2): evidence for a class by position.
 
-    Each channel weighs as much as the mean of the gradient of the class's score over its positions; the map is the
-    weighted sum of the channels, without its negative part.
+    The weight of a channel is the mean over positions of the gradient of the class score. The map is the weighted sum
+    of the channels, with negative values set to zero.
 
     Args:
-        backbone: one that gives scores of classes.
-        inputs: (B, 3, H, W), as its preprocessing gives them.
-        layer: that gives maps or tokens.
-        targets: (B,) a class for each image; None: the one with the highest score.
+        backbone: backbone that returns class scores.
+        inputs: (B, 3, H, W), preprocessed for the backbone.
+        layer: layer with a map or tokens.
+        targets: (B,) a class for each image; None: the class with the highest score.
 
     Returns:
-        (B, h, w), zero or more, in the units of the score; (B,) the classes.
+        (B, h, w) non-negative maps in the units of the score, and (B,) the classes.
 
     Raises:
-        InputError: the layer has no positions, or the backbone gives no scores.
+        UnknownNameError: the layer does not exist.
+        InputError: the layer has no positions, several tensors or no gradient, a target is not a class, or the backbone
+            returns no class scores.
     """
     with evaluating(backbone.model), full_float32():
         features = choose_features(backbone, [f"{layer}:none"]).features
@@ -94,7 +96,7 @@ def grad_cam(
         site = feature.site
         gradient = Site(site.layer, site.call, site.path, "grad")
         with torch.enable_grad(), Taps(backbone.model).keep(site).keep(gradient) as taps:
-            pixels = inputs.clone().requires_grad_()  # so that gradients flow though all parameters may be frozen
+            pixels = inputs.clone().requires_grad_()  # gradients must flow even if all parameters are frozen
             scores = taps(pixels.clone())
             if not isinstance(scores, Tensor) or scores.ndim != 2:
                 raise InputError(f"{backbone.spec} gives no scores of classes, (images, classes)")
@@ -121,16 +123,16 @@ def grad_cam(
 
 
 def attentions(backbone: Backbone, inputs: Tensor, layers: str | Sequence[str] | None = None) -> list[Tensor]:
-    """The weights of every attention over tokens, (B, heads, T, T) each, on the CPU, in the order of computing.
+    """Compute the weights (B, heads, T, T) of every attention over tokens, on the CPU, in the order of computation.
 
     Args:
-        backbone: as loaded.
-        inputs: (B, 3, H, W), as its preprocessing gives them.
-        layers: names or globs of layers inside of which it is computed; None is all of it.
+        backbone: loaded backbone.
+        inputs: (B, 3, H, W), preprocessed for the backbone.
+        layers: names or globs of layers that contain attention; None: all layers.
 
     Raises:
         UnknownNameError: a pattern matches no layer.
-        InputError: there is none that is known.
+        InputError: the backbone computes no attention of a known kind.
     """
     if layers is None:
         layers = [name for name in named_layers(backbone.model) if "." not in name]
@@ -144,18 +146,18 @@ def attentions(backbone: Backbone, inputs: Tensor, layers: str | Sequence[str] |
 
 
 def rollout(weights: Sequence[Tensor]) -> NDArray[np.float32]:
-    """Attention rollout (Abnar and Zuidema 2020, arXiv:2005.00928): how much of each token reaches each, in the end.
+    """Compute attention rollout (Abnar and Zuidema 2020, arXiv:2005.00928): how much each token reaches each output.
 
-    The heads of a layer are averaged; half of what a token has stays with it, for the residual connection.
+    The heads of a layer are averaged. Half of each token stays in place, for the residual connection.
 
     Args:
-        weights: of each layer, the first first: (B, heads, T, T), rows sum to 1.
+        weights: (B, heads, T, T) for each layer, in the order of computation; rows sum to 1.
 
     Returns:
         (B, T, T), rows sum to 1.
 
     Raises:
-        InputError: layers differ in the number of tokens.
+        InputError: layers differ in the number of tokens or images, or there are no layers.
     """
     shapes = {tuple(one.shape[-2:]) for one in weights}
     if len(shapes) != 1 or len({len(one) for one in weights}) != 1:
@@ -172,16 +174,20 @@ def rollout(weights: Sequence[Tensor]) -> NDArray[np.float32]:
 
 
 def principal_colours(maps: Tensor) -> NDArray[np.float32]:
-    """The three main directions of what is at all positions of all images, as red, green and blue.
+    """Show the three principal directions over all positions of all images as red, green and blue.
 
-    As in the figures of DINOv2 (Oquab et al. 2023, arXiv:2304.07193), without their separation of the background. Each
-    colour goes from the 1st to the 99th percentile of its direction. Like colours are like contents, across images too.
+    As in the figures of DINOv2 (Oquab et al. 2023, arXiv:2304.07193), without the separation of the background. Each
+    colour spans the 1st to the 99th percentile of its direction. Similar colours mean similar content, also across
+    images.
 
     Args:
         maps: (B, h, w, C).
 
     Returns:
         (B, h, w, 3) from 0 to 1.
+
+    Raises:
+        InputError: a value is not finite.
     """
     flat = maps.reshape(-1, maps.shape[-1]).double()
     if not bool(flat.isfinite().all()):
@@ -189,7 +195,7 @@ def principal_colours(maps: Tensor) -> NDArray[np.float32]:
     flat = flat - flat.mean(0)
     count = min(3, *flat.shape)
     directions = torch.linalg.eigh(flat.T @ flat)[1].flip(1)[:, :count] if len(flat) else flat.T[:, :0]
-    # Of a direction, either way is as good: the one in which the largest part points up.
+    # The sign of a direction is arbitrary: make the largest component positive.
     largest = directions.abs().argmax(0)
     directions = directions * directions[largest, torch.arange(count)].sign()
     found = (flat @ directions).numpy()

@@ -1,8 +1,8 @@
-"""What statistics of layers say in words: which layer is at fault, and nothing that only follows from it.
+"""Findings in the statistics of layers: report the layer at fault, without the consequences in other layers.
 
-A fault in one layer shows in many: what a dead channel feeds is often dead too, after a NaN all is NaN, below a
-saturated layer no gradient arrives. Layers are looked at in the order of computing, and what an earlier finding
-explains is left out.
+A fault in one layer shows in many: channels fed by a dead channel are often dead too, all values after a NaN are NaN,
+and no gradient reaches the layers before a saturated layer. Layers are checked in the order of computation, and faults
+that an earlier finding explains are left out.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from extract.analysis.network.reports import ParameterReport, TensorReport
 
 __all__ = ["Finding", "findings_of"]
 
-# A channel that gives the least value of all may be one that few images excite; so many must have been seen.
+# Images needed to call a channel dead if its constant value is an end of the layer's range: few images may activate it.
 _IMAGES_AT_THE_END = 100
-_VALUES_FOR_CONSTANT = 20  # of any other constant, a few say enough
-# A normalisation makes rounding errors large: a channel that was constant is not quite, until the next activation.
+_VALUES_FOR_CONSTANT = 20  # values needed to call any other constant channel dead
+# Normalisation amplifies rounding errors: a constant channel varies slightly up to the next activation function.
 _NEARLY_CONSTANT = 1e-3
 _GRAVE_PART = 0.5  # of the channels of a layer
 _SATURATED_VALUES, _SATURATED_UNITS = 0.95, 0.5
-# Norms grow by 5 in a layer of trained networks, by 30 in normalisations, and by 400 in gates whose input is nearly
-# zero (efficientnet_lite0, ConvNeXt, MobileNetV3), but then they do not stand out from the others.
+# In trained networks (efficientnet_lite0, ConvNeXt, MobileNetV3), norms grow by a factor of 5 in a layer, 30 in a
+# normalisation, and 400 in a gate whose input is nearly zero; the gate's result does not exceed other activations.
 _GROWTH, _ABOVE_OTHERS = 100.0, 100.0
-# Gradients of the first layers are 0.0002 to 8 times those of the last ones (the same networks, ViT, Swin, ResNets).
+# Gradients of the first layers are 0.0002 to 8 times those of the last (the same networks, ViT, Swin, ResNets).
 _VANISHED, _EXPLODED = 1e-5, 1e3
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing to look at.
+    """A problem in one layer.
 
     Attributes:
         kind: "not finite", "dead", "saturated", "exploding", "vanishing gradients", "exploding gradients", "zero
             weight", "frozen" or "no gradient".
-        layer: where it begins.
-        text: what is the matter there.
-        grave: whether the network hardly works so; else it is good to know.
+        layer: layer where the problem starts.
+        text: description of the problem.
+        grave: whether the network is unlikely to work; otherwise the finding is for information.
     """
 
     kind: str
@@ -58,13 +58,13 @@ def findings_of(
     broken_inputs: Sequence[int] = (),
     name_of: Callable[[int], str] = lambda position: f"image {position}",
 ) -> list[Finding]:
-    """What is wrong, the grave things first, each in the order of computing.
+    """Return the problems of a network: grave findings first, then by kind, each kind in the order of computation.
 
     Args:
-        tensors: in the order in which they were computed.
-        parameters: with their gradients, where there was a loss.
-        broken_inputs: positions of images that were given with values that are not finite.
-        name_of: what the image at a position is called.
+        tensors: in the order of computation.
+        parameters: parameters with their gradients, if there was a loss.
+        broken_inputs: positions of input images with values that are not finite.
+        name_of: function that returns the name of the image at a position.
     """
     found = [*_not_finite(tensors, broken_inputs, name_of), *_exploding(tensors)]
     found += _saturated(tensors, exploded=bool(found))
@@ -76,7 +76,7 @@ def findings_of(
     known = {finding.layer for finding in found}
     found += [finding for finding in _dead(tensors) if finding.layer not in known]
     known |= {finding.layer for finding in found}
-    if found:  # what is fed with the result of an explosion is saturated, and gradients end there
+    if found:  # layers that get the result of an explosion saturate, and gradients vanish there
         known |= {one.name for one in tensors if one.input_rms > _ABOVE_OTHERS * _usual(tensors)}
     found += [finding for finding in _gradients(tensors) if finding.layer not in known]
     found += _parameters(parameters)
@@ -118,7 +118,7 @@ def _exploding(tensors: Sequence[TensorReport]) -> list[Finding]:
 
 
 def _usual(tensors: Sequence[TensorReport]) -> float:
-    """Root mean square of an ordinary activation of this network."""
+    """Return the median over tensors of the activations' root mean square."""
     sizes = [one.activations.rms for one in tensors if one.activations.total]
     return float(np.median(sizes)) if sizes else math.nan
 
@@ -126,7 +126,7 @@ def _usual(tensors: Sequence[TensorReport]) -> float:
 def _saturated(tensors: Sequence[TensorReport], *, exploded: bool) -> list[Finding]:
     found, usual = [], _usual(tensors)
     for one in tensors:
-        # One unit may be a switch, and the last layer an answer: both may well be sure of themselves.
+        # A single unit may be a switch, and the last layer a prediction: both may be saturated by design.
         if one.activations.channels < 2 or one is tensors[-1]:
             continue
         if not one.bounded or (exploded and one.input_rms > _ABOVE_OTHERS * usual):
@@ -141,14 +141,14 @@ def _saturated(tensors: Sequence[TensorReport], *, exploded: bool) -> list[Findi
 
 def _dead(tensors: Sequence[TensorReport]) -> list[Finding]:
     found: list[Finding] = []
-    before: dict[int, set[int]] = {}  # number of channels -> those that were nearly constant in the last such tensor
-    before_whole = False  # whether the tensor before was wholly dead: it is no wonder then
+    before: dict[int, set[int]] = {}  # number of channels -> channels nearly constant in the last tensor of that width
+    before_whole = False  # whether the previous tensor was entirely dead, which explains this one
     for one in tensors:
         numbers = one.activations
         if not one.by_image or numbers.channels < 2:
             continue
         zero = (numbers.low == 0) & (numbers.high == 0)
-        # A channel at the end of the range of all may be one that few images move, as behind a ReLU.
+        # A constant channel at an end of the layer's range may be one that few images activate, as after a ReLU.
         at_the_end = ((numbers.low == numbers.min) & (numbers.high == numbers.min)) | (
             (numbers.low == numbers.max) & (numbers.high == numbers.max)
         )
@@ -156,7 +156,7 @@ def _dead(tensors: Sequence[TensorReport]) -> list[Finding]:
         dead = {channel for channel in numbers.dead.tolist() if enough[channel]}
         new = dead - before.get(numbers.channels, set())
         whole = len(dead) == numbers.channels
-        # A value at its bounds is called saturated.
+        # Values at the bounds of a function are reported as saturated.
         if new and not (whole and before_whole) and not one.bounded:
             first = sorted(new)
             names = ", ".join(map(str, first[:5])) + (", ..." if len(first) > 5 else "")
@@ -169,10 +169,10 @@ def _dead(tensors: Sequence[TensorReport]) -> list[Finding]:
 
 
 def _gradients(tensors: Sequence[TensorReport]) -> list[Finding]:
-    """Where gradients, on their way from the loss to the first layers, are lost or grow.
+    """Find where gradients vanish or explode on the way from the loss to the first layers.
 
-    A branch may have small gradients by design, and the rest of the network none the less. So a place counts only where
-    the largest gradient of all tensors before it is small.
+    A branch may have small gradients by design while the rest of the network has larger gradients. A place counts only
+    if the largest gradient of all tensors before it is small.
     """
     came = [one for one in tensors if one.gradients is not None]
     broken = [one for one in came if one.gradients is not None and one.gradients.nan + one.gradients.infinite]
@@ -208,7 +208,7 @@ def _gradients(tensors: Sequence[TensorReport]) -> list[Finding]:
 
 
 def _parameters(parameters: Sequence[ParameterReport]) -> list[Finding]:
-    """Layers that do not learn while others do."""
+    """Find layers that do not learn while others do."""
     found = []
     frozen = [one for one in parameters if not one.trainable]
     if len(frozen) < len(parameters):

@@ -1,10 +1,10 @@
-"""What each layer of a network does on real inputs: statistics of its activations, and of the gradients it gets.
+"""Inspection of a network on real inputs: statistics of each layer's activations and gradients.
 
     inspection = inspect_model(model, batches)                       # batches of (B, 3, H, W)
     inspection = inspect_model(model, batches, loss=F.cross_entropy) # of (images, targets): gradients too
     for finding in inspection.findings: print(finding)               # "layer3.relu: 41 of 1,024 channels are zero ..."
 
-Everything is summed up in the hooks (see `activation_statistics`): memory does not grow with the number of images.
+The hooks compute the statistics (see `activation_statistics`), so memory does not grow with the number of images.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from extract.taps.taps import Taps
 
 __all__ = ["Inspection", "Loss", "does_something", "inspect_model", "positions_of"]
 
-Loss = Callable[[Any, Any], Tensor]  # (what the model returned, targets or None) -> one number
+Loss = Callable[[Any, Any], Tensor]  # (model output, targets or None) -> scalar
 
 _TRIAL_INPUTS = 3
 _IDLE = (
     nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.ModuleList, nn.ModuleDict,
 )  # fmt: skip
-# Of timm and torchvision; and the last projection inside nn.MultiheadAttention, which is not called.
+# From timm and torchvision; and the last projection inside nn.MultiheadAttention, which is not called.
 _IDLE_NAMES = {"DropPath", "StochasticDepth", "NonDynamicallyQuantizableLinear"}
 
 
 @dataclass
 class Inspection:
-    """What was seen.
+    """Result of an inspection.
 
     Attributes:
-        images: how many went through.
-        tensors: in the order in which they were computed.
-        parameters: of the layers that were asked for; empty without a loss.
-        never_ran: layers that gave nothing.
-        findings: what somebody should look at.
-        loss: mean over batches; NaN without one.
+        images: number of images.
+        tensors: reports of the tensors, in the order of computation.
+        parameters: reports of the requested layers' parameters; empty without a loss.
+        never_ran: requested layers that did not run or returned no floating-point tensor.
+        findings: problems of the network.
+        loss: mean over batches; NaN without a loss.
     """
 
     images: int
@@ -68,10 +68,10 @@ class Inspection:
 
 @dataclass(frozen=True)
 class _Place:
-    """How to sum up one tensor: where the images are in it (None: nobody knows), and which axes are positions."""
+    """How to summarise one tensor: where its images are (None: unknown), and which axes are positions."""
 
     rows: Rows | None
-    shape: tuple[int, ...]  # of an image, or of all
+    shape: tuple[int, ...]  # of one image, or of the whole batch if `rows` is None
     positions: tuple[int, ...]
     bounds: tuple[float, float] | None
 
@@ -81,10 +81,10 @@ class _Place:
 
 
 class _Once:
-    """A reduction that is not computed again for the tensor it was computed for last.
+    """A reduction that caches its last result and reuses it for the same tensor.
 
-    Containers, and layers that do nothing in eval mode, hand on what the layer before them gave. The tensor is held, so
-    that no other can be at its place in memory.
+    Containers, and layers that do nothing in eval mode, return the output of the layer before them. The tensor is held,
+    so that no other tensor can get the same memory address.
     """
 
     def __init__(self) -> None:
@@ -106,19 +106,20 @@ def inspect_model(
     on_batch: Callable[[int], None] = lambda images: None,
     name_of: Callable[[int], str] = lambda position: f"image {position}",
 ) -> Inspection:
-    """Run a network over inputs, in eval mode, and tell what its layers do.
+    """Run a network on inputs in eval mode, and compute statistics of its layers.
 
     Args:
         model: on its device.
         batches: tensors (B, ...), or pairs of a tensor and targets, on the model's device.
-        layers: names or globs; None is every layer that does anything in eval mode.
-        loss: of what the model returned and the targets (None where there are none), to take gradients of.
-        on_batch: called after each batch with the number of its images.
-        name_of: what the image at a position, among all, is called in findings.
+        layers: names or globs; None: every layer that changes its input in eval mode.
+        loss: function of the model's output and the targets (or None) for computing gradients; None: no gradients.
+        on_batch: called after each batch with its number of images.
+        name_of: function that returns the name of the image at a position among all images, for findings.
 
     Raises:
         UnknownNameError: a pattern matches no layer.
-        InputError: no batch, or none of the layers gives a floating-point tensor.
+        InputError: there are no batches, a batch has another type, no layer returns a floating-point tensor, or the
+            loss is not one number that depends on the model's output.
     """
     with contextlib.ExitStack() as settings:
         for setting in (evaluating(model), full_float32(), keeping_freed_memory()):
@@ -135,7 +136,7 @@ def inspect_model(
 
 
 def _once_each(model: nn.Module) -> list[str]:
-    """Every layer by the first of its names; without those that do nothing in eval mode."""
+    """Return the first name of every layer that does something in eval mode."""
     first: dict[int, str] = {}
     for name, module in named_layers(model).items():
         if does_something(module):
@@ -144,7 +145,7 @@ def _once_each(model: nn.Module) -> list[str]:
 
 
 def does_something(module: nn.Module) -> bool:
-    """Whether a layer is called, and gives something else than it is given, at least in eval mode."""
+    """Return whether a layer is called and changes its input in eval mode."""
     return not isinstance(module, _IDLE) and type(module).__name__ not in _IDLE_NAMES
 
 
@@ -161,7 +162,7 @@ def _pairs(batches: Iterable[Any]) -> Iterator[tuple[Tensor, Any]]:
 
 
 class _Watch:
-    """Taps on all that is asked for, and what they gave so far."""
+    """Taps on the requested layers, and the statistics so far."""
 
     def __init__(self, model: nn.Module, names: Sequence[str], inputs: Tensor, *, with_gradients: bool):
         self._model = model
@@ -180,7 +181,8 @@ class _Watch:
             )
             for site, place in self._places.items()
         }  # fmt: skip
-        self._squares: dict[tuple[str, int], list[float]] = {}  # of inputs: sum, count
+        # (layer, call) -> sum of squares of the input's finite values, and their number
+        self._squares: dict[tuple[str, int], list[float]] = {}
         self.broken_inputs: list[int] = []
         self._with_gradients = with_gradients
         self._slopes = _slopes(model, self._places, inputs) if with_gradients else []
@@ -237,10 +239,10 @@ class _Watch:
     def _backward(
         self, taps: Taps, inputs: Tensor, targets: Any, loss: Loss, parameters: dict[str, nn.Parameter]
     ) -> tuple[float, dict[str, Tensor]]:
-        """The loss of a batch, and the gradients of parameters that it depends on."""
+        """Compute the loss of a batch, and the gradients of the parameters that it depends on."""
         asked = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         with torch.enable_grad():
-            # Gradients of activations are wanted of a network that is all frozen, too.
+            # The input requires gradients, so that activations have gradients even if all parameters are frozen.
             inputs = inputs.clone().requires_grad_(inputs.is_floating_point())
             value = loss(taps(inputs.clone()), targets)
             if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
@@ -259,7 +261,7 @@ class _Watch:
         for site, report in self.reports.items():
             if site not in there:
                 continue
-            # Where nobody knows which rows are which image, batches are counted.
+            # If it is unknown which rows belong to which image, batches are counted.
             first = first_image if report.by_image else None
             report.activations.add(Summary.of_tensors(record[site]), first)
             if (gradient := _gradient_of(site)) in there:
@@ -277,7 +279,7 @@ def _gradient_of(site: Site) -> Site:
 
 
 def _slopes(model: nn.Module, places: Mapping[Site, _Place], inputs: Tensor) -> list[Site]:
-    """Those tensors whose gradients can be had; not those that the model writes to under another name."""
+    """Return the tensors whose gradients can be recorded: those that the model does not write to through an alias."""
     sites = list(places)
     while True:
         taps = Taps(model)
@@ -293,7 +295,7 @@ def _slopes(model: nn.Module, places: Mapping[Site, _Place], inputs: Tensor) -> 
 
 
 def _squared(value: Tensor) -> Tensor:
-    """(2,) float64: sum of squares of the finite values, and their number."""
+    """Return (2,) float64: sum of squares of the finite values, and their number."""
     if not value.is_floating_point() or not value.numel():
         return torch.zeros(2, dtype=torch.float64)
     norm = torch.linalg.vector_norm(value.float() if value.element_size() < 4 else value)
@@ -306,8 +308,8 @@ def _squared(value: Tensor) -> Tensor:
 
 
 def _places(model: nn.Module, names: Sequence[str], inputs: Tensor) -> dict[Site, _Place]:
-    """Each floating-point tensor that these layers give, in order, and how to sum it up; from a trial."""
-    some = inputs[:_TRIAL_INPUTS].detach().clone()  # a model may write into what it is given
+    """Return each floating-point output of these layers, in order, and how to summarise it, from a trial forward."""
+    some = inputs[:_TRIAL_INPUTS].detach().clone()  # a model may write to its input
     wanted = [(name, "output") for name in names]
     trial: Trial | None = None
     if len(some) > 1:
@@ -336,15 +338,15 @@ def _places(model: nn.Module, names: Sequence[str], inputs: Tensor) -> dict[Site
 
 
 def positions_of(shape: Sequence[int], inputs: Sequence[int], extra: int = 0) -> tuple[int, ...]:
-    """The axes of an activation (B, ...) that are neither images nor channels.
+    """Return the axes of an activation (B, ...) that are neither images nor channels.
 
-    A map's are recognised by the size of the picture; else, as PyTorch's own layers have it, channels come first of
-    three axes (C, H, W), and last of two (T, C).
+    The axes of a map are recognised by the size of the input image. Otherwise PyTorch's convention is assumed: channels
+    are the first of three axes (C, H, W), and the last of any other number of axes, such as (T, C).
 
     Args:
-        shape: images first.
-        inputs: of the batch that the model was given.
-        extra: axes after the first that only divide up an image.
+        shape: shape of the activation, with images on axis 0.
+        inputs: shape of the model's input batch.
+        extra: number of axes after the first that only subdivide an image.
     """
     own = tuple(shape[1 + extra :])
     if not own:
@@ -363,9 +365,9 @@ _BOUNDS: dict[type[nn.Module], tuple[float, float]] = {
 
 
 def _bounds_of(module: nn.Module) -> tuple[float, float] | None:
-    """Between what a layer's values lie, where a value at the end means that its gradient is nearly lost.
+    """Return the bounds of a layer's values if the gradient nearly vanishes there, else None.
 
-    A ReLU's zero is no such bound: half of its values are there by design.
+    The zero of a ReLU is not such a bound: half of its values are zero by design.
     """
     if type(module) is nn.Hardtanh:
         return float(module.min_val), float(module.max_val)
@@ -378,13 +380,13 @@ def _has_zero_weight(module: nn.Module) -> bool:
 
 
 def _leaves(names: set[str]) -> set[str]:
-    """Of these layers, those that none of the others is inside of."""
+    """Return those of the layers that contain none of the others."""
     parts = (name.split(".") for name in names)
     return names - {".".join(part[:depth]) for part in parts for depth in range(1, len(part))}
 
 
 def _parameters(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Parameter]:
-    """Of these layers themselves, each once."""
+    """Return the parameters that these layers own directly, each once."""
     wanted, found, seen = set(names), {}, set()
     for name, parameter in named_parameters(model).items():
         if name.rpartition(".")[0] in wanted and id(parameter) not in seen:

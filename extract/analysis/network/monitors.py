@@ -1,13 +1,13 @@
-"""Watch anybody's training: statistics of activations or gradients at every so many steps, and alarms.
+"""Monitors for training loops: statistics of activations or gradients at regular steps, and alarms.
 
     with GradientMonitor(model, every=100, to="gradients.csv") as monitor:
-        for images, labels in loader:                 # the loop is not changed
+        for images, labels in loader:                 # the unchanged training loop
             loss = F.cross_entropy(model(images), labels)
             loss.backward()
             ...
 
-A step is one forward of the model in training mode. Between the steps that are looked at, nothing hooks the layers; in
-them, what is computed, and the random numbers that are drawn, are the same as without a monitor.
+A step is one forward of the model in training mode. Between monitored steps, the layers have no hooks. In monitored
+steps, the results and the random numbers drawn are the same as without a monitor.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from extract.taps.taps import Taps
 
 __all__ = ["ActivationMonitor", "Alarm", "GradientMonitor"]
 
-_DEAD_LOOKS = 3  # in a row, that a channel must give one value, so that it is called dead
-_VALUES_FOR_DEAD = 20  # of a channel, in each look
-_DEAD_PART = 0.5  # of the channels of a layer, from which on there is an alarm
-_EXPLODED = 100.0  # times the median of what the same layer had before
-_LOOKS_BEFORE = 3  # so many are needed to know what is usual
+_DEAD_LOOKS = 3  # consecutive monitored steps in which a channel must be constant to be called dead
+_VALUES_FOR_DEAD = 20  # of a channel, in each monitored step
+_DEAD_PART = 0.5  # share of dead channels in a layer that raises an alarm
+_EXPLODED = 100.0  # times the median of the layer's earlier sizes
+_LOOKS_BEFORE = 3  # earlier sizes needed for the median
 
 Rows = list[dict[str, Any]]
 Target = Any  # a path of a CSV file, a SummaryWriter, a function of (step, rows), or None
@@ -52,13 +52,13 @@ Target = Any  # a path of a CSV file, a SummaryWriter, a function of (step, rows
 
 @dataclass(frozen=True)
 class Alarm:
-    """Something that should stop or change a training.
+    """A problem that is a reason to stop or change the training.
 
     Attributes:
-        step: at which it was seen.
+        step: step in which the problem was detected.
         kind: "not finite", "dead" or "exploding".
-        layer: the first that showed it: in the order of computing, of gradients the nearest to the loss.
-        text: what is the matter there.
+        layer: first layer with the problem in the order of computation; for gradients, the layer nearest to the loss.
+        text: description of the problem.
     """
 
     step: int
@@ -71,24 +71,24 @@ class Alarm:
 
 
 class _Onlooker(Taps):
-    """Taps that leave the training as it is: no tensor is replaced by a copy of it."""
+    """Taps that do not change the training: no tensor is replaced by a copy."""
 
     def __init__(self, model: nn.Module, on_record: Callable[[Record], None]):
         super().__init__(model, on_record=on_record)
         self._hooks.stands_in = False
 
     def begin(self, module: nn.Module, args: Any) -> None:
-        """Begin a record in a forward that is running already."""
+        """Start a record in a forward that is already running."""
         self._hooks.begin(module, args)
 
 
 class _Monitor:
-    """What both monitors do: look at every so many steps, and hand on what was seen.
+    """Base of both monitors: record every `every` steps, write the rows and raise alarms.
 
     Attributes:
-        step: forwards in training mode that have begun.
-        rows: what was seen last: a line for each layer.
-        alarms: all that were raised.
+        step: number of forwards in training mode started so far.
+        rows: rows of the last monitored step: one row for each layer or parameter.
+        alarms: all alarms raised so far.
     """
 
     def __init__(
@@ -108,11 +108,11 @@ class _Monitor:
         self._every = every
         self._hand_on = _writer(to)
         self._on_alarm = on_alarm or (lambda alarm: warnings.warn(str(alarm), RuntimeWarning, stacklevel=2))
-        self._taps: Taps | None = None  # open in a step that is looked at, until the next
+        self._taps: Taps | None = None  # open from the start of a monitored step to the next forward
         self._input_shape: tuple[int, ...] = ()
         self._handle: RemovableHandle | None = None
         self._usual: dict[str, list[float]] = defaultdict(list)
-        self._known: set[tuple[str, str]] = set()  # kinds and layers of alarms that have not gone
+        self._known: set[tuple[str, str]] = set()  # (kind, layer) of alarms that persist
         self.step = 0
         self.rows: Rows = []
         self.alarms: list[Alarm] = []
@@ -134,13 +134,13 @@ class _Monitor:
         self._close(kind, error, traceback)
 
     def _close(self, *failure: Any) -> None:
-        """End a look, if there is one: its backward pass is over, and what was seen is handed on."""
+        """End the monitored step, if any: its backward pass is over, and the taps pass on the record."""
         taps, self._taps = self._taps, None
         if taps is not None:
             taps.__exit__(*(failure or (None, None, None)))
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        """A forward begins."""
+        """Forward pre-hook of the model: end the last monitored step, and start the next if it is due."""
         self._close()
         if not module.training or not torch.is_grad_enabled():
             return
@@ -150,7 +150,7 @@ class _Monitor:
             onlooker = self._taps = _Onlooker(self._model, partial(self._seen, self.step))
             self._ask(onlooker)
             onlooker.__enter__()
-            onlooker.begin(module, args)  # hooks that are added now are not called for this module any more
+            onlooker.begin(module, args)  # hooks added now are not called for this module in this forward
         self.step += 1
 
     def _summary(self, value: Tensor) -> dict[str, Tensor]:
@@ -165,7 +165,7 @@ class _Monitor:
         new = [alarm for alarm in alarms if (alarm.kind, alarm.layer) not in self._known]
         first: dict[str, Alarm] = {}
         for alarm in new:
-            first.setdefault(alarm.kind, alarm)  # what follows from it in other layers says no more
+            first.setdefault(alarm.kind, alarm)  # alarms of this kind in later layers follow from it
             self._known.add((alarm.kind, alarm.layer))
         self._hand_on(step, self.rows)
         self.alarms += first.values()
@@ -173,7 +173,7 @@ class _Monitor:
             self._on_alarm(alarm)
 
     def _exploded(self, name: str, size: float) -> bool:
-        """Whether something is far larger than it used to be; if not, it is remembered."""
+        """Return whether a size is far larger than the earlier ones; if not, remember it."""
         before = self._usual[name]
         if len(before) >= _LOOKS_BEFORE and size > _EXPLODED * median(before) > 0:
             return True
@@ -189,30 +189,30 @@ class _Monitor:
         raise NotImplementedError
 
     def _alarms_of(self, rows: Rows) -> Iterable[tuple[str, str, str]]:
-        """(kind, layer, text) of all that is wrong, the first first."""
+        """Yield (kind, layer, text) of all problems; for each kind, the first layer comes first."""
         raise NotImplementedError
 
 
-_REMEMBERED = 20  # sizes of each layer
+_REMEMBERED = 20  # sizes of each layer or gradient
 
 
 class ActivationMonitor(_Monitor):
-    """Statistics of what layers give during a training, and alarms of NaN, dead channels and explosions.
+    """Monitor activations during training, with alarms for NaN, dead channels and explosions.
 
     Args:
-        model: that is trained. Compiled code runs uncompiled in the steps that are looked at.
-        layers: names or globs; None is every layer that has no layers inside, or parameters of its own.
-        every: so many steps; the first is looked at.
-        to: where rows go: a `.csv` file, a TensorBoard `SummaryWriter`, or a function of (step, rows).
-        on_alarm: called with each `Alarm`; by default it is a `RuntimeWarning`.
+        model: model in training. Compiled code runs uncompiled in monitored steps.
+        layers: names or globs; None: every layer that has no layers inside, or parameters of its own.
+        every: interval of monitored steps; the first step is monitored.
+        to: destination of the rows: a `.csv` file, a TensorBoard `SummaryWriter`, or a function of (step, rows).
+        on_alarm: called with each `Alarm`; by default, an alarm is a `RuntimeWarning`.
 
-    A row has step, layer, mean, std, rms, min, max, zeros (part of the values), dead (channels that gave one value in
-    three looks in a row), channels, not_finite (values).
+    A row has step, layer, mean, std, rms, min, max, zeros (share of the values), dead (number of channels that were
+    constant in three consecutive monitored steps), channels, not_finite (number of values).
     """
 
     def __init__(self, model: nn.Module, layers: str | Sequence[str] | None = None, **how: Any):
         super().__init__(model, layers, **how)
-        # For each channel that gave one value only: which, and in how many looks in a row.
+        # By layer, for each channel: the smallest value, and in how many consecutive monitored steps it was constant.
         self._constant: dict[str, tuple[NDArray[np.float64], NDArray[np.int64]]] = {}
 
     def _ask(self, taps: Taps) -> None:
@@ -233,7 +233,7 @@ class ActivationMonitor(_Monitor):
         return rows
 
     def _looks_at_dead(self, name: str, numbers: Statistics) -> NDArray[np.int64]:
-        """For each channel, in how many looks in a row it gave the same value everywhere."""
+        """Return, for each channel, the number of consecutive monitored steps with the same constant value."""
         dead = np.zeros(numbers.channels, bool)
         dead[numbers.dead] = True
         dead &= numbers.count >= _VALUES_FOR_DEAD
@@ -261,23 +261,23 @@ class ActivationMonitor(_Monitor):
 
 
 class GradientMonitor(_Monitor):
-    """Gradients of what layers give, and of their parameters, during a training; alarms of NaN and explosions.
+    """Monitor the gradients of layer outputs and parameters during training, with alarms for NaN and explosions.
 
-    Its arguments are those of `ActivationMonitor`. The gradient of an output is that of the tensor, whoever reads it;
-    where the model writes to the tensor in place, it may be missing.
+    The arguments are those of `ActivationMonitor`. The gradient of an output is that of the tensor, summed over all its
+    uses. It may be missing if the model writes to the tensor in place.
 
-    A row has step, layer, of ("output", or a parameter's name), norm (L2, of the whole batch's), std and zeros (part of
-    the values) of an output's, ratio (by the norm of the parameter), not_finite (values). Where a GradScaler scales the
-    loss, the gradients are scaled. The backward pass must be over when the next forward begins.
+    A row has step, layer, of ("output", or a parameter's name), norm (L2, of the whole batch), std and zeros (share of
+    the values) for an output, ratio (to the norm of the parameter) for a parameter, not_finite (number of values). With
+    a GradScaler, the gradients are scaled. The backward pass must end before the next forward starts.
     """
 
     def _ask(self, taps: Taps) -> None:
         taps.keep(self._names, "grad", reduce=self._summary)
-        wanted = {*self._names, ""} if self._all else set(self._names)  # "": the model's own
+        wanted = {*self._names, ""} if self._all else set(self._names)  # "": parameters of the model itself
         parameters = {n: p for n, p in named_parameters(self._model).items() if n.rpartition(".")[0] in wanted}
         if parameters:
             taps.keep(list(parameters), "grad", reduce=_norm)
-        # Taken now: when gradients are looked at, the optimiser may have changed them.
+        # Computed now, since the optimiser may change the parameters before the gradients are read.
         self._sizes = {name: float(parameter.detach().norm()) for name, parameter in parameters.items()}
 
     def _rows_of(self, record: Record) -> Rows:
@@ -299,7 +299,7 @@ class GradientMonitor(_Monitor):
         return rows
 
     def _alarms_of(self, rows: Rows) -> Iterable[tuple[str, str, str]]:
-        # Rows are in the order in which gradients came: from the loss on.
+        # Rows are in the order in which the gradients were computed, starting at the loss.
         for row in rows:
             if row["not_finite"]:
                 yield (
@@ -314,10 +314,10 @@ class GradientMonitor(_Monitor):
 
 
 def _norm(gradient: Tensor) -> dict[str, Tensor]:
-    """L2 norm of the finite values, and how many are not; parameters are large, so it is no more than that."""
+    """Return the L2 norm of the finite values, and the number of others; parameters are too large for statistics."""
     norm = torch.linalg.vector_norm(gradient.float())
     not_finite = torch.zeros((), dtype=torch.int64)
-    if not 1e-15 < float(norm) < 1e15:  # squares may have been lost
+    if not 1e-15 < float(norm) < 1e15:  # squares may have overflowed or underflowed
         wide = gradient.double()
         finite = wide.isfinite()
         norm, not_finite = torch.where(finite, wide, 0.0).norm(), (~finite).sum()
@@ -331,7 +331,11 @@ def _statistics(found: Mapping[str, Tensor]) -> Statistics:
 
 
 def _watched(model: nn.Module) -> list[str]:
-    """Layers that have no layers inside, or parameters of their own, and do something."""
+    """Return the layers that have no layers inside, or parameters of their own, and change their input.
+
+    Raises:
+        InputError: the model has no such layer.
+    """
     names = [
         name
         for name, module in named_layers(model).items()
@@ -343,7 +347,11 @@ def _watched(model: nn.Module) -> list[str]:
 
 
 def _writer(to: Target) -> Callable[[int, Rows], None]:
-    """What is done with the rows of a step."""
+    """Return the function of (step, rows) that writes the rows of a step.
+
+    Raises:
+        InputError: `to` is of another kind, or its folder does not exist.
+    """
     if to is None:
         return lambda step, rows: None
     if hasattr(to, "add_scalar"):
@@ -374,7 +382,7 @@ def _append(path: Path, rows: Rows) -> None:
     """Append rows to a CSV file.
 
     Raises:
-        InputError: it is there, and has other columns.
+        InputError: the file exists with other columns.
     """
     if not rows:
         return

@@ -1,4 +1,4 @@
-"""What is known of one tensor that a layer gives, and of one parameter, after an inspection."""
+"""Inspection results for one output tensor of a layer, and for one parameter."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ __all__ = ["ParameterReport", "TensorReport"]
 
 @dataclass
 class TensorReport:
-    """One tensor that a layer gives: all that is known of it.
+    """Inspection results for one output tensor of a layer.
 
     Attributes:
-        name: text form of its site.
-        layer: its name.
-        type: class of the module.
-        leaf: whether no other layer ran inside it.
-        by_image: whether its rows were proved to be the images; otherwise each batch counts as one image.
-        shape: of an image's activation, or of a batch's.
-        activations: of what it gives.
-        input_rms: root mean square of what it was given; NaN if it was given no tensor.
-        gradients: of the loss with respect to it; None where none was asked for, or none came.
-        bounded: whether it is a function whose bounds are known, such as a sigmoid.
-        zero_weight: whether the layer's weight is zero, as that of some layers is before a training.
+        name: text form of the tensor's site.
+        layer: name of the layer.
+        type: class name of the module.
+        leaf: whether the layer contains no other inspected layer.
+        by_image: whether the rows were proved to be the images; otherwise each batch counts as one image.
+        shape: shape of one image's activation, or of the whole batch's if not `by_image`.
+        activations: statistics of the tensor.
+        input_rms: root mean square of the layer's input; NaN without finite floating-point values.
+        gradients: statistics of the loss gradient with respect to the tensor; None if not requested or not computed.
+        bounded: whether the layer is a function with known bounds, such as a sigmoid.
+        zero_weight: whether the layer's weight is zero, as in some layers before training.
     """
 
     name: str
@@ -42,12 +42,12 @@ class TensorReport:
 
     @property
     def norm_ratio(self) -> float:
-        """Root mean square of what it gives, by that of what it was given."""
+        """Root mean square of the output divided by that of the input."""
         return self.activations.rms / self.input_rms if self.input_rms else math.nan
 
     @property
     def gradient_norm(self) -> float:
-        """L2 norm of an image's gradient: the root of the mean square over images."""
+        """L2 norm of an image's gradient, as root mean square over images."""
         if self.gradients is None or not self.gradients.images:
             return math.nan
         return self.gradients.rms * math.sqrt(self.gradients.total / self.gradients.images)
@@ -55,16 +55,16 @@ class TensorReport:
 
 @dataclass
 class ParameterReport:
-    """One parameter.
+    """Inspection results for one parameter.
 
     Attributes:
-        name: with its layer's in front.
-        layer: that it belongs to.
-        norm: L2.
-        trainable: whether it takes gradients.
-        reached: whether the loss depends on it.
-        gradient_norm: L2, of the gradient of a batch's loss: the root of the mean square over the batches whose
-            gradients are finite.
+        name: full name, including the layer.
+        layer: name of the layer that owns the parameter.
+        norm: L2 norm.
+        trainable: whether the parameter requires gradients.
+        reached: whether the loss depends on the parameter.
+        gradient_norm: L2 norm of the gradient of a batch's loss, as root mean square over the batches with finite
+            gradients.
     """
 
     name: str
@@ -76,5 +76,5 @@ class ParameterReport:
 
     @property
     def gradient_to_weight(self) -> float:
-        """Norm of the gradient by that of the parameter."""
+        """Gradient norm divided by the parameter norm."""
         return self.gradient_norm / self.norm if self.norm else math.nan

@@ -1,4 +1,4 @@
-"""How good features are: linear probes and others on arrays, by the protocols of the literature.
+"""Evaluation of features in arrays by linear and other probes, following protocols of the literature.
 
 result = linear_probe(x_train, y_train, x_test, y_test, protocol="clip")
 result.metrics["top1"].value

@@ -1,4 +1,4 @@
-"""Features of some rows, in memory or in a file, as blocks of vectors: what every probe reads."""
+"""Rows of features in memory or in a file, read as blocks of vectors: the input of every probe."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from extract.errors import InputError
 
 __all__ = ["FeatureRows", "Scaling", "Source"]
 
-_BLOCK_BYTES = 16 << 20  # of features that are read at once
-_PICKED = 64  # that are picked before what lies around them, which the kernel maps with them, is forgotten
-_SPARSE = 4  # times as many rows between the first and the last wanted as are wanted: these are picked one by one
+_BLOCK_BYTES = 16 << 20  # of features read at once
+_PICKED = 64  # sparse rows read before `forget` releases them and the pages around them that the kernel has mapped
+_SPARSE = 4  # rows are read one by one if they span more than this many times their number
 
 
 class Source(Protocol):
-    """What rows can be read from: an array, a memory map, a feature of a `FeatureReader`, an HDF5 data set."""
+    """Source of rows: an array, a memory map, a feature of a `FeatureReader`, or an HDF5 data set."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(N, *shape)."""
+        """Shape (N, *shape)."""
 
     def __getitem__(self, rows: Any) -> Any:
-        """A slice of rows, or sorted ones."""
+        """Return a slice of rows, or the rows of a sorted index array."""
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """What is done to each vector first.
+    """Scaling of each vector.
 
     Attributes:
-        name: "none"; "l2": divided by its length; "standardise": less the mean, divided by the standard deviation.
+        name: "none"; "l2": divide by the length; "standardise": subtract the mean, divide by the standard deviation.
         mean: (D,) float32, for "standardise".
         scale: (D,) float32, for "standardise"; 1 where a column is constant.
     """
@@ -45,7 +45,7 @@ class Scaling:
     scale: NDArray[np.float32] | None = None
 
     def __call__(self, block: NDArray[np.float32]) -> NDArray[np.float32]:
-        """(n, D), changed in place."""
+        """Scale a block (n, D) in place and return it."""
         if self.name == "l2":
             lengths = np.sqrt(np.einsum("nd,nd->n", block, block, dtype=np.float64)).astype(np.float32)
             block /= np.where(lengths > 0, lengths, 1)[:, None]
@@ -56,19 +56,19 @@ class Scaling:
 
     @staticmethod
     def of(name: str, rows: FeatureRows) -> Scaling:
-        """The scaling of this name, with the statistics of these rows and no others."""
+        """Return the named scaling, with the statistics of these rows only."""
         if name != "standardise":
             return Scaling(name)
         mean, variance = _moments(rows)
         scale = np.sqrt(variance)
-        scale[scale <= 1e-7 * np.abs(mean)] = 1  # rounding of a constant, in float32
+        scale[scale <= 1e-7 * np.abs(mean)] = 1  # a constant column, up to rounding in float32
         scale[scale == 0] = 1
         return Scaling(name, mean.astype(np.float32), scale.astype(np.float32))
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows of some arrays that lie side by side, each row's values one behind the other."""
+    """Rows of several arrays side by side: each row joins the flattened values of all arrays."""
 
     columns: tuple[Source, ...]
     index: NDArray[np.int64]  # sorted
@@ -85,18 +85,18 @@ class _Part:
             else:
                 values = _picked(source, index)
             blocks.append(np.asarray(values).reshape(len(index), -1))
-            if forget := getattr(source, "forget", None):  # of a memory map, so that it does not fill the memory
+            if forget := getattr(source, "forget", None):  # keeps a memory map from filling the memory
                 forget(first, last)
         if len(blocks) > 1:
             return np.concatenate(blocks, 1, dtype=np.float32)
-        return np.array(blocks[0], np.float32, order="C")  # a copy, which may be changed
+        return np.array(blocks[0], np.float32, order="C")  # a copy, since scaling changes it in place
 
 
 @dataclass(frozen=True)
 class FeatureRows:
-    """(N, D) float32, of which blocks are read when they are needed; each row is one vector, whatever its shape was.
+    """Rows (N, D) float32, read in blocks on demand; each stored row is flattened to one vector.
 
-    Rows lie in the order of the parts, and inside a part in that of the file.
+    Rows are in the order of the parts and, inside a part, in the order of the file.
     """
 
     parts: tuple[_Part, ...]
@@ -104,11 +104,14 @@ class FeatureRows:
 
     @staticmethod
     def of(columns: Source | Sequence[Source], index: NDArray[np.int64] | None = None) -> FeatureRows:
-        """Rows of an array, or of several side by side.
+        """Create rows from an array, or from several arrays side by side.
 
         Args:
-            columns: (N, *shape), or several of the same N.
-            index: which rows, sorted; None: all.
+            columns: (N, *shape), or several arrays of the same N.
+            index: sorted row numbers; None: all rows.
+
+        Raises:
+            InputError: an array has less than two axes, no values or no real numbers, or N differs between arrays.
         """
         sources = tuple(columns) if isinstance(columns, list | tuple) else (columns,)
         sources = tuple(_numpy(one) if isinstance(one, torch.Tensor) else one for one in sources)
@@ -129,19 +132,19 @@ class FeatureRows:
 
     @property
     def width(self) -> int:
-        """D, values of a row."""
+        """Number D of values in a row."""
         return sum(int(np.prod(source.shape[1:])) for source in self.parts[0].columns)
 
     @property
     def nbytes(self) -> int:
-        """Of all of it, in memory."""
+        """Bytes of all rows in memory."""
         return len(self) * self.width * 4
 
     def __add__(self, other: FeatureRows) -> FeatureRows:
         return replace(self, parts=self.parts + other.parts)
 
     def subset(self, chosen: NDArray[np.int64]) -> FeatureRows:
-        """Some of the rows, by their sorted numbers here."""
+        """Select rows by their sorted numbers in this object."""
         parts, start = [], 0
         for part in self.parts:
             here = chosen[np.searchsorted(chosen, start) : np.searchsorted(chosen, start + len(part.index))] - start
@@ -151,11 +154,11 @@ class FeatureRows:
         return replace(self, parts=tuple(parts))
 
     def scaled(self, scaling: Scaling) -> FeatureRows:
-        """The same rows, scaled when they are read."""
+        """Return the same rows with a scaling that is applied on reading."""
         return replace(self, scaling=scaling)
 
     def held(self) -> FeatureRows:
-        """The same rows in memory; they are read once.
+        """Read the rows into memory once, with the scaling applied.
 
         Raises:
             InputError: a value is not finite.
@@ -166,7 +169,7 @@ class FeatureRows:
         return FeatureRows.of(array)
 
     def between(self, start: int, stop: int) -> NDArray[np.float32]:
-        """(stop - start, D), a copy of its own."""
+        """Return a scaled copy (stop - start, D) of consecutive rows; values may be not finite."""
         blocks, first = [], 0
         for part in self.parts:
             last = first + len(part.index)
@@ -178,7 +181,7 @@ class FeatureRows:
         return self.scaling(blocks[0] if len(blocks) == 1 else np.concatenate(blocks))
 
     def blocks(self, block_bytes: int | None = None) -> Iterator[tuple[int, NDArray[np.float32]]]:
-        """(first row, (n, D)) over all rows.
+        """Yield (first row, scaled block (n, D)) over all rows.
 
         Raises:
             InputError: a value is not finite.
@@ -193,7 +196,7 @@ class FeatureRows:
 
 
 def _picked(source: Source, index: NDArray[np.int64]) -> NDArray[Any]:
-    """Rows that lie far apart."""
+    """Read rows that lie far apart."""
     values = []
     for start in range(0, len(index), _PICKED):
         here = index[start : start + _PICKED]
@@ -209,7 +212,7 @@ def _numpy(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 def _moments(rows: FeatureRows) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(D,) mean and (D,) variance of columns, joined block by block (Chan, Golub and LeVeque 1983)."""
+    """Return the mean (D,) and variance (D,) of columns, merged block by block (Chan, Golub and LeVeque 1983)."""
     count, mean, squares = 0, np.zeros(rows.width), np.zeros(rows.width)
     for _, block in rows.blocks():
         here = block.mean(0, dtype=np.float64)
@@ -217,7 +220,7 @@ def _moments(rows: FeatureRows) -> tuple[NDArray[np.float64], NDArray[np.float64
         total = count + len(block)
         centred = block - here.astype(np.float32)
         within = np.einsum("nd,nd->d", centred, centred, dtype=np.float64)
-        # What rounding the mean to float32 has added.
+        # Remove the error of rounding the mean to float32.
         within -= len(block) * (here - here.astype(np.float32)) ** 2
         squares += within + off**2 * (count * len(block) / total)
         mean += off * (len(block) / total)

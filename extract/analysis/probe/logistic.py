@@ -1,13 +1,13 @@
-"""Logistic regression with an L2 penalty, for many strengths of it at once, over rows in memory or in a file.
+"""Logistic regression with an L2 penalty, for many strengths at once, over rows in memory or in a file.
 
-For each C, what scikit-learn's `LogisticRegression(C=C)` minimises, over W (K, D) and b (K,):
+For each C, minimise the objective of scikit-learn's `LogisticRegression(C=C)` over W (K, D) and b (K,):
 
     C * sum_i weight_i * loss(W x_i + b, y_i) + |W|^2 / 2
 
-by L-BFGS over all rows (Liu and Nocedal 1989). All C share each pass over the rows, which may be a file larger than
-memory. The variables are those in which the problem is nearly round: along the principal axes of the features, each
-scaled by the curvature that the objective has there at the start. In features as they are, a few axes have all of
-the curvature, and the steps are hundreds.
+The solver is L-BFGS over all rows (Liu and Nocedal 1989). All C share each pass over the rows, which may be a file
+larger than memory. The variables are preconditioned: they lie along the principal axes of the features, each scaled by
+the curvature of the objective at the start. Without this, a few axes have all of the curvature, and the solver needs
+hundreds of steps.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from extract.system.torch_state import full_float32
 
 __all__ = ["MAX_ITERATIONS", "Fit", "LogisticRegression"]
 
-MAX_ITERATIONS = 1000  # of CLIP (appendix A.3) and DINOv2 (eval/log_regression.py)
-_TOLERANCE = 1e-6  # of what the features have gained: what the next step may promise when it is left out
-_HISTORY = 10  # steps from which the curvature is estimated, as in scikit-learn
-_VECTORS = 4 * _HISTORY + 12  # as long as the variables of a strength, that it needs; the history is copied at times
-_BLOCK_BYTES = 4 << 20  # scores that are computed at once: about what a core's cache holds
-_LEAST_ROWS = 512  # of a block: with fewer, reading the weights takes longer than computing with them
-_MOST_SHRINKS = 30  # of a step that does not help
-_ENOUGH = 1e-4  # of the decrease that the slope promises (Nocedal and Wright, section 3.1)
-_ROUNDING = 1e-7  # of the objective, in float32
-_FLATTEST = 1e-7  # of the largest variance: axes below are rounding, and are not stretched further
-_WIDEST = 6000  # columns for which principal axes are found; wider features are scaled column by column
+MAX_ITERATIONS = 1000  # from CLIP (appendix A.3) and DINOv2 (eval/log_regression.py)
+_TOLERANCE = 1e-6  # stop if the next step promises at most this share of the gain so far
+_HISTORY = 10  # steps used to estimate the curvature, as in scikit-learn
+_VECTORS = 4 * _HISTORY + 12  # vectors of variables needed per strength; the history is copied at times
+_BLOCK_BYTES = 4 << 20  # of scores computed at once: about the size of a core's cache
+_LEAST_ROWS = 512  # in a block; with fewer, reading the weights takes longer than computing with them
+_MOST_SHRINKS = 30  # of a step that does not decrease the objective enough
+_ENOUGH = 1e-4  # required share of the decrease promised by the slope (Nocedal and Wright, section 3.1)
+_ROUNDING = 1e-7  # relative rounding error of the objective in float32
+_FLATTEST = 1e-7  # of the largest variance; axes below it are rounding errors and are not stretched further
+_WIDEST = 6000  # columns for which principal axes are computed; wider features are scaled column by column
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Solutions, one for each C.
+    """Solutions for M values of C.
 
     Attributes:
         weights: (M, K, D) float32; K is 1 for two classes.
         biases: (M, K) float32.
-        objectives: (M,) what was minimised, as it stands above.
-        iterations: (M,) steps that were taken.
-        converged: (M,) whether the next step promised no more than a millionth of what was gained, or no step along
-            the slope gained anything any more, in float32.
+        objectives: (M,) values of the objective in the module docstring.
+        iterations: (M,) numbers of steps.
+        converged: (M,) whether the next step promised at most a millionth of the gain so far, or no step along the
+            slope gained anything in float32.
     """
 
     weights: NDArray[np.float32]
@@ -62,16 +62,16 @@ class Fit:
 
 
 class LogisticRegression:
-    """The problem of some rows; their principal axes are found once.
+    """Logistic regression on a set of rows, whose principal axes are computed once.
 
     Args:
         rows: (N, D), read again in every pass if they do not fit into memory.
         targets: (N,) int64 classes, or (N, K) float32 of 0 and 1 for labels that do not exclude each other.
         n_classes: K; two classes have one vector of weights, as in scikit-learn.
         sample_weight: (N,) float32; None: all 1.
-        device: to compute on.
-        memory_bytes: of features and variables that may be held; half for each. Beside it, a matrix of D squared in
-            double precision, up to D = 6,000.
+        device: device to compute on.
+        memory_bytes: limit for features and variables, half for each. A (D, D) matrix in double precision is extra,
+            up to D = 6,000.
     """
 
     def __init__(
@@ -93,24 +93,24 @@ class LogisticRegression:
             self._problem = _Problem(features, torch.from_numpy(targets).to(self._device), n_classes, weight)
 
     def fit(self, strengths: Sequence[float], max_iterations: int = MAX_ITERATIONS) -> Fit:
-        """Minimise, for every strength.
+        """Minimise the objective for every strength.
 
         Args:
-            strengths: every C, in any order.
-            max_iterations: steps of each C at most.
+            strengths: values of C, in any order.
+            max_iterations: maximum number of steps for each C.
 
         Raises:
-            LayertapError: the objective is not finite at its start: the features are too large for float32.
+            LayertapError: the objective is not finite at the start: the features are too large for float32.
         """
         order = np.argsort(strengths, kind="stable")
-        scores = _LEAST_ROWS * self._problem.n_outputs * 4 * 4  # four of them are held at a time
+        scores = _LEAST_ROWS * self._problem.n_outputs * 4 * 4  # four arrays of scores are held at a time
         at_once = max(1, self._memory_bytes // (4 * self._problem.n_variables * _VECTORS + scores))
         solved = []
         with torch.inference_mode(), full_float32():
             for first in range(0, len(order), at_once):
                 some = np.asarray(strengths, np.float64)[order[first : first + at_once]]
                 solved.append(_minimise(self._problem, torch.from_numpy(some).to(self._device), max_iterations))
-        place = np.argsort(order)  # of each strength among those solved
+        place = np.argsort(order)  # position of each strength among the solved ones
         weights, biases, objectives, iterations, converged = (
             np.concatenate([one[i] for one in solved])[place] for i in range(5)
         )
@@ -122,11 +122,12 @@ class _Features:
     """The rows, and the axes along which the variables lie.
 
     Attributes:
-        rows: where they do not fit into memory.
-        held: (N, R) along the axes, where they do.
+        rows: (N, D) rows to read in every pass; None if they are held.
+        held: (N, R) centred rows along the axes; None if they do not fit into memory or have no principal axes.
         mean: (D,) of the rows.
-        axes: (D, R) orthonormal; None: the columns.
-        variances: (R,) of the rows along the axes.
+        axes: (D, R) orthonormal principal axes; None: the columns.
+        variances: (R,) of the rows along the axes, at least 1e-7 of the largest.
+        count: N.
     """
 
     rows: FeatureRows | None
@@ -137,18 +138,18 @@ class _Features:
     count: int
 
     def blocks(self, size: int) -> Iterator[tuple[int, Tensor]]:
-        """(first row, (n, R) if held, else (n, D))."""
+        """Yield (first row, block) over all rows; a block is (n, R) if the rows are held, else (n, D)."""
         if self.held is not None:
             for start in range(0, self.count, size):
                 yield start, self.held[start : start + size]
         elif self.rows is not None:
-            for first, array in self.rows.blocks():  # large pieces of the file, in which small ones are computed
+            for first, array in self.rows.blocks():  # read large blocks, compute on small ones
                 block = torch.from_numpy(array).to(self.mean.device)
                 for start in range(0, len(block), size):
                     yield first + start, block[start : start + size]
 
     def along(self, weights: Tensor) -> Tensor:
-        """(..., R) along the axes, as (..., D)."""
+        """Convert weights along the axes (..., R) to weights of the columns (..., D)."""
         return weights if self.axes is None else weights @ self.axes.T
 
 
@@ -183,11 +184,11 @@ def _features(rows: FeatureRows, device: torch.device, memory_bytes: int) -> _Fe
 
 
 def _of_few(rows: FeatureRows, mean: Tensor) -> _Features:
-    """Of fewer rows than columns: the axes lie in the space of the rows."""
+    """Compute the features for fewer rows than columns: the axes lie in the span of the rows."""
     centred = torch.from_numpy(rows.between(0, len(rows))).to(mean.device).double() - mean
     found, vectors = torch.linalg.eigh(centred @ centred.T)
     kept = found > 1e-12 * found[-1].clamp(min=torch.finfo(torch.float64).tiny)
-    if not bool(kept.any()):  # rows that are all the same
+    if not bool(kept.any()):  # all rows are equal
         kept[-1] = True
     lengths = found[kept].clamp(min=torch.finfo(torch.float64).tiny).sqrt()
     axes = centred.T @ (vectors[:, kept] / lengths)
@@ -200,10 +201,10 @@ def _bounded(variances: Tensor) -> Tensor:
 
 
 class _Problem:
-    """The objective of each C, divided by C and N, in variables of its own.
+    """The objective of each C, divided by C and N, in scaled variables.
 
-    The variables of one C are a row of K * (R + 1): Z (K, R) and c (K, 1). With the scales s (R + 1,) of that C,
-    W = (Z * s) along the axes, and the bias at the mean of the features is c * s.
+    The variables of one C are a row of K * (R + 1) values: Z (K, R) and c (K, 1). With the scales s (R + 1,) of that
+    C, W = (Z * s) along the axes, and the bias at the mean of the features is c * s.
     """
 
     def __init__(self, features: _Features, targets: Tensor, n_classes: int, sample_weight: Tensor | None):
@@ -211,23 +212,23 @@ class _Problem:
         self.device, self.count = targets.device, features.count
         self.n_outputs = n_classes if targets.ndim == 1 else targets.shape[1]
         self.n_variables = self.n_outputs * (len(features.variances) + 1)
-        # Of softmax at equal scores, of a logistic function at 0; times the mean weight of a row.
+        # Curvature of softmax at equal scores, or of the logistic function at 0, times the mean weight of a row.
         outputs = n_classes if targets.ndim == 1 else 2
         mean_weight = 1.0 if sample_weight is None else float(sample_weight.mean())
         self.curvature = mean_weight * (1 - 1 / outputs) / outputs
 
     def penalty(self, strengths: Tensor) -> Tensor:
-        """(M,) float64, of |W|^2 / 2."""
+        """Return the factors (M,) float64 of |W|^2 / 2."""
         return 1 / (strengths * self.count)
 
     def scales(self, strengths: Tensor) -> Tensor:
-        """(M, R + 1): one over the root of the curvature along each axis, and of the bias."""
+        """Return (M, R + 1): one over the square root of the curvature along each axis, and of the bias."""
         along_axes = self.curvature * self.features.variances + self.penalty(strengths)[:, None].float()
         bias = torch.full((len(strengths), 1), self.curvature, device=self.device)
         return torch.cat([along_axes, bias], 1).rsqrt()
 
     def start(self, scales: Tensor) -> Tensor:
-        """(M, V): no weights, and the biases that fit best without any."""
+        """Return the start (M, V): zero weights, and the biases that fit best with them, smoothed by half a row."""
         each = torch.ones(self.count, device=self.device) if self.sample_weight is None else self.sample_weight
         if self.targets.ndim == 1:
             counts = torch.zeros(self.n_outputs, device=self.device).index_add_(0, self.targets, each) + 0.5
@@ -240,13 +241,13 @@ class _Problem:
         return variables.flatten(1)
 
     def solution(self, variables: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-        """(M, K, D) weights and (M, K) biases, of features as they were given."""
+        """Return the weights (M, K, D) and biases (M, K) for the features as given."""
         scaled = variables.view(len(variables), self.n_outputs, -1) * scales[:, None, :]
         weights = self.features.along(scaled[..., :-1])
         return weights, scaled[..., -1] - (weights.double() @ self.features.mean.double()).float()
 
     def evaluate(self, variables: Tensor, scales: Tensor, penalty: Tensor) -> tuple[Tensor, Tensor]:
-        """(M,) float64 objectives, and (M, V) their gradients, in one pass over the rows."""
+        """Compute the objectives (M,) float64 and their gradients (M, V) in one pass over the rows."""
         n, k = len(variables), self.n_outputs
         scaled = variables.view(n, k, -1) * scales[:, None, :]
         weights, biases = scaled[..., :-1], scaled[..., -1]
@@ -281,9 +282,9 @@ class _Problem:
 
 
 def _loss(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """(n, M) losses and (n, M, K) their derivatives by the scores, exact also where they are near zero."""
+    """Return the losses (n, M) and their derivatives (n, M, K) by the scores, accurate near zero too."""
     if targets.ndim == 2:
-        signs = (1 - 2 * targets)[:, None, :]  # -1 where the label is there
+        signs = (1 - 2 * targets)[:, None, :]  # -1 where the label is present
         signed = scores * signs
         return softplus(signed).sum(2), torch.sigmoid(signed) * signs
     here = targets[:, None, None].expand(-1, scores.shape[1], 1)
@@ -299,7 +300,7 @@ def _loss(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 def _minimise(
     problem: _Problem, strengths: Tensor, max_iterations: int
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float64], NDArray[np.int64], NDArray[np.bool_]]:
-    """L-BFGS for all C side by side, each with steps of its own; one that is done is left out of the next passes."""
+    """Run L-BFGS for all C side by side, with separate steps; converged C are left out of further passes."""
     scales, penalty = problem.scales(strengths), problem.penalty(strengths)
     best = problem.start(scales)
     objectives, gradient = problem.evaluate(best, scales, penalty)
@@ -315,7 +316,7 @@ def _minimise(
     for _ in range(max_iterations):
         direction = -_times_inverse_hessian(gradient, steps, turns)
         slope = (direction * gradient).sum(1, dtype=torch.float64)
-        # The gain so far, too, since at a small C it is a small part of the objective, and all that classes go by.
+        # Compare with the gain too: at a small C, it is a small part of the objective, but decides the predictions.
         gained = (at_first[active] - value).clamp(min=0)
         done = -slope <= _TOLERANCE * (torch.minimum(value, gained) if steps else 0)
         if bool(done.any()):
@@ -337,7 +338,7 @@ def _minimise(
         del steps[:-_HISTORY], turns[:-_HISTORY]
         at, value, gradient = there, new_value, new_gradient
         best[active], objectives[active] = at, value
-        if not bool(moved.all()):  # rounding is larger than what could be gained
+        if not bool(moved.all()):  # rounding is larger than the possible gain
             converged[active[~moved]] = True
             active, at, value, gradient = (one[moved] for one in (active, at, value, gradient))
             steps, turns = [one[moved] for one in steps], [one[moved] for one in turns]
@@ -352,12 +353,12 @@ def _minimise(
 
 
 def _times_inverse_hessian(gradient: Tensor, steps: list[Tensor], turns: list[Tensor]) -> Tensor:
-    """The two loops of L-BFGS (Nocedal and Wright, algorithm 7.4), for each row by itself."""
+    """Run the two loops of L-BFGS (Nocedal and Wright, algorithm 7.4) for each row separately."""
     if not steps:
         return gradient.clone()
     along = [(step * turn).sum(1, keepdim=True) for step, turn in zip(steps, turns, strict=True)]
     sizes = [turn.square().sum(1, keepdim=True) for turn in turns]
-    # A step along which the gradient did not grow says nothing of the curvature.
+    # A step along which the gradient did not grow gives no information about the curvature.
     useful = [a > 1e-10 * size for a, size in zip(along, sizes, strict=True)]
     inverse = [torch.where(use, 1 / a, 0) for a, use in zip(along, useful, strict=True)]
     result, parts = gradient.clone(), []
@@ -375,10 +376,10 @@ def _searched(
     problem: _Problem, at: Tensor, value: Tensor, direction: Tensor, slope: Tensor, step: Tensor, scales: Tensor,
     penalty: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """A step of each row along its direction that decreases its objective enough.
+    """Move each row along its direction by a step that decreases its objective enough.
 
     Returns:
-        where they are, the objectives and gradients there, and whether they have moved.
+        the new points, their objectives and gradients, and whether each point has moved.
     """
     there = at + step[:, None].float() * direction
     new_value, new_gradient = problem.evaluate(there, scales, penalty)
@@ -386,7 +387,7 @@ def _searched(
         short = ~(new_value <= value + _ENOUGH * step * slope + _ROUNDING * value)
         if shrinks == _MOST_SHRINKS or not bool(short.any()):
             break
-        # The least of the parabola through both values and the slope, not too near to either end.
+        # The minimum of the parabola through both values and the slope, kept away from both ends.
         fall = slope[short] * step[short]
         least = -fall / (2 * (new_value[short] - value[short] - fall))
         step[short] *= torch.where(least.isfinite(), least.clamp(0.1, 0.5), 0.1)

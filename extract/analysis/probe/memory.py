@@ -1,4 +1,4 @@
-"""How much memory there is to work in."""
+"""Memory available to this process."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pathlib import Path
 __all__ = ["free_bytes"]
 
 _GROUPS = Path("/sys/fs/cgroup")
-_UNLIMITED = 1 << 60  # version 1 says so by a number near 2^63
+_UNLIMITED = 1 << 60  # control groups version 1 report "unlimited" as a number near 2^63
 
 
 def free_bytes() -> int:
-    """What this process may still take: of the machine, and of the control groups that a container or scheduler set.
+    """Return the bytes that this process may still allocate.
 
-    What the file cache would give back counts as free.
+    The result is the minimum over the machine and the control groups set by a container or scheduler. Reclaimable file
+    cache counts as free.
     """
     found = [_of_the_machine()]
     with contextlib.suppress(OSError):
@@ -38,13 +39,13 @@ def _of_the_machine() -> int:
 
 
 def _of_group(root: Path, name: str, limit: str, usage: str, cache: str) -> list[int]:
-    """Of the group and those above it that have a limit."""
+    """Return the free bytes of each limited group among this control group and its ancestors."""
     found = []
     # In a container, the group's own folder may be the root.
     folders = [root / part for part in (Path(name.strip("/")), *Path(name.strip("/")).parents)]
     for folder in dict.fromkeys([*folders, root]):
         with contextlib.suppress(OSError, ValueError):
-            most = int((folder / limit).read_text())  # "max" is no number
+            most = int((folder / limit).read_text())  # ValueError for "max": the group has no limit
             if most < _UNLIMITED:
                 lines = [line.split() for line in (folder / "memory.stat").read_text().splitlines()]
                 reclaimable = int(dict(line for line in lines if len(line) == 2).get(cache, 0))

@@ -1,4 +1,4 @@
-"""How good predictions are, with the interval that the choice of test images alone leaves."""
+"""Metrics of predictions, with intervals for the random choice of test images."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ __all__ = [
     "regression_metrics",
 ]
 
-RESAMPLES = 1000  # of the test rows, for intervals (Efron and Tibshirani 1993, section 14.3, advise as many)
-_COSTLY_RESAMPLES = 200  # where each takes a pass over all labels
+RESAMPLES = 1000  # of the test rows, for intervals (the number advised by Efron and Tibshirani 1993, section 14.3)
+_COSTLY_RESAMPLES = 200  # if each resample takes a pass over all labels
 _MOST_RESAMPLED = 10_000_000  # rows times labels
-_BINS = 15  # of confidence, as of Guo et al. 2017
+_BINS = 15  # of confidence, as in Guo et al. 2017
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number, and the ends of its 95 % interval: percentiles of it over test rows drawn with replacement.
+    """A metric and its 95 % bootstrap interval: percentiles over test rows drawn with replacement.
 
-    1,000 draws; 200 of mAP. NaN where there is no interval: of the calibration error, which each draw makes larger, and
-    of mAP where rows times labels are more than ten million.
+    The interval uses 1,000 draws, or 200 for mAP. Its ends are NaN for the calibration error, which resampling
+    increases, and for mAP if rows times labels exceed ten million.
     """
 
     value: float
@@ -44,23 +44,23 @@ class Estimate:
 def classification_metrics(
     scores: NDArray[np.float32], truth: NDArray[np.int64], probabilities: NDArray[np.float32] | None, seed: int
 ) -> dict[str, Estimate]:
-    """top1, top5, balanced_accuracy, macro_f1, and with probabilities log_loss and calibration_error.
+    """Compute top1, top5, balanced_accuracy, macro_f1, and with probabilities log_loss and calibration_error.
 
-    balanced_accuracy is the mean recall over the classes that are there; macro_f1 is the mean over the classes that are
-    there or predicted; both as of scikit-learn. calibration_error is the expected one over 15 equal bins of
-    confidence (Guo et al. 2017). log_loss leaves out rows of classes that training did not have, for which it has no
-    finite value.
+    top5 needs more than 5 classes. balanced_accuracy is the mean recall over the classes present; macro_f1 is the mean
+    over the classes present or predicted; both as in scikit-learn. calibration_error is the expected calibration error
+    over 15 equal bins of confidence (Guo et al. 2017). log_loss skips rows of classes missing from training, for which
+    it is not finite.
 
     Args:
         scores: (N, K).
-        truth: (N,) classes; -1, -2, ...: those that training did not have, which are always wrong.
-        probabilities: (N, K); None: the probe has none.
-        seed: of the intervals.
+        truth: (N,) classes; -1, -2, ... for classes missing from training, which always count as wrong.
+        probabilities: (N, K); None if the probe has no probabilities.
+        seed: seed of the resampling for intervals.
     """
     count, k = scores.shape
     predicted = scores.argmax(1)
     own = np.take_along_axis(scores, np.maximum(truth, 0)[:, None], 1)
-    # The class predicted first is that of `argmax`, so that top-1 is the same also where scores are equal.
+    # Rank equal scores by class, like `argmax`, so that top-1 agrees with the predicted class.
     before = (scores > own).sum(1) + ((scores == own) & (np.arange(k) < np.maximum(truth, 0)[:, None])).sum(1)
     known = truth >= 0
     hits = {"top1": known & (before == 0)}
@@ -69,7 +69,7 @@ def classification_metrics(
     classes, n_classes = _all_classes(truth, k)
     columns: dict[str, NDArray[Any]] = {**hits}
     if probabilities is not None:
-        # From the scores: a probability of 1e-50 has none in float32.
+        # Computed from the scores: float32 cannot represent a probability of 1e-50.
         above = scores.astype(np.float64) - own
         columns["log_loss"] = np.where(known, np.logaddexp.reduce(above, axis=1), np.nan)
         confidence = probabilities.max(1).astype(np.float64)
@@ -94,12 +94,12 @@ def _mean(values: NDArray[Any]) -> float:
 
 
 def multilabel_metrics(scores: NDArray[np.float32], truth: NDArray[np.float32], seed: int) -> dict[str, Estimate]:
-    """mAP, the mean over labels of the average precision; labels that no row has are left out.
+    """Compute mAP, the mean average precision over labels; labels without a positive row are skipped.
 
     Args:
         scores: (N, K).
         truth: (N, K) 0 or 1.
-        seed: of the intervals.
+        seed: seed of the resampling for intervals.
     """
     ranking = _Ranking.of(scores, truth)
 
@@ -115,24 +115,26 @@ def multilabel_metrics(scores: NDArray[np.float32], truth: NDArray[np.float32], 
 def average_precision(
     scores: NDArray[np.float32], truth: NDArray[np.float32], times: NDArray[np.float64] | None = None
 ) -> NDArray[np.float64]:
-    """(K,) the sum over thresholds of precision times the recall gained there, as of scikit-learn; NaN: no row has it.
+    """Compute the average precision (K,): the sum over thresholds of precision times gained recall, as in scikit-learn.
+
+    Labels without a positive row have NaN.
 
     Args:
         scores: (N, K).
         truth: (N, K) 0 or 1.
-        times: (N,) how often each row counts; None: once.
+        times: (N,) number of times that each row counts; None: once.
     """
     return _Ranking.of(scores, truth).average_precision(np.ones(len(scores)) if times is None else times)
 
 
 @dataclass(frozen=True)
 class _Ranking:
-    """Rows by their scores for each label, from the highest on.
+    """Rows sorted by score for each label, highest score first.
 
     Attributes:
-        rows: (N, K) numbers of rows.
-        truth: (N, K) theirs.
-        last: (N, K) whether the next has another score.
+        rows: (N, K) row numbers.
+        truth: (N, K) targets of these rows.
+        last: (N, K) whether the next row has another score.
     """
 
     rows: NDArray[np.int64]
@@ -158,12 +160,12 @@ class _Ranking:
 
 
 def regression_metrics(predicted: NDArray[np.float64], truth: NDArray[np.float64], seed: int) -> dict[str, Estimate]:
-    """r2, rmse and mae; of several targets, r2 is the mean of theirs, as of scikit-learn.
+    """Compute r2, rmse and mae; with several targets, r2 is the mean over targets, as in scikit-learn.
 
     Args:
         predicted: (N, K).
         truth: (N, K).
-        seed: of the intervals.
+        seed: seed of the resampling for intervals.
     """
     off = predicted - truth
 
@@ -182,34 +184,34 @@ def regression_metrics(predicted: NDArray[np.float64], truth: NDArray[np.float64
 
 
 def expected_calibration_error(confidence: NDArray[np.float64], right: NDArray[np.bool_]) -> float:
-    """The mean distance of confidence and accuracy over 15 equal bins of confidence (Guo et al. 2017)."""
+    """Return the mean distance between confidence and accuracy over 15 equal bins of confidence (Guo et al. 2017)."""
     bins = np.clip(np.ceil(confidence * _BINS).astype(np.int64) - 1, 0, _BINS - 1)
     apart = np.bincount(bins, confidence, _BINS) - np.bincount(bins, right.astype(np.float64), _BINS)
     return float(np.abs(apart).sum() / len(confidence))
 
 
 def confusion_of(predicted: NDArray[np.int64], truth: NDArray[np.int64], n_classes: int) -> NDArray[np.int64]:
-    """(K, K) rows of class i that were taken for class j; those of a class that training did not have are left out."""
+    """Count the rows (K, K) of class i predicted as class j; rows of classes missing from training are skipped."""
     known = truth >= 0
     cells = np.bincount(truth[known] * n_classes + predicted[known], minlength=n_classes**2)
     return cells.reshape(n_classes, n_classes)
 
 
 def by_class(predicted: NDArray[np.int64], truth: NDArray[np.int64], n_classes: int) -> dict[str, NDArray[Any]]:
-    """(K,) recall, precision and f1 of each class, 0 where nothing can be said, as of scikit-learn; n: its rows."""
+    """Compute recall, precision and f1 (K,) of each class, 0 if undefined, as in scikit-learn; n: number of rows."""
     n, recall, precision, f1, _ = (one[:n_classes] for one in _by_class(*_all_classes(truth, n_classes), predicted))
     return {"n": n, "recall": recall, "precision": precision, "f1": f1}
 
 
 def _all_classes(truth: NDArray[np.int64], n_classes: int) -> tuple[NDArray[np.int64], int]:
-    """The classes with those that training did not have behind them, and how many there are in all."""
+    """Renumber the classes missing from training to follow the others; return (N,) classes and their number."""
     return np.where(truth >= 0, truth, n_classes - 1 - truth), n_classes + max(0, -int(truth.min(initial=0)))
 
 
 def _by_class(
     truth: NDArray[np.int64], n_classes: int, predicted: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], NDArray[np.bool_]]:
-    """(K,) rows, recall, precision, f1, and whether the class is there or was predicted."""
+    """Return (K,) numbers of rows, recall, precision, f1, and whether the class is present or predicted."""
     n, said, right = (np.bincount(one, minlength=n_classes) for one in (truth, predicted, truth[truth == predicted]))
     recall = np.divide(right, n, out=np.zeros(n_classes), where=n > 0)
     precision = np.divide(right, said, out=np.zeros(n_classes), where=said > 0)
@@ -222,7 +224,7 @@ def _with_intervals(
 ) -> dict[str, Estimate]:
     values = of(slice(None))
     generator = np.random.default_rng(seed)
-    with np.errstate(all="ignore"):  # a draw may lack a class, or have one row many times
+    with np.errstate(all="ignore"):  # a draw may lack a class, or repeat a row many times
         drawn = [of(generator.integers(0, count, count)) for _ in range(resamples)]
     found = {}
     for name, value in values.items():
@@ -233,19 +235,19 @@ def _with_intervals(
 
 
 def mcnemar(right: NDArray[np.bool_], others_right: NDArray[np.bool_]) -> tuple[int, int, float]:
-    """Whether one of two classifiers is better on the same images: the exact test of McNemar (1947).
+    """Test whether one of two classifiers is better on the same images: exact test of McNemar (1947).
 
     Args:
-        right: (N,) where the first is right.
-        others_right: (N,) where the second is.
+        right: (N,) whether the first classifier is right.
+        others_right: (N,) whether the second classifier is right.
 
     Returns:
-        how often only the first is right, how often only the second, and the two-sided p: how probable it is that they
-        are at least so far apart if both are equally good.
+        the number of images where only the first is right, the number where only the second is right, and the two-sided
+        p: the probability of a difference at least this large if both are equally good.
     """
     first, second = int((right & ~others_right).sum()), int((others_right & ~right).sum())
     count = first + second
-    # Twice the lower tail of a fair coin, from logarithms of its terms, so that large counts do not overflow.
+    # Twice the lower tail of the binomial distribution with p = 1/2; logarithms keep large counts from overflowing.
     terms = [math.lgamma(count + 1) - math.lgamma(i + 1) - math.lgamma(count - i + 1)
              for i in range(min(first, second) + 1)]  # fmt: skip
     tail = float(np.exp(np.logaddexp.reduce(terms) - count * math.log(2)))

@@ -1,4 +1,4 @@
-"""A fitted probe: scores, probabilities and classes of features; kept in a file that cannot run code."""
+"""Fitted linear probe: predict scores, probabilities and classes; save to a file that cannot run code."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _TASKS = ("classification", "multilabel", "regression")
 
 @dataclass(frozen=True)
 class LinearProbe:
-    """scale(x) @ coef_.T + intercept_, named as scikit-learn names it.
+    """Linear model scale(x) @ coef_.T + intercept_, with the attribute names of scikit-learn.
 
     Attributes:
-        coef_: (K, D) float32, float64 of regression; (1, D) for two classes.
-        intercept_: (K,), likewise.
-        classes_: (K,) what `predict` answers with; of several labels, their names; of regression, those of the targets.
+        coef_: (K, D) float32, float64 for regression; (1, D) for two classes.
+        intercept_: (K,) of the same dtype; (1,) for two classes.
+        classes_: (K,) classes that `predict` returns; names of the labels (multilabel) or targets (regression).
         task: "classification", "multilabel" or "regression".
-        scaling: of the features, with statistics of the rows that it was fitted on.
-        has_probabilities: the scores are logits.
-        about: what else is kept in the file: protocol, layers, fingerprint of the features, results.
+        scaling: scaling of the features, with statistics of the training rows.
+        has_probabilities: whether the scores are logits.
+        about: metadata saved with the probe: protocol, layers, fingerprint of the features, results.
     """
 
     coef_: NDArray[Any]
@@ -49,17 +49,17 @@ class LinearProbe:
 
     @property
     def n_features_in_(self) -> int:
-        """D."""
+        """Width D of the features."""
         return int(self.coef_.shape[1])
 
     def decision_function(self, x: Source | FeatureRows) -> NDArray[Any]:
-        """(N, K) scores; (N,) for two classes, positive for the second.
+        """Return scores (N, K); for two classes (N,), positive for the second class.
 
         Args:
-            x: (N, D) or (N, *shape) of as many values, as they are stored; they are scaled here.
+            x: (N, D), or (N, *shape) with D values a row, unscaled; this method applies the scaling.
 
         Raises:
-            InputError: rows of another width, or values that are not finite.
+            InputError: the rows have another width, or a value is not finite.
         """
         rows = x if isinstance(x, FeatureRows) else FeatureRows.of(x)
         if rows.width != self.n_features_in_:
@@ -74,12 +74,12 @@ class LinearProbe:
         return self.task == "classification" and len(self.coef_) == 1
 
     def scores(self, x: Source | FeatureRows) -> NDArray[Any]:
-        """(N, K) as `decision_function`, but of two classes also two columns: 0, and its score."""
+        """Return scores (N, K) as `decision_function`, but with two columns for two classes: 0 and the score."""
         scores = self.decision_function(x)
         return np.stack([np.zeros_like(scores), scores], 1) if scores.ndim == 1 else scores
 
     def probabilities(self, scores: NDArray[np.float32]) -> NDArray[np.float32] | None:
-        """(N, K) from `scores`; None: it has none."""
+        """Return probabilities (N, K) from `scores`; None if the scores are not logits."""
         if not self.has_probabilities:
             return None
         if self.task == "multilabel":
@@ -88,10 +88,10 @@ class LinearProbe:
         return np.asarray(above / above.sum(1, keepdims=True), np.float32)
 
     def predict_proba(self, x: Source | FeatureRows) -> NDArray[np.float32]:
-        """(N, K) probabilities; each label's own where several may be there.
+        """Return probabilities (N, K); for multilabel tasks, each label has its own.
 
         Raises:
-            InputError: as of `decision_function`; or the probe has no probabilities.
+            InputError: see `decision_function`; or the probe has no probabilities.
         """
         found = self.probabilities(self.scores(x))
         if found is None:
@@ -99,7 +99,7 @@ class LinearProbe:
         return found
 
     def predict(self, x: Source | FeatureRows) -> NDArray[Any]:
-        """(N,) classes; (N, K) 0 or 1 of several labels; (N,) or (N, K) values of regression."""
+        """Return classes (N,); labels (N, K), 0 or 1; or, for regression, values (N,) or (N, K)."""
         scores = self.scores(x)
         if self.task == "classification":
             return np.asarray(self.classes_[scores.argmax(1)])
@@ -108,7 +108,7 @@ class LinearProbe:
         return scores[:, 0] if scores.shape[1] == 1 else scores
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it whole or not at all, as safetensors: `coef`, `intercept`, `mean`, `scale`, and text beside them."""
+        """Write a safetensors file atomically: tensors `coef`, `intercept`, `mean`, `scale`, and text metadata."""
         tensors = {"coef": self.coef_, "intercept": self.intercept_}
         if self.scaling.mean is not None and self.scaling.scale is not None:
             tensors |= {"mean": self.scaling.mean, "scale": self.scaling.scale}
@@ -125,10 +125,10 @@ class LinearProbe:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> LinearProbe:
-        """Read what `save` has written.
+        """Read a file written by `save`.
 
         Raises:
-            InputError: no such file, or it is no probe, or not a whole one.
+            InputError: the file does not exist, is not a probe, or is incomplete.
         """
         try:
             with safe_open(path, "np") as file:
@@ -154,7 +154,7 @@ class LinearProbe:
 
 
 def _wrong(probe: LinearProbe) -> Iterator[str]:
-    """What does not fit together."""
+    """Yield the inconsistencies of a probe read from a file."""
     if probe.task not in _TASKS or probe.scaling.name not in ("none", "l2", "standardise"):
         yield f"unknown task {probe.task!r} or scaling {probe.scaling.name!r}"
     if probe.classes_.dtype.kind not in "Uif" or len(set(probe.classes_.ravel().tolist())) < probe.classes_.size:
@@ -186,5 +186,5 @@ def _wrong(probe: LinearProbe) -> Iterator[str]:
 
 
 def _logistic(scores: NDArray[np.float32]) -> NDArray[np.float32]:
-    small = np.exp(-np.abs(scores))  # exact also where the probability is tiny
+    small = np.exp(-np.abs(scores))  # accurate for tiny probabilities too
     return np.asarray(np.where(scores > 0, 1, small) / (1 + small), np.float32)

@@ -1,4 +1,4 @@
-"""One probe from arrays to numbers: `linear_probe`."""
+"""Train and test one probe on arrays: `linear_probe`."""
 
 from __future__ import annotations
 
@@ -30,36 +30,37 @@ from extract.system.torch_state import device_named
 __all__ = ["ProbeResult", "linear_probe", "probe"]
 
 PRIMARY = {"classification": "top1", "multilabel": "mAP", "regression": "r2"}
-_MOST_IN_A_TABLE = 1000  # classes in a confusion matrix, which has their square of numbers
-_LARGEST = 1e100  # target: its square must be finite, and their sum
+_MOST_IN_A_TABLE = 1000  # classes in a confusion matrix, whose size is their square
+_LARGEST = 1e100  # target: the sum of squares must be finite
 SCALINGS = ("none", "l2", "standardise")
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What a probe of some features gave.
+    """Result of a probe.
 
     Attributes:
-        protocol: its name.
+        protocol: name of the protocol.
         task: "classification", "multilabel" or "regression".
-        scaling: of the features: "none", "l2" or "standardise".
-        metrics: name -> value with its 95 % interval, on the test rows; the first is what features are compared by. Of
-            few-shot: "top1@5", the mean over five draws, with the interval of Student's t for that mean.
+        scaling: scaling of the features: "none", "l2" or "standardise".
+        metrics: name -> value with its 95 % interval, on the test rows. For few-shot: "top1@5" etc., the mean over five
+            draws, with the interval of Student's t for that mean.
         classes: (K,) names, or labels as given.
-        per_class: (K,) columns: n, recall, precision, f1; of several labels n, average_precision; none of regression.
-        confusion: (K, K) test rows of class i that were taken for class j; of at most 1,000 classes.
-        swept: what was chosen: "C", "lambda", "alpha" or "k"; empty: nothing.
-        chosen: its value.
-        curve: (value, top-1, mAP or R^2 on the validation rows) for all that were tried.
-        shots: of few-shot: rows of a class -> top-1 of each draw.
-        n_train, n_val, n_test: rows; of the training rows, those of validation included that were refitted with.
-        predictions: (N,) numbers of classes; (N, K) labels, 0 or 1; (N, K) numbers; None of few-shot.
-        truth: (N,) numbers of classes, below 0 where training had no such class; (N, K) labels or numbers.
-        probabilities: (N, K), where there are any.
-        objective: what logistic regression minimised, for the chosen value, on training and validation rows.
-        model: the probe, to be used and saved; None: k nearest neighbours, few-shot.
-        notes: what a reader of the numbers should know.
-        seconds: it took.
+        per_class: (K,) columns: n, recall, precision, f1 for classification; n, average_precision for multilabel.
+        confusion: (K, K) numbers of test rows of class i predicted as class j, for classification with at most 1,000
+            classes.
+        swept: name of the chosen hyper-parameter: "C", "lambda", "alpha" or "k"; empty: none.
+        chosen: value of the chosen hyper-parameter.
+        curve: (value, top-1, mAP or R^2 on the validation rows) for all values tried.
+        shots: for few-shot: rows per class -> top-1 of each draw.
+        n_train, n_val, n_test: numbers of rows; n_train includes validation rows that the final fit uses.
+        predictions: (N,) class numbers; (N, K) labels, 0 or 1; (N, K) numbers; None for few-shot.
+        truth: (N,) class numbers, negative for classes missing from training; (N, K) labels or numbers.
+        probabilities: (N, K); None if the probe has no probabilities.
+        objective: objective of logistic regression for the chosen value, on training and validation rows.
+        model: the probe, for prediction and saving; None for k nearest neighbours and few-shot.
+        notes: warnings about the result.
+        seconds: run time.
     """
 
     protocol: str
@@ -86,17 +87,17 @@ class ProbeResult:
 
     @property
     def primary(self) -> str:
-        """The metric that features are compared by: "top1", "mAP", "r2"; of few-shot that of the most shots."""
+        """Name of the metric that features are compared by: "top1", "mAP", "r2"; for few-shot, with the most shots."""
         return f"top1@{max(self.shots)}" if self.shots else PRIMARY[self.task]
 
     @property
     def value(self) -> float:
-        """The primary metric."""
+        """Value of the primary metric."""
         return self.metrics[self.primary].value
 
     @property
     def right(self) -> NDArray[np.bool_] | None:
-        """(N,) test rows whose class was found; None: no classification, or few-shot."""
+        """Whether each test row (N,) is classified correctly; None for few-shot and other tasks."""
         if self.task != "classification" or self.predictions is None:
             return None
         return np.asarray(self.predictions == self.truth)
@@ -117,34 +118,35 @@ def linear_probe(
     device: str = "auto",
     memory_bytes: int | None = None,
 ) -> ProbeResult:
-    """How well a simple classifier on these features does, by a protocol of the literature.
+    """Evaluate features with a simple classifier or regression, following a protocol of the literature.
 
         result = linear_probe(x_train, y_train, x_test, y_test, protocol="simclr")
         result.metrics["top1"]       # Estimate(value=0.742, low=0.714, high=0.769)
-        result.chosen, result.curve  # C, and what each C gave on validation rows
+        result.chosen, result.curve  # C, and top-1 on validation rows for each C
 
-    Test rows are predicted once, by the probe that was chosen without them.
+    Test rows are predicted once, by a probe chosen without them.
 
     Args:
         x_train: (N, D) features, or (N, *shape); an array, tensor, memory map, or a feature of a `FeatureReader`.
-        y_train: (N,) classes, of any kind that can be sorted; (N, K) of 0 and 1 for labels that do not exclude each
-            other; for the protocol "ridge", (N,) or (N, K) numbers.
-        x_test: (N, D) features that are tested on.
-        y_test: their classes, labels or numbers.
-        protocol: one of `PROTOCOLS`; what each does stands in `extract.analysis.probe.protocols`.
-        x_val: features that hyper-parameters are chosen on; None: a tenth of the training rows.
-        y_val: theirs.
-        scaling: "none", "l2" or "standardise" instead of the protocol's own.
-        class_weight: "balanced" lets each class weigh the same, as in scikit-learn.
-        seed: of all that is drawn.
+        y_train: (N,) classes of any sortable type; (N, K) of 0 and 1 for labels that do not exclude each other; for the
+            protocol "ridge", (N,) or (N, K) numbers.
+        x_test: (N, D) features of the test rows.
+        y_test: classes, labels or numbers of the test rows.
+        protocol: one of `PROTOCOLS`, which `extract.analysis.probe.protocols` describes.
+        x_val: features for choosing hyper-parameters; None: a tenth of the training rows.
+        y_val: classes, labels or numbers of the validation rows.
+        scaling: "none", "l2" or "standardise"; None: the protocol's own.
+        class_weight: "balanced" gives all classes the same weight, as in scikit-learn.
+        seed: seed of all random choices.
         device: "auto", "cpu", "cuda", ...
-        memory_bytes: of features and variables that are held at once; what does not fit is read again in each pass.
-            None: half of what is free.
+        memory_bytes: limit for the features and variables held at once; features that do not fit are read again in each
+            pass. None: half of the free memory.
 
     Raises:
-        InputError: shapes do not fit, a value is not finite, there are fewer than two classes, or the protocol is not
-            made for this task.
-        UnknownNameError: no such protocol or scaling.
+        InputError: shapes do not match, a value is not finite, there are fewer than two classes, or the protocol does
+            not support the task.
+        UnknownNameError: the protocol, scaling or class weight does not exist.
+        LayertapError: the device runs out of memory, or features are too large for float32.
     """
     if (x_val is None) != (y_val is None):
         raise InputError("x_val and y_val go together")
@@ -164,7 +166,7 @@ def linear_probe(
         if x is None or y is None:
             pieces.append(None)
             continue
-        # A list of rows is an array; `FeatureRows` takes a list for arrays that lie side by side.
+        # Convert a list of rows to an array: `FeatureRows` treats a list as arrays side by side.
         rows = FeatureRows.of(np.asarray(x) if isinstance(x, list | tuple) else x)
         if len(rows) != len(y):
             raise InputError(f"x_{name} has {len(rows):,} rows, y_{name} {len(y):,}")
@@ -192,20 +194,20 @@ def probe(
     device: str = "auto",
     memory_bytes: int | None = None,
 ) -> ProbeResult:
-    """As `linear_probe`, of rows whose targets are encoded already.
+    """Run `linear_probe` on rows with encoded targets.
 
     Args:
-        train: targets of classes are numbers in `classes`.
+        train: training rows; class targets are indices of `classes`.
         val: likewise, or None.
-        test: likewise; -1, -2, ... for classes that training does not have.
-        classes: (K,) of anything.
+        test: likewise; -1, -2, ... for classes missing from training.
+        classes: (K,) class names of any type.
         task: "classification", "multilabel" or "regression".
-        protocol: this and what follows as of `linear_probe`.
+        protocol: see `linear_probe`, also for the following arguments.
         scaling: None: the protocol's own.
-        balanced: each class weighs the same.
-        seed: of all that is drawn.
+        balanced: whether all classes have the same weight.
+        seed: seed of all random choices.
         device: "auto", "cpu", "cuda", ...
-        memory_bytes: None: half of what is free.
+        memory_bytes: None: half of the free memory.
     """
     started = time.perf_counter()
     if protocol not in PROTOCOLS:
@@ -234,7 +236,7 @@ def probe(
     if place.type == "cuda":
         memory_bytes = min(memory_bytes, torch.cuda.mem_get_info(place)[0] // 2)
     settings = Settings(task, classes, scaling or kind.scaling, balanced, seed, place, memory_bytes)
-    # What fits is read once; a third, since what is fitted on is held along its principal axes too.
+    # Rows that fit are read once. The limit is a third, since the fitted rows are also held along their principal axes.
     held_bytes = sum(one.rows.nbytes for one in (train, val, test) if one is not None)
     if held_bytes <= memory_bytes // 3:
         settings = replace(settings, memory_bytes=memory_bytes - held_bytes)
@@ -279,7 +281,7 @@ def _few_shot(train: Labelled, val: Labelled | None, test: Labelled, settings: S
 
 
 def _tested(fitted: Fitted, test: Labelled, settings: Settings, protocol: str) -> ProbeResult:
-    """The test rows are predicted here, and nowhere else."""
+    """Predict the test rows, once, and compute the metrics."""
     scores, probabilities = fitted.scores(test.rows)
     truth, k = test.targets, len(settings.classes)
     per_class: dict[str, NDArray[Any]] = {}
@@ -331,7 +333,7 @@ def _over_draws(values: list[float]) -> Estimate:
 def _encoded(
     train: NDArray[Any], val: NDArray[Any] | None, test: NDArray[Any], numbers: bool
 ) -> tuple[str, NDArray[Any], tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any]]]:
-    """The task, the classes, and the targets as numbers of them."""
+    """Return the task, the classes, and the encoded targets of the training, validation and test rows."""
     given = [one for one in (train, val, test) if one is not None]
     if not train.size or not test.size:
         raise InputError(f"{len(train):,} rows to train on and {len(test):,} to test on; both need some")
@@ -370,7 +372,7 @@ def _encoded(
         comparable = (one.dtype.kind in "US") == (classes.dtype.kind in "US")
         places = np.minimum(np.searchsorted(classes, one), len(classes) - 1) if comparable else np.zeros(len(one), int)
         found = np.where(classes[places] == one, places, -1) if comparable else places - 1
-        # -1, -2, ...: classes that training does not have, each its own.
+        # -1, -2, ...: one number for each class missing from training.
         number = np.unique(one[found < 0], return_inverse=True)[1]
         found[found < 0] = -1 - number
         if name == "val" and (found < 0).any():

@@ -1,12 +1,11 @@
-"""The protocols by which papers tell how good features are: what is fitted, on what, and how its strength is chosen.
+"""Protocols of the literature for evaluating features: the model, the rows it is fitted on, the choice of its strength.
 
-In each of them: statistics for scaling come from the rows that are fitted on, hyper-parameters are chosen on validation
-rows, and test rows are predicted at the end, by the probe that was chosen without them. Where no validation rows are
-given, a tenth of the training rows is held out for the choice, as DINOv2 does (the first of `torch.randperm` with the
-seed).
+In every protocol, scaling statistics come from the fitted rows, hyper-parameters are chosen on validation rows, and
+test rows are predicted at the end, by a probe chosen without them. Without validation rows, a tenth of the training
+rows is held out for the choice, as in DINOv2 (the first of `torch.randperm` with the seed).
 
-The papers say that the strength with the best accuracy on validation rows is taken, and none says which of several that
-are equally good. Here it is the one with the least log loss on these rows, and of those the strongest penalty.
+The papers choose the strength with the best accuracy on validation rows, and none specifies how to break ties. Here,
+ties go to the smallest log loss on these rows, then to the strongest penalty.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ __all__ = ["PROTOCOLS", "SHOTS", "Fitted", "Labelled", "Protocol", "Settings"]
 
 SHOTS = (1, 2, 5, 10, 20)
 _KS = (10, 20, 100, 200)
-_REPEATS = 5  # seeds of a few-shot probe
-_FEW = 50  # rows, on which an accuracy is known to no better than 14 points
+_REPEATS = 5  # draws of a few-shot probe
+_FEW = 50  # rows; on fewer, the error of an accuracy exceeds 14 points
 
 
 @dataclass(frozen=True)
 class Labelled:
-    """Rows, and what is to be predicted of them.
+    """Rows and their targets.
 
     Attributes:
         rows: (N, D).
@@ -55,22 +54,22 @@ class Labelled:
         return Labelled(self.rows + other.rows, np.concatenate([self.targets, other.targets]))
 
     def subset(self, chosen: NDArray[np.int64]) -> Labelled:
-        """Some rows, by their sorted numbers."""
+        """Select rows by their sorted numbers."""
         return Labelled(self.rows.subset(chosen), self.targets[chosen])
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a protocol is told beside its rows.
+    """Settings of a protocol.
 
     Attributes:
         task: "classification", "multilabel" or "regression".
-        classes: (K,) what the columns of targets are called.
-        scaling: of the features; "none", "l2" or "standardise".
-        balanced: rows weigh N / (K * rows of their class), as scikit-learn's class_weight="balanced".
-        seed: of what is drawn at random.
-        device: to compute on.
-        memory_bytes: of features and variables that are held at once.
+        classes: (K,) names of the classes, labels or targets.
+        scaling: scaling of the features: "none", "l2" or "standardise".
+        balanced: weight rows by N / (K * rows of their class), as scikit-learn's class_weight="balanced".
+        seed: seed of all random choices.
+        device: device to compute on.
+        memory_bytes: limit for the features and variables held at once.
     """
 
     task: str
@@ -87,19 +86,19 @@ Scorer = Callable[[FeatureRows], tuple[NDArray[np.float32], NDArray[np.float32] 
 
 @dataclass(frozen=True)
 class Fitted:
-    """What a protocol has found.
+    """Result of fitting by a protocol.
 
     Attributes:
-        scores: rows -> (N, K) scores, (N, K) probabilities or None.
-        n_train: rows that it was fitted on in the end.
-        swept: what was chosen: "C", "lambda", "alpha", "k"; empty: nothing.
-        chosen: its value.
-        curve: (value, what it gave on the validation rows), by value.
-        n_val: rows that it was chosen on.
-        model: that can be kept; None: it is as large as its training rows.
-        threshold: scores above it say that a label is there.
-        objective: that was minimised, for the chosen value.
-        notes: what a reader of the numbers should know.
+        scores: function of rows that returns (N, K) scores, and (N, K) probabilities or None.
+        n_train: number of rows of the final fit.
+        swept: name of the chosen hyper-parameter: "C", "lambda", "alpha", "k"; empty: none.
+        chosen: value of the chosen hyper-parameter.
+        curve: (value, primary metric on the validation rows) for all values tried, in ascending order.
+        n_val: number of rows used for the choice.
+        model: probe that can be saved; None if it would be as large as its training rows.
+        threshold: scores above it mean that the label is present.
+        objective: objective of the final fit, for logistic regression.
+        notes: warnings about the result.
     """
 
     scores: Scorer
@@ -119,11 +118,11 @@ class Protocol:
     """A protocol of the literature.
 
     Attributes:
-        fit: the training rows, the validation rows if there are any, the settings -> what was found; None for few-shot,
-            which fits many probes.
-        scaling: of the features.
-        tasks: it can be used for.
-        about: what it does, and its source.
+        fit: function of the training rows, the validation rows or None, and the settings; None for few-shot, which
+            fits many probes.
+        scaling: default scaling of the features.
+        tasks: supported tasks.
+        about: short description.
     """
 
     fit: Callable[[Labelled, Labelled | None, Settings], Fitted] | None
@@ -133,39 +132,39 @@ class Protocol:
 
 
 def simclr(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
-    """Logistic regression, of 45 strengths from 1e-6 to 1e5 the best on validation rows, refitted with these.
+    """Logistic regression: best of 45 strengths from 1e-6 to 1e5 on validation rows, refitted with these rows.
 
-    SimCLR (Chen et al. 2020), appendix B.8, after Kornblith, Shlens and Le 2019, appendix A.5: L-BFGS, no
-    augmentation. The range is taken as that of C.
+    SimCLR (Chen et al. 2020), appendix B.8, following Kornblith, Shlens and Le 2019, appendix A.5: L-BFGS, no
+    augmentation. The range is interpreted as that of C.
     """
     train, val = held_out(train, val, settings)
     return _refitted(train, val, settings, _swept(train, val, settings, np.logspace(-6, 5, 45)), "C")
 
 
 def dinov2_logreg(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
-    """Logistic regression, C of 10^linspace(-6, 5, 45), chosen on a tenth of the training rows, refitted on all.
+    """Logistic regression: C of 10^linspace(-6, 5, 45), chosen on a tenth of the training rows, refitted on all rows.
 
-    DINOv2 (Oquab et al. 2023), `dinov2/eval/log_regression.py`: 1,000 iterations at most; its seed is 0, as is ours
-    unless another is asked for. Where there are validation rows, they are trained on.
+    DINOv2 (Oquab et al. 2023), `dinov2/eval/log_regression.py`: at most 1,000 iterations; its seed is 0, which is also
+    the default here. Validation rows, if given, are added to the training rows.
     """
     train, val = held_out(train if val is None else train + val, None, settings)
     return _refitted(train, val, settings, _swept(train, val, settings, 10 ** np.linspace(-6, 5, 45)), "C")
 
 
 def clip(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
-    """Logistic regression, lambda = 1 / C searched from coarse to fine on validation rows, refitted with these.
+    """Logistic regression: lambda = 1 / C searched from coarse to fine on validation rows, refitted with these rows.
 
-    CLIP (Radford et al. 2021), appendix A.3: 1e-6 to 1e6 in 96 logarithmic steps, of which 1e-6, 1e-4, ..., 1e6 are
-    tried first, then the middles beside the best, down to 8 steps in a factor of ten; 1,000 iterations at most.
+    CLIP (Radford et al. 2021), appendix A.3: 1e-6 to 1e6 in 96 logarithmic steps. The search tries 1e-6, 1e-4, ...,
+    1e6 first, then the midpoints next to the best value, down to 8 steps in a factor of ten; at most 1,000 iterations.
     """
     train, val = held_out(train, val, settings)
     return _refitted(train, val, settings, _searched(train, val, settings), "lambda")
 
 
 def knn(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
-    """The classes of the 10, 20, 100 or 200 nearest rows by cosine, each weighing exp(cosine / 0.07).
+    """Vote of the 10, 20, 100 or 200 nearest rows by cosine, each with the weight exp(cosine / 0.07).
 
-    DINO (Caron et al. 2021), `eval_knn.py`; k is chosen on validation rows, which are then neighbours too.
+    DINO (Caron et al. 2021), `eval_knn.py`; k is chosen on validation rows, which then become neighbours too.
     """
     fit, chosen_on = held_out(train, val, settings)
     ks = [k for k in _KS if k <= len(fit)] or [len(fit)]
@@ -182,13 +181,13 @@ def knn(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
         (found,) = neighbour_shares(
             everyone.rows.scaled(scaling), everyone.targets, n_classes, rows.scaled(scaling), [k], *where
         )
-        return found, None  # shares of votes are no probabilities: most are exactly 0
+        return found, None  # shares of votes are not probabilities: most are exactly 0
 
     return Fitted(scores, len(everyone), "k", k, curve, len(chosen_on), threshold=0.5, notes=_on_few(len(chosen_on)))
 
 
 def centroid(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
-    """The class whose mean is nearest by cosine; nothing is chosen, so validation rows are trained on.
+    """Class with the nearest mean by cosine; there is no hyper-parameter, so validation rows are used for training.
 
     Nearest class mean (Mensink et al. 2013; Snell, Swersky and Zemel 2017), with features of length 1.
     """
@@ -209,9 +208,9 @@ def centroid(train: Labelled, val: Labelled | None, settings: Settings) -> Fitte
 
 
 def ridge(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
-    """Ridge regression of numbers, of 45 alphas from 1e-5 to 1e6 the best on validation rows, refitted with these.
+    """Ridge regression: best of 45 alphas from 1e-5 to 1e6 on validation rows, refitted with these rows.
 
-    Hoerl and Kennard 1970; as scikit-learn's `Ridge`, |X w + b - y|^2 + alpha |w|^2, of standardised features.
+    Hoerl and Kennard 1970; as scikit-learn's `Ridge`, |X w + b - y|^2 + alpha |w|^2, on standardised features.
     """
     fit, chosen_on = held_out(train, val, settings)
     alphas = np.logspace(-5, 6, 45)
@@ -245,10 +244,10 @@ PROTOCOLS = {
 
 
 def held_out(train: Labelled, val: Labelled | None, settings: Settings) -> tuple[Labelled, Labelled]:
-    """What is fitted on, and what strengths are chosen on.
+    """Return the rows to fit on, and the rows for choosing the strength: `val`, or a tenth of `train`.
 
     Raises:
-        InputError: there are too few training rows to hold any out.
+        InputError: there are fewer than 10 training rows and no validation rows.
     """
     if val is not None:
         return train, val
@@ -263,11 +262,12 @@ def held_out(train: Labelled, val: Labelled | None, settings: Settings) -> tuple
 
 
 def few_shot(train: Labelled, val: Labelled | None, test: Labelled, settings: Settings) -> dict[int, list[float]]:
-    """Top-1 on the test rows of probes on a few rows of each class: shots -> one for each of five draws.
+    """Compute top-1 on the test rows for probes fitted on a few rows of each class: shots -> value of each of 5 draws.
 
-    The search of CLIP, on min(shots, 4) validation rows a class, as in CoOp (Zhou et al. 2022, and its code). These
-    come from the validation rows, or from training rows that were not drawn. Fewer shots are part of more.
-    Numbers of shots that a class has not rows enough for are left out.
+    The strength is searched as in `clip`, on min(shots, 4) validation rows per class, as in CoOp (Zhou et al. 2022, and
+    its code). These rows come from the validation rows, or from training rows that were not drawn. In each draw, the
+    rows of fewer shots are part of the rows of more shots. Numbers of shots for which a class has too few rows are
+    skipped.
 
     Raises:
         InputError: a class has too few rows for one shot.
@@ -303,9 +303,9 @@ def few_shot(train: Labelled, val: Labelled | None, test: Labelled, settings: Se
 
 @dataclass(frozen=True)
 class _Sweep:
-    """Strengths that were compared, and the probe of the best one (`best_of`)."""
+    """Compared strengths, and the probe of the best strength (`best_of`)."""
 
-    curve: list[tuple[float, float]]  # C and what it gave, by C
+    curve: list[tuple[float, float]]  # (C, primary metric), in ascending order
     best_strength: float
     best: LinearProbe
 
@@ -321,12 +321,12 @@ def _problem(train: Labelled, settings: Settings) -> tuple[LogisticRegression, S
 
 
 def _swept(train: Labelled, val: Labelled, settings: Settings, strengths: NDArray[np.float64]) -> _Sweep:
-    """All strengths, side by side."""
+    """Fit and compare all strengths, side by side."""
     problem, scaling = _problem(train, settings)
     fit = problem.fit(strengths.tolist())
     found = on_val(fit.weights, fit.biases, val.rows.scaled(scaling), val.targets, settings.task)
-    best = best_of(found)  # from the strongest penalty on
-    # Copies, or the weights of all strengths would be kept with these.
+    best = best_of(found)  # `strengths` starts with the strongest penalty
+    # Copies, since views would keep the weights of all strengths in memory.
     weights, biases = fit.weights[best].copy(), fit.biases[best].copy()
     model = LinearProbe(weights, biases, settings.classes, settings.task, scaling)
     curve = [(strength, one.value) for strength, one in zip(strengths.tolist(), found, strict=True)]
@@ -334,7 +334,7 @@ def _swept(train: Labelled, val: Labelled, settings: Settings, strengths: NDArra
 
 
 def _searched(train: Labelled, val: Labelled, settings: Settings) -> _Sweep:
-    """CLIP's search: every sixteenth of 97 values, then the middles on both sides of the best."""
+    """Search as CLIP does: every sixteenth of 97 values, then the midpoints on both sides of the best."""
     problem, scaling = _problem(train, settings)
     known: dict[int, tuple[OnVal, LinearProbe]] = {}
     steps = list(range(0, 97, 16))
@@ -355,7 +355,7 @@ def _searched(train: Labelled, val: Labelled, settings: Settings) -> _Sweep:
 
 
 def _refitted(train: Labelled, val: Labelled, settings: Settings, sweep: _Sweep, swept: str) -> Fitted:
-    """The probe of the best strength, on training and validation rows."""
+    """Fit the probe of the best strength on training and validation rows."""
     problem, scaling = _problem(train + val, settings)
     fit: Fit = problem.fit([sweep.best_strength])
     model = LinearProbe(fit.weights[0], fit.biases[0], settings.classes, settings.task, scaling)
@@ -374,7 +374,7 @@ def _at_the_end(swept: str, chosen: float, curve: Sequence[tuple[float, float]])
 
 
 def _tied(swept: str, curve: Sequence[tuple[float, float]]) -> list[str]:
-    """Where the validation rows hardly choose."""
+    """Return a note if more than a third of the values are equally good on the validation rows."""
     values = [value for _, value in curve]
     equal = values.count(max(values))
     if equal <= len(values) // 3 or len(values) < 3:
@@ -405,7 +405,7 @@ def _balanced(targets: NDArray[np.int64], n_classes: int) -> NDArray[np.float32]
 def _shuffled_by_class(
     targets: NDArray[np.int64], n_classes: int, generator: np.random.Generator
 ) -> list[NDArray[np.int64]]:
-    """The rows of each class in random order."""
+    """Return the rows of each class in random order."""
     order = np.argsort(targets, kind="stable")
     edges = np.searchsorted(targets[order], np.arange(1, n_classes))
     return [generator.permutation(rows) for rows in np.split(order, edges)]

@@ -1,4 +1,4 @@
-"""How alike two layers see the same images, whatever their width: linear CKA and representational similarity."""
+"""Similarity of two layers' features of the same images, whatever their width: linear CKA and RSA."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from extract.errors import InputError
 
 __all__ = ["linear_cka", "rsa", "similarities"]
 
-_WORK_BYTES = 64 << 20  # of rows in double precision
+_WORK_BYTES = 64 << 20  # of rows in double precision held at once
 
 
 def linear_cka(x: Source | FeatureRows, y: Source | FeatureRows) -> float:
-    """Linear centred kernel alignment of two features of the same images: 1 where one is the other, rotated and scaled.
+    """Compute the linear centred kernel alignment (CKA) of two features of the same images.
 
-    Kornblith et al. 2019, with the unbiased estimator of HSIC of Song et al. 2012 (as Nguyen, Raghu and Kornblith
-    2021), so that features that have nothing in common give 0 also where they have more columns than rows; it may be a
-    little below.
+    It is 1 if one feature is a rotated and scaled copy of the other. Kornblith et al. 2019, with the unbiased HSIC
+    estimator of Song et al. 2012 (as in Nguyen, Raghu and Kornblith 2021): unrelated features give 0 even with more
+    columns than rows. The result may be slightly negative.
 
     Args:
         x: (N, D), or (N, *shape).
         y: (N, E): the same images in the same order.
 
     Raises:
-        InputError: other numbers of rows, or fewer than 4.
+        InputError: the numbers of rows differ, or are below 4.
     """
     return _cka(*_grams(x, y))
 
 
 def rsa(x: Source | FeatureRows, y: Source | FeatureRows) -> float:
-    """Representational similarity: the rank correlation of how far images lie apart in one feature and in the other.
+    """Representational similarity analysis (RSA): rank correlation of the image distances in two features.
 
     Kriegeskorte, Mur and Bandettini 2008: Spearman's correlation of 1 - Pearson's r between all pairs of images.
 
@@ -42,7 +42,7 @@ def rsa(x: Source | FeatureRows, y: Source | FeatureRows) -> float:
         y: (N, E): the same images in the same order.
 
     Raises:
-        InputError: other numbers of rows, or fewer than 4.
+        InputError: the numbers of rows differ, or are below 4.
     """
     first, second = _as_rows(x), _as_rows(y)
     _check(len(first), len(second))
@@ -50,9 +50,9 @@ def rsa(x: Source | FeatureRows, y: Source | FeatureRows) -> float:
 
 
 def similarities(features: Iterable[FeatureRows]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(M, M) linear CKA and (M, M) RSA between all features, each of the same images in the same order.
+    """Compute linear CKA (M, M) and RSA (M, M) between M features of the same images in the same order.
 
-    (N, N) float64 and half as many ranks are held of each; features are taken one at a time.
+    For each feature, (N, N) float64 values and half as many ranks are held. Features are read one at a time.
     """
     grams, distances = [], []
     for rows in features:
@@ -82,7 +82,7 @@ def _grams(x: Source | FeatureRows, y: Source | FeatureRows) -> tuple[NDArray[np
 
 
 def _gram(rows: FeatureRows) -> NDArray[np.float64]:
-    """(N, N) products of the rows, less their mean, with a diagonal of zeros, centred as the estimator wants it."""
+    """Return the U-centred products (N, N) of the rows minus their mean, with a zero diagonal."""
     count = len(rows)
     mean = sum((block.sum(0, dtype=np.float64) for _, block in rows.blocks()), np.zeros(rows.width)) / count
     gram = np.empty((count, count))
@@ -95,7 +95,7 @@ def _gram(rows: FeatureRows) -> NDArray[np.float64]:
             gram[first : first + len(left), second : second + len(right)] = here
             gram[second : second + len(right), first : first + len(left)] = here.T
     np.fill_diagonal(gram, 0)
-    # U-centred (Szekely and Rizzo 2014): the mean of products of two of these is the unbiased estimator.
+    # U-centring (Szekely and Rizzo 2014): the mean product of two U-centred matrices is the unbiased estimator.
     sums = gram.sum(0) / (count - 2)
     gram -= sums[:, None] + sums[None, :] - gram.sum() / ((count - 1) * (count - 2))
     np.fill_diagonal(gram, 0)
@@ -108,7 +108,7 @@ def _cka(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:
 
 
 def _ranked_distances(rows: FeatureRows) -> NDArray[np.float64]:
-    """(N (N - 1) / 2,) ranks of the distances between all pairs, equal ones sharing theirs, less their mean."""
+    """Return the ranks (N (N - 1) / 2,) of the distances of all pairs minus their mean; ties share a mean rank."""
     count = len(rows)
     _check(count, count)
     unit = np.empty((count, rows.width))

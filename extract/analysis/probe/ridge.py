@@ -12,27 +12,27 @@ from extract.errors import InputError
 
 __all__ = ["fit_ridge"]
 
-_WIDEST = 8_000  # values of a row, or rows: of a matrix whose eigenvectors are found
-_MOST_BYTES = 8 << 30  # of rows in double precision, where there are fewer of them than columns
+_WIDEST = 8_000  # largest min(N, D), the side of the matrix whose eigenvectors are computed
+_MOST_BYTES = 8 << 30  # largest size of the rows in double precision, if N < D
 
 
 def fit_ridge(
     rows: FeatureRows, targets: NDArray[np.float64], alphas: Sequence[float]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """What scikit-learn's `Ridge(alpha)` minimises, |X w + b - y|^2 + alpha |w|^2, for every alpha.
+    """Minimise |X w + b - y|^2 + alpha |w|^2, the objective of scikit-learn's `Ridge(alpha)`, for every alpha.
 
-    One decomposition serves them all.
+    One eigendecomposition serves all alphas.
 
     Args:
         rows: (N, D), read in two passes.
         targets: (N, K).
-        alphas: M of them, above zero.
+        alphas: M values above zero.
 
     Returns:
-        (M, K, D) weights and (M, K) biases, in double precision: a year in seconds has no place in float32.
+        (M, K, D) weights and (M, K) biases, in double precision: float32 cannot count the seconds of a year.
 
     Raises:
-        InputError: both N and D are too large for a matrix of their products.
+        InputError: N and D both exceed 8,000; or N < D and the rows exceed 8 GiB in double precision.
     """
     count, width = len(rows), rows.width
     if min(count, width) > _WIDEST or (count < width and 8 * count * width > _MOST_BYTES):
@@ -44,7 +44,7 @@ def fit_ridge(
     about = targets.mean(0)
     centred_targets = targets - about
     if count < width:
-        # w = X^T (X X^T + alpha)^-1 y: the same by the push-through identity.
+        # w = X^T (X X^T + alpha)^-1 y, which is equal by the push-through identity.
         centred = rows.between(0, count).astype(np.float64) - mean
         values, vectors = np.linalg.eigh(centred @ centred.T)
         along, back = vectors.T @ centred_targets, centred.T @ vectors

@@ -1,7 +1,7 @@
-"""How good probes of several strengths are on validation rows, and which of them is taken.
+"""Choice of a penalty strength on validation rows.
 
-The one with the best value of the primary metric; of several, the one with the least log loss; of those, the strongest
-penalty. Papers name the first criterion only.
+The strength with the best primary metric is chosen. Ties go to the smallest log loss, then to the strongest penalty.
+Papers specify only the first criterion.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from extract.analysis.probe.metrics import average_precision
 
 __all__ = ["OnVal", "best_of", "on_val", "primary"]
 
-_SCORES = 1 << 26  # that are held at once while strengths are compared
-# In nats for each validation row. Log losses that are nearer to each other count as equal: where the classes can be
-# separated, the log loss falls for ever as the penalty goes to zero, by less and less.
+_SCORES = 1 << 26  # held at once while strengths are compared
+# In nats per validation row. Smaller differences of the log loss count as ties: for separable classes, the log loss
+# keeps falling by ever smaller amounts as the penalty goes to zero.
 _EQUAL_LOG_LOSS = 1e-3
 
 
 def primary(scores: NDArray[Any], targets: NDArray[Any], task: str) -> float:
-    """What is compared: top-1 of classes, mAP of labels, R^2 of numbers."""
+    """Return the primary metric: top-1 for classification, mAP for multilabel, R^2 for regression."""
     if task == "classification":
         return float((scores.argmax(1) == targets).mean())
     if task == "multilabel":
@@ -36,11 +36,11 @@ def primary(scores: NDArray[Any], targets: NDArray[Any], task: str) -> float:
 
 
 class OnVal(NamedTuple):
-    """What a strength gives on the validation rows.
+    """Result of a strength on the validation rows.
 
     Attributes:
         value: the primary metric.
-        log_loss: in nats; 0 for numbers; infinite where it is not known, as where the value is not the best.
+        log_loss: in nats; 0 for regression; infinite if not computed, as for all values but the best.
     """
 
     value: float
@@ -48,19 +48,19 @@ class OnVal(NamedTuple):
 
 
 def best_of(found: Sequence[OnVal]) -> int:
-    """The position of the best strength; `found` begins with the strongest penalty."""
+    """Return the position of the best strength; `found` starts with the strongest penalty."""
     top = max(one.value for one in found)
     least = min(one.log_loss for one in found if one.value == top)
     return next(i for i, one in enumerate(found) if one.value == top and one.log_loss <= least + _EQUAL_LOG_LOSS)
 
 
 def _log_loss(scores: NDArray[Any], targets: NDArray[Any], task: str) -> float:
-    """The mean of -log p over rows, and over labels where there are several; rows of unknown classes are left out.
+    """Return the mean of -log p over rows, and over labels for multilabel; rows of unknown classes are skipped.
 
     Args:
         scores: (N, K) logits.
-        targets: (N,) classes, negative ones unknown; or (N, K) 0 or 1; or (N, K) numbers, which have none.
-        task: as in `on_val`.
+        targets: (N,) classes, negative if unknown; or (N, K) 0 or 1; or (N, K) numbers, for which the result is 0.
+        task: see `on_val`.
     """
     wide = scores.astype(np.float64)
     if task == "multilabel":
@@ -75,15 +75,15 @@ def on_val(
     weights: NDArray[Any], biases: NDArray[Any], rows: FeatureRows, targets: NDArray[Any], task: str,
     at_least: float = -math.inf,
 ) -> list[OnVal]:  # fmt: skip
-    """What probes give on validation rows.
+    """Evaluate probes on validation rows.
 
     Args:
-        weights: (M, K, D), one for each strength.
+        weights: (M, K, D) for M strengths.
         biases: (M, K).
         rows: (N, D), scaled.
-        targets: their classes, labels or numbers.
+        targets: classes, labels or numbers of the rows.
         task: "classification", "multilabel" or "regression".
-        at_least: the log loss is computed of the best values alone, and only if they are so good.
+        at_least: the log loss is computed only for the best value, and only if that value reaches this limit.
     """
     values = _judged(weights, biases, rows, task, lambda scores: primary(scores, targets, task))
     top = max([at_least, *(value for value in values if not math.isnan(value))])
@@ -102,7 +102,10 @@ def _or_infinite(value: float | None) -> float:
 def _judged(
     weights: NDArray[Any], biases: NDArray[Any], rows: FeatureRows, task: str, judge: Callable[[NDArray[Any]], float]
 ) -> list[float]:
-    """What `judge` says of the (N, K) scores of each of (M, K, D) and (M, K); some are computed at a time."""
+    """Apply `judge` to the scores (N, K) of each of M probes, some probes at a time.
+
+    For two classes, the scores have two columns: 0 and the score.
+    """
     k = weights.shape[1]
     at_once = max(1, _SCORES // (k * len(rows)))
     found = []

@@ -1,1 +1,1 @@
-"""Images listed once, on disk: the index that `layertap plan` writes. Imports what `extract.images` imports."""
+"""Image lists on disk: the plans that `layertap plan` writes. Imports what `extract.images` imports."""

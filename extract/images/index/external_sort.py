@@ -1,8 +1,8 @@
-"""Runs: sorted rows on disk, a piece of a listing each, that are read side by side as one.
+"""Runs: files of sorted rows, merged while they are read. Each run is a piece of a listing, or several merged pieces.
 
-A run is a file of lines of JSON. The first tells of it; each other one is a block of rows, column by column. Its name,
-`000017-000019.jsonl`, has the first and the last piece that it holds: after pieces were merged, and before they are
-removed, the widest counts.
+A run is a file of JSON lines. The first line is the head; every other line is a block of rows, column by column. The
+file name, `000017-000019.jsonl`, contains the numbers of its first and last piece. If merged runs have not been removed
+yet, the run with the most pieces is valid.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from extract.system.atomic_files import whole_file
 
 __all__ = ["Runs"]
 
-# Memory of a merge: 400 blocks of 500 rows, of 300 bytes each.
+# Memory of a merge: 400 blocks of 500 rows, 300 bytes a row.
 BLOCK_ROWS = 500
 MERGED_AT_ONCE = 400
 
@@ -30,12 +30,12 @@ class Runs:
     """The runs in a folder.
 
     Args:
-        folder: where they are.
-        in_sequence: whether each piece comes behind the one before, and its rows have nothing but a path.
+        folder: folder of the runs.
+        in_sequence: whether each piece sorts after the piece before, and rows have only a path.
 
     Attributes:
-        heads: what is known of each run: `rows`, `last` path, whether there was an `end` behind it, and what else was
-            given to `add`.
+        heads: head of each run: number of `rows`, `last` path, `end` (whether it ends the listing), and the other
+            values given to `add`.
     """
 
     def __init__(self, folder: Path, *, in_sequence: bool):
@@ -43,7 +43,7 @@ class Runs:
         self._look()
 
     def _look(self) -> None:
-        """Find the runs; what is left of those that were merged is removed."""
+        """Find the runs, and remove files of runs that were merged."""
         widest: dict[int, tuple[int, Path]] = {}
         for path in self._folder.glob("*.jsonl"):
             if named := re.fullmatch(r"(\d{6,})-(\d{6,})\.jsonl", path.name, re.ASCII):
@@ -61,32 +61,32 @@ class Runs:
 
     def _take(self, path: Path) -> None:
         head = _head(path)
-        del head["deciding"]  # of all runs, they may not fit into memory
+        del head["deciding"]  # those of all runs may not fit into memory
         self.heads.append(head)
         self._paths.append(path)
 
     @property
     def rows(self) -> int:
-        """In all of them."""
+        """Number of rows in all runs."""
         return sum(head["rows"] for head in self.heads)
 
     @property
     def ended(self) -> bool:
-        """Whether everything is listed."""
+        """Whether the listing is complete."""
         return bool(self.heads) and bool(self.heads[-1]["end"])
 
     def deciding(self) -> Iterator[str]:
-        """The names that decide what classes there are, some more than once."""
+        """Yield the names that determine the classes, some repeatedly."""
         return itertools.chain.from_iterable(_head(path)["deciding"] for path in self._paths)
 
     def add(self, rows: list[Row], deciding: Iterable[str], *, end: bool, **more: Any) -> None:
-        """Write the next piece.
+        """Write the next piece as a run.
 
         Args:
-            rows: sorted.
-            deciding: names that decide what classes there are.
-            end: whether it is the last.
-            more: to be found in its head again.
+            rows: sorted rows.
+            deciding: names that determine the classes.
+            end: whether this piece is the last.
+            more: other values to store in the head.
         """
         last = os.fsdecode(rows[-1].path) if rows else ""
         head = {"rows": len(rows), "last": last, "deciding": list(deciding), "end": end, **more}
@@ -105,10 +105,10 @@ class Runs:
         return path
 
     def merge(self, on_rows: Callable[[int], None]) -> None:
-        """Make fewer of them where there are too many to be read side by side.
+        """Merge runs until at most `MERGED_AT_ONCE` are left, unless they are in sequence.
 
         Args:
-            on_rows: called with the rows of each new run.
+            on_rows: called with the number of rows of each merged run.
         """
         while not self._in_sequence and len(self._paths) > MERGED_AT_ONCE:
             count = min(MERGED_AT_ONCE, len(self._paths) - MERGED_AT_ONCE + 1)
@@ -128,7 +128,7 @@ class Runs:
             on_rows(head["rows"])
 
     def in_order(self, start: bytes) -> Iterator[Row]:
-        """All rows from this path on, in order."""
+        """Yield the rows with a path of at least `start`, in order."""
         behind = [_rows_of(path, start) for path, head in zip(self._paths, self.heads, strict=True)
                   if os.fsencode(head["last"]) >= start]  # fmt: skip
         return itertools.chain.from_iterable(behind) if self._in_sequence else heapq.merge(*behind)
@@ -141,7 +141,7 @@ def _head(path: Path) -> dict[str, Any]:
 
 
 def _rows_of(path: Path, start: bytes) -> Iterator[Row]:
-    """The rows of a run from a path on. The file is open only while a block is read: there may be hundreds."""
+    """Yield a run's rows from path `start` on. The file is open only while a block is read: there may be hundreds."""
     with path.open("rb") as file:
         file.readline()
         place = file.tell()

@@ -1,24 +1,24 @@
-"""A plan: images that were listed once, into files, so that no process holds all their names.
+"""A plan: a list of images in files, so that no process holds all their names.
 
-A plan is a folder, of any number of images:
+A plan is a folder that lists any number of images:
 
-    plan.json            what is in it; it is written last, and without it there is no plan
-    parts/000000.npz     so many rows each, in order (extract/images/index/index_parts.py)
-    listing/             while it is being made (extract/images/index/index_writing.py)
+    plan.json            description; it is written last, and without it the plan is not finished
+    parts/000000.npz     `part_rows` rows each, in order (extract/images/index/index_parts.py)
+    listing/             only while the plan is being written (extract/images/index/index_writing.py)
 
 `plan.json` has the keys
 
     format           "layertap plan"          version       1
-    kind             "folder": paths are relative to `root`; "list": to the folder of it, or whole paths, or URLs
+    kind             "folder": paths are relative to `root`; "list": relative to its folder, absolute, or URLs
     root             the folder, URL or list that was listed
-    count            images                   part_rows     images in each part but the last
-    classes          names                    splits        those that there are
-    ids              whether rows have ids    left_out      suffix -> number of files that are no images
-    notes            what the user must be told of how they were found
-    paths_xxh3, labels_xxh3                   as of `extract.images.image_list.ImageList`
-    parts_xxh3       of each part, the xxh3-128 of the file
+    count            number of images         part_rows     images in each part but the last
+    classes          class names              splits        the splits that occur
+    ids              whether rows have ids    left_out      suffix -> number of files that are not images
+    notes            messages for the user about the listing
+    paths_xxh3, labels_xxh3                   see `extract.images.image_list.ImageList`
+    parts_xxh3       xxh3-128 of the file of each part
 
-Nothing in it depends on when and where it was made: the same images give the same bytes.
+The content does not depend on when and where the plan is written: the same images give the same bytes.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ __all__ = ["FORMAT", "LISTING", "VERSION", "PlannedImages", "is_plan", "open_pla
 FORMAT, VERSION = "layertap plan", 1
 LISTING = "listing"
 
-_KEPT = 2  # parts in memory: a batch may end one and begin the next
+_KEPT = 2  # parts in memory: a batch may span two
 
 
 def is_plan(where: str | os.PathLike[str]) -> bool:
-    """Whether a folder is a plan.
+    """Return whether a folder is a plan.
 
     Raises:
-        InputError: it is one that is not finished.
+        InputError: the plan is not finished.
     """
     folder = Path(where)
     if (folder / "plan.json").is_file() and (folder / "parts").is_dir():
@@ -66,7 +66,7 @@ def is_plan(where: str | os.PathLike[str]) -> bool:
 
 
 class PlannedNames(Sequence[str]):
-    """The names of a plan's images, by row; a few parts are in memory. As it goes to worker processes, it is small."""
+    """The names of a plan's images, by row. Keeps a few parts in memory, but does not send them to worker processes."""
 
     def __init__(self, folder: Path, part_rows: int, count: int, n_classes: int, ids: bool, below: bool, hashes: bytes):
         self._folder, self._part_rows, self._count = folder, part_rows, count
@@ -85,23 +85,23 @@ class PlannedNames(Sequence[str]):
         return os.fsdecode(self.part(number).names[place])
 
     def part(self, number: int) -> Part:
-        """A part of the plan.
+        """Return a part of the plan.
 
         Raises:
-            BrokenListError: it is damaged, or not there any more.
+            BrokenListError: the part is damaged or missing.
         """
         part = self._kept.pop(number, None)
         if part is None:
             rows = min(self._part_rows, self._count - number * self._part_rows)
             xxh3 = self._hashes[16 * number : 16 * number + 16]
             part = read_part(part_path(self._folder, number), rows, self._n_classes, self.ids, self._below, xxh3)
-        self._kept[number] = part  # the one that was asked for last is the last
+        self._kept[number] = part  # reinserted: the most recently used part is last
         if len(self._kept) > _KEPT:
             del self._kept[next(iter(self._kept))]
         return part
 
     def row_of(self, name: bytes) -> int | None:
-        """The row of a path; None: it has none."""
+        """Return the row of a path, or None if the plan does not have it."""
         first = bisect.bisect(range(-(-self._count // self._part_rows)), name, key=lambda one: self.part(one).names[0])
         if not first:
             return None
@@ -112,15 +112,15 @@ class PlannedNames(Sequence[str]):
 
 @dataclass(frozen=True)
 class PlannedImages:
-    """Images of a plan, or the first of them: what `ImageList` says, from files.
+    """The images of a plan, or the first of them: an `ImageList` that is read from files.
 
     Attributes:
-        folder: of the plan.
+        folder: folder of the plan.
         kind: "folder" or "list".
-        count: of images.
+        count: number of images.
         part_rows: images in each part of the plan but its last.
-        names: by row.
-        root, classes, left_out, notes, split_names, paths_xxh3, labels_xxh3: as of `ImageList`.
+        names: names by row.
+        root, classes, left_out, notes, split_names, paths_xxh3, labels_xxh3: see `ImageList`.
         source: reads the bytes of a row.
     """
 
@@ -142,10 +142,10 @@ class PlannedImages:
         return self.count
 
     def between(self, start: int, stop: int) -> Images:
-        """As of `ImageList`.
+        """See `ImageList`.
 
         Raises:
-            BrokenListError: a part is damaged, or not there any more.
+            BrokenListError: a part is damaged or missing.
         """
         stop = min(stop, self.count)
         pieces = []
@@ -155,7 +155,7 @@ class PlannedImages:
         return self._images(pieces, range(start, stop))
 
     def only(self, rows: Sequence[int]) -> Images:
-        """As of `ImageList`; errors as of `between`."""
+        """See `ImageList`; errors as for `between`."""
         pieces = []
         for row in rows:
             number, place = divmod(row, self.part_rows)
@@ -178,7 +178,7 @@ class PlannedImages:
         )
 
     def first(self, count: int) -> PlannedImages:
-        """As of `ImageList`; errors as of `between`. Their hashes are of their own, for which they are read."""
+        """See `ImageList`; errors as for `between`. Reads the images' rows to compute their hashes."""
         if count >= self.count:
             return self
         splits = {split for piece in self.pieces(count) for split in piece.splits}
@@ -188,20 +188,20 @@ class PlannedImages:
         )
 
     def pieces(self, count: int) -> Iterator[Images]:
-        """The first so many, part by part; errors as of `between`."""
+        """Yield the first `count` images, part by part; errors as for `between`."""
         return (self.between(row, min(row + self.part_rows, count)) for row in range(0, count, self.part_rows))
 
     def found(self, paths: Sequence[str]) -> list[int | None]:
-        """The rows of these paths; None: the plan has none; errors as of `between`."""
+        """Return the row of each path, None for a path that the plan does not have; errors as for `between`."""
         rows = {path: self.names.row_of(os.fsencode(path)) for path in sorted(set(paths), key=os.fsencode)}
         return [rows[path] for path in paths]
 
 
 def open_plan(where: str | os.PathLike[str]) -> PlannedImages:
-    """The images of a plan. Its parts are looked at when they are read.
+    """Open a plan. Its parts are checked when they are read.
 
     Raises:
-        InputError: no plan is there, or it is damaged.
+        InputError: the folder is not a plan, or its plan.json is damaged.
     """
     folder = Path(where).resolve()
     path = folder / "plan.json"
@@ -217,16 +217,16 @@ def open_plan(where: str | os.PathLike[str]) -> PlannedImages:
 
 
 def read_in_pieces(folder: Path, content: dict[str, Any]) -> Iterator[Images]:
-    """The images of a plan part by part, while its hashes and splits are not known yet."""
+    """Yield the images of a plan part by part, before its hashes and splits are known."""
     found = _images(folder.resolve(), {**content, "splits": [], "paths_xxh3": "0" * 32, "labels_xxh3": "0" * 32})
     return found.pieces(found.count)
 
 
 def _images(folder: Path, content: dict[str, Any]) -> PlannedImages:
-    """What a description says, checked.
+    """Check the content of a plan.json and return the images.
 
     Raises:
-        KeyError, TypeError, ValueError, AttributeError: it is damaged.
+        KeyError, TypeError, ValueError, AttributeError: the content is damaged.
     """
     if content["format"] != FORMAT or content["version"] != VERSION:
         raise ValueError(f"expected {FORMAT!r} of version {VERSION}; a newer layertap may read it")

@@ -1,15 +1,15 @@
-"""Parts of a plan: files of so many rows each, in numpy's own format.
+"""Parts of a plan: files of a fixed number of rows each, in NumPy's format.
 
-A part is an uncompressed `.npz` of one-dimensional little-endian arrays, the same bytes for the same rows:
+A part is an uncompressed `.npz` of one-dimensional little-endian arrays; the same rows give the same bytes:
 
-    names       uint8    the paths, one behind the other
-    name_ends   int64    (R,) where each ends
-    labels      int32    (R,) index into the classes of the plan; -1 for none
+    names       uint8    the paths, concatenated
+    name_ends   int64    (R,) end of each path in `names`
+    labels      int32    (R,) index into the classes of the plan; -1 for no class
     splits      uint8    (R,) index into SPLIT_CODES
-    ids         uint8    of a list that has them: their UTF-8, one behind the other
-    id_ends     int64    (R,)
+    ids         uint8    only for a list with ids: the ids in UTF-8, concatenated
+    id_ends     int64    (R,) end of each id in `ids`
 
-Paths ascend by their bytes, and have no zero byte. A plan may come from anyone: what is not checked is not believed.
+Paths ascend by their bytes and contain no zero byte. A plan may come from an untrusted source, so parts are checked.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Part:
     """Rows of a plan, in memory.
 
     Attributes:
-        names: the bytes of the paths.
+        names: paths as bytes.
         labels: (R,) int32.
         splits: (R,) uint8, index into `SPLIT_CODES`.
-        ids: UTF-8; None: there are none.
+        ids: ids in UTF-8; None if the rows have no ids.
     """
 
     names: list[bytes]
@@ -56,18 +56,18 @@ class Part:
     ids: list[bytes] | None
 
     def rows(self, chosen: slice) -> Part:
-        """Some of them."""
+        """Return a slice of the rows."""
         ids = None if self.ids is None else self.ids[chosen]
         return Part(self.names[chosen], self.labels[chosen], self.splits[chosen], ids)
 
 
 def part_path(plan: Path, number: int) -> Path:
-    """The file of a part."""
+    """Return the path of a part's file."""
     return plan / "parts" / f"{number:06d}.npz"
 
 
 def write_part(path: Path, part: Part) -> None:
-    """Write a part whole or not at all."""
+    """Write a part completely or not at all."""
     columns: dict[str, NDArray[Any]] = {
         **_packed("names", "name_ends", part.names),
         "labels": part.labels.astype("<i4"),
@@ -78,7 +78,7 @@ def write_part(path: Path, part: Part) -> None:
         for name, values in columns.items():
             content = io.BytesIO()
             np.lib.format.write_array(content, values, (1, 0), allow_pickle=False)
-            zipped.writestr(zipfile.ZipInfo(f"{name}.npy"), content.getbuffer())  # of 1980, so always the same bytes
+            zipped.writestr(zipfile.ZipInfo(f"{name}.npy"), content.getbuffer())  # dated 1980: always the same bytes
 
 
 def _packed(name: str, ends: str, values: Sequence[bytes]) -> dict[str, NDArray[Any]]:
@@ -87,18 +87,18 @@ def _packed(name: str, ends: str, values: Sequence[bytes]) -> dict[str, NDArray[
 
 
 def read_part(path: Path, n_rows: int, n_classes: int, ids: bool, below: bool, xxh3: bytes | None) -> Part:
-    """A part, checked.
+    """Read and check a part.
 
     Args:
-        path: of the file.
-        n_rows: that it must have.
-        n_classes: that its labels count.
-        ids: whether it must have them, or must not.
+        path: path of the file.
+        n_rows: number of rows that it must have.
+        n_classes: number of classes; labels must be below it.
+        ids: whether rows must have ids; if not, they must have none.
         below: whether paths must stay in the folder that they are relative to.
-        xxh3: the hash that the file must have, 16 bytes; None: it is not known yet.
+        xxh3: hash that the file must have, 16 bytes; None if not known yet.
 
     Raises:
-        BrokenListError: it is not there, or not as it should be; it is named.
+        BrokenListError: the part is missing or not valid; the message names it.
     """
     try:
         if not path.is_file():
@@ -117,7 +117,7 @@ def read_part(path: Path, n_rows: int, n_classes: int, ids: bool, below: bool, x
 
 
 def _members(data: bytes) -> dict[str, NDArray[Any]]:
-    """The arrays in the bytes of a part, without copying, and without taking memory for what they say they are."""
+    """Return the arrays in the bytes of a part. Declared sizes are checked before memory is allocated."""
     found = {}
     with zipfile.ZipFile(io.BytesIO(data)) as zipped:
         for info in zipped.infolist():
@@ -148,7 +148,7 @@ def _checked(columns: dict[str, NDArray[Any]], n_rows: int, n_classes: int, ids:
     if labels.min() < -1 or labels.max() >= n_classes or splits.max() >= len(SPLIT_CODES):
         raise ValueError("a label or split is none that there is")
     names = _texts(columns["names"], columns["name_ends"], n_rows)
-    # Compared as a whole: a loop over them would take longer than reading the file.
+    # Checked on the joined paths: a loop over the paths would take longer than reading the file.
     joined = b"\0" + b"\0".join(names) + b"\0"
     if joined.count(b"\0") != n_rows + 1 or b"\0\0" in joined:
         raise ValueError("a path is empty, or has a null character")
@@ -158,7 +158,7 @@ def _checked(columns: dict[str, NDArray[Any]], n_rows: int, n_classes: int, ids:
         raise ValueError("its paths are not in order")
     texts = _texts(columns["ids"], columns["id_ends"], n_rows) if ids else None
     for text in texts or ():
-        text.decode()  # a UnicodeDecodeError is a ValueError
+        text.decode()  # raises UnicodeDecodeError, a ValueError
     return Part(names, labels, splits, texts)
 
 

@@ -1,18 +1,18 @@
-"""Making a plan: images are listed into files, in memory that does not grow with their number.
+"""Write a plan: list images into files, in memory that does not grow with their number.
 
-    a folder, walked in order --------.
-    a list, in pieces that are sorted -+-> runs -> merged -> parts -> plan.json
+    a folder, walked in order -.
+    a list, in sorted pieces --+-> runs -> merged -> parts -> plan.json
 
-Labels and splits are a property of all paths: `train` is a split only where no other folder stands beside it. So runs
-are written first, with the names that decide, and parts when all of these are known. While a plan is being made, it has
-a folder more:
+Labels and splits depend on all paths: `train` is a split only if all first folders have names of splits. So runs are
+written first, with the names that determine the classes; parts are written when all these names are known. While a plan
+is being written, it has another folder:
 
-    listing/begun.json     what is listed
-    listing/content        of a list behind a URL: a copy of it
+    listing/begun.json     what is being listed
+    listing/content        copy of a list behind a URL
     listing/*.jsonl        runs (extract/images/index/external_sort.py)
 
-Every file is given its name when it is whole. So whatever ends the process, the next one goes on behind the last run or
-part; and there is no plan until there is a `plan.json`.
+Every file gets its name when it is complete. If the process is killed, the next one resumes after the last run or part.
+A plan without `plan.json` is not finished.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from extract.system.urls import file_system, is_url
 __all__ = ["is_finished", "write_plan"]
 
 PART_ROWS = 100_000
-WALKED_ROWS = 50_000  # of a folder, after which there is something to go on from
-SORTED_ROWS = 250_000  # of a list: 100 to 150 MB
+WALKED_ROWS = 50_000  # rows of a folder in a run; a kill loses at most the unfinished run
+SORTED_ROWS = 250_000  # rows of a list in a run: 100 to 150 MB of memory
 
-_KINDS = 1_000  # of other files, that are counted apart
-_CLASSES_BYTES = 1 << 25  # half of what `read_json` reads
+_KINDS = 1_000  # suffixes of other files that are counted separately
+_CLASSES_BYTES = 1 << 25  # half of the limit of `read_json`
 _CODE = {split: code for code, split in enumerate(SPLIT_CODES)}
 
 
@@ -59,25 +59,25 @@ def write_plan(
     out: str | os.PathLike[str],
     on_rows: Callable[[str, int], None] = lambda stage, rows: None,
 ) -> PlannedImages:
-    """List images into a plan, or go on with one that was begun; one that is finished is left as it is.
+    """List images into a plan, or resume an unfinished plan. A finished plan stays unchanged.
 
-    The images are those of `list_images`, with its order, labels, classes and splits. What was listed before the
-    process was killed is not listed again: if the folder changed meanwhile, the plan has some files as they were and
-    some as they are, each once and in order. A list that changed is listed anew.
+    The images are those of `list_images`, with its order, labels, classes and splits. Runs written before a kill are
+    not listed again: if the folder has changed since, the plan has some files from before the change and some from
+    after it, each once and in order. A local list that has changed is listed again from its start.
 
-    Memory is bounded by the largest single folder, and by the classes. What is behind a URL is asked for folder by
-    folder; an object store's own inventory, as a list, is the better way to a hundred million.
+    Memory is bounded by the largest single folder and by the classes. A URL is listed folder by folder; for a hundred
+    million images, prefer the object store's own inventory as a list.
 
     Args:
-        images: a folder, the URL of one, or a list, as of `list_images`.
-        out: folder of the plan; made if need be.
-        on_rows: called with "listed", "merged" or "written", and a number of rows; with "found" for rows that were
-            listed before.
+        images: a folder, its URL, or a list; see `list_images`.
+        out: folder of the plan; created if needed.
+        on_rows: called with "listed", "merged" or "written", and a number of rows; with "found" for rows that an
+            earlier process listed.
 
     Raises:
-        InputError: no images; neither a folder nor a list; or `out` holds something else.
+        InputError: no images, `images` is neither a folder nor a list, or `out` contains something else.
         LockedError: another process writes to `out`.
-        LayertapError: the disk is full; a URL does not answer.
+        LayertapError: the disk is full, or a URL does not answer.
     """
     where, out = os.fspath(images).removeprefix("file://"), Path(out)
     kind = _kind(where)
@@ -105,19 +105,19 @@ def write_plan(
 
 
 def is_finished(out: Path) -> bool:
-    """Whether a plan is there, and whole.
+    """Return whether a folder is a finished plan.
 
     Raises:
-        InputError: it is damaged.
+        InputError: its plan.json is damaged.
     """
     return (out / "plan.json").is_file() and is_plan(out)
 
 
 def _kind(where: str) -> str:
-    """Either "folder" or "list".
+    """Return "folder" or "list".
 
     Raises:
-        InputError: it is neither.
+        InputError: `where` is neither, or does not exist.
     """
     here = not is_url(where)
     if here and is_plan(where):
@@ -134,10 +134,10 @@ def _kind(where: str) -> str:
 
 
 def _check_place(out: Path, where: str, kind: str, root: str) -> None:
-    """Refuse a folder that holds something else.
+    """Check that `out` may become, or already is, the plan of these images.
 
     Raises:
-        InputError: it does.
+        InputError: `out` contains something else, or lies in the folder to list.
     """
     if kind == "folder" and not is_url(where) and out.resolve().is_relative_to(root):
         raise InputError(f"{out} lies in the folder that is to be listed; choose another place for the plan")
@@ -148,7 +148,7 @@ def _check_place(out: Path, where: str, kind: str, root: str) -> None:
         plan = open_plan(out)
         begun = {"kind": plan.kind, "root": plan.root}
     elif (out / LISTING / "begun.json").is_file():
-        if any((out / LISTING).glob("*.jsonl")):  # or else nothing is lost
+        if any((out / LISTING).glob("*.jsonl")):  # without runs, starting again loses nothing
             begun = read_json(out / LISTING / "begun.json")
     elif out.is_dir() and any(not _was_killed_early(entry) for entry in out.iterdir()):
         raise InputError(f"{out} is not empty and no plan; choose another folder")
@@ -157,7 +157,7 @@ def _check_place(out: Path, where: str, kind: str, root: str) -> None:
 
 
 def _was_killed_early(entry: Path) -> bool:
-    """Whether an entry of a folder may be ours, though it is not said what was to be listed."""
+    """Return whether an entry of `out` may stem from a process that was killed before it wrote begun.json."""
     inside = [one.name for one in entry.iterdir()] if entry.name == LISTING and entry.is_dir() else ["?"]
     return entry.name == ".lock" or all(name.startswith("begun.json.") for name in inside)
 
@@ -174,14 +174,14 @@ def _told(out: Path) -> Iterator[None]:
 
 
 def _begin(out: Path, where: str, kind: str, root: str) -> None:
-    """Make the folder ready; what was listed of a list that has changed since is removed."""
+    """Prepare the folder; remove the runs and parts of a list that has changed since."""
     listing, parts = out / LISTING, out / "parts"
     begun = {"format": FORMAT, "version": VERSION, "kind": kind, "root": root, "part_rows": PART_ROWS}
     if kind == "list" and not is_url(where):
         status = Path(where).stat()
         begun |= {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
     with contextlib.suppress(FileNotFoundError):
-        if read_json(listing / "begun.json") != begun:  # which is written last, so that a kill in here does no harm
+        if read_json(listing / "begun.json") != begun:  # written last: a kill in here does no harm
             shutil.rmtree(parts, ignore_errors=True)
             for path in (*listing.glob("*.jsonl"), *listing.glob("content")):
                 path.unlink()
@@ -194,14 +194,14 @@ def _begin(out: Path, where: str, kind: str, root: str) -> None:
 
 
 def _walk(listing: Path, where: str, runs: Runs, on_rows: Callable[[str, int], None]) -> None:
-    """Write runs of the images of a folder, which come in order."""
+    """Write the runs of a folder, whose images come in order."""
     left_out = _left_out(runs)
     after = os.fsencode(runs.heads[-1]["last"]) if runs.heads else b""
     found = _images(files_behind(where, after) if is_url(where) else files_below(where, after), left_out)
     while not runs.ended:
         rows = list(itertools.islice(found, WALKED_ROWS))
         deciding = dict.fromkeys(_first_two(row.path) for row in rows)
-        # Other files behind the last image are counted with the next run, which begins there.
+        # Other files after the last image are counted with the next run, which starts there.
         runs.add(rows, deciding, end=len(rows) < WALKED_ROWS, left_out=left_out)
         on_rows("listed", len(rows))
 
@@ -215,7 +215,7 @@ def _images(names: Iterator[str], left_out: Counter[str]) -> Iterator[Row]:
 
 
 def _first_two(path: bytes) -> str:
-    """The first two folders of a path: they tell its class and split."""
+    """Return the first two folders of a path, which determine its class and split."""
     return os.fsdecode(b"/".join(path.split(b"/", 2)[:-1]))
 
 
@@ -224,7 +224,7 @@ def _left_out(runs: Runs) -> Counter[str]:
 
 
 def _sort(listing: Path, where: str, runs: Runs, on_rows: Callable[[str, int], None]) -> None:
-    """Write runs of a list: so many rows as they come, sorted."""
+    """Write the runs of a list: pieces of `SORTED_ROWS` rows in file order, each sorted."""
     file = Path(where)
     if is_url(where):
         file = listing / "content"
@@ -242,7 +242,7 @@ def _sort(listing: Path, where: str, runs: Runs, on_rows: Callable[[str, int], N
 
 
 def _copy(url: str, file: Path) -> None:
-    """Copy what is behind a URL, whole or not at all."""
+    """Copy the content of a URL to a file, completely or not at all."""
     fs, path = file_system(url)
     with whole_file(file) as target:
         try:
@@ -252,15 +252,15 @@ def _copy(url: str, file: Path) -> None:
                     target.write(data)
         except FileNotFoundError as error:
             raise InputError(f"{url}: no such file") from error
-        except Exception as error:  # each protocol's library has errors of its own
+        except Exception as error:  # each protocol's library raises its own errors
             raise LayertapError(f"{url} cannot be copied: {type(error).__name__}: {first_line(error)}") from error
 
 
 def _classes(where: str, kind: str, runs: Runs) -> tuple[list[str], bool]:
-    """The classes, and whether the first folders are splits.
+    """Return the classes, and whether the first folders are splits.
 
     Raises:
-        InputError: their names are more than a description holds.
+        InputError: the names of the classes take more than `_CLASSES_BYTES`.
     """
     if kind == "folder":
         classes, split_level = classes_of_folders(runs.deciding())
@@ -283,7 +283,7 @@ def _write_parts(
     split_level: bool,
     on_rows: Callable[[str, int], None],
 ) -> None:
-    """Write the parts that are not there yet."""
+    """Write the parts that do not exist yet."""
     index = {name: number for number, name in enumerate(classes)}
     ids = _has_ids(runs)
     number, after = 0, b""
@@ -312,7 +312,7 @@ def _write_parts(
 
 
 def _each_once(where: str, kind: str, rows: Iterator[Row], after: bytes) -> Iterator[Row]:
-    """The rows behind a path, of rows from that path on; those of a list are seen to be different."""
+    """Yield the rows after a path, given the rows from that path on; check that a list repeats no path."""
     before: Row | None = None
     for row in rows:
         if before is not None and kind == "list":
@@ -332,7 +332,7 @@ def _has_ids(runs: Runs) -> bool:
 
 
 def _finish(out: Path, kind: str, root: str, runs: Runs, classes: list[str]) -> None:
-    """Read all parts again, as they are on the disk, and write what they are."""
+    """Read all parts back from disk, and write plan.json with their hashes and splits."""
     n_parts = -(-runs.rows // PART_ROWS)
     hashes = [xxhash.xxh3_128_digest(part_path(out, number).read_bytes()) for number in range(n_parts)]
     content: dict[str, Any] = {

@@ -1,1 +1,1 @@
-"""The format of a data set on disk: shards, receipts, versions. Imports system and row_status."""
+"""The format of a data set on disk: shards, receipts, versions. Imports `extract.system` and `extract.row_status`."""

@@ -1,4 +1,4 @@
-"""Copies of a shard: compressed, or with rows that are to be computed again."""
+"""Copies of a shard: compressed, or with some rows reset to pending."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ COMPRESSIONS = tuple(FILTERS.values())
 def copy_shard(
     shard: Shard, path: Path, *, compress: str | None = None, pending: NDArray[np.int64] | None = None
 ) -> None:
-    """Write a copy of a shard, whole or not at all.
+    """Write a copy of a shard, complete or not at all.
 
     Args:
-        shard: what is copied.
-        path: where to; a file of that name is replaced.
-        compress: "gzip", "lzf" or "blosc2"; None makes a plain copy, that can be written to.
-        pending: rows, counted within the shard, that are not copied but pending; as are those that cannot be read.
+        shard: the shard to copy.
+        path: path of the copy; a file of that name is replaced.
+        compress: "gzip", "lzf" or "blosc2"; None writes a plain copy, whose rows can be changed.
+        pending: rows, relative to the shard, that are pending in the copy. Rows that cannot be read are pending, too.
 
     Raises:
         UnknownNameError: no such compression.
-        LayertapError: the disk is full or refuses, or a library for the compression is missing.
+        LayertapError: the disk is full or cannot be written to, or a library for the compression is missing.
     """
     n_rows = len(shard)
     layouts = [
@@ -57,7 +57,7 @@ def copy_shard(
 
 
 def _packed(chunks: tuple[int, ...], compress: str) -> Any:
-    """Creation properties: bytes shuffled, packed, and with a checksum, so that damage never reaches the unpacking."""
+    """Return creation properties: shuffle, compression, and a checksum that is verified before decompression."""
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_chunk(chunks)
     properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)

@@ -1,20 +1,19 @@
-"""The folder of a data set: what it holds, which shards are done, and who is writing to it.
+"""The folder of a data set: its description, its finished and unfinished shards, and its lock.
 
 `dataset.json` is written once, before the first shard, and not changed afterwards:
 
     format, format_version
     fingerprint      sha256 of `depends_on`
-    depends_on       what the numbers depend on: weights, architecture, layers, preprocessing, precision, decoder
+    depends_on       what the features depend on: weights, architecture, layers, preprocessing, precision, decoder
     features         name, shape, dtype, attributes of each
     images           root, count, paths_xxh3: xxh3-128 of the sorted paths, labels_xxh3: of labels, splits, classes and
                      ids; merged_from: of a merged data set, root, count and paths_xxh3 of its sources
     shard_rows       rows in every shard but the last
-    version          of a data set that is kept in step with a folder, which has no shards of its own; see `version.py`.
-                     Then, and only then, the file is written anew
+    version          only in a data set of `layertap sync`, which has no shards of its own; see `version.py`. Each new
+                     version replaces the file
 
-Readers ignore keys they do not know. `runs.jsonl` has a line "started" for each run that wrote to the data set, with
-versions and machine, a line "computing" when its first batch has been compared, and a line "ended" if it ended in
-order.
+Readers ignore unknown keys. `runs.jsonl` has a line "started" for each run that wrote to the data set, with versions
+and machine, a line "computing" when its first batch has been compared, and a line "ended" if the run ended normally.
 """
 
 from __future__ import annotations
@@ -48,35 +47,35 @@ __all__ = [
     "stem_of",
 ]
 
-# A shard is what a crash can damage, what is copied and what one machine works on at a time.
+# A shard is the unit that a crash can damage, that is copied, and that one machine works on at a time.
 _SHARD_BYTES = 1_000_000_000
-_SHARD_ROWS = 1 << 22  # more than that, of small features, and opening a shard would be slow for its many paths
-_SHARDS = 1_000_000  # their names have six digits
-BUILDING = ".building"  # folder in which several processes of one machine build shards, before they publish them
+_SHARD_ROWS = 1 << 22  # limit for small features: more paths would make opening a shard slow
+_SHARDS = 1_000_000  # shard names have six digits
+BUILDING = ".building"  # folder in which several processes of one machine build shards before publishing them
 
 
 def fingerprint_of(depends_on: dict[str, Any]) -> str:
-    """sha256 over the JSON text with sorted keys."""
+    """Return the sha256 of the JSON text with sorted keys."""
     return hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()
 
 
 def stem_of(shard: int, revision: int) -> str:
-    """The name of a shard's files without what follows the dot: 000000, written anew 000000-r1."""
+    """Return the stem of the names of a shard's files: 000000, or 000000-r1 for revision 1."""
     return f"{shard:06d}-r{revision}" if revision else f"{shard:06d}"
 
 
 def shard_rows_for(features: Sequence[StoredFeature]) -> int:
-    """Rows that make a shard of at most 1 GB and four million rows, at least 1."""
+    """Return the rows of a shard of at most 1 GB and 2**22 rows, at least 1."""
     return min(_SHARD_ROWS, max(1, _SHARD_BYTES // max(1, row_bytes(features))))
 
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """Which files there are of a shard, by revision: how often it was written anew to fill failed or bad rows.
+    """Files of a shard, by revision: the number of times it was rewritten to fill failed or damaged rows.
 
     Attributes:
-        published: of the finished file; None: there is none.
-        part: of the file being written, which will replace the published one; None: there is none.
+        published: revision of the finished file; None if there is none.
+        part: revision of the unfinished file, which will replace the finished file; None if there is none.
     """
 
     published: int | None = None
@@ -85,7 +84,7 @@ class Whereabouts:
 
 @dataclass(frozen=True)
 class DataSet:
-    """What `dataset.json` says of the folder `out`."""
+    """Content of `dataset.json` in the folder `out`."""
 
     out: Path
     depends_on: dict[str, Any]
@@ -96,21 +95,21 @@ class DataSet:
 
     @property
     def fingerprint(self) -> str:
-        """What shards of this data set carry; rows of different fingerprints never mix."""
+        """Hash of `depends_on`, stored in each shard; rows with different fingerprints are never mixed."""
         return fingerprint_of(self.depends_on)
 
     @property
     def n_rows(self) -> int:
-        """Rows in all shards."""
+        """Rows of the data set."""
         return int(self.images["count"])
 
     @property
     def n_shards(self) -> int:
-        """Shards when complete; of a data set of passes, those are theirs."""
+        """Number of shards when complete; 0 for a data set with a version, whose passes have the shards."""
         return 0 if self.version else -(-self.n_rows // self.shard_rows)
 
     def parts(self) -> list[DataSet]:
-        """The data sets that have the shards: this one, or the passes of its version.
+        """Return the data sets that have the shards: this data set, or the passes of its version.
 
         Raises:
             InputError: a pass is missing, or has other features.
@@ -124,16 +123,16 @@ class DataSet:
         return found
 
     def version_rows(self) -> RowTable:
-        """The rows of the version that is published; errors as of `read_rows`."""
+        """Read the table of the published version; raises the errors of `read_rows`."""
         assert self.version is not None
         return read_rows(self.out, self.version, self.n_rows)
 
     def path(self, shard: int, revision: int = 0, *, part: bool = False) -> Path:
-        """The name of a shard's file: 000000.h5, written anew 000000-r1.h5; while being written .part is behind it."""
+        """Return the path of a shard's file: 000000.h5, or 000000-r1.h5 for revision 1; a part ends in .part."""
         return self.out / "shards" / f"{stem_of(shard, revision)}.h5{'.part' if part else ''}"
 
     def whereabouts(self) -> list[Whereabouts]:
-        """The files of each shard; of several revisions, which a killed run may leave, the last one."""
+        """Return the files of each shard; of several revisions, which a killed run may leave, the last one."""
         published: dict[int, int] = {}
         parts: dict[int, int] = {}
         for shard, revision, part, _ in self.files():
@@ -148,20 +147,24 @@ class DataSet:
         return found
 
     def current(self, shard: int, where: Whereabouts) -> Path | None:
-        """The file that holds the rows of a shard: the finished one, or else the one being written."""
+        """Return the file with the rows of a shard: the finished file, otherwise the part; None if there is neither."""
         if where.published is not None:
             return self.path(shard, where.published)
         return None if where.part is None else self.path(shard, where.part, part=True)
 
     def published(self) -> list[Path | None]:
-        """The finished file of each shard; None where there is none."""
+        """Return the finished file of each shard; None for a shard without one."""
         return [
             None if where.published is None else self.path(shard, where.published)
             for shard, where in enumerate(self.whereabouts())
         ]
 
     def files(self) -> Iterator[tuple[int, int, bool, Path]]:
-        """Files of shards: shard, revision, whether it is a part, path."""
+        """Yield (shard, revision, whether it is a part, path) of each file of a shard.
+
+        Raises:
+            LayertapError: the folder of the shards cannot be read.
+        """
         try:
             entries = list((self.out / "shards").iterdir())
         except (FileNotFoundError, NotADirectoryError):
@@ -173,11 +176,11 @@ class DataSet:
                 yield int(name[1]), int(name[2] or 0), bool(name[3]), entry
 
     def shard_range(self, shard: int) -> range:
-        """The rows of a shard."""
+        """Return the rows of a shard."""
         return range(shard * self.shard_rows, min((shard + 1) * self.shard_rows, self.n_rows))
 
     def identity(self, shard: int) -> Identity:
-        """The attributes of a shard's file."""
+        """Return the attributes of a shard's file."""
         rows = self.shard_range(shard)
         return Identity(shard, rows.start, len(rows), self.fingerprint, self.images["paths_xxh3"])
 
@@ -185,7 +188,8 @@ class DataSet:
         """Open a file as a shard of this data set.
 
         Raises:
-            InputError: it is another one, or as of `Shard`.
+            InputError: the file is another shard; or see `Shard`.
+            LayertapError: see `Shard`.
         """
         opened = Shard(path)
         try:
@@ -196,10 +200,10 @@ class DataSet:
         return opened
 
     def check_shard(self, shard: int, opened: Shard) -> None:
-        """See that what has been opened is this shard of this data set.
+        """Check that an open file is this shard of this data set.
 
         Raises:
-            InputError: it is another one.
+            InputError: the file is another shard, or has other features.
         """
         for name, value in vars(self.identity(shard)).items():
             if (found := getattr(opened.identity, name)) != value:
@@ -218,7 +222,8 @@ class DataSet:
         """Read `dataset.json`.
 
         Raises:
-            InputError: no data set there, or of a later format.
+            InputError: there is no data set, or its description is damaged or of a later format.
+            LayertapError: the file cannot be read.
         """
         path = out / "dataset.json"
         try:
@@ -230,10 +235,10 @@ class DataSet:
 
     @classmethod
     def described(cls, content: dict[str, Any], out: Path, path: Path | str) -> DataSet:
-        """What a `dataset.json` says that has been read; `path` is its name.
+        """Return the data set for the content of a `dataset.json`; `path` is its name for errors.
 
         Raises:
-            InputError: it is damaged, or of a later format.
+            InputError: the content is damaged, or of a later format.
         """
         try:
             if content["format"] != FORMAT or content["format_version"] != FORMAT_VERSION:
@@ -258,13 +263,13 @@ class DataSet:
             raise InputError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
     def check(self) -> DataSet | None:
-        """What the folder holds already, if rows of this data set may go into it; nothing is written.
+        """Return the existing data set, if rows of this data set can be added to it; nothing is written.
 
-        A data set without any row gives way: it is as if it were not there.
+        The result is None if the folder has no data set, or a different data set without shards, which may be replaced.
 
         Raises:
-            InputError: the folder holds another data set (what differs is said), or other files; or there would be more
-                shards than their names can count.
+            InputError: the folder holds another data set (the error lists the differences), or other files; or there
+                would be more shards than six digits can number.
         """
         self.check_size()
         if (self.out / "dataset.json").exists():
@@ -276,10 +281,10 @@ class DataSet:
         return None
 
     def check_size(self) -> None:
-        """See that names can count the shards.
+        """Check that six digits can number the shards.
 
         Raises:
-            InputError: there would be more.
+            InputError: there are too many shards.
         """
         if self.n_shards > _SHARDS:
             raise InputError(
@@ -287,15 +292,16 @@ class DataSet:
             )
 
     def goes_with(self, existing: DataSet, where: Path | str, *, gives_way: bool) -> bool:
-        """Whether rows of this data set may go to `where`, which holds `existing`; False: that one gives way.
+        """Return whether rows of this data set can be added to `existing`; False if it may be replaced instead.
 
         Args:
-            existing: what is there.
-            where: its name.
-            gives_way: whether it does so if it is another one, since nothing would be lost.
+            existing: the existing data set.
+            where: its folder or URL, for errors.
+            gives_way: whether it may be replaced if it differs, because it has no rows to lose.
 
         Raises:
-            InputError: it is another one, and does not give way; what differs is said.
+            InputError: it differs and may not be replaced (the error lists the differences), or it is a data set of
+                `layertap sync`.
         """
         if existing.version:
             raise InputError(
@@ -317,10 +323,12 @@ class DataSet:
         return not changed
 
     def open_or_create(self) -> DataSet | None:
-        """Make the folder hold this data set, under the lock; returns what `check` does.
+        """Create the data set in the folder unless it exists, and remove leftovers; return the result of `check`.
+
+        The caller holds the lock.
 
         Raises:
-            InputError: as of `check`.
+            InputError: see `check`; or a folder in it is a link to elsewhere.
             LayertapError: the folder cannot be written to.
         """
         existing = self.check()
@@ -336,11 +344,11 @@ class DataSet:
         return existing
 
     def write(self, path: Path | None = None) -> None:
-        """Write `dataset.json`, or the same under another name; that publishes the version, where there is one."""
+        """Write `dataset.json` (at `path` if given); for a data set with a version, this publishes the version."""
         write_json(path or self.out / "dataset.json", self.content())
 
     def content(self) -> dict[str, Any]:
-        """What `dataset.json` says."""
+        """Return the content of `dataset.json`."""
         version = {"version": asdict(self.version)} if self.version else {}
         return {
             "format": FORMAT,
@@ -355,22 +363,23 @@ class DataSet:
 
     def _differences(self, other: DataSet) -> list[str]:
         def compared(one: DataSet) -> dict[str, Any]:
-            # Where the images lie is no difference: that they are the same ones is checked on their bytes.
+            # The image folder may move: whether the images are the same is checked on their bytes.
             left_out = {"root"}
-            if not all("labels_xxh3" in images for images in (self.images, other.images)):  # an older one has none
+            if not all("labels_xxh3" in images for images in (self.images, other.images)):  # older data sets have none
                 left_out.add("labels_xxh3")
             images = {name: value for name, value in one.images.items() if name not in left_out}
-            cut = {"shard_rows": one.shard_rows} if self.n_rows == other.n_rows else {}  # it follows from the other
+            # With different row counts, shard_rows may differ only because of the count.
+            cut = {"shard_rows": one.shard_rows} if self.n_rows == other.n_rows else {}
             return {**one.depends_on, "images": images, **cut}
 
         return differences(compared(self), compared(other))
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
-        """Hold the data set for writing; errors as of `extract.system.folder_lock.locked`."""
+        """Context manager: lock the data set for writing; see `extract.system.folder_lock.locked`."""
         return locked(self.out)
 
     def _clean(self) -> None:
-        """Remove what an interrupted run left half made, and what a later revision has replaced."""
+        """Remove unfinished temporary files of interrupted runs, and files that a later revision has replaced."""
         for folder in (self.out, self.out / "shards"):
             for stray in folder.iterdir():
                 if _is_stray(stray):
@@ -379,14 +388,14 @@ class DataSet:
         whole: dict[int, bool] = {}
         for shard, revision, part, path in self.files():
             last = published[shard] if shard < len(published) else None
-            # A part of the published revision is its other name: killed between the link and the unlink.
+            # A part of the published revision is a second name of it: a run was killed between link and unlink.
             if last is None or revision > last or (revision == last and not part):
                 continue
-            if shard not in whole:  # a name alone is no reason to remove anything
+            if shard not in whole:  # the name alone is not enough to remove a file
                 whole[shard] = self._is_whole(shard, self.path(shard, last))
             if whole[shard]:
                 path.unlink() if part else self.withdraw(path)
-        for receipt in (self.out / "shards").glob("*-r*.json"):  # of a file that was removed by hand
+        for receipt in (self.out / "shards").glob("*-r*.json"):  # the shard was removed by hand
             if not receipt.with_suffix(".h5").exists() and not receipt.with_suffix(".h5.part").exists():
                 receipt.unlink()
 
@@ -399,14 +408,12 @@ class DataSet:
 
     @staticmethod
     def withdraw(path: Path) -> None:
-        """Remove a published file that another one has replaced, and its receipt; the file last, so that it is seen
-        and removed by the next run, if this one is killed in between.
-        """
+        """Remove a replaced shard and its receipt."""
         path.with_suffix(".json").unlink(missing_ok=True)
-        path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)  # last: if this run is killed before, the next run finds the file and removes it
 
     def add_run(self, run: dict[str, Any]) -> None:
-        """Add a line to `runs.jsonl`."""
+        """Append a line to `runs.jsonl`."""
         try:
             append_line(self.out / "runs.jsonl", json.dumps(run))
         except OSError as error:
@@ -414,17 +421,17 @@ class DataSet:
 
 
 def existing_shard_rows(out: Path) -> int | None:
-    """How the data set that is there already is cut; None if there is none."""
+    """Return `shard_rows` of the existing data set; None if there is none."""
     return DataSet.open(out).shard_rows if (out / "dataset.json").exists() else None
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """What differs between two nested dicts, a line for each leaf."""
+    """Return the differences of two nested dicts, one line for each leaf."""
     return [f"{key}: {before} there, {now} now" for key, before, now in changes(old, new)]
 
 
 def changes(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """The leaves in which two nested dicts differ: dotted key, old, new."""
+    """Return (dotted key, old, new) of the leaves in which two nested dicts differ."""
     return list(_changed(old, new))
 
 
@@ -438,22 +445,22 @@ def _feature(content: dict[str, Any]) -> StoredFeature:
 
 
 def _is_foreign(entry: Path) -> bool:
-    """Whether a file in an output folder is there for other reasons than a run of ours that was killed early."""
+    """Return whether a file in an output folder was not left by a layertap run that was killed early."""
     if entry.name == "shards" and entry.is_dir():
         return any(not _is_stray(inner) for inner in entry.iterdir())
-    being_begun = re.fullmatch(r"dataset\.json(\..*\.new)?", entry.name)  # by another worker, at this moment
+    being_begun = re.fullmatch(r"dataset\.json(\..*\.new)?", entry.name)  # another worker is writing it
     return entry.name not in (".lock", BUILDING) and not being_begun and not _is_stray(entry)
 
 
 def _is_stray(entry: Path) -> bool:
-    """Whether a file is one of ours that was being made when a run was killed."""
+    """Return whether a file is a temporary file of a run that was killed."""
     return entry.is_file() and bool(
         re.fullmatch(r"(dataset\.json|\d{6}[-.].*)\.(\d+|packed)\.new", entry.name, re.ASCII)
     )
 
 
 def _changed(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The leaves in which two nested dicts differ, as (dotted key, old, new)."""
+    """Yield (dotted key, old, new) of the leaves in which two nested dicts differ."""
     if isinstance(old, dict) and isinstance(new, dict):
         for name in dict.fromkeys([*old, *new]):
             yield from _changed(old.get(name, "nothing"), new.get(name, "nothing"), f"{key}.{name}" if key else name)
@@ -462,4 +469,4 @@ def _changed(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]
 
 
 def _short(value: Any) -> Any:
-    return value[:12] + "..." if isinstance(value, str) and len(value) in (32, 64) else value  # a hash
+    return value[:12] + "..." if isinstance(value, str) and len(value) in (32, 64) else value  # hashes

@@ -1,12 +1,12 @@
-"""The file format, version 1, and how a shard comes into being.
+"""The file format, version 1, and the creation of shards.
 
 A data set is a folder:
 
-    dataset.json          what it holds and what the numbers depend on (extract/store/format/dataset.py)
+    dataset.json          its content, and what the features depend on (extract/store/format/dataset.py)
     shards/000000.h5      a finished shard: the name is the commit
     shards/000000.json    its receipt: size, sha256, rows by status, why rows failed
-    shards/000001.h5.part a shard being written, or left by a run that was interrupted
-    shards/000002-r1.h5   a finished shard that was written anew, to fill rows that had failed; -r2: a second time
+    shards/000001.h5.part a shard being written, or left by an interrupted run
+    shards/000002-r1.h5   a finished shard that was rewritten to fill failed rows; -r2: a second time
 
 A shard is plain HDF5 (superblock 3, HDF5 1.10 or later) with rows in path order:
 
@@ -17,31 +17,31 @@ A shard is plain HDF5 (superblock 3, HDF5 1.10 or later) with rows in path order
     /path                 (N,) fixed-length UTF-8: relative to the image folder, the bytes of the file name
     /label                (N,) int64, index into /classes; -1 unknown
     /split                (N,) fixed-length UTF-8: train, val, test or empty
-    /id                   (N,) fixed-length UTF-8; only where a list of images named some
+    /id                   (N,) fixed-length UTF-8; only if the list of images has ids
     /classes              (K,) fixed-length UTF-8
     /status               (N,) uint8: 0 pending, 1 ok, 2 decode error, 3 not finite, 4 missing,
                           5 io error
     /row_hash             (N,) uint64: xxh3-64 over the bytes of the row's features, in sorted order of names
     /record_hash          (N,) uint64: xxh3-64 over path, a zero byte, row_hash, source_size, source_mtime_ns,
                           source_hash and status
-    /source_size          (N,) int64 bytes; -1 no file          /source_mtime_ns  (N,) int64; -1 no file
+    /source_size          (N,) int64 bytes; -1 no file          /source_mtime_ns  (N,) int64; -1 no file or unknown
     /source_hash          (N, 16) uint8: xxh3-128 of the file, big-endian; 0 no file
-    /provenance           JSON text: what the numbers depend on, backbone, weights, configuration, versions, machine
+    /provenance           JSON text: what the features depend on, backbone, weights, configuration, versions, machine
 
-All numbers are little-endian. Readers ignore attributes and data sets they do not know. Features of rows with status 2,
-4 and 5 are NaN.
+All numbers are little-endian. Readers ignore unknown attributes and datasets. Features of rows with status 2, 4 and 5
+are NaN.
 
-Everything is created at full size before the first image is read. Without compression, the chunks of a feature lie one
-behind the other (HDF5's implicit chunk index), so that a feature is one array in the file; and from then on only the
-bytes of features, status, row_hash, record_hash and source_* change, in place, without HDF5.
+A shard is created at full size before the first image is read. Without compression, the chunks of a feature are
+contiguous (HDF5's implicit chunk index), so a feature is one array in the file. After creation, only the bytes of
+features, status, row_hash, record_hash and source_* change; they are written in place, without HDF5.
 
-In front of HDF5's own bytes is a user block, which HDF5 skips, of text: a first line
+A user block of text, which HDF5 skips, precedes the HDF5 data. Its first line is
 
     layertap shard, format 1; HDF5 begins at byte 512
 
-and a line of JSON: `size` of the file, `row_data` (ranges of bytes, ascending, that are written after creation), and
-`fixed_xxh3`, the xxh3-128 of everything else behind the user block. A reader that checks it never hands a damaged
-structure to HDF5, which can crash or hang on one.
+Its second line is JSON: `size` of the file, `row_data` (ascending byte ranges that are written after creation), and
+`fixed_xxh3`, the xxh3-128 of all other bytes after the user block. A reader that verifies it never passes a damaged
+structure to HDF5, which can crash or hang on it.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ FORMAT_VERSION = 1
 # 11.8 GB/s; chunks of one row are 4 and 32 times slower, h5py's own guess 2 and 4 times.
 _CHUNK_BYTES = 1 << 20
 
-# What does not change after creation is hashed each time a shard is opened; so it must stay small.
+# Limit on the bytes that do not change after creation: opening a shard hashes them.
 _FIXED_BYTES = 1 << 30
 
-# Data sets besides the features that are written row by row; rows of 8 bytes first, so that they are aligned.
+# Datasets other than features that are written row by row; datasets with 8-byte rows come first, for alignment.
 ROW_DATA: tuple[tuple[str, tuple[int, ...], str], ...] = (
     ("record_hash", (), "<u8"),
     ("row_hash", (), "<u8"),
@@ -104,13 +104,13 @@ ROW_DATA: tuple[tuple[str, tuple[int, ...], str], ...] = (
 
 @dataclass(frozen=True)
 class StoredFeature:
-    """One data set of features: its name, the shape of a row and where it comes from.
+    """HDF5 dataset of one feature.
 
     Attributes:
-        name: in the file and for the reader.
-        shape: of one row.
+        name: name in the file and in the reader.
+        shape: shape of one row.
         dtype: "float32" or "float16".
-        attributes: layer, pooling, axes, source_dtype, as written beside the data.
+        attributes: HDF5 attributes of the dataset: layer, pooling, axes, source_dtype.
     """
 
     name: str
@@ -126,13 +126,13 @@ class StoredFeature:
 
 @dataclass(frozen=True)
 class Identity:
-    """Which shard of which data set a file is: its attributes.
+    """Attributes of a shard's file, which identify the shard and its data set.
 
     Attributes:
-        shard: number in the data set.
-        first_row: row of the data set that is its row 0.
-        n_rows: rows in it.
-        fingerprint: of the data set.
+        shard: number of the shard in the data set.
+        first_row: row of the data set that is row 0 of the shard.
+        n_rows: rows in the shard.
+        fingerprint: fingerprint of the data set.
         images: xxh3-128 of all paths of the data set.
     """
 
@@ -145,14 +145,14 @@ class Identity:
 
 @dataclass(frozen=True)
 class RowNames:
-    """What is known of each row before it is computed.
+    """Paths, labels, splits and ids of rows, known before their features are computed.
 
     Attributes:
         paths: relative to the image folder; undecodable bytes as in `os.fsdecode`.
         labels: (N,) int64, index into `classes`; -1 unknown.
         splits: "train", "val", "test" or "" for each row.
-        classes: names.
-        ids: of a list that has them; else None.
+        classes: names of the classes.
+        ids: ids from the list of images; None if it has none.
     """
 
     paths: Sequence[str]
@@ -163,12 +163,12 @@ class RowNames:
 
 
 def row_bytes(features: Sequence[StoredFeature]) -> int:
-    """Bytes of one row over all features."""
+    """Return the bytes of one row over all features."""
     return sum(feature.row_bytes for feature in features)
 
 
 def chunk_rows(feature: StoredFeature, n_rows: int) -> int:
-    """Rows in a chunk: the power of two that makes 0.5 to 1 MB, at least 1, at most all rows."""
+    """Return the rows of a chunk: the power of two for chunks of 0.5 to 1 MB, at least 1, at most `n_rows`."""
     rows = 1 << max(0, (_CHUNK_BYTES // max(1, feature.row_bytes)).bit_length() - 1)
     return max(1, min(rows, n_rows))
 
@@ -176,19 +176,19 @@ def chunk_rows(feature: StoredFeature, n_rows: int) -> int:
 def create_shard(
     path: Path, features: Sequence[StoredFeature], identity: Identity, names: RowNames, provenance: dict[str, Any]
 ) -> None:
-    """Create a shard at its full size, every row pending, under `path` (which ends in `.part`).
+    """Create a shard at `path` (which ends in `.part`), at full size and with every row pending.
 
-    The disk space is taken here, so that a full disk shows before the first image is read. If the process dies inside
-    this call, no file of that name exists.
+    The disk space is allocated here, so a full disk is detected before the first image is read. If the process dies
+    inside this call, no file of that name exists.
 
     Raises:
-        InputError: the names of the rows are too long for one file.
-        LayertapError: the disk has not enough room, or the folder cannot be written to.
+        InputError: the paths of the rows take too many bytes for one file.
+        LayertapError: there is not enough disk space, or the folder cannot be written to.
     """
     layouts = [preallocated((chunk_rows(feature, identity.n_rows), *feature.shape)) for feature in features]
     with new_shard_file(path, features, layouts, identity, names, provenance) as file:
         for feature in features:
-            file["features"][feature.name][0] = 1  # a mark; see _check_places
+            file["features"][feature.name][0] = 1  # a marker for `_check_places`
 
 
 @contextmanager
@@ -200,26 +200,26 @@ def new_shard_file(
     names: RowNames,
     provenance: dict[str, Any],
 ) -> Iterator[h5py.File]:
-    """A new shard, open for writing its features; at the end of the block it is given its name, whole or not at all.
+    """Context manager: yield a new shard to write features to, and give it its name at the end, complete or not at all.
 
     Args:
-        path: the name; a file of that name is replaced.
-        features: what it holds.
-        layouts: creation properties of the data set of each feature.
-        identity: its attributes.
-        names: of its rows.
-        provenance: what the features are made from and with.
+        path: final name; a file of that name is replaced.
+        features: the features to create.
+        layouts: HDF5 creation properties of each feature's dataset.
+        identity: attributes of the file.
+        names: paths, labels, splits, classes and ids of the rows.
+        provenance: backbone, weights, configuration, versions, machine.
 
     Raises:
-        InputError: the names of the rows are too long for one file.
-        LayertapError: the disk has not enough room, or the folder cannot be written to.
+        InputError: the paths of the rows take too many bytes for one file.
+        LayertapError: there is not enough disk space, or the folder cannot be written to.
     """
     n_rows = identity.n_rows
     texts = {"path": names.paths, "split": names.splits, "classes": names.classes}
     if names.ids is not None:
         texts["id"] = names.ids
     text_bytes = sum(max((len(os.fsencode(one)) for one in text), default=1) * len(text) for text in texts.values())
-    if text_bytes > _FIXED_BYTES:  # every path takes as much as the longest
+    if text_bytes > _FIXED_BYTES:  # every path takes the space of the longest
         raise InputError(f"{path}: paths of {text_bytes / 1e6:,.0f} MB in one file; set a smaller shard_rows")
     fixed = {name: _fixed_length(values) for name, values in texts.items()}
     fixed["label"] = np.asarray(names.labels, "<i8")
@@ -232,12 +232,12 @@ def new_shard_file(
     size = fixed_bytes + (1 << 16) + 8192 * (len(features) + len(ROW_DATA)) + n_rows * row_data_bytes
     for feature in features:
         rows = chunk_rows(feature, n_rows)
-        # Data that cannot be compressed grows a little, and compressed chunks have an index; 256 covers both.
+        # Incompressible data grows slightly when compressed (1/256), and compressed chunks have an index (256 bytes).
         size += -(-n_rows // rows) * (rows * feature.row_bytes * 257 // 256 + 256)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
         take_space(temporary, size)
-        # Metadata at the head in one block, so that the data behind it has no gaps.
+        # All metadata in one block at the start, so that the data after it has no gaps.
         with h5py.File(
             temporary, "x", libver=("v110", "v110"), userblock_size=header_bytes,
             meta_block_size=1 << (4096 + 2048 * len(features)).bit_length(),
@@ -257,7 +257,7 @@ def new_shard_file(
                     values = values.astype(h5py.string_dtype("utf-8", values.dtype.itemsize))
                 file.create_dataset(name, values.shape, values.dtype, dcpl=preallocated(None))[...] = values
             yield file
-            file.flush()  # what is compressed has its place only now
+            file.flush()  # assigns the offsets of compressed chunks
             written = [file["features"][feature.name] for feature in features]
             ranges = [_range_of(data) for data in (*written, *(file[name] for name, *_ in ROW_DATA))]
             first_rows = [(plain_offset(data), data[0].tobytes()) for data in written if not _is_packed(data)]
@@ -282,7 +282,7 @@ def _fixed_length(values: Sequence[str]) -> NDArray[np.bytes_]:
 
 
 def preallocated(chunks: tuple[int, ...] | None) -> Any:
-    """Creation properties: take the space now; with chunks, do not fill it either (each row is written before use)."""
+    """Return creation properties that allocate space early and, with chunks, do not fill it: rows are written first."""
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     if chunks is not None:
@@ -292,7 +292,7 @@ def preallocated(chunks: tuple[int, ...] | None) -> Any:
 
 
 def plain_offset(data: h5py.Dataset) -> int | None:
-    """The first byte of a data set without compression whose rows lie one behind the other; None if they do not."""
+    """Return the offset in the file of an uncompressed dataset with contiguous rows; None if it has no such offset."""
     if data.chunks is None:
         offset: int | None = data.id.get_offset()
         return offset
@@ -312,10 +312,10 @@ def _is_packed(data: h5py.Dataset) -> bool:
 
 
 def _check_places(raw: BinaryIO, first_rows: Sequence[tuple[int | None, bytes]]) -> None:
-    """See that features are in the file where HDF5 says, since it is not asked again when they are written.
+    """Check that features are in the file where HDF5 reports, because rows are written there without HDF5.
 
     Raises:
-        LayertapError: they are not.
+        LayertapError: a feature is elsewhere.
     """
     for offset, expected in first_rows:
         raw.seek(offset or 0)
@@ -326,7 +326,7 @@ def _check_places(raw: BinaryIO, first_rows: Sequence[tuple[int | None, bytes]])
 
 
 def _range_of(data: h5py.Dataset) -> tuple[int, int]:
-    """The bytes of a data set, from the first to behind the last; there may be others between them."""
+    """Return the byte range (start, stop) of a dataset; other bytes may lie between its chunks."""
     if data.chunks is None:
         offset = data.id.get_offset() or 0
         return offset, offset + data.id.get_storage_size()
@@ -341,7 +341,7 @@ def _range_of(data: h5py.Dataset) -> tuple[int, int]:
 
 
 def before_hdf5(file: h5py.File) -> int:
-    """To be added to the place of a chunk: HDF5 before 1.14.4 leaves the user block out of it (its issue 3003)."""
+    """Return the bytes to add to a chunk's offset: HDF5 before 1.14.4 omits the user block (HDF5 issue 3003)."""
     return int(file.userblock_size) if h5py.version.hdf5_version_tuple < (1, 14, 4) else 0
 
 
@@ -365,10 +365,10 @@ def _write_header(raw: BinaryIO, header_bytes: int, ranges: Iterable[tuple[int, 
 
 
 def read_header(raw: BinaryIO, path: Path | str) -> list[tuple[int, int]]:
-    """The ranges of bytes that are written after creation; everything else is found to be as it was created.
+    """Return the byte ranges that are written after creation, after verifying that all other bytes are unchanged.
 
     Raises:
-        InputError: the file is no shard of this format, or what must not change has changed.
+        InputError: the file is not a shard of this format, or bytes that must not change have changed.
     """
     start = raw.read(512)
     title = re.match(rb"layertap shard, format (\d+); HDF5 begins at byte (\d{3,7})\n", start)
@@ -398,7 +398,7 @@ def read_header(raw: BinaryIO, path: Path | str) -> list[tuple[int, int]]:
 
 
 def _hash_fixed(raw: BinaryIO, header_bytes: int, size: int, row_data: Sequence[tuple[int, int]]) -> str:
-    """xxh3-128 of everything behind the user block but for the row data."""
+    """Return the xxh3-128 of all bytes after the user block except the row data."""
     digest = xxhash.xxh3_128()
     starts = [header_bytes, *(stop for _, stop in row_data)]
     for start, stop in zip(starts, [*(first for first, _ in row_data), size], strict=True):

@@ -1,4 +1,4 @@
-"""The receipt beside a finished shard: what it was when it was finished, and why rows of it failed."""
+"""The receipt beside a finished shard: its size and hash when it was finished, and why rows failed."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ __all__ = ["read_receipt", "reasons_in", "reasons_of", "receipt_of", "size_and_h
 def write_receipt(
     final: Path, file: Path, shard: Shard, reasons: Mapping[int, str], made: Mapping[str, Any] | None = None
 ) -> None:
-    """Write the receipt of the shard `final`; the other arguments are those of `receipt_of`."""
+    """Write the receipt of the shard `final`; see `receipt_of` for the other arguments."""
     write_json(final.with_suffix(".json"), receipt_of(file, shard, reasons, made))
 
 
 def receipt_of(
     file: Path, shard: Shard, reasons: Mapping[int, str], made: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What a shard is now that it is finished.
+    """Return the receipt of a finished shard.
 
     Args:
-        file: its content; has another name as long as it is not published.
-        shard: the same rows, open.
+        file: the file of the shard, which may not have its final name yet.
+        shard: the same rows, open for reading.
         reasons: row of the data set -> why it failed.
-        made: where and how fast, by the last run that worked at it; None: nobody knows.
+        made: where and how fast the last run wrote the shard; None if unknown.
     """
     status, first_row = shard.column("status"), shard.identity.first_row
     failed = {first_row + int(row) for row in np.flatnonzero(status != Status.OK)}
@@ -58,7 +58,7 @@ def receipt_of(
 
 
 def read_receipt(final: Path) -> dict[str, Any] | None:
-    """The receipt of a shard; None if there is none, or it is damaged."""
+    """Return the receipt of a shard; None if it is missing or damaged."""
     try:
         return read_json(final.with_suffix(".json"))
     except (OSError, LayertapError):
@@ -66,12 +66,12 @@ def read_receipt(final: Path) -> dict[str, Any] | None:
 
 
 def reasons_of(final: Path) -> dict[int, str]:
-    """Row of the data set -> why it failed; empty if the receipt that says so is lost or damaged."""
+    """Return row of the data set -> why it failed; empty if the receipt is missing or damaged."""
     return reasons_in(read_receipt(final) or {})
 
 
 def reasons_in(receipt: Mapping[str, Any]) -> dict[int, str]:
-    """The same, of a receipt that has been read."""
+    """Like `reasons_of`, for the content of a receipt."""
     reasons = receipt.get("reasons")
     try:
         return {int(row): str(reason) for row, reason in reasons.items()} if isinstance(reasons, dict) else {}
@@ -80,6 +80,6 @@ def reasons_in(receipt: Mapping[str, Any]) -> dict[int, str]:
 
 
 def size_and_hash(path: Path) -> dict[str, Any]:
-    """Size and sha256 of a file, as a receipt has them."""
+    """Return size and sha256 of a file as a receipt stores them."""
     with path.open("rb") as raw:
         return {"size": os.fstat(raw.fileno()).st_size, "sha256": hashlib.file_digest(raw, "sha256").hexdigest()}

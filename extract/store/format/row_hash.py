@@ -1,4 +1,4 @@
-"""The two hashes of a row: of its features, and of what is recorded beside them."""
+"""The two hashes of a row: row_hash over its features, record_hash over its path, row_hash, source and status."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["checked", "hash_records", "hash_rows", "wrong_rows"]
 
 Checked = tuple[int, int, dict[str, NDArray[Any]] | None, NDArray[np.bool_]]
 
-# What record_hash covers behind the path, in this order: all that is written row by row, but itself and the features.
+# Columns that record_hash covers after the path, in this order: all row data except record_hash itself.
 _RECORDED = [
     (name, np.dtype(dtype), np.dtype(dtype).itemsize * math.prod(width))
     for name, width, dtype in ROW_DATA
@@ -26,7 +26,7 @@ _RECORDED = [
 
 
 def hash_rows(features: Mapping[str, NDArray[Any]]) -> NDArray[np.uint64]:
-    """xxh3-64 of each row over all features, in sorted order of their names.
+    """Return the xxh3-64 of each row over all features, in sorted order of their names.
 
     Args:
         features: name -> (R, *shape), as stored.
@@ -49,11 +49,11 @@ def hash_rows(features: Mapping[str, NDArray[Any]]) -> NDArray[np.uint64]:
 
 
 def hash_records(paths: Sequence[bytes], columns: Mapping[str, NDArray[Any]]) -> NDArray[np.uint64]:
-    """xxh3-64 of each row over path, a zero byte, row_hash, source_size, source_mtime_ns, source_hash and status.
+    """Return the xxh3-64 of each row over path, zero byte, row_hash, source_size, source_mtime_ns, source_hash, status.
 
     Args:
-        paths: (R,) the bytes that are stored.
-        columns: the other names -> (R, ...), as stored, little-endian.
+        paths: (R,) paths as stored.
+        columns: name -> (R, ...) of the other columns, as stored, little-endian.
 
     Returns:
         (R,) uint64.
@@ -76,20 +76,23 @@ def hash_records(paths: Sequence[bytes], columns: Mapping[str, NDArray[Any]]) ->
 
 
 def _hash_each(rows: NDArray[np.uint8]) -> NDArray[np.uint64]:
-    """(R, bytes) -> (R,)."""
-    digest: Any = xxhash.xxh3_64_intdigest  # whose stub does not know that arrays are buffers
+    """Return the xxh3-64 of each row: (R, bytes) -> (R,)."""
+    digest: Any = xxhash.xxh3_64_intdigest  # its type stub does not accept arrays as buffers
     return np.fromiter(map(digest, rows), np.uint64, len(rows))
 
 
 def wrong_rows(shard: Shard, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Those of the given rows (ascending, counted within the shard) that do not agree with their hashes."""
+    """Return those of the given rows (ascending, relative to the shard) that do not match their hashes."""
     return np.concatenate(
         [np.empty(0, np.int64), *(start + np.flatnonzero(~agree) for start, _, _, agree in checked(shard, rows))]
     )
 
 
 def checked(shard: Shard, rows: NDArray[np.int64]) -> Iterator[Checked]:
-    """Ascending rows in blocks: (start, stop, name -> features or None, whether each row agrees with its hashes)."""
+    """Yield ascending rows in blocks: (start, stop, name -> features or None, whether each row matches its hashes).
+
+    The features are None if the rows cannot be read; see `Shard.blocks`.
+    """
     stored = {name: shard.column(name) for name, *_ in ROW_DATA}
     paths = shard.column("path")
     for start, stop, block in shard.blocks(rows):

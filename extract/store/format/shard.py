@@ -1,8 +1,8 @@
-"""One shard, open for reading. Files are not trusted: each is checked before anything in it is believed.
+"""One shard, open for reading. Files are not trusted: each file is checked before its content is used.
 
-HDF5 is asked once where everything lies. What is stored without compression is then read through a memory map, which
-is as fast as `np.load`, needs no lock, and may be shared between threads and over a fork; only compressed features are
-read through HDF5.
+HDF5 reports the offsets of all datasets once. Uncompressed datasets are then read through a memory map, which is as
+fast as `np.load`, needs no lock, and can be shared between threads and across a fork. Only compressed features are read
+through HDF5.
 """
 
 from __future__ import annotations
@@ -50,37 +50,37 @@ from extract.system.atomic_files import allow_more_files
 
 __all__ = ["BLOCK_BYTES", "MEDIA_ERRORS", "Seekable", "Shard", "runs"]
 
-_FEATURES = 10_000  # in one file
-_TEXT_BYTES = 1 << 24  # of the provenance
-_CHUNK_BYTES = 1 << 26  # of a compressed chunk of more than one row
+_FEATURES = 10_000  # limit for one file
+_TEXT_BYTES = 1 << 24  # limit for the provenance
+_CHUNK_BYTES = 1 << 26  # limit for a chunk of more than one row
 _ROW_BYTES = 1 << 32
-BLOCK_BYTES = 1 << 26  # of features, held in memory at once
+BLOCK_BYTES = 1 << 26  # features held in memory at once
 _ROW_DATA = {name for name, *_ in ROW_DATA}
-# What the system says of a disk, or a server, that does not give back what it was given.
+# System errors for a disk or a server that does not return stored data.
 MEDIA_ERRORS = {errno.EIO, errno.ESTALE, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA}
-_WORTH_ASKING = 1 << 20  # bytes from which on the kernel is told what is about to be read
+_WORTH_ASKING = 1 << 20  # bytes of a read above which the kernel is advised to read ahead
 
 
 class Shard:
-    """A finished shard, or one being written; a context manager. It can be pickled, shared by threads, and forked.
+    """A finished shard or a part; a context manager. Instances can be pickled, shared by threads, and forked.
 
     Args:
         path: the file.
 
     Attributes:
         path: the file.
-        name: the same, as errors name it.
+        name: path or URL of the file, for errors.
         size: bytes of the file.
-        identity: which shard of which data set it says it is.
-        features: what it holds, sorted by name.
-        compression: name of the feature -> "gzip", "lzf" or "blosc2", for those that are compressed.
+        identity: shard and data set according to the file's attributes.
+        features: the features, sorted by name.
+        compression: name of the feature -> "gzip", "lzf" or "blosc2", for compressed features.
         chunks: name of the feature -> rows in a chunk.
         stored_bytes: name of the feature -> bytes in the file.
-        offsets: "/features/NAME", "/status", ... -> first byte in the file, for what is stored plain.
+        offsets: "/features/NAME", "/status", ... -> first byte in the file, for uncompressed datasets.
 
     Raises:
-        InputError: it is not there, no shard, damaged, or holds what a shard has no need of.
-        LayertapError: it cannot be read, or a library for its compression is missing.
+        InputError: the file does not exist, is not a shard, is damaged, or uses HDF5 features that no shard uses.
+        LayertapError: the file cannot be read.
     """
 
     def __init__(self, path: Path):
@@ -114,7 +114,7 @@ class Shard:
         self._arrays: dict[str, NDArray[Any]] = {}
 
     def _describe(self, file: h5py.File) -> None:
-        """Take over what the file says, after checking it."""
+        """Check the structure of the file and set the attributes from it."""
 
         def refuse(what: str) -> InputError:
             return InputError(f"{self.name} is refused: {what}")
@@ -175,11 +175,11 @@ class Shard:
         return self._at(self._place(data, refuse), data.shape, data.dtype)
 
     def _at(self, start: int | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """A plain data set as an array over the file itself; None: it has no bytes."""
+        """Return a plain dataset as an array over the memory map; None as `start` gives an array without bytes."""
         return np.empty(shape, dtype) if start is None else np.ndarray(shape, dtype, self._mapping, start)
 
     def _place(self, data: h5py.Dataset, refuse: Refuse) -> int | None:
-        """The first byte of a plain data set, after checking that all of it lies where it should; None: it has none."""
+        """Check the location of a plain dataset and return its offset in the file; None if it has no bytes."""
         if filters_of(data, refuse):
             raise refuse(f"{data.name} is compressed")
         if data.size == 0:
@@ -188,7 +188,7 @@ class Shard:
         start = plain_offset(data)
         if start is None or data.id.get_storage_size() < needed or start + needed > self.size:
             raise refuse(f"{data.name} says it has {needed:,} bytes; they are not in the file, or not in order")
-        # What is written row by row, and only that, lies in the ranges that the user block names.
+        # Only row data lies in the ranges that the user block lists.
         inside = [first <= start and start + needed <= stop for first, stop in self._row_data]
         outside = [start + needed <= first or stop <= start for first, stop in self._row_data]
         if not (any(inside) if data.name.startswith("/features/") or data.name[1:] in _ROW_DATA else all(outside)):
@@ -202,7 +202,7 @@ class Shard:
         return self.identity.n_rows
 
     def read(self, name: str, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
-        """(stop - start, *shape): neighbouring rows, copied; into `out`, where that is given."""
+        """Return (stop - start, *shape), a copy of neighbouring rows; in `out` if it is given."""
         if name in self.compression:
             rows = self._unpack(name, start, stop)
         else:
@@ -220,7 +220,7 @@ class Shard:
         return self._arrays[name]
 
     def row(self, name: str, row: int) -> NDArray[Any]:
-        """(*shape): one row, copied."""
+        """Return (*shape), a copy of one row."""
         if name in self.compression:
             found: NDArray[Any] = self._unpack(name, row, row + 1)[0]
         else:
@@ -228,49 +228,49 @@ class Shard:
         return found
 
     def take(self, name: str, rows: NDArray[np.int64], out: NDArray[Any] | None = None) -> NDArray[Any]:
-        """(len(rows), *shape): rows in any order, copied; into `out`, where that is given. They must be in range."""
+        """Return (len(rows), *shape), a copy of rows in any order, all in range; in `out` if it is given."""
         if out is None:
             feature = self._feature[name]
             out = np.empty((len(rows), *feature.shape), feature.dtype)
         if name not in self.compression:
-            # "clip" writes straight into `out`, four times as fast as through a buffer (NumPy, "take").
+            # "clip" writes directly into `out`, which is four times as fast as through a buffer (NumPy, "take").
             np.take(self._plain(name), rows, axis=0, out=out, mode="clip")
             return out
         home = rows // self.chunks[name]
         order = np.argsort(home, kind="stable")
-        for first, stop in _equal(home[order]):  # each chunk is unpacked once
+        for first, stop in _equal(home[order]):  # decompress each chunk once
             where = order[first:stop]
             first_row = int(rows[where].min())
             out[where] = self._unpack(name, first_row, int(rows[where].max()) + 1)[rows[where] - first_row]
         return out
 
     def blocks(self, rows: NDArray[np.int64]) -> Iterator[tuple[int, int, dict[str, NDArray[Any]] | None]]:
-        """Ascending rows in runs of neighbours that memory can hold: (start, stop, name -> features of these rows).
+        """Yield ascending rows in runs of neighbours that fit in memory: (start, stop, name -> features of these rows).
 
-        None instead of the features says that these rows cannot be read or unpacked. Unlike all other ways to read,
-        this one survives a disk that cannot read a sector, which ends a process that meets it in a memory map.
+        The features are None if these rows cannot be read or decompressed. Unlike the other methods that read features,
+        `blocks` survives an unreadable disk sector, which kills a process that reads it through a memory map.
 
         Raises:
-            LayertapError: a library for the compression is missing.
+            LayertapError: the file cannot be read, or a library for the compression is missing.
         """
         self.need_libraries()
         largest, smallest = max(self.chunks.values()), min(self.chunks.values())
         at_most = max(1, BLOCK_BYTES // max(1, row_bytes(self.features)))
         if at_most > largest:
-            at_most -= at_most % largest  # so that each chunk is unpacked once
+            at_most -= at_most % largest  # so that each chunk is decompressed once
         with self._reopened() as descriptor:
             for start, stop in runs(rows, at_most):
                 block = self._block(descriptor, start, stop)
                 if block is not None or stop - start <= smallest:
                     yield start, stop, block
                     continue
-                for first in range(start, stop, smallest):  # what is damaged takes no more with it than it must
+                for first in range(start, stop, smallest):  # so that damage loses as few rows as possible
                     last = min(first + smallest, stop)
                     yield first, last, self._block(descriptor, first, last)
 
     @contextlib.contextmanager
     def _reopened(self) -> Iterator[int | None]:
-        """A descriptor of the file; None if it has another name by now, or none."""
+        """Context manager: yield a descriptor of the file; None if the file was renamed, replaced or removed."""
         try:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -306,7 +306,7 @@ class Shard:
         return found
 
     def forget(self, name: str, start: int, stop: int) -> None:
-        """Take rows that have been read out of this process's memory; the file stays in the kernel's cache."""
+        """Release the memory map's pages of rows that were read; the file stays in the kernel's cache."""
         if name in self._arrays and hasattr(mmap, "MADV_DONTNEED"):
             self._advise(self._arrays[name][start:stop], mmap.MADV_DONTNEED)
 
@@ -316,17 +316,17 @@ class Shard:
         self._mapping.madvise(advice, page, start + rows.nbytes - page)
 
     def _unpack(self, name: str, start: int, stop: int) -> NDArray[Any]:
-        """Rows of a compressed feature; HDF5's handles do not survive a fork, so each process opens its own."""
+        """Return rows of a compressed feature."""
         self.need_libraries()
-        if self._guard[0] != os.getpid():  # forked, perhaps while another thread held it
+        if self._guard[0] != os.getpid():  # forked, perhaps while another thread held the lock
             self._guard = os.getpid(), threading.Lock()
         with self._guard[1]:
             if not self._columns:
                 raise LayertapError(f"{self.name} is closed")
-            if self._packed is None or self._packed[0] != os.getpid():
-                # Chunks are read whole, so that HDF5's own cache of them would only be a copy.
+            if self._packed is None or self._packed[0] != os.getpid():  # HDF5's handles do not survive a fork
+                # No chunk cache: chunks are read whole, so the cache would only hold a copy.
                 try:
-                    # Through the map: by now the file may have another name, or none.
+                    # Through the map, because the file may have been renamed or removed.
                     self._packed = os.getpid(), h5py.File(self._source(), "r", rdcc_nbytes=0)
                 except OSError as error:
                     raise LayertapError(f"{self.name} cannot be read: {first_line(error)}") from error
@@ -339,11 +339,11 @@ class Shard:
             return found
 
     def _source(self) -> io.RawIOBase:
-        """The bytes of the file, for HDF5."""
+        """Return the file object that HDF5 reads from."""
         return _InMap(self._mapping)
 
     def need_libraries(self) -> None:
-        """See that what was compressed can be unpacked.
+        """Import the libraries for the compressed features.
 
         Raises:
             LayertapError: a library is not installed.
@@ -351,14 +351,14 @@ class Shard:
         for compression in self.compression.values():
             need_libraries(compression)
 
-    # What is beside the features
+    # Columns beside the features
 
     def column(self, name: str) -> NDArray[Any]:
-        """(N, ...): status, row_hash, source_size, source_mtime_ns, source_hash or label, as it is now; a copy."""
+        """Return (N, ...), a copy of the current values of a column: row data, label, or path as stored bytes."""
         return self._beside(name).copy()
 
     def text(self, name: str, rows: slice | NDArray[np.int64] | EllipsisType = ...) -> list[str]:
-        """The path or split of rows, or the classes, as `os.fsdecode` gives them."""
+        """Return the path, split or id of rows, or the classes, decoded by `os.fsdecode`."""
         return [os.fsdecode(value) for value in self._beside(name)[rows].tolist()]
 
     def _beside(self, name: str) -> NDArray[Any]:
@@ -368,13 +368,13 @@ class Shard:
 
     @property
     def names(self) -> RowNames:
-        """Paths, labels, splits, classes and ids."""
+        """Paths, labels, splits, classes and ids of all rows."""
         ids = self.text("id") if self.has_ids else None
         return RowNames(self.text("path"), self.column("label"), self.text("split"), self.text("classes"), ids)
 
     @property
     def is_part(self) -> bool:
-        """Whether the file is being written, or was left by a run that was interrupted."""
+        """Whether the file is unfinished: being written, or left by an interrupted run."""
         return self.path.suffix == ".part"
 
     @property
@@ -384,10 +384,10 @@ class Shard:
 
     @property
     def provenance(self) -> dict[str, Any]:
-        """What the features were made from and with.
+        """Backbone, weights, configuration, versions and machine that computed the features.
 
         Raises:
-            InputError: it is no JSON object.
+            InputError: the provenance is not a JSON object.
         """
         try:
             content = json.loads(self._beside("provenance").item())
@@ -397,19 +397,19 @@ class Shard:
             pass
         raise InputError(f"{self.name} is damaged: its provenance is no JSON object")
 
-    # Life
+    # Closing and pickling
 
     def keep_columns(self) -> None:
-        """Let status and the like stay as they are now, though another process goes on writing them."""
+        """Copy the columns beside the features, so that a process that writes to the file does not change them."""
         self._columns = {name: column.copy() for name, column in self._columns.items()}
 
     def close(self) -> None:
-        """Give the file back; arrays that were taken from it stay valid."""
+        """Close the file; arrays that were read from it stay valid."""
         self._arrays, self._columns = {}, {}
         packed, self._packed = self._packed, None
         if packed is not None and packed[0] == os.getpid():
             packed[1].close()
-        with contextlib.suppress(BufferError):  # an array over it is in use: the last one closes it
+        with contextlib.suppress(BufferError):  # an array over the map is in use: the last such array closes the map
             self._mapping.close()
 
     def __enter__(self) -> Self:
@@ -423,36 +423,36 @@ class Shard:
 
 
 class Seekable(io.RawIOBase):
-    """A file that HDF5 reads from, which is none on a disk; who derives from it says what `readinto` gives.
+    """File object that HDF5 reads from, without a file on the disk. Subclasses implement `readinto`.
 
     Args:
-        size: in bytes.
+        size: bytes of the file.
     """
 
     def __init__(self, size: int):
         self._size, self._place = size, 0
 
     def readable(self) -> bool:
-        """As of `io.RawIOBase`."""
+        """See `io.RawIOBase`."""
         return True
 
     def seekable(self) -> bool:
-        """As of `io.RawIOBase`."""
+        """See `io.RawIOBase`."""
         return True
 
     def tell(self) -> int:
-        """As of `io.RawIOBase`."""
+        """See `io.RawIOBase`."""
         return self._place
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """As of `io.RawIOBase`."""
+        """See `io.RawIOBase`."""
         starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}
         self._place = starts[whence] + offset
         return self._place
 
 
 class _InMap(Seekable):
-    """A memory map as a file; with a place of its own, unlike a descriptor that is forked."""
+    """File object over a memory map; its position, unlike that of a descriptor, is not shared with a forked process."""
 
     def __init__(self, mapping: mmap.mmap):
         super().__init__(len(mapping))
@@ -468,7 +468,7 @@ class _InMap(Seekable):
 def _unpickled(path: Path, identity: Identity) -> Shard:
     allow_more_files(1)
     if path.suffix == ".part" and not path.exists():
-        path = path.with_suffix("")  # it was published since
+        path = path.with_suffix("")  # the part has been published since
     if not path.exists() and path.parts[-4:-3] == ("passes",):
         raise InputError(f"{path} is no more: its data set was compacted since the reader was pickled; open it again")
     shard = Shard(path)
@@ -480,7 +480,7 @@ def _unpickled(path: Path, identity: Identity) -> Shard:
 
 
 def runs(rows: NDArray[np.integer[Any]], at_most: int | None = None) -> Iterator[tuple[int, int]]:
-    """Ascending rows as half-open ranges of neighbours: [3, 4, 5, 9] -> (3, 6), (9, 10)."""
+    """Yield ascending rows as half-open ranges of at most `at_most` neighbours: [3, 4, 5, 9] -> (3, 6), (9, 10)."""
     if not len(rows):
         return
     breaks = np.flatnonzero(np.diff(rows) != 1) + 1
@@ -492,6 +492,6 @@ def runs(rows: NDArray[np.integer[Any]], at_most: int | None = None) -> Iterator
 
 
 def _equal(values: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Ranges of positions that hold the same value, of a sorted array: [4, 4, 7] -> (0, 2), (2, 3)."""
+    """Yield the half-open ranges of equal values in a sorted array: [4, 4, 7] -> (0, 2), (2, 3)."""
     edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
     yield from ((a, b) for a, b in itertools.pairwise(edges) if a < b)

@@ -1,4 +1,4 @@
-"""What a shard may hold: HDF5 files are not trusted, and everything is looked at before it is believed."""
+"""Checks of the content of a shard: HDF5 files are not trusted."""
 
 from __future__ import annotations
 
@@ -17,20 +17,24 @@ from extract.system.optional_libraries import library
 
 __all__ = ["FILTERS", "Refuse", "attributes_of", "filters_of", "identity_of", "member", "need_libraries", "opened"]
 
-Refuse = Callable[[str], InputError]  # what is wrong -> the error that names the file, too
+Refuse = Callable[[str], InputError]  # description of a fault -> error that also names the file
 
-# What a feature may have been packed with, by HDF5's number of the filter.
+# Supported compressions, by HDF5 filter number.
 FILTERS = {h5z.FILTER_DEFLATE: "gzip", h5z.FILTER_LZF: "lzf", 32026: "blosc2"}
 _BESIDE = {h5z.FILTER_SHUFFLE, h5z.FILTER_FLETCHER32}
 
 
 @contextlib.contextmanager
 def opened(path: Path | str, source: Any = None) -> Iterator[h5py.File]:
-    """The file, open for reading while it is described; whatever goes wrong in it is an InputError.
+    """Context manager: open an HDF5 file for reading, and turn any error in the block into an InputError.
 
     Args:
-        path: its name.
-        source: reads its bytes, where they are in no file of this machine.
+        path: path or URL of the file.
+        source: file object to read the bytes from, if they are not in a local file.
+
+    Raises:
+        InputError: the file is not HDF5, or is damaged.
+        OSError: the file cannot be opened, with an error number of the system.
     """
     try:
         try:
@@ -38,9 +42,9 @@ def opened(path: Path | str, source: Any = None) -> Iterator[h5py.File]:
         except OSError as error:
             if source or "locking flag values" not in str(error):
                 raise
-            file = h5py.File(path, "r")  # this process has it open already, by h5py alone and with a lock
+            file = h5py.File(path, "r")  # this process has already opened it with h5py itself, with a lock
     except OSError as error:
-        if error.errno:  # the system's word, not HDF5's
+        if error.errno:  # an error of the system, not of HDF5
             raise
         raise InputError(f"{path} cannot be opened as HDF5: {first_line(error)}") from error
     try:
@@ -48,22 +52,22 @@ def opened(path: Path | str, source: Any = None) -> Iterator[h5py.File]:
             yield file
     except LayertapError:
         raise
-    except Exception as error:  # h5py answers a strange file with errors of many kinds
+    except Exception as error:  # h5py raises errors of many types on malformed files
         raise InputError(f"{path} is damaged: {first_line(error)}") from error
 
 
 def need_libraries(compression: str | None) -> None:
-    """Make HDF5 know a compression.
+    """Import the library that a compression needs, which registers it with HDF5.
 
     Raises:
-        LayertapError: the library it needs is not installed.
+        LayertapError: the library is not installed.
     """
     if compression == "blosc2":
         library("hdf5plugin", "blosc2", "blosc2")
 
 
 def member(group: h5py.Group, name: str, kind: type, refuse: Refuse) -> Any:
-    """A member that lies in this file itself: no soft or external link, no external storage, no virtual data set."""
+    """Return a member stored in the file itself; refuse links, external storage and virtual or compact datasets."""
     if name.encode() not in group.id:
         raise refuse(f"it has no {name!r}")
     if group.id.links.get_info(name.encode()).type != h5l.TYPE_HARD:
@@ -88,21 +92,21 @@ def member(group: h5py.Group, name: str, kind: type, refuse: Refuse) -> Any:
 
 
 def filters_of(data: h5py.Dataset, refuse: Refuse) -> str | None:
-    """What a data set was packed with; None if it is plain."""
+    """Return the compression of a dataset, None if it is plain; refuse unknown filters and a missing checksum."""
     properties = data.id.get_create_plist()
     used = {properties.get_filter(i)[0] for i in range(properties.get_nfilters())}
     if not used:
         return None
     if unknown := used - _BESIDE - FILTERS.keys():
         raise refuse(f"{data.name} went through a filter that layertap does not know (number {min(unknown)})")
-    # The checksum goes first when it is read, so that nothing damaged is unpacked.
+    # HDF5 verifies the checksum before it decompresses, so damaged bytes are never decompressed.
     if len(used - _BESIDE) != 1 or data.chunks is None or h5z.FILTER_FLETCHER32 not in used:
         raise refuse(f"{data.name} went through the filters {sorted(used)}; expected one, with a checksum")
     return FILTERS[(used - _BESIDE).pop()]
 
 
 def identity_of(file: h5py.File, refuse: Refuse) -> Identity:
-    """Which shard of which data set a file says it is."""
+    """Return the shard and data set that a file's attributes name."""
     values = {name: _attribute(file, name) for name in ("format", "format_version", *Identity.__annotations__)}
     if (values.pop("format"), values.pop("format_version")) != (FORMAT, FORMAT_VERSION):
         raise refuse(f"its attributes do not say {FORMAT}, format_version {FORMAT_VERSION}")
@@ -118,13 +122,13 @@ def identity_of(file: h5py.File, refuse: Refuse) -> Identity:
 
 
 def attributes_of(data: h5py.Dataset) -> dict[str, str]:
-    """The attributes of a data set that are text, at most 64."""
+    """Return the text attributes among the first 64 attributes of a dataset."""
     names = [h5a.open(data.id, index=i).name.decode() for i in range(min(64, h5a.get_num_attrs(data.id)))]
     return {name: value for name in names if isinstance(value := _attribute(data, name), str)}
 
 
 def _attribute(of: h5py.File | h5py.Dataset, name: str) -> str | int | None:
-    """A single number or text; None for anything else, which is not even read."""
+    """Return an attribute that is one integer or text; any other attribute is not read, and None is returned."""
     if not h5a.exists(of.id, name.encode()):
         return None
     attribute = h5a.open(of.id, name.encode())

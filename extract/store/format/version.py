@@ -1,17 +1,17 @@
-"""Which rows a data set has that is kept in step with a folder: a table that each pass writes anew, and then publishes.
+"""Versions of a data set of `layertap sync`: the table of its rows, which each pass writes and publishes.
 
     OUT/
-      dataset.json             as of any data set, with `version`: its number, its passes, the hash of its table
-      versions/000012.h5       the table: for each row its path, label and split, and where its features are
-      passes/000001/           what one pass has computed: an ordinary data set, whose rows are never changed
+      dataset.json             as in any data set, with `version`: its number, its passes, the hash of its table
+      versions/000012.h5       the table: path, label and split of each row, and the location of its features
+      passes/000001/           features computed by one pass: an ordinary data set, whose rows never change
       passes/000012/
 
-Publishing is the renaming of `dataset.json`. Who has opened a version goes on reading it; files that no version needs
-any more are removed, which takes nothing from who has them open.
+Renaming the new `dataset.json` publishes a version. Readers that opened an earlier version continue to read it; files
+that no version needs any more are removed, but stay readable for processes that have them open.
 
-The table is plain HDF5: `path`, `label`, `split`, `classes`, and `pass` and `row`, the row of that pass. Rows are
-sorted by those two, so that they are read in the order in which they lie. Several rows may share their features: images
-that are the same, byte for byte.
+The table is plain HDF5: `path`, `label`, `split`, `classes`, and `pass` and `row`, the pass with the features and the
+row in that pass. Rows are sorted by these two, so that features are read in file order. Images with identical bytes
+share the features of one row.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from extract.system.atomic_files import own_folder, write_whole
 __all__ = ["RowTable", "Version", "is_whole", "pass_folder", "read_rows", "table_path", "write_rows"]
 
 _FORMAT = "layertap version"
-_COLUMNS = {"path": "S", "split": "S", "classes": "S", "label": "i", "pass": "i", "row": "i"}  # kinds of NumPy
+_COLUMNS = {"path": "S", "split": "S", "classes": "S", "label": "i", "pass": "i", "row": "i"}  # name -> dtype.kind
 
 
 @dataclass(frozen=True)
 class Version:
-    """What `dataset.json` says of the version that is published.
+    """Entry of the published version in `dataset.json`.
 
     Attributes:
-        number: from 1 on; each is higher than the one before.
+        number: number of the version, from 1, increasing.
         rows_xxh3: xxh3-128 of the file of its table.
-        passes: numbers of the passes that its rows are in, ascending.
+        passes: numbers of the passes that hold its rows, ascending.
     """
 
     number: int
@@ -54,7 +54,11 @@ class Version:
 
     @classmethod
     def of(cls, content: Any) -> Version:
-        """As read from JSON; ValueError, KeyError or TypeError if it is none."""
+        """Return the version for content read from JSON.
+
+        Raises:
+            ValueError, KeyError, TypeError: the content is not a version.
+        """
         found = cls(content["number"], content["rows_xxh3"], tuple(content["passes"]))
         whole = [found.number, *found.passes]
         if not all(type(one) is int and 0 < one < 1_000_000_000 for one in whole) or not isinstance(
@@ -69,12 +73,12 @@ class RowTable:
     """The rows of a version.
 
     Attributes:
-        paths: relative to the folder of the images; undecodable bytes as in `os.fsdecode`.
+        paths: relative to the image folder; undecodable bytes as in `os.fsdecode`.
         labels: (N,) int64, index into `classes`; -1 unknown.
         splits: train, val, test or empty, for each row.
-        classes: names.
-        passes: (N,) int64, ascending: the pass that has the features of each row.
-        rows: (N,) int64: which row of that pass; ascending within a pass, with repeats.
+        classes: names of the classes.
+        passes: (N,) int64, ascending: the pass with the features of each row.
+        rows: (N,) int64: the row in that pass; ascending within a pass, with repeats.
     """
 
     paths: Sequence[str]
@@ -86,17 +90,17 @@ class RowTable:
 
 
 def pass_folder(out: Path, number: int) -> Path:
-    """The data set that one pass has computed."""
+    """Return the folder of the data set that one pass computed."""
     return out / "passes" / f"{number:06d}"
 
 
 def table_path(out: Path, number: int) -> Path:
-    """The file of a version's rows."""
+    """Return the path of a version's table."""
     return out / "versions" / f"{number:06d}.h5"
 
 
 def write_rows(out: Path, number: int, table: RowTable) -> Version:
-    """Write the table of a version, which is not published by it.
+    """Write the table of a version, without publishing the version.
 
     Raises:
         LayertapError: the disk is full or refuses.
@@ -124,7 +128,7 @@ def _as_hdf5(number: int, table: RowTable) -> bytes:
 
 
 def is_whole(out: Path, version: Version) -> bool:
-    """Whether the table of a version is there, as it was written."""
+    """Return whether the table of a version exists and is undamaged."""
     try:
         return xxhash.xxh3_128_hexdigest(table_path(out, version.number).read_bytes()) == version.rows_xxh3
     except OSError:
@@ -132,17 +136,17 @@ def is_whole(out: Path, version: Version) -> bool:
 
 
 def read_rows(out: Path, version: Version, n_rows: int) -> RowTable:
-    """The rows of a version.
+    """Read the table of a version.
 
     Args:
         out: folder of the data set.
-        version: as `dataset.json` names it.
-        n_rows: how many rows `dataset.json` says it has.
+        version: the version in `dataset.json`.
+        n_rows: rows of the version according to `dataset.json`.
 
     Raises:
-        FileNotFoundError: its table is gone; there is a later version by now.
-        InputError: the table is damaged, or holds what it has no need of.
-        LayertapError: it cannot be read.
+        FileNotFoundError: the table does not exist, for example because a later version has been published.
+        InputError: the table is damaged, or is not of this format.
+        LayertapError: the table cannot be read.
     """
     path = table_path(out, version.number)
 
@@ -169,7 +173,7 @@ def read_rows(out: Path, version: Version, n_rows: int) -> RowTable:
                 columns[name] = data[:]
     except LayertapError:
         raise
-    except Exception as error:  # h5py answers a strange file with errors of many kinds
+    except Exception as error:  # h5py raises errors of many types on malformed files
         raise InputError(f"{path} is damaged: {first_line(error)}") from error
     passes, rows, labels = (columns[name].astype(np.int64) for name in ("pass", "row", "label"))
     lengths = {name: len(column) for name, column in columns.items() if name != "classes"}

@@ -29,30 +29,29 @@ from extract.system.atomic_files import claim, discard, open_own, sync_folder
 
 __all__ = ["SOURCE", "ShardWriter"]
 
-SOURCE = ("source_size", "source_mtime_ns", "source_hash")  # what is known of the image file of each row
+SOURCE = ("source_size", "source_mtime_ns", "source_hash")  # columns that describe the image file of each row
 
 
 class ShardWriter:
-    """An open `.part` file whose rows are being filled; a context manager.
+    """An open `.part` file to write rows to; a context manager.
 
     `write` queues one batch and returns; a thread stores it. The next `write`, `flush`, `publish` and the end of the
-    block wait for it, and raise what failed.
+    block wait for the thread, and raise its error.
 
-    The file has its full size and structure already, so rows are written in place and HDF5 takes no part in it. If the
-    process dies at any moment, the file still opens, and rows that were not stored are pending. If the power fails,
-    rows of the last `sync_s` seconds may be lost; those that are damaged by it do not agree with their hashes, and
-    `check` finds them.
+    The file already has its full size and structure, so rows are written in place, without HDF5. If the process dies
+    at any moment, the file still opens, and rows that were not stored are pending. A power failure may lose rows of
+    the last `sync_s` seconds; damaged rows do not match their hashes, and `check` resets them.
 
     Args:
-        dataset: what the shard belongs to.
-        shard: its number.
-        revision: of the file; its `.part` was made by `create_shard` or `copy_shard`.
-        sync_s: seconds after which what was written is forced to the disk; 0: after every batch.
+        dataset: the data set of the shard.
+        shard: number of the shard.
+        revision: revision of the file, whose `.part` was created by `create_shard` or `copy_shard`.
+        sync_s: seconds between syncs to the disk; 0 syncs after every batch.
 
     Attributes:
-        first_row: row of the data set that is the first of this shard.
-        status: (N,) of the rows of this shard that are stored.
-        stored: status -> rows that this writer has stored.
+        first_row: row of the data set that is row 0 of the shard.
+        status: (N,) uint8, status of each row of the shard; pending until the row is stored.
+        stored: status -> number of rows that this writer has stored.
 
     Raises:
         LockedError: another process has the file open.
@@ -93,7 +92,7 @@ class ShardWriter:
         self.stored: Counter[int] = Counter()
         self._reasons: dict[int, str] = {}
         self._thread = ThreadPoolExecutor(1, "writer")
-        self._queued: list[Future[None]] = []  # the rows of one batch, and copies of them
+        self._queued: list[Future[None]] = []  # one batch, and copies of its rows
 
     def __enter__(self) -> Self:
         return self
@@ -111,21 +110,21 @@ class ShardWriter:
             self._close()
 
     def _close(self) -> None:
-        self._thread.shutdown()  # a write that was interrupted in `flush` still ends before the file is closed
+        self._thread.shutdown()  # waits for a running write before the file is closed, also if `flush` was interrupted
         self._shard.close()
-        file, self._file = self._file, -1  # first, since a signal may come at any moment
+        file, self._file = self._file, -1  # before closing, because a signal may arrive at any moment
         if file >= 0:
             os.close(file)
 
     def check(self) -> int:
-        """Reset to pending each stored row that does not agree with its hashes; returns how many."""
+        """Reset each stored row that does not match its hashes to pending; return the number of these rows."""
         self.flush()
         wrong = wrong_rows(self._shard, np.flatnonzero(self.status))
         self.reset(wrong)
         return len(wrong)
 
     def reset(self, rows: NDArray[np.int64]) -> None:
-        """Make rows, counted within the shard, pending."""
+        """Reset rows, relative to the shard, to pending."""
         self.flush()
         self.status[rows] = Status.PENDING
         try:
@@ -135,7 +134,7 @@ class ShardWriter:
             raise LayertapError(f"cannot write to {self._part}: {error.strerror}") from error
 
     def column(self, name: str) -> NDArray[Any]:
-        """As of `Shard.column`."""
+        """See `Shard.column`."""
         return self._shard.column(name)
 
     def write(
@@ -146,18 +145,18 @@ class ShardWriter:
         source: Mapping[str, NDArray[Any]],
         reasons: Mapping[int, str] | None = None,
     ) -> None:
-        """Queue one batch of rows, after waiting for the batch before it.
+        """Queue one batch of rows, after waiting for the previous batch.
 
         Args:
-            rows: (R,) int64, ascending, counted over the whole data set.
+            rows: (R,) int64, ascending, rows of the data set.
             features: name -> (R, *shape) in the file's dtype, for every feature of the file.
             status: (R,) uint8, none of them pending.
-            source: "source_size", "source_mtime_ns", "source_hash" -> one value a row.
+            source: "source_size", "source_mtime_ns", "source_hash" -> one value per row.
             reasons: row -> why it failed, for the receipt.
 
         Raises:
-            ValueError: a feature or column is missing, or has another shape than the file.
-            LayertapError: the disk refused the batch before this one; neither is stored.
+            ValueError: a feature or column is missing, or does not have the file's shape or dtype.
+            LayertapError: the previous batch could not be written; neither batch is stored.
         """
         if features.keys() != self._features.keys():
             raise ValueError(f"features {sorted(features)} given, the file has {sorted(self._features)}")
@@ -170,12 +169,12 @@ class ShardWriter:
         self._queued.append(self._thread.submit(self._store, local, features, status, source, reasons or {}))
 
     def copy(self, rows: NDArray[np.int64], origins: NDArray[np.int64], source: Mapping[str, NDArray[Any]]) -> None:
-        """Queue copies of rows, behind the batch that was queued last.
+        """Queue copies of rows, after the batch that was queued last.
 
         Args:
-            rows: (R,) int64, ascending, counted over the whole data set.
-            origins: (R,) the stored or queued rows of this shard whose features, status and reason they get.
-            source: as of `write`.
+            rows: (R,) int64, ascending, rows of the data set.
+            origins: (R,) int64, the stored or queued rows of this shard to copy features, status and reason from.
+            source: see `write`.
 
         Raises:
             ValueError: a column is missing or has another length.
@@ -184,10 +183,10 @@ class ShardWriter:
         self._queued.append(self._thread.submit(self._store_copies, local, origins, source))
 
     def flush(self) -> None:
-        """Wait until all rows that were queued are stored.
+        """Wait until all queued rows are stored.
 
         Raises:
-            LayertapError: the disk refused; rows that are not stored are pending.
+            LayertapError: rows could not be written; they are pending.
         """
         while self._queued:
             self._queued.pop(0).result()
@@ -195,7 +194,7 @@ class ShardWriter:
     def _local(
         self, rows: NDArray[np.int64], source: Mapping[str, NDArray[Any]], *columns: NDArray[Any]
     ) -> NDArray[np.int64]:
-        """Rows of the data set as rows of the shard, if they and their columns can be stored."""
+        """Convert rows of the data set to rows of the shard, after checking them and the lengths of the columns."""
         local = np.asarray(rows, np.int64) - self.first_row
         if len(local) and not (local[0] >= 0 and local[-1] < len(self.status) and (np.diff(local) > 0).all()):
             raise ValueError(f"rows {rows} are not ascending rows of this shard")
@@ -206,7 +205,7 @@ class ShardWriter:
     def _store_copies(
         self, local: NDArray[np.int64], origins: NDArray[np.int64], source: Mapping[str, NDArray[Any]]
     ) -> None:
-        # In the thread that writes, so the origins are stored, unless their write failed. `flush` raises that error.
+        # Runs in the writing thread, so the origins are stored unless their write failed. `flush` raises that error.
         if (self.status[origins] == Status.PENDING).any():
             return
         features = {name: self._shard.take(name, origins) for name in self._features}
@@ -230,12 +229,12 @@ class ShardWriter:
         columns["record_hash"] = hash_records(self._paths[local].tolist(), columns)
         places = {f"/features/{name}": values for name, values in features.items()}
         places |= {f"/{name}": values for name, values in columns.items() if name != "status"}
-        places["/status"] = columns["status"]  # the last to be written: it says that all the others are there
+        places["/status"] = columns["status"]  # written last: it marks the other columns as stored
         ranges = list(runs(local))
         try:
             for name, values in places.items():
                 if name == "/status" and self._sync_s == 0:
-                    os.fdatasync(self._file)  # so that no status is on the disk before its row
+                    os.fdatasync(self._file)  # so that no status reaches the disk before its row
                 done = 0
                 for start, stop in ranges:
                     self._put(name, start, values[done : done + stop - start])
@@ -252,11 +251,11 @@ class ShardWriter:
         self.stored = self.stored + Counter(columns["status"].tolist())  # a new object: another thread reads it
 
     def give_reasons(self, reasons: Mapping[int, str]) -> None:
-        """Why rows of the data set failed, for the receipt."""
+        """Record why rows of the data set failed, for the receipt."""
         self._reasons.update(reasons)
 
     def _put(self, name: str, row: int, values: NDArray[Any]) -> None:
-        """Write values over rows from `row` on."""
+        """Write values in place, starting at `row` of the shard."""
         content = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
         offset = self._offsets[name] + row * (len(content) // max(1, len(values)))
         while content:
@@ -264,17 +263,16 @@ class ShardWriter:
             content, offset = content[written:], offset + written
 
     def publish(self, compress: str | None = None, made: Mapping[str, Any] | None = None) -> Path:
-        """Close the file and give it its final name, then remove the file it replaces; returns the final path.
+        """Give the file its final name, remove the revisions it replaces, close it, and return the final path.
 
-        The receipt is written first, and the name is taken with a link, which fails where it exists: of two writers,
-        one wins.
+        The receipt is written first. A hard link claims the name and fails if it exists: one of two writers wins.
 
         Args:
-            compress: "gzip", "lzf" or "blosc2" packs the features first; None leaves them plain.
-            made: where and how fast, for the receipt.
+            compress: "gzip", "lzf" or "blosc2" to compress the features first; None leaves them plain.
+            made: where and how fast the rows were computed, for the receipt.
 
         Raises:
-            LayertapError: rows are pending, the disk is full, or a shard of that name exists.
+            LayertapError: rows are pending, the disk is full or cannot be written to, or a shard of that name exists.
         """
         self.flush()
         pending = int((self.status == Status.PENDING).sum())
@@ -317,7 +315,7 @@ class ShardWriter:
         return self._final
 
     def _pack(self, path: Path, compress: str) -> None:
-        """Write a compressed copy, and read it again."""
+        """Write a compressed copy, and verify its rows."""
         try:
             copy_shard(self._shard, path, compress=compress)
         except LayertapError as error:

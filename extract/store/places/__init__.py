@@ -1,1 +1,1 @@
-"""Where data sets lie: a folder of one machine, a shared folder, a bucket. Imports `extract.store.format`."""
+"""Where data sets are stored: a local folder, a shared folder, a bucket. Imports `extract.store.format`."""

@@ -1,15 +1,16 @@
-"""Blocks of objects in a bucket, kept on the local disk.
+"""Local disk cache for blocks of objects in a bucket.
 
     ~/.cache/layertap/blocks/          or $XDG_CACHE_HOME/layertap/blocks
-      bytes                            how many there are in all blocks, and the lock for writing one
-      3f/3f0c...-000012                block 12 of one object, and checksums
+      bytes                            total size of all blocks; also the lock for writing a block
+      3f/3f0c...-000012                block 12 of one object, followed by its checksums
 
-A block is 4 MB of an object. Its name holds a hash over URL, size and sha256 of the object, so that another object
-never passes for it. Behind the bytes stands xxh3-64 of each page of 64 KB, seeded with name and number: what is read
-from a block is checked first, and what was damaged, cut short or put in another's place is fetched again.
+A block is 4 MB of an object. Its file name contains a hash over the object's URL, size and sha256, so blocks of
+different objects are never confused. The content is followed by the xxh3-64 of each 64 KB page, seeded with that hash
+and the number of block and page. Reads from the disk verify the checksums; a damaged, truncated or misplaced block is
+fetched again.
 
-Blocks are written under another name and renamed, and those not used for longest are removed, whoever keeps the cache:
-several processes may share it. A process that is forked begins anew, with threads and connections of its own.
+Blocks are written under a temporary name and renamed. The least recently used blocks are removed first. Several
+processes may share the cache. A forked process starts its own threads and connections.
 """
 
 from __future__ import annotations
@@ -36,23 +37,23 @@ from extract.system.atomic_files import discard
 __all__ = ["BLOCK_BYTES", "CACHE_BYTES", "BlockCache", "RemoteFile", "cache_folder"]
 
 CACHE_BYTES = 10_000_000_000
-BLOCK_BYTES = 4 << 20  # a request of S3 takes tens of milliseconds before its first byte; much less, and that is all
-_PAGE_BYTES = 64 << 10  # what is checked to read one row
-_AT_ONCE = 8  # requests
-_IN_MEMORY = 2 * _AT_ONCE  # blocks that were fetched last, or are being fetched
-_FRESH_S = 1.0  # since when a block was used, so that it need not be noted again
+BLOCK_BYTES = 4 << 20  # the first byte of an S3 request takes tens of milliseconds, the main cost of smaller blocks
+_PAGE_BYTES = 64 << 10  # unit of verification; small, because reading one row verifies only its pages
+_AT_ONCE = 8  # concurrent requests
+_IN_MEMORY = 2 * _AT_ONCE  # blocks kept in memory: being fetched, or fetched last
+_FRESH_S = 1.0  # a block used more recently keeps its modification time
 
-_MAKING_ROOM: dict[int, threading.Lock] = {}  # of each process; a POSIX lock does not keep its threads apart
+_MAKING_ROOM: dict[int, threading.Lock] = {}  # by process id; a POSIX lock does not exclude threads of one process
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """An object whose content is known.
+    """An object with known content.
 
     Attributes:
-        url: where it lies.
-        size: in bytes.
-        sha256: of its content.
+        url: URL of the object.
+        size: bytes of the object.
+        sha256: sha256 of the content.
     """
 
     url: str
@@ -61,19 +62,19 @@ class RemoteFile:
 
     @cached_property
     def key(self) -> str:
-        """What its blocks are called."""
+        """Prefix of the file names of its blocks."""
         return hashlib.sha256(f"{self.url}\0{self.size}\0{self.sha256}".encode()).hexdigest()[:40]
 
     def block(self, number: int) -> tuple[int, int]:
-        """The first byte of a block, and the one behind it."""
+        """Return the byte range (start, stop) of a block."""
         return number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, self.size)
 
 
 def cache_folder() -> Path:
-    """Where blocks are kept.
+    """Return the folder of the cache.
 
     Raises:
-        LayertapError: nobody says where the user's files are.
+        LayertapError: the home folder is unknown and `XDG_CACHE_HOME` is not set.
     """
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "layertap" / "blocks"
@@ -82,14 +83,14 @@ def cache_folder() -> Path:
 
 
 class BlockCache:
-    """Reads objects through the cache; may be shared by threads, forked and pickled.
+    """Read objects through the cache. Instances can be shared by threads, forked and pickled.
 
     Args:
-        cache_bytes: that all blocks in the folder take together, at most; also if others filled it.
-        folder: for other places than the user's own.
+        cache_bytes: maximum size of all blocks in the folder, including those of other processes.
+        folder: folder of the cache; None for `cache_folder()`.
 
     Raises:
-        InputError: not even one block would fit.
+        InputError: `cache_bytes` is less than one block.
     """
 
     def __init__(self, cache_bytes: int = CACHE_BYTES, folder: Path | None = None):
@@ -102,7 +103,7 @@ class BlockCache:
         return BlockCache, (self.cache_bytes, self.folder)
 
     def read(self, file: RemoteFile, start: int, stop: int, out: memoryview) -> None:
-        """Bytes of an object from `start` to before `stop`, into `out`, which has room for just these.
+        """Read bytes `start` to `stop` (exclusive) of an object into `out`, which has exactly that length.
 
         Raises:
             LayertapError: the object is gone or shorter, the store does not answer, or the local disk is full.
@@ -122,24 +123,24 @@ class BlockCache:
                 into[:] = memoryview(self._submit(file, number).result())[here]
 
     def expect(self, file: RemoteFile, numbers: Iterable[int]) -> None:
-        """Begin to fetch blocks that will be read next, if they are not here."""
+        """Start fetching blocks that will be read next, unless they are in memory or on the disk."""
         for number in numbers:
             if not self._is_here(file, number):
                 self._submit(file, number)
 
     def close(self) -> None:
-        """End what is being fetched ahead; the cache can still be used."""
+        """Cancel pending fetches and drop the blocks in memory; the cache remains usable."""
         self._mine.end()
 
     # Fetching
 
     def _fetches(self) -> _Fetches:
-        if self._mine.process != os.getpid():  # forked, perhaps while another thread held its lock
+        if self._mine.process != os.getpid():  # forked, perhaps while another thread held the lock
             self._mine = _Fetches()
         return self._mine
 
     def _read_ahead(self, file: RemoteFile, number: int, last: int) -> None:
-        """Begin to fetch what follows, if it is to be read, or if blocks are read one after the other."""
+        """Start fetching the following blocks if this read needs them, or if blocks are read sequentially."""
         mine = self._fetches()
         before, mine.last[file.key] = mine.last.get(file.key, -2), number
         if before == number:
@@ -152,7 +153,7 @@ class BlockCache:
         return (file.key, number) in self._fetches().blocks or self._path(file, number).exists()
 
     def _fetched(self, file: RemoteFile, number: int) -> bytes | None:
-        """A block that is in memory or under way; None: it is not, or could not be fetched then."""
+        """Return a block that is in memory or being fetched; None if there is no such block or its fetch failed."""
         mine = self._fetches()
         with mine.lock:
             future = mine.blocks.get((file.key, number))
@@ -160,7 +161,7 @@ class BlockCache:
             return None
         try:
             return future.result()
-        except Exception:  # it was fetched ahead; who wants it now tries again, and is told
+        except Exception:  # of a read-ahead: the caller fetches the block again, and gets that error
             with mine.lock:
                 if mine.blocks.get((file.key, number)) is future:
                     del mine.blocks[file.key, number]
@@ -201,7 +202,7 @@ class BlockCache:
                     written.write(b"".join(_hashes(file, number, content)))
                 temporary.rename(path)
         except FileNotFoundError:
-            pass  # somebody empties the folder; it is read from memory now
+            pass  # another process empties the folder; the block is read from memory
         except OSError as error:
             raise LayertapError(
                 f"{self.folder}: cannot keep what is read from {file.url}: {error.strerror}; make room, give a smaller "
@@ -211,7 +212,7 @@ class BlockCache:
             discard(temporary)
 
     def _from_disk(self, file: RemoteFile, number: int, start: int, stop: int, out: memoryview) -> bool:
-        """Bytes of a block that is on the disk, into `out`; False: it is not, or not as it was written."""
+        """Read bytes of a block from the disk into `out`; return False if the block is missing or damaged."""
         begin, end = file.block(number)
         size, first, last = end - begin, start // _PAGE_BYTES, -(-stop // _PAGE_BYTES)
         try:
@@ -225,8 +226,8 @@ class BlockCache:
             if about.st_size != _stored_bytes(size) or b"".join(_hashes(file, number, content, first)) != expected:
                 return False
             if time.time() - about.st_mtime > _FRESH_S:
-                os.utime(descriptor)  # so that it is removed after those that are used less
-        except OSError:  # a sector that cannot be read, for one
+                os.utime(descriptor)  # blocks are removed in order of modification time
+        except OSError:  # for example an unreadable sector
             return False
         finally:
             os.close(descriptor)
@@ -235,12 +236,12 @@ class BlockCache:
 
     @contextlib.contextmanager
     def _room_for(self, size: int) -> Iterator[None]:
-        """Hold the cache for writing a block, after removing those that were not used for longest, if need be."""
+        """Context manager: lock the cache for writing a block, after removing the least recently used if needed."""
         with _MAKING_ROOM.setdefault(os.getpid(), threading.Lock()), (self.folder / "bytes").open("a+b") as counted:
             fcntl.lockf(counted, fcntl.LOCK_EX)
             counted.seek(0)
             text = counted.read(32)
-            # Killed in between, a process leaves a count that is too high; what there is is counted before removing.
+            # A process killed before the rename leaves a count that is too high; `_remove_until` counts the files.
             total = int(text) if text.isdigit() else self._remove_until(self.cache_bytes - size)
             if total + size > self.cache_bytes:
                 total = self._remove_until(self.cache_bytes - max(size, self.cache_bytes // 16))
@@ -250,14 +251,14 @@ class BlockCache:
             yield
 
     def _remove_until(self, most: int) -> int:
-        """Remove blocks until the others have so few bytes, those used last; returns how many they have."""
+        """Remove the least recently used blocks until at most `most` bytes remain; return the bytes that remain."""
         found = []
         for folder in self.folder.iterdir():
             with contextlib.suppress(NotADirectoryError, FileNotFoundError):
                 for entry in os.scandir(folder):
                     with contextlib.suppress(FileNotFoundError):
                         about = entry.stat()
-                        stays = not entry.name.endswith(".new")  # left by who was killed: nobody else writes now
+                        stays = not entry.name.endswith(".new")  # left by a killed process: the lock is held here
                         found.append((stays, about.st_mtime_ns, about.st_size, entry.path))
         total = sum(size for *_, size, _ in found)
         for stays, _, size, path in sorted(found):
@@ -269,16 +270,16 @@ class BlockCache:
 
 
 class _Fetches:
-    """What one process is fetching: its threads, and the blocks they have fetched last."""
+    """Fetches of one process: its threads, and the blocks in memory."""
 
     def __init__(self) -> None:
         self.process, self.lock = os.getpid(), threading.Lock()
         self.blocks: OrderedDict[tuple[str, int], Future[bytes]] = OrderedDict()
-        self.last: dict[str, int] = {}  # of each object, the block that was read last
-        self.pool = ThreadPoolExecutor(_AT_ONCE, "layertap-blocks")  # starts threads when there is work
+        self.last: dict[str, int] = {}  # key of an object -> number of the block read last
+        self.pool = ThreadPoolExecutor(_AT_ONCE, "layertap-blocks")  # starts threads on demand
 
     def end(self) -> None:
-        """Give memory back, and do not begin what was only to be fetched ahead."""
+        """Release the blocks in memory and cancel fetches that have not started."""
         with self.lock:
             blocks, self.blocks = self.blocks, OrderedDict()
         for future in blocks.values():
@@ -290,7 +291,7 @@ def _stored_bytes(size: int) -> int:
 
 
 def _hashes(file: RemoteFile, number: int, content: bytes, first: int = 0) -> list[bytes]:
-    """xxh3-64 of each page, as stored; the first one's number is given."""
+    """Return the xxh3-64 of each page, as stored; `first` is the number of the first page."""
     seed = (int(file.key[:15], 16) + (number << 8) + first) & ((1 << 64) - 1)
     view = memoryview(content)
     return [

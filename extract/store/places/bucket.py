@@ -1,15 +1,16 @@
-"""Finished shards of one data set in a bucket: published once, read by ranges.
+"""Finished shards of one data set in a bucket: published once, read by byte ranges.
 
-A data set in a bucket has the layout of one in a folder, so that a copy of it is one (`aws s3 sync`):
+A data set in a bucket has the same layout as in a folder, so a plain copy (`aws s3 sync`) is a data set, too:
 
-    URL/dataset.json           what it holds, as in a folder
-    URL/shards/000000.h5       a shard, as it was sealed on a local disk
+    URL/dataset.json           description, as in a folder
+    URL/shards/000000.h5       a shard, as sealed on a local disk
     URL/shards/000000.json     its receipt: the commit
-    URL/shards/000002-r1.h5    a shard that was written anew, and its receipt; readers take the last revision
+    URL/shards/000002-r1.h5    a shard that was rewritten, with its own receipt; readers use the last revision
 
-A bucket has no locks and no renaming, but it can create an object only if there is none of its name. So nothing is ever
-written over or deleted, and of several writers one wins. The object goes first, its receipt last: an object without a
-receipt does not exist for readers. A receipt whose object is missing, or has another size, is an error.
+A bucket has no locks and no rename, but supports conditional creation: an object is created only if none has its name.
+Objects are therefore never overwritten or deleted, and one of several writers wins. The object is uploaded first, its
+receipt last: readers ignore an object without a receipt. A receipt whose object is missing, or has another size, is an
+error.
 """
 
 from __future__ import annotations
@@ -40,17 +41,18 @@ from extract.system.atomic_files import discard
 
 __all__ = ["Bucket", "open_remote_shard"]
 
-_AT_ONCE = 8  # shards that are opened at the same time
+_AT_ONCE = 8  # shards or receipts opened concurrently
 
 
 class Bucket:
-    """The place in a bucket where the finished shards of one data set are.
+    """Location of the finished shards of one data set in a bucket.
 
     Args:
-        url: of the data set, as `s3://BUCKET/NAME`; credentials and servers as told in `extract.store.places.objects`.
+        url: URL of the data set, such as `s3://BUCKET/NAME`; `extract.store.places.objects` describes credentials and
+            servers.
 
     Raises:
-        InputError: no URL of a bucket.
+        InputError: not the URL of a location in a bucket.
     """
 
     def __init__(self, url: str):
@@ -61,10 +63,10 @@ class Bucket:
 
     @cached_property
     def dataset(self) -> DataSet:
-        """What `dataset.json` says; it has no folder, so `out` is only the name of one.
+        """The description in `dataset.json`; its `out` is the URL, since there is no folder.
 
         Raises:
-            InputError: there is no data set, or it is kept in step with a folder.
+            InputError: there is no data set, or it is a data set of `layertap sync`.
             LayertapError: the store does not answer.
         """
         name = f"{self.url}/dataset.json"
@@ -81,21 +83,21 @@ class Bucket:
         return found
 
     def existing(self) -> DataSet | None:
-        """As of `dataset`; None: there is none."""
+        """Return `dataset`, or None if there is none."""
         return None if objects.info(f"{self.url}/dataset.json") is None else self.dataset
 
     def open_or_create(self, dataset: DataSet) -> DataSet | None:
-        """Make the bucket hold this data set; returns what it holds already, None if nothing.
+        """Create the data set in the bucket; return the existing data set, or None if this call created it.
 
-        Another data set never gives way, not even one without shards: another writer may be about to add one, and
-        there is no lock that would tell.
+        A different data set is never replaced, not even one without shards: another writer may be about to add a
+        shard, and there is no lock to detect this.
 
         Args:
-            dataset: as it lies on the local disk, or will; what is returned has its folder.
+            dataset: the data set on the local disk; the returned data set has the same folder.
 
         Raises:
-            InputError: as of `DataSet.check`.
-            LayertapError: the store does not answer, or cannot create objects only where there are none.
+            InputError: see `DataSet.check`; or `dataset` is a data set of `layertap sync`.
+            LayertapError: the store does not answer, or does not support conditional creation.
         """
         dataset.check_size()
         if dataset.version:
@@ -113,10 +115,11 @@ class Bucket:
         return existing
 
     def _check_safe(self) -> None:
-        """See that an object cannot be written over, by trying to, with the same content.
+        """Check that the store refuses to overwrite an object, by writing `dataset.json` again with the same content.
 
         Raises:
-            LayertapError: the server, or the library, leaves out the condition without a word.
+            InputError: there is no `dataset.json`.
+            LayertapError: the server or the library silently ignores the condition, or the store does not answer.
         """
         name = f"{self.url}/dataset.json"
         if not self._is_safe:
@@ -133,7 +136,7 @@ class Bucket:
             self._is_safe = True
 
     def published(self) -> NDArray[np.int64]:
-        """(n,) numbers of the shards that are finished, ascending; one listing.
+        """Return (n,) int64, the numbers of the finished shards, ascending; lists the bucket once.
 
         Raises:
             LayertapError: the object of a receipt is missing, or the store does not answer.
@@ -141,11 +144,11 @@ class Bucket:
         return np.array(sorted(self._published()), np.int64)
 
     def receipts(self, known: Container[str]) -> Iterator[tuple[str, int, dict[str, Any] | None]]:
-        """Name, shard and receipt of each shard that is there, but for known names.
+        """Yield (name, shard, receipt) of each finished shard whose name is not in `known`.
 
         Raises:
             InputError: a receipt is damaged.
-            LayertapError: as of `published`.
+            LayertapError: see `published`.
         """
         new = {stem: (shard, size) for shard, (stem, _, size) in self._published().items() if stem not in known}
 
@@ -157,7 +160,7 @@ class Bucket:
             yield from pool.map(one, new)
 
     def _published(self) -> dict[int, tuple[str, int, int]]:
-        """Shard -> name of its last revision without what follows the dot, sizes of the object and of the receipt."""
+        """Return shard -> (file stem of its last revision, size of the object, size of the receipt)."""
         sizes = objects.names(f"{self.url}/shards")
         last: dict[int, int] = {}
         for name in sizes:
@@ -176,21 +179,21 @@ class Bucket:
         return published
 
     def publish(self, path: Path, receipt: Mapping[str, Any]) -> bool:
-        """Put a sealed shard into the bucket, and then its receipt.
+        """Upload a sealed shard, then its receipt.
 
-        If the process dies inside this call, the shard is not published, and can be published again, by anybody. What
-        another writer left without a receipt is checked row by row, and published if it is whole.
+        If the process dies inside this call, the shard is not published, and any writer can publish it again. A
+        different object that another writer left without a receipt is checked row by row, and published if complete.
 
         Args:
             path: the shard, under its final name.
-            receipt: as `write_receipt` made it.
+            receipt: its receipt, as written by `write_receipt`.
 
         Returns:
-            Whether this call published the shard; False: another writer was first, and nothing of his is changed.
+            Whether this call published the shard; False if another writer was first, whose objects stay unchanged.
 
         Raises:
-            InputError: the file and its receipt do not go together.
-            LayertapError: the store does not answer; or something is there under this name that is no such shard.
+            InputError: the file and its receipt do not match.
+            LayertapError: the store does not answer; or the object with this name is not a complete shard.
         """
         self._check_safe()
         url = f"{self.url}/shards/{path.name}"
@@ -215,10 +218,10 @@ class Bucket:
         return objects.put(named, (json.dumps(receipt, indent=1) + "\n").encode())
 
     def _receipt_for(self, url: str, size: int, path: Path, reasons: Mapping[int, str]) -> dict[str, Any]:
-        """A receipt for an object that another writer left without one, if it is the whole shard that `path` is.
+        """Return a receipt for an object that another writer left without a receipt, after checking all its rows.
 
         Raises:
-            LayertapError: it is not, or cannot be copied to the local disk.
+            LayertapError: the object is not the complete shard, or cannot be copied to the local disk.
         """
         copy = path.with_name(f"{path.name}.{os.getpid()}.new")
         shard = int(path.name[:6])
@@ -244,15 +247,15 @@ class Bucket:
             discard(copy)
 
     def open_shards(self, cache: BlockCache, *, partial: bool) -> list[RemoteShard]:
-        """The finished shards, open for reading.
+        """Open the finished shards for reading.
 
         Args:
-            cache: through which they are read.
-            partial: whether some may be missing.
+            cache: the block cache to read through.
+            partial: whether shards may be missing.
 
         Raises:
-            InputError: a shard is damaged, or of another data set.
-            LayertapError: one is missing, or the store does not answer.
+            InputError: a shard is damaged, or belongs to another data set.
+            LayertapError: a shard is missing, or the store does not answer.
         """
         dataset, published = self.dataset, self._published()
         missing = [shard for shard in range(dataset.n_shards) if shard not in published]
@@ -287,11 +290,11 @@ class Bucket:
 def open_remote_shard(
     url: str, cache: BlockCache, size: int | None = None, receipt_size: int | None = None
 ) -> RemoteShard:
-    """Open one finished shard by the URL of its object; sizes are asked for where they are not known.
+    """Open one finished shard by the URL of its object; sizes that are None are requested from the store.
 
     Raises:
-        InputError: there is none, or it is damaged.
-        LayertapError: the object is not that of its receipt, or the store does not answer.
+        InputError: the shard has no receipt, or is damaged.
+        LayertapError: the object is missing or does not match its receipt, or the store does not answer.
     """
     named = f"{url.removesuffix('.h5')}.json"
     try:

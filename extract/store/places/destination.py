@@ -1,4 +1,4 @@
-"""Where data sets are: in a folder, or in a bucket."""
+"""Where a data set is stored: in a folder, or in a bucket."""
 
 from __future__ import annotations
 
@@ -18,43 +18,46 @@ __all__ = ["Place", "data_set_at", "place_of"]
 
 
 class Place(Protocol):
-    """Where finished shards of a data set go, of several processes at once."""
+    """Destination to which several processes publish finished shards of a data set at once."""
 
     def open_or_create(self, dataset: DataSet) -> DataSet | None:
-        """Begin a data set, or see that what is there is the same; returns what is there already.
+        """Create the data set, or check that the existing data set is the same; return that, or None if created.
 
         Raises:
-            InputError: another data set is there.
+            InputError: the destination holds another data set.
         """
 
     @property
     def dataset(self) -> DataSet:
-        """What is there.
+        """The description of the data set.
 
         Raises:
-            InputError: no data set.
+            InputError: there is no data set.
         """
 
     def published(self) -> NDArray[np.int64]:
-        """(n,) numbers of the shards that are there, ascending."""
+        """Return (n,) int64, the numbers of the published shards, ascending."""
 
     def receipts(self, known: Container[str]) -> Iterator[tuple[str, int, dict[str, Any] | None]]:
-        """Name, shard and receipt of each shard that is there, but for known names; None: the receipt is not there."""
+        """Yield (name, shard, receipt) of each published shard whose name is not in `known`.
+
+        In a folder, the receipt is None if it is missing or damaged.
+        """
 
     def publish(self, path: Path, receipt: dict[str, Any]) -> bool:
-        """Take a finished shard; False: another process was the first to give it, and nothing was done."""
+        """Publish a finished shard; return False if another process has published it first."""
 
 
 def place_of(out: str) -> Place:
-    """The place that an output folder, or a URL, means."""
+    """Return the destination for an output folder or a URL."""
     return Bucket(out) if is_url(out) else SharedFolder(Path(out))
 
 
 def data_set_at(out: str | Path) -> DataSet:
-    """What is said of the data set there.
+    """Return the description of the data set in a folder or behind a URL.
 
     Raises:
-        InputError: there is none.
+        InputError: there is no data set.
         LayertapError: the store does not answer.
     """
     return place_of(str(out)).dataset

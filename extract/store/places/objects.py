@@ -1,17 +1,17 @@
-"""Objects in a bucket: the only place that talks to a store's library for data sets.
+"""Objects in a bucket: the only module that calls a store's library for data sets.
 
-What is stored is `s3://BUCKET/NAME` or `gs://BUCKET/NAME`; `memory://` is for tests within one process. Other
-protocols are refused, since their libraries cannot create an object only where there is none, as one step.
+Supported are `s3://BUCKET/NAME` and `gs://BUCKET/NAME`, and `memory://` for tests within one process. Other protocols
+are refused because their libraries cannot create an object atomically only if it does not exist.
 
-Credentials come from where the libraries look for them: for S3 from `AWS_ACCESS_KEY_ID` and `AWS_SECRET_ACCESS_KEY`,
-`~/.aws/credentials`, `AWS_PROFILE`, or the role of the machine; for Google from `GOOGLE_APPLICATION_CREDENTIALS`, or
-what `gcloud` has stored. They are never part of a URL. The address of another server that speaks S3 comes from
-`AWS_ENDPOINT_URL_S3`, `AWS_ENDPOINT_URL`, `endpoint_url` in `~/.aws/config` (botocore, "Service-specific endpoints"),
-or `FSSPEC_S3_ENDPOINT_URL`.
+The libraries find the credentials: for S3 in `AWS_ACCESS_KEY_ID` and `AWS_SECRET_ACCESS_KEY`, `~/.aws/credentials`,
+`AWS_PROFILE`, or the role of the machine; for Google in `GOOGLE_APPLICATION_CREDENTIALS`, or in the files of `gcloud`.
+They are never part of a URL. The address of another S3-compatible server comes from `AWS_ENDPOINT_URL_S3`,
+`AWS_ENDPOINT_URL`, `endpoint_url` in `~/.aws/config` (botocore, "Service-specific endpoints"), or
+`FSSPEC_S3_ENDPOINT_URL`.
 
-Every request has a limit in time. What may pass (5xx, throttling, time-outs, broken connections, bodies cut short) is
-tried five times, with growing pauses of random length; what does not pass (403, 404) is not. The retries of s3fs and
-botocore are off, so that one place decides; those of gcsfs cannot be turned off, and come on top.
+Every request has a time limit. Transient errors (5xx, throttling, time-outs, broken connections, truncated bodies) are
+tried five times with growing, randomised pauses; permanent errors (403, 404) are not retried. The retries of s3fs and
+botocore are disabled, so that only this module decides; those of gcsfs cannot be disabled and come on top.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ T = TypeVar("T")
 _S3, _GOOGLE, _MEMORY = {"s3", "s3a"}, {"gs", "gcs"}, {"memory"}
 
 _ATTEMPTS = 5
-_WAIT_S = 0.5  # before the second, on average; twice that before each next one
+_WAIT_S = 0.5  # mean pause before the second attempt; doubled before each further attempt
 _CONNECT_S = 10
-_ANSWER_S = 30  # within which a server must begin to answer, and go on
-_SLOWEST = 128 << 10  # bytes a second below which a transfer is given up
+_ANSWER_S = 30  # longest wait for the first or the next bytes of an answer
+_SLOWEST = 128 << 10  # bytes a second; a slower transfer times out
 _CONNECTIONS = 32
 
-_WHOLE_BYTES = 1 << 26  # of what is read as a whole: far above a description, or a receipt of a million failed rows
-_PIECE_BYTES = 16 << 20  # of large objects that are read through
-_PUT_BYTES = 5 << 30  # the most that S3 takes in one request (Amazon S3 user guide, "Uploading objects")
+_WHOLE_BYTES = 1 << 26  # limit of `read`: far above a description, or a receipt of a million failed rows
+_PIECE_BYTES = 16 << 20  # of a large object, for each request
+_PUT_BYTES = 5 << 30  # limit of S3 for one request (Amazon S3 user guide, "Uploading objects")
 
-# Told with each object: its sha256, and a number of the request that made it, by which a writer knows its own.
+# Metadata of each object: its sha256, and an id of the request that created it, by which a writer recognises its own.
 _SHA256, _PUT = "layertap-sha256", "layertap-put"
 
-_IN_MEMORY = threading.Lock()  # makes "is it there" and "put it" one step
+_IN_MEMORY = threading.Lock()  # makes the check for existence and the write atomic
 
-# Classes of errors, by name since their libraries are optional, that tell of a network or a server.
+# Exception classes for network and server errors; by name, because their libraries are optional.
 _PASSING = {
     "HTTPClientError", "ConnectionError", "ResponseParserError", "IncompleteReadError", "IncompleteRead",  # botocore
     "ClientError", "RequestException", "ChecksumError",  # aiohttp, requests, gcsfs
@@ -64,12 +64,12 @@ _PASSING = {
 
 @dataclass(frozen=True)
 class Stored:
-    """What a store knows of an object.
+    """Metadata of an object.
 
     Attributes:
-        size: in bytes.
-        sha256: as its writer told it; empty: it did not.
-        put: number of the request that made it; empty: it is not known.
+        size: bytes of the object.
+        sha256: sha256 recorded by its writer; empty if not recorded.
+        put: id of the request that created it; empty if unknown.
     """
 
     size: int
@@ -78,11 +78,11 @@ class Stored:
 
 
 class _CutShortError(OSError):
-    """Fewer bytes came than were asked for."""
+    """The store returned fewer bytes than requested."""
 
 
 def names(url: str) -> dict[str, int]:
-    """Name -> size of each object below a URL, names relative to it.
+    """Return name -> size of each object below a URL; names are relative to the URL.
 
     Raises:
         LayertapError: there is no such bucket, or the store does not answer.
@@ -90,7 +90,7 @@ def names(url: str) -> dict[str, int]:
 
     def ask() -> dict[str, int]:
         fs, path = _at(url)
-        found = fs.find(path, detail=True, **_limit(fs, 1 << 30))  # a million names are thousands of requests
+        found = fs.find(path, detail=True, **_limit(fs, 1 << 30))  # a million names take thousands of requests
         start = path.rstrip("/") + "/"
         return {
             name.removeprefix(start): int(about["size"])
@@ -105,7 +105,7 @@ def names(url: str) -> dict[str, int]:
 
 
 def info(url: str) -> Stored | None:
-    """What is known of an object; None: there is none.
+    """Return the metadata of an object; None if there is no such object.
 
     Raises:
         LayertapError: there is no such bucket, or the store does not answer.
@@ -131,15 +131,15 @@ def info(url: str) -> Stored | None:
 
 
 def read(url: str, size: int | None = None) -> bytes:
-    """A whole small object.
+    """Read a small object completely.
 
     Args:
-        url: of the object.
-        size: of it, where that is known.
+        url: URL of the object.
+        size: bytes of the object; None if unknown.
 
     Raises:
-        FileNotFoundError: there is none.
-        InputError: it is too large to be one of ours.
+        FileNotFoundError: there is no such object.
+        InputError: the object is too large for a file that layertap reads whole.
         LayertapError: the store does not answer.
     """
     if size is None:
@@ -153,11 +153,11 @@ def read(url: str, size: int | None = None) -> bytes:
 
 
 def read_range(url: str, start: int, stop: int) -> bytes:
-    """The bytes of an object from `start` to before `stop`, all of them.
+    """Return bytes `start` to `stop` (exclusive) of an object, never fewer.
 
     Raises:
         FileNotFoundError: there is no such object.
-        LayertapError: it is shorter, or the store does not answer.
+        LayertapError: the object is shorter, or the store does not answer.
     """
     if start == stop:
         return b""
@@ -173,18 +173,18 @@ def read_range(url: str, start: int, stop: int) -> bytes:
 
 
 def put(url: str, content: bytes) -> bool:
-    """Create an object, if there is none of this name; returns whether this call has.
+    """Create an object if there is none with this name; return whether this call created it.
 
-    If the process dies inside this call, the object is there as a whole or not at all.
+    If the process dies inside this call, the object is complete or absent.
 
     Raises:
-        LayertapError: the store refuses, or does not answer; or cannot create only where there is nothing.
+        LayertapError: the store refuses, or does not answer, or does not support conditional creation.
     """
     return _put(url, content, len(content), hashlib.sha256(content).hexdigest())
 
 
 def put_file(url: str, path: Path, sha256: str) -> bool:
-    """As `put`, with the content of a local file whose sha256 is given; the store checks it where it can."""
+    """Like `put`, with the content of a local file and its sha256; S3 verifies the sha256."""
     return _put(url, path, path.stat().st_size, sha256)
 
 
@@ -198,8 +198,8 @@ def _put(url: str, content: bytes | Path, size: int, sha256: str) -> bool:
         fs, path = _at(url)
         limit = _limit(fs, size)
         if _protocol(url) in _S3:
-            # In one request, and not in parts: it is whole or not there, the server compares its sha256, and a writer
-            # that is killed leaves no parts behind that somebody pays for.
+            # One request instead of a multipart upload: the object is complete or absent, the server verifies its
+            # sha256, and a killed writer leaves no parts behind, which would cost storage.
             bucket, key, _ = fs.split_path(path)
             digest = base64.b64encode(bytes.fromhex(sha256)).decode()
             with contextlib.ExitStack() as stack:
@@ -223,13 +223,13 @@ def _put(url: str, content: bytes | Path, size: int, sha256: str) -> bool:
         _asked(url, "written", ask)
         return True
     except FileExistsError:
-        # The answer to an earlier attempt may have been lost: then it is our own.
+        # The answer to an earlier attempt may have been lost: then the object is from this call.
         found = info(url)
         return found is not None and found.put == number
 
 
 def sha256_of(url: str, size: int) -> str:
-    """The sha256 of an object, which is read for it; errors as of `read_range`."""
+    """Read an object and return its sha256; raises the errors of `read_range`."""
     digest = hashlib.sha256()
     for piece in _pieces(url, size):
         digest.update(piece)
@@ -241,7 +241,7 @@ def download(url: str, size: int, path: Path) -> None:
 
     Raises:
         OSError: the file cannot be written.
-        FileNotFoundError, LayertapError: as of `read_range`.
+        FileNotFoundError, LayertapError: see `read_range`.
     """
     with path.open("wb") as file:
         for piece in _pieces(url, size):
@@ -258,9 +258,9 @@ def _protocol(url: str) -> str:
 
 
 def _at(url: str) -> tuple[Any, str]:
-    """The file system and the path in it; asked for each time, since fsspec keeps one for each process."""
+    """Return the file system and the path in it; created on each call, because fsspec caches one for each process."""
     protocol = _protocol(url)
-    settings: dict[str, Any] = {"use_listings_cache": False}  # what others publish must be seen
+    settings: dict[str, Any] = {"use_listings_cache": False}  # objects that other processes publish must be listed
     if protocol in _S3:
         settings["config_kwargs"] = {
             "connect_timeout": _CONNECT_S,
@@ -282,21 +282,21 @@ def _at(url: str) -> tuple[Any, str]:
 
 
 def _limit(fs: Any, size: int = 0) -> dict[str, float]:
-    """How long a request may take that moves so many bytes, for what is a call into fsspec's own thread."""
+    """Return the time limit of a request that transfers `size` bytes, for calls that run in fsspec's own thread."""
     return {"timeout": _CONNECT_S + _ANSWER_S + size / _SLOWEST} if fs.async_impl else {}
 
 
 def _asked(url: str, done: str, ask: Callable[[], T]) -> T:
-    """What the store answers, in the end.
+    """Send a request, retry it after transient errors, and return its result.
 
     Args:
-        url: what is asked for.
-        done: with it, for the error.
-        ask: does it once.
+        url: URL of the object.
+        done: participle for the error message, such as "read".
+        ask: sends the request once.
 
     Raises:
-        FileNotFoundError, FileExistsError: as the store says.
-        LayertapError: it refuses, or does not answer.
+        FileNotFoundError, FileExistsError: the store reports this.
+        LayertapError: the store refuses, or does not answer.
     """
     for attempt in range(_ATTEMPTS):
         try:
@@ -313,7 +313,7 @@ def _asked(url: str, done: str, ask: Callable[[], T]) -> T:
                 raise FileNotFoundError(url) from None
             what = _reason(error, status, code)
             if not _may_pass(error, status, code):
-                # The server's own words are left out, here and in the chain: they may repeat what it was sent.
+                # The server's message is left out, here and in the exception chain: it may echo the request.
                 raise LayertapError(f"{url} cannot be {done}: {what}") from None
             if attempt == _ATTEMPTS - 1:
                 raise LayertapError(
@@ -325,13 +325,13 @@ def _asked(url: str, done: str, ask: Callable[[], T]) -> T:
 
 
 def _answer_in(error: BaseException) -> tuple[int, str]:
-    """The HTTP status and S3's code that an error is about; 0 and "" where it is about neither."""
+    """Return the HTTP status and the S3 error code of an error; 0 and "" if it has none."""
     for one in (error, error.__cause__):
         response = getattr(one, "response", None)
         if isinstance(response, dict):
             status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
             return int(status), str(response.get("Error", {}).get("Code", ""))
-    for name in ("code", "status"):  # not of a cause: aiohttp calls a body that was cut short 400
+    for name in ("code", "status"):  # not of a cause: aiohttp reports a truncated body as 400
         if re.fullmatch(r"[1-5]\d\d", str(value := getattr(error, name, ""))):
             return int(value), ""
     return 0, ""
@@ -350,7 +350,7 @@ def _may_pass(error: Exception, status: int, code: str) -> bool:
 
 def _reason(error: Exception, status: int, code: str) -> str:
     if status:
-        # 403 and 401 have a code of their own only where there is a body.
+        # 403 and 401 have a specific code only if the answer has a body.
         what = f"HTTP {status}" + ("" if code in ("", str(status)) else f" {code}")
         return f"{what}; see that the credentials are right, and allow it" if status in (401, 403) else what
     if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError"):

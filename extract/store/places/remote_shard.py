@@ -1,9 +1,8 @@
-"""A shard in a bucket, checked and open for reading: by ranges, through blocks on the local disk.
+"""A shard in a bucket, checked and open for reading by byte ranges, through the block cache on the local disk.
 
-What stands beside the features is read when the shard is opened, and held in memory; features are read as they are
-asked for. HDF5 is never kept waiting for a network: it holds a lock meanwhile, which the garbage collection of any
-other thread may want, that of fsspec's too. It is given what is there already; where that is not enough, the rest is
-fetched, and HDF5 is asked again.
+The columns beside the features are read when the shard is opened, and held in memory; features are read on demand.
+HDF5 never waits for the network: it holds a global lock, which garbage collection in any other thread may need,
+including fsspec's. HDF5 reads only blocks in memory; if blocks are missing, they are fetched and HDF5 is called again.
 """
 
 from __future__ import annotations
@@ -28,22 +27,22 @@ from extract.store.places.block_cache import BLOCK_BYTES, BlockCache, RemoteFile
 
 __all__ = ["RemoteShard"]
 
-_EXPECTED = 8  # blocks that rows in any order are in, fetched at the same time
+_EXPECTED = 8  # blocks that `take` fetches concurrently
 
 
 class RemoteShard(Shard):
-    """A finished shard in a bucket; a context manager. It can be pickled, shared by threads, and forked.
+    """A finished shard in a bucket; a context manager. Instances can be pickled, shared by threads, and forked.
 
     Args:
         file: the object.
-        receipt: what was written beside it.
-        cache: through which it is read.
+        receipt: content of its receipt.
+        cache: the block cache to read through.
 
     Attributes:
-        receipt: as given.
+        receipt: content of its receipt.
 
     Raises:
-        InputError, LayertapError: as of `Shard`; or the store does not answer.
+        InputError, LayertapError: see `Shard`; or the store does not answer.
     """
 
     def __init__(self, file: RemoteFile, receipt: dict[str, Any], cache: BlockCache):
@@ -55,8 +54,8 @@ class RemoteShard(Shard):
         bytes_of = _Held(file, cache)
         buffered = io.BufferedReader(bytes_of)
         self._row_data = read_header(buffered, file.url)
-        buffered.detach()  # which would close it
-        bytes_of.fetching = False  # from now on HDF5 reads
+        buffered.detach()  # otherwise its finaliser closes `bytes_of`
+        bytes_of.fetching = False  # HDF5 reads from here on
         while True:
             try:
                 with opened(file.url, bytes_of) as found:
@@ -71,11 +70,11 @@ class RemoteShard(Shard):
 
     @property
     def is_part(self) -> bool:
-        """As of `Shard`: never."""
+        """Always False; see `Shard`."""
         return False
 
     def _at(self, start: int | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """What stands beside the features, copied."""
+        """Read a plain dataset into memory; None as `start` gives an array without bytes."""
         values = np.empty(shape, dtype)
         if start is not None:
             self._cache.read(self._file, start, start + values.nbytes, _bytes_of(values))
@@ -84,7 +83,7 @@ class RemoteShard(Shard):
     # Rows
 
     def read(self, name: str, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
-        """As of `Shard`."""
+        """See `Shard.read`."""
         if name in self.compression:
             return super().read(name, start, stop, out)
         feature = self._feature[name]
@@ -105,12 +104,12 @@ class RemoteShard(Shard):
         self._cache.read(self._file, first + start * row_bytes, first + stop * row_bytes, _bytes_of(out))
 
     def row(self, name: str, row: int) -> NDArray[Any]:
-        """As of `Shard`."""
+        """See `Shard.row`."""
         found: NDArray[Any] = self.read(name, row, row + 1)[0]
         return found
 
     def take(self, name: str, rows: NDArray[np.int64], out: NDArray[Any] | None = None) -> NDArray[Any]:
-        """As of `Shard`; in the order in which they lie, several blocks at the same time."""
+        """See `Shard.take`. Rows are read in file order, and several blocks are fetched concurrently."""
         if name in self.compression:
             return super().take(name, rows, out)
         feature = self._feature[name]
@@ -136,10 +135,10 @@ class RemoteShard(Shard):
         yield None
 
     def forget(self, name: str, start: int, stop: int) -> None:
-        """As of `Shard`: nothing is mapped."""
+        """Do nothing: no file is mapped. See `Shard.forget`."""
 
     def _unpack(self, name: str, start: int, stop: int) -> NDArray[Any]:
-        if self._turn[0] != os.getpid():  # forked, perhaps while another thread held it
+        if self._turn[0] != os.getpid():  # forked, perhaps while another thread held the lock
             self._turn = os.getpid(), threading.Lock()
         rows = self.chunks[name]
         with self._turn[1]:
@@ -158,10 +157,10 @@ class RemoteShard(Shard):
     def _source(self) -> io.RawIOBase:
         return self._packed_bytes
 
-    # Life
+    # Closing and pickling
 
     def close(self) -> None:
-        """As of `Shard`."""
+        """See `Shard.close`."""
         self._columns = {}
         packed, self._packed = self._packed, None
         if packed is not None and packed[0] == os.getpid():
@@ -172,10 +171,11 @@ class RemoteShard(Shard):
 
 
 class _Held(Seekable):
-    """An object as a file, of which some blocks are held in memory.
+    """File object over an object in a bucket; some of its blocks are held in memory.
 
     Attributes:
-        fetching: whether others are fetched when they are read; or else that is an error, and they are noted.
+        fetching: whether a read fetches a block that is not in memory; otherwise the read fails, and the block is
+            recorded for `fetch_missing`.
     """
 
     def __init__(self, file: RemoteFile, cache: BlockCache, *, fetching: bool = True):
@@ -201,7 +201,7 @@ class _Held(Seekable):
         return done
 
     def hold(self, start: int, stop: int) -> None:
-        """Have these bytes in memory."""
+        """Load the blocks of a byte range into memory."""
         for number in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
             if number not in self._blocks:
                 self._hold(number)
@@ -213,14 +213,14 @@ class _Held(Seekable):
         self._blocks[number] = content
 
     def fetch_missing(self) -> bool:
-        """Have in memory what was missing since this was last called; False: nothing was."""
+        """Load the blocks recorded as missing since the last call; return False if there were none."""
         missing, self._missing = self._missing, []
         for number in missing:
             self._hold(number)
         return bool(missing)
 
     def forget(self) -> None:
-        """Give the memory back."""
+        """Release the blocks in memory."""
         self._blocks = {}
 
 
@@ -229,7 +229,7 @@ def _bytes_of(values: NDArray[Any]) -> memoryview:
 
 
 def _chunks_of(data: h5py.Dataset) -> NDArray[np.int64]:
-    """(chunks, 2): first byte of each in the file, and the one behind, in the order of rows."""
+    """Return (chunks, 2) int64, the byte range (start, stop) of each chunk in the file, in row order."""
     places: dict[int, tuple[int, int]] = {}
 
     def note(chunk: Any) -> None:

@@ -1,12 +1,13 @@
-"""A folder to which several machines publish finished shards at once, without a lock: on a network file system, too.
+"""A folder to which several machines publish finished shards at once, without a lock, also on a network file system.
 
-A shard is built elsewhere, on a disk of the machine that builds it. It is copied into the folder under another name
-(unless it is on that file system already), forced to the disk, and given its final name by a hard link, which fails
-where the name exists: of two that publish the same shard, one wins. Only the winner writes the receipt.
+Each machine builds a shard on its own disk. The shard is copied into the folder under a temporary name (unless it is on
+that file system already), synced to the disk, and given its final name by a hard link. The link fails if the name
+exists, so one of several machines that publish the same shard wins. The winner writes the receipt; another machine
+writes it only if the winner was killed first.
 
-What is relied on: that `link` fails where a name exists, and that what was forced to the disk is there. NFS gives both
-(RFC 1813, sections 3.3.15 and 3.3.21); that its server answers a `link` that was sent twice with "exists" is allowed
-for. Locks are not relied on.
+The file system must guarantee that `link` fails if the name exists, and that synced data is on the disk. NFS guarantees
+both (RFC 1813, sections 3.3.15 and 3.3.21). Its server may answer a repeated `link` request with "exists"; `_link`
+handles this. Locks are not needed.
 """
 
 from __future__ import annotations
@@ -35,21 +36,21 @@ __all__ = ["SharedFolder"]
 
 
 class SharedFolder:
-    """The folder of a data set that several machines make together.
+    """Folder of a data set that several machines write together.
 
     Args:
-        out: the folder; all of them see it under some name.
+        out: the folder; its path may differ between the machines.
     """
 
     def __init__(self, out: Path):
         self.out = out
 
     def open_or_create(self, dataset: DataSet) -> DataSet | None:
-        """Make the folder hold this data set; returns what it holds already.
+        """Create the data set in the folder; return the existing data set, or None if this call created it.
 
         Raises:
-            InputError: it holds another data set, or other files; or a folder in it is a link to elsewhere.
-            LayertapError: it cannot be written to.
+            InputError: the folder holds another data set, or other files; or a folder in it is a link to elsewhere.
+            LayertapError: the folder cannot be written to.
         """
         here = replace(dataset, out=self.out)
         description = self.out / "dataset.json"
@@ -73,10 +74,10 @@ class SharedFolder:
                     _link(mine, description)
                     break
                 except (FileExistsError, FileNotFoundError):
-                    pass  # another worker was the first
+                    pass  # another worker was first
                 finally:
                     discard(mine)
-            for left in self.out.glob(f"{description.name}.*.new"):  # by a worker that was killed
+            for left in self.out.glob(f"{description.name}.*.new"):  # left by a killed worker
                 discard(left)
         except OSError as error:
             raise LayertapError(f"cannot write to {self.out}: {error.strerror}") from error
@@ -84,7 +85,10 @@ class SharedFolder:
         return existing
 
     def receipts(self, known: Container[str]) -> Iterator[tuple[str, int, dict[str, Any] | None]]:
-        """Name, shard and receipt of each shard that is there, but for known names; None: the receipt is not there."""
+        """Yield (name, shard, receipt) of each published shard whose name is not in `known`.
+
+        The receipt is None if it is missing or damaged.
+        """
         dataset = self.dataset
         for shard, where in enumerate(dataset.whereabouts()):
             if where.published is None:
@@ -94,7 +98,7 @@ class SharedFolder:
                 yield path.name, shard, read_receipt(path)
 
     def clean(self) -> None:
-        """Remove copies of shards that are published: of workers that were killed, or were not the first."""
+        """Remove copies of published shards, left by workers that were killed or were not first."""
         published = set(self.published().tolist())
         for copy in (self.out / "shards").glob("*.copy"):
             if copy.name[:6].isdigit() and int(copy.name[:6]) in published:
@@ -102,29 +106,30 @@ class SharedFolder:
 
     @property
     def dataset(self) -> DataSet:
-        """What the folder holds.
+        """The description of the data set in the folder.
 
         Raises:
-            InputError: no data set.
+            InputError: there is no data set.
         """
         return DataSet.open(self.out)
 
     def published(self) -> NDArray[np.int64]:
-        """(n,) numbers of the shards that are there, ascending."""
+        """Return (n,) int64, the numbers of the published shards, ascending."""
         return np.array(sorted({shard for shard, _, part, _ in self.dataset.files() if not part}), np.int64)
 
     def publish(self, path: Path, receipt: dict[str, Any]) -> bool:
-        """Give a finished shard to the folder.
+        """Publish a finished shard in the folder.
 
         Args:
-            path: the shard, somewhere else; it is not moved.
-            receipt: of it.
+            path: the shard in another folder; it is not moved.
+            receipt: content of its receipt.
 
         Returns:
-            whether it is there now because of this call; False: another worker was the first, and nothing was done.
+            Whether this call published the shard; False if another worker was first. In that case this call writes
+            the receipt if it is missing.
 
         Raises:
-            LayertapError: the folder cannot be written to; the shard is safe where it is.
+            LayertapError: the folder cannot be written to (the shard stays in `path`), or `path` is damaged.
         """
         final = self.out / "shards" / path.name
         copy = final.with_name(f"{final.name}.{_own_name()}.copy")
@@ -151,7 +156,7 @@ class SharedFolder:
         return False
 
     def _see_receipt(self, final: Path, mine: dict[str, Any]) -> None:
-        """Write the receipt of a shard whose publisher was killed before it could, but never over one."""
+        """Write the receipt of a shard whose publisher was killed before; an existing receipt is not overwritten."""
         receipt = final.with_suffix(".json")
         if receipt.exists():
             return
@@ -168,7 +173,11 @@ class SharedFolder:
 
 
 def _is_linked(path: Path, final: Path) -> bool:
-    """Whether a shard that lies on the same file system could be given its final name as it is."""
+    """Link a shard to its final name; return False if it is on another file system.
+
+    Raises:
+        FileExistsError: the final name exists.
+    """
     try:
         _link(path, final)
     except FileExistsError:
@@ -181,10 +190,10 @@ def _is_linked(path: Path, final: Path) -> bool:
 
 
 def _copy(path: Path, copy: Path, receipt: dict[str, Any]) -> None:
-    """Copy a shard to the disk of the folder.
+    """Copy a shard into the folder and sync it to the disk.
 
     Raises:
-        LayertapError: it is not what its receipt says any more.
+        LayertapError: the shard does not match its receipt any more.
     """
     digest = hashlib.sha256()
     with path.open("rb") as source, copy.open("xb") as target:
@@ -199,16 +208,16 @@ def _copy(path: Path, copy: Path, receipt: dict[str, Any]) -> None:
 
 
 def _link(path: Path, name: Path) -> None:
-    """Give a file a second name, which must be free.
+    """Give a file a second name and sync the folder.
 
     Raises:
-        FileExistsError: it is not.
+        FileExistsError: the name exists.
         LayertapError: the file system has no hard links.
     """
     try:
         os.link(path, name)
     except FileExistsError:
-        # A network file system may be asked twice, if its first answer is lost.
+        # A network file system repeats the request if the first answer is lost; the name is then that of this file.
         if not name.samefile(path):
             raise
     except OSError as error:
@@ -222,5 +231,5 @@ def _link(path: Path, name: Path) -> None:
 
 
 def _own_name() -> str:
-    """A name that no other process has, here or elsewhere, now or later."""
+    """Return a name that no other process on any machine uses, now or later."""
     return f"{re.sub(r'[^A-Za-z0-9-]', '-', socket.gethostname())}-{os.getpid()}-{secrets.token_hex(4)}"

@@ -1,4 +1,4 @@
-"""One page that tells what is in a data set: `layertap report OUT [OTHER]`."""
+"""One HTML page that describes a data set: `layertap report OUT [OTHER]`."""
 
 from pipelines.data_sets.report.page import run_report
 

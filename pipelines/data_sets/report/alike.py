@@ -1,4 +1,4 @@
-"""Which images of a data set are alike, as a report tells it: copies, near-duplicates, outliers, and neighbours."""
+"""Similar images of a data set, for a report: copies, near-duplicates, outliers and neighbours."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from extract.store.reader import FeatureArray, FeatureReader
 
 __all__ = ["ALIKE", "Alike", "K", "alike", "copies", "neighbours_of", "shared_neighbours"]
 
-K = 10  # neighbours that are looked for
-ALIKE = 0.95  # cosine from which on two images are called near-duplicates
-_PRODUCTS = 5e11  # multiplications of a search: about a quarter of a minute on two cores
-_SHARED_ROWS = 2000  # images that two data sets are compared on, drawn at random
+K = 10  # neighbours per image
+ALIKE = 0.95  # minimum cosine of near-duplicates
+_PRODUCTS = 5e11  # multiplications of a search: about 15 s on two cores
+_SHARED_ROWS = 2000  # images on which two data sets are compared, drawn at random
 
 
 @dataclass(frozen=True)
 class Alike:
-    """Neighbours of images among all others, of byte-identical images one each.
+    """Neighbours of images; byte-identical images count as a single image.
 
     Attributes:
-        among: (M,) rows that were compared: of images with the same bytes, the first.
-        queries: (Q,) rows whose neighbours were looked for, ascending: all of `among`, or some drawn at random.
-        near: their neighbours, without themselves; (Q, K).
+        among: (M,) rows that were compared; of images with the same bytes, the first row.
+        queries: (Q,) rows whose neighbours were searched, ascending: all of `among`, or a random subset.
+        near: (Q, K) neighbours of the queries, without the queries themselves.
     """
 
     among: NDArray[np.int64]
@@ -38,14 +38,14 @@ class Alike:
 
     @property
     def means(self) -> NDArray[np.float64]:
-        """(Q,) the mean cosine of each to its neighbours; NaN where it has none."""
+        """(Q,) mean cosine of each query to its neighbours; NaN if it has no neighbours."""
         count = np.isfinite(self.near.cosines).sum(1)
         total = np.nansum(self.near.cosines, 1)
         found: NDArray[np.float64] = np.divide(total, count, out=np.full(len(total), np.nan), where=count > 0)
         return found
 
     def pairs(self) -> list[tuple[int, int, float]]:
-        """Near-duplicates: (row, row, cosine), each pair once, the most alike first."""
+        """Return near-duplicates as (row, row, cosine): each pair once, largest cosine first."""
         found: dict[tuple[int, int], float] = {}
         for place, rank in np.argwhere(self.near.cosines >= ALIKE).tolist():
             one, other = int(self.queries[place]), int(self.near.rows[place, rank])
@@ -54,13 +54,13 @@ class Alike:
 
 
 def alike(array: FeatureArray, hashes: NDArray[np.uint8], good: NDArray[np.int64], seed: int) -> Alike:
-    """The neighbours of as many images as can be compared with all others in about a quarter of a minute.
+    """Find the neighbours of as many images as can be compared with all others in about 15 s on two cores.
 
     Args:
-        array: the feature.
-        hashes: (N, 16) of the images' bytes.
+        array: array of the feature.
+        hashes: (N, 16) hashes of the images' bytes.
         good: rows with features, ascending.
-        seed: of the choice, where not all can be compared.
+        seed: seed of the choice of queries, if not all images can be queries.
     """
     among = _first_of_each(hashes, good)
     width = max(1, int(np.prod(array.shape[1:])))
@@ -72,7 +72,7 @@ def alike(array: FeatureArray, hashes: NDArray[np.uint8], good: NDArray[np.int64
 
 
 def neighbours_of(array: FeatureArray, queries: NDArray[np.int64], among: NDArray[np.int64], k: int = K) -> Neighbours:
-    """Of rows of a feature, among rows of it; so many queries are read at once as fit into memory."""
+    """Find the neighbours of rows of a feature among other rows; queries are read in blocks that fit into memory."""
     width = max(1, int(np.prod(array.shape[1:])))
     step = max(1, MEMORY_BYTES // (4 * 4 * width))
     found = []
@@ -86,7 +86,7 @@ def neighbours_of(array: FeatureArray, queries: NDArray[np.int64], among: NDArra
 
 
 def copies(hashes: NDArray[np.uint8], good: NDArray[np.int64]) -> list[list[int]]:
-    """Rows of images with the same bytes, a list for each image that is there more than once, the longest first."""
+    """Return the rows of images with the same bytes: a list for each repeated image, longest first."""
     keys, known = _keys(hashes, good)
     order = np.argsort(keys, kind="stable")
     edges = np.flatnonzero(np.concatenate([[True], keys[order][1:] != keys[order][:-1], [True]]))
@@ -101,7 +101,7 @@ def _first_of_each(hashes: NDArray[np.uint8], good: NDArray[np.int64]) -> NDArra
 
 
 def _keys(hashes: NDArray[np.uint8], good: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """The hash of each row that has one, as one value that can be sorted, and the rows."""
+    """Return the hashes as sortable values, and the rows that have a hash."""
     known = good[hashes[good].any(1)]
     return np.ascontiguousarray(hashes[known]).view("V16").reshape(-1), known
 
@@ -109,17 +109,17 @@ def _keys(hashes: NDArray[np.uint8], good: NDArray[np.int64]) -> tuple[NDArray[A
 def shared_neighbours(
     first: FeatureReader, second: FeatureReader, layers: list[tuple[str, str]], seed: int
 ) -> tuple[int, list[tuple[str, str, float, float]]]:
-    """Whether images have the same neighbours in two data sets.
+    """Compare the neighbours of images in two data sets.
 
     Args:
-        first: a data set.
-        second: another.
-        layers: pairs of a layer of each.
-        seed: of the choice of images.
+        first: reader of a data set.
+        second: reader of another data set.
+        layers: pairs of a layer of `first` and a layer of `second`.
+        seed: seed of the choice of images.
 
     Returns:
-        on how many images they were compared, and (layer, layer, share, chance): the mean share of the K nearest that
-        are the same images, and what it would be if neighbours were drawn at random.
+        the number of images in the comparison, and (layer, layer, share, chance) for each pair: the mean share of
+        the K nearest neighbours that are the same images, and the share expected for random neighbours.
     """
     mine, theirs = shared_images(first, second)
     order = np.random.default_rng(seed).permutation(len(mine))[:_SHARED_ROWS]

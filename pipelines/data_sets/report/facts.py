@@ -1,4 +1,4 @@
-"""What a report tells without looking at features: what was extracted, how long it took, what probes have found."""
+"""Content of a report that needs no features: settings of the extraction, run times, results of probes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from pipelines.terminal.text_output import printable
 __all__ = ["facts", "probes", "runs", "stages"]
 
 _LAST_RUNS = 50
-_PLACES = 4  # of the workers of a run, that are named
-_PROBES = 50  # results that are read
+_PLACES = 4  # hosts and devices named per run
+_PROBES = 50  # most results read
 
 
 def facts(content: dict[str, Any]) -> list[list[str]]:
-    """(what, how it is) in words, of what `pipelines.data_sets.show.describe` has found."""
+    """Return (name, text) pairs from the description of `pipelines.data_sets.show.describe`."""
     depends_on, provenance = content["depends_on"], content.get("provenance", {})
     preprocessing = ", ".join(f"{name} {value}" for name, value in depends_on.get("preprocessing", {}).items())
     configuration = provenance.get("configuration", {})
@@ -53,11 +53,11 @@ def facts(content: dict[str, Any]) -> list[list[str]]:
 
 
 def runs(out: Path) -> list[dict[str, Any]]:
-    """The last runs or passes that were noted, in words and numbers, the last one first."""
+    """Return the last logged runs or passes in words and numbers, newest first."""
     found: list[dict[str, Any]] = []
     for file in _logs(out):
         found += _runs_of(file)
-    found.sort(key=operator.itemgetter("started"))  # those that began in the same second stay in order
+    found.sort(key=operator.itemgetter("started"))  # stable: runs that started in the same second stay in order
     last = found[-_LAST_RUNS:][::-1]
     return [one | {name: printable(one.get(name, "")) for name in ("how", "where", "engine")} for one in last]
 
@@ -65,7 +65,7 @@ def runs(out: Path) -> list[dict[str, Any]]:
 def _runs_of(file: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     begun: dict[str, dict[str, Any]] = {}
-    workers: dict[str, Counter[str]] = {}  # by the run that they had joined
+    workers: dict[str, Counter[str]] = {}  # start of the run -> its workers
     for line in _lines(file):
         started = str(line["started"])
         if line["event"] == "started":
@@ -95,7 +95,7 @@ def _runs_of(file: Path) -> list[dict[str, Any]]:
 
 
 def stages(dataset: DataSet) -> dict[str, float]:
-    """Stage -> seconds that all runs in order have spent in it, each worker of several, of a version's passes, too."""
+    """Return stage -> seconds, summed over completed runs, shards of several workers, and passes of a version."""
     total: dict[str, float] = {}
     folders = [dataset.out] if dataset.version is None else [
         pass_folder(dataset.out, number) for number in dataset.version.passes
@@ -110,12 +110,12 @@ def stages(dataset: DataSet) -> dict[str, float]:
 
 
 def _logs(out: Path) -> list[Path]:
-    """`runs.jsonl`, and the files beside it that the tasks of an array write."""
+    """Return `runs.jsonl` and the logs that tasks of an array write beside it."""
     return sorted(out.glob("runs*.jsonl"))
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Lines of a log that are whole."""
+    """Yield the undamaged lines of a log."""
     try:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -136,10 +136,10 @@ def _is_number(value: Any) -> bool:
 
 
 def probes(out: Path, others: Sequence[Path]) -> tuple[list[dict[str, Any]], list[str]]:
-    """What `layertap probe` has found, of OUT/probe/*/results.json and other folders; and notes of what cannot be read.
+    """Return the results of `layertap probe` in OUT/probe/*/results.json and `others`, and notes on unreadable files.
 
-    Each: `name`, `protocol`, `metrics` (their names), `complete`, and `layers`: layer, width, rows, what was chosen,
-    and metric -> [value, low, high].
+    A result has `name`, `protocol`, `metrics` (their names), `complete`, and `layers`: data set, layer, width, rows,
+    chosen value, and metric -> [value, low, high].
     """
     files = sorted((out / "probe").glob("*/results.json"))
     files += [one / "results.json" if one.is_dir() else one for one in others]

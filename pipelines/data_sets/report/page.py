@@ -1,7 +1,7 @@
-"""The page of `layertap report`: its content as JSON, its thumbnails, and one HTML file of it all.
+"""The page of `layertap report`: its content as JSON, its thumbnails, and the HTML file.
 
-The page is shown by `page.js`, which sets every text as text. Its security policy lets it load nothing, and run
-nothing but the two scripts whose hashes are in it; so a name of a file or class can do nothing, whatever is in it.
+`page.js` shows the content, and inserts all text as text, not as HTML. The page's security policy forbids loading, and
+permits only the two scripts whose hashes it contains. So names of files and classes cannot run code.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from pipelines.terminal.text_output import printable
 __all__ = ["MAPS", "run_report"]
 
 MAPS = ("pca", "tsne", "umap")
-PAGE_BYTES = 10_000_000  # at most; thumbnails take what is left
-_POINTS = 3000  # of a map
-_MANIFOLD_POINTS = 1500  # of one by t-SNE or UMAP, which take a quarter of a minute for so many on two cores
-_PRINCIPAL_ROWS = 100_000  # that principal axes are computed from
-_QUERIES = 6  # whose neighbours are shown
+PAGE_BYTES = 10_000_000  # at most; thumbnails take the rest
+_POINTS = 3000  # per map
+_MANIFOLD_POINTS = 1500  # per map by t-SNE or UMAP, which take about 15 s for this number on two cores
+_PRINCIPAL_ROWS = 100_000  # from which principal axes are computed
+_QUERIES = 6  # images whose neighbours are shown
 _SHOWN = 24  # pairs, outliers, groups of copies
 _OF_A_GROUP = 8  # copies of one image
 _FAILURES = 500
@@ -65,22 +65,22 @@ def run_report(
     maps: Sequence[str] = ("pca",), probe_results: Sequence[Path] = (), images: str | None = None,
     thumbnails: int = 1500, seed: int = 0, say: Callable[[str], None] = lambda text: None,
 ) -> Path:  # fmt: skip
-    """Write the page, and return where it is.
+    """Write the page and return its path.
 
     Args:
-        out: folder of a data set, which need not be complete.
-        other: of another, to compare it with.
+        out: folder of the data set, which may be incomplete.
+        other: folder of another data set to compare with.
         output: HTML file; None: OUT/report.html.
-        layer: that images are compared by; None: `embedding`, or the last.
-        maps: of pca, tsne and umap.
+        layer: layer by which images are compared; None: `embedding`, or the last layer.
+        maps: some of pca, tsne and umap.
         probe_results: folders or files of results besides OUT/probe.
-        images: where the images lie now; None: where they lay.
-        thumbnails: at most so many; 0: none.
-        seed: of what is drawn at random.
-        say: told what is being done.
+        images: location of the images; None: the recorded location.
+        thumbnails: maximum number of thumbnails; 0: no thumbnails.
+        seed: seed of random choices.
+        say: receives a line about each step.
 
     Raises:
-        InputError: no data set there, no such layer, or the file cannot be written.
+        InputError: `out` is not a data set, the layer does not exist, or the file cannot be written.
         LayertapError: a library for a map is missing, or the data set cannot be read.
     """
     output, written_to = (out / "report.html",) * 2 if output is None else (output, link_target(output))
@@ -114,11 +114,11 @@ def _is_report(path: Path) -> bool:
 
 
 class _Content:
-    """What the page tells, and which rows it shows.
+    """Content of the page, and the rows that it shows.
 
     Attributes:
-        told: what goes into the page as JSON.
-        wanted: rows whose thumbnails matter most come first.
+        told: content of the page, written as JSON.
+        wanted: rows that should have thumbnails, most important first.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class _Content:
         return layer_to_search(layers, layer, self._described["out"])
 
     def fill(self, maps: Sequence[str]) -> None:
-        """Everything but thumbnails, probes and comparisons."""
+        """Fill in everything except thumbnails, probes and comparisons."""
         described = self._described
         self.told |= {
             "title": printable(Path(described["out"]).resolve().name),
@@ -289,19 +289,19 @@ class _Content:
         self._want(row for row, _ in self.told["alike"]["outliers"])
 
     def _same_class(self, queries: NDArray[np.int64], near: NDArray[np.int64]) -> dict[str, float]:
-        """The share of neighbours that have the class of their query, and what it would be by chance."""
+        """Return the share of neighbours with the class of their query, and the share expected by chance."""
         labels = self._reader.labels
         there = (near >= 0) & (labels[queries] >= 0)[:, None]
         there &= labels[np.maximum(near, 0)] >= 0
         sizes = np.bincount(labels[labels >= 0]).astype(np.float64)
-        pairs = (sizes * (sizes - 1)).sum()  # of two different images of a class
+        pairs = (sizes * (sizes - 1)).sum()  # pairs of different images of a class
         if not there.any() or len(sizes) < 2 or not pairs:
             return {}
         same = labels[np.maximum(near, 0)] == labels[queries][:, None]
         return {"same_class": float(same[there].mean()), "by_chance": float(pairs / sizes.sum() / (sizes.sum() - 1))}
 
     def compare_with(self, out: Path, other: Path) -> None:
-        """What differs between two data sets."""
+        """Fill in the differences between two data sets."""
         found = comparison_as_json(compare(out, other))
         with FeatureReader(other, partial=True) as reader:
             layers = [(name, name) for name in self._reader.layers if name in reader.layers]
@@ -332,10 +332,10 @@ class _Content:
     def _name(self, rows: Any) -> None:
         self._named |= dict.fromkeys(rows)
 
-    # The page
+    # Page
 
     def page(self, root: str, thumbnails: int) -> bytes:
-        """The HTML file; thumbnails of `root` take what room there is left."""
+        """Return the HTML file; thumbnails of images in `root` take the room that is left."""
         points = self.told.get("map", {}).get("rows", [])
         self._name(self.wanted)
         self._name(points)
@@ -353,12 +353,12 @@ class _Content:
         return _assembled(self.told)
 
     def _thumbnails(self, root: str, most: int, room: int) -> tuple[dict[str, str], str]:
-        """Row -> data URL, as many as there is room for, and what is to be said of them."""
+        """Return row -> data URL, for as many rows as there is room for, and a note about them."""
         rows = list(self.wanted)
         if not most or not rows:
             return {}, "Without thumbnails, as asked for." if not most else ""
         if is_url(root):
-            most = min(most, 200)  # each is fetched
+            most = min(most, 200)  # each image is downloaded
         pictures = Pictures(self._reader, root, rows[:most])
         if pictures.why_not:
             return {}, printable(f"No thumbnails: {pictures.why_not}")
@@ -386,12 +386,12 @@ class _Content:
 
 
 def _shortened(path: str) -> str:
-    """The end of a long path, which tells images apart."""
+    """Shorten a long path to its end, which distinguishes images."""
     return path if len(path) <= _LONGEST else "…" + path[-_LONGEST:]
 
 
 def _short(values: NDArray[Any]) -> list[float]:
-    """Five digits are more than a screen shows."""
+    """Round to five significant digits, which is more than a screen shows."""
     return [float(f"{value:.5g}") for value in values.tolist()]
 
 
@@ -404,7 +404,7 @@ def _thumbnail(picture: Image.Image) -> str:
 
 
 def _assembled(told: dict[str, Any]) -> bytes:
-    """The page of this content."""
+    """Return the page with this content."""
     from plotly.offline import get_plotlyjs
 
     here = resources.files("pipelines.data_sets.report")
@@ -416,7 +416,7 @@ def _assembled(told: dict[str, Any]) -> bytes:
 
 
 def _filled(page: str, parts: dict[str, str]) -> Iterator[bytes]:
-    """The page with `{{NAME}}` replaced, once: what is filled in is not looked at again."""
+    """Yield the page with each `{{NAME}}` replaced; inserted text is not searched for further names."""
     for number, text in enumerate(page.replace("}}", "{{").split("{{")):
         yield (parts[text] if number % 2 else text).encode()
 
@@ -426,7 +426,7 @@ def _sha256(script: str) -> str:
 
 
 def _as_data(told: dict[str, Any]) -> str:
-    """JSON that can stand inside a <script> element: nothing in it ends it, or begins a comment or an entity."""
+    """Return JSON that is safe inside a <script> element: it cannot end the element or start a comment or an entity."""
     text = json.dumps(_finite(told), separators=(",", ":"), allow_nan=False)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -434,7 +434,7 @@ def _as_data(told: dict[str, Any]) -> str:
 
 
 def _finite(content: Any) -> Any:
-    """NaN and infinity, which JSON has not, become null."""
+    """Replace NaN and infinity, which JSON does not have, by None."""
     if isinstance(content, dict):
         return {key: _finite(value) for key, value in content.items()}
     if isinstance(content, list | tuple):

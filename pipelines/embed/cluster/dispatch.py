@@ -1,9 +1,10 @@
-"""Which worker makes which shard: the same on one machine and on a cluster, and without knowing of either.
+"""Assign shards to workers. The same code serves one machine and a cluster, and depends on neither.
 
-A worker has at most two shards: one that it makes, and one that waits, whose images it may decode already; and those
-that it has made, and publishes. A shard that fails, or whose worker dies, is given to another; one that fails three
-times, and on more than one host where there are several, is reported, and the rest goes on. When there is nothing left
-to give, a shard that takes far longer than others is begun once more elsewhere: the first to publish it wins.
+A worker has at most two shards: one in progress, and one that waits, whose images it may already decode. Finished
+shards that it is publishing do not count. A shard that fails, or whose worker dies, is given to another worker. A shard
+that fails three times, and on more than one host if there are several, is reported, and the other shards continue. When
+no shard is left to give out, a shard that takes far longer than others is also started on another worker: the first
+worker to publish it wins.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ __all__ = [
     "dispatch",
 ]
 
-_AT_ONCE = 2  # shards of a worker, besides those that it publishes
-_ATTEMPTS = 3  # at a shard
-_IN_A_ROW = 3  # different shards that fail on one worker, before it is given no more
-_HOPELESS = 10  # likewise on the last worker there is, before all is ended
-_SLOW = 2.0  # times the median of a shard, from which on it is begun once more
-_SLOW_S = 30.0  # at least
-_REMEMBERED = 101  # shards whose time is remembered
+_AT_ONCE = 2  # shards per worker, besides shards that it is publishing
+_ATTEMPTS = 3  # per shard
+_IN_A_ROW = 3  # different shards that fail in a row on a worker before it is retired
+_HOPELESS = 10  # likewise on the last worker, before the run ends with an error
+_SLOW = 2.0  # multiple of the median time, after which a shard is started on another worker, too
+_SLOW_S = 30.0  # minimum of this time
+_REMEMBERED = 101  # shards in the median
 _TICK_S = 1.0
-_PATIENCE_S = 600.0  # with workers that are being started, where there is nobody to give the rest to
+_PATIENCE_S = 600.0  # wait for starting workers if no other worker can take the remaining shards
 _SAFE = "What was published is safe; run again when it is mended"
 
 
@@ -48,10 +49,10 @@ class Joined:
     """A worker is ready.
 
     Attributes:
-        worker: its number; each that starts has another one.
+        worker: its number, which no other worker gets.
         host: machine that it runs on.
-        about: the device that it computes on.
-        begun: shards that were begun there by an earlier run.
+        about: device that it computes on.
+        begun: shards that an earlier run has started there.
     """
 
     worker: int
@@ -62,12 +63,12 @@ class Joined:
 
 @dataclass(frozen=True)
 class Left:
-    """A worker is gone, and what it was doing with it.
+    """A worker has ended, and its work in progress is lost.
 
     Attributes:
         worker: its number.
-        why: in words.
-        error: what it ended with, if layertap raised it on purpose.
+        why: reason, in words.
+        error: the error that ended it, if layertap raised it on purpose.
     """
 
     worker: int
@@ -77,7 +78,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Said:
-    """Something that people are to be told, once, however many workers say it."""
+    """A message for the user, printed once even if several workers send it."""
 
     worker: int
     text: str
@@ -85,7 +86,7 @@ class Said:
 
 @dataclass(frozen=True)
 class Progressed:
-    """A worker has computed some rows, or found them done."""
+    """A worker has computed rows, or has read them from an earlier run (`found`)."""
 
     worker: int
     rows: int
@@ -94,7 +95,7 @@ class Progressed:
 
 @dataclass(frozen=True)
 class Made:
-    """A worker has finished a shard, and publishes it while it makes the next one."""
+    """A worker has finished a shard, and publishes it while it builds the next shard."""
 
     worker: int
     shard: int
@@ -102,12 +103,12 @@ class Made:
 
 @dataclass(frozen=True)
 class Done:
-    """A shard is there.
+    """A shard is published.
 
     Attributes:
-        worker: who says it.
+        worker: worker that reports it.
         shard: its number.
-        receipt: of the shard; None: another worker was the first to publish it.
+        receipt: receipt of the shard; None: another worker was the first to publish it.
     """
 
     worker: int
@@ -117,7 +118,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Failed:
-    """A worker could not make a shard, and is ready for another."""
+    """A worker failed to build a shard, and is ready for another shard."""
 
     worker: int
     shard: int
@@ -128,39 +129,39 @@ Event = Joined | Left | Said | Progressed | Made | Done | Failed
 
 
 class Workers(Protocol):
-    """Workers somewhere; those that die are replaced, and more may join at any time."""
+    """Interface of a group of workers. Workers that die are replaced, and more may join at any time."""
 
     def events(self, timeout_s: float) -> list[Event]:
-        """What has happened since the last call; waits so long for the first event.
+        """Return the events since the last call; wait at most `timeout_s` for the first event.
 
         Raises:
             LayertapError: no worker can be started.
         """
 
     def coming(self) -> bool:
-        """Whether a worker is being started that has room."""
+        """Return whether a worker is starting and has room to run."""
 
     def submit(self, worker: int, shard: int) -> None:
-        """Give a shard to a worker, which makes its shards one after the other."""
+        """Give a shard to a worker, which builds its shards in order."""
 
     def cancel(self, worker: int, shard: int) -> None:
-        """Tell a worker that a shard is not wanted any more; it says nothing more of it."""
+        """Cancel a shard of a worker; the worker sends no further events about it."""
 
     def retire(self, worker: int) -> None:
-        """End a worker that is given nothing more, without a replacement."""
+        """End a worker without a replacement."""
 
 
 @dataclass
 class Dispatched:
-    """How it ended.
+    """Result of `dispatch`.
 
     Attributes:
-        done: shards that were published.
-        failed: shard -> why each attempt at it failed, of those that were given up.
-        attempts: of all shards, that failed or were lost with their worker.
-        again: shards that were begun once more since they took long.
-        retired: host and reason of workers that were given no more.
-        stopped: whether it was asked to stop before the end.
+        done: number of published shards.
+        failed: shard -> why each attempt failed, for shards that were given up.
+        attempts: number of attempts, at any shard, that failed or were lost with their worker.
+        again: number of shards that were also started on another worker, since they took long.
+        retired: host and reason of each retired worker.
+        stopped: whether `stop` ended it early.
     """
 
     done: int = 0
@@ -174,10 +175,10 @@ class Dispatched:
 @dataclass
 class _Worker:
     host: str
-    shards: list[int] = field(default_factory=list)  # the first is being made
+    shards: list[int] = field(default_factory=list)  # the first is in progress
     publishing: list[int] = field(default_factory=list)
-    since: float = 0.0  # when the first was begun
-    failures: list[int] = field(default_factory=list)  # shards that failed in a row, and nothing else between
+    since: float = 0.0  # when the first was started
+    failures: list[int] = field(default_factory=list)  # different shards that failed since the last success
 
     def has(self, shard: int) -> bool:
         return shard in self.shards or shard in self.publishing
@@ -192,19 +193,19 @@ def dispatch(
     stop: Callable[[], bool] = lambda: False,
     clock: Callable[[], float] = time.monotonic,
 ) -> Dispatched:
-    """See that each of these shards is made.
+    """Have workers build all of these shards.
 
     Args:
-        shards: their numbers, ascending; taken from the iterable when they are given out, so that a million of them
-            need no memory.
-        workers: who makes them.
-        joined: those that have joined already.
-        on_event: told of everything that happens.
-        stop: asked once a second; True ends it, with what workers are doing left to be resumed.
-        clock: seconds.
+        shards: shard numbers, ascending; read from the iterable when they are given out, so that a million of them need
+            no memory.
+        workers: workers that build them.
+        joined: workers that have already joined.
+        on_event: called with every event of `workers`.
+        stop: called about once a second; True ends the dispatch and leaves shards in progress to be resumed.
+        clock: returns seconds.
 
     Raises:
-        LayertapError: no worker can be started.
+        LayertapError: no worker can be started, or all of them fail.
     """
     dispatch = _Dispatch(shards, workers, on_event, clock)
     for event in joined:
@@ -221,15 +222,15 @@ class _Dispatch:
         clock: Callable[[], float],
     ):
         self._fresh, self._engine, self._on_event, self._clock = iter(shards), workers, on_event, clock
-        self._again: deque[int] = deque()  # shards whose attempt failed
-        self._suspect: list[int] = []  # shards that failed three times, all on one host: it may be the host
-        self._given: Counter[int] = Counter()  # shard -> workers that have it now
+        self._again: deque[int] = deque()  # shards to give out again
+        self._suspect: list[int] = []  # shards that failed three times on a single host, which may be the cause
+        self._given: Counter[int] = Counter()  # shard -> number of workers that have it now
         self._why: dict[int, list[tuple[str, str]]] = {}  # shard -> host and reason of each failed attempt
         self._workers: dict[int, _Worker] = {}
-        self._begun: dict[int, list[int]] = {}  # worker -> shards that were begun there by an earlier run
-        self._ahead: int | None = None  # the next of the shards that were not given out yet
-        self._last = -1  # of those, the last that was given out
-        self._early: set[int] = set()  # those that were given out before their turn
+        self._begun: dict[int, list[int]] = {}  # worker -> shards that an earlier run has started there
+        self._ahead: int | None = None  # the next shard of `_fresh`, already read
+        self._last = -1  # the last shard of `_fresh` that was given out in order
+        self._early: set[int] = set()  # shards that were given out before their turn
         self._times: deque[float] = deque(maxlen=_REMEMBERED)
         self._waiting_since: float | None = None
         self._result = Dispatched()
@@ -251,16 +252,16 @@ class _Dispatch:
         return self._result
 
     def _wait(self) -> bool:
-        """Whether it is worth it to wait for a worker that is being started."""
+        """Return whether to wait for a worker that is being started, for at most `_PATIENCE_S`."""
         if not self._engine.coming():
             return False
         self._waiting_since = self._waiting_since or self._clock()
         return self._clock() - self._waiting_since < _PATIENCE_S
 
-    # What happens
+    # Events
 
     def heed(self, event: Event) -> None:
-        """Take note of something that has happened."""
+        """Update the state after an event."""
         if isinstance(event, Joined):
             self._workers[event.worker] = _Worker(event.host)
             self._waiting_since = None
@@ -311,7 +312,7 @@ class _Dispatch:
             return
         for place, shard in enumerate(worker.shards + worker.publishing):
             self._take_back(event.worker, shard)
-            if place == 0:  # what it was making may be what has killed it
+            if place == 0:  # the shard in progress may have killed the worker
                 self._attempt_failed(shard, worker.host, event.why)
             elif shard not in self._given:
                 self._again.appendleft(shard)
@@ -323,7 +324,7 @@ class _Dispatch:
         reasons = self._why.setdefault(shard, [])
         reasons.append((host, why))
         if shard in self._given:
-            return  # another worker is at it, too
+            return  # another worker is building it, too
         if len(reasons) < _ATTEMPTS:
             self._again.append(shard)
         elif len({one for one, _ in reasons}) > 1:
@@ -332,12 +333,12 @@ class _Dispatch:
             self._suspect.append(shard)
 
     def _give_up(self) -> None:
-        """What failed on one host, and no other has come."""
+        """Report the suspect shards as failed: no other host has joined."""
         for shard in self._suspect:
             self._result.failed[shard] = [f"{one}: {text}" for one, text in self._why.pop(shard)]
 
     def _retire(self, number: int, why: str) -> None:
-        """A worker on which one shard after the other fails would use up the attempts at all of them."""
+        """Retire a worker on which shard after shard fails: it would use up the attempts of all shards."""
         worker = self._workers[number]
         if len(self._workers) == 1 and not self._engine.coming():
             if len(worker.failures) >= _HOPELESS:
@@ -355,7 +356,7 @@ class _Dispatch:
         self._engine.retire(number)
 
     def _take_back(self, number: int, shard: int) -> bool:
-        """Whether a worker had a shard, which it has no more."""
+        """Take a shard from a worker; return whether the worker had it."""
         worker = self._workers[number]
         if not worker.has(shard):
             return False
@@ -367,17 +368,17 @@ class _Dispatch:
             del self._given[shard]
         return True
 
-    # Who gets what
+    # Assignment
 
     def _give(self) -> None:
-        for at_once in range(1, _AT_ONCE + 1):  # each has one before one has two
+        for at_once in range(1, _AT_ONCE + 1):  # each worker gets a first shard before any gets a second
             for number, worker in self._workers.items():
                 if len(worker.shards) < at_once and (shard := self._next(number)) is not None:
                     self._submit(number, shard)
         for number, worker in self._workers.items():
             if not worker.shards and (late := self._late()) is not None:
                 owner, shard = late
-                if self._workers[owner].shards[0] != shard:  # it only waits there
+                if self._workers[owner].shards[0] != shard:  # it waits there: move it
                     self._take_back(owner, shard)
                     self._engine.cancel(owner, shard)
                 else:
@@ -393,7 +394,7 @@ class _Dispatch:
         self._engine.submit(number, shard)
 
     def _next(self, number: int) -> int | None:
-        """A shard for a worker: one that it had begun, or that failed elsewhere, or the next in order."""
+        """Return a shard for a worker, or None: started there earlier, failed elsewhere, or the next in order."""
         begun, host = self._begun.get(number, []), self._workers[number].host
         while begun:
             shard = begun.pop()
@@ -416,7 +417,7 @@ class _Dispatch:
         return self._last
 
     def _more(self) -> bool:
-        """Whether there are shards that were not given out yet."""
+        """Return whether there are shards that were not given out yet, and read the next into `_ahead`."""
         while self._ahead is None:
             self._ahead = next(self._fresh, None)
             if self._ahead is None:
@@ -427,7 +428,7 @@ class _Dispatch:
         return True
 
     def _late(self) -> tuple[int, int] | None:
-        """A worker, and what to take from it or to begin once more: what waits there, or what takes too long."""
+        """Return a worker and its shard that another worker should build, since it waits or takes too long, or None."""
         waiting = [(self._clock() - one.since, number) for number, one in self._workers.items() if len(one.shards) > 1]
         if waiting:
             number = max(waiting)[1]

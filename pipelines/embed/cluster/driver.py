@@ -1,4 +1,4 @@
-"""`layertap embed` by several workers at once."""
+"""Run `layertap embed` with several workers."""
 
 from __future__ import annotations
 
@@ -50,25 +50,25 @@ from pipelines.terminal.text_output import print_failures, print_remedy, printab
 
 __all__ = ["Shared", "as_json", "embed_shared", "exit_code", "print_shared"]
 
-_JOIN_S = 1800.0  # for the first worker: a cluster that grows on demand takes minutes
+_JOIN_S = 1800.0  # wait for the first worker: a cluster that grows on demand takes minutes
 
 
 @dataclass
 class Shared:
-    """How a run of several workers ended.
+    """Result of a run with several workers.
 
     Attributes:
-        config: of the job.
-        dataset: what is made.
-        found: shards that were there before.
-        asked: shards that this run was to make.
-        dispatched: what became of them.
-        computed: rows of this run, those of attempts that failed included.
-        seconds: from the first worker that joined to the last shard.
-        hosts: host -> rows that were computed there.
-        status: status of a row -> number of rows, of shards of this run.
-        failures: (row, path, status, reason) of rows without good features; none while shards are missing.
-        signal: that stopped it; 0: none.
+        config: configuration of the job.
+        dataset: the data set.
+        found: number of shards that were published before.
+        asked: number of shards that this run had to build.
+        dispatched: result of the dispatch of these shards.
+        computed: rows computed in this run, including failed attempts.
+        seconds: time from the first worker that joined to the last shard.
+        hosts: host -> number of rows computed there.
+        status: row status -> number of rows, in shards of this run.
+        failures: (row, path, status, reason) of rows without good features; empty while shards are missing.
+        signal: signal that stopped the run; 0: none.
     """
 
     config: EmbedConfig
@@ -85,14 +85,14 @@ class Shared:
 
 
 def embed_shared(config: EmbedConfig) -> Shared:
-    """Run the job; what is going on is told on stderr.
+    """Run the job and print progress on stderr.
 
     Raises:
-        InputError: as of `pipelines.embed.job.embed`.
-        LockedError: another run that gives out shards of this data set is going on.
+        InputError: see `pipelines.embed.job.embed`.
+        LockedError: another run is building this data set.
         LayertapError: no worker can be started, or all of them fail.
     """
-    # Tasks of an array share the folder with each other; in a bucket there are no locks.
+    # Tasks of an array share the folder; a bucket has no locks.
     alone = config.shards_of is None and not is_url(config.place)
     with locked(config.folder) if alone else contextlib.nullcontext():
         with engine_of(config) as workers, signals_held() as received:
@@ -114,10 +114,10 @@ def _is_complete(shared: Shared) -> bool:
 
 
 def _first(workers: Workers, received: list[int]) -> tuple[list[Joined], set[str]]:
-    """The first workers that join, none if a signal came before; and what was said meanwhile.
+    """Return the first workers that join (none if a signal came before) and the messages that were printed.
 
     Raises:
-        LayertapError: why the first one could not.
+        LayertapError: the error that ended a worker, or no worker has joined in time.
     """
     end = time.monotonic() + _JOIN_S
     said: set[str] = set()
@@ -163,7 +163,7 @@ def _run(config: EmbedConfig, workers: Workers, joined: list[Joined], said: set[
 
 @contextlib.contextmanager
 def _log_of(config: EmbedConfig) -> Iterator[Path]:
-    """The file that tells of this run, a line of JSON each: in OUT, and for a bucket put there at the end."""
+    """Context manager: yield the log of this run, with JSON lines: in OUT, or uploaded to the bucket at the end."""
     part, _, of = (config.shards_of or "").partition("/")
     name = f"runs-{part}-of-{of}.jsonl" if of else "runs.jsonl"
     if not is_url(config.place):
@@ -184,7 +184,7 @@ def _of(config: EmbedConfig) -> tuple[int, int]:
 
 
 def _tell(shared: Shared, pending: NDArray[np.int64]) -> None:
-    """What is to be made, before the work begins."""
+    """Print what will be built before the work starts."""
     dataset, config = shared.dataset, shared.config
     lines = [f"images    {dataset.n_rows:,} in {printable(dataset.images['root'])}, in {dataset.n_shards:,} shards"]
     for number, feature in enumerate(dataset.features):
@@ -198,7 +198,7 @@ def _tell(shared: Shared, pending: NDArray[np.int64]) -> None:
 
 
 class _Heeding:
-    """What happens, for people on stderr, and as a line of JSON each in OUT."""
+    """Handle events: print them on stderr, and log them as lines of JSON."""
 
     def __init__(self, shared: Shared, progress: Progress, log: Path, said: set[str]):
         self._shared, self._progress, self._log, self._said = shared, progress, log, said
@@ -245,7 +245,7 @@ class _Heeding:
 
 
 def print_shared(shared: Shared, echo: Callable[[str], None]) -> None:
-    """The end of a run, for people."""
+    """Print the result of a run."""
     out, found, dataset = shared.config.place, shared.dispatched, shared.dataset
     there = shared.found + found.done
     if not shared.asked and shared.config.shards_of:
@@ -275,7 +275,7 @@ def print_shared(shared: Shared, echo: Callable[[str], None]) -> None:
 
 
 def as_json(shared: Shared) -> dict[str, Any]:
-    """The end of a run, for machines."""
+    """Return the result of a run as JSON-compatible data."""
     found = shared.dispatched
     return {
         "out": shared.config.place,
@@ -302,7 +302,7 @@ def as_json(shared: Shared) -> dict[str, Any]:
 
 
 def exit_code(shared: Shared) -> int:
-    """Of the process."""
+    """Return the exit code of the process."""
     if shared.signal:
         return 128 + shared.signal
     if shared.dispatched.failed:

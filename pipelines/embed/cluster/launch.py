@@ -1,4 +1,4 @@
-"""Where the workers of `layertap embed` are: in processes of this machine, or on a Ray cluster."""
+"""Configure the workers of `layertap embed`: processes of this machine, or actors on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["engine_of", "of_an_actor"]
 
 
 def engine_of(config: EmbedConfig) -> AbstractContextManager[Workers]:
-    """The workers that a configuration asks for."""
+    """Return the workers that a configuration requests."""
     if config.engine == "ray":
         from pipelines.embed.cluster.ray_actors import RayWorkers
 
@@ -35,7 +35,7 @@ def engine_of(config: EmbedConfig) -> AbstractContextManager[Workers]:
 
 
 def of_an_actor(config: EmbedConfig, room: Room) -> Embed:
-    """What an actor begins with; paths are whole ones, since it runs in another folder."""
+    """Return the start function of an actor. Its paths are absolute, since the actor runs in another folder."""
     changes: dict[str, Any] = {"device": "auto" if room.gpus else "cpu"}
     if not is_url(config.place):
         changes["out"] = str(config.folder.absolute())
@@ -54,13 +54,13 @@ def of_an_actor(config: EmbedConfig, room: Room) -> Embed:
 
 
 def _names_may_be_paths(source: str) -> bool:
-    from extract.backbones.sources import SOURCES  # which imports torch
+    from extract.backbones.sources import SOURCES  # imports torch
 
     return source in SOURCES and SOURCES[source].name_is_path
 
 
 def _slots(config: EmbedConfig) -> list[Slot]:
-    """One worker for each device, or several; each with cores of its own."""
+    """Return one or more slots per device, each with its own cores."""
     devices = _devices(config)
     cores = sorted(_cores())
     if config.cpus_per_worker is not None and config.cpus_per_worker > len(cores):

@@ -1,4 +1,4 @@
-"""Workers that are processes of this machine, one for each device."""
+"""Workers that are processes of this machine, one or more per device."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from pipelines.embed.cluster.worker import Start, Worker
 
 __all__ = ["Processes", "Slot", "WorkerProcess"]
 
-_EARLY_DEATHS = 3  # of a worker in a row, before it has joined
-_SILENT_S = 1200.0  # without a word from a worker that has something to do: it hangs
-_END_S = 60.0  # for a batch in flight, when all is stopped
-_CLOSE_S = 15.0  # for closing what is open, where even that batch does not end
+_EARLY_DEATHS = 3  # consecutive deaths before joining, after which a slot stays empty
+_SILENT_S = 1200.0  # without events from a worker with shards: it counts as hanging
+_END_S = 60.0  # for the batch in flight, when the run stops
+_CLOSE_S = 15.0  # for closing files after SIGTERM, if the batch did not end
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Slot:
     """A place for one worker at a time.
 
     Attributes:
-        start: what it begins with.
-        cores: that it runs on; None: any.
+        start: start function of the worker.
+        cores: cores that it runs on; None: any.
     """
 
     start: Start
@@ -40,10 +40,10 @@ class Slot:
 
 
 class Processes:
-    """As of `dispatch.Workers`; a context manager, at whose end the workers are ended.
+    """Workers as processes, see `dispatch.Workers`; a context manager that ends them on exit.
 
     Args:
-        slots: one for each worker.
+        slots: one slot per worker.
     """
 
     def __init__(self, slots: Sequence[Slot]):
@@ -63,14 +63,14 @@ class Processes:
             one.end()
         end = time.monotonic() + _END_S
         for one in self._processes.values():
-            one.stop(end - time.monotonic() if one.joined else 0.0)  # else it has nothing to finish
+            one.stop(end - time.monotonic() if one.joined else 0.0)  # before it has joined, it has nothing to finish
 
     def _begin(self, slot: int) -> None:
         self._processes[self._count] = WorkerProcess(self._count, self._slots[slot], slot)
         self._count += 1
 
     def events(self, timeout_s: float) -> list[Event]:
-        """As of `dispatch.Workers`."""
+        """See `dispatch.Workers`."""
         if not self._processes:
             raise LayertapError(f"no worker can be started: {self._last_words}")
         by_pipe = {one.pipe: number for number, one in self._processes.items()}
@@ -83,7 +83,7 @@ class Processes:
         return found
 
     def _heard(self, number: int) -> list[Event]:
-        """What a worker has said, to the last word."""
+        """Return the events of a worker; replace the worker if it has ended."""
         one = self._processes[number]
         events = one.events()
         if any(isinstance(event, Joined) for event in events):
@@ -102,36 +102,36 @@ class Processes:
         return [event]
 
     def coming(self) -> bool:
-        """As of `dispatch.Workers`."""
+        """See `dispatch.Workers`."""
         return any(not one.joined for one in self._processes.values())
 
     def submit(self, worker: int, shard: int) -> None:
-        """As of `dispatch.Workers`."""
+        """See `dispatch.Workers`."""
         self._processes[worker].submit(shard)
 
     def cancel(self, worker: int, shard: int) -> None:
-        """As of `dispatch.Workers`."""
+        """See `dispatch.Workers`."""
         self._processes[worker].cancel(shard)
 
     def retire(self, worker: int) -> None:
-        """As of `dispatch.Workers`."""
+        """See `dispatch.Workers`."""
         self._processes.pop(worker).kill()
 
 
 class WorkerProcess:
-    """A worker in a process of its own, as it is seen from outside.
+    """A worker in its own process, as seen by the process that started it.
 
     Args:
-        number: of the worker.
-        what: it begins with.
-        slot: that it takes.
+        number: number of the worker.
+        what: slot with its start function and cores.
+        slot: index of the slot.
 
     Attributes:
-        pipe: can be waited for, until there is something to hear.
-        slot: as given.
-        joined: whether it has said that it is ready.
-        shards: that it was given, and has not ended.
-        heard: when it has said something, or was given something to do while it had nothing.
+        pipe: connection to wait for events.
+        slot: index of the slot.
+        joined: whether the worker is ready.
+        shards: shards that it was given and has not finished.
+        heard: time of its last event, or of a shard that it was given while it had none.
     """
 
     def __init__(self, number: int, what: Slot, slot: int = 0):
@@ -140,13 +140,13 @@ class WorkerProcess:
         method = multiprocessing.get_start_method()
         self._process = context.Process(target=_work, args=(number, theirs, what, method), name=f"worker-{number}")
         self._process.start()
-        theirs.close()  # so that the end of the process is the end of the pipe
+        theirs.close()  # so that the pipe ends with the process
         self._number, self._sending = number, threading.Lock()
         self.slot, self.heard, self.joined = slot, time.monotonic(), False
         self.shards: set[int] = set()
 
     def events(self, timeout_s: float = 0.0) -> list[Event]:
-        """What it has said since the last call; the last one is `Left` if it is gone."""
+        """Return the events since the last call; the last event is `Left` if the worker has ended."""
         found: list[Event] = []
         try:
             while self.pipe.poll(0.0 if found else timeout_s):
@@ -164,28 +164,28 @@ class WorkerProcess:
         return found
 
     def submit(self, shard: int) -> None:
-        """As of `Worker`."""
+        """See `Worker`."""
         if not self.shards:
             self.heard = time.monotonic()
         self.shards.add(shard)
         self._tell("submit", shard)
 
     def cancel(self, shard: int) -> None:
-        """As of `Worker`."""
+        """See `Worker`."""
         self.shards.discard(shard)
         self._tell("cancel", shard)
 
     def end(self) -> None:
-        """As of `Worker`."""
+        """See `Worker`."""
         self._tell("end")
 
     def _tell(self, what: str, shard: int = 0) -> None:
-        """Send a message; that nobody is there any more shows when the pipe is read."""
+        """Send a message. If the process has ended, reading the pipe reports it."""
         with self._sending, contextlib.suppress(OSError):
             self.pipe.send((what, shard))
 
     def _how_it_ended(self) -> str:
-        """In words, when the pipe has ended."""
+        """Return in words how the process ended, after the end of the pipe."""
         self._process.join(_END_S)
         code = self._process.exitcode
         if code is None:
@@ -195,7 +195,7 @@ class WorkerProcess:
         )
 
     def stop(self, timeout_s: float = _END_S) -> None:
-        """Wait so long for its end, then interrupt it, and at last kill it."""
+        """Wait at most `timeout_s` for the process to end, then terminate it, and finally kill it."""
         self._process.join(max(0.0, timeout_s))
         if self._process.is_alive():
             self._process.terminate()
@@ -203,23 +203,24 @@ class WorkerProcess:
         self.kill()
 
     def kill(self) -> None:
-        """End it, and the processes that decode for it: they see that it is gone."""
+        """Kill the process; its decoding processes notice this and end."""
         self._process.kill()
         self._process.join()
         self.pipe.close()
 
 
 def _work(number: int, pipe: Connection[Any, Any], slot: Slot, start_method: str) -> None:
-    """The worker: its own thread makes shards, another one hears what is wanted."""
-    multiprocessing.set_start_method(start_method, force=True)  # else what decodes would be spawned, too: 6 s a shard
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the first one alone decides
+    """Run a worker in this process: the main thread builds shards, another thread receives messages."""
+    # The spawn method would also apply to decoding processes, which would cost 6 s per shard.
+    multiprocessing.set_start_method(start_method, force=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; only the first process acts on it
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1) if worker.ending else worker.end())
     if slot.cores is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, slot.cores)
     sending = threading.Lock()
 
     def tell(event: Event) -> None:
-        with sending, contextlib.suppress(OSError):  # nobody hears it: `hear` ends the worker
+        with sending, contextlib.suppress(OSError):  # the other end is closed: `hear` ends the worker
             pipe.send(event)
 
     worker = Worker(number, slot.start, tell)

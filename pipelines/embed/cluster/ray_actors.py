@@ -1,7 +1,7 @@
-"""Workers that are actors on a Ray cluster: one for each accelerator, and one more wherever a node joins.
+"""Workers that are actors on a Ray cluster: one or more per accelerator, and more when a node joins.
 
-Each actor loads the backbone once. Messages are numbers of shards one way, and receipts the other; pictures and
-features never pass through Ray.
+Each actor loads the backbone once. Messages are shard numbers in one direction and events with receipts in the other;
+images and features never pass through Ray.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from pipelines.embed.cluster.worker import Start
 
 __all__ = ["RayWorkers", "Room", "room"]
 
-_EARLY_DEATHS = 3  # of actors in a row, before they have joined
-_SILENT_S = 1200.0  # without a word from an actor that has something to do: it hangs
-_LOOK_S = 10.0  # after which it is asked whether nodes have joined
-_END_S = 60.0  # for a batch in flight, when all is stopped
+_EARLY_DEATHS = 3  # consecutive deaths before joining, after which no actor is started
+_SILENT_S = 1200.0  # without events from an actor with shards: it counts as hanging
+_LOOK_S = 10.0  # interval of checks for new nodes
+_END_S = 60.0  # for the batch in flight, when the run stops
 _CONNECT_S = 10.0
-_ANSWER_S = 5.0  # within which an actor tells that there is nothing to tell
+_ANSWER_S = 5.0  # longest wait of an actor for events before it answers without any
 
 
 @dataclass(frozen=True)
 class Room:
-    """What an actor takes of a node.
+    """Resources of an actor.
 
     Attributes:
-        cpus: cores.
-        gpus: of one; 0: it computes on the cores.
+        cpus: number of cores.
+        gpus: fraction of a GPU; 0: the actor computes on the cores.
     """
 
     cpus: int
     gpus: float
 
     def places(self, nodes: list[dict[str, Any]]) -> int:
-        """How many actors have room on these nodes."""
+        """Return how many actors fit on these nodes."""
         return sum(
             int(
                 min(
@@ -57,13 +57,13 @@ class Room:
 
 
 def room(nodes: list[dict[str, Any]], cpus_per_worker: int | None, workers_per_gpu: int, on_cpu: bool) -> Room:
-    """What an actor is to take, where it is not said: a GPU with its share of the cores, or all cores of a node.
+    """Return the resources of an actor: by default a GPU with its share of the cores, or all cores of a node.
 
     Args:
-        nodes: of the cluster, as `ray.nodes()` tells of those that live.
-        cpus_per_worker: cores; None: as many as there are for each.
-        workers_per_gpu: actors that share a GPU.
-        on_cpu: whether no GPU is to be used.
+        nodes: live nodes of the cluster, as `ray.nodes()` returns them.
+        cpus_per_worker: number of cores; None: an equal share.
+        workers_per_gpu: number of actors that share a GPU.
+        on_cpu: whether to use no GPU.
     """
     with_gpu = [] if on_cpu else [node for node in nodes if node["Resources"].get("GPU", 0.0) >= 1]
     shares = [
@@ -76,17 +76,17 @@ def room(nodes: list[dict[str, Any]], cpus_per_worker: int | None, workers_per_g
 
 
 class RayWorkers:
-    """As of `dispatch.Workers`; a context manager, at whose end the actors are ended.
+    """Workers as Ray actors, see `dispatch.Workers`; a context manager that ends them on exit.
 
     Args:
-        address: of the cluster; "auto": the one that this machine belongs to; "local": one that is begun here.
-        start: what each begins with, by what it takes of a node.
-        cpus_per_worker: as of `room`.
-        workers_per_gpu: as of `room`.
-        on_cpu: as of `room`.
+        address: address of the cluster; "auto": the cluster of this machine; "local": a cluster that is started here.
+        start: returns the start function of an actor with these resources.
+        cpus_per_worker: see `room`.
+        workers_per_gpu: see `room`.
+        on_cpu: see `room`.
 
     Raises:
-        LayertapError: ray is not installed, or there is no such cluster.
+        LayertapError: ray is not installed, or there is no cluster at the address.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class RayWorkers:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             try:
                 if found := re.fullmatch(r"(?:\[(.+)\]|([^:/]+)):(\d{1,5})", self._address):
-                    # Ray itself tries for three minutes.
+                    # Fail early: Ray itself tries for three minutes.
                     socket.create_connection((found[1] or found[2], int(found[3])), _CONNECT_S).close()
                 ray.init(
                     address=self._address,
@@ -146,7 +146,7 @@ class RayWorkers:
         return [node for node in self._ray.nodes() if node["Alive"]]
 
     def _grow(self) -> None:
-        """Have an actor for each place there is, and one that waits for the next: it makes a cluster grow that can."""
+        """Start an actor for each free place, and a waiting actor, which makes an autoscaling cluster grow."""
         self._looked = time.monotonic()
         wanted = self._room.places(self._nodes()) + 1
         while len(self._actors) < wanted and self._deaths < _EARLY_DEATHS:
@@ -160,7 +160,7 @@ class RayWorkers:
         self._count += 1
 
     def events(self, timeout_s: float) -> list[Event]:
-        """As of `dispatch.Workers`."""
+        """See `dispatch.Workers`."""
         ray = self._ray
         if time.monotonic() - self._looked > _LOOK_S:
             self._grow()
@@ -182,7 +182,7 @@ class RayWorkers:
         one = self._actors[number]
         try:
             events: list[Event] = self._ray.get(answer)
-        except Exception as error:  # of Ray: the actor or its node died
+        except Exception as error:  # of Ray: the actor or its node has died
             return self._gone(number, Left(number, f"{type(error).__name__}: {first_line(error)}"))
         if events:
             one.heard = time.monotonic()
@@ -207,12 +207,12 @@ class RayWorkers:
         return [event]
 
     def coming(self) -> bool:
-        """As of `dispatch.Workers`; the one that waits for a node has none."""
+        """See `dispatch.Workers`; the actor that waits for a node does not count."""
         joined = sum(one.joined for one in self._actors.values())
         return joined < min(self._room.places(self._nodes()), len(self._actors))
 
     def submit(self, worker: int, shard: int) -> None:
-        """As of `dispatch.Workers`."""
+        """See `dispatch.Workers`."""
         one = self._actors[worker]
         if not one.shards:
             one.heard = time.monotonic()
@@ -220,27 +220,27 @@ class RayWorkers:
         one.handle.submit.remote(shard)
 
     def cancel(self, worker: int, shard: int) -> None:
-        """As of `dispatch.Workers`."""
+        """See `dispatch.Workers`."""
         self._actors[worker].shards.discard(shard)
         self._actors[worker].handle.cancel.remote(shard)
 
     def retire(self, worker: int) -> None:
-        """As of `dispatch.Workers`: it keeps its place, or another would begin there."""
+        """See `dispatch.Workers`. The actor keeps its place; otherwise another actor would start there."""
         for shard in list(self._actors[worker].shards):
             self.cancel(worker, shard)
 
 
 class _Actor:
-    """An actor, as it is seen from outside."""
+    """An actor, as seen by the driver."""
 
     def __init__(self, handle: Any, answer: Any):
-        self.handle, self.answer = handle, answer  # the answer that it is going to give to `events`
+        self.handle, self.answer = handle, answer  # the pending answer to `events`
         self.heard, self.joined = time.monotonic(), False
         self.shards: set[int] = set()
 
 
 class _Remote:
-    """The worker, in a process that this one begins: it forks processes that decode, which Ray's own would not survive.
+    """A worker in a child process of the actor: it forks decoding processes, which Ray's own process would not survive.
 
     Its methods are called by several threads at once.
     """
@@ -252,20 +252,20 @@ class _Remote:
         self._process = WorkerProcess(number, Slot(start))
 
     def submit(self, shard: int) -> None:
-        """As of `Worker`."""
+        """See `Worker`."""
         self._process.submit(shard)
 
     def cancel(self, shard: int) -> None:
-        """As of `Worker`."""
+        """See `Worker`."""
         self._process.cancel(shard)
 
     def end(self) -> None:
-        """As of `Worker`; returns when it has ended."""
+        """See `Worker`; return when the process has ended."""
         self._process.end()
         self._process.stop()
 
     def events(self, timeout_s: float) -> list[Event]:
-        """What has happened since the last call; waits so long for the first."""
+        """Return the events since the last call; wait at most `timeout_s` for the first event."""
         found = self._process.events(timeout_s)
         return [
             replace(event, host=f"{event.host}/{self._node}") if isinstance(event, Joined) else event for event in found

@@ -1,4 +1,4 @@
-"""The sbatch file of a job: an array whose tasks make the shards of one data set together."""
+"""The sbatch file of a job: an array whose tasks build the shards of a data set."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from pipelines.terminal.text_output import printable
 
 __all__ = ["as_sbatch"]
 
-_WARNED_S = 120  # before the time limit, in which a task finishes its batch
+_WARNED_S = 120  # before the time limit, for a task to finish its batch
 
 
 def as_sbatch(
     path: Path, tasks: int, gpus: int = 1, cpus: int = 8, time: str | None = None, partition: str | None = None
 ) -> str:
-    """An sbatch file that runs `layertap embed --config PATH` as an array.
+    """Return an sbatch file that runs `layertap embed --config PATH` as an array.
 
     Args:
-        path: the configuration.
-        tasks: of the array.
-        gpus: of each task; 0: none.
-        cpus: of each task.
-        time: limit of each task, as SLURM writes it; None: the partition's.
-        partition: None: the default one.
+        path: config file.
+        tasks: number of tasks.
+        gpus: GPUs per task; 0: none.
+        cpus: cores per task.
+        time: time limit of each task in SLURM's format; None: the partition's limit.
+        partition: partition; None: the default partition.
 
     Raises:
-        InputError: the configuration is wrong, or one that an array cannot run.
+        InputError: the configuration is wrong or cannot run as an array, or `time` or `partition` is malformed.
     """
     config = load_config(EmbedConfig, path, {})
     if config.engine == "ray" or config.shards_of:

@@ -1,6 +1,6 @@
-"""One worker: makes the shards that it is given, one after the other, and tells what happens.
+"""A worker: builds the shards that it is given, in order, and sends events.
 
-The same in a process that another one of this machine has begun, and in one that a Ray actor has.
+It runs in a child process, either of `layertap embed` on this machine or of a Ray actor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TELL_EVERY_S = 0.5
 
 
 class Maker(Protocol):
-    """What makes shards; see `extract.extraction.shard_maker.ShardMaker`."""
+    """Interface for building shards; see `extract.extraction.shard_maker.ShardMaker`."""
 
     about: str
     begun: list[int]
@@ -39,31 +39,31 @@ class Maker(Protocol):
         stop: Callable[[], bool],
         following: Callable[[Container[int]], int | None],
     ) -> bool:
-        """Whether a shard is finished, to be published; else it was stopped."""
+        """Build a shard; return whether it is finished and can be published, False if it was stopped."""
 
     def publish(self, shard: int) -> dict[str, Any] | None:
-        """The receipt of a shard that is published now; None: another was first. Run by another thread."""
+        """Publish a shard and return its receipt; None if another worker was first. Called in another thread."""
 
     def give_up(self, shard: int) -> None:
-        """Remove what there is of a shard that is not wanted any more."""
+        """Remove the files of a shard that is no longer wanted."""
 
 
 Say = Callable[[str], None]
-Start = Callable[[Say], AbstractContextManager[Maker]]  # called in a worker; can be pickled
+Start = Callable[[Say], AbstractContextManager[Maker]]  # called in a worker; must be picklable
 
 
 class Worker:
-    """Makes shards in the thread that calls `run`, and publishes one while the next is made.
+    """Build shards in the thread that calls `run`, and publish each while the next is built.
 
     The other methods may be called by any thread.
 
     Args:
-        number: of the worker.
-        start: loads what it needs.
-        tell: takes what happens.
+        number: number of the worker.
+        start: context manager that loads what the worker needs and yields the maker.
+        tell: receives the events.
 
     Attributes:
-        ending: whether it was told to end.
+        ending: whether `end` was called.
     """
 
     def __init__(self, number: int, start: Start, tell: Callable[[Event], None]):
@@ -75,39 +75,39 @@ class Worker:
         self._publishing: Future[None] | None = None
 
     def submit(self, shard: int) -> None:
-        """Have a shard made after all that were given before."""
+        """Queue a shard."""
         with self._changed:
             self._cancelled.discard(shard)
             self._waiting.append(shard)
             self._changed.notify()
 
     def cancel(self, shard: int) -> None:
-        """Forget about a shard."""
+        """Remove a shard from the queue, or stop building it."""
         with self._changed:
             if shard in self._waiting:
                 self._waiting.remove(shard)
-            else:  # it is being made
+            else:  # it is in progress
                 self._cancelled.add(shard)
 
     def end(self) -> None:
-        """Finish the batch in flight, and return from `run`; what was begun is left to be resumed."""
+        """Make `run` finish the batch in flight and return; shards in progress are left to be resumed."""
         self.ending = True
         with self._changed:
             self._changed.notify()
 
     def _take(self) -> int | None:
-        """The shard to be made now; None: it is to end."""
+        """Wait for the next shard and return it; None if `end` was called."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self.ending)
             return None if self.ending else self._waiting.popleft()
 
     def _following(self, known: Container[int]) -> int | None:
-        """A shard that waits, besides those that are known."""
+        """Return the first queued shard that is not in `known`, or None."""
         with self._changed:
             return next((shard for shard in self._waiting if shard not in known), None)
 
     def run(self) -> None:
-        """Make shards until `end` is called; an error that is not of a shard is the last thing that is told."""
+        """Build shards until `end` is called. An error that is not of a shard ends it and is sent as `Left`."""
         try:
             with self._start(lambda text: self._tell(Said(self._number, text))) as maker:
                 self._tell(Joined(self._number, platform.node(), maker.about, maker.begun))
@@ -148,7 +148,7 @@ class Worker:
         elif finished:
             self._tell(Made(self._number, shard))
             if self._publishing is not None:
-                self._publishing.result()  # no more than one waits on the disk
+                self._publishing.result()  # at most one shard waits to be published
             self._publishing = publisher.submit(self._publish, maker, shard)
 
     def _publish(self, maker: Maker, shard: int) -> None:
@@ -174,12 +174,12 @@ class Worker:
 
 @dataclass(frozen=True)
 class Embed:
-    """Loads what a worker of `layertap embed` needs: the backbone, the images, and a folder to build shards in.
+    """Load what a worker of `layertap embed` needs: the backbone, the images, and a folder to build shards in.
 
     Attributes:
-        config: of the job.
-        scratch: folder for shards that are being built; None: that for temporary files.
-        threads: of the forward on a CPU; None: PyTorch's choice.
+        config: configuration of the job.
+        scratch: folder for shards in progress; None: the folder for temporary files.
+        threads: threads of the forward on a CPU; None: PyTorch's choice.
     """
 
     config: EmbedConfig
@@ -188,7 +188,7 @@ class Embed:
 
     @contextlib.contextmanager
     def __call__(self, say: Say) -> Iterator[Maker]:
-        """As of `Start`."""
+        """Context manager, see `Start`."""
         import torch
 
         from extract.extraction.shard_maker import ShardMaker, scratch_folder

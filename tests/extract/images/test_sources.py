@@ -616,6 +616,8 @@ def test_arrays_of_strangers(tmp_path: Path) -> None:
 def test_names_behind_urls_are_no_chains_of_file_systems(tmp_path: Path) -> None:
     fs = fsspec.filesystem("memory")
     fs.pipe_file(f"/{tmp_path.name}/b::file:///etc/hostname.png", b"its own bytes")
+    if not fs.find(f"memory://{tmp_path.name}")[0].endswith(".png"):
+        pytest.skip("this version of fsspec cuts the name in memory file systems")
     found = list_images(f"memory://{tmp_path.name}")
     assert found.source.read(0)[0] == b"its own bytes"
 

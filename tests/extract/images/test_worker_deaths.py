@@ -168,5 +168,4 @@ def test_workers_do_not_free_what_was_garbage_when_they_were_forked(folder: Path
     WaitsForItsThreads(tmp_path)
     with contextlib.closing(load_batches(images, [list(range(len(images)))], Decoding(prepare, workers=2))) as batches:
         assert len(next(batches).images) == len(images)
-    assert gc.get_freeze_count() == 0
     assert not (tmp_path / "freed by another process").exists()

@@ -385,15 +385,15 @@ def test_libraries_that_compute_otherwise_are_refused_and_others_are_told(home: 
     assert home.sync().notes == []
     home.write("a/newer.ppm", 61)
     home.plan_for = with_versions("9.10")
-    import extract.extraction.recheck as rechecking
+    from extract.extraction import reproduce
 
-    real = rechecking.rows_of
+    real = reproduce.rows_of
 
     def apart(*args: Any) -> Any:
         features, status, reasons = real(*args)
         return {name: values * 1.1 for name, values in features.items()}, status, reasons
 
-    monkeypatch.setattr(rechecking, "rows_of", apart)
+    monkeypatch.setattr(reproduce, "rows_of", apart)
     with pytest.raises(LayertapError, match=r"torch 9.9 -> 9.10\), stored features come out otherwise"):
         home.sync()
     monkeypatch.undo()
