@@ -33,6 +33,7 @@ class Source:
         same_layers_at_random: whether a model has the same layers with random weights as with published weights; then
             `layertap layers` downloads no weights.
         name_is_path: whether a name, up to the first colon, may be a path.
+        library: name of an optional package whose version the provenance of features records; empty if there is none.
     """
 
     load: Callable[[Asked], LoadedBackbone]
@@ -43,6 +44,7 @@ class Source:
     note: str = ""
     same_layers_at_random: bool = False
     name_is_path: bool = False
+    library: str = ""
 
 
 SOURCES: dict[str, Source] = {
@@ -74,6 +76,7 @@ SOURCES: dict[str, Source] = {
         names=from_open_clip.names,
         describe=from_open_clip.describe,
         load_text_tower=from_open_clip.load_text_tower,
+        library="open_clip_torch",
         note="with a tag, as open_clip/ViT-B-32:openai",
         same_layers_at_random=True,
     ),
@@ -83,6 +86,7 @@ SOURCES: dict[str, Source] = {
         names=from_hf.names,
         describe=from_hf.describe,
         load_text_tower=from_hf.load_text_tower,
+        library="transformers",
         note="any vision model of the hub, as hf/facebook/dinov2-base, or a folder; these are in the cache here",
         name_is_path=True,
     ),

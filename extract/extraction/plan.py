@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from extract.backbones.sources import SOURCES
 from extract.compute.backbone import Backbone
 from extract.compute.backends import engine_for
 from extract.compute.feature_choice import Choice, choose_features
@@ -203,7 +204,9 @@ def _as_found_from_anywhere(weights: str | None) -> str | None:
 
 def _provenance(backbone: Backbone, depends_on: dict[str, Any], configuration: dict[str, Any]) -> dict[str, Any]:
     versions = {"python": platform.python_version()}
-    for package in ("layertap", "torch", "torchvision", "timm", "pillow", "numpy", "h5py", "openvino"):
+    source = SOURCES.get(backbone.spec.partition("/")[0])
+    own = [source.library] if source is not None and source.library else []
+    for package in ("layertap", "torch", "torchvision", "timm", "pillow", "numpy", "h5py", "openvino", *own):
         with contextlib.suppress(PackageNotFoundError):  # some are optional
             versions[package] = version(package)
     on_gpu = backbone.device.type == "cuda"

@@ -63,7 +63,7 @@ class HookCalls:
         self.take: Take = take
         self.stands_in = True
         self._points: list[Point] = []
-        self._edited_layers: set[str] = set()  # layers whose outputs or inputs were edited
+        self._edited: set[int] = set()  # id of each wish whose edit was applied in this block
         self._stoppable = False  # the forward runs inside `stopping`, which catches _Stop
         self._to_keep: Counter[tuple[str, What]] = Counter()  # `ModelCall.kept` of a whole forward
         self._calls: Counter[int] = Counter()  # id of a module -> its calls in a whole forward
@@ -71,6 +71,7 @@ class HookCalls:
     def open(self, block: Block) -> None:
         """Open a `with` block."""
         self.block, self.forward = block, None
+        self._edited.clear()
 
     @contextlib.contextmanager
     def stopping(self) -> Iterator[None]:
@@ -131,17 +132,11 @@ class HookCalls:
         Raises:
             LayertapError: the last forward finished, and an edit was never applied.
         """
-        idle = [
-            wish for wish in self.wishes if wish.edit is not None and wish.what != "grad" and not self._has_edited(wish)
-        ]
+        edits = [wish for wish in self.wishes if wish.edit is not None and wish.what != "grad"]
+        idle = [wish for wish in edits if id(wish) not in self._edited]
         if idle and self.forward is not None and not self.forward.running:
             names = ", ".join(dict.fromkeys(f"{w.layer}/{w.operation}" if w.operation else w.layer for w in idle))
             raise LayertapError(f"the edit of {names} never took effect: no such call gave a floating-point tensor")
-
-    def _has_edited(self, wish: Wish) -> bool:
-        if not wish.operation:
-            return wish.layer in self._edited_layers
-        return any(fnmatchcase(name, f"{wish.layer}/{wish.operation}") for name in self._edited_layers)
 
     def why_absent(self, text: str) -> str | None:
         """Return why a requested value is missing from a record; None if it was not requested."""
@@ -335,7 +330,7 @@ class HookCalls:
                 watched.append((site, wish))
             elif wish.what == side and wish.edit is not None and tensor.is_floating_point():
                 tensor = apply_edit(tensor, wish.edit, site)
-                self._edited_layers.add(layer)
+                self._edited.add(id(wish))
         if watched and tensor.requires_grad:
             tensor = self._watched(point, side, tensor, watched)
         if side == "input" and tensor is not given:

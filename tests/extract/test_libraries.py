@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -285,7 +286,9 @@ def test_preprocessing_and_features_are_the_librarys_own(name: str, twenty: Path
     with extract_features(
         twenty, out=tmp_path / "out", backbone=backbone, batch_size=7, workers=0, progress=False
     ) as reader:
-        found = reader["embedding"][:]
+        found, recorded = reader["embedding"][:], reader.provenance["versions"]
+    for prefix, library in (("open_clip/", "open_clip_torch"), ("hf/", "transformers"), ("timm/", "timm")):
+        assert not name.startswith(prefix) or recorded[library] == version(library)  # an upgrade is noticed
     deviation = float(np.abs(found - expected).max() / np.abs(expected).max())
     how = "their own transform" if backbone.preprocessing.library_transform else "as numbers"
     print(f"{name:32} input differs by {largest:.1e} ({how}), embedding {found.shape[1]} by {deviation:.1e}")

@@ -418,6 +418,30 @@ def test_an_edit_that_never_takes_effect_is_told(ask) -> None:
         taps(torch.randn(1, 3, 8))
 
 
+def test_an_edit_that_took_effect_in_an_earlier_block_alone_is_told() -> None:
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.one(x) if len(x) == 1 else self.other(x)
+
+    model = Branching().eval()
+    taps = Taps(model).edit("one", torch.zeros_like)
+    with taps:
+        assert not model(torch.ones(1, 2)).any()
+    with pytest.raises(LayertapError, match="the edit of one never took effect"), taps:
+        model(torch.ones(2, 2))
+
+
+def test_an_edit_of_a_call_that_never_happens_is_told_beside_another_edit_of_the_layer() -> None:
+    model = nn.Sequential(nn.Linear(2, 2)).eval()
+    taps = Taps(model).edit("0", torch.zeros_like).edit("0", torch.zeros_like, call=1)
+    with pytest.raises(LayertapError, match="the edit of 0 never took effect"), taps:
+        model(torch.ones(1, 2))
+
+
 def test_calls_are_numbered_right_after_an_error_that_the_model_catches() -> None:
     class Bad(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
