@@ -18,7 +18,7 @@ from extract.backbones.backbone import Asked, LoadedBackbone
 from extract.backbones.catalogue_entry import Entry
 from extract.backbones.loading import permitted
 from extract.backbones.preprocessing import Preprocessing
-from extract.backbones.sources import SOURCES, Source
+from extract.backbones.sources import SOURCES, BackboneSource
 from extract.backbones.text_tower import TextTower
 from extract.backbones.weights import Weights
 from extract.compute.pooling import POOLINGS, Layout, Pooling
@@ -58,7 +58,7 @@ def text_tower(asked: Asked) -> TextTower:
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = Source(
+    source = BackboneSource(
         load, runs_code=True, names=names, describe=describe, load_text_tower=text_tower, note="toys of everyone",
         same_layers_at_random=True, name_is_path=True,
     )  # fmt: skip
@@ -92,7 +92,7 @@ def test_layers_are_listed_with_random_weights_only_where_a_source_permits_it(mo
         return load(asked)
 
     for permits in (True, False):
-        monkeypatch.setitem(SOURCES, "toy", Source(noted, runs_code=False, same_layers_at_random=permits))
+        monkeypatch.setitem(SOURCES, "toy", BackboneSource(noted, runs_code=False, same_layers_at_random=permits))
         assert layertap("layers", "toy/net").exit_code == 0
     assert asked_for == ["random", None]
 
@@ -109,7 +109,7 @@ def test_a_source_that_runs_code_is_loaded_only_if_the_user_names_it(folder: Pat
 
 def test_whether_a_source_runs_code_has_no_default() -> None:
     with pytest.raises(TypeError, match="runs_code"):
-        Source(load)  # type: ignore[call-arg]
+        BackboneSource(load)  # type: ignore[call-arg]
     assert [name for name, source in SOURCES.items() if source.runs_code] == ["hub", "python"]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from extract.backbones.backbone import Asked, LoadedBackbone
 from extract.backbones.preprocessing import overridden
-from extract.backbones.sources import SOURCES, Source
+from extract.backbones.sources import SOURCES, BackboneSource
 from extract.backbones.text_tower import TextTower
 from extract.errors import InputError, unknown_name
 from extract.system.torch_state import device_named
@@ -99,7 +99,7 @@ def permitted(recorded: str, named: str | None, where: Path | str) -> str:
 
 def _asked(
     spec: str, weights: str | None, seed: int, allow_missing_head: bool, preprocessing: Mapping[str, Any]
-) -> tuple[Source, Asked]:
+) -> tuple[BackboneSource, Asked]:
     source, _, name = spec.partition("/")
     if source not in SOURCES or not name:
         raise unknown_name("backbone", spec, [f"{known}/..." for known in SOURCES], hint="A spec is SOURCE/NAME")

@@ -10,7 +10,7 @@ from extract.backbones.backbone import Asked, LoadedBackbone
 from extract.backbones.catalogue_entry import Entry
 from extract.backbones.text_tower import TextTower
 
-__all__ = ["SOURCES", "Source"]
+__all__ = ["SOURCES", "BackboneSource"]
 
 
 def _no_names(pattern: str) -> list[str]:
@@ -18,7 +18,7 @@ def _no_names(pattern: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Source:
+class BackboneSource:
     """A source of backbones. Its functions import optional libraries when they are called.
 
     Attributes:
@@ -47,22 +47,22 @@ class Source:
     library: str = ""
 
 
-SOURCES: dict[str, Source] = {
-    "bundled": Source(
+SOURCES: dict[str, BackboneSource] = {
+    "bundled": BackboneSource(
         from_timm.load_bundled,
         runs_code=False,
         names=from_timm.bundled_names,
         describe=from_timm.describe_bundled,
         note="comes with the installation",
     ),
-    "torchvision": Source(
+    "torchvision": BackboneSource(
         from_torchvision.load,
         runs_code=False,
         names=from_torchvision.names,
         describe=from_torchvision.describe,
         same_layers_at_random=True,
     ),
-    "timm": Source(
+    "timm": BackboneSource(
         from_timm.load,
         runs_code=False,
         names=from_timm.names,
@@ -70,7 +70,7 @@ SOURCES: dict[str, Source] = {
         note="any of them with a tag, as timm/resnet50.a1_in1k",
         same_layers_at_random=True,
     ),
-    "open_clip": Source(
+    "open_clip": BackboneSource(
         from_open_clip.load,
         runs_code=False,
         names=from_open_clip.names,
@@ -80,7 +80,7 @@ SOURCES: dict[str, Source] = {
         note="with a tag, as open_clip/ViT-B-32:openai",
         same_layers_at_random=True,
     ),
-    "hf": Source(
+    "hf": BackboneSource(
         from_hf.load,
         runs_code=False,
         names=from_hf.names,
@@ -90,13 +90,13 @@ SOURCES: dict[str, Source] = {
         note="any vision model of the hub, as hf/facebook/dinov2-base, or a folder; these are in the cache here",
         name_is_path=True,
     ),
-    "hub": Source(
+    "hub": BackboneSource(
         from_hub.load,
         runs_code=True,
         note="hub/OWNER/REPO:ENTRY or hub/FOLDER:ENTRY, as hub/facebookresearch/dino:dino_vits16",
         name_is_path=True,
     ),
-    "python": Source(
+    "python": BackboneSource(
         from_python.load,
         runs_code=True,
         note="python/FILE.py:FACTORY, a function of yours that returns (model, transform)",

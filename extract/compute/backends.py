@@ -18,7 +18,7 @@ from extract.compute.forward import Forward, Values, joined
 from extract.compute.transfers import Transfers, transfers_for
 from extract.errors import InputError, LayertapError, unknown_name
 from extract.system.torch_state import evaluating, full_float32, keeping_freed_memory
-from extract.taps.record import take
+from extract.taps.record import copy_out
 from extract.taps.taps import Taps
 
 __all__ = ["COMPILE", "default_engine", "engine_for", "open_forward"]
@@ -96,7 +96,7 @@ class _SentTaps(Taps):
 
     def __init__(self, model: nn.Module, transfers: Transfers):
         super().__init__(model, stop=True)
-        self._hooks.take = partial(take, to_cpu=transfers.down)
+        self._hooks.copy_out = partial(copy_out, to_cpu=transfers.down)
 
 
 class _Eager(Forward):

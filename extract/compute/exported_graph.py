@@ -65,7 +65,7 @@ class _TracedTaps(Taps):
 
     def __init__(self, model: nn.Module):
         super().__init__(model)
-        self._hooks.take = _clones
+        self._hooks.copy_out = _clones
 
 
 def _clones(tensor: Tensor, reduce: Reduce | None, site: Site) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from extract.backbones import LoadedBackbone
 from extract.backbones.output_as_embedding import WithEmbedding
 from extract.compute.pooling import Layout, pool, pooling_names, recognise, resolve_pooling
 from extract.errors import InputError, LayertapError, UnknownNameError, first_line
-from extract.taps.batch_axis import Rows, Trial
+from extract.taps.batch_axis import BatchAxis, Trial
 from extract.taps.layer_names import is_glob, match_layers, named_layers
 from extract.taps.record import Record, Site, What, split_text
 from extract.taps.taps import Taps
@@ -47,7 +47,7 @@ class Feature:
 
     name: str
     site: Site
-    rows: Rows
+    rows: BatchAxis
     pooling: str
     layout: Layout
     activation_shape: tuple[int, ...]

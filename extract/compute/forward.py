@@ -17,7 +17,7 @@ from extract.errors import InputError
 from extract.images import Batch
 from extract.row_status import Status
 
-__all__ = ["Forward", "HasImages", "Rows", "Values", "check_rows", "joined", "rows_of"]
+__all__ = ["Forward", "HasImages", "StoredRows", "Values", "check_rows", "joined", "rows_of"]
 
 _CHECKED_ALONE = 4  # pictures of the first batch; a layer that mixes up rows is unlikely to leave all in place
 # Tolerances for rounding between batches: relative to the same value in the checked pictures (float32 as computed, or
@@ -32,7 +32,7 @@ _DIFFERENT = 0.1
 Values = dict[str, NDArray[Any]]
 
 
-class Rows(NamedTuple):
+class StoredRows(NamedTuple):
     """Rows of a data set, as stored.
 
     Attributes:
@@ -183,7 +183,7 @@ def _check_count(features: Values, count: int) -> None:
             )
 
 
-def rows_of(batch: Batch, values: Values, features: Sequence[Feature], dtype: str) -> Rows:
+def rows_of(batch: Batch, values: Values, features: Sequence[Feature], dtype: str) -> StoredRows:
     """Return the rows of a batch as stored: features, NaN for rows without an image, and a status for each row.
 
     Args:
@@ -205,7 +205,7 @@ def rows_of(batch: Batch, values: Values, features: Sequence[Feature], dtype: st
         stored[feature.name] = np.full((len(good), *feature.shape), np.nan, dtype)
         if values:
             stored[feature.name][good] = _rounded(values[feature.name], dtype)
-    return Rows(stored, *_checked(batch, stored))
+    return StoredRows(stored, *_checked(batch, stored))
 
 
 def _rounded(values: NDArray[Any], dtype: str) -> NDArray[Any]:

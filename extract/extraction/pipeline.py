@@ -24,7 +24,7 @@ from extract.extraction.summary import Callbacks, Summary
 from extract.extraction.todo import ShardWork, open_part
 from extract.extraction.validation import ValidatedForward
 from extract.images import Batch
-from extract.images.sources import Source
+from extract.images.sources import ImageSource
 from extract.row_status import Status
 from extract.store.format.writer import ShardWriter
 
@@ -97,7 +97,7 @@ def _until_stopped(batches: Iterator[Batch], summary: Summary, stop: Callable[[]
         summary.stopped = stop()
 
 
-def stop_on_machine_errors(batches: Iterable[Batch], source: Source) -> Iterator[Batch]:
+def stop_on_machine_errors(batches: Iterable[Batch], source: ImageSource) -> Iterator[Batch]:
     """Pass batches on, and end the run if images fail for a reason that is unlikely to be their own.
 
     A failing disk, server or memory therefore does not mark rows as failed.

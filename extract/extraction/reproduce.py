@@ -15,7 +15,7 @@ from extract.backbones import load_text_tower
 from extract.backbones.loading import permitted
 from extract.compute.backbone import Backbone, load_backbone
 from extract.compute.backends import open_forward
-from extract.compute.forward import Rows, rows_of
+from extract.compute.forward import StoredRows, rows_of
 from extract.errors import InputError
 from extract.extraction.plan import Plan, asked_of, how_made, plan
 from extract.extraction.settings import ExtractionSettings
@@ -75,7 +75,7 @@ def _said(dataset: DataSet, provenance: dict[str, Any], weights: str | None) -> 
         raise InputError(f"{dataset.out} does not say how it was made: {error} is missing in its provenance") from error
 
 
-def computed_rows(plan: Plan, batches: Sequence[list[int]]) -> Generator[tuple[Batch, Rows], None, None]:
+def computed_rows(plan: Plan, batches: Sequence[list[int]]) -> Generator[tuple[Batch, StoredRows], None, None]:
     """Compute rows of a plan without validation; yield (batch, rows) for each list of row numbers in `batches`."""
     settings, dtype = plan.settings, plan.dataset.features[0].dtype
     loaded = load_batches(plan.images, batches, plan.decoding)

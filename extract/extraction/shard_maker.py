@@ -27,7 +27,7 @@ from extract.extraction.summary import Callbacks, Summary
 from extract.extraction.todo import ShardWork, work_at
 from extract.extraction.validation import Computation, ValidatedForward, validated_forward
 from extract.images.worker_deaths import DeadWorkerError
-from extract.store.format.dataset import DataSet, Whereabouts
+from extract.store.format.dataset import DataSet, ShardFiles
 from extract.store.places.destination import Place
 from extract.system.atomic_files import discard, read_json
 from extract.system.folder_lock import locked
@@ -153,7 +153,7 @@ class ShardMaker:
 
     def _work(self, shard: int) -> ShardWork:
         part = self._plan.dataset.path(shard, part=True)
-        work = work_at(self._plan.dataset, shard, Whereabouts(part=0 if part.exists() else None))
+        work = work_at(self._plan.dataset, shard, ShardFiles(part=0 if part.exists() else None))
         assert work is not None
         return work
 
@@ -161,7 +161,7 @@ class ShardMaker:
         """Return the work of a shard without files; None for others, which are opened when they are built."""
         if shard is None or any(self._plan.dataset.path(shard, part=part).exists() for part in (False, True)):
             return None
-        return work_at(self._plan.dataset, shard, Whereabouts())
+        return work_at(self._plan.dataset, shard, ShardFiles())
 
     def give_up(self, shard: int) -> None:
         """Remove the files of a shard that is no longer needed."""

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError
 from extract.extraction.plan import Plan
-from extract.images.sources import Source
+from extract.images.sources import ImageSource
 from extract.row_status import Status
 from extract.store.format.copying import copy_shard
-from extract.store.format.dataset import DataSet, Whereabouts
+from extract.store.format.dataset import DataSet, ShardFiles
 from extract.store.format.layout import RowNames, create_shard, row_bytes
 from extract.store.format.receipt import read_receipt
 from extract.store.format.writer import ShardWriter
@@ -50,7 +50,7 @@ class ShardWork:
     compress: str | None = None
 
 
-def work_of(dataset: DataSet, source: Source, retry_failed: bool) -> list[ShardWork]:
+def work_of(dataset: DataSet, source: ImageSource, retry_failed: bool) -> list[ShardWork]:
     """Return the work of unfinished shards, and of finished shards with I/O errors if one of the images can be read.
 
     Args:
@@ -68,7 +68,7 @@ def work_of(dataset: DataSet, source: Source, retry_failed: bool) -> list[ShardW
     return found
 
 
-def _of_io_errors(dataset: DataSet, source: Source, shard: int, where: Whereabouts) -> ShardWork | None:
+def _of_io_errors(dataset: DataSet, source: ImageSource, shard: int, where: ShardFiles) -> ShardWork | None:
     """Return the rows of a finished shard with an I/O error, if an image of them can be read now."""
     assert where.published is not None
     published = dataset.path(shard, where.published)
@@ -87,7 +87,7 @@ def _of_io_errors(dataset: DataSet, source: Source, shard: int, where: Whereabou
     return None  # the shard is not rewritten without need
 
 
-def _can_be_read(source: Source, row: int) -> bool:
+def _can_be_read(source: ImageSource, row: int) -> bool:
     try:
         source.read(row)
     except (OSError, ValueError):
@@ -95,7 +95,7 @@ def _can_be_read(source: Source, row: int) -> bool:
     return True
 
 
-def work_at(dataset: DataSet, shard: int, where: Whereabouts, retry_failed: bool = False) -> ShardWork | None:
+def work_at(dataset: DataSet, shard: int, where: ShardFiles, retry_failed: bool = False) -> ShardWork | None:
     """Return the remaining work of one shard, or None. Damaged rows of an unfinished file become pending."""
     rows: RowNumbers = dataset.shard_range(shard)
     first_row, published, compress = rows[0], None, None

@@ -66,7 +66,7 @@ class _Member:
 
 
 class Members:
-    """Source of the members of archives."""
+    """ImageSource of the members of archives."""
 
     def __init__(self, archives: Sequence[str], members: Sequence[_Member], zipped: bool):
         self._archives, self._zipped = PackedNames(archives), zipped
@@ -86,7 +86,7 @@ class Members:
         return {**vars(self), "_opened": {}}
 
     def read(self, row: int) -> tuple[bytes, int]:
-        """See `Source`."""
+        """See `ImageSource`."""
         archive = self._archives[self._archive[row]]
         offset, packed, size = (int(column[row]) for column in (self._offset, self._packed, self._size))
         method = int(self._method[row])
@@ -129,11 +129,11 @@ class Members:
         return data
 
     def decode(self, data: bytes, max_pixels: int, at_least_px: int = 0) -> Image.Image:
-        """See `Source`."""
+        """See `ImageSource`."""
         return decode(data, max_pixels, at_least_px)
 
     def check_there(self) -> None:
-        """See `Source`."""
+        """See `ImageSource`."""
         for archive, size in zip(self._archives, self._sizes, strict=True):
             try:
                 same = _size_of(archive) == size

@@ -39,7 +39,7 @@ class ArrayRows:
         return self._opened[1]
 
     def read(self, row: int) -> tuple[bytes, int]:
-        """See `Source`; the bytes are a line with height, width and channels, then the pixels."""
+        """See `ImageSource`; the bytes are a line with height, width and channels, then the pixels."""
         mtime_ns = os.stat(self._path).st_mtime_ns  # noqa: PTH116
         pixels: NDArray[np.uint8] = np.asarray(self._array()[row])
         if self._axes == "CHW":
@@ -48,7 +48,7 @@ class ArrayRows:
         return f"{height} {width} {channels}\n".encode() + pixels.tobytes(), mtime_ns
 
     def decode(self, data: bytes, max_pixels: int, at_least_px: int = 0) -> Image.Image:
-        """See `Source`."""
+        """See `ImageSource`."""
         shape, _, pixels = data.partition(b"\n")
         height, width, channels = map(int, shape.split())
         if height * width > max_pixels:
@@ -57,7 +57,7 @@ class ArrayRows:
         return to_picture(Image.fromarray(array[:, :, 0] if channels == 1 else array))
 
     def check_there(self) -> None:
-        """See `Source`."""
+        """See `ImageSource`."""
         if not Path(self._path).is_file():
             raise LayertapError(f"{self._path} has vanished. What was stored is safe; run again when it is back")
 

@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from extract.images.sources import Chosen, Source
+from extract.images.sources import Chosen, ImageSource
 
 __all__ = [
     "SPLITS",
@@ -58,7 +58,7 @@ class ImageList(Protocol):
     @property
     def classes(self) -> list[str]: ...  # noqa: D102
     @property
-    def source(self) -> Source: ...  # noqa: D102
+    def source(self) -> ImageSource: ...  # noqa: D102
     @property
     def left_out(self) -> Counter[str]: ...  # noqa: D102
     @property
@@ -104,7 +104,7 @@ class Images:
     labels: NDArray[np.int64]
     classes: list[str]
     splits: list[str]
-    source: Source
+    source: ImageSource
     ids: list[str] | None = None
     left_out: Counter[str] = field(default_factory=Counter)
     notes: tuple[str, ...] = ()

@@ -18,7 +18,7 @@ from extract.images.folders import list_folder
 from extract.images.image_list import Images
 from extract.images.index.image_index import PlannedImages, is_plan, open_plan
 from extract.images.kinds import is_file_of_images, kind_of, no_images
-from extract.images.sources import Chosen, Files, Source
+from extract.images.sources import Chosen, Files, ImageSource
 from extract.system.urls import file_system, is_url
 
 __all__ = ["list_images", "listed_again"]
@@ -67,7 +67,7 @@ def listed_again(root: str, paths: Sequence[str]) -> Images:
         found = plan.found(paths)
         if None in found:
             raise InputError(f"{root} has no {paths[found.index(None)]} any more")
-        source: Source = Chosen(plan.source, [row for row in found if row is not None])
+        source: ImageSource = Chosen(plan.source, [row for row in found if row is not None])
     elif not is_url(root) and (os.path.isdir(root) or not is_file_of_images(root)):  # noqa: PTH112
         source = Files(root, list(paths))
         try:

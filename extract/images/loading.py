@@ -26,7 +26,7 @@ from extract import defaults
 from extract.errors import LayertapError, MachineError, first_line, is_of_the_machine
 from extract.images.decoding import check_decoders, pixels_of
 from extract.images.image_list import ImageList
-from extract.images.sources import UNKNOWN, BrokenListError, Source, UnreachableError
+from extract.images.sources import UNKNOWN, BrokenListError, ImageSource, UnreachableError
 from extract.images.worker_deaths import WorkerDeaths
 from extract.row_status import Status
 
@@ -148,7 +148,7 @@ class Batch(NamedTuple):
 class _Decoded(Dataset[Item | LayertapError]):
     """Row -> decoded image, or an error that ends the run: DataLoader would not keep the message of a raised error."""
 
-    def __init__(self, source: Source, decoding: Decoding):
+    def __init__(self, source: ImageSource, decoding: Decoding):
         self._source, self._prepare = source, decoding.prepare
         self._max_pixels, self._at_least_px = decoding.max_pixels, decoding.at_least_px
 

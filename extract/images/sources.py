@@ -26,8 +26,8 @@ __all__ = [
     "BrokenListError",
     "Chosen",
     "Files",
+    "ImageSource",
     "PackedNames",
-    "Source",
     "UnreachableError",
     "integers",
     "read_remote",
@@ -43,7 +43,7 @@ class BrokenListError(InputError):
     """The image of a row can no longer be determined; this ends the run and marks no row as failed."""
 
 
-class Source(Protocol):
+class ImageSource(Protocol):
     """The bytes of images, by row."""
 
     def read(self, row: int) -> tuple[bytes, int]:
@@ -97,7 +97,7 @@ class Files:
         self._names = PackedNames(names) if isinstance(names, list) else names
 
     def read(self, row: int) -> tuple[bytes, int]:
-        """See `Source`."""
+        """See `ImageSource`."""
         name = self._names[row]
         if self._anywhere and is_url(name):
             return read_remote(name), UNKNOWN
@@ -117,11 +117,11 @@ class Files:
             os.close(descriptor)
 
     def decode(self, data: bytes, max_pixels: int, at_least_px: int = 0) -> Image.Image:
-        """See `Source`."""
+        """See `ImageSource`."""
         return decode(data, max_pixels, at_least_px)
 
     def check_there(self) -> None:
-        """See `Source`."""
+        """See `ImageSource`."""
         if self._is_remote:
             fs, path = file_system(self._base)
             there = _told(self._base, lambda: bool(fs.exists(path)))
@@ -140,19 +140,19 @@ class Files:
 class Chosen:
     """Selected rows of another source."""
 
-    def __init__(self, source: Source, rows: Sequence[int]):
+    def __init__(self, source: ImageSource, rows: Sequence[int]):
         self._source, self._rows = source, integers(rows)
 
     def read(self, row: int) -> tuple[bytes, int]:
-        """See `Source`."""
+        """See `ImageSource`."""
         return self._source.read(int(self._rows[row]))
 
     def decode(self, data: bytes, max_pixels: int, at_least_px: int = 0) -> Image.Image:
-        """See `Source`."""
+        """See `ImageSource`."""
         return self._source.decode(data, max_pixels, at_least_px)
 
     def check_there(self) -> None:
-        """See `Source`."""
+        """See `ImageSource`."""
         self._source.check_there()
 
 

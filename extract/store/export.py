@@ -29,7 +29,7 @@ from extract.store.format.layout import ROW_DATA, Identity, RowNames, StoredFeat
 from extract.store.format.row_hash import hash_records, hash_rows
 from extract.store.format.shard import BLOCK_BYTES
 from extract.store.reader import FeatureReader
-from extract.system.atomic_files import claim, sync_folder, take_space
+from extract.system.atomic_files import claim, reserve_space, sync_folder
 from extract.system.optional_libraries import library
 
 __all__ = ["FORMATS", "Format", "export"]
@@ -206,7 +206,7 @@ def _to_mat(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
     size = sum(2 * longest[name] * len(values) for name, values in texts.items()) + n_rows * 16 + (1 << 20)
     for name, shape in shapes.items():  # full chunks, and 256 bytes for the index of each
         size += -(-n_rows // rows[name]) * (rows[name] * 4 * math.prod(shape) + 256)
-    take_space(path, size)
+    reserve_space(path, size)
     with h5py.File(path, "w", libver=("earliest", "v108"), userblock_size=512) as file:
         for name, values in texts.items():
             data = file.create_dataset(name, (longest[name], len(values)), np.uint16)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from extract.errors import InputError, LayertapError
 from extract.row_status import Status
 from extract.store.format.copying import copy_shard
-from extract.store.format.dataset import DataSet, Whereabouts
+from extract.store.format.dataset import DataSet, ShardFiles
 from extract.store.format.receipt import reasons_of, size_and_hash, write_receipt
 from extract.store.format.row_hash import checked
 from extract.store.format.shard import MEDIA_ERRORS, Shard
@@ -145,7 +145,7 @@ def _verify_shards(dataset: DataSet, on_rows: Callable[[int], None]) -> Verifica
     return found
 
 
-def _check_shard(dataset: DataSet, number: int, where: Whereabouts, found: Verification) -> Shard | None:
+def _check_shard(dataset: DataSet, number: int, where: ShardFiles, found: Verification) -> Shard | None:
     """Add the faults of one shard to `found`; return the open shard, or None if it cannot be read."""
     for _ in range(3):  # the shard may be published or rewritten while it is verified
         path = dataset.current(number, where)
@@ -326,7 +326,7 @@ def _repair_shards(found: Verification) -> int:
     return pending
 
 
-def _mend(dataset: DataSet, number: int, where: Whereabouts, shard: Shard | None, faults: set[Fault]) -> int:
+def _mend(dataset: DataSet, number: int, where: ShardFiles, shard: Shard | None, faults: set[Fault]) -> int:
     """Apply the strongest remedy of the faults of one shard; return the number of rows it resets to pending."""
     remedies = {fault.remedy for fault in faults}
     rows = np.array(sorted({fault.row for fault in faults if fault.remedy is Remedy.ROW and fault.row is not None}))

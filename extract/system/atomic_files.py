@@ -18,6 +18,7 @@ from extract.errors import InputError, LayertapError
 __all__ = [
     "allow_more_files",
     "append_line",
+    "atomic_write",
     "bytes_below",
     "check_own_folders",
     "check_regular",
@@ -29,9 +30,8 @@ __all__ = [
     "open_unfollowed",
     "own_folder",
     "read_json",
+    "reserve_space",
     "sync_folder",
-    "take_space",
-    "whole_file",
     "write_json",
     "write_whole",
 ]
@@ -71,12 +71,12 @@ def write_json(path: Path, content: Any) -> None:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a small file atomically, replacing an existing one."""
-    with whole_file(path) as file:
+    with atomic_write(path) as file:
         file.write(content)
 
 
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Context manager: yield a file under a temporary name, and rename it to `path` when it is complete.
 
     An existing file is replaced. A symbolic link is replaced too, and its target stays unchanged; see `link_target`.
@@ -151,7 +151,7 @@ def make_own(path: Path) -> None:
     """
     check_regular(path)
     if path.exists() and path.lstat().st_nlink > 1:
-        with path.open("rb") as shared, whole_file(path) as own:
+        with path.open("rb") as shared, atomic_write(path) as own:
             shutil.copyfileobj(shared, own, 1 << 20)
 
 
@@ -215,7 +215,7 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def take_space(path: Path, size: int) -> None:
+def reserve_space(path: Path, size: int) -> None:
     """Check for free disk space: allocate a file of `size` bytes at `path`, and delete it.
 
     HDF5 ends the process if the disk is full when it closes a file.

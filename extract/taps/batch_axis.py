@@ -22,7 +22,7 @@ from extract.errors import InputError
 from extract.taps.record import Record, Site, What
 from extract.taps.taps import Taps
 
-__all__ = ["Rows", "Trial", "learn_rows"]
+__all__ = ["BatchAxis", "Trial", "find_batch_axis"]
 
 # The same picture in another batch differs by rounding: by at most this part of its distance to the nearest other
 # picture, or, where pictures hardly differ, by at most this many roundings of the largest value.
@@ -32,7 +32,7 @@ _NO_DIFFERENCE = 4  # roundings; pictures within this distance cannot be disting
 
 
 @dataclass(frozen=True)
-class Rows:
+class BatchAxis:
     """Position of the images of a batch in an activation.
 
     Attributes:
@@ -85,7 +85,7 @@ class Trial:
                 taps(pictures[number : number + 1].clone())
                 self._alone.append(taps.record)
 
-    def rows(self, site: Site) -> Rows:
+    def rows(self, site: Site) -> BatchAxis:
         """Return the position of the images in one tensor.
 
         Raises:
@@ -108,7 +108,7 @@ class Trial:
         self._check(rows, self._reversed[site], alone[::-1], apart[::-1])
         return rows
 
-    def _check(self, rows: Rows, together: Tensor, alone: Sequence[Tensor], apart: Sequence[float]) -> None:
+    def _check(self, rows: BatchAxis, together: Tensor, alone: Sequence[Tensor], apart: Sequence[float]) -> None:
         """Check that each picture of a batch has the same rows as alone.
 
         Args:
@@ -134,7 +134,7 @@ class Trial:
             if not same_gaps or not nearer or own > max(_OF_ANOTHER_PICTURE * nearest, _ROUNDINGS * rounding):
                 raise InputError("it gives a picture other values in a batch than alone: its rows are not the images")
 
-    def _axis(self, site: Site, together: Tensor, alone: Tensor) -> Rows:
+    def _axis(self, site: Site, together: Tensor, alone: Tensor) -> BatchAxis:
         many, one = tuple(together.shape), tuple(alone.shape)
         axes = [axis for axis in range(len(many)) if len(one) == len(many) and many[axis] != one[axis]]
         if len(axes) != 1 or many[axes[0]] != self._count * one[axes[0]]:
@@ -142,7 +142,7 @@ class Trial:
                 f"it gives {many} for {self._count} images and {one} for 1: "
                 "its rows are not the images, and cannot be stored as theirs"
             )
-        return Rows(axes[0], one[axes[0]])
+        return BatchAxis(axes[0], one[axes[0]])
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
@@ -156,7 +156,7 @@ def _distance(one: Tensor, other: Tensor) -> float:
     return float(difference[difference.isfinite()].max()) if difference.isfinite().any() else 0.0
 
 
-def learn_rows(model: nn.Module, pictures: Tensor, layers: Sequence[str]) -> Mapping[str, Rows]:
+def find_batch_axis(model: nn.Module, pictures: Tensor, layers: Sequence[str]) -> Mapping[str, BatchAxis]:
     """Find the images of a batch in the outputs of these layers.
 
     Args:

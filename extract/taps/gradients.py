@@ -12,11 +12,11 @@ from torch import Tensor
 from extract.taps.edits import apply_edit
 from extract.taps.functions import unwatched
 from extract.taps.record import Reduce, Site, What
-from extract.taps.requests import Block, Call, ModelCall, Point, Wish
+from extract.taps.requests import Block, Call, HookPoint, ModelCall, TapRequest
 
-__all__ = ["Take", "in_backward", "on_gradient", "to_watch"]
+__all__ = ["CopyOut", "in_backward", "on_gradient", "to_watch"]
 
-Take = Callable[[Tensor, Reduce | None, Site], Any]  # reduces and copies a kept tensor
+CopyOut = Callable[[Tensor, Reduce | None, Site], Any]  # reduces and copies a kept tensor
 
 
 def in_backward() -> bool:
@@ -25,7 +25,7 @@ def in_backward() -> bool:
 
 
 def to_watch(
-    point: Point, side: What, tensor: Tensor, site: Site, forward: ModelCall, *, stands_in: bool
+    point: HookPoint, side: What, tensor: Tensor, site: Site, forward: ModelCall, *, stands_in: bool
 ) -> Tensor | None:
     """Return the tensor to hook and to pass on to the model: the given tensor if that is safe, else a copy.
 
@@ -59,10 +59,10 @@ def to_watch(
 
 
 def on_gradient(
-    tensor: Tensor, wishes: Sequence[tuple[Site, Wish]], block: Block, forward: ModelCall, take: Take
+    tensor: Tensor, requests: Sequence[tuple[Site, TapRequest]], block: Block, forward: ModelCall, take: CopyOut
 ) -> None:
     """Register a hook that edits and keeps the gradient of a tensor while the `with` block is open."""
-    edits = [(site, wish.edit) for site, wish in wishes if wish.edit is not None]
+    edits = [(site, request.edit) for site, request in requests if request.edit is not None]
 
     def edited(gradient: Tensor) -> Tensor | None:
         if not block.open:
@@ -70,9 +70,9 @@ def on_gradient(
         with unwatched():
             for site, edit in edits:
                 gradient = apply_edit(gradient, edit, site)
-            for site, wish in wishes:
-                if wish.edit is None:
-                    forward.record._put(site, take(gradient, wish.reduce, site))
+            for site, request in requests:
+                if request.edit is None:
+                    forward.record._put(site, take(gradient, request.reduce, site))
         return gradient if edits else None
 
     tensor.register_hook(edited)  # type: ignore[no-untyped-call]

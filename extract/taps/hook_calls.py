@@ -17,12 +17,12 @@ from torch.utils.hooks import RemovableHandle
 from extract.errors import LayertapError
 from extract.taps.edits import apply_edit
 from extract.taps.functions import attention_weights, operation_name, unwatched, watching
-from extract.taps.gradients import Take, in_backward, on_gradient, to_watch
+from extract.taps.gradients import CopyOut, in_backward, on_gradient, to_watch
 from extract.taps.layer_names import named_layers, named_parameters, unwrap
+from extract.taps.model_bound_hook import ModelBoundHook
 from extract.taps.nested import Path, map_tensors, tensors_in
-from extract.taps.non_copying_hook import UncopiedHook
-from extract.taps.record import Record, Site, What, split_text, take
-from extract.taps.requests import Block, Call, ModelCall, Point, Wish
+from extract.taps.record import Record, Site, What, copy_out, split_text
+from extract.taps.requests import Block, Call, HookPoint, ModelCall, TapRequest
 from extract.taps.switches import COMPILED_CODE_OFF, FUSED_ATTENTION_OFF
 
 __all__ = ["HookCalls"]
@@ -44,7 +44,7 @@ class HookCalls:
     Attributes:
         layers: name -> module.
         parameters: name -> parameter.
-        wishes: the values to keep and edit.
+        requests: the values to keep and edit.
         block: the open `with` block, or None.
         forward: the current or last call of the model, or None.
         take: the function that reduces and copies a kept tensor.
@@ -57,13 +57,13 @@ class HookCalls:
         self._on_record = on_record
         self.layers = named_layers(model)
         self.parameters = named_parameters(model)
-        self.wishes: list[Wish] = []
+        self.requests: list[TapRequest] = []
         self.block: Block | None = None
         self.forward: ModelCall | None = None
-        self.take: Take = take
+        self.copy_out: CopyOut = copy_out
         self.stands_in = True
-        self._points: list[Point] = []
-        self._edited: set[int] = set()  # id of each wish whose edit was applied in this block
+        self._points: list[HookPoint] = []
+        self._edited: set[int] = set()  # id of each request whose edit was applied in this block
         self._stoppable = False  # the forward runs inside `stopping`, which catches _Stop
         self._to_keep: Counter[tuple[str, What]] = Counter()  # `ModelCall.kept` of a whole forward
         self._calls: Counter[int] = Counter()  # id of a module -> its calls in a whole forward
@@ -89,7 +89,7 @@ class HookCalls:
         """Register all hooks; closing `undo` removes them and restores the switches."""
 
         def hook(register: Callable[..., RemovableHandle], function: Callable[..., Any], **options: Any) -> None:
-            undo.callback(register(UncopiedHook(function), **options).remove)
+            undo.callback(register(ModelBoundHook(function), **options).remove)
 
         root = unwrap(self._model)
         modules = list(root.modules())
@@ -100,7 +100,7 @@ class HookCalls:
             undo.enter_context(COMPILED_CODE_OFF.turned())  # compiled code ignores hooks added later
 
         hook(root.register_forward_pre_hook, self.begin, prepend=True)
-        if any(wish.operation or wish.what == "attention" for wish in self.wishes):
+        if any(request.operation or request.what == "attention" for request in self.requests):
             names: dict[int, list[str]] = {}
             for name, module in self.layers.items():
                 names.setdefault(id(module), []).append(name)
@@ -108,22 +108,22 @@ class HookCalls:
                 hook(module.register_forward_pre_hook, partial(self._push, names[id(module)]))
                 hook(module.register_forward_hook, self._pop, always_call=True)
             undo.enter_context(watching(self._on_operation))
-        wishes_of: dict[int, tuple[nn.Module, list[tuple[str, Wish]]]] = {}
-        for wish in sorted(self.wishes, key=lambda wish: wish.edit is None):  # edits come before keeps
-            if wish.layer in self.parameters:
-                parameter = self.parameters[wish.layer]
+        wishes_of: dict[int, tuple[nn.Module, list[tuple[str, TapRequest]]]] = {}
+        for request in sorted(self.requests, key=lambda request: request.edit is None):  # edits come before keeps
+            if request.layer in self.parameters:
+                parameter = self.parameters[request.layer]
                 if not parameter.requires_grad:
                     continue
-                handle = parameter.register_hook(partial(self._on_parameter, wish))  # type: ignore[no-untyped-call]
+                handle = parameter.register_hook(partial(self._on_parameter, request))  # type: ignore[no-untyped-call]
                 undo.callback(handle.remove)
-            elif not wish.operation and wish.what != "attention":
-                module = self.layers[wish.layer]
-                wishes_of.setdefault(id(module), (module, []))[1].append((wish.layer, wish))
-        points = [(module, Point(wishes)) for module, wishes in wishes_of.values()]
+            elif not request.operation and request.what != "attention":
+                module = self.layers[request.layer]
+                wishes_of.setdefault(id(module), (module, []))[1].append((request.layer, request))
+        points = [(module, HookPoint(requests)) for module, requests in wishes_of.values()]
         self._points = [point for _, point in points]
         for module, point in points:
-            hook(module.register_forward_pre_hook, partial(self._before, point), with_kwargs=True)
-            hook(module.register_forward_hook, partial(self._after, point), always_call=True)
+            hook(module.register_forward_pre_hook, partial(self._pre_hook, point), with_kwargs=True)
+            hook(module.register_forward_hook, partial(self._forward_hook, point), always_call=True)
         hook(root.register_forward_hook, self._end)
 
     def check_edits(self) -> None:
@@ -132,8 +132,8 @@ class HookCalls:
         Raises:
             LayertapError: the last forward finished, and an edit was never applied.
         """
-        edits = [wish for wish in self.wishes if wish.edit is not None and wish.what != "grad"]
-        idle = [wish for wish in edits if id(wish) not in self._edited]
+        edits = [request for request in self.requests if request.edit is not None and request.what != "grad"]
+        idle = [request for request in edits if id(request) not in self._edited]
         if idle and self.forward is not None and not self.forward.running:
             names = ", ".join(dict.fromkeys(f"{w.layer}/{w.operation}" if w.operation else w.layer for w in idle))
             raise LayertapError(f"the edit of {names} never took effect: no such call gave a floating-point tensor")
@@ -142,19 +142,19 @@ class HookCalls:
         """Return why a requested value is missing from a record; None if it was not requested."""
         layer = split_text(text, self.layers)[0]
         name, slash, operation = layer.partition("/")
-        asked = [w for w in self.wishes if w.edit is None and w.layer == name and bool(w.operation) == bool(slash)]
+        asked = [w for w in self.requests if w.edit is None and w.layer == name and bool(w.operation) == bool(slash)]
         if not asked:
             return None
         if slash:
             return f"no function {operation!r} was called in the forward of layer {name!r}"
         if name in self.layers and named_layers(self._model).get(name) is not self.layers[name]:
             return f"layer {name!r} was replaced by another module after these Taps were made"
-        if all(wish.what in ("grad", "grad_input") for wish in asked) or "@grad" in text:
+        if all(request.what in ("grad", "grad_input") for request in asked) or "@grad" in text:
             return (
                 f"no gradient reached layer {name!r}: call backward() inside the `with` block, on a loss that depends "
                 "on it (with reentrant checkpointing, layers that run more than once get none; use_reentrant=False)"
             )
-        if all(wish.what == "attention" for wish in asked):
+        if all(request.what == "attention" for request in asked):
             return f"layer {name!r} computed no attention that is known here"
         parent = self.layers.get(name.rpartition(".")[0])
         if isinstance(parent, nn.MultiheadAttention):
@@ -204,7 +204,7 @@ class HookCalls:
         if forward := self._running():
             forward.stack.pop()
 
-    def _before(self, point: Point, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _pre_hook(self, point: HookPoint, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._is_our_thread():
             return None
         call = Call(self._call_number(module))
@@ -212,14 +212,14 @@ class HookCalls:
         if call.number is None:
             return None
         value: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        passed = self._pass(point, call.number, value, "input")
-        if any(wish.what == "grad" for _, wish in point.wishes):
+        passed = self._edit_and_keep(point, call.number, value, "input")
+        if any(request.what == "grad" for _, request in point.requests):
             call.inputs = [tensor for _, tensor in tensors_in(passed)]
         if passed is value:
             return None
         return tuple(passed[i] for i in range(len(args))), {name: passed[name] for name in kwargs}
 
-    def _after(self, point: Point, module: nn.Module, args: Any, output: Any) -> Any:
+    def _forward_hook(self, point: HookPoint, module: nn.Module, args: Any, output: Any) -> Any:
         if not self._is_our_thread() or not point.calls:
             return None
         call = point.calls[-1]
@@ -230,20 +230,20 @@ class HookCalls:
                     given.copy_(stand_in)
             if call.number is None or output is None:  # output is None if the layer raised
                 return None
-            passed = self._pass(point, call.number, output, "output")
+            passed = self._edit_and_keep(point, call.number, output, "output")
             return None if passed is output else passed
         finally:
             point.calls.pop()
 
-    def _on_parameter(self, wish: Wish, gradient: Tensor) -> Tensor | None:
-        site = Site(wish.layer, what="grad")
+    def _on_parameter(self, request: TapRequest, gradient: Tensor) -> Tensor | None:
+        site = Site(request.layer, what="grad")
         if not self._is_our_thread():
             return None
-        if wish.edit is not None:
-            return apply_edit(gradient, wish.edit, site)
+        if request.edit is not None:
+            return apply_edit(gradient, request.edit, site)
         if self.forward is not None:
             with unwatched():
-                self.forward.record._put(site, self.take(gradient, wish.reduce, site))
+                self.forward.record._put(site, self.copy_out(gradient, request.reduce, site))
         return None
 
     def _call_number(self, module: nn.Module) -> int | None:
@@ -271,78 +271,80 @@ class HookCalls:
         if forward is None or name is None:
             return result
         attended = [
-            wish for wish in self.wishes if wish.what == "attention" and any(wish.layer in n for n in forward.stack)
+            request
+            for request in self.requests
+            if request.what == "attention" and any(request.layer in n for n in forward.stack)
         ]
         if attended:
             with unwatched():
                 weights = attention_weights(function, args, kwargs, result)
-            for wish in attended if weights is not None else ():
-                call = forward.attentions[wish.layer]
-                forward.attentions[wish.layer] += 1
-                self._pass(Point([(wish.layer, wish)]), call, weights, "attention")
+            for request in attended if weights is not None else ():
+                call = forward.attentions[request.layer]
+                forward.attentions[request.layer] += 1
+                self._edit_and_keep(HookPoint([(request.layer, request)]), call, weights, "attention")
         for layer in forward.stack[-1]:
-            wishes = [
-                (f"{layer}/{name}", wish)
-                for wish in self.wishes
-                if wish.operation and wish.layer == layer and fnmatchcase(name, wish.operation)
+            requests = [
+                (f"{layer}/{name}", request)
+                for request in self.requests
+                if request.operation and request.layer == layer and fnmatchcase(name, request.operation)
             ]
-            if wishes and any(True for _ in tensors_in(result)):
+            if requests and any(True for _ in tensors_in(result)):
                 call = forward.operations[f"{layer}/{name}"]
                 forward.operations[f"{layer}/{name}"] += 1
-                result = self._pass(Point(wishes), call, result, "output")
+                result = self._edit_and_keep(HookPoint(requests), call, result, "output")
         return result
 
-    def _pass(self, point: Point, call: int, value: Any, side: What) -> Any:
+    def _edit_and_keep(self, point: HookPoint, call: int, value: Any, side: What) -> Any:
         """Edit a value, watch its gradients, keep it, and return what the model continues with."""
         if not point.only_keeps:
             with unwatched():
-                value = map_tensors(value, partial(self._changed, point, call, side))
+                value = map_tensors(value, partial(self._edited_or_watched, point, call, side))
         forward = self._running()
         if forward is None:
             return value
-        for layer, wish in point.wishes:
-            if wish.what != side or wish.edit is not None or wish.call not in (None, call):
+        for layer, request in point.requests:
+            if request.what != side or request.edit is not None or request.call not in (None, call):
                 continue
             for path, tensor in [((), value)] if isinstance(value, Tensor) else tensors_in(value):
-                if not wish.path or wish.takes(path):
+                if not request.path or request.covers(path):
                     site = Site(layer, call, path, side)
                     with unwatched():
-                        forward.record._put(site, self.take(tensor, wish.reduce, site))
+                        forward.record._put(site, self.copy_out(tensor, request.reduce, site))
             forward.kept[layer, side] += 1
             forward.left -= forward.kept[layer, side] == self._to_keep[layer, side]
         if self._stoppable and self._to_keep and not forward.left:
             raise _Stop
         return value
 
-    def _changed(self, point: Point, call: int, side: What, path: Path, tensor: Tensor) -> Tensor:
+    def _edited_or_watched(self, point: HookPoint, call: int, side: What, path: Path, tensor: Tensor) -> Tensor:
         """Return the tensor that replaces the given one: edited, or with its gradient watched."""
         gradient: What = "grad" if side == "output" else "grad_input"
         given, watched = tensor, []
-        for layer, wish in point.wishes:
-            if not wish.takes(path) or wish.what not in (side, gradient):
+        for layer, request in point.requests:
+            if not request.covers(path) or request.what not in (side, gradient):
                 continue
-            if call == _UNKNOWN and wish.call is not None and wish.edit is not None:
+            if call == _UNKNOWN and request.call is not None and request.edit is not None:
                 raise LayertapError(f"layer {layer!r} runs more than once under checkpointing: edit all calls or none")
-            if wish.call not in (None, call):
+            if request.call not in (None, call):
                 continue
-            site = Site(layer, call, path, wish.what)
-            if wish.what == gradient and (call != _UNKNOWN or wish.edit is not None):
-                watched.append((site, wish))
-            elif wish.what == side and wish.edit is not None and tensor.is_floating_point():
-                tensor = apply_edit(tensor, wish.edit, site)
-                self._edited.add(id(wish))
+            site = Site(layer, call, path, request.what)
+            if request.what == gradient and (call != _UNKNOWN or request.edit is not None):
+                watched.append((site, request))
+            elif request.what == side and request.edit is not None and tensor.is_floating_point():
+                tensor = apply_edit(tensor, request.edit, site)
+                self._edited.add(id(request))
         if watched and tensor.requires_grad:
             tensor = self._watched(point, side, tensor, watched)
         if side == "input" and tensor is not given:
             point.calls[-1].stand_ins.append((given, tensor, tensor._version))
         return tensor
 
-    def _watched(self, point: Point, side: What, tensor: Tensor, wishes: list[tuple[Site, Wish]]) -> Tensor:
+    def _watched(self, point: HookPoint, side: What, tensor: Tensor, requests: list[tuple[Site, TapRequest]]) -> Tensor:
         """Hook a tensor to edit and keep its gradient; return that tensor: the given one where that is safe."""
         assert self.block is not None
         assert self.forward is not None
-        watched = to_watch(point, side, tensor, wishes[0][0], self.forward, stands_in=self.stands_in)
+        watched = to_watch(point, side, tensor, requests[0][0], self.forward, stands_in=self.stands_in)
         if watched is None:
             return tensor
-        on_gradient(watched, wishes, self.block, self.forward, self.take)
+        on_gradient(watched, requests, self.block, self.forward, self.copy_out)
         return watched

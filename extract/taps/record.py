@@ -14,7 +14,7 @@ from torch import Tensor
 from extract.errors import InputError, UnknownNameError, unknown_name
 from extract.taps.nested import Path
 
-__all__ = ["Record", "Reduce", "Site", "What", "split_text", "take"]
+__all__ = ["Record", "Reduce", "Site", "What", "copy_out", "split_text"]
 
 Reduce = Callable[[Tensor], Any]
 What = Literal["output", "input", "grad", "grad_input", "attention"]
@@ -129,7 +129,9 @@ class Record(Mapping[str, Any]):
         return "Record(\n" + "\n".join(rows) + "\n)"
 
 
-def take(tensor: Tensor, reduce: Reduce | None, site: Site, to_cpu: Callable[[Tensor], Tensor] | None = None) -> Any:
+def copy_out(
+    tensor: Tensor, reduce: Reduce | None, site: Site, to_cpu: Callable[[Tensor], Tensor] | None = None
+) -> Any:
     """Reduce a tensor on its device, then copy the result to the CPU.
 
     Args:

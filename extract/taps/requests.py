@@ -18,11 +18,11 @@ from extract.taps.layer_names import match_layers
 from extract.taps.nested import Path
 from extract.taps.record import Record, Reduce, Site, What, split_text
 
-__all__ = ["Block", "Call", "ModelCall", "Point", "StandInError", "Wish", "wishes_for"]
+__all__ = ["Block", "Call", "HookPoint", "ModelCall", "StandInError", "TapRequest", "requests_for"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Wish:
+class TapRequest:
     """A request to edit a value of one layer, or to keep it if `edit` is None.
 
     A `call` of None means every call. `path` is the path of a tensor or the start of one. If `operation` is not empty,
@@ -37,25 +37,25 @@ class Wish:
     reduce: Reduce | None = None
     edit: Edit | None = None
 
-    def overlaps(self, other: Wish) -> bool:
+    def overlaps(self, other: TapRequest) -> bool:
         """Whether both requests may be for the same value."""
         same = (self.layer, self.operation, self.what) == (other.layer, other.operation, other.what)
         depth = min(len(self.path), len(other.path))
         calls = (self.call, other.call)
         return same and self.path[:depth] == other.path[:depth] and (None in calls or calls[0] == calls[1])
 
-    def takes(self, path: Path) -> bool:
+    def covers(self, path: Path) -> bool:
         """Whether the request is for the tensor at this path, or for a tuple, list or mapping that contains it."""
         return tuple(map(str, path[: len(self.path)])) == self.path
 
 
-def wishes_for(
+def requests_for(
     layers: str | Site | Sequence[str],
     what: What,
     call: int | None,
     layer_names: list[str],
     parameter_names: list[str],
-) -> list[Wish]:
+) -> list[TapRequest]:
     """Return the requests of one call of `Taps.keep` or `Taps.edit`, one per layer, without `reduce` and `edit`.
 
     Args:
@@ -76,7 +76,7 @@ def wishes_for(
         asked = [(layers.layer, layers.call, tuple(map(str, layers.path)), layers.what)]
     else:
         asked = [split_text(text, layer_names) for text in ([layers] if isinstance(layers, str) else layers)]
-    wishes = []
+    requests = []
     for pattern, own_call, path, own_what in asked:
         if own_what is not None and own_what not in get_args(What):
             raise unknown_name("what", own_what, get_args(What))
@@ -90,21 +90,21 @@ def wishes_for(
             names = [*layer_names, *parameter_names] if kind == "grad" else layer_names
             inside = match_layers(names, layer)
         own_call = call if own_call is None else own_call
-        wishes += [Wish(name, operation, kind, own_call, path) for name in inside]
-    return wishes
+        requests += [TapRequest(name, operation, kind, own_call, path) for name in inside]
+    return requests
 
 
 @dataclasses.dataclass
-class Point:
+class HookPoint:
     """A module, or a function called in a module, with its requests as (layer name, request) pairs."""
 
-    wishes: list[tuple[str, Wish]]
+    requests: list[tuple[str, TapRequest]]
     only_keeps: bool = dataclasses.field(init=False)  # no value is edited, and no gradient watched
     # Calls in progress, the innermost last: a module may call itself.
     calls: list[Call] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.only_keeps = all(wish.edit is None and "grad" not in wish.what for _, wish in self.wishes)
+        self.only_keeps = all(request.edit is None and "grad" not in request.what for _, request in self.requests)
 
 
 @dataclasses.dataclass

@@ -34,7 +34,7 @@ from extract.errors import InputError, LayertapError, unknown_name
 from extract.taps.edits import Edit
 from extract.taps.hook_calls import HookCalls
 from extract.taps.record import Record, Reduce, Site, What
-from extract.taps.requests import Block, Wish, wishes_for
+from extract.taps.requests import Block, TapRequest, requests_for
 
 __all__ = ["Taps"]
 
@@ -105,11 +105,11 @@ class Taps:
             UnknownNameError: a pattern matches no layer, or `what` is unknown.
             InputError: the same value of a layer is already kept, or a function has no value of this kind.
         """
-        wishes = self._hooks.wishes
-        for wish in self._wishes_for(layers, what, call):
-            if any(wish.overlaps(other) for other in wishes if other.edit is None):
-                raise InputError(f"the {wish.what} of layer {wish.layer!r} is kept already")
-            wishes.append(dataclasses.replace(wish, reduce=reduce))
+        requests = self._hooks.requests
+        for request in self._requests_for(layers, what, call):
+            if any(request.overlaps(other) for other in requests if other.edit is None):
+                raise InputError(f"the {request.what} of layer {request.layer!r} is kept already")
+            requests.append(dataclasses.replace(request, reduce=reduce))
         return self
 
     def edit(
@@ -137,13 +137,15 @@ class Taps:
         """
         if what not in ("output", "input", "grad"):
             raise unknown_name("what to edit", what, ["output", "input", "grad"])
-        self._hooks.wishes += [dataclasses.replace(wish, edit=fn) for wish in self._wishes_for(layers, what, call)]
+        self._hooks.requests += [
+            dataclasses.replace(request, edit=fn) for request in self._requests_for(layers, what, call)
+        ]
         return self
 
-    def _wishes_for(self, layers: str | Site | Sequence[str], what: What, call: int | None) -> list[Wish]:
+    def _requests_for(self, layers: str | Site | Sequence[str], what: What, call: int | None) -> list[TapRequest]:
         if self._hooks.block is not None:
             raise LayertapError("ask before the `with` block begins")
-        return wishes_for(layers, what, call, list(self._hooks.layers), list(self._hooks.parameters))
+        return requests_for(layers, what, call, list(self._hooks.layers), list(self._hooks.parameters))
 
     @property
     def record(self) -> Record:
@@ -165,7 +167,7 @@ class Taps:
     def __enter__(self) -> Self:
         if self._hooks.block is not None:
             raise LayertapError("these Taps are in use already")
-        if self._stop and any(wish.what in ("grad", "grad_input") for wish in self._hooks.wishes):
+        if self._stop and any(request.what in ("grad", "grad_input") for request in self._hooks.requests):
             raise InputError("gradients need whole forwards; leave stop=True off")
         block = Block()
         with contextlib.ExitStack() as undo:

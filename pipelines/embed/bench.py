@@ -34,7 +34,7 @@ from extract.extraction.tuning import (
     ways_for,
 )  # fmt: skip
 from extract.images import ImageList, Images, list_images
-from extract.images.sources import Source
+from extract.images.sources import ImageSource
 from extract.system.torch_state import evaluating, full_float32
 
 __all__ = ["Bench", "PipelineRate", "as_json", "bench", "print_bench"]
@@ -191,7 +191,13 @@ def _bound(forward: float, decode: float, write: float, on_cpu: bool) -> float:
 
 
 def _pipeline_rate(
-    backbone: Backbone, images: ImageList, layers: tuple[str, ...], way: Way, decode: str, batch_size: int, bound: float
+    backbone: Backbone,
+    images: ImageList,
+    layers: tuple[str, ...],
+    way: Way,
+    decode: str,
+    batch_size: int,
+    bound: float,
 ) -> float:
     """Return images per second of a whole run, without the time for comparing and compiling."""
     repeated = _repeated(images, max(12 * batch_size, int(bound * _PIPELINE_S)))
@@ -215,20 +221,20 @@ def _repeated(images: ImageList, count: int) -> Images:
 class _Repeated:
     """A source that repeats the rows of another source."""
 
-    def __init__(self, source: Source, count: int):
+    def __init__(self, source: ImageSource, count: int):
         self._source, self._count = source, count
 
     def read(self, row: int) -> tuple[bytes, int]:
-        """See `Source`; the row number is appended to the bytes."""
+        """See `ImageSource`; the row number is appended to the bytes."""
         data, mtime_ns = self._source.read(row % self._count)
         return data + row.to_bytes(8), mtime_ns
 
     def decode(self, data: bytes, max_pixels: int, at_least_px: int = 0) -> Image.Image:
-        """See `Source`."""
+        """See `ImageSource`."""
         return self._source.decode(data[:-8], max_pixels, at_least_px)
 
     def check_there(self) -> None:
-        """See `Source`."""
+        """See `ImageSource`."""
         self._source.check_there()
 
 

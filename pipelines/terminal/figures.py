@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from extract.system.atomic_files import whole_file
+from extract.system.atomic_files import atomic_write
 from pipelines.terminal.text_output import printable
 
 __all__ = ["COLOURS", "cycled", "drawable", "new_figure", "save_figure"]
@@ -22,7 +22,7 @@ _LONGEST = 28  # characters of a name
 def save_figure(figure: Figure, path: Path) -> Path:
     """Write a figure atomically, in the format of the file's extension, and return the path."""
     FigureCanvasAgg(figure)
-    with whole_file(path) as file, warnings.catch_warnings():
+    with atomic_write(path) as file, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # emoji are drawn as boxes
         figure.savefig(file, format=path.suffix.removeprefix(".").lower(), dpi=150)
     return path

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from extract.system.atomic_files import whole_file
+from extract.system.atomic_files import atomic_write
 
 __all__ = ["print_aligned", "table_file"]
 
@@ -17,7 +17,7 @@ __all__ = ["print_aligned", "table_file"]
 @contextlib.contextmanager
 def table_file(path: Path) -> Iterator[Callable[[list[Any]], Any]]:
     """Context manager: yield a function that writes one row of a CSV file. The file appears when it is complete."""
-    with whole_file(path) as file:
+    with atomic_write(path) as file:
         # surrogateescape: file names may have undecodable bytes
         text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
         yield csv.writer(text, lineterminator="\n").writerow

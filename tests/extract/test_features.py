@@ -10,7 +10,7 @@ from extract import load_backbone
 from extract.compute.backbone import Backbone
 from extract.compute.feature_choice import choose_features
 from extract.errors import InputError, UnknownNameError
-from extract.taps.batch_axis import Rows, Trial, learn_rows
+from extract.taps.batch_axis import BatchAxis, Trial, find_batch_axis
 from extract.taps.layer_names import named_layers
 
 
@@ -129,9 +129,9 @@ def test_layers_whose_rows_are_not_the_images_are_refused(net: Backbone, layer: 
 
 def test_windows_and_sequence_first_tensors_are_put_in_order(net: Backbone) -> None:
     windows, tokens, state = choose_features(net, ["windows:none", "time_first", "lstm:1.0:flatten"]).features
-    assert (windows.rows, windows.shape) == (Rows(0, 4), (4, 4, 14, 14))
-    assert (tokens.rows, tokens.pooling, tokens.shape) == (Rows(1, 1), "mean_tokens", (4,))
-    assert (state.rows, state.shape) == (Rows(1, 1), (5,))
+    assert (windows.rows, windows.shape) == (BatchAxis(0, 4), (4, 4, 14, 14))
+    assert (tokens.rows, tokens.pooling, tokens.shape) == (BatchAxis(1, 1), "mean_tokens", (4,))
+    assert (state.rows, state.shape) == (BatchAxis(1, 1), (5,))
     images = torch.randn(5, 3, 224, 224)
     with torch.no_grad():
         h = net.model.plain(images)
@@ -141,14 +141,14 @@ def test_windows_and_sequence_first_tensors_are_put_in_order(net: Backbone) -> N
 
 def test_learn_rows_tells_the_axis_and_the_rows_of_an_image(net: Backbone) -> None:
     images = torch.randn(4, 3, 224, 224)
-    assert learn_rows(net.model, images, ["plain", "windows", "time_first", "lstm"]) == {
-        "plain": Rows(0, 1), "windows": Rows(0, 4), "time_first": Rows(1, 1),
-        "lstm:0": Rows(0, 1), "lstm:1.0": Rows(1, 1), "lstm:1.1": Rows(1, 1),
+    assert find_batch_axis(net.model, images, ["plain", "windows", "time_first", "lstm"]) == {
+        "plain": BatchAxis(0, 1), "windows": BatchAxis(0, 4), "time_first": BatchAxis(1, 1),
+        "lstm:0": BatchAxis(0, 1), "lstm:1.0": BatchAxis(1, 1), "lstm:1.1": BatchAxis(1, 1),
     }  # fmt: skip
     with pytest.raises(InputError, match="its rows are not the images"):
-        learn_rows(net.model, images, ["shuffles"])
+        find_batch_axis(net.model, images, ["shuffles"])
     with pytest.raises(InputError, match="at least 2"):
-        learn_rows(net.model, images[:1], ["plain"])
+        find_batch_axis(net.model, images[:1], ["plain"])
 
 
 @pytest.mark.parametrize("change", [
@@ -169,7 +169,7 @@ def test_no_mixture_or_order_of_images_passes_for_rows(change) -> None:
 
     torch.manual_seed(0)
     with pytest.raises(InputError, match="its rows are not the images"):
-        learn_rows(Net(), torch.randn(4, 3, 2, 2), ["changed"])
+        find_batch_axis(Net(), torch.randn(4, 3, 2, 2), ["changed"])
 
 
 @pytest.mark.parametrize(
@@ -194,8 +194,8 @@ def test_the_layers_of_real_networks_are_not_refused(name: str) -> None:
 
 def test_rows_of_swin_windows_and_sequence_first_attention() -> None:
     swin = load_backbone("timm/swin_tiny_patch4_window7_224", weights="random", device="cpu").model
-    assert learn_rows(swin, torch.randn(2, 3, 224, 224), ["layers.0.blocks.0.attn"]) == {
-        "layers.0.blocks.0.attn": Rows(0, 64)
+    assert find_batch_axis(swin, torch.randn(2, 3, 224, 224), ["layers.0.blocks.0.attn"]) == {
+        "layers.0.blocks.0.attn": BatchAxis(0, 64)
     }
     attention = nn.Sequential(nn.Flatten(2), nn.TransformerEncoderLayer(64, 2, 8, batch_first=False)).eval()
 
@@ -207,7 +207,7 @@ def test_rows_of_swin_windows_and_sequence_first_attention() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.encoder(x.flatten(2).permute(1, 0, 2))
 
-    assert learn_rows(SequenceFirst(), torch.randn(3, 3, 8, 8), ["encoder"]) == {"encoder": Rows(1, 1)}
+    assert find_batch_axis(SequenceFirst(), torch.randn(3, 3, 8, 8), ["encoder"]) == {"encoder": BatchAxis(1, 1)}
 
 
 def test_a_part_of_a_tuple_can_be_named(net: Backbone) -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from extract import InputError, LayertapError, Taps
-from extract.taps.batch_axis import Rows, learn_rows
+from extract.taps.batch_axis import BatchAxis, find_batch_axis
 from extract.taps.layer_names import named_layers
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -86,9 +86,9 @@ def test_4_rows_are_images_proved() -> None:
     model.attention.register_forward_hook(lambda m, args, out: found.append(out[0].detach().clone()))
     with torch.no_grad():
         output = model(images)
-        rows = learn_rows(model, images, ["attention"])
+        rows = find_batch_axis(model, images, ["attention"])
     assert len(found[0]) == 4  # four "rows" for three images: written to disk, a mixture of them
-    assert rows == {"attention:0": Rows(axis=1)}
+    assert rows == {"attention:0": BatchAxis(axis=1)}
     assert torch.equal(rows["attention:0"].by_image(output)[2], output[:, 2])
 
 

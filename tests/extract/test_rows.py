@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from extract import extract_features, load_backbone
 from extract.errors import InputError
 from extract.extraction.run import extract
-from extract.taps.batch_axis import Rows, learn_rows
+from extract.taps.batch_axis import BatchAxis, find_batch_axis
 from tests.planning import plan
 
 SIZE = 32
@@ -39,7 +39,7 @@ def test_a_layer_that_sorts_its_batch_is_refused_whatever_it_sorts_by(seed: int)
     model = Sorting(lambda x: x @ weights)
     pictures = torch.arange(12.0).view(3, 4) ** 2 % 7
     with pytest.raises(InputError, match="its rows are not the images"):
-        learn_rows(model, pictures, ["inside"])
+        find_batch_axis(model, pictures, ["inside"])
 
 
 FILE = """
@@ -150,12 +150,12 @@ def test_an_expert_that_gets_some_pictures_is_refused() -> None:
     pictures = torch.tensor([[1.0, 2, 3, 4], [-1, -2, -3, -5], [2, 3, 5, 7]])
     for layer in ("bright", "dark"):
         with pytest.raises(InputError, match="its rows are not the images|does not run for every"):
-            learn_rows(Routing(), pictures, [layer])
+            find_batch_axis(Routing(), pictures, [layer])
 
 
 def test_rows_that_are_no_whole_images_are_refused() -> None:
     with pytest.raises(InputError, match="gave 7 rows, and 2 for each image"):
-        Rows(0, 2).by_image(torch.zeros(7, 3))
+        BatchAxis(0, 2).by_image(torch.zeros(7, 3))
 
 
 def test_batches_of_one_picture_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,12 @@ def test_ways_that_do_not_agree_or_fail_are_not_to_be_taken(folder: Path, monkey
     with evaluating(backbone.model):
         choice = choose_features(backbone, ["embedding"])
     pictures, _ = pictures_of(list_images(folder), backbone.preprocessing, 6)
-    ways = [Way("float32", "eager"), Way("float32", "openvino"), Way("bfloat16", "eager"), Way("float32", "inductor")]
+    ways = [
+        Way("float32", "eager"),
+        Way("float32", "openvino"),
+        Way("bfloat16", "eager"),
+        Way("float32", "inductor"),
+    ]
 
     def no_compiler(*_: object, **__: object) -> None:
         raise RuntimeError("no C++ compiler\nand much more")
@@ -118,7 +123,10 @@ def test_a_data_set_is_gone_on_with_as_it_began(folder: Path, tmp_path: Path, mo
 
 
 def test_what_takes_long_to_compile_must_win_that_back() -> None:
-    slow, soon = Measured(Way("float32", "inductor"), 20.0, start_s=30.0), Measured(Way("float32", "eager"), 10.0)
+    slow, soon = (
+        Measured(Way("float32", "inductor"), 20.0, start_s=30.0),
+        Measured(Way("float32", "eager"), 10.0),
+    )
     assert ranked([slow, soon], 100) == [soon, slow]  # 10 s and 35 s
     assert ranked([slow, soon], 1000) == [slow, soon]  # 80 s and 100 s
     assert ranked([soon, slow]) == [slow, soon]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from extract import FeatureReader, InputError
-from extract.system.atomic_files import open_own, whole_file
+from extract.system.atomic_files import atomic_write, open_own
 from extract.system.folder_lock import locked
 from tests.pipelines.test_cli import SMALL, fails, layertap
 from tests.pipelines.test_sync import SMALL as SYNC
@@ -241,7 +241,7 @@ def test_results_of_a_probe_do_not_go_through_a_linked_folder(out: Path, folder:
 def test_a_name_that_a_temporary_file_would_have_is_not_followed(tmp_path: Path, precious: Path) -> None:
     path = tmp_path / "dataset.json"
     symbolic(tmp_path / f"dataset.json.{os.getpid()}.new", precious)
-    with whole_file(path) as file:
+    with atomic_write(path) as file:
         file.write(b"{}")
     assert path.read_bytes() == b"{}"
     assert precious.read_bytes() == PRECIOUS

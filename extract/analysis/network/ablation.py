@@ -19,7 +19,7 @@ from extract.compute.backbone import Backbone
 from extract.compute.feature_choice import EMBEDDING, Choice, Feature, choose_features
 from extract.errors import InputError
 from extract.system.torch_state import evaluating, full_float32, keeping_freed_memory
-from extract.taps.batch_axis import Rows
+from extract.taps.batch_axis import BatchAxis
 from extract.taps.edits import Edit
 from extract.taps.record import Site
 from extract.taps.taps import Taps
@@ -200,8 +200,8 @@ def _of(edit: Edit, feature: Feature, channel: int | None, seed: int) -> Edit:
     return changed
 
 
-def _back(images: Tensor, rows: Rows, like: Tensor) -> Tensor:
-    """Undo `Rows.by_image`."""
+def _back(images: Tensor, rows: BatchAxis, like: Tensor) -> Tensor:
+    """Undo `BatchAxis.by_image`."""
     shape = like.movedim(rows.axis, 0).shape
     return images.reshape(shape).movedim(0, rows.axis)
 

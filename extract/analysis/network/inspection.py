@@ -27,7 +27,7 @@ from extract.analysis.network.reports import ParameterReport, TensorReport
 from extract.compute.pooling import recognise
 from extract.errors import InputError, LayertapError
 from extract.system.torch_state import evaluating, full_float32, keeping_freed_memory
-from extract.taps.batch_axis import Rows, Trial
+from extract.taps.batch_axis import BatchAxis, Trial
 from extract.taps.layer_names import match_layers, named_layers, named_parameters
 from extract.taps.record import Record, Site
 from extract.taps.requests import StandInError
@@ -70,7 +70,7 @@ class Inspection:
 class _Place:
     """How to summarise one tensor: where its images are (None: unknown), and which axes are positions."""
 
-    rows: Rows | None
+    rows: BatchAxis | None
     shape: tuple[int, ...]  # of one image, or of the whole batch if `rows` is None
     positions: tuple[int, ...]
     bounds: tuple[float, float] | None

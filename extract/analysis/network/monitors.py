@@ -34,7 +34,7 @@ from extract.analysis.network.activation_statistics import Statistics, Summary, 
 from extract.analysis.network.inspection import does_something, positions_of
 from extract.errors import InputError, LayertapError
 from extract.taps.layer_names import match_layers, named_layers, named_parameters
-from extract.taps.non_copying_hook import UncopiedHook
+from extract.taps.model_bound_hook import ModelBoundHook
 from extract.taps.record import Record
 from extract.taps.taps import Taps
 
@@ -122,7 +122,7 @@ class _Monitor:
             raise LayertapError("this monitor is in use already")
         if self._model._compiled_call_impl is not None:
             raise InputError("model.compile() takes hooks into its compiled code; monitor torch.compile(model) instead")
-        self._handle = self._model.register_forward_pre_hook(UncopiedHook(self._before))
+        self._handle = self._model.register_forward_pre_hook(ModelBoundHook(self._before))
         return self
 
     def __exit__(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from extract.images.csv_lists import Row
-from extract.system.atomic_files import whole_file
+from extract.system.atomic_files import atomic_write
 
 __all__ = ["Runs"]
 
@@ -95,7 +95,7 @@ class Runs:
 
     def _write(self, first: int, last: int, head: dict[str, Any], rows: Iterable[Row]) -> Path:
         path = self._folder / f"{first:06d}-{last:06d}.jsonl"
-        with whole_file(path) as file:
+        with atomic_write(path) as file:
             file.write(json.dumps(head).encode() + b"\n")
             found = iter(rows)
             while block := list(itertools.islice(found, BLOCK_ROWS)):

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from extract.errors import first_line
 from extract.images.sources import BrokenListError
-from extract.system.atomic_files import whole_file
+from extract.system.atomic_files import atomic_write
 
 __all__ = ["MOST_PART_ROWS", "SPLIT_CODES", "Part", "part_path", "read_part", "write_part"]
 
@@ -74,7 +74,7 @@ def write_part(path: Path, part: Part) -> None:
         "splits": part.splits.astype("|u1"),
         **(_packed("ids", "id_ends", part.ids) if part.ids is not None else {}),
     }
-    with whole_file(path) as file, zipfile.ZipFile(file, "w") as zipped:
+    with atomic_write(path) as file, zipfile.ZipFile(file, "w") as zipped:
         for name, values in columns.items():
             content = io.BytesIO()
             np.lib.format.write_array(content, values, (1, 0), allow_pickle=False)

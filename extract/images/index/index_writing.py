@@ -39,7 +39,7 @@ from extract.images.index.external_sort import Runs
 from extract.images.index.image_index import FORMAT, LISTING, VERSION, PlannedImages, is_plan, open_plan, read_in_pieces
 from extract.images.index.index_parts import SPLIT_CODES, Part, part_path, read_part, write_part
 from extract.images.kinds import kind_of, no_images
-from extract.system.atomic_files import discard, own_folder, read_json, whole_file, write_json
+from extract.system.atomic_files import atomic_write, discard, own_folder, read_json, write_json
 from extract.system.folder_lock import locked
 from extract.system.urls import file_system, is_url
 
@@ -244,7 +244,7 @@ def _sort(listing: Path, where: str, runs: Runs, on_rows: Callable[[str, int], N
 def _copy(url: str, file: Path) -> None:
     """Copy the content of a URL to a file, completely or not at all."""
     fs, path = file_system(url)
-    with whole_file(file) as target:
+    with atomic_write(file) as target:
         try:
             with fs.open(path, "rb") as source:
                 content = iter(lambda: source.read(1 << 24), b"")

@@ -38,7 +38,7 @@ from extract.system.folder_lock import locked
 __all__ = [
     "BUILDING",
     "DataSet",
-    "Whereabouts",
+    "ShardFiles",
     "changes",
     "differences",
     "existing_shard_rows",
@@ -70,7 +70,7 @@ def shard_rows_for(features: Sequence[StoredFeature]) -> int:
 
 
 @dataclass(frozen=True)
-class Whereabouts:
+class ShardFiles:
     """Files of a shard, by revision: the number of times it was rewritten to fill failed or damaged rows.
 
     Attributes:
@@ -131,7 +131,7 @@ class DataSet:
         """Return the path of a shard's file: 000000.h5, or 000000-r1.h5 for revision 1; a part ends in .part."""
         return self.out / "shards" / f"{stem_of(shard, revision)}.h5{'.part' if part else ''}"
 
-    def whereabouts(self) -> list[Whereabouts]:
+    def whereabouts(self) -> list[ShardFiles]:
         """Return the files of each shard; of several revisions, which a killed run may leave, the last one."""
         published: dict[int, int] = {}
         parts: dict[int, int] = {}
@@ -143,10 +143,10 @@ class DataSet:
             final, writing = published.get(shard), parts.get(shard)
             if writing is not None and final is not None and writing <= final:
                 writing = None
-            found.append(Whereabouts(final, writing))
+            found.append(ShardFiles(final, writing))
         return found
 
-    def current(self, shard: int, where: Whereabouts) -> Path | None:
+    def current(self, shard: int, where: ShardFiles) -> Path | None:
         """Return the file with the rows of a shard: the finished file, otherwise the part; None if there is neither."""
         if where.published is not None:
             return self.path(shard, where.published)

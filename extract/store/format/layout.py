@@ -62,7 +62,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError
-from extract.system.atomic_files import discard, sync_folder, take_space
+from extract.system.atomic_files import discard, reserve_space, sync_folder
 
 __all__ = [
     "FORMAT",
@@ -236,7 +236,7 @@ def new_shard_file(
         size += -(-n_rows // rows) * (rows * feature.row_bytes * 257 // 256 + 256)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
-        take_space(temporary, size)
+        reserve_space(temporary, size)
         # All metadata in one block at the start, so that the data after it has no gaps.
         with h5py.File(
             temporary, "x", libver=("v110", "v110"), userblock_size=header_bytes,

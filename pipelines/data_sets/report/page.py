@@ -32,7 +32,7 @@ from extract.errors import InputError
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from extract.store.reader import FeatureReader
-from extract.system.atomic_files import link_target, whole_file
+from extract.system.atomic_files import atomic_write, link_target
 from extract.system.urls import is_url
 from pipelines.data_sets.diff import as_json as comparison_as_json
 from pipelines.data_sets.report.alike import ALIKE, K, alike, copies, neighbours_of, shared_neighbours
@@ -103,7 +103,7 @@ def run_report(
         say("making thumbnails")
         root = images or str(dataset.images["root"])
         page = content.page(root, thumbnails)
-    with whole_file(written_to) as file:
+    with atomic_write(written_to) as file:
         file.write(page)
     return output
 

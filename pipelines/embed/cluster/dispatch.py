@@ -209,7 +209,7 @@ def dispatch(
     """
     dispatch = _Dispatch(shards, workers, on_event, clock)
     for event in joined:
-        dispatch.heed(event)
+        dispatch.handle(event)
     return dispatch.run(stop)
 
 
@@ -247,7 +247,7 @@ class _Dispatch:
                 raise LayertapError(f"no worker is left that is given anything; the last, on {host}: {why}. {_SAFE}")
             for event in self._engine.events(_TICK_S):
                 self._on_event(event)
-                self.heed(event)
+                self.handle(event)
         self._result.stopped = True
         return self._result
 
@@ -260,7 +260,7 @@ class _Dispatch:
 
     # Events
 
-    def heed(self, event: Event) -> None:
+    def handle(self, event: Event) -> None:
         """Update the state after an event."""
         if isinstance(event, Joined):
             self._workers[event.worker] = _Worker(event.host)

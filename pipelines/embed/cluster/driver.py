@@ -149,14 +149,14 @@ def _run(config: EmbedConfig, workers: Workers, joined: list[Joined], said: set[
     with Progress(dataset.n_rows) as progress, _log_of(config) as log:
         found = sum(len(dataset.shard_range(shard)) for shard in np.flatnonzero(published).tolist())
         progress.advance(found, True)
-        heed = _Heeding(shared, progress, log, said)
+        handle = _EventLog(shared, progress, log, said)
         for event in joined:
-            heed(event)
+            handle(event)
         shared.dispatched = dispatch(
-            pending.tolist(), workers, joined=joined, on_event=heed, stop=lambda: bool(received)
+            pending.tolist(), workers, joined=joined, on_event=handle, stop=lambda: bool(received)
         )
         shared.seconds = time.monotonic() - begun
-        heed.note("ended", seconds=round(shared.seconds, 3), rows=shared.computed)
+        handle.note("ended", seconds=round(shared.seconds, 3), rows=shared.computed)
     shared.signal = received[0] if shared.dispatched.stopped and received else 0
     return shared
 
@@ -197,7 +197,7 @@ def _tell(shared: Shared, pending: NDArray[np.int64]) -> None:
     click.echo("\n".join(lines), err=True)
 
 
-class _Heeding:
+class _EventLog:
     """Handle events: print them on stderr, and log them as lines of JSON."""
 
     def __init__(self, shared: Shared, progress: Progress, log: Path, said: set[str]):

@@ -169,7 +169,7 @@ def test_a_failure_leaves_nothing_behind(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("extract.store.export._blocks", full)
-    monkeypatch.setattr("extract.store.export.take_space", full)
+    monkeypatch.setattr("extract.store.export.reserve_space", full)
     with pytest.raises(LayertapError, match="No space left on device"):
         export(reader, tmp_path / "new", to)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]

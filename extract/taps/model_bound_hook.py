@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["UncopiedHook"]
+__all__ = ["ModelBoundHook"]
 
 
-class UncopiedHook:
+class ModelBoundHook:
     """Hook that does nothing in a copied or pickled model."""
 
     def __init__(self, function: Callable[..., Any]):
@@ -19,10 +19,10 @@ class UncopiedHook:
         return self._function(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return UncopiedHook, (_nothing,)
+        return ModelBoundHook, (_nothing,)
 
-    def __deepcopy__(self, memo: Any) -> UncopiedHook:
-        return UncopiedHook(_nothing)
+    def __deepcopy__(self, memo: Any) -> ModelBoundHook:
+        return ModelBoundHook(_nothing)
 
 
 def _nothing(*args: Any) -> None:
