@@ -30,10 +30,9 @@ from torch import Tensor
 
 from extract import load_backbone
 from extract.compute.backbone import Backbone
-from extract.extraction.run import extract
+from extract.extraction.run import ExtractionSettings, extract, plan
 from extract.images import Batch
 from extract.system.torch_state import evaluating, full_float32, keeping_freed_memory
-from tests.planning import plan
 
 BACKBONES = ["torchvision/resnet50", "torchvision/vit_b_16"]
 POOL = 1024  # pictures that differ; they come again and again, as images of their own
@@ -57,7 +56,8 @@ def by_pipeline(backbone: Backbone, pictures: Tensor, options: argparse.Namespac
         listed = Path(folder) / "pictures.npy"
         np.lib.format.open_memmap(listed, "w+", np.uint8, (options.images, 8, 8, 3)).flush()
         how = {"batch_size": options.batch_size, "precision": options.precision, "compile": options.compile}
-        planned = plan(listed, out=Path(folder) / "out", backbone=backbone, workers=0, min_cosine=0.9, **how)
+        settings = ExtractionSettings(workers=0, min_cosine=0.9, **how)
+        planned = plan(listed, out=Path(folder) / "out", backbone=backbone, settings=settings)
 
         def batches(images: Any, rows: Any, *_: Any, **__: Any) -> Iterator[Batch]:
             return preloaded(pictures, rows)

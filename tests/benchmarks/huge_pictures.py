@@ -29,10 +29,9 @@ sys.path.insert(0, sys.argv[4])
 from extract.images import loading
 loading._PIECES = int(sys.argv[3])
 from extract import load_backbone
-from extract.extraction.run import extract
-from tests.planning import plan
+from extract.extraction.run import ExtractionSettings, extract, plan
 backbone = load_backbone(sys.argv[5], device="cpu")
-planned = plan(sys.argv[1], out=sys.argv[2], backbone=backbone, workers=2)
+planned = plan(sys.argv[1], out=sys.argv[2], backbone=backbone, settings=ExtractionSettings(workers=2))
 waits, before = [], time.perf_counter()
 def on_rows(rows, found):
     global before

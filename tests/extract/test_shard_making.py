@@ -74,9 +74,9 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     load = module.load_batches
 
-    def counted(*given: Any, **settings: Any) -> Any:
-        found.append(settings["workers"])
-        return load(*given, **settings)
+    def counted(images: Any, batches: Any, decoding: Any) -> Any:
+        found.append(decoding.workers)
+        return load(images, batches, decoding)
 
     monkeypatch.setattr(module, "load_batches", counted)
     return found

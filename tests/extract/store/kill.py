@@ -32,9 +32,8 @@ from extract import FeatureReader
 from extract.backbones import Weights
 from extract.backbones.preprocessing import Preprocessing
 from extract.compute.backbone import Backbone
-from extract.extraction.run import extract
+from extract.extraction.run import ExtractionSettings, extract, plan
 from extract.store.verify import verify
-from tests.planning import plan
 
 BROKEN = "b/13.png"
 CALLS = ("pwrite", "fsync", "fdatasync", "link", "rename", "unlink", "posix_fallocate")
@@ -62,8 +61,8 @@ def network() -> Backbone:
 
 def run(images: Path, out: Path, backbone: Backbone, compress: str | None, retry: bool, told: Any = None) -> None:
     """One run; each acknowledged number of rows is written to the pipe `told`."""
-    planned = plan(images, out=out, backbone=backbone, layers=["0", "4"], batch_size=4, workers=0, shard_rows=8,
-                   compress=compress, sync_s=0)  # fmt: skip
+    settings = ExtractionSettings(layers=["0", "4"], batch_size=4, workers=0, shard_rows=8, compress=compress, sync_s=0)
+    planned = plan(images, out=out, backbone=backbone, settings=settings)
 
     def on_rows(rows: int, found: bool) -> None:
         if told is not None:
