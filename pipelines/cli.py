@@ -89,3 +89,8 @@ for _module in (data_sets, demo, embed, network, probe, sync):
     for _member in vars(_module).values():
         if isinstance(_member, click.Command):
             main.add_command(_member)
+
+
+# Units of systemd and lines of cron that earlier versions printed start this module.
+if __name__ == "__main__":
+    main()

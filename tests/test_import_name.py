@@ -78,3 +78,12 @@ def test_passes_of_a_schedule_run_beside_a_package_that_hides_pipelines(tmp_path
     environment = {"PATH": "", "PYTHONPATH": str(ROOT)}
     shown = subprocess.run([*LAYERTAP, "--version"], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (shown.returncode, shown.stdout) == (0, "python -m layertap, version 0.1.0\n"), shown.stderr
+
+
+@pytest.mark.parametrize("module", ["layertap", "pipelines.cli"])  # the second one stands in units that were printed
+def test_the_command_runs_as_a_module(module: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", module, "show", "nothing"]
+    environment = {"PATH": "", "PYTHONPATH": str(ROOT)}
+    shown = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert shown.returncode == 2
+    assert "nothing" in shown.stderr
