@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import shlex
-import tomllib
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +40,8 @@ def pip_install(extra: str) -> str:
     The command names the libraries, not `layertap[extra]`. It works for a wheel, a checkout and an editable
     installation, whether or not a package index has the project.
     """
+    import shlex
+
     requirements = _requirements_in_checkout(extra) or _requirements_in_metadata(extra)
     if not requirements:  # the folders were copied without pyproject.toml and metadata
         return f"see the extra {extra!r} in layertap's pyproject.toml"
@@ -50,6 +49,8 @@ def pip_install(extra: str) -> str:
 
 
 def _requirements_in_checkout(extra: str) -> list[str]:
+    import tomllib
+
     if not _PYPROJECT.is_file():
         return []
     project = tomllib.loads(_PYPROJECT.read_text(encoding="utf-8")).get("project", {})
@@ -57,6 +58,8 @@ def _requirements_in_checkout(extra: str) -> list[str]:
 
 
 def _requirements_in_metadata(extra: str) -> list[str]:
+    from importlib import metadata  # 15 ms, which every command would pay
+
     try:
         declared = metadata.requires(_PROJECT) or []
     except metadata.PackageNotFoundError:
