@@ -108,7 +108,7 @@ class HookCalls:
                 hook(module.register_forward_pre_hook, partial(self._push, names[id(module)]))
                 hook(module.register_forward_hook, self._pop, always_call=True)
             undo.enter_context(watching(self._on_operation))
-        wishes_of: dict[int, tuple[nn.Module, list[tuple[str, TapRequest]]]] = {}
+        requests_of: dict[int, tuple[nn.Module, list[tuple[str, TapRequest]]]] = {}
         for request in sorted(self.requests, key=lambda request: request.edit is None):  # edits come before keeps
             if request.layer in self.parameters:
                 parameter = self.parameters[request.layer]
@@ -118,8 +118,8 @@ class HookCalls:
                 undo.callback(handle.remove)
             elif not request.operation and request.what != "attention":
                 module = self.layers[request.layer]
-                wishes_of.setdefault(id(module), (module, []))[1].append((request.layer, request))
-        points = [(module, HookPoint(requests)) for module, requests in wishes_of.values()]
+                requests_of.setdefault(id(module), (module, []))[1].append((request.layer, request))
+        points = [(module, HookPoint(requests)) for module, requests in requests_of.values()]
         self._points = [point for _, point in points]
         for module, point in points:
             hook(module.register_forward_pre_hook, partial(self._pre_hook, point), with_kwargs=True)

@@ -139,7 +139,7 @@ def test_windows_and_sequence_first_tensors_are_put_in_order(net: Backbone) -> N
     assert torch.equal(tokens.rows.by_image(h.flatten(2).permute(2, 0, 1)), h.flatten(2).permute(0, 2, 1))
 
 
-def test_learn_rows_tells_the_axis_and_the_rows_of_an_image(net: Backbone) -> None:
+def test_find_batch_axis_tells_the_axis_and_the_rows_of_an_image(net: Backbone) -> None:
     images = torch.randn(4, 3, 224, 224)
     assert find_batch_axis(net.model, images, ["plain", "windows", "time_first", "lstm"]) == {
         "plain": BatchAxis(0, 1), "windows": BatchAxis(0, 4), "time_first": BatchAxis(1, 1),
