@@ -6,7 +6,6 @@ machines.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ from extract.images import Batch
 from extract.row_status import Status
 from extract.store.format.writer import ShardWriter
 
-__all__ = ["Split", "split_duplicates"]
+__all__ = ["Duplicates", "Split"]
 
 
 class Split(NamedTuple):
@@ -42,27 +41,29 @@ class Split(NamedTuple):
         return len(self.unique.rows) + len(self.origins)
 
 
-def split_duplicates(batches: Iterable[Batch], writer: ShardWriter) -> Iterator[Split]:
-    """Split each batch of a shard into rows to compute and rows to copy.
+class Duplicates:
+    """The contents of the images of one shard.
 
     Args:
-        batches: batches of the shard.
-        writer: writer of the shard; its rows that are OK are origins, too.
+        writer: writer of the shard; an image of its rows that are OK is not computed again.
     """
-    good = np.flatnonzero(writer.status == Status.OK)
-    hashes = writer.column("source_hash")[good]
-    # Built in reverse, so that the first of several rows with the same image is the origin.
-    row_with = dict(zip((one.tobytes() for one in hashes[::-1]), (good[::-1] + writer.first_row).tolist(), strict=True))
-    for batch in batches:
-        kept, copied, origins = [], [], []
+
+    def __init__(self, writer: ShardWriter):
+        good = np.flatnonzero(writer.status == Status.OK)
+        # In reverse order, so that the first of several rows with the same image is the origin.
+        hashes, rows = writer.column("source_hash")[good[::-1]], good[::-1] + writer.first_row
+        self._row_with = {content.tobytes(): row for content, row in zip(hashes, rows.tolist(), strict=True)}
+
+    def split(self, batch: Batch) -> Split:
+        """Split a batch into rows to compute and rows to copy from earlier ones."""
+        unique, copies, origins = [], [], []
         for position, (row, status) in enumerate(zip(batch.rows.tolist(), batch.status.tolist(), strict=True)):
             content = batch.source_hash[position].tobytes()
-            if status != Status.OK or row_with.setdefault(content, row) == row:
-                kept.append(position)
+            if status != Status.OK or self._row_with.setdefault(content, row) == row:
+                unique.append(position)
             else:
-                copied.append(position)
-                origins.append(row_with[content])
-        if not copied:
-            yield Split(batch, None, np.empty(0, np.int64))
-        else:
-            yield Split(batch.only(kept), batch.only(copied), np.array(origins, np.int64))
+                copies.append(position)
+                origins.append(self._row_with[content])
+        if not copies:
+            return Split(batch, None, np.empty(0, np.int64))
+        return Split(batch.only(unique), batch.only(copies), np.array(origins, np.int64))

@@ -1,7 +1,7 @@
 """The path of images to rows on disk: `extract_shard`. Start reading here.
 
     decode            worker processes, `extract.images.loading`: bytes -> upright RGB picture -> (H, W, 3) uint8
-    split_duplicates  images with the same bytes are computed once
+    duplicates.split  images with the same bytes are computed once
     forward.map       `extract.compute.backends`: device -> backbone under `Taps`, whose forward hooks pool each tapped
                       activation on the device (`extract.compute.pooling`) and copy it to the CPU
     rows_of           features and a status for each row
@@ -16,9 +16,9 @@ import copy
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from extract.compute.forward import rows_of
+from extract.compute.forward import Values, rows_of
 from extract.errors import MachineError
-from extract.extraction.duplicates import split_duplicates
+from extract.extraction.duplicates import Duplicates, Split
 from extract.extraction.plan import Plan
 from extract.extraction.summary import Callbacks, Summary
 from extract.extraction.todo import ShardWork, open_part
@@ -58,7 +58,7 @@ def extract_shard(
     reported = 0
     with open_part(plan, work) as writer:
         decoded = summary.timed_each("images", _until_stopped(batches, summary, callbacks.stop))
-        computed = summary.timed_each("forward", forward.map(split_duplicates(decoded, writer)))
+        computed = summary.timed_each("forward", _computed(map(Duplicates(writer).split, decoded), forward))
         for batch, features in computed:
             rows = rows_of(batch.unique, features, plan.choice.features, plan.dataset.features[0].dtype)
             with summary.timed("write"):
@@ -80,6 +80,13 @@ def extract_shard(
             made = summary.made_since(before, time.perf_counter() - start, plan.provenance)
             with summary.timed("write"):
                 writer.publish(plan.settings.compress or work.compress, made)
+
+
+def _computed(batches: Iterator[Split], forward: ValidatedForward) -> Iterator[tuple[Split, Values]]:
+    """Yield batches with their features; the first batches of a run are compared with the reference."""
+    yield from forward.first_batches(batches)
+    if forward.chosen is not None:
+        yield from forward.chosen.map(batches)
 
 
 def _report_stored(writer: ShardWriter, reported: int, callbacks: Callbacks) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -68,60 +68,59 @@ def validated_forward(plan: Plan, has_stored_rows: bool = False) -> Iterator[Val
 
 
 class ValidatedForward:
-    """The forward of a run, which compares the first batch with the reference.
+    """The forward of a run, chosen with the first batch, whose features are compared with the reference.
 
     Attributes:
+        chosen: computes all later batches; None before the first batch.
         computation: how features are computed; None before the first batch.
     """
 
     def __init__(self, plan: Plan, has_stored_rows: bool, open_now: contextlib.ExitStack):
         self._plan, self._has_stored_rows, self._open_now = plan, has_stored_rows, open_now
-        self._forward: Forward | None = None
+        self.chosen: Forward | None = None
         self._rows_are_checked = False
         self.computation: Computation | None = None
 
     @property
     def copying_s(self) -> float:
         """See `Forward`."""
-        return 0.0 if self._forward is None else self._forward.copying_s
+        return 0.0 if self.chosen is None else self.chosen.copying_s
 
     @property
     def images_at_once(self) -> int | None:
         """See `Forward`."""
-        return None if self._forward is None else self._forward.images_at_once
+        return None if self.chosen is None else self.chosen.images_at_once
 
-    def map(self, batches: Iterable[B]) -> Iterator[tuple[B, Values]]:
-        """See `Forward`.
+    def first_batches(self, batches: Iterator[B]) -> Iterator[tuple[B, Values]]:
+        """Compute and compare batches until rows are known to be images; yield nothing in later shards.
 
         Raises:
             InputError: rows of a feature are not the images of the first batch.
             DisagreementError: lower precision, fast decoding or the requested compiler disagrees with the reference.
             LayertapError: the requested compiler has failed.
         """
-        batches = iter(batches)
-        while self._forward is None or not self._rows_are_checked:
+        while self.chosen is None or not self._rows_are_checked:
             batch = next(batches, None)
             if batch is None:
                 return
             yield batch, self._validated(batch.images) if len(batch.images) else {}
-        yield from self._forward.map(batches)
 
     def _validated(self, images: Tensor) -> Values:
         """Return the features of the first batch, or of a later one while the rows are not checked.
 
         A batch with a single image does not show which rows belong to which image.
         """
-        if self._forward is None:
+        if self.chosen is None:
             try:
                 return self._first(images)
             except BaseException:  # so that a retry compares again
-                self._forward = None
+                self.chosen = None
                 self._open_now.close()
                 raise
         if len(images) > 1:
             with open_forward(self._plan.backbone, self._plan.choice, "float32") as plain:
                 self._check_rows(plain, images, plain(images))
-        return self._forward(images)
+        return self.chosen(images)
 
     def _first(self, images: Tensor) -> Values:
         """Return the features of the first batch; decide how all others are computed."""
@@ -156,9 +155,9 @@ class ValidatedForward:
                         raise DisagreementError(error.reason, " or ".join(others)) from error
                     raise LayertapError(f"{error}. Take {' or '.join(others)}") from error
                 self._open_now.close()
-                self._forward = None
+                self.chosen = None
                 computation, features, own_s = Computation("eager", first_line(error), True), None, 0.0
-        forward = self._forward or self._open("eager")
+        forward = self.chosen or self._open("eager")
         if plain_way:
             before = time.perf_counter()
             features = forward(images)
@@ -185,8 +184,8 @@ class ValidatedForward:
         dtype = plan.dataset.features[0].dtype if plain else "float32"
         at_most = min(plan.settings.batch_size, plan.dataset.shard_rows)
         opened = open_forward(plan.backbone, plan.choice, dtype, plan.settings.precision, engine, at_most)
-        self._forward = self._open_now.enter_context(opened)
-        return self._forward
+        self.chosen = self._open_now.enter_context(opened)
+        return self.chosen
 
     def _why_not(self, computation: Computation) -> str:
         """Return why features disagree with the reference; an empty string if they agree."""

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from extract.taps.edits import apply_edit
@@ -14,14 +13,9 @@ from extract.taps.functions import unwatched
 from extract.taps.record import Reduce, Site, What
 from extract.taps.requests import Block, Call, HookPoint, ModelCall, TapRequest
 
-__all__ = ["CopyOut", "in_backward", "on_gradient", "to_watch"]
+__all__ = ["CopyOut", "on_gradient", "to_watch"]
 
 CopyOut = Callable[[Tensor, Reduce | None, Site], Any]  # reduces and copies a kept tensor
-
-
-def in_backward() -> bool:
-    """Whether this thread is inside a backward pass; the same test as in `torch.utils.checkpoint`."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def to_watch(

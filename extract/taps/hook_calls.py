@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from extract.errors import LayertapError
 from extract.taps.edits import apply_edit
 from extract.taps.functions import attention_weights, operation_name, unwatched, watching
-from extract.taps.gradients import CopyOut, in_backward, on_gradient, to_watch
+from extract.taps.gradients import CopyOut, on_gradient, to_watch
 from extract.taps.layer_names import named_layers, named_parameters, unwrap
 from extract.taps.model_bound_hook import ModelBoundHook
 from extract.taps.nested import Path, map_tensors, tensors_in
@@ -28,6 +28,7 @@ from extract.taps.switches import COMPILED_CODE_OFF, FUSED_ATTENTION_OFF
 __all__ = ["HookCalls"]
 
 _UNKNOWN = -1
+_NOTHING_TO_HIDE = contextlib.nullcontext()
 
 
 class _Stop(BaseException):
@@ -171,12 +172,13 @@ class HookCalls:
             self.hand_on()
             for point in self._points:
                 point.calls.clear()  # calls of a forward that was stopped or interrupted
-            self.forward = ModelCall(Record(self.why_absent))
+            self.forward = ModelCall(Record(self.why_absent), [[""]])
             self.forward.left = len(self._to_keep)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if forward := self._running():
-            forward.check_stand_ins()
+            if forward.stand_ins:
+                forward.check_stand_ins()
             forward.running = False
             self._to_keep |= forward.kept
             self._calls = forward.calls
@@ -194,7 +196,7 @@ class HookCalls:
         if block is None or forward is None or not forward.running or block.thread != threading.get_ident():
             return None
         # A backward pass inside the forward may recompute checkpointed layers, which does not count as a call.
-        return None if in_backward() else forward
+        return None if _in_backward() else forward
 
     def _push(self, names: list[str], module: nn.Module, args: Any) -> None:
         if forward := self._running():
@@ -242,8 +244,7 @@ class HookCalls:
         if request.edit is not None:
             return apply_edit(gradient, request.edit, site)
         if self.forward is not None:
-            with unwatched():
-                self.forward.record._put(site, self.copy_out(gradient, request.reduce, site))
+            self._keep(self.forward, site, request, gradient)
         return None
 
     def _call_number(self, module: nn.Module) -> int | None:
@@ -254,7 +255,7 @@ class HookCalls:
         if forward := self._running():
             forward.calls[id(module)] += 1
             return forward.calls[id(module)] - 1
-        if self.forward is None or not in_backward():
+        if self.forward is None or not _in_backward():
             return None
         return 0 if self._calls[id(module)] == 1 else _UNKNOWN
 
@@ -263,7 +264,7 @@ class HookCalls:
         if self.block is None:
             return False
         on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        return self.block.thread == threading.get_ident() or (on_gpu and in_backward())
+        return self.block.thread == threading.get_ident() or (on_gpu and _in_backward())
 
     def _on_operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
         forward = self._running()
@@ -305,16 +306,22 @@ class HookCalls:
         for layer, request in point.requests:
             if request.what != side or request.edit is not None or request.call not in (None, call):
                 continue
-            for path, tensor in [((), value)] if isinstance(value, Tensor) else tensors_in(value):
-                if not request.path or request.covers(path):
-                    site = Site(layer, call, path, side)
-                    with unwatched():
-                        forward.record._put(site, self.copy_out(tensor, request.reduce, site))
+            if isinstance(value, Tensor) and not request.path:
+                self._keep(forward, Site(layer, call, (), side), request, value)
+            else:
+                for path, tensor in tensors_in(value, request.path):
+                    self._keep(forward, Site(layer, call, path, side), request, tensor)
             forward.kept[layer, side] += 1
             forward.left -= forward.kept[layer, side] == self._to_keep[layer, side]
         if self._stoppable and self._to_keep and not forward.left:
             raise _Stop
         return value
+
+    def _keep(self, forward: ModelCall, site: Site, request: TapRequest, tensor: Tensor) -> None:
+        """Copy a tensor into the record."""
+        # Entering `unwatched` takes as long as the copy of a small tensor, and is of no use without a function mode.
+        with unwatched() if torch._C._len_torch_function_stack() else _NOTHING_TO_HIDE:
+            forward.record._put(site, self.copy_out(tensor, request.reduce, site))
 
     def _edited_or_watched(self, point: HookPoint, call: int, side: What, path: Path, tensor: Tensor) -> Tensor:
         """Return the tensor that replaces the given one: edited, or with its gradient watched."""
@@ -348,3 +355,8 @@ class HookCalls:
             return tensor
         on_gradient(watched, requests, self.block, self.forward, self.copy_out)
         return watched
+
+
+def _in_backward() -> bool:
+    """Whether this thread is inside a backward pass; the same test as in `torch.utils.checkpoint`."""
+    return torch._C._current_graph_task_id() != -1

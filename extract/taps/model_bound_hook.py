@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 __all__ = ["ModelBoundHook"]
 
 
-class ModelBoundHook:
-    """Hook that does nothing in a copied or pickled model."""
-
-    def __init__(self, function: Callable[..., Any]):
-        self._function = function
-
-    def __call__(self, *args: Any) -> Any:
-        """Call the function and return its result."""
-        return self._function(*args)
+class ModelBoundHook(partial[Any]):
+    """Hook that does nothing in a copied or pickled model. Like any `partial`, it adds no Python call to each call."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ModelBoundHook, (_nothing,)

@@ -18,13 +18,21 @@ __all__ = ["Path", "map_tensors", "tensors_in"]
 Path = tuple[str | int, ...]
 
 
-def tensors_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """Yield (path, tensor) for every tensor inside nested tuples, lists, mappings and dataclasses."""
+def tensors_in(value: Any, within: tuple[str, ...] = (), path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """Yield (path, tensor) for every tensor inside nested tuples, lists, mappings and dataclasses.
+
+    Args:
+        value: the value to search.
+        within: path, as text, of the tensor or of the part to search.
+        path: path of `value` itself.
+    """
     if isinstance(value, Tensor):
-        yield path, value
-    else:
-        for key, part in _parts(value):
-            yield from tensors_in(part, (*path, key))
+        if not within:
+            yield path, value
+        return
+    for key, part in _parts(value):
+        if not within or str(key) == within[0]:
+            yield from tensors_in(part, within[1:], (*path, key))
 
 
 def map_tensors(value: Any, function: Callable[[Path, Tensor], Tensor], path: Path = ()) -> Any:

@@ -122,22 +122,35 @@ class Call:
     stand_ins: list[tuple[Tensor, Tensor, int]] = dataclasses.field(default_factory=list)
 
 
+@dataclasses.dataclass
 class ModelCall:
-    """One call of the model: its record and its progress."""
+    """One call of the model: its record and its progress.
 
-    def __init__(self, record: Record):
-        self.record = record
-        self.running = True
-        self.handed_on = False  # the record was passed to on_record
-        self.calls: Counter[int] = Counter()  # id of a module -> number of calls
-        self.operations: Counter[str] = Counter()
-        self.attentions: Counter[str] = Counter()
-        self.kept: Counter[tuple[str, What]] = Counter()  # (layer, what) -> number of calls kept
-        self.left = 0  # (layer, what) pairs with calls still to be kept
-        self.stack: list[list[str]] = [[""]]  # names of the running modules, the innermost last
-        # (site, original output or None for a view, clone passed in its place, version of the clone): see `gradients`.
-        self.stand_ins: list[tuple[Site, weakref.ref[Tensor] | None, Tensor, int]] = []
-        self._seen: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+    Attributes:
+        record: kept values.
+        stack: names of the running modules, the innermost last.
+        running: whether the model runs.
+        handed_on: whether the record was passed to `on_record`.
+        calls: id of a module -> number of its calls.
+        operations: name of a function -> number of its calls.
+        attentions: layer -> number of attentions computed in it.
+        kept: (layer, what) -> number of calls kept.
+        left: number of (layer, what) pairs with calls still to be kept.
+        stand_ins: (site, original output or None for a view, clone passed in its place, version of the clone): see
+            `gradients`.
+    """
+
+    record: Record
+    stack: list[list[str]]
+    running: bool = True
+    handed_on: bool = False
+    calls: Counter[int] = dataclasses.field(default_factory=Counter)
+    operations: Counter[str] = dataclasses.field(default_factory=Counter)
+    attentions: Counter[str] = dataclasses.field(default_factory=Counter)
+    kept: Counter[tuple[str, What]] = dataclasses.field(default_factory=Counter)
+    left: int = 0
+    stand_ins: list[tuple[Site, weakref.ref[Tensor] | None, Tensor, int]] = dataclasses.field(default_factory=list)
+    _seen: weakref.WeakValueDictionary[int, Tensor] = dataclasses.field(default_factory=weakref.WeakValueDictionary)
 
     def see(self, tensor: Tensor) -> None:
         """Remember that the gradient of this tensor is watched."""
