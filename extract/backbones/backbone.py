@@ -96,5 +96,5 @@ def downloading(asked: Asked, load: Callable[[], Any], remedy: Callable[[], str]
         raise InputError(f"{asked.spec}: {first_line(error)}") from error
     except (OSError, RuntimeError) as error:  # the base classes of the hubs' own errors
         raise LayertapError(
-            f"{what} of {asked.spec} could not be downloaded: {first_line(error)}. To do it by hand: {remedy()}"
+            f"{what} of {asked.spec} could not be downloaded: {first_line(error)}. To download by hand: {remedy()}"
         ) from error

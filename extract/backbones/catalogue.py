@@ -68,7 +68,7 @@ def describe(spec: str) -> Entry:
     source, _, name = spec.partition("/")
     of_source = SOURCES[source].describe
     if of_source is None:
-        raise InputError(f"{spec}: nothing is known of it before it is loaded")
+        raise InputError(f"{spec}: backbones of {source}/ cannot be described before they are loaded")
     with warnings.catch_warnings(), quiet():
         warnings.simplefilter("ignore")
         return of_source(spec, name)

@@ -145,8 +145,10 @@ def load_text_tower(asked: Asked) -> TextTower:
     words = getattr(config, "text_config", None)
     known = int(getattr(words, "vocab_size", 0))
     if len(tokenizer) < known / 2:  # if its files are missing, the library returns a tokenizer without a vocabulary
-        there = f"there is no tokenizer in {at.name}" if at.local else "it has no tokenizer"
-        raise InputError(f"{asked.spec}: {there} that fits ({len(tokenizer):,} tokens; the model knows {known:,})")
+        raise InputError(
+            f"{asked.spec}: no matching tokenizer in {at.name} (it has {len(tokenizer):,} tokens, the model {known:,})"
+            + ("; copy the tokenizer's files there" if at.local else "")
+        )
     most = min(tokenizer.model_max_length, getattr(words, "max_position_embeddings", tokenizer.model_max_length))
 
     def tokens_of(text: str) -> dict[str, Tensor]:
@@ -177,7 +179,7 @@ def describe(spec: str, name: str) -> Entry:
     try:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise LayertapError(f"{spec}: its settings cannot be read: {first_line(error)}") from error
+        raise LayertapError(f"{spec}: cannot read the configuration: {first_line(error)}") from error
     model = without_weights(partial(transformers.AutoModel.from_config, config))
     vision = getattr(config, "vision_config", config)
     size = getattr(vision, "image_size", None)
@@ -193,11 +195,11 @@ def _place(asked: Asked) -> _Place:
     if local:
         name = str(Path(name).expanduser().resolve())
     elif name.count("/") > 1 or name.startswith((".", "/", "~")):
-        raise InputError(f"{asked.spec}: no such folder; a name of the hub is OWNER/NAME")
+        raise InputError(f"{asked.spec}: no such folder; a model of the hub is OWNER/NAME")
     where: dict[str, Any] = {"trust_remote_code": False}
     if weights is not None and is_named(weights):
         if local:
-            raise InputError(f"{asked.spec} is a folder, which has no revision {weights!r}")
+            raise InputError(f"{asked.spec} is a folder, which has no revisions; remove --weights {weights}")
         where["revision"] = weights
     return _Place(asked, name, local, where)
 
@@ -205,7 +207,7 @@ def _place(asked: Asked) -> _Place:
 def _config(transformers: Any, asked: Asked, at: _Place) -> Any:
     config = at.ask(lambda: transformers.AutoConfig.from_pretrained(at.name, **at.where))
     if config.model_type == "timm_wrapper":
-        raise InputError(f"{asked.spec} is a model of timm; name it timm/{Path(at.name).name}")
+        raise InputError(f"{asked.spec} is a model of timm; use -b timm/{Path(at.name).name}")
     return config
 
 
@@ -214,7 +216,7 @@ def _loaded(transformers: Any, asked: Asked, at: _Place, config: Any) -> _Loaded
     notes: tuple[str, ...] = ()
     if getattr(config, "mask_ratio", 0):  # a masked autoencoder sees a random choice of patches
         config.mask_ratio = 0.0
-        notes = ("nothing is masked (mask_ratio 0)",)
+        notes = ("masking is off (mask_ratio 0)",)
     kind = _class_for(transformers, config)
     if weights is not None and not is_named(weights):
         model, given, _ = given_weights(
@@ -255,8 +257,8 @@ def _pretrained(spec: str, kind: Any, at: _Place, config: Any) -> tuple[nn.Modul
     wrong = [*missing, *map(str, found["mismatched_keys"])]
     if wrong:
         raise InputError(
-            f"{spec}: {len(wrong)} tensors of {type(model).__name__} are not in the checkpoint, or of another shape: "
-            f"{', '.join(wrong[:5])}{', ...' if len(wrong) > 5 else ''}"
+            f"{spec}: {len(wrong)} tensors of {type(model).__name__} are missing from the checkpoint or have another "
+            f"shape: {', '.join(wrong[:5])}{', ...' if len(wrong) > 5 else ''}"
         )
     left = sorted(found["unexpected_keys"])
     told = (
@@ -308,13 +310,14 @@ def _preprocessing(transformers: Any, asked: Asked, at: _Place) -> Preprocessing
     files = [Path(at.name) / name for name in ("preprocessor_config.json", "processor_config.json")]
     if at.local and not any(file.is_file() for file in files):
         raise InputError(
-            f"{asked.spec}: no preprocessor_config.json, which says what pictures it takes; copy it there, or {instead}"
+            f"{asked.spec}: no preprocessor_config.json, which holds the preprocessing; copy this file there, or "
+            f"{instead}"
         )
     processor = at.ask(lambda: transformers.AutoImageProcessor.from_pretrained(at.name, **at.where))
     try:
         return from_hf(processor)
     except InputError as error:
-        raise InputError(f"{asked.spec}: its image processor {error}; in its place, {instead}") from error
+        raise InputError(f"{asked.spec}: its image processor {error}; to replace it, {instead}") from error
 
 
 def _settings(config: Any) -> str:
@@ -330,7 +333,7 @@ def _by_hand(name: str) -> str:
     from huggingface_hub import hf_hub_url
 
     files = ", ".join(hf_hub_url(name, file) for file in _BY_HAND)
-    return f"fetch {files} into one folder, and name it: -b hf/FOLDER"
+    return f"download {files} into one folder, and name the folder: -b hf/FOLDER"
 
 
 @contextlib.contextmanager

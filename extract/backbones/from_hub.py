@@ -39,11 +39,11 @@ def load(asked: Asked) -> LoadedBackbone:
     if local and not (Path(folder) / "hubconf.py").is_file():
         raise InputError(f"{spec}: {folder} has no hubconf.py")
     if not local and place.count("/") != 1:
-        raise InputError(f"{spec}: no such folder; a repository is OWNER/REPO or OWNER/REPO:BRANCH")
+        raise InputError(f"{spec}: {place} is not a folder, and not a repository OWNER/REPO or OWNER/REPO:BRANCH")
     if weights is not None and is_named(weights):
-        raise InputError(f"{spec}: an entry brings its own weights; --weights takes a file")
+        raise InputError(f"{spec}: an entry loads its own weights; --weights must be a file, not {weights!r}")
     if weights == "random":
-        raise InputError(f"{spec}: the entry decides about weights; it cannot be told to make random ones")
+        raise InputError(f"{spec}: the entry chooses the weights; --weights random is not supported")
     where: dict[str, Any] = {"source": "local"} if local else {"source": "github", "trust_repo": True}
     made: list[tuple[nn.Module, Any]] = []
 
@@ -60,7 +60,7 @@ def load(asked: Asked) -> LoadedBackbone:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(asked.seed)
             model = make()
-        loaded = Weights(f"as hub/{place}:{entry} makes them", weights_sha256(model))
+        loaded = Weights(f"as loaded by hub/{place}:{entry}", weights_sha256(model))
     else:
         model, loaded, _ = given_weights(make, weights, asked.seed, spec, lambda one: None)
     where_it_lies = Path(folder) if local else _cached(place)
@@ -76,7 +76,7 @@ def load(asked: Asked) -> LoadedBackbone:
             raise InputError(f"{spec}: the transform of the entry {error}") from error
     elif asked.preprocessing.keys() < OVERRIDES:
         notes = (
-            f"{spec} does not say what pictures it takes; assumed: {_ASSUMED}. If that is wrong: --size --crop "
+            f"{spec} has no transform; assumed preprocessing: {_ASSUMED}. If this is wrong, give --size --crop "
             "--interpolation --mean --std",
         )
     size = overridden(preprocessing, asked.preprocessing).crop_px
@@ -114,7 +114,7 @@ def _parts(spec: str, made: Any) -> tuple[nn.Module, Any]:
         return made, None
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1]):
         return made
-    raise InputError(f"{spec} gives {type(made).__name__}; expected a model, or a model and its transform")
+    raise InputError(f"{spec} returned {type(made).__name__}; expected a model, or a tuple (model, transform)")
 
 
 def _cached(place: str) -> Path:
@@ -127,4 +127,4 @@ def _cached(place: str) -> Path:
 
 
 def _by_hand(place: str) -> str:
-    return f"clone the repository {place.partition(':')[0]} and name the folder: -b hub/FOLDER:ENTRY"
+    return f"clone the repository {place.partition(':')[0]}, and name its folder: -b hub/FOLDER:ENTRY"

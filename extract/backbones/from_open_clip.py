@@ -59,8 +59,8 @@ def load(asked: Asked) -> LoadedBackbone:
         if asked.weights != "random" and any(other != own for other in settings):
             notes = (
                 *notes,
-                f"preprocessing and activation of {chosen.name} itself are taken; they differ between its published "
-                f"weights. For those of OpenAI, take {chosen.name}-quickgelu",
+                f"the default preprocessing and activation function of {chosen.name} are used; they differ between its "
+                f"published weights. For weights of OpenAI, use {chosen.name}-quickgelu",
             )
     else:
         tower = _visual(_downloaded(open_clip, asked, chosen))
@@ -98,7 +98,7 @@ def load_text_tower(asked: Asked) -> TextTower:
     tokenizer = downloading(
         asked,
         lambda: open_clip.get_tokenizer(chosen.name),
-        lambda: "load it once where there is a network, and copy the cache of the Hugging Face hub",
+        lambda: "load the tokenizer on a machine with a network, and copy the cache of the Hugging Face hub",
         what="the tokenizer",
     )
 
@@ -138,19 +138,19 @@ def _chosen(open_clip: Any, asked: Asked) -> _Chosen:
     tags = open_clip.list_pretrained_tags_by_model(name)
     if weights is not None and not is_named(weights):
         if tag and weights != "random":
-            raise InputError(f"{spec} names the weights {tag!r}, and --weights names {weights!r}; name one")
+            raise InputError(f"{spec} names the weights {tag!r}, but --weights names {weights!r}; remove one of them")
         return _Chosen(name, None, False, f"open_clip/{name}", ())
     if weights and tag and weights != tag:
-        raise InputError(f"{spec} names the weights {tag!r}, and --weights names {weights!r}; name one")
+        raise InputError(f"{spec} names the weights {tag!r}, but --weights names {weights!r}; remove one of them")
     tag = weights or tag
     if not tag:
-        there = ", ".join(f"{spec}:{one}" for one in tags[:8]) or "a file, with --weights"
-        raise InputError(f"{spec}: name the weights, too: {there}")
+        choices = ", ".join(f"{spec}:{known}" for known in tags[:8]) or "--weights FILE"
+        raise InputError(f"{spec}: no weights are named; use {choices}")
     if tag not in tags:
         raise unknown_name("weights", tag, tags, f"open_clip/{name}")
     if not _settings(open_clip, name, tag)["quick_gelu"] or _is_quick(open_clip, name):
         return _Chosen(name, tag, False, f"open_clip/{name}", ())
-    note = f"{name} with QuickGELU, which the weights {tag} were trained with"
+    note = f"{name} uses QuickGELU, because the weights {tag} were trained with QuickGELU"
     return _Chosen(name, tag, True, f"open_clip/{name} with QuickGELU", (note,))
 
 
@@ -168,7 +168,7 @@ def _downloaded(open_clip: Any, asked: Asked, chosen: _Chosen) -> Any:
 def _visual(model: Any) -> Any:
     tower = model.visual
     if not hasattr(tower, "preprocess_cfg"):
-        raise InputError(f"its image tower, {type(tower).__name__}, does not say what pictures it takes")
+        raise InputError(f"the image tower, {type(tower).__name__}, has no preprocessing (preprocess_cfg)")
     return tower
 
 
@@ -196,4 +196,4 @@ def _by_hand(open_clip: Any, name: str, tag: str) -> str:
 
         repository, _, file = config["hf_hub"].rpartition("/")
         where = hf_hub_url(repository, file or "open_clip_model.safetensors")
-    return f"fetch {where} and give it as -b open_clip/{name} --weights FILE"
+    return f"download {where}, and give the file: -b open_clip/{name} --weights FILE"

@@ -41,14 +41,15 @@ def load(asked: Asked) -> LoadedBackbone:
     name, weights, seed = asked.name, asked.weights, asked.seed
     if asked.allow_missing_head:
         raise InputError(
-            f"{asked.spec}: which layer is the classifier is not known; the factory must make a model without one"
+            f"{asked.spec}: the classifier layer is unknown, so --allow-missing-head is not supported; the factory "
+            "must return a model without a classifier"
         )
     file, _, factory_name = name.rpartition(":")
     path = Path(file).resolve()
     if not factory_name.isidentifier() or path.suffix != ".py":
         raise InputError(f"python/{name}: expected python/FILE.py:FACTORY")
     if weights == "random":
-        raise InputError(f"python/{name}: the factory decides about weights; it cannot be told to make random ones")
+        raise InputError(f"python/{name}: the factory chooses the weights; --weights random is not supported")
     files = {path}
     with importing_from(path.parent) as neighbours:
         factory = function_from(path, factory_name, "factory")
@@ -65,7 +66,7 @@ def load(asked: Asked) -> LoadedBackbone:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = make()
-        loaded = Weights(f"as {path.name}:{factory_name} makes them", weights_sha256(model))
+        loaded = Weights(f"as loaded by {path.name}:{factory_name}", weights_sha256(model))
     else:
         model, loaded, _ = given_weights(make, weights, seed, f"python/{name}", lambda model: None)
     title = f"{path.name}:{factory_name} of code with sha256 {code_sha256(path.parent, files)}"
@@ -92,8 +93,8 @@ def _made(factory: Callable[[], Any], path: Path, name: str) -> tuple[nn.Module,
         return made
     found = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
     raise InputError(
-        f"{path}:{name}() returned {found}; it must return (model, transform), where the transform makes a (3, H, W) "
-        "float32 tensor of an RGB picture"
+        f"{path}:{name}() returned {found}; expected (model, transform), where the transform maps an RGB picture to a "
+        "(3, H, W) float32 tensor"
     )
 
 

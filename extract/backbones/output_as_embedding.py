@@ -84,12 +84,12 @@ def with_own_output(model: nn.Module, size: tuple[int, int]) -> tuple[nn.Module,
             handle.remove()
     why = _unfit(model, output)
     if not why and given and given[-1][1] is output:
-        why = f"what it returns comes from the linear layer {given[-1][0]!r}, which may be a classifier"
+        why = f"its output comes from the linear layer {given[-1][0]!r}, which may be a classifier"
     if not why and any(_are_probabilities(values) for values in (output, output.exp())):
-        why = "what it returns are probabilities, of a classifier"
+        why = "its output holds probabilities, so the model is a classifier"
     if why:
         return model, why, ()
-    return WithEmbedding(model, _called), "", (f"the embedding is what the model returns, {output.shape[1]} values",)
+    return WithEmbedding(model, _called), "", (f"the embedding is the output of the model, {output.shape[1]} values",)
 
 
 def _called(model: Any, images: Tensor) -> Any:
@@ -102,7 +102,8 @@ def _tried(model: nn.Module, size: tuple[int, int], embed: Callable[[Any, Tensor
             return embed(model, torch.zeros(2, 3, *size))
     except Exception as error:  # third-party code may raise anything
         raise InputError(
-            f"the model cannot be run on (2, 3, {size[0]}, {size[1]}): {type(error).__name__}: {first_line(error)}"
+            f"the model failed on a zero input of shape (2, 3, {size[0]}, {size[1]}): {type(error).__name__}: "
+            f"{first_line(error)}"
         ) from error
 
 
@@ -110,8 +111,8 @@ def _unfit(model: nn.Module, output: Any) -> str:
     """Return why the output of a model cannot be its layer `embedding`; empty if it can."""
     if not isinstance(output, Tensor) or output.ndim != 2 or len(output) != 2:
         found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-        return f"it returns {found}, not one vector for each picture"
-    return "it has a part of its own that is called embedding" if hasattr(model, "embedding") else ""
+        return f"its output is {found}, not one vector for each picture"
+    return "it already has an attribute called embedding" if hasattr(model, "embedding") else ""
 
 
 def _are_probabilities(values: Tensor) -> bool:

@@ -68,4 +68,4 @@ class TextTower:
 def too_long(text: str, most: int) -> InputError:
     """Return the error for a text of which the tower would read only the beginning."""
     shown = text if len(text) <= 60 else text[:57] + "..."
-    return InputError(f"the text {shown!r} has more tokens than the {most} that the model reads; shorten it")
+    return InputError(f"the text {shown!r} has more than {most} tokens, the limit of the model; shorten the text")

@@ -121,8 +121,8 @@ def _read_state(path: Path) -> tuple[dict[str, Tensor], tuple[str, ...]]:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise InputError(
-            f"weights file {path} is damaged, or holds more than tensors, and loading that could run code; "
-            "save model.state_dict() alone, best as .safetensors"
+            f"weights file {path} is damaged, or holds other objects than tensors, and loading them could run code; "
+            "save only model.state_dict(), preferably as .safetensors"
         ) from error
     except Exception as error:  # each format raises errors of its own
         raise InputError(f"weights file {path} cannot be read: {first_line(error)}") from error
@@ -131,14 +131,16 @@ def _read_state(path: Path) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     found = {key: content[key] for key in _WRAPPERS if key in content} if isinstance(content, Mapping) else {}
     found = {key: value for key, value in found.items() if _is_state(value)}
     if not found:
-        there = ", ".join(map(str, list(content)[:8])) if isinstance(content, Mapping) else type(content).__name__
+        content_text = (
+            ", ".join(map(str, list(content)[:8])) if isinstance(content, Mapping) else type(content).__name__
+        )
         raise InputError(
-            f"weights file {path} holds no state dict (name -> tensor), neither itself nor as one of "
-            f"{', '.join(_WRAPPERS)}; it holds: {there}"
+            f"weights file {path} holds no state dict (name -> tensor), neither at the top level nor under "
+            f"{', '.join(_WRAPPERS)}; its content is: {content_text}"
         )
     key, *others = found
-    beside = f", and not its {', '.join(map(repr, others))}" if others else ""
-    return dict(found[key]), (f"its {key!r} was taken{beside}",)
+    unused = f", and not its {', '.join(map(repr, others))}" if others else ""
+    return dict(found[key]), (f"its {key!r} was loaded{unused}",)
 
 
 def _is_state(content: object) -> bool:
@@ -166,12 +168,13 @@ def _without_prefix(
     chosen = [prefix for prefix in best for part in _EVALUATED if part in prefix.split(".")][:1] or best
     if len(chosen) > 1:
         raise InputError(
-            f"weights {source} hold several networks that fit, {', '.join(map(repr, sorted(best)))}; save one of them"
+            f"weights {source} hold several networks that fit, under {', '.join(map(repr, sorted(best)))}; save one "
+            "network only"
         )
     prefix = chosen[0]
     inside = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
     left = len(state) - len(inside)
-    outside = f", {left} tensors without it left out" if left else ""
+    outside = f", and {left} tensors without this prefix were left out" if left else ""
     return inside, (f"the prefix {prefix!r} was removed{outside}",)
 
 
@@ -219,14 +222,14 @@ def load_state(
             if left
             else ""
         )
-        return (f"without its classifier {classifier!r}, which hands on its input{rest}",)
+        return (f"without its classifier {classifier!r}, which is replaced by an identity{rest}",)
     lines = [
         f"  {len(names)} {what}: " + ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         for what, names in problems.items()
         if names
     ]
     if complete:
-        lines.append(f"  Everything but the classifier {classifier!r} fits; --allow-missing-head goes on without it")
+        lines.append(f"  All but the classifier {classifier!r} fits; --allow-missing-head loads the model without it")
     raise InputError(f"weights {source} do not fit {spec} ({len(own)} tensors):\n" + "\n".join(lines))
 
 

@@ -107,5 +107,5 @@ def test_a_turned_photo_is_decoded_smaller_and_upright() -> None:
 
 
 def test_where_there_is_no_faster_way_it_is_refused() -> None:
-    with pytest.raises(InputError, match="no faster way for the preprocessing: resize 8 lanczos"):
+    with pytest.raises(InputError, match="fast decoding is not supported for resize 8 lanczos"):
         Preprocessing(8, (8, 8), "lanczos", (0.5,) * 3, (0.5,) * 3).faster()
