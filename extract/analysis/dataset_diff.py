@@ -71,9 +71,9 @@ def compare(first: Path, second: Path) -> Comparison:
             if name not in one.layers or name not in other.layers:
                 features[name] = f"only in {first if name in one.layers else second}"
             elif one[name].shape[1:] != other[name].shape[1:]:
-                features[name] = f"of shape {one[name].shape[1:]} and {other[name].shape[1:]}"
+                features[name] = f"different shapes, {one[name].shape[1:]} and {other[name].shape[1:]}"
             elif not len(mine):
-                features[name] = "no image in common"
+                features[name] = "no shared images"
             else:
                 features[name] = _similarity(one, other, name, mine, theirs)
         only = len(_images(one)[1]) - len(mine), len(_images(other)[1]) - len(theirs)

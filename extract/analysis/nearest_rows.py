@@ -76,9 +76,9 @@ def nearest(
     if k < 1:
         raise InputError(f"k is {k}; it must be at least 1")
     if flat.shape[1] != rows.width:
-        raise InputError(f"queries have {flat.shape[1]:,} values, and rows {rows.width:,}")
+        raise InputError(f"queries have {flat.shape[1]:,} values each, but rows have {rows.width:,}")
     if not np.isfinite(flat).all():
-        raise InputError("a query has NaN or infinity")
+        raise InputError("a query contains NaN or infinity")
     # The excluded row may be any of several equally near rows: search for one row more, then drop the excluded row.
     wanted = min(k, len(rows)) + (without is not None)
     found_rows, cosines = np.full((len(flat), wanted), -1, np.int64), np.full((len(flat), wanted), np.nan)
@@ -118,9 +118,9 @@ def layer_to_search(layers: Sequence[str], asked: str | None, where: str) -> str
     if "embedding" in layers:
         return "embedding"
     if len(layers) > 1:
-        raise InputError(f"{where} has {len(layers)} layers and no embedding; name one by -l: {', '.join(layers)}")
+        raise InputError(f"{where} has {len(layers)} layers but no embedding; name a layer: -l {', -l '.join(layers)}")
     if not layers:
-        raise LayertapError(f"{where} has no layer")
+        raise LayertapError(f"{where} has no layers")
     return layers[0]
 
 

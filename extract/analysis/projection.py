@@ -105,12 +105,12 @@ def tsne(rows: FeatureRows, seed: int = 0) -> NDArray[np.float32]:
     Raises:
         LayertapError: scikit-learn or threadpoolctl is not installed.
     """
-    manifold = library("sklearn.manifold", "tsne", "a map by t-SNE")
+    manifold = library("sklearn.manifold", "tsne", "a t-SNE map")
     vectors = _unit(principal(rows, _KEPT, seed).project(rows))
     perplexity = min(30.0, max(1.0, (len(vectors) - 1) / 3))
     found = manifold.TSNE(perplexity=perplexity, init="random" if len(vectors) < 4 else "pca", random_state=seed)
     # t-SNE's threads wait for each other in each of 1,000 steps; on busy cores this takes longer than the computation.
-    with library("threadpoolctl", "tsne", "a map by t-SNE").threadpool_limits(1, "openmp"):
+    with library("threadpoolctl", "tsne", "a t-SNE map").threadpool_limits(1, "openmp"):
         return np.asarray(found.fit_transform(vectors), np.float32)
 
 
@@ -120,7 +120,7 @@ def umap(rows: FeatureRows, seed: int = 0) -> NDArray[np.float32]:
     Raises:
         LayertapError: umap-learn is not installed.
     """
-    umap_learn = library("umap", "umap", "a map by UMAP")
+    umap_learn = library("umap", "umap", "a UMAP map")
     vectors = rows.between(0, len(rows))
     neighbours = min(15, max(2, len(vectors) - 1))
     found = umap_learn.UMAP(n_neighbors=neighbours, metric="cosine", random_state=seed, n_jobs=1)

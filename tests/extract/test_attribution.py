@@ -137,5 +137,5 @@ def test_tokens_become_the_grid_they_are_of() -> None:
     grid = map_of(tokens, "TC", 1, (224, 448))
     assert grid.shape == (2, 2, 4, 3)
     assert torch.equal(grid[0, 1, 0], tokens[0, 1 + 4])
-    with pytest.raises(InputError, match="no grid"):
+    with pytest.raises(InputError, match="do not form a grid"):
         map_of(tokens[:, :8], "TC", 1, (224, 224))

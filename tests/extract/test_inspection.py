@@ -249,13 +249,13 @@ def test_rows_that_are_not_images_count_by_batch() -> None:
 
 def test_wrong_input_is_refused_with_reasons() -> None:
     model = nn.Sequential(nn.Linear(4, 2))
-    with pytest.raises(InputError, match="no batch"):
+    with pytest.raises(InputError, match="there are no batches"):
         inspect_model(model, [])
     with pytest.raises(InputError, match="a batch is str"):
         inspect_model(model, ["photo.jpg"])
     with pytest.raises(UnknownNameError, match="'fc'"):
         inspect_model(model, [torch.zeros(2, 4)], "fc")
-    with pytest.raises(InputError, match=r"the loss gave \(2, 2\)"):
+    with pytest.raises(InputError, match=r"the loss returned \(2, 2\)"):
         inspect_model(model, [torch.zeros(2, 4)], loss=lambda output, targets: output)
 
 

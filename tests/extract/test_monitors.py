@@ -224,7 +224,7 @@ def test_wrong_use_is_refused() -> None:
     with pytest.raises(InputError, match="at least 1"):
         ActivationMonitor(model, every=0)
     monitor = ActivationMonitor(model)
-    with monitor, pytest.raises(LayertapError, match="in use already"):
+    with monitor, pytest.raises(LayertapError, match="already in use"):
         monitor.__enter__()
     compiled = net()
     compiled.compile(backend="eager")

@@ -120,8 +120,8 @@ def test_features_of_a_data_set_over_several_shards_as_vectors_and_as_maps(tmp_p
     ("queries", "k", "message"),
     [
         (np.zeros((1, 4)), 0, "k is 0"),
-        (np.zeros((1, 5)), 1, "queries have 5 values, and rows 4"),
-        (np.full((1, 4), np.nan), 1, "a query has NaN"),
+        (np.zeros((1, 5)), 1, "queries have 5 values each, but rows have 4"),
+        (np.full((1, 4), np.nan), 1, "a query contains NaN"),
     ],
 )
 def test_what_cannot_be_searched_is_told(queries: np.ndarray, k: int, message: str) -> None:
@@ -140,7 +140,7 @@ def test_the_layer_is_the_embedding_or_the_only_one() -> None:
     assert layer_to_search(["a", "embedding"], None, "x") == "embedding"
     assert layer_to_search(["a"], None, "x") == "a"
     assert layer_to_search(["a", "embedding"], "a", "x") == "a"
-    with pytest.raises(InputError, match="x has 2 layers and no embedding; name one by -l: a, b"):
+    with pytest.raises(InputError, match="x has 2 layers but no embedding; name a layer: -l a, -l b"):
         layer_to_search(["a", "b"], None, "x")
     with pytest.raises(UnknownNameError, match="layer 'c' not found in x"):
         layer_to_search(["a", "b"], "c", "x")

@@ -179,10 +179,10 @@ def test_nothing_gives_nan_and_no_error() -> None:
 def test_what_cannot_be_summed_up_is_refused() -> None:
     with pytest.raises(InputError, match=r"torch.int64"):
         summarise(torch.zeros(2, 3, dtype=torch.int64), [])
-    with pytest.raises(InputError, match=r"at most one axis of channels"):
+    with pytest.raises(InputError, match=r"at most one channel axis"):
         summarise(torch.zeros(2, 3, 4, 4), [3])
     statistics = added(torch.zeros(2, 3), [], [2])
-    with pytest.raises(InputError, match="4 channels, after 3 before"):
+    with pytest.raises(InputError, match="the batch has 4 channels; earlier batches have 3"):
         statistics.add(summarise(torch.zeros(2, 4), []))
 
 

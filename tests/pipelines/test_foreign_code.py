@@ -93,7 +93,7 @@ def test_commands_that_compute_features_ask_for_the_backbone(
 
 
 def test_from_python_a_sample_asks_for_the_backbone_too(foreign: Path, ran: Path) -> None:
-    with pytest.raises(InputError, match="to load it is to run its code"):
+    with pytest.raises(InputError, match="loading this backbone runs its code"):
         recheck(foreign / "out", 3, device="cpu")
     assert not ran.exists()
     assert recheck(foreign / "out", 3, device="cpu", backbone=(foreign / "spec").read_text()).faults == []

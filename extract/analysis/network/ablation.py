@@ -118,7 +118,7 @@ def ablation(
                     outcome.add(changed, plain, targets)
                     on_forward(len(inputs))
     if not whole.images:
-        raise InputError("no batch to look at; give at least one")
+        raise InputError("there are no batches; give at least one batch")
     effects = []
     for (layer, channel), outcome in zip(trials, outcomes, strict=True):
         last = max(i for i, feature in enumerate(choice.features) if feature.site.layer == layer)
@@ -169,10 +169,10 @@ def _trials(features: Sequence[Feature], channels: Sequence[int] | None) -> Iter
             if feature.site.layer != layer:
                 continue
             if "C" not in feature.layout.axes:
-                raise InputError(f"layer {feature.name!r} has no axis that is known to be of channels")
+                raise InputError(f"layer {feature.name!r} has no known channel axis; ablate the whole layer")
             count = feature.activation_shape[feature.layout.axes.index("C")]
             if wrong := [channel for channel in channels if not 0 <= channel < count]:
-                raise InputError(f"channel {wrong[0]} of layer {feature.name!r}: there are channels 0 to {count - 1}")
+                raise InputError(f"layer {feature.name!r} has no channel {wrong[0]}; expected 0 to {count - 1}")
         yield from ((layer, channel) for channel in dict.fromkeys(channels))
 
 

@@ -85,8 +85,8 @@ def summarise(values: Tensor, positions: Sequence[int], bounds: tuple[float, flo
     channels = [axis for axis in range(1, values.ndim) if axis not in positions]
     if values.ndim < 1 or len(channels) > 1 or not values.is_floating_point():
         raise InputError(
-            f"{values.dtype} of shape {tuple(values.shape)}, positions {list(positions)}: expected floating point, "
-            "images, and at most one axis of channels"
+            f"{values.dtype} of shape {tuple(values.shape)}, positions {list(positions)}: expected floating-point "
+            "values with images on axis 0 and at most one channel axis"
         )
     values = values.detach()
     if values.dtype in (torch.float16, torch.bfloat16):
@@ -233,7 +233,7 @@ class Statistics:
             self.count, self.channel_mean, self.m2 = other.count, other.channel_mean, other.m2
             self.low, self.high, self.near_a_bound = other.low, other.high, other.near_a_bound
         elif len(self.count) != len(other.count):
-            raise InputError(f"{len(other.count)} channels, after {len(self.count)} before")
+            raise InputError(f"the batch has {len(other.count)} channels; earlier batches have {len(self.count)}")
         else:
             with np.errstate(over="ignore", invalid="ignore"):
                 self.count, self.channel_mean, self.m2 = _combined(

@@ -69,9 +69,9 @@ def findings_of(
     found = [*_not_finite(tensors, broken_inputs, name_of), *_exploding(tensors)]
     found += _saturated(tensors, exploded=bool(found))
     found += [
-        Finding("zero weight", one.name, "its weight is zero: nothing passes, as before some trainings", grave=False)
-        for one in tensors
-        if one.zero_weight
+        Finding("zero weight", tensor.name, "its weight is zero, as before some trainings; no signal passes", grave=False)
+        for tensor in tensors
+        if tensor.zero_weight
     ]
     known = {finding.layer for finding in found}
     found += [finding for finding in _dead(tensors) if finding.layer not in known]
@@ -90,7 +90,7 @@ def _not_finite(
     explained = set(broken_inputs)
     if explained:
         first = name_of(min(explained))
-        found.append(Finding("not finite", "input", f"{len(explained):,} inputs are not finite, the first {first}"))
+        found.append(Finding("not finite", "input", f"{len(explained):,} inputs are not finite, first {first}"))
     for one in tensors:
         new = [image for image in one.activations.not_finite_images if image not in explained]
         if new:
@@ -98,7 +98,7 @@ def _not_finite(
             kinds = ([f"{numbers.nan:,} NaN"] if numbers.nan else []) + (
                 [f"{numbers.infinite:,} infinite"] if numbers.infinite else []
             )
-            where = f"the first in {name_of(new[0])}" if one.by_image else f"the first in batch {new[0]}"
+            where = f"first in {name_of(new[0])}" if one.by_image else f"first in batch {new[0]}"
             found.append(Finding("not finite", one.name, f"{' and '.join(kinds)} values, {where}"))
         explained.update(one.activations.not_finite_images)
     return found
@@ -112,7 +112,7 @@ def _exploding(tensors: Sequence[TensorReport]) -> list[Finding]:
         if one.bounded:
             continue
         if one.norm_ratio > _GROWTH and one.activations.rms > _ABOVE_OTHERS * usual and not inside:
-            text = f"what it gives is {one.norm_ratio:,.0f} times as large as what it is given"
+            text = f"its output is {one.norm_ratio:,.0f} times as large as its input"
             found.append(Finding("exploding", one.name, f"{text} (root mean square {one.activations.rms:.3g})"))
     return found
 
@@ -134,7 +134,7 @@ def _saturated(tensors: Sequence[TensorReport], *, exploded: bool) -> list[Findi
         part = float((one.activations.saturated >= _SATURATED_VALUES).mean())
         if part >= _SATURATED_UNITS:
             n = round(part * one.activations.channels)
-            text = f"{n:,} of {one.activations.channels:,} units saturated: their values hardly leave the bounds"
+            text = f"{n:,} of {one.activations.channels:,} units are saturated: their values stay near the bounds"
             found.append(Finding("saturated", one.name, text))
     return found
 
@@ -180,7 +180,7 @@ def _gradients(tensors: Sequence[TensorReport]) -> list[Finding]:
         if any(one.activations.nan + one.activations.infinite for one in tensors):
             return []
         last = broken[-1]
-        return [Finding("not finite", last.name, "the gradient it gets has values that are not finite")]
+        return [Finding("not finite", last.name, "the gradient of its output has values that are not finite")]
     norms = np.array([one.gradient_norm for one in came])
     if not len(norms):
         return []
@@ -194,7 +194,7 @@ def _gradients(tensors: Sequence[TensorReport]) -> list[Finding]:
         at = came[small[-1] + 1]
         text = (
             f"gradients vanish: their norm is {at.gradient_norm:.1e} at its output, and at most "
-            f"{largest_before[small[-1]]:.1e} in the {small[-1] + 1:,} tensors before"
+            f"{largest_before[small[-1]]:.1e} in the {small[-1] + 1:,} tensors before it"
         )
         found.append(Finding("vanishing gradients", at.name, text))
     if len(large) and large[-1] + 1 < len(came):
@@ -214,10 +214,10 @@ def _parameters(parameters: Sequence[ParameterReport]) -> list[Finding]:
     if len(frozen) < len(parameters):
         for layer in dict.fromkeys(one.layer for one in frozen):
             names = [one.name.rpartition(".")[2] for one in frozen if one.layer == layer]
-            text = f"frozen: {' and '.join(names)} take{'s' if len(names) == 1 else ''} no gradients"
+            text = f"frozen: {' and '.join(names)} do{'es' if len(names) == 1 else ''} not require gradients"
             found.append(Finding("frozen", layer, text, grave=False))
     for one in parameters:
         if one.trainable and not one.reached:
-            text = f"{one.name.rpartition('.')[2]} gets no gradient: in eval mode, the loss does not depend on it"
+            text = f"{one.name.rpartition('.')[2]} has no gradient: in eval mode, the loss does not depend on it"
             found.append(Finding("no gradient", one.layer, text, grave=False))
     return found

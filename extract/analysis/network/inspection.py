@@ -127,7 +127,7 @@ def inspect_model(
         pairs = _pairs(batches)
         first = next(pairs, None)
         if first is None:
-            raise InputError("no batch to inspect; give at least one")
+            raise InputError("there are no batches; give at least one batch")
         names = _once_each(model) if layers is None else match_layers(named_layers(model), layers)
         watch = _Watch(model, names, first[0], with_gradients=loss is not None)
         inspection = watch.run(itertools.chain([first], pairs), loss, on_batch)
@@ -153,10 +153,11 @@ def _pairs(batches: Iterable[Any]) -> Iterator[tuple[Tensor, Any]]:
     for batch in batches:
         pair = batch if isinstance(batch, tuple | list) else (batch, None)
         if len(pair) != 2:
-            raise InputError(f"a batch has {len(pair)} parts; expected a tensor (B, ...), or one and targets")
+            raise InputError(f"a batch has {len(pair)} parts; expected a tensor (B, ...), or a tensor and targets")
         inputs, targets = pair
         if not isinstance(inputs, Tensor) or not inputs.ndim:
-            raise InputError(f"a batch is {type(inputs).__name__}; expected a tensor (B, ...), or one and targets")
+            name = type(inputs).__name__
+            raise InputError(f"a batch is {name}; expected a tensor (B, ...), or a tensor and targets")
         if len(inputs):
             yield inputs, targets
 
@@ -169,8 +170,8 @@ class _Watch:
         self._names = names
         self._places = _places(model, names, inputs)
         if not self._places:
-            hint = "" if names else "; it is one layer by itself: wrap it, nn.Sequential(model)"
-            raise InputError(f"the model has no layer that gives a floating-point tensor{hint}")
+            hint = "" if names else "; the model is a single layer: wrap the model, nn.Sequential(model)"
+            raise InputError(f"the model has no layer that returns a floating-point tensor{hint}")
         named = named_layers(model)
         leaves = _leaves({site.layer for site in self._places})
         self.reports = {
@@ -248,7 +249,7 @@ class _Watch:
             if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
                 what = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise InputError(
-                    f"the loss gave {what}; it must give one number that depends on what the model returns"
+                    f"the loss returned {what}; expected one number that depends on the model's output"
                 )
             found = torch.autograd.grad(
                 value.reshape(()), [*asked.values(), *([inputs] if inputs.requires_grad else [])], allow_unused=True

@@ -119,9 +119,9 @@ class _Monitor:
 
     def __enter__(self) -> Self:
         if self._handle is not None:
-            raise LayertapError("this monitor is in use already")
+            raise LayertapError("this monitor is already in use")
         if self._model._compiled_call_impl is not None:
-            raise InputError("model.compile() takes hooks into its compiled code; monitor torch.compile(model) instead")
+            raise InputError("model.compile() compiles hooks too; monitor torch.compile(model) instead")
         self._handle = self._model.register_forward_pre_hook(ModelBoundHook(self._before))
         return self
 
@@ -254,10 +254,10 @@ class ActivationMonitor(_Monitor):
                 yield "not finite", row["layer"], f"{row['not_finite']:,} values are not finite"
         for row in rows:
             if self._exploded(row["layer"], row["rms"]):
-                yield "exploding", row["layer"], f"what it gives is 100 times as large as before ({row['rms']:.3g})"
+                yield "exploding", row["layer"], f"its output is 100 times as large as before (rms {row['rms']:.3g})"
         for row in rows:
             if row["dead"] >= _DEAD_PART * row["channels"]:
-                yield "dead", row["layer"], f"{row['dead']:,} of {row['channels']:,} channels give one value only"
+                yield "dead", row["layer"], f"{row['dead']:,} of {row['channels']:,} channels are constant"
 
 
 class GradientMonitor(_Monitor):
@@ -342,7 +342,7 @@ def _watched(model: nn.Module) -> list[str]:
         if does_something(module) and (module._parameters or not any(True for _ in module.children()))
     ]
     if not names:
-        raise InputError("the model is one layer by itself; wrap it: nn.Sequential(model)")
+        raise InputError("the model is a single layer; wrap the model: nn.Sequential(model)")
     return names
 
 
@@ -391,7 +391,7 @@ def _append(path: Path, rows: Rows) -> None:
     if not new:
         with path.open(encoding="utf-8") as file:
             if file.readline().rstrip("\n") != ",".join(columns):
-                raise InputError(f"{path} is there already, with other columns; name another file")
+                raise InputError(f"{path} already exists, with other columns; name another file")
     with path.open("a", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         if new:

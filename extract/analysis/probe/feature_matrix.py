@@ -120,11 +120,11 @@ class FeatureRows:
                 shape = getattr(source, "shape", "")
                 raise InputError(f"features are {type(source).__name__} {shape}; expected an array of shape (N, D)")
             if np.dtype(getattr(source, "dtype", np.float32)).kind not in "fiub":
-                raise InputError(f"features are of {source.dtype}; expected real numbers")
+                raise InputError(f"features have dtype {source.dtype}; expected real numbers")
             if 0 in source.shape[1:]:
                 raise InputError(f"features of shape {tuple(source.shape)} have no values")
             if source.shape[0] != sources[0].shape[0]:
-                raise InputError(f"features of {source.shape[0]} and of {sources[0].shape[0]} rows do not go together")
+                raise InputError(f"features have {sources[0].shape[0]} and {source.shape[0]} rows; expected the same")
         return FeatureRows((_Part(sources, np.arange(sources[0].shape[0]) if index is None else index),))
 
     def __len__(self) -> int:
@@ -191,7 +191,7 @@ class FeatureRows:
             block = self.between(start, min(start + size, len(self)))
             if not np.isfinite(block).all():
                 row = start + int(np.flatnonzero(~np.isfinite(block).all(1))[0])
-                raise InputError(f"row {row} of the features has NaN or infinity; leave such rows out")
+                raise InputError(f"row {row} of the features contains NaN or infinity; leave out such rows")
             yield start, block
 
 

@@ -172,7 +172,7 @@ def _features(rows: FeatureRows, device: torch.device, memory_bytes: int) -> _Fe
         centred = torch.from_numpy(array).to(device) - mean
         moments += centred.T @ centred
     if not bool(moments.isfinite().all()):
-        raise LayertapError("the features are too large to be summed in float32; scale them")
+        raise LayertapError("the features are too large to be summed in float32; scale the features")
     found, axes = torch.linalg.eigh(moments / count)
     axes, variances = axes.float(), _bounded(found)
     if not in_memory:
@@ -305,7 +305,7 @@ def _minimise(
     best = problem.start(scales)
     objectives, gradient = problem.evaluate(best, scales, penalty)
     if not bool(objectives.isfinite().all()):
-        raise LayertapError("the features are too large to be summed in float32; scale them")
+        raise LayertapError("the features are too large to be summed in float32; scale the features")
     at_first = objectives.clone()
     iterations = torch.zeros(len(strengths), dtype=torch.int64, device=problem.device)
     converged = torch.zeros(len(strengths), dtype=torch.bool, device=problem.device)

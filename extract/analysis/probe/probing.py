@@ -149,7 +149,7 @@ def linear_probe(
         LayertapError: the device runs out of memory, or features are too large for float32.
     """
     if (x_val is None) != (y_val is None):
-        raise InputError("x_val and y_val go together")
+        raise InputError("give both x_val and y_val, or neither")
     if class_weight not in (None, "balanced"):
         raise unknown_name("class_weight", str(class_weight), ["balanced"])
     if not isinstance(protocol, str) or protocol not in PROTOCOLS:
@@ -169,7 +169,7 @@ def linear_probe(
         # Convert a list of rows to an array: `FeatureRows` treats a list as arrays side by side.
         rows = FeatureRows.of(np.asarray(x) if isinstance(x, list | tuple) else x)
         if len(rows) != len(y):
-            raise InputError(f"x_{name} has {len(rows):,} rows, y_{name} {len(y):,}")
+            raise InputError(f"x_{name} has {len(rows):,} rows, but y_{name} has {len(y):,}")
         pieces.append(Labelled(rows, y))
     fit, chosen_on, tested = pieces
     assert fit is not None
@@ -215,22 +215,23 @@ def probe(
     kind = PROTOCOLS[protocol]
     if task not in kind.tasks:
         fitting = ", ".join(name for name, one in PROTOCOLS.items() if task in one.tasks)
-        raise InputError(f"the protocol {protocol} is for {' and '.join(kind.tasks)}, not for {task}: take {fitting}")
+        raise InputError(f"the protocol {protocol} supports {' and '.join(kind.tasks)}, not {task}; use {fitting}")
     if scaling is not None and scaling not in SCALINGS:
         raise unknown_name("scaling", scaling, SCALINGS)
     if balanced and (task != "classification" or protocol in ("knn", "centroid")):
-        raise InputError(f"class weights are for logistic regression of classes, not for {protocol} of {task}")
+        raise InputError(f"class weights need logistic regression of classes; {protocol} for {task} has none")
     if val is not None and not len(val):
         val = None
     if not len(test) or not len(train):
-        raise InputError(f"{len(train):,} rows to train on and {len(test):,} to test on; both need some")
+        raise InputError(f"{len(train):,} training rows and {len(test):,} test rows; expected at least one of each")
     if task == "regression" and (constant := np.flatnonzero(np.ptp(train.targets, axis=0) == 0)).size:
-        raise InputError(f"{classes[constant[0]]} is {train.targets[0, constant[0]]:g} in all training rows")
+        name, value = classes[constant[0]], train.targets[0, constant[0]]
+        raise InputError(f"{name} is {value:g} in all training rows; regression needs different values")
     if task == "classification" and len(classes) < 2:
-        raise InputError(f"the training rows have {len(classes)} class; a probe needs at least two")
+        raise InputError(f"the training rows have only {len(classes)} class; a probe needs at least two")
     widths = {name: one.rows.width for name, one in (("train", train), ("val", val), ("test", test)) if one is not None}
     if len(set(widths.values())) > 1:
-        raise InputError(f"rows of different widths: {widths}")
+        raise InputError(f"rows have different widths: {widths}")
     place = _place(device)
     memory_bytes = free_bytes() // 2 if memory_bytes is None else memory_bytes
     if place.type == "cuda":
@@ -249,18 +250,18 @@ def probe(
             result = _tested(kind.fit(train, val, settings), test, settings, protocol)
     except torch.OutOfMemoryError as error:
         raise LayertapError(
-            f"the memory of {place} does not suffice: {first_line(error)}; set --max-memory-mb (memory_bytes)"
+            f"not enough memory on {place}: {first_line(error)}; set a smaller --max-memory-mb (memory_bytes)"
         ) from error
     notes = list(result.notes)
     if task == "classification" and (unknown := int((test.targets < 0).sum())):
-        notes.append(f"{unknown:,} test rows have a class that no training row has; they count as wrong")
+        notes.append(f"{unknown:,} test rows have a class that no training row has; these rows count as wrong")
     return replace(result, notes=notes, seconds=time.perf_counter() - started)
 
 
 def _place(device: str) -> torch.device:
     place = device_named(device)
     if place.type == "mps" and device != "auto":
-        raise InputError("probes need double precision, which mps has not; take --device cpu")
+        raise InputError("probes need double precision, which mps does not support; use --device cpu")
     return torch.device("cpu") if place.type == "mps" else place
 
 
@@ -336,20 +337,20 @@ def _encoded(
     """Return the task, the classes, and the encoded targets of the training, validation and test rows."""
     given = [one for one in (train, val, test) if one is not None]
     if not train.size or not test.size:
-        raise InputError(f"{len(train):,} rows to train on and {len(test):,} to test on; both need some")
+        raise InputError(f"{len(train):,} training rows and {len(test):,} test rows; expected at least one of each")
     if any(one.dtype.kind == "f" and not np.isfinite(one).all() for one in given):
-        raise InputError("a target is NaN or infinite; leave such rows out")
+        raise InputError("a target is NaN or infinite; leave out such rows")
     if any(one.dtype.kind == "O" for one in given):
         kinds = sorted({type(value).__name__ for one in given for value in one.ravel().tolist()})
         if kinds != ["str"]:
-            raise InputError(f"targets are of several kinds ({', '.join(kinds)}); expected all text, or all numbers")
+            raise InputError(f"targets have several types ({', '.join(kinds)}); expected only text, or only numbers")
     if any(one.ndim not in (1, 2) or one.ndim != train.ndim or one.shape[1:] != train.shape[1:] for one in given):
         raise InputError(f"targets of shapes {', '.join(str(one.shape) for one in given)}; expected (N,) or (N, K)")
     if numbers:
         if any(
             one.dtype.kind not in "iufb" or np.abs(one.astype(np.float64)).max(initial=0) > _LARGEST for one in given
         ):
-            raise InputError("the targets of regression are finite numbers, below 1e100")
+            raise InputError("regression targets must be finite numbers below 1e100")
         as_numbers = [None if one is None else one.reshape(len(one), -1).astype(np.float64)
                       for one in (train, val, test)]  # fmt: skip
         names = np.array([f"target {i}" for i in range(np.prod(train.shape[1:], dtype=int))])
@@ -358,11 +359,11 @@ def _encoded(
         return _encoded(train[:, 0], None if val is None else val[:, 0], test[:, 0], numbers)
     if train.ndim == 2:
         if any(not np.isin(one, (0, 1)).all() for one in given):
-            raise InputError("targets of shape (N, K) are labels, 0 or 1; of numbers, take protocol='ridge'")
+            raise InputError("targets of shape (N, K) must be labels, 0 or 1; for numbers, use protocol='ridge'")
         labels = [None if one is None else one.astype(np.float32) for one in (train, val, test)]
         return "multilabel", np.arange(train.shape[1]), tuple(labels)  # type: ignore[return-value]
     if train.dtype.kind == "f" and (train != np.round(train)).any():
-        raise InputError("y_train holds fractions; numbers are predicted with protocol='ridge', classes are whole")
+        raise InputError("y_train holds fractions; expected whole class numbers; for numbers, use protocol='ridge'")
     classes = np.unique(train)
     encoded: list[NDArray[Any] | None] = []
     for name, one in (("val", val), ("test", test)):
@@ -376,11 +377,11 @@ def _encoded(
         number = np.unique(one[found < 0], return_inverse=True)[1]
         found[found < 0] = -1 - number
         if name == "val" and (found < 0).any():
-            raise InputError(f"y_val has the class {one[found < 0][0].item()!r}, which y_train has not")
+            raise InputError(f"y_val has the class {one[found < 0][0].item()!r}, which y_train does not have")
         if not (found >= 0).any() and len(one):
             raise InputError(
-                f"no class of y_{name} is one of y_train: {one[0].item()!r} ({one.dtype}) there, {classes[0].item()!r} "
-                f"({train.dtype}) here"
+                f"y_{name} and y_train have no class in common; for example, y_{name} has {one[0].item()!r} "
+                f"({one.dtype}) and y_train has {classes[0].item()!r} ({train.dtype})"
             )
         encoded.append(found)
     return "classification", classes, (np.searchsorted(classes, train), encoded[0], encoded[1])  # type: ignore[return-value]

@@ -254,8 +254,8 @@ def held_out(train: Labelled, val: Labelled | None, settings: Settings) -> tuple
     count = len(train) // 10
     if not count:
         raise InputError(
-            f"{len(train)} training rows are too few to hold a tenth out for the choice of hyper-parameters; give "
-            "validation rows, or take the protocol centroid, which chooses nothing"
+            f"{len(train)} training rows are too few to hold out a tenth for choosing hyper-parameters; give "
+            "validation rows, or use the protocol centroid, which has no hyper-parameters"
         )
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(settings.seed)).numpy()
     return train.subset(np.sort(order[count:])), train.subset(np.sort(order[:count]))
@@ -370,7 +370,7 @@ def _refitted(train: Labelled, val: Labelled, settings: Settings, sweep: _Sweep,
 
 def _at_the_end(swept: str, chosen: float, curve: Sequence[tuple[float, float]]) -> list[str]:
     values = [value for value, _ in curve]
-    return [f"{swept} = {chosen:.3g} is an end of its range"] if chosen in (min(values), max(values)) else []
+    return [f"{swept} = {chosen:.3g} is at the end of its range"] if chosen in (min(values), max(values)) else []
 
 
 def _tied(swept: str, curve: Sequence[tuple[float, float]]) -> list[str]:
@@ -381,12 +381,12 @@ def _tied(swept: str, curve: Sequence[tuple[float, float]]) -> list[str]:
         return []
     return [
         f"{equal} of {len(values)} values of {swept} are equally good on the validation rows; "
-        + ("the strongest penalty of them is taken" if swept == "alpha" else "the one with the least log loss is taken")
+        + ("the strongest penalty is chosen" if swept == "alpha" else "the value with the least log loss is chosen")
     ]
 
 
 def _on_few(count: int) -> list[str]:
-    return [f"chosen on {count} rows only"] if count < _FEW else []
+    return [f"chosen on only {count} rows"] if count < _FEW else []
 
 
 def _scorer(model: LinearProbe) -> Scorer:

@@ -72,7 +72,7 @@ def _as_rows(x: Source | FeatureRows) -> FeatureRows:
 
 def _check(first: int, second: int) -> None:
     if first != second or first < 4:
-        raise InputError(f"features of {first} and {second} rows; expected the same images, 4 at least")
+        raise InputError(f"features have {first} and {second} rows; expected the same images, at least 4")
 
 
 def _grams(x: Source | FeatureRows, y: Source | FeatureRows) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -83,9 +83,9 @@ def test_statistics_are_those_of_the_rows_they_are_taken_of():
 def test_errors_name_the_row_and_the_shape():
     x = np.ones((5, 2), np.float32)
     x[3, 1] = np.inf
-    with pytest.raises(InputError, match="row 3 of the features has NaN or infinity"):
+    with pytest.raises(InputError, match="row 3 of the features contains NaN or infinity"):
         FeatureRows.of(x).held()
     with pytest.raises(InputError, match=r"expected an array of shape \(N, D\)"):
         FeatureRows.of(np.ones(5))
-    with pytest.raises(InputError, match="6 and of 5 rows"):
+    with pytest.raises(InputError, match="have 5 and 6 rows"):
         FeatureRows.of([np.ones((5, 2)), np.ones((6, 2))])
