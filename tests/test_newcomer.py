@@ -101,7 +101,7 @@ def test_layers_are_listed_with_random_weights_only_where_a_source_permits_it(mo
 def test_a_source_that_runs_code_is_loaded_only_if_the_user_names_it(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert layertap("embed", folder, "-b", "toy/net", "-o", out, "--workers", 0, "--device", "cpu").exit_code == 0
-    assert "name it: --backbone toy/net" in fails("verify", out, "--sample", 2)
+    assert "name the backbone: --backbone toy/net" in fails("verify", out, "--sample", 2)
     assert layertap("verify", out, "--sample", 2, "-b", "toy/net").exit_code == 0
     with pytest.raises(InputError, match="runs its code"):
         permitted("toy/net", None, out)

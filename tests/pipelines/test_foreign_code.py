@@ -112,7 +112,7 @@ def test_code_of_a_hub_is_asked_for_too(foreign: Path, ran: Path, tmp_path: Path
     text += b" " * (-len(text) % 8)
     (tmp_path / "probe.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
     message = fails("predict", tmp_path / "probe.safetensors", foreign / "pictures", "-o", tmp_path / "new.csv")
-    assert f"name it: --backbone {spec}" in message
+    assert f"name the backbone: --backbone {spec}" in message
     assert not ran.exists()
 
 
