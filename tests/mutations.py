@@ -173,8 +173,8 @@ MUTATIONS = (
     # Weights
     Mutation(
         "Of several networks in a checkpoint, the last is taken.",
-        "    key, *others = found\n",
-        "    *others, key = found\n",
+        "    key, *unused_keys = states\n",
+        "    *unused_keys, key = states\n",
         ("test_a_wrapped_checkpoint_is_taken_apart",),
     ),
     # Forward, transfers, validation of the first batch

@@ -51,8 +51,8 @@ def with_embedding(
     Raises:
         InputError: the model cannot be run on a batch of pictures.
     """
-    why = _unfit(model, _tried(model, size, embed))
-    return (model, why) if why else (WithEmbedding(model, embed), "")
+    reason = _reason_against(model, _trial_output(model, size, embed))
+    return (model, reason) if reason else (WithEmbedding(model, embed), "")
 
 
 def with_own_output(model: nn.Module, size: tuple[int, int]) -> tuple[nn.Module, str, tuple[str, ...]]:
@@ -71,32 +71,32 @@ def with_own_output(model: nn.Module, size: tuple[int, int]) -> tuple[nn.Module,
     Raises:
         InputError: the model cannot be run on a batch of pictures.
     """
-    given: list[tuple[str, Any]] = []
+    linear_outputs: list[tuple[str, Any]] = []
     handles = [
-        layer.register_forward_hook(lambda layer, inputs, output, name=name: given.append((name, output)))
+        layer.register_forward_hook(lambda layer, inputs, output, name=name: linear_outputs.append((name, output)))
         for name, layer in model.named_modules()
         if isinstance(layer, nn.Linear)
     ]
     try:
-        output = _tried(model, size, _called)
+        output = _trial_output(model, size, _call)
     finally:
         for handle in handles:
             handle.remove()
-    why = _unfit(model, output)
-    if not why and given and given[-1][1] is output:
-        why = f"its output comes from the linear layer {given[-1][0]!r}, which may be a classifier"
-    if not why and any(_are_probabilities(values) for values in (output, output.exp())):
-        why = "its output holds probabilities, so the model is a classifier"
-    if why:
-        return model, why, ()
-    return WithEmbedding(model, _called), "", (f"the embedding is the output of the model, {output.shape[1]} values",)
+    reason = _reason_against(model, output)
+    if not reason and linear_outputs and linear_outputs[-1][1] is output:
+        reason = f"its output comes from the linear layer {linear_outputs[-1][0]!r}, which may be a classifier"
+    if not reason and any(_are_probabilities(values) for values in (output, output.exp())):
+        reason = "its output holds probabilities, so the model is a classifier"
+    if reason:
+        return model, reason, ()
+    return WithEmbedding(model, _call), "", (f"the embedding is the output of the model, {output.shape[1]} values",)
 
 
-def _called(model: Any, images: Tensor) -> Any:
+def _call(model: Any, images: Tensor) -> Any:
     return model(images)
 
 
-def _tried(model: nn.Module, size: tuple[int, int], embed: Callable[[Any, Tensor], Any]) -> Any:
+def _trial_output(model: nn.Module, size: tuple[int, int], embed: Callable[[Any, Tensor], Any]) -> Any:
     try:
         with torch.no_grad(), evaluating(model):
             return embed(model, torch.zeros(2, 3, *size))
@@ -107,11 +107,11 @@ def _tried(model: nn.Module, size: tuple[int, int], embed: Callable[[Any, Tensor
         ) from error
 
 
-def _unfit(model: nn.Module, output: Any) -> str:
+def _reason_against(model: nn.Module, output: Any) -> str:
     """Return why the output of a model cannot be its layer `embedding`; empty if it can."""
     if not isinstance(output, Tensor) or output.ndim != 2 or len(output) != 2:
-        found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-        return f"its output is {found}, not one vector for each picture"
+        description = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        return f"its output is {description}, not one vector for each picture"
     return "it already has an attribute called embedding" if hasattr(model, "embedding") else ""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from extract.backbones import from_hf, from_hub, from_open_clip, from_python, from_timm, from_torchvision
-from extract.backbones.backbone import Asked, LoadedBackbone
+from extract.backbones.backbone import LoadRequest, LoadedBackbone
 from extract.backbones.catalogue_entry import Entry
 from extract.backbones.text_tower import TextTower
 
@@ -36,11 +36,11 @@ class BackboneSource:
         library: name of an optional package whose version the provenance of features records; empty if there is none.
     """
 
-    load: Callable[[Asked], LoadedBackbone]
+    load: Callable[[LoadRequest], LoadedBackbone]
     runs_code: bool
     names: Callable[[str], list[str]] = _no_names
     describe: Callable[[str, str], Entry] | None = None
-    load_text_tower: Callable[[Asked], TextTower] | None = None
+    load_text_tower: Callable[[LoadRequest], TextTower] | None = None
     note: str = ""
     same_layers_at_random: bool = False
     name_is_path: bool = False

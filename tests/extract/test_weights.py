@@ -131,7 +131,7 @@ def test_a_checkpoint_without_a_head_needs_leave(
 def test_two_networks_of_which_none_is_known_to_be_the_one(tmp_path: Path) -> None:
     state = reference(RESNET).state_dict()
     torch.save({**under("left.", state), **under("right.", other(state))}, tmp_path / "w.pth")
-    with pytest.raises(InputError, match=r"hold several networks that fit, under 'left.', 'right.'; save one"):
+    with pytest.raises(InputError, match=r"hold several networks that fit, under 'left.', 'right.'; save only one"):
         load_backbone(RESNET, weights=str(tmp_path / "w.pth"), device="cpu")
 
 
