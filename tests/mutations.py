@@ -343,7 +343,7 @@ MUTATIONS = (
     ),
     Mutation(
         "A row that does not find itself loses its nearest neighbour instead of the last.",
-        "    own[~own.any(1), -1] = True",
+        "    excluded[~excluded.any(1), -1] = True",
         "    own[~own.any(1), 0] = True",
         ("test_where_all_rows_are_equal_the_first_are_nearest", "test_it_is_what_all_cosines_in_float64_give"),
     ),

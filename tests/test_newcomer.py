@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from extract import FeatureReader, InputError, UnknownNameError, load_backbone, load_text_tower
-from extract.backbones.backbone import LoadRequest, LoadedBackbone
+from extract.backbones.backbone import LoadedBackbone, LoadRequest
 from extract.backbones.catalogue_entry import Entry
 from extract.backbones.loading import permitted
 from extract.backbones.preprocessing import Preprocessing

@@ -16,7 +16,7 @@ from urllib.error import URLError
 import torch
 from torch import nn
 
-from extract.backbones.backbone import LoadRequest, LoadedBackbone, downloading
+from extract.backbones.backbone import LoadedBackbone, LoadRequest, downloading
 from extract.backbones.output_as_embedding import with_own_output
 from extract.backbones.preprocessing import OVERRIDES, Preprocessing, from_transform, overridden
 from extract.backbones.user_code import code_sha256, importing_from

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from extract.backbones.backbone import LoadRequest, LoadedBackbone, downloading
+from extract.backbones.backbone import LoadedBackbone, LoadRequest, downloading
 from extract.backbones.catalogue_entry import Entry, count_parameters, quiet, without_weights
 from extract.backbones.output_as_embedding import WithEmbedding
 from extract.backbones.preprocessing import from_open_clip

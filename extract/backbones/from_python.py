@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from extract.backbones.backbone import LoadRequest, LoadedBackbone
+from extract.backbones.backbone import LoadedBackbone, LoadRequest
 from extract.backbones.output_as_embedding import with_own_output
 from extract.backbones.preprocessing import Preprocessing, from_transform, overridden
 from extract.backbones.user_code import code_sha256, function_from, importing_from

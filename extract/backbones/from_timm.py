@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from extract.backbones.backbone import LoadRequest, LoadedBackbone, downloading
+from extract.backbones.backbone import LoadedBackbone, LoadRequest, downloading
 from extract.backbones.catalogue_entry import Entry, count_parameters, without_weights
 from extract.backbones.preprocessing import from_timm
 from extract.backbones.weights import Weights, build_with_weights, is_named, load_state, weights_sha256

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from extract.backbones.backbone import LoadRequest, LoadedBackbone, downloading
+from extract.backbones.backbone import LoadedBackbone, LoadRequest, downloading
 from extract.backbones.catalogue_entry import Entry, without_weights
 from extract.backbones.preprocessing import from_torchvision
 from extract.backbones.weights import Weights, build_with_weights, is_named, weights_sha256
@@ -49,7 +49,7 @@ def load(request: LoadRequest) -> LoadedBackbone:
         )
     else:
         if weights is not None:
-            by_name = {one.name: one for one in published}
+            by_name = {entry.name: entry for entry in published}
             if weights not in by_name:
                 raise unknown_name("weights", weights, by_name, spec)
             entry = by_name[weights]

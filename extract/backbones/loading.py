@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from extract.backbones.backbone import LoadRequest, LoadedBackbone
+from extract.backbones.backbone import LoadedBackbone, LoadRequest
 from extract.backbones.preprocessing import overridden
 from extract.backbones.sources import SOURCES, BackboneSource
 from extract.backbones.text_tower import TextTower

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from extract.backbones import from_hf, from_hub, from_open_clip, from_python, from_timm, from_torchvision
-from extract.backbones.backbone import LoadRequest, LoadedBackbone
+from extract.backbones.backbone import LoadedBackbone, LoadRequest
 from extract.backbones.catalogue_entry import Entry
 from extract.backbones.text_tower import TextTower
 

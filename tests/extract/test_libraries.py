@@ -372,9 +372,7 @@ def test_layers_of_wrapped_models_keep_their_names(tmp_path: Path) -> None:
 def test_what_may_be_a_classifier_is_no_embedding(tmp_path: Path) -> None:
     of_hub("alone", tmp_path)
     backbone = load_backbone(f"hub/{tmp_path / 'repo'}:classifies", device="cpu")
-    with pytest.raises(
-        InputError, match="no embedding: its output comes from the linear layer 'fc', which may be"
-    ):
+    with pytest.raises(InputError, match="no embedding: its output comes from the linear layer 'fc', which may be"):
         backbone.features([make_picture(1)])
     assert backbone.features([make_picture(1)], "avgpool")["avgpool"].shape == (1, 512)
     assert "has no transform; assumed preprocessing: resize 256 bicubic, crop 224x224" in backbone.notes[0]

@@ -139,10 +139,10 @@ def attentions(backbone: Backbone, inputs: Tensor, layers: str | Sequence[str] |
     taps = Taps(backbone.model).keep(layers, "attention")
     with torch.no_grad(), evaluating(backbone.model), full_float32(), taps:
         taps(inputs)
-        found = list(taps.record.values())
-    if not found:
+        weights = list(taps.record.values())
+    if not weights:
         raise InputError(f"{backbone.spec} computes no attention of a known kind")
-    return found
+    return weights
 
 
 def rollout(weights: Sequence[Tensor]) -> NDArray[np.float32]:
@@ -159,13 +159,13 @@ def rollout(weights: Sequence[Tensor]) -> NDArray[np.float32]:
     Raises:
         InputError: layers differ in the number of tokens or images, or there are no layers.
     """
-    shapes = {tuple(one.shape[-2:]) for one in weights}
-    if len(shapes) != 1 or len({len(one) for one in weights}) != 1:
-        sizes = ", ".join("x".join(map(str, shape)) for shape in sorted(shapes))
-        raise InputError(f"attention over {sizes} tokens; rollout needs the same tokens in all layers")
+    sizes = {tuple(layer_weights.shape[-2:]) for layer_weights in weights}
+    if len(sizes) != 1 or len({len(layer_weights) for layer_weights in weights}) != 1:
+        shown = ", ".join("x".join(map(str, size)) for size in sorted(sizes))
+        raise InputError(f"attention over {shown} tokens; rollout needs the same tokens in all layers")
     result: Tensor | None = None
-    for one in weights:
-        mean = one.double().mean(1)
+    for layer_weights in weights:
+        mean = layer_weights.double().mean(1)
         mixed = 0.5 * mean + 0.5 * torch.eye(mean.shape[-1], dtype=mean.dtype)
         mixed /= mixed.sum(-1, keepdim=True)
         result = mixed if result is None else mixed @ result
@@ -198,8 +198,8 @@ def principal_colours(maps: Tensor) -> NDArray[np.float32]:
     # The sign of a direction is arbitrary: make the largest component positive.
     largest = directions.abs().argmax(0)
     directions = directions * directions[largest, torch.arange(count)].sign()
-    found = (flat @ directions).numpy()
-    low, high = np.percentile(found, [1, 99], axis=0)
-    colours = np.zeros((len(found), 3), np.float32)
-    colours[:, :count] = np.clip((found - low) / np.where(high > low, high - low, 1), 0, 1)
+    coordinates = (flat @ directions).numpy()
+    low, high = np.percentile(coordinates, [1, 99], axis=0)
+    colours = np.zeros((len(coordinates), 3), np.float32)
+    colours[:, :count] = np.clip((coordinates - low) / np.where(high > low, high - low, 1), 0, 1)
     return colours.reshape(*maps.shape[:-1], 3)

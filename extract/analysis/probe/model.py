@@ -93,10 +93,10 @@ class LinearProbe:
         Raises:
             InputError: see `decision_function`; or the probe has no probabilities.
         """
-        found = self.probabilities(self.scores(x))
-        if found is None:
+        probabilities = self.probabilities(self.scores(x))
+        if probabilities is None:
             raise InputError("this probe computes scores, but no probabilities; use decision_function")
-        return found
+        return probabilities
 
     def predict(self, x: Source | FeatureRows) -> NDArray[Any]:
         """Return classes (N,); labels (N, K), 0 or 1; or, for regression, values (N,) or (N, K)."""
@@ -171,15 +171,15 @@ def _inconsistencies(probe: LinearProbe) -> Iterator[str]:
     ):
         yield f"its weights are not {np.dtype(expected_dtype)} of shapes (K, D) and (K,)"
         return
-    columns: Sequence[Any] = [one for one in (probe.scaling.mean, probe.scaling.scale) if one is not None]
+    columns: Sequence[Any] = [array for array in (probe.scaling.mean, probe.scaling.scale) if array is not None]
     if len(columns) != (2 if probe.scaling.name == "standardise" else 0):
         yield "the statistics of its scaling are missing"
-    if any(one.shape != probe.coef_.shape[1:] for one in columns):
+    if any(array.shape != probe.coef_.shape[1:] for array in columns):
         yield "its scaling and its weights have different widths"
     expected = 2 if probe._one_score else len(probe.coef_)
     if probe.classes_.shape != (expected,):
         yield f"it has {len(probe.classes_)} classes, but weights for {expected}"
-    if not all(np.isfinite(one).all() for one in (probe.coef_, probe.intercept_, *columns)):
+    if not all(np.isfinite(array).all() for array in (probe.coef_, probe.intercept_, *columns)):
         yield "a weight or a statistic of its scaling is not finite"
     if probe.scaling.scale is not None and not (probe.scaling.scale > 0).all():
         yield "a standard deviation of its scaling is not above zero"
