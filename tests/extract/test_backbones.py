@@ -58,12 +58,12 @@ def test_the_hash_of_weights_is_of_their_numbers_not_of_the_file(tmp_path: Path)
 
 def test_random_weights_depend_on_the_seed_alone() -> None:
     state = torch.get_rng_state()
-    one, same, other = (
+    first, same, other = (
         load_backbone("timm/test_resnet", weights="random", seed=seed, device="cpu") for seed in (1, 1, 2)
     )
-    assert one.weights.random
-    assert one.weights == same.weights
-    assert one.weights.sha256 != other.weights.sha256
+    assert first.weights.random
+    assert first.weights == same.weights
+    assert first.weights.sha256 != other.weights.sha256
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -214,7 +214,7 @@ def probe(
         raise unknown_name("protocol", protocol, PROTOCOLS)
     kind = PROTOCOLS[protocol]
     if task not in kind.tasks:
-        suitable = ", ".join(name for name, part in PROTOCOLS.items() if task in part.tasks)
+        suitable = ", ".join(name for name, other in PROTOCOLS.items() if task in other.tasks)
         raise InputError(f"the protocol {protocol} supports {' and '.join(kind.tasks)}, not {task}; use {suitable}")
     if scaling is not None and scaling not in SCALINGS:
         raise unknown_name("scaling", scaling, SCALINGS)

@@ -30,8 +30,8 @@ def test_free_memory_is_that_of_the_machine_at_most():
 def test_limits_of_groups_count(tmp_path, limits, expected):
     for name, *numbers in limits:
         group(tmp_path / name, *numbers)
-    found = memory._group_bytes(tmp_path, "/a/b", "memory.max", "memory.current", "inactive_file")
-    assert found == expected
+    free = memory._group_bytes(tmp_path, "/a/b", "memory.max", "memory.current", "inactive_file")
+    assert free == expected
 
 
 def test_the_older_groups_say_no_limit_by_a_huge_number(tmp_path):

@@ -129,7 +129,7 @@ def test_ridge_chooses_alpha_on_val(data):
     x, _, x_val, _, x_test, _ = data
     weights = np.random.default_rng(1).normal(size=24)
     y, y_val, y_test = (
-        one @ weights + np.random.default_rng(2).normal(size=len(one)) * 20 for one in (x, x_val, x_test)
+        features @ weights + np.random.default_rng(2).normal(size=len(features)) * 20 for features in (x, x_val, x_test)
     )
     result = linear_probe(x, y, x_test, y_test, x_val=x_val, y_val=y_val, protocol="ridge")
     scaler = StandardScaler().fit(x.astype(np.float64))
@@ -162,8 +162,8 @@ def test_ridge_of_numbers_far_from_zero_loses_nothing(data):
 def test_labels_that_do_not_exclude_each_other_are_judged_by_average_precision(data):
     x, _, x_val, _, x_test, _ = data
     directions = np.random.default_rng(3).normal(size=(24, 3)) / np.logspace(-1, 1, 24)[:, None]
-    labels = [(one @ directions + np.random.default_rng(4).normal(size=(len(one), 3)) > 1).astype(int)
-              for one in (x, x_val, x_test)]  # fmt: skip
+    labels = [(features @ directions + np.random.default_rng(4).normal(size=(len(features), 3)) > 1).astype(int)
+              for features in (x, x_val, x_test)]  # fmt: skip
     result = linear_probe(x, labels[0], x_test, labels[2], x_val=x_val, y_val=labels[1], protocol="simclr")
     both, both_labels = np.concatenate([x, x_val]), np.concatenate(labels[:2])
     each = OneVsRestClassifier(LogisticRegression(C=result.chosen, solver="newton-cholesky")).fit(both, both_labels)
@@ -270,8 +270,8 @@ def test_few_rows_to_choose_on_are_told_and_none_is_as_if_not_given(data):
 
 def test_a_column_of_classes_is_classes(data):
     x, y, _, _, x_test, y_test = data
-    found = linear_probe(x, y[:, None] % 2, x_test, y_test[:, None] % 2, protocol="centroid")
-    assert found.task == "classification"
+    result = linear_probe(x, y[:, None] % 2, x_test, y_test[:, None] % 2, protocol="centroid")
+    assert result.task == "classification"
 
 
 def test_classes_are_of_any_kind_and_unknown_ones_count_as_wrong(data):
