@@ -286,15 +286,15 @@ def test_preprocessing_and_features_are_the_librarys_own(name: str, twenty: Path
     with extract_features(
         twenty, out=tmp_path / "out", backbone=backbone, batch_size=7, workers=0, progress=False
     ) as reader:
-        found, recorded = reader["embedding"][:], reader.provenance["versions"]
+        features, recorded = reader["embedding"][:], reader.provenance["versions"]
     for prefix, library in (("open_clip/", "open_clip_torch"), ("hf/", "transformers"), ("timm/", "timm")):
         assert not name.startswith(prefix) or recorded[library] == version(library)  # an upgrade is noticed
-    deviation = float(np.abs(found - expected).max() / np.abs(expected).max())
+    deviation = float(np.abs(features - expected).max() / np.abs(expected).max())
     how = "their own transform" if backbone.preprocessing.library_transform else "as numbers"
-    print(f"{name:32} input differs by {largest:.1e} ({how}), embedding {found.shape[1]} by {deviation:.1e}")
-    assert found.shape == expected.shape
+    print(f"{name:32} input differs by {largest:.1e} ({how}), embedding {features.shape[1]} by {deviation:.1e}")
+    assert features.shape == expected.shape
     assert deviation <= 1e-4
-    assert np.abs(found - found[0]).max() > 1e-3 * np.abs(found).max()  # pictures give other features each
+    assert np.abs(features - features[0]).max() > 1e-3 * np.abs(features).max()  # pictures give other features each
 
 
 # What goes wrong
@@ -306,11 +306,11 @@ def test_the_pooler_of_a_checkpoint_without_one_is_not_drawn_at_random(tmp_path:
     model = transformers.ViTModel(config, add_pooling_layer=False).eval()
     model.save_pretrained(tmp_path)
     transformers.ViTImageProcessor(size={"height": 64, "width": 64}).save_pretrained(tmp_path)
-    one, two = (load_backbone(f"hf/{tmp_path}", device="cpu") for _ in range(2))
-    assert one.weights.sha256 == two.weights.sha256
+    first, second = (load_backbone(f"hf/{tmp_path}", device="cpu") for _ in range(2))
+    assert first.weights.sha256 == second.weights.sha256
     x = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
-        assert torch.equal(one.model(x), model(x).last_hidden_state[:, 0])
+        assert torch.equal(first.model(x), model(x).last_hidden_state[:, 0])
 
 
 def test_a_folder_of_hf_that_lacks_weights_is_an_error(tmp_path: Path) -> None:
@@ -348,9 +348,9 @@ def test_a_masked_autoencoder_sees_everything(tmp_path: Path) -> None:
     transformers.ViTImageProcessor(size={"height": 64, "width": 64}).save_pretrained(tmp_path)
     backbone = load_backbone(f"hf/{tmp_path}", device="cpu")
     assert backbone.notes == ("masking is off (mask_ratio 0)",)
-    one, two = (backbone.features([make_picture(1), make_picture(2)])["embedding"] for _ in range(2))
-    assert np.allclose(one, two, atol=1e-5)
-    assert not np.allclose(one[0], one[1], atol=1e-3)
+    first, second = (backbone.features([make_picture(1), make_picture(2)])["embedding"] for _ in range(2))
+    assert np.allclose(first, second, atol=1e-5)
+    assert not np.allclose(first[0], first[1], atol=1e-3)
 
 
 def test_a_model_of_timm_on_the_hub_is_named_as_one(tmp_path: Path) -> None:
@@ -364,9 +364,9 @@ def test_a_model_of_timm_on_the_hub_is_named_as_one(tmp_path: Path) -> None:
 
 def test_layers_of_wrapped_models_keep_their_names(tmp_path: Path) -> None:
     backbone = load_backbone(hf_dinov2(tmp_path).spec, device="cpu")
-    found = backbone.features([make_picture(1, 150, 130)], ["encoder.layer.*", "embedding", "layernorm:cls_token"])
-    assert list(found) == ["encoder.layer.0", "encoder.layer.1", "embedding", "layernorm"]
-    assert np.array_equal(found["layernorm"], found["embedding"])
+    features = backbone.features([make_picture(1, 150, 130)], ["encoder.layer.*", "embedding", "layernorm:cls_token"])
+    assert list(features) == ["encoder.layer.0", "encoder.layer.1", "embedding", "layernorm"]
+    assert np.array_equal(features["layernorm"], features["embedding"])
 
 
 def test_what_may_be_a_classifier_is_no_embedding(tmp_path: Path) -> None:
@@ -440,8 +440,8 @@ def test_preprocessing_can_be_replaced(twenty: Path) -> None:
         v2.ToDtype(torch.float32, scale=True), v2.Normalize((0.1, 0.2, 0.3), (0.5, 0.5, 0.5)),
     ])  # fmt: skip
     picture = Image.open(next(twenty.iterdir())).convert("RGB")
-    found = ours.preprocessing.to_input(ours.preprocessing.prepare(picture).unsqueeze(0))[0]
-    assert torch.allclose(found, transform(picture), atol=1e-5)
+    tensor = ours.preprocessing.to_input(ours.preprocessing.prepare(picture).unsqueeze(0))[0]
+    assert torch.allclose(tensor, transform(picture), atol=1e-5)
     assert ours.preprocessing.describe() != theirs.preprocessing.describe()
     assert ours.asked["preprocessing"]["size"] == 160
     same = load_backbone("bundled/efficientnet_lite0", device="cpu", preprocessing={"size": 256, "crop": 224})
@@ -449,7 +449,7 @@ def test_preprocessing_can_be_replaced(twenty: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("overrides", "message"),
     [
         ({"interpolation": "cubic"}, "nearest: 'bicubic'"),
         ({"std": (0, 1, 1)}, "std above 0"),
@@ -458,9 +458,9 @@ def test_preprocessing_can_be_replaced(twenty: Path) -> None:
         ({"size": 100_000}, "expected 1 to 8,192 pixels"),
     ],
 )
-def test_preprocessing_that_makes_no_sense_is_refused(given: dict[str, Any], message: str) -> None:
+def test_preprocessing_that_makes_no_sense_is_refused(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(LayertapError, match=message):
-        load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=given)
+        load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=overrides)
 
 
 # What equal weights do not tell
@@ -476,10 +476,10 @@ def test_the_settings_of_a_model_are_part_of_the_fingerprint(tmp_path: Path) -> 
         model.config.hidden_act = name
         model.save_pretrained(tmp_path / name)
         transformers.BitImageProcessor().save_pretrained(tmp_path / name)
-    one, two = (load_backbone(f"hf/{tmp_path / name}", device="cpu") for name in ("gelu", "relu"))
-    assert one.weights.sha256 == two.weights.sha256
-    assert one.architecture != two.architecture
-    assert not np.allclose(*(b.features([make_picture(1)])["embedding"] for b in (one, two)), atol=1e-3)
+    first, second = (load_backbone(f"hf/{tmp_path / name}", device="cpu") for name in ("gelu", "relu"))
+    assert first.weights.sha256 == second.weights.sha256
+    assert first.architecture != second.architecture
+    assert not np.allclose(*(b.features([make_picture(1)])["embedding"] for b in (first, second)), atol=1e-3)
 
 
 @pytest.mark.slow
@@ -518,11 +518,11 @@ def test_code_of_equal_names_is_kept_apart(source: str, tmp_path: Path) -> None:
             "    from torchvision.transforms import ToTensor, Resize, Compose\n"
             "    return Net(), Compose([Resize((32, 32)), ToTensor()])\n"
         )
-    found = []
+    widths = []
     for name in ("one", "two"):
         place = f"hub/{tmp_path / name}:net" if source == "hub" else f"python/{tmp_path / name}/hubconf.py:pair"
-        found.append(load_backbone(place, device="cpu").features([make_picture(1)])["embedding"].shape[1])
-    assert found == [4, 7]
+        widths.append(load_backbone(place, device="cpu").features([make_picture(1)])["embedding"].shape[1])
+    assert widths == [4, 7]
     assert "nets" not in sys.modules
 
 
@@ -576,15 +576,15 @@ def test_the_code_of_neighbours_is_part_of_the_fingerprint(tmp_path: Path) -> No
         "from nets import Net\n"
         "def net(): return Net(), Compose([Resize((32, 32)), ToTensor()])\n"
     )
-    found = []
+    backbones = []
     for factor in (1, 2):
         (tmp_path / "nets.py").write_text(
             "from torch import nn\nclass Net(nn.Module):\n"
             f"    def forward(self, x): return x.mean((2, 3)) * {factor}.0\n"
         )
-        found.append(load_backbone(f"python/{tmp_path}/own.py:net", device="cpu"))
-    assert found[0].weights.sha256 == found[1].weights.sha256
-    assert found[0].architecture != found[1].architecture
+        backbones.append(load_backbone(f"python/{tmp_path}/own.py:net", device="cpu"))
+    assert backbones[0].weights.sha256 == backbones[1].weights.sha256
+    assert backbones[0].architecture != backbones[1].architecture
 
 
 def test_a_model_of_one_size_is_tried_at_the_size_that_is_asked_for(tmp_path: Path) -> None:

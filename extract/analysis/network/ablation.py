@@ -100,15 +100,15 @@ def ablation(
         for setting in (torch.no_grad(), evaluating(backbone.model), full_float32(), keeping_freed_memory()):
             settings.enter_context(setting)
         choice = _in_computation_order(backbone, choose_features(backbone, [f"{layer}:none" for layer in layers]))
-        targets_of_edits = list(_trials(choice.features, channels))
-        totals = [_Totals() for _ in targets_of_edits]
+        edited_parts = list(_edited_parts(choice.features, channels))
+        totals = [_Totals() for _ in edited_parts]
         unedited_total = _Totals()
         with _embedding(backbone) as embedding:
             for number, (inputs, targets) in enumerate(batches):
                 unedited = _forward(backbone, inputs, choice.features, embedding)
                 unedited_total.add(unedited, unedited, targets)
                 on_forward(len(inputs))
-                for (layer, channel), total in zip(targets_of_edits, totals, strict=True):
+                for (layer, channel), total in zip(edited_parts, totals, strict=True):
                     changes = [
                         (feature.site, _adapt(_edit_for(edit, feature), feature, channel, number))
                         for feature in choice.features
@@ -120,7 +120,7 @@ def ablation(
     if not unedited_total.images:
         raise InputError("there are no batches; give at least one batch")
     effects = []
-    for (layer, channel), total in zip(targets_of_edits, totals, strict=True):
+    for (layer, channel), total in zip(edited_parts, totals, strict=True):
         last = max(i for i, feature in enumerate(choice.features) if feature.site.layer == layer)
         later = [feature.name for feature in choice.features[last + 1 :]]
         effect = Effect(
@@ -159,7 +159,7 @@ def mean_activations(
     return {name: (total / count).float().to(backbone.device) for name, total in sums.items()}
 
 
-def _trials(features: Sequence[Feature], channels: Sequence[int] | None) -> Iterator[tuple[str, int | None]]:
+def _edited_parts(features: Sequence[Feature], channels: Sequence[int] | None) -> Iterator[tuple[str, int | None]]:
     """Yield each layer, in the order of the first tensors, with each channel, or None if `channels` is None."""
     for layer in dict.fromkeys(feature.site.layer for feature in features):
         if channels is None:

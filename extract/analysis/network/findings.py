@@ -98,8 +98,8 @@ def _not_finite(
             kinds = ([f"{activations.nan:,} NaN"] if activations.nan else []) + (
                 [f"{activations.infinite:,} infinite"] if activations.infinite else []
             )
-            where = f"first in {name_of(new[0])}" if tensor.by_image else f"first in batch {new[0]}"
-            findings.append(Finding("not finite", tensor.name, f"{' and '.join(kinds)} values, {where}"))
+            location = f"first in {name_of(new[0])}" if tensor.by_image else f"first in batch {new[0]}"
+            findings.append(Finding("not finite", tensor.name, f"{' and '.join(kinds)} values, {location}"))
         explained.update(tensor.activations.not_finite_images)
     return findings
 
@@ -196,19 +196,19 @@ def _gradients(tensors: Sequence[TensorReport]) -> list[Finding]:
     small, large = np.flatnonzero(largest_before < _VANISHED * norms.max()), np.flatnonzero(norms > _EXPLODED * end)
     findings = []
     if len(small):
-        at = reached[small[-1] + 1]
+        tensor = reached[small[-1] + 1]
         text = (
-            f"gradients vanish: their norm is {at.gradient_norm:.1e} at its output, and at most "
+            f"gradients vanish: their norm is {tensor.gradient_norm:.1e} at its output, and at most "
             f"{largest_before[small[-1]]:.1e} in the {small[-1] + 1:,} tensors before it"
         )
-        findings.append(Finding("vanishing gradients", at.name, text))
+        findings.append(Finding("vanishing gradients", tensor.name, text))
     if len(large) and large[-1] + 1 < len(reached):
-        at, before = reached[large[-1] + 1], reached[large[-1]]
+        tensor, before = reached[large[-1] + 1], reached[large[-1]]
         text = (
-            f"gradients explode: their norm is {at.gradient_norm:.1e} at its output, {before.gradient_norm:.1e} before "
-            f"it, and {norms.max():.1e} at most"
+            f"gradients explode: their norm is {tensor.gradient_norm:.1e} at its output, {before.gradient_norm:.1e} "
+            f"before it, and {norms.max():.1e} at most"
         )
-        findings.append(Finding("exploding gradients", at.name, text))
+        findings.append(Finding("exploding gradients", tensor.name, text))
     return findings
 
 

@@ -154,8 +154,8 @@ def linear_probe(
         raise unknown_name("class_weight", str(class_weight), ["balanced"])
     if not isinstance(protocol, str) or protocol not in PROTOCOLS:
         raise unknown_name("protocol", str(protocol), PROTOCOLS)
-    kind = PROTOCOLS[protocol]
-    numbers = kind.tasks == ("regression",)
+    definition = PROTOCOLS[protocol]
+    numbers = definition.tasks == ("regression",)
     if not isinstance(seed, int) or not 0 <= seed < 1 << 32:
         raise InputError(f"seed is {seed!r}; expected a whole number from 0 to {(1 << 32) - 1}")
     train, test = np.asarray(y_train), np.asarray(y_test)
@@ -212,10 +212,12 @@ def probe(
     started = time.perf_counter()
     if protocol not in PROTOCOLS:
         raise unknown_name("protocol", protocol, PROTOCOLS)
-    kind = PROTOCOLS[protocol]
-    if task not in kind.tasks:
+    definition = PROTOCOLS[protocol]
+    if task not in definition.tasks:
         suitable = ", ".join(name for name, other in PROTOCOLS.items() if task in other.tasks)
-        raise InputError(f"the protocol {protocol} supports {' and '.join(kind.tasks)}, not {task}; use {suitable}")
+        raise InputError(
+            f"the protocol {protocol} supports {' and '.join(definition.tasks)}, not {task}; use {suitable}"
+        )
     if scaling is not None and scaling not in SCALINGS:
         raise unknown_name("scaling", scaling, SCALINGS)
     if balanced and (task != "classification" or protocol in ("knn", "centroid")):
@@ -237,7 +239,7 @@ def probe(
     memory_bytes = free_bytes() // 2 if memory_bytes is None else memory_bytes
     if torch_device.type == "cuda":
         memory_bytes = min(memory_bytes, torch.cuda.mem_get_info(torch_device)[0] // 2)
-    settings = Settings(task, classes, scaling or kind.scaling, balanced, seed, torch_device, memory_bytes)
+    settings = Settings(task, classes, scaling or definition.scaling, balanced, seed, torch_device, memory_bytes)
     # Rows that fit are read once. The limit is a third, since the fitted rows are also held along their principal axes.
     held_bytes = sum(part.rows.nbytes for part in (train, val, test) if part is not None)
     if held_bytes <= memory_bytes // 3:
@@ -245,10 +247,10 @@ def probe(
         train, test = (Labelled(part.rows.held(), part.targets) for part in (train, test))
         val = None if val is None else Labelled(val.rows.held(), val.targets)
     try:
-        if kind.fit is None:
+        if definition.fit is None:
             result = _few_shot(train, val, test, settings, protocol)
         else:
-            result = _evaluate(kind.fit(train, val, settings), test, settings, protocol)
+            result = _evaluate(definition.fit(train, val, settings), test, settings, protocol)
     except torch.OutOfMemoryError as error:
         raise LayertapError(
             f"not enough memory on {torch_device}: {first_line(error)}; set a smaller --max-memory-mb (memory_bytes)"
