@@ -121,7 +121,7 @@ def _read_state(path: Path) -> tuple[dict[str, Tensor], tuple[str, ...]]:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise InputError(
-            f"weights file {path} is damaged, or holds other objects than tensors, and loading them could run code; "
+            f"weights file {path} is damaged, or holds objects other than tensors, and loading them could run code; "
             "save only model.state_dict(), preferably as .safetensors"
         ) from error
     except Exception as error:  # each format raises errors of its own

@@ -166,7 +166,7 @@ def test_a_malicious_pickle_does_not_run(tmp_path: Path, where: str) -> None:
     content = {"beside": {"state_dict": state, "x": bad}, "alone": bad,
                "inside settings": {"state_dict": state, "args": argparse.Namespace(x=bad)}}[where]  # fmt: skip
     torch.save(content, tmp_path / "w.pth")
-    with pytest.raises(InputError, match="holds other objects than tensors, and loading them could run code"):
+    with pytest.raises(InputError, match="holds objects other than tensors, and loading them could run code"):
         load_backbone(RESNET, weights=str(tmp_path / "w.pth"), device="cpu")
     assert not (tmp_path / "run").exists()
 
