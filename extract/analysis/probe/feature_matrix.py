@@ -124,7 +124,7 @@ class FeatureRows:
             if 0 in source.shape[1:]:
                 raise InputError(f"features of shape {tuple(source.shape)} have no values")
             if source.shape[0] != sources[0].shape[0]:
-                raise InputError(f"features have {sources[0].shape[0]} and {source.shape[0]} rows; expected equal numbers")
+                raise InputError(f"features have {sources[0].shape[0]} and {source.shape[0]} rows; must be equal")
         return FeatureRows((_ArrayRows(sources, np.arange(sources[0].shape[0]) if index is None else index),))
 
     def __len__(self) -> int:
