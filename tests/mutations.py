@@ -173,8 +173,8 @@ MUTATIONS = (
     # Weights
     Mutation(
         "Of several networks in a checkpoint, the last is taken.",
-        "    key, *others = found\n",
-        "    *others, key = found\n",
+        "    key, *unused_keys = states\n",
+        "    *unused_keys, key = states\n",
         ("test_a_wrapped_checkpoint_is_taken_apart",),
     ),
     # Forward, transfers, validation of the first batch
@@ -343,7 +343,7 @@ MUTATIONS = (
     ),
     Mutation(
         "A row that does not find itself loses its nearest neighbour instead of the last.",
-        "    own[~own.any(1), -1] = True",
+        "    excluded[~excluded.any(1), -1] = True",
         "    own[~own.any(1), 0] = True",
         ("test_where_all_rows_are_equal_the_first_are_nearest", "test_it_is_what_all_cosines_in_float64_give"),
     ),

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from extract import FeatureReader, InputError, UnknownNameError, load_backbone, load_text_tower
-from extract.backbones.backbone import Asked, LoadedBackbone
+from extract.backbones.backbone import LoadedBackbone, LoadRequest
 from extract.backbones.catalogue_entry import Entry
 from extract.backbones.loading import permitted
 from extract.backbones.preprocessing import Preprocessing
@@ -33,12 +33,12 @@ from tests.pipelines.test_cli import fails, layertap
 # `SOURCES` in `extract/backbones/sources.py`.
 
 
-def load(asked: Asked) -> LoadedBackbone:
+def load(request: LoadRequest) -> LoadedBackbone:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
     preprocessing = Preprocessing(32, (32, 32), "bilinear", (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-    weights = Weights(asked.weights or "toy weights", "0" * 64)
-    return LoadedBackbone(asked.spec, f"toy/{asked.name}", model, weights, preprocessing, classifier="3")
+    weights = Weights(request.weights or "toy weights", "0" * 64)
+    return LoadedBackbone(request.spec, f"toy/{request.name}", model, weights, preprocessing, classifier="3")
 
 
 def names(pattern: str) -> list[str]:
@@ -49,11 +49,11 @@ def describe(spec: str, name: str) -> Entry:
     return Entry(spec, 8, (32, 32), 1580, "mit", ("toy weights",))
 
 
-def text_tower(asked: Asked) -> TextTower:
+def text_tower(request: LoadRequest) -> TextTower:
     def tokens_of(text: str) -> dict[str, torch.Tensor]:
         return {"length": torch.tensor([[float(len(text))]])}
 
-    return TextTower(asked.spec, "toy", "0" * 64, nn.Identity(), tokens_of, lambda model, tokens: tokens["length"])
+    return TextTower(request.spec, "toy", "0" * 64, nn.Identity(), tokens_of, lambda model, tokens: tokens["length"])
 
 
 @pytest.fixture
@@ -87,9 +87,9 @@ def test_a_source_gives_layers_features_and_texts(folder: Path, tmp_path: Path) 
 def test_layers_are_listed_with_random_weights_only_where_a_source_permits_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked_for = []
 
-    def noted(asked: Asked) -> LoadedBackbone:
-        asked_for.append(asked.weights)
-        return load(asked)
+    def noted(request: LoadRequest) -> LoadedBackbone:
+        asked_for.append(request.weights)
+        return load(request)
 
     for permits in (True, False):
         monkeypatch.setitem(SOURCES, "toy", BackboneSource(noted, runs_code=False, same_layers_at_random=permits))
@@ -101,9 +101,9 @@ def test_layers_are_listed_with_random_weights_only_where_a_source_permits_it(mo
 def test_a_source_that_runs_code_is_loaded_only_if_the_user_names_it(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert layertap("embed", folder, "-b", "toy/net", "-o", out, "--workers", 0, "--device", "cpu").exit_code == 0
-    assert "name it: --backbone toy/net" in fails("verify", out, "--sample", 2)
+    assert "name the backbone: --backbone toy/net" in fails("verify", out, "--sample", 2)
     assert layertap("verify", out, "--sample", 2, "-b", "toy/net").exit_code == 0
-    with pytest.raises(InputError, match="run its code"):
+    with pytest.raises(InputError, match="runs its code"):
         permitted("toy/net", None, out)
 
 

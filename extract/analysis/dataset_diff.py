@@ -63,48 +63,48 @@ def compare(first: Path, second: Path) -> Comparison:
         InputError: a folder is not a data set.
         LayertapError: a data set cannot be read.
     """
-    found = changes(DataSet.open(first).depends_on, DataSet.open(second).depends_on)
-    with FeatureReader(first, partial=True) as one, FeatureReader(second, partial=True) as other:
-        mine, theirs = shared_images(one, other)
+    changed = changes(DataSet.open(first).depends_on, DataSet.open(second).depends_on)
+    with FeatureReader(first, partial=True) as first_reader, FeatureReader(second, partial=True) as second_reader:
+        first_rows, second_rows = shared_images(first_reader, second_reader)
         features: dict[str, Similarity | str] = {}
-        for name in dict.fromkeys([*one.layers, *other.layers]):
-            if name not in one.layers or name not in other.layers:
-                features[name] = f"only in {first if name in one.layers else second}"
-            elif one[name].shape[1:] != other[name].shape[1:]:
-                features[name] = f"of shape {one[name].shape[1:]} and {other[name].shape[1:]}"
-            elif not len(mine):
-                features[name] = "no image in common"
+        for name in dict.fromkeys([*first_reader.layers, *second_reader.layers]):
+            if name not in first_reader.layers or name not in second_reader.layers:
+                features[name] = f"only in {first if name in first_reader.layers else second}"
+            elif first_reader[name].shape[1:] != second_reader[name].shape[1:]:
+                features[name] = f"different shapes, {first_reader[name].shape[1:]} and {second_reader[name].shape[1:]}"
+            elif not len(first_rows):
+                features[name] = "no shared images"
             else:
-                features[name] = _similarity(one, other, name, mine, theirs)
-        only = len(_images(one)[1]) - len(mine), len(_images(other)[1]) - len(theirs)
-        return Comparison(found, len(mine), only, features)
+                features[name] = _similarity(first_reader, second_reader, name, first_rows, second_rows)
+        only = len(_images(first_reader)[1]) - len(first_rows), len(_images(second_reader)[1]) - len(second_rows)
+        return Comparison(changed, len(first_rows), only, features)
 
 
-def shared_images(one: FeatureReader, other: FeatureReader) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def shared_images(first: FeatureReader, second: FeatureReader) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the rows (M,) of each data set that have features of the same images, in the order of the first."""
-    (hashes, rows), (other_hashes, other_rows) = _images(one), _images(other)
-    _, mine, theirs = np.intersect1d(hashes, other_hashes, assume_unique=True, return_indices=True)
-    order = np.argsort(rows[mine])
-    return rows[mine][order], other_rows[theirs][order]
+    (first_hashes, first_rows), (second_hashes, second_rows) = _images(first), _images(second)
+    _, in_first, in_second = np.intersect1d(first_hashes, second_hashes, assume_unique=True, return_indices=True)
+    order = np.argsort(first_rows[in_first])
+    return first_rows[in_first][order], second_rows[in_second][order]
 
 
 def _images(reader: FeatureReader) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """Return the distinct hashes of images with features, and the first row of each."""
-    good = np.flatnonzero(reader.status == Status.OK)
-    hashes = np.ascontiguousarray(reader.column("source_hash")[good]).view("V16").reshape(-1)
+    rows_with_features = np.flatnonzero(reader.status == Status.OK)
+    hashes = np.ascontiguousarray(reader.column("source_hash")[rows_with_features]).view("V16").reshape(-1)
     unique, rows = np.unique(hashes, return_index=True)
-    return unique, good[rows]
+    return unique, rows_with_features[rows]
 
 
 def _similarity(
-    one: FeatureReader, other: FeatureReader, name: str, mine: NDArray[np.int64], theirs: NDArray[np.int64]
+    reader: FeatureReader, other: FeatureReader, name: str, rows: NDArray[np.int64], other_rows: NDArray[np.int64]
 ) -> Similarity:
-    found, largest = np.empty(len(mine)), 0.0
-    step = max(1, BLOCK_BYTES // (16 * max(1, int(np.prod(one[name].shape[1:])))))
-    for start in range(0, len(mine), step):
-        here = slice(start, start + step)
-        a, b = one[name][mine[here]], other[name][theirs[here]]
-        found[here] = cosines(a, b)
-        largest = max(largest, deviation(b, a))
-    least = int(found.argmin())
-    return Similarity(float(found[least]), float(np.median(found)), one.paths[int(mine[least])], largest)
+    values, largest = np.empty(len(rows)), 0.0
+    step = max(1, BLOCK_BYTES // (16 * max(1, int(np.prod(reader[name].shape[1:])))))
+    for start in range(0, len(rows), step):
+        block = slice(start, start + step)
+        ours, theirs = reader[name][rows[block]], other[name][other_rows[block]]
+        values[block] = cosines(ours, theirs)
+        largest = max(largest, deviation(theirs, ours))
+    least = int(values.argmin())
+    return Similarity(float(values[least]), float(np.median(values)), reader.paths[int(rows[least])], largest)

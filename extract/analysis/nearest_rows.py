@@ -76,30 +76,31 @@ def nearest(
     if k < 1:
         raise InputError(f"k is {k}; it must be at least 1")
     if flat.shape[1] != rows.width:
-        raise InputError(f"queries have {flat.shape[1]:,} values, and rows {rows.width:,}")
+        raise InputError(f"queries have {flat.shape[1]:,} values each, but rows have {rows.width:,}")
     if not np.isfinite(flat).all():
-        raise InputError("a query has NaN or infinity")
+        raise InputError("a query contains NaN or infinity")
     # The excluded row may be any of several equally near rows: search for one row more, then drop the excluded row.
-    wanted = min(k, len(rows)) + (without is not None)
-    found_rows, cosines = np.full((len(flat), wanted), -1, np.int64), np.full((len(flat), wanted), np.nan)
+    n_nearest = min(k, len(rows)) + (without is not None)
+    nearest_rows, cosines = np.full((len(flat), n_nearest), -1, np.int64), np.full((len(flat), n_nearest), np.nan)
     group = max(1, min(_QUERIES, memory_bytes // (16 * 4 * rows.width)))
     with torch.inference_mode(), full_float32():
         for start in range(0, len(flat) if len(rows) else 0, group):
-            here = slice(start, min(start + group, len(flat)))
-            best = _Best(here.stop - start, wanted)
-            _scan(rows, flat[here], best, device, memory_bytes)
-            found_rows[here], cosines[here] = best.rows, best.cosines
-    found_rows[found_rows >= 0] = numbers[found_rows[found_rows >= 0]]
-    cosines[found_rows < 0] = np.nan
+            block = slice(start, min(start + group, len(flat)))
+            best = _Best(block.stop - start, n_nearest)
+            _scan(rows, flat[block], best, device, memory_bytes)
+            nearest_rows[block], cosines[block] = best.rows, best.cosines
+    nearest_rows[nearest_rows >= 0] = numbers[nearest_rows[nearest_rows >= 0]]
+    cosines[nearest_rows < 0] = np.nan
     if without is not None:
-        found_rows, cosines = _left_out(found_rows, cosines, without)
-    return Neighbours(found_rows[:, :k], cosines[:, :k])
+        nearest_rows, cosines = _without_excluded(nearest_rows, cosines, without)
+    return Neighbours(nearest_rows[:, :k], cosines[:, :k])
 
 
 def overlap(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return (Q,) the share of each query's neighbours that are in both of two (Q, K) tables of rows."""
-    both = [len(np.intersect1d(one[one >= 0], other[other >= 0])) for one, other in zip(first, second, strict=True)]
-    shares: NDArray[np.float64] = np.array(both, np.float64) / max(1, first.shape[1])
+    pairs = zip(first, second, strict=True)
+    n_shared = [len(np.intersect1d(ours[ours >= 0], theirs[theirs >= 0])) for ours, theirs in pairs]
+    shares: NDArray[np.float64] = np.array(n_shared, np.float64) / max(1, first.shape[1])
     return shares
 
 
@@ -118,9 +119,9 @@ def layer_to_search(layers: Sequence[str], asked: str | None, where: str) -> str
     if "embedding" in layers:
         return "embedding"
     if len(layers) > 1:
-        raise InputError(f"{where} has {len(layers)} layers and no embedding; name one by -l: {', '.join(layers)}")
+        raise InputError(f"{where} has {len(layers)} layers but no embedding; name a layer: -l {', -l '.join(layers)}")
     if not layers:
-        raise LayertapError(f"{where} has no layer")
+        raise LayertapError(f"{where} has no layers")
     return layers[0]
 
 
@@ -143,16 +144,16 @@ class _Best:
     def add(self, queries: NDArray[np.int64], rows: NDArray[np.int64], cosines: NDArray[np.float64]) -> None:
         """Merge (query, row, cosine) triples into the nearest rows."""
         n, k = self.rows.shape
-        there = self.rows.reshape(-1) >= 0
-        who = np.concatenate([np.repeat(np.arange(n), k)[there], queries])
-        which = np.concatenate([self.rows.reshape(-1)[there], rows])
-        near = np.concatenate([self.cosines.reshape(-1)[there], cosines])
-        order = np.lexsort((which, -near, who))
-        who, which, near = who[order], which[order], near[order]
-        rank = np.arange(len(who)) - np.searchsorted(who, who)
+        filled = self.rows.reshape(-1) >= 0
+        query_numbers = np.concatenate([np.repeat(np.arange(n), k)[filled], queries])
+        row_numbers = np.concatenate([self.rows.reshape(-1)[filled], rows])
+        values = np.concatenate([self.cosines.reshape(-1)[filled], cosines])
+        order = np.lexsort((row_numbers, -values, query_numbers))
+        query_numbers, row_numbers, values = query_numbers[order], row_numbers[order], values[order]
+        rank = np.arange(len(query_numbers)) - np.searchsorted(query_numbers, query_numbers)
         kept = rank < k
-        self.rows[who[kept], rank[kept]] = which[kept]
-        self.cosines[who[kept], rank[kept]] = near[kept]
+        self.rows[query_numbers[kept], rank[kept]] = row_numbers[kept]
+        self.cosines[query_numbers[kept], rank[kept]] = values[kept]
 
 
 def _scan(
@@ -170,29 +171,31 @@ def _scan(
     step = max(1, min(memory_bytes // (8 * 4 * width), memory_bytes // (4 * 8 * n)))
     for start in range(0, len(rows), step):
         block = rows.between(start, min(start + step, len(rows)))  # (b, D)
-        cosines, good = _approximate(wide, block)
+        cosines, good = _approximate_cosines(wide, block)
         least = torch.from_numpy(best.least).to(cosines)
         if k <= len(block) and bool(torch.isinf(least).any()):
             least = torch.maximum(least, cosines.topk(k, 1)[0][:, -1])
         near = (cosines >= (least - 2 * off)[:, None]) & good
         del cosines
-        who, which = (one.cpu().numpy() for one in near.nonzero(as_tuple=True))
-        if len(who):
-            best.add(who, which + start, _exact(unit, block, who, which, memory_bytes))
+        query_numbers, row_numbers = (numbers.cpu().numpy() for numbers in near.nonzero(as_tuple=True))
+        if len(query_numbers):
+            exact = _exact_cosines(unit, block, query_numbers, row_numbers, memory_bytes)
+            best.add(query_numbers, row_numbers + start, exact)
 
 
-def _approximate(unit: Tensor, block: NDArray[np.float32]) -> tuple[Tensor, Tensor]:
+def _approximate_cosines(unit: Tensor, block: NDArray[np.float32]) -> tuple[Tensor, Tensor]:
     """Return the cosines (q, b) in float32, and (b,) whether each row is finite; other rows have cosine -2."""
     values = torch.from_numpy(block).to(unit.device)
     lengths = torch.linalg.vector_norm(values, dim=1)
     good = torch.ones_like(lengths, dtype=torch.bool)
     odd = ~((lengths > _SAFE[0]) & (lengths < _SAFE[1]))  # also true for NaN
     if bool(odd.any()):
-        some = values[odd]
-        good[odd] = some.isfinite().all(1)
-        some = torch.nan_to_num(some / some.abs().amax(1, keepdim=True).clamp(min=1e-45), 0, 0, 0)
-        values = values.index_put((odd,), some)  # a copy: `_exact` uses the unscaled block, which float64 can hold
-        lengths[odd] = torch.linalg.vector_norm(some, dim=1)
+        odd_values = values[odd]
+        good[odd] = odd_values.isfinite().all(1)
+        odd_values = torch.nan_to_num(odd_values / odd_values.abs().amax(1, keepdim=True).clamp(min=1e-45), 0, 0, 0)
+        # A copy: `_exact_cosines` uses the unscaled block, which float64 can hold.
+        values = values.index_put((odd,), odd_values)
+        lengths[odd] = torch.linalg.vector_norm(odd_values, dim=1)
     cosines = unit @ values.T
     cosines /= lengths.where(lengths > 0, 1.0)
     if not bool(good.all()):
@@ -200,42 +203,42 @@ def _approximate(unit: Tensor, block: NDArray[np.float32]) -> tuple[Tensor, Tens
     return cosines, good
 
 
-def _exact(
-    unit: NDArray[np.float64], block: NDArray[np.float32], who: NDArray[np.int64], which: NDArray[np.int64],
-    memory_bytes: int,
+def _exact_cosines(
+    unit: NDArray[np.float64], block: NDArray[np.float32], query_numbers: NDArray[np.int64],
+    row_numbers: NDArray[np.int64], memory_bytes: int,
 ) -> NDArray[np.float64]:  # fmt: skip
     """Return the cosines (P,) of pairs of a query and a row of the block, in float64.
 
     The sum over a row does not depend on the row's position in the block, so equal rows tie.
     """
-    found = np.empty(len(who))
+    values = np.empty(len(query_numbers))
     step = max(1, memory_bytes // (4 * 16 * unit.shape[1]))
-    if len(who) > _FEW and len(who) * _DENSE > len(unit) * len(block):
+    if len(query_numbers) > _FEW and len(query_numbers) * _DENSE > len(unit) * len(block):
         # Nearly all rows are equally near, as in a dead layer: computing pair by pair would take hours.
-        used = np.unique(which)
-        for start in range(0, len(used), step):
-            some = used[start : start + step]
-            here = np.isin(which, some)
-            rows = block[some].astype(np.float64)
+        distinct_rows = np.unique(row_numbers)
+        for start in range(0, len(distinct_rows), step):
+            chunk = distinct_rows[start : start + step]
+            in_chunk = np.isin(row_numbers, chunk)
+            rows = block[chunk].astype(np.float64)
             lengths = np.linalg.norm(rows, axis=1)
             dots = unit @ (rows / np.where(lengths > 0, lengths, 1)[:, None]).T
-            found[here] = dots[who[here], np.searchsorted(some, which[here])]
+            values[in_chunk] = dots[query_numbers[in_chunk], np.searchsorted(chunk, row_numbers[in_chunk])]
     else:
-        for start in range(0, len(who), step):
+        for start in range(0, len(query_numbers), step):
             pairs = slice(start, start + step)
-            rows = block[which[pairs]].astype(np.float64)
-            dots = np.einsum("pd,pd->p", unit[who[pairs]], rows)
+            rows = block[row_numbers[pairs]].astype(np.float64)
+            dots = np.einsum("pd,pd->p", unit[query_numbers[pairs]], rows)
             lengths = np.sqrt(np.einsum("pd,pd->p", rows, rows))
-            found[pairs] = np.divide(dots, lengths, out=np.zeros(len(dots)), where=lengths > 0)
-    exact: NDArray[np.float64] = np.round(found, _DECIMALS).clip(-1, 1) + 0.0  # no -0
+            values[pairs] = np.divide(dots, lengths, out=np.zeros(len(dots)), where=lengths > 0)
+    exact: NDArray[np.float64] = np.round(values, _DECIMALS).clip(-1, 1) + 0.0  # no -0
     return exact
 
 
-def _left_out(
+def _without_excluded(
     rows: NDArray[np.int64], cosines: NDArray[np.float64], without: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Drop each query's excluded row, or the last row if the excluded row is not in the result."""
-    own = (rows == np.asarray(without)[:, None]) & (rows >= 0)
-    own[~own.any(1), -1] = True
+    excluded = (rows == np.asarray(without)[:, None]) & (rows >= 0)
+    excluded[~excluded.any(1), -1] = True
     shape = len(rows), rows.shape[1] - 1
-    return rows[~own].reshape(shape), cosines[~own].reshape(shape)
+    return rows[~excluded].reshape(shape), cosines[~excluded].reshape(shape)

@@ -38,10 +38,10 @@ class Principal:
 
     def project(self, rows: FeatureRows) -> NDArray[np.float32]:
         """Return the coordinates (N, K) of rows."""
-        found = np.empty((len(rows), len(self.axes)), np.float32)
+        coordinates = np.empty((len(rows), len(self.axes)), np.float32)
         for start, block in rows.blocks():
-            found[start : start + len(block)] = (block - self.mean) @ self.axes.T
-        return found
+            coordinates[start : start + len(block)] = (block - self.mean) @ self.axes.T
+        return coordinates
 
 
 def principal(rows: FeatureRows, count: int, seed: int = 0) -> Principal:
@@ -69,13 +69,13 @@ def principal(rows: FeatureRows, count: int, seed: int = 0) -> Principal:
         else:
             used = max(2, min(_HELD_ROWS, _HELD_BYTES // (4 * rows.width)))
             chosen = np.sort(np.random.default_rng(seed).permutation(len(rows))[:used])
-            held = rows.subset(chosen).between(0, len(chosen))
-            used = len(held)
-            mean = held.mean(0, dtype=np.float64)
-            held -= mean.astype(np.float32)
-            variances, vectors = np.linalg.eigh((held @ held.T).astype(np.float64))
+            sample = rows.subset(chosen).between(0, len(chosen))
+            used = len(sample)
+            mean = sample.mean(0, dtype=np.float64)
+            sample -= mean.astype(np.float32)
+            variances, vectors = np.linalg.eigh((sample @ sample.T).astype(np.float64))
             count = min(count, used)
-            axes = vectors[:, ::-1][:, :count].T @ held
+            axes = vectors[:, ::-1][:, :count].T @ sample
             shares, total = variances[::-1][:count], float(variances.sum())
     lengths = np.linalg.norm(axes, axis=1, keepdims=True)
     axes = np.divide(axes, lengths, out=np.zeros(axes.shape), where=lengths > 0)
@@ -88,13 +88,13 @@ def _products(rows: FeatureRows) -> tuple[NDArray[np.float64], NDArray[np.float6
     """Return the mean (D,), and the sum (D, D) of the products of deviations from the mean."""
     count, mean, products = 0, np.zeros(rows.width), np.zeros((rows.width, rows.width))
     for _, block in rows.blocks():
-        here = block.mean(0, dtype=np.float64)
-        centred = torch.from_numpy(block - here.astype(np.float32))
-        off = (here - mean)[:, None]
+        block_mean = block.mean(0, dtype=np.float64)
+        centred = torch.from_numpy(block - block_mean.astype(np.float32))
+        shift = (block_mean - mean)[:, None]
         total = count + len(block)
         products += (centred.T @ centred).numpy()
-        products += (off @ off.T) * (count * len(block) / total)
-        mean += off[:, 0] * (len(block) / total)
+        products += (shift @ shift.T) * (count * len(block) / total)
+        mean += shift[:, 0] * (len(block) / total)
         count = total
     return mean, products
 
@@ -105,13 +105,13 @@ def tsne(rows: FeatureRows, seed: int = 0) -> NDArray[np.float32]:
     Raises:
         LayertapError: scikit-learn or threadpoolctl is not installed.
     """
-    manifold = library("sklearn.manifold", "tsne", "a map by t-SNE")
-    vectors = _unit(principal(rows, _KEPT, seed).project(rows))
+    manifold = library("sklearn.manifold", "tsne", "a t-SNE map")
+    vectors = _unit_vectors(principal(rows, _KEPT, seed).project(rows))
     perplexity = min(30.0, max(1.0, (len(vectors) - 1) / 3))
-    found = manifold.TSNE(perplexity=perplexity, init="random" if len(vectors) < 4 else "pca", random_state=seed)
+    estimator = manifold.TSNE(perplexity=perplexity, init="random" if len(vectors) < 4 else "pca", random_state=seed)
     # t-SNE's threads wait for each other in each of 1,000 steps; on busy cores this takes longer than the computation.
-    with library("threadpoolctl", "tsne", "a map by t-SNE").threadpool_limits(1, "openmp"):
-        return np.asarray(found.fit_transform(vectors), np.float32)
+    with library("threadpoolctl", "tsne", "a t-SNE map").threadpool_limits(1, "openmp"):
+        return np.asarray(estimator.fit_transform(vectors), np.float32)
 
 
 def umap(rows: FeatureRows, seed: int = 0) -> NDArray[np.float32]:
@@ -120,14 +120,14 @@ def umap(rows: FeatureRows, seed: int = 0) -> NDArray[np.float32]:
     Raises:
         LayertapError: umap-learn is not installed.
     """
-    umap_learn = library("umap", "umap", "a map by UMAP")
+    umap_learn = library("umap", "umap", "a UMAP map")
     vectors = rows.between(0, len(rows))
     neighbours = min(15, max(2, len(vectors) - 1))
-    found = umap_learn.UMAP(n_neighbors=neighbours, metric="cosine", random_state=seed, n_jobs=1)
-    return np.asarray(found.fit_transform(vectors), np.float32)
+    estimator = umap_learn.UMAP(n_neighbors=neighbours, metric="cosine", random_state=seed, n_jobs=1)
+    return np.asarray(estimator.fit_transform(vectors), np.float32)
 
 
-def _unit(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+def _unit_vectors(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    found: NDArray[np.float32] = np.divide(vectors, lengths, out=np.zeros_like(vectors), where=lengths > 0)
-    return found
+    unit: NDArray[np.float32] = np.divide(vectors, lengths, out=np.zeros_like(vectors), where=lengths > 0)
+    return unit

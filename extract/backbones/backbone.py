@@ -13,11 +13,11 @@ from extract.backbones.preprocessing import Preprocessing
 from extract.backbones.weights import Weights
 from extract.errors import InputError, LayertapError, first_line
 
-__all__ = ["Asked", "LoadedBackbone", "downloading"]
+__all__ = ["LoadRequest", "LoadedBackbone", "downloading"]
 
 
 @dataclass(frozen=True)
-class Asked:
+class LoadRequest:
     """A request to load a backbone, passed to its source.
 
     Attributes:
@@ -75,14 +75,14 @@ class LoadedBackbone:
     asked: dict[str, Any] = field(default_factory=dict)
 
 
-def downloading(asked: Asked, load: Callable[[], Any], remedy: Callable[[], str], what: str = "weights") -> Any:
+def downloading(request: LoadRequest, load: Callable[[], Any], remedy: Callable[[], str], item: str = "weights") -> Any:
     """Return `load()`; convert the errors of hubs to errors of layertap.
 
     Args:
-        asked: the request, named in errors.
+        request: the request, named in errors.
         load: loads the object, and may download it.
         remedy: returns what to download by hand, and where to put it.
-        what: the downloaded object, named in errors.
+        item: the downloaded object, named in errors.
 
     Raises:
         InputError: the hub answered, but not with the expected content.
@@ -93,8 +93,8 @@ def downloading(asked: Asked, load: Callable[[], Any], remedy: Callable[[], str]
     except LayertapError:
         raise
     except ValueError as error:  # the hub answered, but with other content
-        raise InputError(f"{asked.spec}: {first_line(error)}") from error
+        raise InputError(f"{request.spec}: {first_line(error)}") from error
     except (OSError, RuntimeError) as error:  # the base classes of the hubs' own errors
         raise LayertapError(
-            f"{what} of {asked.spec} could not be downloaded: {first_line(error)}. To do it by hand: {remedy()}"
+            f"{item} of {request.spec} could not be downloaded: {first_line(error)}. To download by hand: {remedy()}"
         ) from error

@@ -11,11 +11,11 @@ from extract.backbones.sources import SOURCES
 from extract.errors import InputError, LayertapError, unknown_name
 from extract.taps.layer_names import is_glob
 
-__all__ = ["Entry", "Listed", "describe", "listed", "matching"]
+__all__ = ["Entry", "SourceListing", "describe", "list_sources", "match_specs"]
 
 
 @dataclass(frozen=True)
-class Listed:
+class SourceListing:
     """The backbones of one source whose names are known on this machine.
 
     Attributes:
@@ -27,12 +27,12 @@ class Listed:
     note: str = ""
 
 
-def listed() -> dict[str, Listed]:
+def list_sources() -> dict[str, SourceListing]:
     """Return source -> its backbones."""
-    return {source: _listed(source) for source in SOURCES}
+    return {source: _list_source(source) for source in SOURCES}
 
 
-def matching(pattern: str) -> list[str]:
+def match_specs(pattern: str) -> list[str]:
     """Return the specs that match a pattern; an exact name of `hf` need not be in the cache.
 
     Args:
@@ -44,9 +44,9 @@ def matching(pattern: str) -> list[str]:
     """
     source, _, name = pattern.partition("/")
     if source in SOURCES:
-        known = [f"{source}/{one}" for one in SOURCES[source].names(name or "*")]
+        known = [f"{source}/{known_name}" for known_name in SOURCES[source].names(name or "*")]
     elif is_glob(source):
-        known = [spec for group in SOURCES if fnmatchcase(group, source) for spec in _listed(group).names]
+        known = [spec for group in SOURCES if fnmatchcase(group, source) for spec in _list_source(group).names]
     else:
         raise unknown_name("source", source, SOURCES)
     specs = [spec for spec in known if fnmatchcase(spec, pattern if name else f"{pattern}/*")]
@@ -59,24 +59,24 @@ def describe(spec: str) -> Entry:
     """Describe a backbone; nothing is downloaded except the configuration of a model of `hf`.
 
     Args:
-        spec: a spec that `matching` returned.
+        spec: a spec that `match_specs` returned.
 
     Raises:
         InputError: backbones of this source cannot be described before they are loaded.
         LayertapError: a library is missing, or a configuration cannot be read.
     """
     source, _, name = spec.partition("/")
-    of_source = SOURCES[source].describe
-    if of_source is None:
-        raise InputError(f"{spec}: nothing is known of it before it is loaded")
+    describe_spec = SOURCES[source].describe
+    if describe_spec is None:
+        raise InputError(f"{spec}: backbones of {source}/ cannot be described before they are loaded")
     with warnings.catch_warnings(), quiet():
         warnings.simplefilter("ignore")
-        return of_source(spec, name)
+        return describe_spec(spec, name)
 
 
-def _listed(source: str) -> Listed:
+def _list_source(source: str) -> SourceListing:
     try:
         names = SOURCES[source].names("*")
     except LayertapError as error:  # the library of the source is not installed
-        return Listed([], str(error))
-    return Listed([f"{source}/{name}" for name in names], SOURCES[source].note)
+        return SourceListing([], str(error))
+    return SourceListing([f"{source}/{name}" for name in names], SOURCES[source].note)

@@ -56,9 +56,9 @@ def count_parameters(model: nn.Module) -> int:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Context manager: suppress log messages of libraries, such as warnings about random weights."""
-    before = logging.root.manager.disable
+    level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         yield
     finally:
-        logging.disable(before)
+        logging.disable(level)

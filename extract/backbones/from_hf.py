@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from extract.backbones.backbone import Asked, LoadedBackbone, downloading
+from extract.backbones.backbone import LoadedBackbone, LoadRequest, downloading
 from extract.backbones.catalogue_entry import Entry, count_parameters, without_weights
 from extract.backbones.output_as_embedding import with_embedding
 from extract.backbones.preprocessing import IDENTITY, OVERRIDES, Preprocessing, from_hf, overridden
 from extract.backbones.text_tower import TextTower, too_long
-from extract.backbones.weights import Weights, given_weights, is_named, weights_sha256
+from extract.backbones.weights import Weights, build_with_weights, is_named, weights_sha256
 from extract.errors import InputError, LayertapError, first_line
 from extract.system.optional_libraries import library
 from extract.taps.layer_names import is_glob, named_layers
@@ -46,29 +46,29 @@ _BY_HAND = ("config.json", "preprocessor_config.json", "model.safetensors")
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Location:
     """The location of a model.
 
     Attributes:
-        asked: the request.
+        request: the request.
         name: name on the hub, or absolute path of a folder.
         local: whether the model is in a local folder.
-        where: keyword arguments for the library's `from_pretrained`.
+        options: keyword arguments for the library's `from_pretrained`.
     """
 
-    asked: Asked
+    request: LoadRequest
     name: str
     local: bool
-    where: dict[str, Any]
+    options: dict[str, Any]
 
-    def ask(self, load: Callable[[], Any]) -> Any:
+    def load(self, load: Callable[[], Any]) -> Any:
         """Return `load()`; convert errors of the library to errors of layertap."""
         if not self.local:
-            return downloading(self.asked, load, lambda: _by_hand(self.asked.name))
+            return downloading(self.request, load, lambda: _by_hand(self.request.name))
         try:
             return load()
         except (OSError, ValueError, RuntimeError) as error:
-            raise InputError(f"{self.asked.spec}: {first_line(error)}") from error
+            raise InputError(f"{self.request.spec}: {first_line(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -93,17 +93,17 @@ class _Loaded:
         return f"hf/{type(self.model).__name__}, settings with sha256 {_settings(self.config)}"
 
 
-def load(asked: Asked) -> LoadedBackbone:
+def load(request: LoadRequest) -> LoadedBackbone:
     """Load NAME from the hub, or a folder; weights: a revision, a file or "random".
 
     Code shipped with a model is never run.
     """
     transformers = library("transformers", "hf", "hf/")
-    at = _place(asked)
+    location = _location(request)
     with _quiet(transformers):
-        config = _config(transformers, asked, at)
-        preprocessing = _preprocessing(transformers, asked, at)
-        loaded = _loaded(transformers, asked, at, config)
+        config = _config(transformers, request, location)
+        preprocessing = _preprocessing(transformers, request, location)
+        loaded = _load_model(transformers, request, location, config)
     model = loaded.model
     classifier = _classifier(model)
     vision = getattr(config, "vision_config", config)
@@ -112,10 +112,10 @@ def load(asked: Asked) -> LoadedBackbone:
     class_token = any(getattr(embeddings, name, None) is not None for name in ("cls_token", "class_embedding"))
     why = ""
     if classifier is None:
-        size = overridden(preprocessing, asked.preprocessing).crop_px
+        size = overridden(preprocessing, request.preprocessing).crop_px
         model, why = with_embedding(model, size, _embed)
     return LoadedBackbone(
-        spec=f"hf/{at.name}",
+        spec=f"hf/{location.name}",
         architecture=loaded.architecture,
         model=model,
         weights=loaded.weights,
@@ -131,31 +131,34 @@ def load(asked: Asked) -> LoadedBackbone:
     )
 
 
-def load_text_tower(asked: Asked) -> TextTower:
+def load_text_tower(request: LoadRequest) -> TextTower:
     """Load the text tower of a model, see `load`; its tokenizer comes from the same place."""
     transformers = library("transformers", "hf", "hf/")
-    at = _place(asked)
+    location = _location(request)
     with _quiet(transformers):
-        config = _config(transformers, asked, at)
-        loaded = _loaded(transformers, asked, at, config)
+        config = _config(transformers, request, location)
+        loaded = _load_model(transformers, request, location, config)
         model = loaded.model
         if not hasattr(model, "get_text_features"):
-            raise InputError(f"{asked.spec} is a {type(model).__name__}, which has no text tower")
-        tokenizer = at.ask(lambda: transformers.AutoTokenizer.from_pretrained(at.name, **at.where))
-    words = getattr(config, "text_config", None)
-    known = int(getattr(words, "vocab_size", 0))
+            raise InputError(f"{request.spec} is a {type(model).__name__}, which has no text tower")
+        tokenizer = location.load(lambda: transformers.AutoTokenizer.from_pretrained(location.name, **location.options))
+    text_config = getattr(config, "text_config", None)
+    known = int(getattr(text_config, "vocab_size", 0))
     if len(tokenizer) < known / 2:  # if its files are missing, the library returns a tokenizer without a vocabulary
-        there = f"there is no tokenizer in {at.name}" if at.local else "it has no tokenizer"
-        raise InputError(f"{asked.spec}: {there} that fits ({len(tokenizer):,} tokens; the model knows {known:,})")
-    most = min(tokenizer.model_max_length, getattr(words, "max_position_embeddings", tokenizer.model_max_length))
+        raise InputError(
+            f"{request.spec}: no matching tokenizer in {location.name} (it has {len(tokenizer):,} tokens, the model "
+            f"{known:,})" + ("; copy the tokenizer's files there" if location.local else "")
+        )
+    limit = tokenizer.model_max_length
+    limit = min(limit, getattr(text_config, "max_position_embeddings", limit))
 
     def tokens_of(text: str) -> dict[str, Tensor]:
-        if len(tokenizer(text, verbose=False)["input_ids"]) > most:
-            raise too_long(text, most)
+        if len(tokenizer(text, verbose=False)["input_ids"]) > limit:
+            raise too_long(text, limit)
         # Padded to the full length, as in the training of SigLIP; towers trained without padding ignore it.
-        return dict(tokenizer([text], padding="max_length", max_length=most, return_tensors="pt"))
+        return dict(tokenizer([text], padding="max_length", max_length=limit, return_tensors="pt"))
 
-    return TextTower(asked.spec, loaded.architecture, loaded.weights.sha256, model, tokens_of, _embed_text)
+    return TextTower(request.spec, loaded.architecture, loaded.weights.sha256, model, tokens_of, _embed_text)
 
 
 def names(pattern: str) -> list[str]:
@@ -177,7 +180,7 @@ def describe(spec: str, name: str) -> Entry:
     try:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise LayertapError(f"{spec}: its settings cannot be read: {first_line(error)}") from error
+        raise LayertapError(f"{spec}: cannot read the configuration: {first_line(error)}") from error
     model = without_weights(partial(transformers.AutoModel.from_config, config))
     vision = getattr(config, "vision_config", config)
     size = getattr(vision, "image_size", None)
@@ -187,52 +190,52 @@ def describe(spec: str, name: str) -> Entry:
     return Entry(spec, features, sides, count_parameters(model), "", ())
 
 
-def _place(asked: Asked) -> _Place:
-    name, weights = asked.name, asked.weights
+def _location(request: LoadRequest) -> _Location:
+    name, weights = request.name, request.weights
     local = Path(name).expanduser().is_dir()
     if local:
         name = str(Path(name).expanduser().resolve())
     elif name.count("/") > 1 or name.startswith((".", "/", "~")):
-        raise InputError(f"{asked.spec}: no such folder; a name of the hub is OWNER/NAME")
-    where: dict[str, Any] = {"trust_remote_code": False}
+        raise InputError(f"{request.spec}: no such folder; a model of the hub is OWNER/NAME")
+    options: dict[str, Any] = {"trust_remote_code": False}
     if weights is not None and is_named(weights):
         if local:
-            raise InputError(f"{asked.spec} is a folder, which has no revision {weights!r}")
-        where["revision"] = weights
-    return _Place(asked, name, local, where)
+            raise InputError(f"{request.spec} is a folder, which has no revisions; remove --weights {weights}")
+        options["revision"] = weights
+    return _Location(request, name, local, options)
 
 
-def _config(transformers: Any, asked: Asked, at: _Place) -> Any:
-    config = at.ask(lambda: transformers.AutoConfig.from_pretrained(at.name, **at.where))
+def _config(transformers: Any, request: LoadRequest, location: _Location) -> Any:
+    config = location.load(lambda: transformers.AutoConfig.from_pretrained(location.name, **location.options))
     if config.model_type == "timm_wrapper":
-        raise InputError(f"{asked.spec} is a model of timm; name it timm/{Path(at.name).name}")
+        raise InputError(f"{request.spec} is a model of timm; use -b timm/{Path(location.name).name}")
     return config
 
 
-def _loaded(transformers: Any, asked: Asked, at: _Place, config: Any) -> _Loaded:
-    spec, weights = asked.spec, asked.weights
+def _load_model(transformers: Any, request: LoadRequest, location: _Location, config: Any) -> _Loaded:
+    spec, weights = request.spec, request.weights
     notes: tuple[str, ...] = ()
     if getattr(config, "mask_ratio", 0):  # a masked autoencoder sees a random choice of patches
         config.mask_ratio = 0.0
-        notes = ("nothing is masked (mask_ratio 0)",)
-    kind = _class_for(transformers, config)
+        notes = ("masking is off (mask_ratio 0)",)
+    model_class = _class_for(transformers, config)
     if weights is not None and not is_named(weights):
-        model, given, _ = given_weights(
-            lambda: kind.from_config(config, trust_remote_code=False) if kind is transformers.AutoModel
-            else kind(config),
-            weights, asked.seed, spec, _classifier, allow_missing_head=asked.allow_missing_head,
+        model, origin, _ = build_with_weights(
+            lambda: model_class.from_config(config, trust_remote_code=False) if model_class is transformers.AutoModel
+            else model_class(config),
+            weights, request.seed, spec, _classifier, allow_missing_head=request.allow_missing_head,
         )  # fmt: skip
-        return _Loaded(config, model, given, notes)
-    model, left = _pretrained(spec, kind, at, config)
-    found = getattr(config, "_commit_hash", None)
-    name = Path(at.name).name if at.local else at.name
-    named = Weights(f"hf/{name}" + (f" at {found[:12]}" if found else ""), weights_sha256(model))
-    return _Loaded(config, model, named, (*notes, *left))
+        return _Loaded(config, model, origin, notes)
+    model, unused_note = _pretrained(spec, model_class, location, config)
+    commit = getattr(config, "_commit_hash", None)
+    name = Path(location.name).name if location.local else location.name
+    checkpoint_origin = Weights(f"hf/{name}" + (f" at {commit[:12]}" if commit else ""), weights_sha256(model))
+    return _Loaded(config, model, checkpoint_origin, (*notes, *unused_note))
 
 
 def _embed_text(model: Any, tokens: dict[str, Tensor]) -> Tensor:
     output = model.get_text_features(**tokens)
-    return _vectors(output if isinstance(output, Tensor) else output.pooler_output)
+    return _flat(output if isinstance(output, Tensor) else output.pooler_output)
 
 
 def _class_for(transformers: Any, config: Any) -> Any:
@@ -242,27 +245,29 @@ def _class_for(transformers: Any, config: Any) -> Any:
     return getattr(transformers, names[0], transformers.AutoModel) if names else transformers.AutoModel
 
 
-def _pretrained(spec: str, kind: Any, at: _Place, config: Any) -> tuple[nn.Module, tuple[str, ...]]:
+def _pretrained(spec: str, model_class: Any, location: _Location, config: Any) -> tuple[nn.Module, tuple[str, ...]]:
     """Return the model with all its weights, and a note on tensors of the checkpoint that are not used."""
-    options: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True, "config": config, **at.where}
-    model, found = at.ask(lambda: kind.from_pretrained(at.name, **options))
-    missing = sorted(found["missing_keys"])
+    options: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True, "config": config}
+    options |= location.options
+    model, info = location.load(lambda: model_class.from_pretrained(location.name, **options))
+    missing = sorted(info["missing_keys"])
     if missing and all(name.startswith("pooler.") for name in missing):
         # The library would initialise the missing pooler at random.
         with contextlib.suppress(TypeError):  # not every model takes add_pooling_layer
-            model, found = at.ask(lambda: kind.from_pretrained(at.name, add_pooling_layer=False, **options))
-            missing = sorted(found["missing_keys"])
-    wrong = [*missing, *map(str, found["mismatched_keys"])]
-    if wrong:
+            model, info = location.load(
+                lambda: model_class.from_pretrained(location.name, add_pooling_layer=False, **options)
+            )
+            missing = sorted(info["missing_keys"])
+    problems = [*missing, *map(str, info["mismatched_keys"])]
+    if problems:
         raise InputError(
-            f"{spec}: {len(wrong)} tensors of {type(model).__name__} are not in the checkpoint, or of another shape: "
-            f"{', '.join(wrong[:5])}{', ...' if len(wrong) > 5 else ''}"
+            f"{spec}: {len(problems)} tensors of {type(model).__name__} are missing from the checkpoint or have "
+            f"another shape: {', '.join(problems[:5])}{', ...' if len(problems) > 5 else ''}"
         )
-    left = sorted(found["unexpected_keys"])
-    told = (
-        f"{len(left)} tensors of the checkpoint are not used: {', '.join(left[:5])}{', ...' if len(left) > 5 else ''}"
-    )
-    return model, (told,) if left else ()
+    unused = sorted(info["unexpected_keys"])
+    names = ", ".join(unused[:5]) + (", ..." if len(unused) > 5 else "")
+    note = f"{len(unused)} tensors of the checkpoint are not used: {names}"
+    return model, (note,) if unused else ()
 
 
 def _classifier(model: Any) -> str | None:
@@ -278,18 +283,18 @@ def _classifier(model: Any) -> str | None:
 def _embed(model: Any, images: Tensor) -> Tensor:
     if hasattr(model, "get_image_features"):
         output = model.get_image_features(pixel_values=images)
-        return _vectors(output if isinstance(output, Tensor) else output.pooler_output)
+        return _flat(output if isinstance(output, Tensor) else output.pooler_output)
     trunk = _trunk(model)
     output = trunk(pixel_values=images)
     if getattr(output, "image_embeds", None) is not None:
-        return _vectors(output.image_embeds)
+        return _flat(output.image_embeds)
     if getattr(output, "pooler_output", None) is not None:
-        return _vectors(output.pooler_output)
+        return _flat(output.pooler_output)
     hidden = output.last_hidden_state
     if hidden.ndim == 3:
         embeddings = getattr(trunk, "embeddings", None)
-        return _vectors(hidden[:, 0] if getattr(embeddings, "cls_token", None) is not None else hidden.mean(1))
-    return _vectors(hidden.mean((2, 3)))
+        return _flat(hidden[:, 0] if getattr(embeddings, "cls_token", None) is not None else hidden.mean(1))
+    return _flat(hidden.mean((2, 3)))
 
 
 def _trunk(model: Any) -> Any:
@@ -297,24 +302,27 @@ def _trunk(model: Any) -> Any:
     return model.base_model if _CLASSIFIES in type(model).__name__ else model
 
 
-def _vectors(values: Tensor) -> Tensor:
+def _flat(values: Tensor) -> Tensor:
     return values.flatten(1)
 
 
-def _preprocessing(transformers: Any, asked: Asked, at: _Place) -> Preprocessing:
-    if not asked.preprocessing.keys() < OVERRIDES:
-        return overridden(IDENTITY, asked.preprocessing)
+def _preprocessing(transformers: Any, request: LoadRequest, location: _Location) -> Preprocessing:
+    if not request.preprocessing.keys() < OVERRIDES:
+        return overridden(IDENTITY, request.preprocessing)
     instead = "give --size --crop --interpolation --mean --std"
-    files = [Path(at.name) / name for name in ("preprocessor_config.json", "processor_config.json")]
-    if at.local and not any(file.is_file() for file in files):
+    files = [Path(location.name) / name for name in ("preprocessor_config.json", "processor_config.json")]
+    if location.local and not any(file.is_file() for file in files):
         raise InputError(
-            f"{asked.spec}: no preprocessor_config.json, which says what pictures it takes; copy it there, or {instead}"
+            f"{request.spec}: no preprocessor_config.json, which holds the preprocessing; copy this file there, or "
+            f"{instead}"
         )
-    processor = at.ask(lambda: transformers.AutoImageProcessor.from_pretrained(at.name, **at.where))
+    processor = location.load(
+        lambda: transformers.AutoImageProcessor.from_pretrained(location.name, **location.options)
+    )
     try:
         return from_hf(processor)
     except InputError as error:
-        raise InputError(f"{asked.spec}: its image processor {error}; in its place, {instead}") from error
+        raise InputError(f"{request.spec}: its image processor {error}; to replace it, {instead}") from error
 
 
 def _settings(config: Any) -> str:
@@ -330,19 +338,19 @@ def _by_hand(name: str) -> str:
     from huggingface_hub import hf_hub_url
 
     files = ", ".join(hf_hub_url(name, file) for file in _BY_HAND)
-    return f"fetch {files} into one folder, and name it: -b hf/FOLDER"
+    return f"download {files} into one folder, and name the folder: -b hf/FOLDER"
 
 
 @contextlib.contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
     """Context manager: suppress the library's progress bars and its report on keys, which this module makes itself."""
     log = transformers.utils.logging
-    before, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    verbosity, had_bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()
     log.disable_progress_bar()
     try:
         yield
     finally:
-        log.set_verbosity(before)
-        if bars:
+        log.set_verbosity(verbosity)
+        if had_bars:
             log.enable_progress_bar()

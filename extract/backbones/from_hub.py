@@ -16,11 +16,11 @@ from urllib.error import URLError
 import torch
 from torch import nn
 
-from extract.backbones.backbone import Asked, LoadedBackbone, downloading
+from extract.backbones.backbone import LoadedBackbone, LoadRequest, downloading
 from extract.backbones.output_as_embedding import with_own_output
 from extract.backbones.preprocessing import OVERRIDES, Preprocessing, from_transform, overridden
 from extract.backbones.user_code import code_sha256, importing_from
-from extract.backbones.weights import Weights, given_weights, is_named, weights_sha256
+from extract.backbones.weights import Weights, build_with_weights, is_named, weights_sha256
 from extract.errors import InputError, first_line, unknown_name
 
 __all__ = ["load"]
@@ -28,103 +28,107 @@ __all__ = ["load"]
 _ASSUMED = Preprocessing(256, (224, 224), "bicubic", (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
-def load(asked: Asked) -> LoadedBackbone:
+def load(request: LoadRequest) -> LoadedBackbone:
     """Load OWNER/REPO[:BRANCH]:ENTRY or FOLDER:ENTRY; weights: a file, or None for those that the entry loads."""
-    spec, weights = asked.spec, asked.weights
-    place, _, entry = asked.name.rpartition(":")
-    if not place or not entry.isidentifier():
+    spec, weights = request.spec, request.weights
+    repository, _, entry = request.name.rpartition(":")
+    if not repository or not entry.isidentifier():
         raise InputError(f"{spec}: expected hub/OWNER/REPO:ENTRY or hub/FOLDER:ENTRY")
-    local = Path(place).expanduser().is_dir()
-    folder = str(Path(place).expanduser().resolve())
+    local = Path(repository).expanduser().is_dir()
+    folder = str(Path(repository).expanduser().resolve())
     if local and not (Path(folder) / "hubconf.py").is_file():
         raise InputError(f"{spec}: {folder} has no hubconf.py")
-    if not local and place.count("/") != 1:
-        raise InputError(f"{spec}: no such folder; a repository is OWNER/REPO or OWNER/REPO:BRANCH")
+    if not local and repository.count("/") != 1:
+        raise InputError(f"{spec}: {repository} is not a folder, and not a repository OWNER/REPO or OWNER/REPO:BRANCH")
     if weights is not None and is_named(weights):
-        raise InputError(f"{spec}: an entry brings its own weights; --weights takes a file")
+        raise InputError(f"{spec}: an entry loads its own weights; --weights must be a file, not {weights!r}")
     if weights == "random":
-        raise InputError(f"{spec}: the entry decides about weights; it cannot be told to make random ones")
-    where: dict[str, Any] = {"source": "local"} if local else {"source": "github", "trust_repo": True}
-    made: list[tuple[nn.Module, Any]] = []
+        raise InputError(f"{spec}: the entry chooses the weights; --weights random is not supported")
+    options: dict[str, Any] = {"source": "local"} if local else {"source": "github", "trust_repo": True}
+    built: list[tuple[nn.Module, Any]] = []
 
-    def make() -> nn.Module:
+    def build() -> nn.Module:
         if local:
             with importing_from(Path(folder)):
-                found = _run(asked, folder, entry, where)
+                returned = _run(request, folder, entry, options)
         else:
-            found = downloading(asked, lambda: _run(asked, place, entry, where), lambda: _by_hand(place))
-        made.append(_parts(spec, found))
-        return made[-1][0]
+            returned = downloading(
+                request, lambda: _run(request, repository, entry, options), lambda: _by_hand(repository)
+            )
+        built.append(_parts(spec, returned))
+        return built[-1][0]
 
     if weights is None:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(asked.seed)
-            model = make()
-        loaded = Weights(f"as hub/{place}:{entry} makes them", weights_sha256(model))
+            torch.manual_seed(request.seed)
+            model = build()
+        loaded = Weights(f"as loaded by hub/{repository}:{entry}", weights_sha256(model))
     else:
-        model, loaded, _ = given_weights(make, weights, asked.seed, spec, lambda one: None)
-    where_it_lies = Path(folder) if local else _cached(place)
-    code = code_sha256(where_it_lies, where_it_lies.rglob("*.py"))
-    title = f"{Path(folder).name if local else place}:{entry} of code with sha256 {code}"
-    transform = made[-1][1]
+        model, loaded, _ = build_with_weights(build, weights, request.seed, spec, lambda model: None)
+    code_folder = Path(folder) if local else _cached(repository)
+    code = code_sha256(code_folder, code_folder.rglob("*.py"))
+    title = f"{Path(folder).name if local else repository}:{entry} of code with sha256 {code}"
+    transform = built[-1][1]
     notes: tuple[str, ...] = ()
     preprocessing = _ASSUMED
-    if transform is not None and asked.preprocessing.keys() < OVERRIDES:
+    if transform is not None and request.preprocessing.keys() < OVERRIDES:
         try:
             preprocessing = from_transform(transform, f"that of {title}")
         except InputError as error:
             raise InputError(f"{spec}: the transform of the entry {error}") from error
-    elif asked.preprocessing.keys() < OVERRIDES:
+    elif request.preprocessing.keys() < OVERRIDES:
         notes = (
-            f"{spec} does not say what pictures it takes; assumed: {_ASSUMED}. If that is wrong: --size --crop "
+            f"{spec} has no transform; assumed preprocessing: {_ASSUMED}. If this is wrong, give --size --crop "
             "--interpolation --mean --std",
         )
-    size = overridden(preprocessing, asked.preprocessing).crop_px
-    model, why, told = with_own_output(model.eval(), size)
+    size = overridden(preprocessing, request.preprocessing).crop_px
+    model, no_embedding, embedding_notes = with_own_output(model.eval(), size)
     return LoadedBackbone(
         spec=f"hub/{folder}:{entry}" if local else spec,
         architecture=f"hub/{title}",
         model=model,
         weights=loaded,
         preprocessing=preprocessing,
-        no_embedding=why,
-        notes=(*notes, *told),
+        no_embedding=no_embedding,
+        notes=(*notes, *embedding_notes),
     )
 
 
-def _run(asked: Asked, repository: str, entry: str, where: dict[str, Any]) -> Any:
+def _run(request: LoadRequest, repository: str, entry: str, options: dict[str, Any]) -> Any:
     hub: Any = torch.hub  # its functions have no type annotations
     try:
-        return hub.load(repository, entry, skip_validation=True, verbose=False, **where)
+        return hub.load(repository, entry, skip_validation=True, verbose=False, **options)
     except URLError:
         raise
     except Exception as error:  # third-party code may raise anything
-        if where["source"] == "github" and "internet connection" in str(error):
+        if options["source"] == "github" and "internet connection" in str(error):
             raise
         if "Cannot find callable" in str(error):
-            folder = Path(repository) if where["source"] == "local" else _cached(repository)
+            folder = Path(repository) if options["source"] == "local" else _cached(repository)
             code = (folder / "hubconf.py").read_text(encoding="utf-8", errors="replace")
             known = re.findall(r"^def ([a-zA-Z]\w*)", code, re.MULTILINE)
-            raise unknown_name("entry", entry, known, f"hub/{asked.name.rpartition(':')[0]}") from error
-        raise InputError(f"{asked.spec} failed: {type(error).__name__}: {first_line(error)}") from error
+            raise unknown_name("entry", entry, known, f"hub/{request.name.rpartition(':')[0]}") from error
+        raise InputError(f"{request.spec} failed: {type(error).__name__}: {first_line(error)}") from error
 
 
-def _parts(spec: str, made: Any) -> tuple[nn.Module, Any]:
-    if isinstance(made, nn.Module):
-        return made, None
-    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1]):
-        return made
-    raise InputError(f"{spec} gives {type(made).__name__}; expected a model, or a model and its transform")
+def _parts(spec: str, returned: Any) -> tuple[nn.Module, Any]:
+    if isinstance(returned, nn.Module):
+        return returned, None
+    if isinstance(returned, tuple) and len(returned) == 2:
+        model, transform = returned
+        if isinstance(model, nn.Module) and callable(transform):
+            return model, transform
+    raise InputError(f"{spec} returned {type(returned).__name__}; expected a model, or a tuple (model, transform)")
 
 
-def _cached(place: str) -> Path:
+def _cached(repository: str) -> Path:
     """Return the folder in torch.hub's cache for a repository: OWNER_REPO_BRANCH; the newest if BRANCH is not given."""
-    name, _, branch = place.partition(":")
+    name, _, branch = repository.partition(":")
     branches = [branch] if branch else ["main", "master"]
-    folders = [Path(torch.hub.get_dir()) / f"{name}_{one}".replace("/", "_") for one in branches]
-    there = [folder for folder in folders if folder.is_dir()]
-    return max(there, key=lambda folder: folder.stat().st_mtime) if there else folders[0]
+    folders = [Path(torch.hub.get_dir()) / f"{name}_{branch}".replace("/", "_") for branch in branches]
+    existing = [folder for folder in folders if folder.is_dir()]
+    return max(existing, key=lambda folder: folder.stat().st_mtime) if existing else folders[0]
 
 
-def _by_hand(place: str) -> str:
-    return f"clone the repository {place.partition(':')[0]} and name the folder: -b hub/FOLDER:ENTRY"
+def _by_hand(repository: str) -> str:
+    return f"clone the repository {repository.partition(':')[0]}, and name its folder: -b hub/FOLDER:ENTRY"

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from extract.backbones.backbone import Asked, LoadedBackbone, downloading
+from extract.backbones.backbone import LoadedBackbone, LoadRequest, downloading
 from extract.backbones.catalogue_entry import Entry, count_parameters, quiet, without_weights
 from extract.backbones.output_as_embedding import WithEmbedding
 from extract.backbones.preprocessing import from_open_clip
 from extract.backbones.text_tower import TextTower, too_long
-from extract.backbones.weights import Weights, given_weights, is_named, weights_sha256
+from extract.backbones.weights import Weights, build_with_weights, is_named, weights_sha256
 from extract.errors import InputError, unknown_name
 from extract.system.optional_libraries import library
 
@@ -22,7 +22,7 @@ __all__ = ["describe", "load", "load_text_tower", "names"]
 
 
 @dataclass(frozen=True)
-class _Chosen:
+class _Selection:
     """The model and weights that a request names.
 
     Attributes:
@@ -40,37 +40,37 @@ class _Chosen:
     notes: tuple[str, ...]
 
 
-def load(asked: Asked) -> LoadedBackbone:
+def load(request: LoadRequest) -> LoadedBackbone:
     """Load NAME or NAME:TAG of open_clip; weights: a tag, a file or "random". A text tower in a file is left out."""
     open_clip = library("open_clip", "open_clip", "open_clip/")
-    chosen = _chosen(open_clip, asked)
-    notes = chosen.notes
-    if chosen.tag is None:
-        assert asked.weights is not None
+    selection = _select(open_clip, request)
+    notes = selection.notes
+    if selection.tag is None:
+        assert request.weights is not None
         with quiet():
-            found, loaded, _ = given_weights(
-                lambda: _visual(open_clip.create_model(chosen.name)), asked.weights, asked.seed, asked.spec,
+            visual, loaded, _ = build_with_weights(
+                lambda: _visual(open_clip.create_model(selection.name)), request.weights, request.seed, request.spec,
                 lambda model: None,
             )  # fmt: skip
-        tower: Any = found
-        tags = open_clip.list_pretrained_tags_by_model(chosen.name)
-        own = {"quick_gelu": _is_quick(open_clip, chosen.name), **tower.preprocess_cfg}
-        settings = [{**own, **_settings(open_clip, chosen.name, tag)} for tag in tags]
-        if asked.weights != "random" and any(other != own for other in settings):
+        tower: Any = visual
+        tags = open_clip.list_pretrained_tags_by_model(selection.name)
+        defaults = {"quick_gelu": _is_quick(open_clip, selection.name), **tower.preprocess_cfg}
+        settings = [{**defaults, **_settings(open_clip, selection.name, tag)} for tag in tags]
+        if request.weights != "random" and any(setting != defaults for setting in settings):
             notes = (
                 *notes,
-                f"preprocessing and activation of {chosen.name} itself are taken; they differ between its published "
-                f"weights. For those of OpenAI, take {chosen.name}-quickgelu",
+                f"the default preprocessing and activation function of {selection.name} are used; they differ between "
+                f"its published weights. For weights of OpenAI, use {selection.name}-quickgelu",
             )
     else:
-        tower = _visual(_downloaded(open_clip, asked, chosen))
-        loaded = Weights(f"open_clip/{chosen.name} {chosen.tag}", weights_sha256(tower))
+        tower = _visual(_downloaded(open_clip, request, selection))
+        loaded = Weights(f"open_clip/{selection.name} {selection.tag}", weights_sha256(tower))
     trunk = getattr(tower, "trunk", tower)  # if the tower is a timm model
     grid = getattr(tower, "grid_size", None)
     class_token = getattr(trunk, "class_embedding", getattr(trunk, "cls_token", None)) is not None
     return LoadedBackbone(
-        spec=asked.spec,
-        architecture=chosen.architecture,
+        spec=request.spec,
+        architecture=selection.architecture,
         model=WithEmbedding(tower, _embed),
         weights=loaded,
         preprocessing=from_open_clip(tower.preprocess_cfg),
@@ -82,24 +82,24 @@ def load(asked: Asked) -> LoadedBackbone:
     )
 
 
-def load_text_tower(asked: Asked) -> TextTower:
+def load_text_tower(request: LoadRequest) -> TextTower:
     """Load the text tower of a model, see `load`; a weights file must hold both towers."""
     open_clip = library("open_clip", "open_clip", "open_clip/")
-    chosen = _chosen(open_clip, asked)
-    if chosen.tag is None:
-        assert asked.weights is not None
+    selection = _select(open_clip, request)
+    if selection.tag is None:
+        assert request.weights is not None
         with quiet():
-            both = f"{asked.spec} with its text tower"
-            model, _, _ = given_weights(
-                lambda: open_clip.create_model(chosen.name), asked.weights, asked.seed, both, lambda model: None
+            both = f"{request.spec} with its text tower"
+            model, _, _ = build_with_weights(
+                lambda: open_clip.create_model(selection.name), request.weights, request.seed, both, lambda model: None
             )
     else:
-        model = _downloaded(open_clip, asked, chosen)
+        model = _downloaded(open_clip, request, selection)
     tokenizer = downloading(
-        asked,
-        lambda: open_clip.get_tokenizer(chosen.name),
-        lambda: "load it once where there is a network, and copy the cache of the Hugging Face hub",
-        what="the tokenizer",
+        request,
+        lambda: open_clip.get_tokenizer(selection.name),
+        lambda: "load the tokenizer on a machine with a network, and copy the cache of the Hugging Face hub",
+        item="the tokenizer",
     )
 
     def tokens_of(text: str) -> dict[str, Tensor]:
@@ -109,7 +109,7 @@ def load_text_tower(asked: Asked) -> TextTower:
         return {"text": tokens}
 
     return TextTower(
-        asked.spec, chosen.architecture, weights_sha256(_visual(model)), model, tokens_of, lambda model, tokens:
+        request.spec, selection.architecture, weights_sha256(_visual(model)), model, tokens_of, lambda model, tokens:
         model.encode_text(**tokens),
     )  # fmt: skip
 
@@ -130,45 +130,45 @@ def describe(spec: str, name: str) -> Entry:
     return Entry(spec, config["embed_dim"], (height, width), count_parameters(model.visual), "", tags)
 
 
-def _chosen(open_clip: Any, asked: Asked) -> _Chosen:
-    spec, weights = asked.spec, asked.weights
-    name, _, tag = asked.name.partition(":")
+def _select(open_clip: Any, request: LoadRequest) -> _Selection:
+    spec, weights = request.spec, request.weights
+    name, _, tag = request.name.partition(":")
     if name not in open_clip.list_models():
         raise unknown_name("backbone", spec, [f"open_clip/{known}" for known in open_clip.list_models()])
     tags = open_clip.list_pretrained_tags_by_model(name)
     if weights is not None and not is_named(weights):
         if tag and weights != "random":
-            raise InputError(f"{spec} names the weights {tag!r}, and --weights names {weights!r}; name one")
-        return _Chosen(name, None, False, f"open_clip/{name}", ())
+            raise InputError(f"{spec} names the weights {tag!r}, but --weights names {weights!r}; remove one of them")
+        return _Selection(name, None, False, f"open_clip/{name}", ())
     if weights and tag and weights != tag:
-        raise InputError(f"{spec} names the weights {tag!r}, and --weights names {weights!r}; name one")
+        raise InputError(f"{spec} names the weights {tag!r}, but --weights names {weights!r}; remove one of them")
     tag = weights or tag
     if not tag:
-        there = ", ".join(f"{spec}:{one}" for one in tags[:8]) or "a file, with --weights"
-        raise InputError(f"{spec}: name the weights, too: {there}")
+        choices = ", ".join(f"{spec}:{known}" for known in tags[:8]) or "--weights FILE"
+        raise InputError(f"{spec}: no weights are named; use {choices}")
     if tag not in tags:
         raise unknown_name("weights", tag, tags, f"open_clip/{name}")
     if not _settings(open_clip, name, tag)["quick_gelu"] or _is_quick(open_clip, name):
-        return _Chosen(name, tag, False, f"open_clip/{name}", ())
-    note = f"{name} with QuickGELU, which the weights {tag} were trained with"
-    return _Chosen(name, tag, True, f"open_clip/{name} with QuickGELU", (note,))
+        return _Selection(name, tag, False, f"open_clip/{name}", ())
+    note = f"{name} uses QuickGELU, because the weights {tag} were trained with QuickGELU"
+    return _Selection(name, tag, True, f"open_clip/{name} with QuickGELU", (note,))
 
 
-def _downloaded(open_clip: Any, asked: Asked, chosen: _Chosen) -> Any:
+def _downloaded(open_clip: Any, request: LoadRequest, selection: _Selection) -> Any:
     """Return the model with both towers and its published weights."""
     return downloading(
-        asked,
+        request,
         lambda: open_clip.create_model(
-            chosen.name, pretrained=chosen.tag, require_pretrained=True, force_quick_gelu=chosen.quick
+            selection.name, pretrained=selection.tag, require_pretrained=True, force_quick_gelu=selection.quick
         ),
-        lambda: _by_hand(open_clip, chosen.name, chosen.tag or ""),
+        lambda: _by_hand(open_clip, selection.name, selection.tag or ""),
     )
 
 
 def _visual(model: Any) -> Any:
     tower = model.visual
     if not hasattr(tower, "preprocess_cfg"):
-        raise InputError(f"its image tower, {type(tower).__name__}, does not say what pictures it takes")
+        raise InputError(f"the image tower, {type(tower).__name__}, has no preprocessing (preprocess_cfg)")
     return tower
 
 
@@ -180,8 +180,8 @@ def _embed(tower: Any, images: Tensor) -> Tensor:
 
 def _settings(open_clip: Any, name: str, tag: str) -> dict[str, Any]:
     config = open_clip.get_pretrained_cfg(name, tag)
-    found = {key: config[key] for key in ("mean", "std", "interpolation", "resize_mode") if key in config}
-    return {**found, "quick_gelu": bool(config.get("quick_gelu", False))}
+    settings = {key: config[key] for key in ("mean", "std", "interpolation", "resize_mode") if key in config}
+    return {**settings, "quick_gelu": bool(config.get("quick_gelu", False))}
 
 
 def _is_quick(open_clip: Any, name: str) -> bool:
@@ -190,10 +190,10 @@ def _is_quick(open_clip: Any, name: str) -> bool:
 
 def _by_hand(open_clip: Any, name: str, tag: str) -> str:
     config = open_clip.get_pretrained_cfg(name, tag)
-    where = config.get("url")
+    url = config.get("url")
     if config.get("hf_hub"):
         from huggingface_hub import hf_hub_url
 
         repository, _, file = config["hf_hub"].rpartition("/")
-        where = hf_hub_url(repository, file or "open_clip_model.safetensors")
-    return f"fetch {where} and give it as -b open_clip/{name} --weights FILE"
+        url = hf_hub_url(repository, file or "open_clip_model.safetensors")
+    return f"download {url}, and give the file: -b open_clip/{name} --weights FILE"

@@ -20,17 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from extract.backbones.backbone import Asked, LoadedBackbone
+from extract.backbones.backbone import LoadedBackbone, LoadRequest
 from extract.backbones.output_as_embedding import with_own_output
 from extract.backbones.preprocessing import Preprocessing, from_transform, overridden
 from extract.backbones.user_code import code_sha256, function_from, importing_from
-from extract.backbones.weights import Weights, given_weights, weights_sha256
+from extract.backbones.weights import Weights, build_with_weights, weights_sha256
 from extract.errors import InputError, first_line
 
 __all__ = ["load"]
 
 
-def load(asked: Asked) -> LoadedBackbone:
+def load(request: LoadRequest) -> LoadedBackbone:
     """Load FILE.py:FACTORY; weights: a file, or None for those of the factory.
 
     Raises:
@@ -38,62 +38,65 @@ def load(asked: Asked) -> LoadedBackbone:
             asks for random weights or a missing head.
         UnknownNameError: the file has no such factory.
     """
-    name, weights, seed = asked.name, asked.weights, asked.seed
-    if asked.allow_missing_head:
+    name, weights, seed = request.name, request.weights, request.seed
+    if request.allow_missing_head:
         raise InputError(
-            f"{asked.spec}: which layer is the classifier is not known; the factory must make a model without one"
+            f"{request.spec}: the classifier layer is unknown, so --allow-missing-head is not supported; the factory "
+            "must return a model without a classifier"
         )
     file, _, factory_name = name.rpartition(":")
     path = Path(file).resolve()
     if not factory_name.isidentifier() or path.suffix != ".py":
         raise InputError(f"python/{name}: expected python/FILE.py:FACTORY")
     if weights == "random":
-        raise InputError(f"python/{name}: the factory decides about weights; it cannot be told to make random ones")
+        raise InputError(f"python/{name}: the factory chooses the weights; --weights random is not supported")
     files = {path}
     with importing_from(path.parent) as neighbours:
         factory = function_from(path, factory_name, "factory")
     files |= neighbours
-    made: list[tuple[nn.Module, Callable[..., Tensor]]] = []
+    built: list[tuple[nn.Module, Callable[..., Tensor]]] = []
 
-    def make() -> nn.Module:
+    def build() -> nn.Module:
         with importing_from(path.parent) as neighbours:
-            made.append(_made(factory, path, factory_name))
+            built.append(_run_factory(factory, path, factory_name))
         files.update(neighbours)
-        return made[-1][0]
+        return built[-1][0]
 
     if weights is None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = make()
-        loaded = Weights(f"as {path.name}:{factory_name} makes them", weights_sha256(model))
+            model = build()
+        loaded = Weights(f"as loaded by {path.name}:{factory_name}", weights_sha256(model))
     else:
-        model, loaded, _ = given_weights(make, weights, seed, f"python/{name}", lambda model: None)
+        model, loaded, _ = build_with_weights(build, weights, seed, f"python/{name}", lambda model: None)
     title = f"{path.name}:{factory_name} of code with sha256 {code_sha256(path.parent, files)}"
-    preprocessing = _preprocessing(made[-1][1], title, path, factory_name)
-    size = overridden(preprocessing, asked.preprocessing).crop_px
-    model, why, notes = with_own_output(model.eval(), size)
+    preprocessing = _preprocessing(built[-1][1], title, path, factory_name)
+    size = overridden(preprocessing, request.preprocessing).crop_px
+    model, no_embedding, notes = with_own_output(model.eval(), size)
     return LoadedBackbone(
         spec=f"python/{path}:{factory_name}",
         architecture=f"python/{title}",
         model=model,
         weights=loaded,
         preprocessing=preprocessing,
-        no_embedding=why,
+        no_embedding=no_embedding,
         notes=notes,
     )
 
 
-def _made(factory: Callable[[], Any], path: Path, name: str) -> tuple[nn.Module, Callable[..., Tensor]]:
+def _run_factory(factory: Callable[[], Any], path: Path, name: str) -> tuple[nn.Module, Callable[..., Tensor]]:
     try:
-        made = factory()
+        returned = factory()
     except Exception as error:
         raise InputError(f"{path}:{name}() failed: {type(error).__name__}: {first_line(error)}") from error
-    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1]):
-        return made
-    found = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
+    if isinstance(returned, tuple) and len(returned) == 2:
+        model, transform = returned
+        if isinstance(model, nn.Module) and callable(transform):
+            return model, transform
+    kind = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else type(returned).__name__
     raise InputError(
-        f"{path}:{name}() returned {found}; it must return (model, transform), where the transform makes a (3, H, W) "
-        "float32 tensor of an RGB picture"
+        f"{path}:{name}() returned {kind}; expected (model, transform), where the transform maps an RGB picture to a "
+        "(3, H, W) float32 tensor"
     )
 
 

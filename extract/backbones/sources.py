@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from extract.backbones import from_hf, from_hub, from_open_clip, from_python, from_timm, from_torchvision
-from extract.backbones.backbone import Asked, LoadedBackbone
+from extract.backbones.backbone import LoadedBackbone, LoadRequest
 from extract.backbones.catalogue_entry import Entry
 from extract.backbones.text_tower import TextTower
 
@@ -36,11 +36,11 @@ class BackboneSource:
         library: name of an optional package whose version the provenance of features records; empty if there is none.
     """
 
-    load: Callable[[Asked], LoadedBackbone]
+    load: Callable[[LoadRequest], LoadedBackbone]
     runs_code: bool
     names: Callable[[str], list[str]] = _no_names
     describe: Callable[[str, str], Entry] | None = None
-    load_text_tower: Callable[[Asked], TextTower] | None = None
+    load_text_tower: Callable[[LoadRequest], TextTower] | None = None
     note: str = ""
     same_layers_at_random: bool = False
     name_is_path: bool = False
@@ -53,7 +53,7 @@ SOURCES: dict[str, BackboneSource] = {
         runs_code=False,
         names=from_timm.bundled_names,
         describe=from_timm.describe_bundled,
-        note="comes with the installation",
+        note="included in the installation",
     ),
     "torchvision": BackboneSource(
         from_torchvision.load,
@@ -67,7 +67,7 @@ SOURCES: dict[str, BackboneSource] = {
         runs_code=False,
         names=from_timm.names,
         describe=from_timm.describe,
-        note="any of them with a tag, as timm/resnet50.a1_in1k",
+        note="a tag may follow, such as timm/resnet50.a1_in1k",
         same_layers_at_random=True,
     ),
     "open_clip": BackboneSource(
@@ -77,7 +77,7 @@ SOURCES: dict[str, BackboneSource] = {
         describe=from_open_clip.describe,
         load_text_tower=from_open_clip.load_text_tower,
         library="open_clip_torch",
-        note="with a tag, as open_clip/ViT-B-32:openai",
+        note="a tag must follow, such as open_clip/ViT-B-32:openai",
         same_layers_at_random=True,
     ),
     "hf": BackboneSource(
@@ -87,19 +87,19 @@ SOURCES: dict[str, BackboneSource] = {
         describe=from_hf.describe,
         load_text_tower=from_hf.load_text_tower,
         library="transformers",
-        note="any vision model of the hub, as hf/facebook/dinov2-base, or a folder; these are in the cache here",
+        note="any vision model of the hub, such as hf/facebook/dinov2-base, or a folder; listed: the local cache",
         name_is_path=True,
     ),
     "hub": BackboneSource(
         from_hub.load,
         runs_code=True,
-        note="hub/OWNER/REPO:ENTRY or hub/FOLDER:ENTRY, as hub/facebookresearch/dino:dino_vits16",
+        note="hub/OWNER/REPO:ENTRY or hub/FOLDER:ENTRY, such as hub/facebookresearch/dino:dino_vits16",
         name_is_path=True,
     ),
     "python": BackboneSource(
         from_python.load,
         runs_code=True,
-        note="python/FILE.py:FACTORY, a function of yours that returns (model, transform)",
+        note="python/FILE.py:FACTORY, your own function that returns (model, transform)",
         name_is_path=True,
     ),
 }

@@ -52,20 +52,20 @@ class TextTower:
         Raises:
             InputError: there is no text, or a text is empty or longer than the model reads.
         """
-        given = [texts] if isinstance(texts, str) else list(texts)
-        if not given or not all(text.strip() for text in given):
-            raise InputError("a text is empty" if given else "no texts were given")
-        tokens = [self.tokens_of(text) for text in given]
-        found = []
+        text_list = [texts] if isinstance(texts, str) else list(texts)
+        if not text_list or not all(text.strip() for text in text_list):
+            raise InputError("a text is empty" if text_list else "no texts were given")
+        tokens = [self.tokens_of(text) for text in text_list]
+        blocks = []
         with torch.inference_mode(), full_float32():
             for first in range(0, len(tokens), defaults.BATCH_SIZE):
-                some = tokens[first : first + defaults.BATCH_SIZE]
-                batch = {name: torch.cat([one[name] for one in some]).to(self.device) for name in some[0]}
-                found.append(self.embed(self.model, batch).float().cpu().numpy())
-        return np.concatenate(found)
+                chunk = tokens[first : first + defaults.BATCH_SIZE]
+                batch = {name: torch.cat([encoded[name] for encoded in chunk]).to(self.device) for name in chunk[0]}
+                blocks.append(self.embed(self.model, batch).float().cpu().numpy())
+        return np.concatenate(blocks)
 
 
-def too_long(text: str, most: int) -> InputError:
+def too_long(text: str, limit: int) -> InputError:
     """Return the error for a text of which the tower would read only the beginning."""
     shown = text if len(text) <= 60 else text[:57] + "..."
-    return InputError(f"the text {shown!r} has more tokens than the {most} that the model reads; shorten it")
+    return InputError(f"the text {shown!r} has more than {limit} tokens, the limit of the model; shorten the text")

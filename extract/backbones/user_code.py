@@ -24,17 +24,17 @@ def importing_from(folder: Path) -> Iterator[set[Path]]:
     that use these modules keep them alive.
     """
     files: set[Path] = set()
-    hidden = {name: module for name, module in list(sys.modules.items()) if _is_in_the_way(name, module, folder)}
+    hidden = {name: module for name, module in list(sys.modules.items()) if _hides_module(name, module, folder)}
     for name in hidden:
         del sys.modules[name]
-    before = set(sys.modules)
+    loaded_before = set(sys.modules)
     sys.path.insert(0, str(folder))
     try:
         yield files
     finally:
         sys.path.remove(str(folder))
-        for name in set(sys.modules) - before:
-            if name.partition(".")[0] not in before and _lies_in(sys.modules[name], folder):
+        for name in set(sys.modules) - loaded_before:
+            if name.partition(".")[0] not in loaded_before and _is_in_folder(sys.modules[name], folder):
                 files.add(Path(str(sys.modules.pop(name).__file__)).resolve())
         sys.modules.update(hidden)
 
@@ -80,17 +80,17 @@ def code_sha256(folder: Path, files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def _is_in_the_way(name: str, module: ModuleType, folder: Path) -> bool:
+def _hides_module(name: str, module: ModuleType, folder: Path) -> bool:
     """Return whether a loaded module hides a module of the folder, and is part of neither the folder nor a library."""
     top = name.partition(".")[0]
     if not ((folder / f"{top}.py").exists() or (folder / top / "__init__.py").exists()):
         return False
     file = getattr(module, "__file__", None)
     return file is not None and not any(
-        Path(file).is_relative_to(place) for place in (sys.prefix, sys.base_prefix, folder)
+        Path(file).is_relative_to(parent) for parent in (sys.prefix, sys.base_prefix, folder)
     )
 
 
-def _lies_in(module: ModuleType, folder: Path) -> bool:
+def _is_in_folder(module: ModuleType, folder: Path) -> bool:
     file = getattr(module, "__file__", None)
     return file is not None and Path(file).resolve().is_relative_to(folder)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from extract.errors import InputError, first_line
 
-__all__ = ["Weights", "given_weights", "is_named", "load_state", "weights_sha256"]
+__all__ = ["Weights", "build_with_weights", "is_named", "load_state", "weights_sha256"]
 
 _FILES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
 
@@ -64,8 +64,8 @@ def is_named(weights: str) -> bool:
     return not (weights == "random" or weights.endswith(_FILES) or os.sep in weights or Path(weights).is_file())
 
 
-def given_weights(
-    make: Callable[[], nn.Module],
+def build_with_weights(
+    build: Callable[[], nn.Module],
     weights: str,
     seed: int,
     spec: str,
@@ -77,7 +77,7 @@ def given_weights(
     """Build a model with random weights or weights from a file.
 
     Args:
-        make: builds the model.
+        build: builds the model.
         weights: a file, or "random".
         seed: seed of random weights.
         spec: spec of the backbone, named in errors.
@@ -94,18 +94,18 @@ def given_weights(
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torchvision warns about its own initialisation
         torch.manual_seed(seed)
-        model = make()
+        model = build()
     classifier = classifier_of(model)
     if weights == "random":
         return model, Weights(f"random (seed {seed})", weights_sha256(model), random=True), classifier
     state, notes = _read_state(Path(weights))
-    state, stripped = _without_prefix(state, model.state_dict(), weights)
+    state, prefix_notes = _without_prefix(state, model.state_dict(), weights)
     state = {name: value for name, value in state.items() if not (unused and name.startswith(unused))}
-    headless = load_state(model, state, spec, weights, classifier, allow_missing_head)
-    notes = (*notes, *stripped, *headless)
+    head_notes = load_state(model, state, spec, weights, classifier, allow_missing_head)
+    notes = (*notes, *prefix_notes, *head_notes)
     source = Path(weights).name + (f" ({'; '.join(notes)})" if notes else "")
-    told = tuple(f"{Path(weights).name}: {note}" for note in notes)
-    return model, Weights(source, weights_sha256(model), notes=told), classifier
+    named_notes = tuple(f"{Path(weights).name}: {note}" for note in notes)
+    return model, Weights(source, weights_sha256(model), notes=named_notes), classifier
 
 
 def _read_state(path: Path) -> tuple[dict[str, Tensor], tuple[str, ...]]:
@@ -121,24 +121,26 @@ def _read_state(path: Path) -> tuple[dict[str, Tensor], tuple[str, ...]]:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise InputError(
-            f"weights file {path} is damaged, or holds more than tensors, and loading that could run code; "
-            "save model.state_dict() alone, best as .safetensors"
+            f"weights file {path} is damaged, or holds objects other than tensors, and loading them could run code; "
+            "save only model.state_dict(), preferably as .safetensors"
         ) from error
     except Exception as error:  # each format raises errors of its own
         raise InputError(f"weights file {path} cannot be read: {first_line(error)}") from error
     if _is_state(content):
         return dict(content), ()
-    found = {key: content[key] for key in _WRAPPERS if key in content} if isinstance(content, Mapping) else {}
-    found = {key: value for key, value in found.items() if _is_state(value)}
-    if not found:
-        there = ", ".join(map(str, list(content)[:8])) if isinstance(content, Mapping) else type(content).__name__
-        raise InputError(
-            f"weights file {path} holds no state dict (name -> tensor), neither itself nor as one of "
-            f"{', '.join(_WRAPPERS)}; it holds: {there}"
+    states = {key: content[key] for key in _WRAPPERS if key in content} if isinstance(content, Mapping) else {}
+    states = {key: value for key, value in states.items() if _is_state(value)}
+    if not states:
+        content_text = (
+            ", ".join(map(str, list(content)[:8])) if isinstance(content, Mapping) else type(content).__name__
         )
-    key, *others = found
-    beside = f", and not its {', '.join(map(repr, others))}" if others else ""
-    return dict(found[key]), (f"its {key!r} was taken{beside}",)
+        raise InputError(
+            f"weights file {path} holds no state dict (name -> tensor), neither at the top level nor under "
+            f"{', '.join(_WRAPPERS)}; its content is: {content_text}"
+        )
+    key, *unused_keys = states
+    unused = f", and not its {', '.join(map(repr, unused_keys))}" if unused_keys else ""
+    return dict(states[key]), (f"its {key!r} was loaded{unused}",)
 
 
 def _is_state(content: object) -> bool:
@@ -159,20 +161,21 @@ def _without_prefix(
         for i in range(len(parts)):
             if ".".join(parts[i:]) in own:
                 counts["".join(f"{part}." for part in parts[:i])] += 1
-    most = max(counts.values(), default=0)
-    best = [prefix for prefix, count in counts.items() if count == most]
-    if not best or "" in best:
+    highest = max(counts.values(), default=0)
+    prefixes = [prefix for prefix, count in counts.items() if count == highest]
+    if not prefixes or "" in prefixes:
         return dict(state), ()
-    chosen = [prefix for prefix in best for part in _EVALUATED if part in prefix.split(".")][:1] or best
-    if len(chosen) > 1:
+    preferred = [prefix for prefix in prefixes for part in _EVALUATED if part in prefix.split(".")][:1] or prefixes
+    if len(preferred) > 1:
         raise InputError(
-            f"weights {source} hold several networks that fit, {', '.join(map(repr, sorted(best)))}; save one of them"
+            f"weights {source} hold several networks that fit, under {', '.join(map(repr, sorted(prefixes)))}; save "
+            "only one network"
         )
-    prefix = chosen[0]
-    inside = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-    left = len(state) - len(inside)
-    outside = f", {left} tensors without it left out" if left else ""
-    return inside, (f"the prefix {prefix!r} was removed{outside}",)
+    prefix = preferred[0]
+    kept = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    n_outside = len(state) - len(kept)
+    note = f", and {n_outside} tensors without this prefix were left out" if n_outside else ""
+    return kept, (f"the prefix {prefix!r} was removed{note}",)
 
 
 def load_state(
@@ -205,28 +208,28 @@ def load_state(
     if not any(problems.values()):
         model.load_state_dict(dict(state))
         return ()
-    head = f"{classifier}." if classifier else None
-    needed = [name for name in own if head is None or not name.startswith(head)]
-    trunk = {name: state[name] for name in needed if name in state}
-    complete = len(needed) < len(own) and not any(_misfits({name: own[name] for name in needed}, trunk).values())
+    head_prefix = f"{classifier}." if classifier else None
+    needed = [name for name in own if head_prefix is None or not name.startswith(head_prefix)]
+    trunk_state = {name: state[name] for name in needed if name in state}
+    complete = len(needed) < len(own) and not any(_misfits({name: own[name] for name in needed}, trunk_state).values())
     if complete and allow_missing_head:
         assert classifier is not None
         model.set_submodule(classifier, nn.Identity())
-        model.load_state_dict(trunk)
-        left = [name for name in state if name not in trunk]
-        rest = (
-            f"; {len(left)} tensors were left out: {', '.join(left[:5])}{', ...' if len(left) > 5 else ''}"
-            if left
+        model.load_state_dict(trunk_state)
+        unused = [name for name in state if name not in trunk_state]
+        note = (
+            f"; {len(unused)} tensors were left out: {', '.join(unused[:5])}{', ...' if len(unused) > 5 else ''}"
+            if unused
             else ""
         )
-        return (f"without its classifier {classifier!r}, which hands on its input{rest}",)
+        return (f"without its classifier {classifier!r}, which is replaced by an identity{note}",)
     lines = [
-        f"  {len(names)} {what}: " + ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-        for what, names in problems.items()
+        f"  {len(names)} {problem}: " + ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        for problem, names in problems.items()
         if names
     ]
     if complete:
-        lines.append(f"  Everything but the classifier {classifier!r} fits; --allow-missing-head goes on without it")
+        lines.append(f"  All but the classifier {classifier!r} fits; --allow-missing-head loads the model without it")
     raise InputError(f"weights {source} do not fit {spec} ({len(own)} tensors):\n" + "\n".join(lines))
 
 

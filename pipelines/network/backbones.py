@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from extract.backbones.catalogue import Entry, describe, listed, matching
+from extract.backbones.catalogue import Entry, describe, list_sources, match_specs
 
 __all__ = ["as_json", "entries", "print_entries", "print_sources", "sources"]
 
@@ -15,7 +15,7 @@ _SHOWN = 4  # names of weights per line
 
 def sources() -> dict[str, Any]:
     """Return source -> number of its backbones, and its note for the user."""
-    return {source: {"models": len(one.names), "note": one.note} for source, one in listed().items()}
+    return {source: {"models": len(one.names), "note": one.note} for source, one in list_sources().items()}
 
 
 def print_sources(found: dict[str, Any], echo: Callable[[str], None]) -> None:
@@ -27,7 +27,7 @@ def print_sources(found: dict[str, Any], echo: Callable[[str], None]) -> None:
 
 def entries(pattern: str) -> Iterator[Entry]:
     """Yield the entries of matching backbones; each is looked up when it is reached."""
-    return map(describe, matching(pattern))
+    return map(describe, match_specs(pattern))
 
 
 def print_entries(found: Iterator[Entry], echo: Callable[[str], None]) -> None:

@@ -54,8 +54,8 @@ def by_hand(model: nn.Module, name: str, change: object, inputs: Tensor) -> tupl
     return kept.pop("embedding"), scores, kept
 
 
-def cosine(one: Tensor, other: Tensor) -> float:
-    return float(F.cosine_similarity(one.flatten(1).double(), other.flatten(1).double()).mean())
+def cosine(value: Tensor, other: Tensor) -> float:
+    return float(F.cosine_similarity(value.flatten(1).double(), other.flatten(1).double()).mean())
 
 
 def without_channel(h: Tensor, channel: int) -> Tensor:
@@ -75,10 +75,10 @@ def test_effects_are_those_of_a_model_changed_by_hand(
     plain = by_hand(lite.model, "blocks.2", lambda h: h, inputs)
     targets[0] = plain[1][0].argmax()  # one is right
     batches = [(inputs[:3], targets[:3]), (inputs[3:], targets[3:])]
-    found = ablation(lite, batches, ["blocks.4", "blocks.2"], edit)
-    assert [effect.layer for effect in found.effects] == ["blocks.2", "blocks.4"]  # in the order of computing
-    assert (found.images, found.targets, found.accuracy) == (4, 3, pytest.approx(1 / 3))
-    for effect in found.effects:
+    result = ablation(lite, batches, ["blocks.4", "blocks.2"], edit)
+    assert [effect.layer for effect in result.effects] == ["blocks.2", "blocks.4"]  # in the order of computing
+    assert (result.images, result.targets, result.accuracy) == (4, 3, pytest.approx(1 / 3))
+    for effect in result.effects:
         embedding, scores, later = by_hand(lite.model, effect.layer, change, inputs)
         assert effect.cosine == pytest.approx(cosine(embedding, plain[0]), abs=1e-4)
         same = (scores.argmax(1) == plain[1].argmax(1)).float().mean()
@@ -92,14 +92,14 @@ def test_effects_are_those_of_a_model_changed_by_hand(
 
 
 def test_channels_are_edited_one_by_one(lite: Backbone, inputs: Tensor) -> None:
-    found = ablation(lite, [(inputs, None)], ["conv_stem"], edits.ablate(), channels=[3, 11])
+    result = ablation(lite, [(inputs, None)], ["conv_stem"], edits.ablate(), channels=[3, 11])
     plain = by_hand(lite.model, "conv_stem", lambda h: h, inputs)[0]
-    for effect, channel in zip(found.effects, [3, 11], strict=True):
+    for effect, channel in zip(result.effects, [3, 11], strict=True):
         assert effect.channel == channel
         expected = by_hand(lite.model, "conv_stem", lambda h, c=channel: without_channel(h, c), inputs)[0]
         assert effect.cosine == pytest.approx(cosine(expected, plain), abs=1e-5)
         assert math.isnan(effect.accuracy)
-    assert found.effects[1].cosine > 0.99999  # its filter has no weights
+    assert result.effects[1].cosine > 0.99999  # its filter has no weights
 
 
 def test_means_are_over_all_images_however_they_come(lite: Backbone, inputs: Tensor) -> None:
@@ -113,24 +113,24 @@ def test_noise_is_the_same_each_time_and_leaves_the_generator_alone(lite: Backbo
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    one, two = (ablation(lite, [(inputs[:2], None)], ["blocks.2"], edits.noise(1.0)).effects for _ in range(2))
+    first, second = (ablation(lite, [(inputs[:2], None)], ["blocks.2"], edits.noise(1.0)).effects for _ in range(2))
     assert torch.equal(torch.rand(3), expected)
-    assert one == two or one[0].cosine == two[0].cosine
+    assert first == second or first[0].cosine == second[0].cosine
 
 
 def test_one_edit_for_each_layer_by_its_name(lite: Backbone, inputs: Tensor) -> None:
-    found = ablation(
+    result = ablation(
         lite, [(inputs[:2], None)], ["blocks.2", "blocks.4"], {"blocks.2": edits.ablate(), "blocks.4": edits.scale(1)}
     )
-    assert [effect.cosine > 0.999 for effect in found.effects] == [False, True]
+    assert [effect.cosine > 0.999 for effect in result.effects] == [False, True]
 
 
 def test_wrong_layers_and_channels_are_refused(lite: Backbone, inputs: Tensor) -> None:
     with pytest.raises(UnknownNameError, match=r"blocks\.9"):
         ablation(lite, [(inputs, None)], ["blocks.9"], edits.ablate())
-    with pytest.raises(InputError, match="there are channels 0 to 31"):
+    with pytest.raises(InputError, match="expected 0 to 31"):
         ablation(lite, [(inputs, None)], ["conv_stem"], edits.ablate(), channels=[32])
-    with pytest.raises(InputError, match="no batch"):
+    with pytest.raises(InputError, match="there are no batches"):
         ablation(lite, [], ["conv_stem"], edits.ablate())
 
 

@@ -30,7 +30,7 @@ def inputs_of(backbone: Backbone, count: int = 2) -> Tensor:
 
 def written_out_cam(model: nn.Module, layer: nn.Module, inputs: Tensor, classes: list[int]) -> np.ndarray:
     """Equations 1 and 2 of Selvaraju et al., image by image, with loops over channels."""
-    found = []
+    maps = []
     for image, number in zip(inputs, classes, strict=True):
         kept: list[Tensor] = []
         handle = layer.register_forward_hook(lambda m, a, out, kept=kept: kept.append(out))
@@ -43,9 +43,9 @@ def written_out_cam(model: nn.Module, layer: nn.Module, inputs: Tensor, classes:
         for channel in range(len(activation)):
             alpha = gradient[channel].mean()
             cam += alpha * activation[channel]
-        found.append(cam.clamp(min=0).numpy())
+        maps.append(cam.clamp(min=0).numpy())
     model.zero_grad()
-    return np.stack(found)
+    return np.stack(maps)
 
 
 def test_grad_cam_is_that_of_the_paper(lite: Backbone) -> None:
@@ -97,16 +97,16 @@ def test_attention_and_rollout_are_those_written_out(vit: Backbone) -> None:
     for handle in handles:
         handle.remove()
     assert len(weights) == len(expected) == 12
-    for found, wanted in zip(weights, expected, strict=True):
-        np.testing.assert_allclose(found, wanted, atol=1e-5)
+    for actual, expected_weights in zip(weights, expected, strict=True):
+        np.testing.assert_allclose(actual, expected_weights, atol=1e-5)
     rolled = [np.eye(197) for _ in range(2)]
-    for wanted in expected:  # Abnar and Zuidema: A = 0.5 W + 0.5 I, and A of the layer times what came before
+    for expected_weights in expected:  # Abnar and Zuidema: A = 0.5 W + 0.5 I, and A of the layer times what came before
         for i in range(2):
-            a = 0.5 * wanted[i].double().mean(0).numpy() + 0.5 * np.eye(197)
+            a = 0.5 * expected_weights[i].double().mean(0).numpy() + 0.5 * np.eye(197)
             rolled[i] = (a / a.sum(1, keepdims=True)) @ rolled[i]
-    found = rollout(weights)
-    np.testing.assert_allclose(found, np.stack(rolled), atol=1e-5)
-    np.testing.assert_allclose(found.sum(-1), 1, atol=1e-5)
+    result = rollout(weights)
+    np.testing.assert_allclose(result, np.stack(rolled), atol=1e-5)
+    np.testing.assert_allclose(result.sum(-1), 1, atol=1e-5)
 
 
 def test_what_has_no_attention_or_windows_of_it_says_so(lite: Backbone) -> None:
@@ -137,5 +137,5 @@ def test_tokens_become_the_grid_they_are_of() -> None:
     grid = map_of(tokens, "TC", 1, (224, 448))
     assert grid.shape == (2, 2, 4, 3)
     assert torch.equal(grid[0, 1, 0], tokens[0, 1 + 4])
-    with pytest.raises(InputError, match="no grid"):
+    with pytest.raises(InputError, match="do not form a grid"):
         map_of(tokens[:, :8], "TC", 1, (224, 224))

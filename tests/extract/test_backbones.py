@@ -58,12 +58,12 @@ def test_the_hash_of_weights_is_of_their_numbers_not_of_the_file(tmp_path: Path)
 
 def test_random_weights_depend_on_the_seed_alone() -> None:
     state = torch.get_rng_state()
-    one, same, other = (
+    first, same, other = (
         load_backbone("timm/test_resnet", weights="random", seed=seed, device="cpu") for seed in (1, 1, 2)
     )
-    assert one.weights.random
-    assert one.weights == same.weights
-    assert one.weights.sha256 != other.weights.sha256
+    assert first.weights.random
+    assert first.weights == same.weights
+    assert first.weights.sha256 != other.weights.sha256
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -78,7 +78,7 @@ def test_keys_that_do_not_fit_are_listed(tmp_path: Path) -> None:
         "  1 missing: fc.weight",
         "  1 unexpected: extra.weight",
         "  1 of another shape: fc.bias (10,) for (1000,)",
-        "  Everything but the classifier 'fc' fits; --allow-missing-head goes on without it",
+        "  All but the classifier 'fc' fits; --allow-missing-head loads the model without it",
     ]
 
 
@@ -147,8 +147,8 @@ def test_unknown_names_list_the_nearest(spec: str, weights: str | None, message:
     ("spec", "weights", "message"),
     [
         ("torchvision/resnet18", "nothing.pth", "weights file nothing.pth does not exist"),
-        ("bundled/efficientnet_lite0", "random", "brings its own weights"),
-        ("timm/resnet50.a1_in1k", "a2_in1k", "name one"),
+        ("bundled/efficientnet_lite0", "random", "has fixed weights"),
+        ("timm/resnet50.a1_in1k", "a2_in1k", "remove one of them"),
     ],
 )
 def test_weights_that_cannot_be_used(spec: str, weights: str, message: str) -> None:
@@ -172,7 +172,7 @@ def test_a_download_that_fails_says_what_to_do(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(torch.hub, "download_url_to_file", refuse)
     with pytest.raises(
         LayertapError,
-        match=r"downloaded: no route to host\. To do it by hand: fetch \S+/resnet18-f37072fd\.pth and put it in",
+        match=r"downloaded: no route to host\. To download by hand: download \S+/resnet18-f37072fd\.pth into",
     ):
         load_backbone("torchvision/resnet18", device="cpu")
 

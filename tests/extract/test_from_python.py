@@ -111,10 +111,10 @@ def test_the_fingerprint_follows_code_and_weights(file: Path, folder: Path, tmp_
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("no_transform", r"net.py:no_transform\(\) returned Net; it must return \(model, transform\)"),
+    [("no_transform", r"net.py:no_transform\(\) returned Net; expected \(model, transform\)"),
      ("broken", r"net.py:broken\(\) failed: RuntimeError: no such luck"),
-     ("flat", r"the transform of .*:flat\(\) makes torch.float32 \(3,\) of an RGB picture"),
-     ("any_size", r"the transform of .*:any_size\(\) makes tensors of several sizes"),
+     ("flat", r"the transform of .*:flat\(\) maps an RGB picture to torch.float32 \(3,\); expected"),
+     ("any_size", r"the transform of .*:any_size\(\) returns tensors of several sizes"),
      ("bad_transform", "failed on an RGB picture: AttributeError"),
      ("smal", "factory 'smal' not found in .*net.py; nearest: 'small'")],
 )  # fmt: skip
@@ -132,7 +132,7 @@ def test_files_that_cannot_be_used(file: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="net.py cannot be imported: ModuleNotFoundError"):
         load_backbone(f"python/{file}:small")
     file.write_text(CODE)
-    with pytest.raises(InputError, match="cannot be told to make random ones"):
+    with pytest.raises(InputError, match="--weights random is not supported"):
         load_backbone(f"python/{file}:small", weights="random")
-    with pytest.raises(InputError, match="which layer is the classifier is not known"):
+    with pytest.raises(InputError, match="the classifier layer is unknown"):
         load_backbone(f"python/{file}:small", allow_missing_head=True)

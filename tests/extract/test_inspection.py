@@ -110,23 +110,25 @@ def net(*faults: str) -> Net:
     return made
 
 
-def found(inspection: Inspection) -> list[tuple[str, str]]:
+def kinds_and_layers(inspection: Inspection) -> list[tuple[str, str]]:
     return [(finding.kind, finding.layer) for finding in inspection.findings]
 
 
 def test_nothing_is_found_in_a_healthy_network() -> None:
-    assert found(inspected(net())) == []
+    assert kinds_and_layers(inspected(net())) == []
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_fault_is_found_and_nothing_else(fault: str) -> None:
-    assert found(inspected(net(fault))) == [FAULTS[fault][1]]
+    assert kinds_and_layers(inspected(net(fault))) == [FAULTS[fault][1]]
 
 
 def test_all_faults_together_are_each_found_and_nothing_else() -> None:
     inspection = inspected(net(*FAULTS), dark=57)
-    assert sorted(found(inspection)) == sorted([("not finite", "root"), *(where for _, where in FAULTS.values())])
-    assert "the first in image 57" in str(inspection.findings[0])
+    assert sorted(kinds_and_layers(inspection)) == sorted(
+        [("not finite", "root"), *(where for _, where in FAULTS.values())]
+    )
+    assert "first in image 57" in str(inspection.findings[0])
 
 
 def test_the_image_that_gives_nan_is_named_and_the_layer_where_it_begins() -> None:
@@ -165,7 +167,7 @@ def test_gradients_that_explode_are_found() -> None:
 
     model = nn.Sequential(nn.Linear(8, 8), Steep(), nn.Linear(8, 3))
     inspection = inspect_model(model, [(torch.randn(50, 8), torch.arange(50) % 3)], loss=F.cross_entropy)
-    assert found(inspection) == [("exploding gradients", "1")]
+    assert kinds_and_layers(inspection) == [("exploding gradients", "1")]
 
 
 def test_a_parameter_that_the_loss_does_not_depend_on_is_named() -> None:
@@ -198,14 +200,14 @@ def test_numbers_are_those_of_plain_hooks_and_autograd() -> None:
     loss = F.cross_entropy(model(images.clone().requires_grad_()), labels)
     loss.backward()
     assert inspection.loss == pytest.approx(loss.item(), rel=1e-5)
-    assert {one.name for one in inspection.tensors} == set(outputs)
-    for one in inspection.tensors:
-        values = outputs[one.name].detach().double().numpy()
-        gradients = outputs[one.name].grad.double().numpy()  # type: ignore[union-attr]
-        np.testing.assert_allclose(one.activations.std, values.std(), rtol=1e-4)
-        assert one.activations.max == pytest.approx(values.max(), rel=1e-5)
+    assert {tensor.name for tensor in inspection.tensors} == set(outputs)
+    for tensor in inspection.tensors:
+        values = outputs[tensor.name].detach().double().numpy()
+        gradients = outputs[tensor.name].grad.double().numpy()  # type: ignore[union-attr]
+        np.testing.assert_allclose(tensor.activations.std, values.std(), rtol=1e-4)
+        assert tensor.activations.max == pytest.approx(values.max(), rel=1e-5)
         norms = np.sqrt((gradients.reshape(24, -1) ** 2).sum(1))
-        assert one.gradient_norm == pytest.approx(np.sqrt((norms**2).mean()), rel=1e-4)
+        assert tensor.gradient_norm == pytest.approx(np.sqrt((norms**2).mean()), rel=1e-4)
     for parameter in inspection.parameters:
         gradient = model.get_parameter(parameter.name).grad
         assert gradient is not None
@@ -214,8 +216,8 @@ def test_numbers_are_those_of_plain_hooks_and_autograd() -> None:
 
 
 def test_the_size_of_batches_does_not_matter() -> None:
-    one, other = inspected(net(), size=40, grad=False), inspected(net(), size=7, grad=False)
-    for a, b in zip(one.tensors, other.tensors, strict=True):
+    first, second = inspected(net(), size=40, grad=False), inspected(net(), size=7, grad=False)
+    for a, b in zip(first.tensors, second.tensors, strict=True):
         assert a.name == b.name
         np.testing.assert_allclose(a.activations.channel_mean, b.activations.channel_mean, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(a.activations.std, b.activations.std, rtol=1e-5)
@@ -233,8 +235,8 @@ def test_the_model_comes_out_as_it_went_in() -> None:
 
 def test_a_frozen_network_has_gradients_of_activations_and_no_finding() -> None:
     inspection = inspected(net().requires_grad_(False))
-    assert found(inspection) == []
-    assert all(one.gradients is not None for one in inspection.tensors)
+    assert kinds_and_layers(inspection) == []
+    assert all(tensor.gradients is not None for tensor in inspection.tensors)
 
 
 def test_rows_that_are_not_images_count_by_batch() -> None:
@@ -243,19 +245,19 @@ def test_rows_that_are_not_images_count_by_batch() -> None:
             return x - x.mean(0, keepdim=True)
 
     inspection = inspect_model(nn.Sequential(Mixed(), nn.Linear(4, 2)), [torch.randn(6, 4), torch.randn(6, 4)])
-    assert [one.by_image for one in inspection.tensors] == [False, False]
+    assert [tensor.by_image for tensor in inspection.tensors] == [False, False]
     assert inspection.tensors[0].activations.images == 2
 
 
 def test_wrong_input_is_refused_with_reasons() -> None:
     model = nn.Sequential(nn.Linear(4, 2))
-    with pytest.raises(InputError, match="no batch"):
+    with pytest.raises(InputError, match="there are no batches"):
         inspect_model(model, [])
     with pytest.raises(InputError, match="a batch is str"):
         inspect_model(model, ["photo.jpg"])
     with pytest.raises(UnknownNameError, match="'fc'"):
         inspect_model(model, [torch.zeros(2, 4)], "fc")
-    with pytest.raises(InputError, match=r"the loss gave \(2, 2\)"):
+    with pytest.raises(InputError, match=r"the loss returned \(2, 2\)"):
         inspect_model(model, [torch.zeros(2, 4)], loss=lambda output, targets: output)
 
 
@@ -287,7 +289,7 @@ def test_on_real_photos_the_bundled_backbone_gives_no_alarm_and_its_dead_channel
     for name, values in seen.items():
         by_channel = torch.cat(values).transpose(0, 1).flatten(1)
         spread = (by_channel.amax(1) - by_channel.amin(1)) / by_channel.std()
-        dead = next(one for one in inspection.tensors if one.name == name).activations.dead
+        dead = next(tensor for tensor in inspection.tensors if tensor.name == name).activations.dead
         assert spread[dead].max() < 1e-5
 
 
@@ -326,7 +328,7 @@ def test_a_dead_layer_does_not_hide_another() -> None:
 
     torch.manual_seed(0)
     inspection = inspect_model(Twice(), [torch.randn(200, 6)])
-    assert found(inspection) == [("dead", "first"), ("dead", "second")]
+    assert kinds_and_layers(inspection) == [("dead", "first"), ("dead", "second")]
 
 
 def test_one_huge_channel_does_not_make_the_others_dead() -> None:
@@ -334,7 +336,7 @@ def test_one_huge_channel_does_not_make_the_others_dead() -> None:
     model = nn.Sequential(nn.Conv2d(3, 16, 3))
     with torch.no_grad():
         model[0].weight[3] *= 1e10
-    assert "dead" not in dict(found(inspect_model(model, [torch.randn(30, 3, 8, 8)])))
+    assert "dead" not in dict(kinds_and_layers(inspect_model(model, [torch.randn(30, 3, 8, 8)])))
 
 
 def test_gates_and_sure_answers_are_no_faults() -> None:
@@ -342,12 +344,12 @@ def test_gates_and_sure_answers_are_no_faults() -> None:
     answer = nn.Sequential(nn.Linear(5, 8), nn.Sigmoid())
     with torch.no_grad():
         answer[0].weight *= 1e3
-    assert found(inspect_model(answer, [torch.randn(50, 5)])) == []
+    assert kinds_and_layers(inspect_model(answer, [torch.randn(50, 5)])) == []
     gate = nn.Sequential(nn.Linear(5, 8), nn.Sigmoid(), nn.Linear(8, 2))
     with torch.no_grad():
         gate[0].weight *= 1e-4
         gate[0].bias *= 1e-4
-    assert found(inspect_model(gate, [torch.randn(50, 5)])) == []
+    assert kinds_and_layers(inspect_model(gate, [torch.randn(50, 5)])) == []
 
 
 def test_values_that_come_in_broken_are_said_to_be() -> None:
@@ -376,7 +378,7 @@ def test_a_tensor_whose_gradient_cannot_be_had_is_left_out() -> None:
 
     torch.manual_seed(0)
     inspection = inspect_model(Net(), [torch.randn(30, 4)], loss=lambda output, targets: output.square().mean())
-    assert {one.name for one in inspection.tensors if one.gradients is None} == {"part"}
+    assert {tensor.name for tensor in inspection.tensors if tensor.gradients is None} == {"part"}
 
 
 def test_weights_that_are_zero_are_told_of_and_not_what_follows_from_them() -> None:
@@ -384,7 +386,7 @@ def test_weights_that_are_zero_are_told_of_and_not_what_follows_from_them() -> N
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
     nn.init.zeros_(model[2].weight)
     inspection = inspect_model(model, [(torch.randn(60, 4), torch.arange(60) % 3)], loss=F.cross_entropy)
-    assert found(inspection) == [("zero weight", "2")]
+    assert kinds_and_layers(inspection) == [("zero weight", "2")]
     assert not inspection.findings[0].grave
 
 
@@ -405,7 +407,7 @@ def test_lists_of_layers_and_what_attention_does_not_call_are_not_said_to_be_sil
 
 
 def test_shapes_are_of_one_image() -> None:
-    shapes = {one.name: one.shape for one in inspected(net(), grad=False).tensors}
+    shapes = {tensor.name: tensor.shape for tensor in inspected(net(), grad=False).tensors}
     assert (shapes["conv1"], shapes["pool"], shapes["fc"]) == ((16, 32, 32), (32, 1, 1), (CLASSES,))
 
 

@@ -286,15 +286,15 @@ def test_preprocessing_and_features_are_the_librarys_own(name: str, twenty: Path
     with extract_features(
         twenty, out=tmp_path / "out", backbone=backbone, batch_size=7, workers=0, progress=False
     ) as reader:
-        found, recorded = reader["embedding"][:], reader.provenance["versions"]
+        features, recorded = reader["embedding"][:], reader.provenance["versions"]
     for prefix, library in (("open_clip/", "open_clip_torch"), ("hf/", "transformers"), ("timm/", "timm")):
         assert not name.startswith(prefix) or recorded[library] == version(library)  # an upgrade is noticed
-    deviation = float(np.abs(found - expected).max() / np.abs(expected).max())
+    deviation = float(np.abs(features - expected).max() / np.abs(expected).max())
     how = "their own transform" if backbone.preprocessing.library_transform else "as numbers"
-    print(f"{name:32} input differs by {largest:.1e} ({how}), embedding {found.shape[1]} by {deviation:.1e}")
-    assert found.shape == expected.shape
+    print(f"{name:32} input differs by {largest:.1e} ({how}), embedding {features.shape[1]} by {deviation:.1e}")
+    assert features.shape == expected.shape
     assert deviation <= 1e-4
-    assert np.abs(found - found[0]).max() > 1e-3 * np.abs(found).max()  # pictures give other features each
+    assert np.abs(features - features[0]).max() > 1e-3 * np.abs(features).max()  # pictures give other features each
 
 
 # What goes wrong
@@ -306,11 +306,11 @@ def test_the_pooler_of_a_checkpoint_without_one_is_not_drawn_at_random(tmp_path:
     model = transformers.ViTModel(config, add_pooling_layer=False).eval()
     model.save_pretrained(tmp_path)
     transformers.ViTImageProcessor(size={"height": 64, "width": 64}).save_pretrained(tmp_path)
-    one, two = (load_backbone(f"hf/{tmp_path}", device="cpu") for _ in range(2))
-    assert one.weights.sha256 == two.weights.sha256
+    first, second = (load_backbone(f"hf/{tmp_path}", device="cpu") for _ in range(2))
+    assert first.weights.sha256 == second.weights.sha256
     x = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
-        assert torch.equal(one.model(x), model(x).last_hidden_state[:, 0])
+        assert torch.equal(first.model(x), model(x).last_hidden_state[:, 0])
 
 
 def test_a_folder_of_hf_that_lacks_weights_is_an_error(tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ def test_a_folder_of_hf_that_lacks_weights_is_an_error(tmp_path: Path) -> None:
     del state["encoder.layer.1.mlp.fc1.weight"]
     model.save_pretrained(tmp_path, state_dict=state)
     transformers.BitImageProcessor().save_pretrained(tmp_path)
-    with pytest.raises(InputError, match=r"1 tensors of Dinov2Model are not in .*: encoder\.layer\.1\.mlp\.fc1"):
+    with pytest.raises(InputError, match=r"1 tensors of Dinov2Model are missing .*: encoder\.layer\.1\.mlp\.fc1"):
         load_backbone(f"hf/{tmp_path}", device="cpu")
     (tmp_path / "preprocessor_config.json").unlink()
     with pytest.raises(InputError, match="preprocessor_config|image processor"):
@@ -338,7 +338,7 @@ def test_weights_from_a_file_and_random_ones_go_into_a_model_of_hf(tmp_path: Pat
     backbone = load_backbone(case.spec, weights=str(tmp_path / "other.pth"), device="cpu")
     with torch.no_grad():
         assert torch.equal(backbone.model(x).logits, other(x).logits)
-    assert "its 'model' was taken" in backbone.notes[0]
+    assert "its 'model' was loaded" in backbone.notes[0]
     assert load_backbone(case.spec, weights="random", device="cpu").weights.random
 
 
@@ -347,10 +347,10 @@ def test_a_masked_autoencoder_sees_everything(tmp_path: Path) -> None:
     transformers.ViTMAEModel(config).save_pretrained(tmp_path)
     transformers.ViTImageProcessor(size={"height": 64, "width": 64}).save_pretrained(tmp_path)
     backbone = load_backbone(f"hf/{tmp_path}", device="cpu")
-    assert backbone.notes == ("nothing is masked (mask_ratio 0)",)
-    one, two = (backbone.features([make_picture(1), make_picture(2)])["embedding"] for _ in range(2))
-    assert np.allclose(one, two, atol=1e-5)
-    assert not np.allclose(one[0], one[1], atol=1e-3)
+    assert backbone.notes == ("masking is off (mask_ratio 0)",)
+    first, second = (backbone.features([make_picture(1), make_picture(2)])["embedding"] for _ in range(2))
+    assert np.allclose(first, second, atol=1e-5)
+    assert not np.allclose(first[0], first[1], atol=1e-3)
 
 
 def test_a_model_of_timm_on_the_hub_is_named_as_one(tmp_path: Path) -> None:
@@ -358,39 +358,37 @@ def test_a_model_of_timm_on_the_hub_is_named_as_one(tmp_path: Path) -> None:
         '{"architecture": "resnet18", "num_classes": 5, "model_type": "timm_wrapper"}'
     )
     transformers.ViTImageProcessor().save_pretrained(tmp_path)
-    with pytest.raises(InputError, match=f"is a model of timm; name it timm/{tmp_path.name}"):
+    with pytest.raises(InputError, match=f"is a model of timm; use -b timm/{tmp_path.name}"):
         load_backbone(f"hf/{tmp_path}", device="cpu")
 
 
 def test_layers_of_wrapped_models_keep_their_names(tmp_path: Path) -> None:
     backbone = load_backbone(hf_dinov2(tmp_path).spec, device="cpu")
-    found = backbone.features([make_picture(1, 150, 130)], ["encoder.layer.*", "embedding", "layernorm:cls_token"])
-    assert list(found) == ["encoder.layer.0", "encoder.layer.1", "embedding", "layernorm"]
-    assert np.array_equal(found["layernorm"], found["embedding"])
+    features = backbone.features([make_picture(1, 150, 130)], ["encoder.layer.*", "embedding", "layernorm:cls_token"])
+    assert list(features) == ["encoder.layer.0", "encoder.layer.1", "embedding", "layernorm"]
+    assert np.array_equal(features["layernorm"], features["embedding"])
 
 
 def test_what_may_be_a_classifier_is_no_embedding(tmp_path: Path) -> None:
     of_hub("alone", tmp_path)
     backbone = load_backbone(f"hub/{tmp_path / 'repo'}:classifies", device="cpu")
-    with pytest.raises(
-        InputError, match="no embedding: what it returns comes from the linear layer 'fc', which may be"
-    ):
+    with pytest.raises(InputError, match="no embedding: its output comes from the linear layer 'fc', which may be"):
         backbone.features([make_picture(1)])
     assert backbone.features([make_picture(1)], "avgpool")["avgpool"].shape == (1, 512)
-    assert "does not say what pictures it takes; assumed: resize 256 bicubic, crop 224x224" in backbone.notes[0]
+    assert "has no transform; assumed preprocessing: resize 256 bicubic, crop 224x224" in backbone.notes[0]
 
 
 @pytest.mark.parametrize(
     ("spec", "error", "message"),
     [
         ("open_clip/ViT-S-31", UnknownNameError, "nearest: 'open_clip/ViT-S-32'"),
-        ("open_clip/ViT-B-32", InputError, "name the weights, too: open_clip/ViT-B-32:openai"),
+        ("open_clip/ViT-B-32", InputError, "no weights are named; use open_clip/ViT-B-32:openai"),
         ("open_clip/ViT-B-32:openia", UnknownNameError, "nearest: 'openai'"),
-        ("hf/no/such/folder", InputError, "no such folder; a name of the hub is OWNER/NAME"),
+        ("hf/no/such/folder", InputError, "no such folder; a model of the hub is OWNER/NAME"),
         ("hub/repo:Alone", UnknownNameError, "entry 'Alone' not found in hub/.*nearest: 'alone'"),
         ("hub/repo:fails", InputError, "failed: OSError: no weights"),
         ("hub/repo", InputError, "expected hub/OWNER/REPO:ENTRY"),
-        ("hub/a/b/c:d", InputError, "no such folder; a repository is OWNER/REPO"),
+        ("hub/a/b/c:d", InputError, "a/b/c is not a folder, and not a repository OWNER/REPO"),
     ],
 )
 def test_names_that_lead_nowhere_are_errors(
@@ -406,13 +404,13 @@ def test_names_that_lead_nowhere_are_errors(
     ("spec", "library", "fetch"),
     [
         ("open_clip/ViT-B-32:laion2b_s34b_b79k", "open_clip.create_model",
-         r"fetch \S+laion/CLIP-ViT-B-32-laion2B-s34B-b79K\S+open_clip_model\.safetensors and give it as"),
+         r"download \S+laion/CLIP-ViT-B-32-laion2B-s34B-b79K\S+open_clip_model\.safetensors, and give the file: -b"),
         ("hf/facebook/dinov2-base", "transformers.AutoConfig.from_pretrained",
-         r"fetch \S+facebook/dinov2-base\S+/config\.json, .* into one folder, and name it: -b hf/FOLDER"),
+         r"download \S+facebook/dinov2-base\S+/config\.json, .* into one folder, and name the folder: -b hf/FOLDER"),
         ("timm/resnet18.a1_in1k", "timm.create_model",
-         r"fetch \S+timm/resnet18\.a1_in1k\S+model\.safetensors and give it as --weights FILE"),
+         r"download \S+timm/resnet18\.a1_in1k\S+model\.safetensors, and give the file: --weights FILE"),
         ("hub/facebookresearch/dino:dino_vits16", "torch.hub.load",
-         r"clone the repository facebookresearch/dino and name the folder: -b hub/FOLDER:ENTRY"),
+         r"clone the repository facebookresearch/dino, and name its folder: -b hub/FOLDER:ENTRY"),
     ],
 )  # fmt: skip
 def test_a_download_that_fails_names_the_file_to_fetch(
@@ -442,8 +440,8 @@ def test_preprocessing_can_be_replaced(twenty: Path) -> None:
         v2.ToDtype(torch.float32, scale=True), v2.Normalize((0.1, 0.2, 0.3), (0.5, 0.5, 0.5)),
     ])  # fmt: skip
     picture = Image.open(next(twenty.iterdir())).convert("RGB")
-    found = ours.preprocessing.to_input(ours.preprocessing.prepare(picture).unsqueeze(0))[0]
-    assert torch.allclose(found, transform(picture), atol=1e-5)
+    tensor = ours.preprocessing.to_input(ours.preprocessing.prepare(picture).unsqueeze(0))[0]
+    assert torch.allclose(tensor, transform(picture), atol=1e-5)
     assert ours.preprocessing.describe() != theirs.preprocessing.describe()
     assert ours.asked["preprocessing"]["size"] == 160
     same = load_backbone("bundled/efficientnet_lite0", device="cpu", preprocessing={"size": 256, "crop": 224})
@@ -451,18 +449,18 @@ def test_preprocessing_can_be_replaced(twenty: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("overrides", "message"),
     [
         ({"interpolation": "cubic"}, "nearest: 'bicubic'"),
         ({"std": (0, 1, 1)}, "std above 0"),
         ({"mean": (1, 2)}, "three numbers each"),
-        ({"crop": 0}, "from 1 to"),
-        ({"size": 100_000}, "from 1 to"),
+        ({"crop": 0}, "expected 1 to 8,192 pixels"),
+        ({"size": 100_000}, "expected 1 to 8,192 pixels"),
     ],
 )
-def test_preprocessing_that_makes_no_sense_is_refused(given: dict[str, Any], message: str) -> None:
+def test_preprocessing_that_makes_no_sense_is_refused(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(LayertapError, match=message):
-        load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=given)
+        load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=overrides)
 
 
 # What equal weights do not tell
@@ -478,10 +476,10 @@ def test_the_settings_of_a_model_are_part_of_the_fingerprint(tmp_path: Path) -> 
         model.config.hidden_act = name
         model.save_pretrained(tmp_path / name)
         transformers.BitImageProcessor().save_pretrained(tmp_path / name)
-    one, two = (load_backbone(f"hf/{tmp_path / name}", device="cpu") for name in ("gelu", "relu"))
-    assert one.weights.sha256 == two.weights.sha256
-    assert one.architecture != two.architecture
-    assert not np.allclose(*(b.features([make_picture(1)])["embedding"] for b in (one, two)), atol=1e-3)
+    first, second = (load_backbone(f"hf/{tmp_path / name}", device="cpu") for name in ("gelu", "relu"))
+    assert first.weights.sha256 == second.weights.sha256
+    assert first.architecture != second.architecture
+    assert not np.allclose(*(b.features([make_picture(1)])["embedding"] for b in (first, second)), atol=1e-3)
 
 
 @pytest.mark.slow
@@ -496,10 +494,10 @@ def test_open_clip_weights_run_with_the_activation_they_were_trained_with(
     x = torch.randn(2, 3, 224, 224)
     with torch.no_grad():
         assert torch.allclose(backbone.model(x), right.encode_image(x), atol=1e-5)
-    assert backbone.notes == ("ViT-B-32 with QuickGELU, which the weights openai were trained with",)
+    assert backbone.notes == ("ViT-B-32 uses QuickGELU, because the weights openai were trained with QuickGELU",)
     assert backbone.architecture == "open_clip/ViT-B-32 with QuickGELU"
     file = load_backbone("open_clip/ViT-B-32", weights=str(tmp_path / "w.pt"), device="cpu")
-    assert "For those of OpenAI, take ViT-B-32-quickgelu" in " ".join(file.notes)
+    assert "For weights of OpenAI, use ViT-B-32-quickgelu" in " ".join(file.notes)
 
 
 @pytest.mark.parametrize("source", ["hub", "python"])
@@ -520,11 +518,11 @@ def test_code_of_equal_names_is_kept_apart(source: str, tmp_path: Path) -> None:
             "    from torchvision.transforms import ToTensor, Resize, Compose\n"
             "    return Net(), Compose([Resize((32, 32)), ToTensor()])\n"
         )
-    found = []
+    widths = []
     for name in ("one", "two"):
         place = f"hub/{tmp_path / name}:net" if source == "hub" else f"python/{tmp_path / name}/hubconf.py:pair"
-        found.append(load_backbone(place, device="cpu").features([make_picture(1)])["embedding"].shape[1])
-    assert found == [4, 7]
+        widths.append(load_backbone(place, device="cpu").features([make_picture(1)])["embedding"].shape[1])
+    assert widths == [4, 7]
     assert "nets" not in sys.modules
 
 
@@ -557,7 +555,7 @@ def test_probabilities_are_no_embedding(tmp_path: Path) -> None:
         "    def forward(self, x): return x.mean((2, 3)).softmax(1)\n"
         "def net(): return Net()\n"
     )
-    with pytest.raises(InputError, match="no embedding: what it returns are probabilities"):
+    with pytest.raises(InputError, match="no embedding: its output holds probabilities"):
         load_backbone(f"hub/{tmp_path}:net", device="cpu").features([make_picture(1)])
 
 
@@ -565,7 +563,7 @@ def test_an_image_processor_without_one_size_can_be_replaced(tmp_path: Path) -> 
     config = transformers.ViTConfig(**SMALL, image_size=64, patch_size=16)
     transformers.ViTForImageClassification(config).save_pretrained(tmp_path)
     transformers.CLIPImageProcessor(do_center_crop=False, size={"shortest_edge": 64}).save_pretrained(tmp_path)
-    with pytest.raises(InputError, match=r"hf/\S+: its image processor makes tensors of several sizes"):
+    with pytest.raises(InputError, match=r"hf/\S+: its image processor returns tensors of several sizes"):
         load_backbone(f"hf/{tmp_path}", device="cpu")
     own = {"size": 64, "crop": 64, "interpolation": "bicubic", "mean": (0.5,) * 3, "std": (0.5,) * 3}
     backbone = load_backbone(f"hf/{tmp_path}", device="cpu", preprocessing=own)
@@ -578,22 +576,22 @@ def test_the_code_of_neighbours_is_part_of_the_fingerprint(tmp_path: Path) -> No
         "from nets import Net\n"
         "def net(): return Net(), Compose([Resize((32, 32)), ToTensor()])\n"
     )
-    found = []
+    backbones = []
     for factor in (1, 2):
         (tmp_path / "nets.py").write_text(
             "from torch import nn\nclass Net(nn.Module):\n"
             f"    def forward(self, x): return x.mean((2, 3)) * {factor}.0\n"
         )
-        found.append(load_backbone(f"python/{tmp_path}/own.py:net", device="cpu"))
-    assert found[0].weights.sha256 == found[1].weights.sha256
-    assert found[0].architecture != found[1].architecture
+        backbones.append(load_backbone(f"python/{tmp_path}/own.py:net", device="cpu"))
+    assert backbones[0].weights.sha256 == backbones[1].weights.sha256
+    assert backbones[0].architecture != backbones[1].architecture
 
 
 def test_a_model_of_one_size_is_tried_at_the_size_that_is_asked_for(tmp_path: Path) -> None:
     (tmp_path / "hubconf.py").write_text(
         "from torch import nn\ndef net(): return nn.Sequential(nn.Flatten(), nn.Linear(3 * 64 * 64, 5), nn.Tanh())\n"
     )
-    with pytest.raises(InputError, match=r"cannot be run on \(2, 3, 224, 224\)"):
+    with pytest.raises(InputError, match=r"failed on a zero input of shape \(2, 3, 224, 224\)"):
         load_backbone(f"hub/{tmp_path}:net", device="cpu")
     own = {"size": 64, "crop": 64}
     backbone = load_backbone(f"hub/{tmp_path}:net", device="cpu", preprocessing=own)

@@ -88,7 +88,7 @@ def test_gradients_are_those_of_autograd() -> None:
     model, rows = net(), []
     images, labels = torch.randn(12, 3, 8, 8), torch.arange(12) % 3
     torch.manual_seed(3)
-    with GradientMonitor(model, every=1, to=lambda step, found: rows.extend(found)):
+    with GradientMonitor(model, every=1, to=lambda step, step_rows: rows.extend(step_rows)):
         F.cross_entropy(model(images), labels).backward()
     by_name = {(row["layer"], row["of"]): row for row in rows}
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -125,7 +125,7 @@ def test_activations_are_those_of_a_copying_hook() -> None:
         layer.register_forward_hook(
             lambda m, a, out, name=name: kept.update({name: out.detach().double().numpy().copy()})
         )
-    with ActivationMonitor(model, every=1, to=lambda step, found: rows.extend(found)):
+    with ActivationMonitor(model, every=1, to=lambda step, step_rows: rows.extend(step_rows)):
         model(torch.randn(12, 3, 8, 8))
     assert [row["layer"] for row in rows] == [name for name in kept if name != "3"]
     for row in rows:
@@ -203,7 +203,7 @@ def test_tensorboard_gets_a_scalar_for_each_number(tmp_path: Path) -> None:
     model, rows = net(), {}
     with writer_of.SummaryWriter(str(tmp_path)) as writer:
         train(model, 3, GradientMonitor(model, every=2, to=writer))
-    train(net(), 3, GradientMonitor(model := net(), every=2, to=lambda step, found: rows.update({step: found})))
+    train(net(), 3, GradientMonitor(model := net(), every=2, to=lambda step, step_rows: rows.update({step: step_rows})))
     events = accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
     assert [event.step for event in events.Scalars("8/weight/norm")] == [0, 2]
@@ -224,7 +224,7 @@ def test_wrong_use_is_refused() -> None:
     with pytest.raises(InputError, match="at least 1"):
         ActivationMonitor(model, every=0)
     monitor = ActivationMonitor(model)
-    with monitor, pytest.raises(LayertapError, match="in use already"):
+    with monitor, pytest.raises(LayertapError, match="already in use"):
         monitor.__enter__()
     compiled = net()
     compiled.compile(backend="eager")
@@ -271,7 +271,7 @@ def test_parameters_of_layers_with_layers_inside_and_of_the_model_are_watched() 
             return self.attention(x, x, x)[0]
 
     rows: list[dict[str, Any]] = []
-    with GradientMonitor(model := Net(), every=1, to=lambda step, found: rows.extend(found)):
+    with GradientMonitor(model := Net(), every=1, to=lambda step, step_rows: rows.extend(step_rows)):
         model(torch.randn(2, 5, 8)).square().mean().backward()
     assert {(row["layer"], row["of"]) for row in rows} >= {("", "token"), ("attention", "in_proj_weight")}
 

@@ -88,10 +88,10 @@ def test_fast_decoding_gives_nearly_the_same_pixels() -> None:
     shrunk = decode(file.getvalue(), at_least_px=fast.at_least_px)
     assert shrunk.size == (1152, 864)  # a quarter would be below 464
     for picture in (shrunk, large):
-        found, expected = fast.prepare(picture), exact.prepare(large)
-        assert found.shape == expected.shape == (224, 224, 3)
-        assert found.dtype == torch.uint8
-        apart = (found.int() - expected.int()).abs()
+        pixels, expected = fast.prepare(picture), exact.prepare(large)
+        assert pixels.shape == expected.shape == (224, 224, 3)
+        assert pixels.dtype == torch.uint8
+        apart = (pixels.int() - expected.int()).abs()
         assert 0 < apart.float().mean() < 1  # of 255 levels
     assert decode(file.getvalue()).size == large.size
     assert exact.describe() != fast.describe()
@@ -107,5 +107,5 @@ def test_a_turned_photo_is_decoded_smaller_and_upright() -> None:
 
 
 def test_where_there_is_no_faster_way_it_is_refused() -> None:
-    with pytest.raises(InputError, match="no faster way for the preprocessing: resize 8 lanczos"):
+    with pytest.raises(InputError, match="fast decoding is not supported for resize 8 lanczos"):
         Preprocessing(8, (8, 8), "lanczos", (0.5,) * 3, (0.5,) * 3).faster()

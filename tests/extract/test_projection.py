@@ -15,28 +15,28 @@ def test_principal_axes_are_those_of_scikit_learn(rows: int, width: int) -> None
     generator = np.random.default_rng(1)
     values = 5 + generator.normal(size=(rows, 3)) @ (generator.normal(size=(3, width)) * [[9], [5], [2]])
     values = (values + generator.normal(size=(rows, width)) / 10).astype(np.float32)
-    found = principal(FeatureRows.of(values), 3)
+    fitted = principal(FeatureRows.of(values), 3)
     reference = PCA(3, svd_solver="full").fit(values.astype(np.float64))
-    np.testing.assert_allclose(found.shares, reference.explained_variance_ratio_, rtol=1e-4)
-    np.testing.assert_allclose(np.abs((found.axes * reference.components_).sum(1)), 1, atol=1e-5)
-    coordinates = found.project(FeatureRows.of(values))
+    np.testing.assert_allclose(fitted.shares, reference.explained_variance_ratio_, rtol=1e-4)
+    np.testing.assert_allclose(np.abs((fitted.axes * reference.components_).sum(1)), 1, atol=1e-5)
+    coordinates = fitted.project(FeatureRows.of(values))
     np.testing.assert_allclose(np.abs(coordinates), np.abs(reference.transform(values)), atol=1e-2)
-    assert (found.axes.max(1) >= -found.axes.min(1)).all()
+    assert (fitted.axes.max(1) >= -fitted.axes.min(1)).all()
 
 
 def test_one_row_and_equal_rows_have_a_place() -> None:
     for values in (np.ones((1, 5), np.float32), np.ones((7, 5), np.float32), np.ones((3, 5000), np.float32)):
-        found = principal(FeatureRows.of(values), 2)
-        assert np.isfinite(found.project(FeatureRows.of(values))).all()
-        assert (found.shares == 0).all()
+        fitted = principal(FeatureRows.of(values), 2)
+        assert np.isfinite(fitted.project(FeatureRows.of(values))).all()
+        assert (fitted.shares == 0).all()
 
 
 def test_t_sne_keeps_groups_apart() -> None:
     generator = np.random.default_rng(2)
     centres = generator.normal(size=(2, 60))
     values = (centres[np.arange(80) % 2] * 5 + generator.normal(size=(80, 60))).astype(np.float32)
-    found = tsne(FeatureRows.of(values))
-    middles = found[::2].mean(0), found[1::2].mean(0)
-    spread = max(found[::2].std(0).max(), found[1::2].std(0).max())
+    points = tsne(FeatureRows.of(values))
+    middles = points[::2].mean(0), points[1::2].mean(0)
+    spread = max(points[::2].std(0).max(), points[1::2].std(0).max())
     assert np.linalg.norm(middles[0] - middles[1]) > 2 * spread
     assert tsne(FeatureRows.of(values[:3])).shape == (3, 2)

@@ -16,17 +16,17 @@ from tests.extract.store.rows import VALUES, complete_data_set
 
 def brute(bank, queries, k, among=None, without=None):
     """(rows, cosines) of each query: all in float64, to 12 decimals; rows that are not finite are left out."""
-    x, q = (np.asarray(one).reshape(len(one), -1).astype(np.float64) for one in (bank, queries))
+    x, q = (np.asarray(features).reshape(len(features), -1).astype(np.float64) for features in (bank, queries))
     among = np.arange(len(x)) if among is None else np.asarray(among)
     among = among[np.isfinite(x[among]).all(1)]
-    found = []
+    neighbours = []
     for number, query in enumerate(q):
         rows = among if without is None else among[among != without[number]]
         lengths = np.sqrt((query**2).sum()) * np.sqrt((x[rows] ** 2).sum(1))
         cosines = np.round(np.divide((query * x[rows]).sum(1), lengths, out=np.zeros(len(rows)), where=lengths > 0), 12)
         order = np.lexsort((rows, -cosines))
-        found.append((rows[order], cosines[order], min(k, len(rows))))
-    return found
+        neighbours.append((rows[order], cosines[order], min(k, len(rows))))
+    return neighbours
 
 
 def same(neighbours, expected, exact=False):
@@ -59,8 +59,8 @@ def test_it_is_what_all_cosines_in_float64_give(data: st.DataObject, width: int,
     among = np.flatnonzero(generator.random(n) < 0.8) if data.draw(st.booleans()) else None
     without = generator.integers(0, n, 3) if data.draw(st.booleans()) else None
     memory = data.draw(st.sampled_from([1, 5_000, 1 << 20]))  # one row at a time, some, all
-    found = nearest(bank, queries, k, among=among, without=without, memory_bytes=memory)
-    same(found, brute(bank, queries, k, among, without), exact=True)
+    neighbours = nearest(bank, queries, k, among=among, without=without, memory_bytes=memory)
+    same(neighbours, brute(bank, queries, k, among, without), exact=True)
 
 
 @settings(max_examples=60, deadline=None)
@@ -86,10 +86,10 @@ def test_lengths_that_float32_cannot_square_do_not_matter() -> None:
 
 def test_where_all_rows_are_equal_the_first_are_nearest() -> None:
     bank = np.full((3000, 6), 0.1, np.float32)
-    found = nearest(bank, bank[:40], 5, without=np.arange(40))  # more candidates than are computed pair by pair
-    assert found.rows[10].tolist() == [0, 1, 2, 3, 4]
-    assert found.rows[2].tolist() == [0, 1, 3, 4, 5]
-    assert (found.cosines == 1).all()
+    neighbours = nearest(bank, bank[:40], 5, without=np.arange(40))  # more candidates than are computed pair by pair
+    assert neighbours.rows[10].tolist() == [0, 1, 2, 3, 4]
+    assert neighbours.rows[2].tolist() == [0, 1, 3, 4, 5]
+    assert (neighbours.cosines == 1).all()
 
 
 def test_many_candidates_are_computed_at_once_and_give_the_same() -> None:
@@ -99,9 +99,9 @@ def test_many_candidates_are_computed_at_once_and_give_the_same() -> None:
 
 
 def test_a_query_of_zeros_is_equally_near_to_everything() -> None:
-    found = nearest(np.eye(4, dtype=np.float32), np.zeros((1, 4)), 9)
-    assert found.rows.tolist() == [[0, 1, 2, 3]]
-    assert found.cosines.tolist() == [[0, 0, 0, 0]]
+    neighbours = nearest(np.eye(4, dtype=np.float32), np.zeros((1, 4)), 9)
+    assert neighbours.rows.tolist() == [[0, 1, 2, 3]]
+    assert neighbours.cosines.tolist() == [[0, 0, 0, 0]]
 
 
 def test_features_of_a_data_set_over_several_shards_as_vectors_and_as_maps(tmp_path: Path) -> None:
@@ -109,19 +109,19 @@ def test_features_of_a_data_set_over_several_shards_as_vectors_and_as_maps(tmp_p
     with FeatureReader(out) as reader:
         good = np.flatnonzero(reader.status == Status.OK)
         for layer in ("vector", "map:none"):
-            found = nearest(reader[layer], VALUES[layer][[5, 20]], 30, among=good, without=np.array([5, 20]))
-            assert found.rows.shape == (2, 21)
-            assert (found.rows[:, 20] == -1).all()
-            assert not np.isin(found.rows, [3, 11]).any()
-            same(found, brute(VALUES[layer], VALUES[layer][[5, 20]], 30, good, [5, 20]))
+            neighbours = nearest(reader[layer], VALUES[layer][[5, 20]], 30, among=good, without=np.array([5, 20]))
+            assert neighbours.rows.shape == (2, 21)
+            assert (neighbours.rows[:, 20] == -1).all()
+            assert not np.isin(neighbours.rows, [3, 11]).any()
+            same(neighbours, brute(VALUES[layer], VALUES[layer][[5, 20]], 30, good, [5, 20]))
 
 
 @pytest.mark.parametrize(
     ("queries", "k", "message"),
     [
         (np.zeros((1, 4)), 0, "k is 0"),
-        (np.zeros((1, 5)), 1, "queries have 5 values, and rows 4"),
-        (np.full((1, 4), np.nan), 1, "a query has NaN"),
+        (np.zeros((1, 5)), 1, "queries have 5 values each, but rows have 4"),
+        (np.full((1, 4), np.nan), 1, "a query contains NaN"),
     ],
 )
 def test_what_cannot_be_searched_is_told(queries: np.ndarray, k: int, message: str) -> None:
@@ -130,17 +130,17 @@ def test_what_cannot_be_searched_is_told(queries: np.ndarray, k: int, message: s
 
 
 def test_nothing_is_found_among_no_rows() -> None:
-    found = nearest(np.eye(4, dtype=np.float32), np.ones((2, 4)), 3, among=np.empty(0, np.int64))
-    assert found.rows.shape == (2, 0)
-    found = nearest(np.eye(4, dtype=np.float32), np.ones((1, 4)), 3, among=np.array([2]), without=np.array([2]))
-    assert found.rows.tolist() == [[-1]]
+    neighbours = nearest(np.eye(4, dtype=np.float32), np.ones((2, 4)), 3, among=np.empty(0, np.int64))
+    assert neighbours.rows.shape == (2, 0)
+    neighbours = nearest(np.eye(4, dtype=np.float32), np.ones((1, 4)), 3, among=np.array([2]), without=np.array([2]))
+    assert neighbours.rows.tolist() == [[-1]]
 
 
 def test_the_layer_is_the_embedding_or_the_only_one() -> None:
     assert layer_to_search(["a", "embedding"], None, "x") == "embedding"
     assert layer_to_search(["a"], None, "x") == "a"
     assert layer_to_search(["a", "embedding"], "a", "x") == "a"
-    with pytest.raises(InputError, match="x has 2 layers and no embedding; name one by -l: a, b"):
+    with pytest.raises(InputError, match="x has 2 layers but no embedding; name a layer: -l a, -l b"):
         layer_to_search(["a", "b"], None, "x")
     with pytest.raises(UnknownNameError, match="layer 'c' not found in x"):
         layer_to_search(["a", "b"], "c", "x")

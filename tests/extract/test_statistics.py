@@ -27,8 +27,8 @@ def added(values: Tensor, positions: list[int], sizes: list[int], **how: object)
     return statistics
 
 
-def close(found: object, expected: object) -> None:
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=0)
+def close(values: object, expected: object) -> None:
+    np.testing.assert_allclose(values, expected, rtol=1e-5, atol=0)
 
 
 def check(statistics: Statistics, values: Tensor, channel_axis: int) -> None:
@@ -138,10 +138,10 @@ def test_however_images_are_cut_and_merged_the_numbers_are_the_same(data: st.Dat
 
 
 def test_images_are_named_by_their_place_among_all_when_parts_are_merged() -> None:
-    one, two = torch.zeros(5, 2, 2, 2), torch.zeros(4, 2, 2, 2)
-    two[3, 0, 0, 0] = torch.nan
-    merged = added(one, [2, 3], [5])
-    merged.merge(added(two, [2, 3], [4]))
+    first, second = torch.zeros(5, 2, 2, 2), torch.zeros(4, 2, 2, 2)
+    second[3, 0, 0, 0] = torch.nan
+    merged = added(first, [2, 3], [5])
+    merged.merge(added(second, [2, 3], [4]))
     assert merged.not_finite_images == [8]
 
 
@@ -165,8 +165,8 @@ def test_units_near_the_bounds_are_counted() -> None:
 def test_the_histogram_counts_what_numpy_counts() -> None:
     values = torch.randn(20, 3, 16, 16) * 4
     edges = np.array([-16.0, -4, -1, -0.25, 0, 0.25, 1, 4, 16])  # edges of bins of bfloat16
-    found = added(values, [2, 3], [20]).histogram(edges)
-    np.testing.assert_array_equal(found, np.histogram(values.numpy(), edges)[0])
+    counts = added(values, [2, 3], [20]).histogram(edges)
+    np.testing.assert_array_equal(counts, np.histogram(values.numpy(), edges)[0])
 
 
 def test_nothing_gives_nan_and_no_error() -> None:
@@ -179,28 +179,32 @@ def test_nothing_gives_nan_and_no_error() -> None:
 def test_what_cannot_be_summed_up_is_refused() -> None:
     with pytest.raises(InputError, match=r"torch.int64"):
         summarise(torch.zeros(2, 3, dtype=torch.int64), [])
-    with pytest.raises(InputError, match=r"at most one axis of channels"):
+    with pytest.raises(InputError, match=r"at most one channel axis"):
         summarise(torch.zeros(2, 3, 4, 4), [3])
     statistics = added(torch.zeros(2, 3), [], [2])
-    with pytest.raises(InputError, match="4 channels, after 3 before"):
+    with pytest.raises(InputError, match="the batch has 4 channels; earlier batches have 3"):
         statistics.add(summarise(torch.zeros(2, 4), []))
 
 
 def test_stored_features_are_summed_up_in_blocks(tmp_path: Path) -> None:
     with FeatureReader(complete_data_set(tmp_path / "out").out) as reader:
         for layer in reader.layers:
-            found, lengths = statistics_of(FeatureRows.of(reader[layer]))
+            statistics, lengths = statistics_of(FeatureRows.of(reader[layer]))
             values = VALUES[layer].astype(np.float64).reshape(23, -1)
             expected = values.mean(), values.std(), values.min(), values.max()
-            assert (found.mean, found.std, found.min, found.max) == pytest.approx(expected, rel=1e-5)
-            np.testing.assert_allclose(found.channel_mean, values.mean(0), rtol=1e-5, atol=1e-6)
+            assert (statistics.mean, statistics.std, statistics.min, statistics.max) == pytest.approx(
+                expected, rel=1e-5
+            )
+            np.testing.assert_allclose(statistics.channel_mean, values.mean(0), rtol=1e-5, atol=1e-6)
             np.testing.assert_allclose(lengths, np.linalg.norm(values, axis=1))
     generator = np.random.default_rng(0)
     values = (1000 + generator.normal(size=(9000, 700))).astype(np.float32)  # more than one block
     values[:, 5] = 7
-    found, lengths = statistics_of(FeatureRows.of(values))
-    assert (found.mean, found.std) == pytest.approx((values.mean(dtype=float), values.std(dtype=float)), rel=1e-6)
-    assert found.dead.tolist() == [5]
-    found, lengths = statistics_of(FeatureRows.of(np.empty((0, 3), np.float32)))
-    assert np.isnan(found.mean)
+    statistics, lengths = statistics_of(FeatureRows.of(values))
+    assert (statistics.mean, statistics.std) == pytest.approx(
+        (values.mean(dtype=float), values.std(dtype=float)), rel=1e-6
+    )
+    assert statistics.dead.tolist() == [5]
+    statistics, lengths = statistics_of(FeatureRows.of(np.empty((0, 3), np.float32)))
+    assert np.isnan(statistics.mean)
     assert not len(lengths)

@@ -39,25 +39,26 @@ SETTINGS = argparse.Namespace(lr=0.1, output_dir=pathlib.PosixPath("/tmp/x"))
 # Name, backbone, what the file holds of a state dict, words of the note.
 LAYOUTS: list[tuple[str, str, Callable[[State], Any], str]] = [
     ("lightning", RESNET, lambda s: {"state_dict": under("model.", s), "epoch": 3, "global_step": 9},
-     "its 'state_dict' was taken; the prefix 'model.' was removed"),
+     "its 'state_dict' was loaded; the prefix 'model.' was removed"),
     ("data parallel", RESNET, lambda s: {"model": under("module.", s), "optimizer": {"lr": 0.1}, "args": SETTINGS},
-     "its 'model' was taken; the prefix 'module.' was removed"),
+     "its 'model' was loaded; the prefix 'module.' was removed"),
     ("compiled", RESNET, lambda s: under("_orig_mod.", s), "the prefix '_orig_mod.' was removed"),
     ("ema", RESNET, lambda s: {"state_dict": other(s), "state_dict_ema": s, "arch": "resnet18"},
-     "its 'state_dict_ema' was taken, and not its 'state_dict'"),
+     "its 'state_dict_ema' was loaded, and not its 'state_dict'"),
     ("detector", RESNET, lambda s: {"state_dict": {**under("backbone.", s), "neck.weight": torch.zeros(3)}},
-     "the prefix 'backbone.' was removed, 1 tensors without it left out"),
+     "the prefix 'backbone.' was removed, and 1 tensors without this prefix were left out"),
     ("without counters", RESNET, lambda s: {n: v for n, v in s.items() if "num_batches" not in n}, ""),
 ]  # fmt: skip
 
 # The same, without a classifier that fits.
 HEADLESS: list[tuple[str, str, Callable[[State], Any], str]] = [
-    ("dino resnet", RESNET, lambda s: without(s, "fc."), "without its classifier 'fc', which hands on its input"),
+    ("dino resnet", RESNET, lambda s: without(s, "fc."),
+     "without its classifier 'fc', which is replaced by an identity"),
     ("dino full", VIT, lambda s: {
         "student": {**under("module.backbone.", other(s)), "module.head.mlp.0.weight": torch.zeros(3)},
         "teacher": {**under("backbone.", without(s, "head.")), "head.mlp.0.weight": torch.zeros(3)},
         "epoch": 100, "args": SETTINGS,
-     }, "its 'teacher' was taken, and not its 'student'; the prefix 'backbone.' was removed, 1 tensors"),
+     }, "its 'teacher' was loaded, and not its 'student'; the prefix 'backbone.' was removed, and 1 tensors"),
     ("moco v2", RESNET, lambda s: {"epoch": 200, "arch": "resnet18", "state_dict": {
         **under("module.encoder_q.", without(s, "fc.")), "module.encoder_q.fc.0.weight": torch.zeros(3),
         **under("module.encoder_k.", without(other(s), "fc.")), "module.queue": torch.zeros(3),
@@ -110,7 +111,7 @@ def test_a_checkpoint_without_a_head_needs_leave(
 ) -> None:
     _, spec, wrapped, note = layout
     model = saved(tmp_path / "w.pth", spec, wrapped)
-    with pytest.raises(InputError, match="(?s)do not fit .*--allow-missing-head goes on without it"):
+    with pytest.raises(InputError, match="(?s)do not fit .*--allow-missing-head loads the model without it"):
         load_backbone(spec, weights=str(tmp_path / "w.pth"), device="cpu")
     backbone = load_backbone(spec, weights=str(tmp_path / "w.pth"), device="cpu", allow_missing_head=True)
     assert note in backbone.weights.source
@@ -130,7 +131,7 @@ def test_a_checkpoint_without_a_head_needs_leave(
 def test_two_networks_of_which_none_is_known_to_be_the_one(tmp_path: Path) -> None:
     state = reference(RESNET).state_dict()
     torch.save({**under("left.", state), **under("right.", other(state))}, tmp_path / "w.pth")
-    with pytest.raises(InputError, match=r"hold several networks that fit, 'left.', 'right.'; save one of them"):
+    with pytest.raises(InputError, match=r"hold several networks that fit, under 'left.', 'right.'; save only one"):
         load_backbone(RESNET, weights=str(tmp_path / "w.pth"), device="cpu")
 
 
@@ -146,7 +147,7 @@ def test_another_architecture_is_refused_with_its_keys(tmp_path: Path) -> None:
 
 def test_a_file_without_a_state_dict_says_what_it_holds(tmp_path: Path) -> None:
     torch.save({"epoch": 3, "loss": torch.zeros(2), "optimizer": {"lr": 1}}, tmp_path / "w.pth")
-    with pytest.raises(InputError, match="holds no state dict .* it holds: epoch, loss, optimizer"):
+    with pytest.raises(InputError, match="holds no state dict .* its content is: epoch, loss, optimizer"):
         load_backbone(RESNET, weights=str(tmp_path / "w.pth"), device="cpu")
 
 
@@ -165,7 +166,7 @@ def test_a_malicious_pickle_does_not_run(tmp_path: Path, where: str) -> None:
     content = {"beside": {"state_dict": state, "x": bad}, "alone": bad,
                "inside settings": {"state_dict": state, "args": argparse.Namespace(x=bad)}}[where]  # fmt: skip
     torch.save(content, tmp_path / "w.pth")
-    with pytest.raises(InputError, match="holds more than tensors, and loading that could run code"):
+    with pytest.raises(InputError, match="holds objects other than tensors, and loading them could run code"):
         load_backbone(RESNET, weights=str(tmp_path / "w.pth"), device="cpu")
     assert not (tmp_path / "run").exists()
 
@@ -178,7 +179,7 @@ def test_embed_records_how_a_checkpoint_was_taken_apart(folder: Path, tmp_path: 
     torch.save({"state_dict": under("module.", without(state, "fc."))}, tmp_path / "w.pth")
     arguments = ["embed", folder, "-o", tmp_path / "out", "-b", "timm/test_resnet", "--weights", tmp_path / "w.pth",
                  "--workers", 0, "--device", "cpu"]  # fmt: skip
-    assert "--allow-missing-head goes on without it" in fails(*arguments)
+    assert "--allow-missing-head loads the model without it" in fails(*arguments)
     result = layertap(*arguments, "--allow-missing-head")
     assert result.exit_code == 0
     assert "note: w.pth: without its classifier 'fc'" in result.stderr

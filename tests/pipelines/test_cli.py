@@ -210,7 +210,7 @@ def test_weights_with_wrong_keys(folder: Path, tmp_path: Path) -> None:
     assert text.splitlines()[1:] == [
         "  1 missing: fc.weight",
         "  1 unexpected: head.weight",
-        "  Everything but the classifier 'fc' fits; --allow-missing-head goes on without it",
+        "  All but the classifier 'fc' fits; --allow-missing-head loads the model without it",
     ]
 
 

@@ -86,14 +86,14 @@ def test_commands_that_compute_features_ask_for_the_backbone(
         "search": ["search", foreign / "out", foreign / "pictures" / "ant" / "00.png"],
         "predict": ["predict", foreign / "probe.safetensors", foreign / "pictures", "-o", tmp_path / "new.csv"],
     }[command]
-    assert f"If you trust it, name it: --backbone {spec}" in fails(*arguments)
+    assert f"If you trust the code, name the backbone: --backbone {spec}" in fails(*arguments)
     assert not ran.exists()
     assert layertap(*arguments, "--backbone", spec).exit_code == 0
     assert ran.exists()
 
 
 def test_from_python_a_sample_asks_for_the_backbone_too(foreign: Path, ran: Path) -> None:
-    with pytest.raises(InputError, match="to load it is to run its code"):
+    with pytest.raises(InputError, match="loading this backbone runs its code"):
         recheck(foreign / "out", 3, device="cpu")
     assert not ran.exists()
     assert recheck(foreign / "out", 3, device="cpu", backbone=(foreign / "spec").read_text()).faults == []
@@ -112,7 +112,7 @@ def test_code_of_a_hub_is_asked_for_too(foreign: Path, ran: Path, tmp_path: Path
     text += b" " * (-len(text) % 8)
     (tmp_path / "probe.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
     message = fails("predict", tmp_path / "probe.safetensors", foreign / "pictures", "-o", tmp_path / "new.csv")
-    assert f"name it: --backbone {spec}" in message
+    assert f"name the backbone: --backbone {spec}" in message
     assert not ran.exists()
 
 

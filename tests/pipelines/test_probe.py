@@ -318,7 +318,8 @@ def test_where_nothing_is_written_nothing_is_left(made, tmp_path):
 def test_only_files_of_the_same_kind_are_written_over(made, kept, tmp_path):
     other = tmp_path / "labels.safetensors"
     other.write_text("path,label")
-    assert "no probe" in fails("probe", made / "out", "-l", "layer4", "-o", tmp_path / "res", "--save", other)
+    error = fails("probe", made / "out", "-l", "layer4", "-o", tmp_path / "res", "--save", other)
+    assert "cannot be read as a probe" in error
     table = tmp_path / "list.csv"
     table.write_text("path\nx.png\n")
     for taken in (table, kept, made / "out" / "dataset.json"):
@@ -547,7 +548,7 @@ def test_code_that_a_probe_names_is_not_run_unless_the_user_names_it_too(made, t
     layertap("probe", tmp_path / "out", "-o", tmp_path / "res", "--save", tmp_path / "p.safetensors")
     code.with_suffix(".ran").unlink()
     arguments = ["predict", tmp_path / "p.safetensors", made / "pictures", "-o", tmp_path / "x.csv"]
-    assert "to load it is to run its code" in fails(*arguments)
+    assert "loading this backbone runs its code" in fails(*arguments)
     assert not code.with_suffix(".ran").exists()
     assert layertap(*arguments, "--backbone", spec).exit_code == 0
     assert code.with_suffix(".ran").exists()
@@ -556,6 +557,7 @@ def test_code_that_a_probe_names_is_not_run_unless_the_user_names_it_too(made, t
 
 
 def test_predict_refuses_what_is_no_probe_or_no_place(made, kept, tmp_path):
-    assert "is no probe" in fails("predict", made / "out" / "dataset.json", made / "out", "-o", tmp_path / "x.csv")
+    error = fails("predict", made / "out" / "dataset.json", made / "out", "-o", tmp_path / "x.csv")
+    assert "cannot be read as a probe" in error
     assert "no such folder" in fails("predict", kept, made / "out", "-o", tmp_path / "no" / "x.csv")
     assert "nowhere" in fails("predict", kept, tmp_path / "nowhere", "-o", tmp_path / "x.csv")

@@ -103,7 +103,7 @@ def test_what_cannot_be_searched_for_is_told(out: Path, folder: Path, tmp_path: 
 def test_without_an_embedding_a_layer_must_be_named(folder: Path, tmp_path: Path) -> None:
     layers = ["-l", "layer1:none", "-l", "layer4"]
     assert layertap("embed", folder, "-o", tmp_path / "out", *SMALL, *layers, "--dtype", "float16").exit_code == 0
-    assert "has 2 layers and no embedding; name one by -l: layer1, layer4" in fails("search", tmp_path / "out", 0)
+    assert "has 2 layers but no embedding; name a layer: -l layer1, -l layer4" in fails("search", tmp_path / "out", 0)
     content = found(tmp_path / "out", 3, "-l", "layer1", "-k", 2)  # a map, as one vector
     assert len(content["results"]) == 2
 
@@ -121,7 +121,7 @@ def test_code_is_run_by_consent_only(folder: Path, tmp_path: Path) -> None:
     assert made.exit_code == 0, made.output
     assert found(tmp_path / "out", 0)["results"]  # of a row, nothing is computed
     image = folder / "ant" / "00.png"
-    assert "If you trust it, name it: --backbone" in fails("search", tmp_path / "out", image)
+    assert "If you trust the code, name the backbone: --backbone" in fails("search", tmp_path / "out", image)
     content = found(tmp_path / "out", image, "-b", spec)
     assert content["results"][0]["path"] == "ant/00.png"
 

@@ -136,7 +136,7 @@ def test_texts_that_cannot_be_searched_for_are_told(
     assert "a text is empty" in fails("search", out, "--text", " ")
     fits = " ".join(["bee"] * 14)  # and two that begin and end it
     assert layertap("search", out, "--text", fits).exit_code == 0
-    assert "has more tokens than the 16 that the model reads; shorten it" in fails(
+    assert "has more than 16 tokens, the limit of the model; shorten the text" in fails(
         "search", out, "--text", f"{fits} bee"
     )
 
@@ -150,7 +150,7 @@ def test_texts_that_cannot_be_searched_for_are_told(
     assert "weights_sha256" in told
 
     assert layertap("embed", folder, "-o", tmp_path / "timm", *SMALL).exit_code == 0
-    assert "timm/test_resnet has no text tower; models of open_clip/ and hf/" in fails(
+    assert "timm/test_resnet has no text tower; only models of open_clip/ and hf/" in fails(
         "search", tmp_path / "timm", "--text", "a bee"
     )
     layer = ["-l", "transformer.resblocks.1", "-b", "open_clip/tiny-clip", "--weights", clip[1], *PLAIN]
@@ -163,11 +163,11 @@ def test_texts_that_cannot_be_searched_for_are_told(
 
 def test_models_without_texts_or_tokenizer_are_told(tmp_path: Path) -> None:
     of_hf("clip", tmp_path / "clip")
-    with pytest.raises(InputError, match=r"there is no tokenizer in \S+clip that fits \(. tokens; the model knows 256"):
+    with pytest.raises(InputError, match=r"no matching tokenizer in \S+clip \(it has . tokens, the model 256"):
         load_text_tower(f"hf/{tmp_path / 'clip'}", device="cpu")
     tokenizer(tmp_path / "clip")
     tower = load_text_tower(f"hf/{tmp_path / 'clip'}", device="cpu")
-    with pytest.raises(InputError, match="more tokens than the 16"):
+    with pytest.raises(InputError, match="more than 16 tokens"):
         tower.features(["short", "a text of more than sixteen letters"])
     with pytest.raises(InputError, match="no texts were given"):
         tower.features([])

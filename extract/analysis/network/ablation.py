@@ -99,45 +99,45 @@ def ablation(
     with contextlib.ExitStack() as settings:
         for setting in (torch.no_grad(), evaluating(backbone.model), full_float32(), keeping_freed_memory()):
             settings.enter_context(setting)
-        choice = _in_order(backbone, choose_features(backbone, [f"{layer}:none" for layer in layers]))
-        trials = list(_trials(choice.features, channels))
-        outcomes = [_Outcome() for _ in trials]
-        whole = _Outcome()
+        choice = _in_computation_order(backbone, choose_features(backbone, [f"{layer}:none" for layer in layers]))
+        edited_parts = list(_edited_parts(choice.features, channels))
+        totals = [_Totals() for _ in edited_parts]
+        unedited_total = _Totals()
         with _embedding(backbone) as embedding:
             for number, (inputs, targets) in enumerate(batches):
-                plain = _forward(backbone, inputs, choice.features, embedding)
-                whole.add(plain, plain, targets)
+                unedited = _forward(backbone, inputs, choice.features, embedding)
+                unedited_total.add(unedited, unedited, targets)
                 on_forward(len(inputs))
-                for (layer, channel), outcome in zip(trials, outcomes, strict=True):
+                for (layer, channel), total in zip(edited_parts, totals, strict=True):
                     changes = [
-                        (feature.site, _of(_edit_of(edit, feature), feature, channel, number))
+                        (feature.site, _adapt(_edit_for(edit, feature), feature, channel, number))
                         for feature in choice.features
                         if feature.site.layer == layer
                     ]
-                    changed = _forward(backbone, inputs, choice.features, embedding, changes)
-                    outcome.add(changed, plain, targets)
+                    edited = _forward(backbone, inputs, choice.features, embedding, changes)
+                    total.add(edited, unedited, targets)
                     on_forward(len(inputs))
-    if not whole.images:
-        raise InputError("no batch to look at; give at least one")
+    if not unedited_total.images:
+        raise InputError("there are no batches; give at least one batch")
     effects = []
-    for (layer, channel), outcome in zip(trials, outcomes, strict=True):
+    for (layer, channel), total in zip(edited_parts, totals, strict=True):
         last = max(i for i, feature in enumerate(choice.features) if feature.site.layer == layer)
         later = [feature.name for feature in choice.features[last + 1 :]]
         effect = Effect(
-            layer, channel, outcome.mean(outcome.cosines.get(EMBEDDING)), outcome.mean(outcome.same), outcome.accuracy,
-            {name: outcome.cosines[name] / whole.images for name in later},
+            layer, channel, total.mean(total.cosines.get(EMBEDDING)), total.mean(total.same), total.accuracy,
+            {name: total.cosines[name] / unedited_total.images for name in later},
         )  # fmt: skip
         effects.append(effect)
-    return Ablation(effects, whole.accuracy, whole.images, whole.targets)
+    return Ablation(effects, unedited_total.accuracy, unedited_total.images, unedited_total.targets)
 
 
-def _in_order(backbone: Backbone, choice: Choice) -> Choice:
+def _in_computation_order(backbone: Backbone, choice: Choice) -> Choice:
     """Return the same features in the order of computation."""
     taps = choice.kept_by(Taps(backbone.model, stop=True), torch.float32)
     with taps:
         taps(torch.zeros(1, 3, *backbone.preprocessing.crop_px, device=backbone.device))
-        place = {site: i for i, site in enumerate(taps.record.sites.values())}
-    return replace(choice, features=sorted(choice.features, key=lambda feature: place[feature.site]))
+        position = {site: i for i, site in enumerate(taps.record.sites.values())}
+    return replace(choice, features=sorted(choice.features, key=lambda feature: position[feature.site]))
 
 
 def mean_activations(
@@ -159,7 +159,7 @@ def mean_activations(
     return {name: (total / count).float().to(backbone.device) for name, total in sums.items()}
 
 
-def _trials(features: Sequence[Feature], channels: Sequence[int] | None) -> Iterator[tuple[str, int | None]]:
+def _edited_parts(features: Sequence[Feature], channels: Sequence[int] | None) -> Iterator[tuple[str, int | None]]:
     """Yield each layer, in the order of the first tensors, with each channel, or None if `channels` is None."""
     for layer in dict.fromkeys(feature.site.layer for feature in features):
         if channels is None:
@@ -169,23 +169,23 @@ def _trials(features: Sequence[Feature], channels: Sequence[int] | None) -> Iter
             if feature.site.layer != layer:
                 continue
             if "C" not in feature.layout.axes:
-                raise InputError(f"layer {feature.name!r} has no axis that is known to be of channels")
+                raise InputError(f"layer {feature.name!r} has no known channel axis; ablate the whole layer")
             count = feature.activation_shape[feature.layout.axes.index("C")]
             if wrong := [channel for channel in channels if not 0 <= channel < count]:
-                raise InputError(f"channel {wrong[0]} of layer {feature.name!r}: there are channels 0 to {count - 1}")
+                raise InputError(f"layer {feature.name!r} has no channel {wrong[0]}; expected 0 to {count - 1}")
         yield from ((layer, channel) for channel in dict.fromkeys(channels))
 
 
-def _edit_of(edit: Edit | Mapping[str, Edit], feature: Feature) -> Edit:
+def _edit_for(edit: Edit | Mapping[str, Edit], feature: Feature) -> Edit:
     if not isinstance(edit, Mapping):
         return edit
     return edit[feature.name] if feature.name in edit else edit[feature.site.layer]
 
 
-def _of(edit: Edit, feature: Feature, channel: int | None, seed: int) -> Edit:
+def _adapt(edit: Edit, feature: Feature, channel: int | None, seed: int) -> Edit:
     """Adapt an edit to a layer's output: move the images to axis 0, and change only the given channel."""
 
-    def changed(value: Tensor) -> Tensor:
+    def apply(value: Tensor) -> Tensor:
         images = feature.rows.by_image(value)
         with torch.random.fork_rng(devices=[] if value.device.type == "cpu" else [value.device]):
             torch.manual_seed(seed)
@@ -193,14 +193,14 @@ def _of(edit: Edit, feature: Feature, channel: int | None, seed: int) -> Edit:
         if channel is not None:
             axis = 1 + feature.layout.axes.index("C")
             shape = [-1 if a == axis else 1 for a in range(images.ndim)]
-            here = torch.arange(images.shape[axis], device=images.device).view(shape) == channel
-            result = torch.where(here, result, images)
-        return _back(result, feature.rows, value)
+            selected = torch.arange(images.shape[axis], device=images.device).view(shape) == channel
+            result = torch.where(selected, result, images)
+        return _undo_by_image(result, feature.rows, value)
 
-    return changed
+    return apply
 
 
-def _back(images: Tensor, rows: BatchAxis, like: Tensor) -> Tensor:
+def _undo_by_image(images: Tensor, rows: BatchAxis, like: Tensor) -> Tensor:
     """Undo `BatchAxis.by_image`."""
     shape = like.movedim(rows.axis, 0).shape
     return images.reshape(shape).movedim(0, rows.axis)
@@ -218,7 +218,7 @@ def _embedding(backbone: Backbone) -> Iterator[Feature | None]:
 
 
 @dataclass
-class _Seen:
+class _ForwardResult:
     values: dict[str, Tensor]
     classes: Tensor | None
 
@@ -226,7 +226,7 @@ class _Seen:
 def _forward(
     backbone: Backbone, inputs: Tensor, features: Sequence[Feature], embedding: Feature | None,
     changes: Sequence[tuple[Site, Edit]] = (),
-) -> _Seen:  # fmt: skip
+) -> _ForwardResult:  # fmt: skip
     """Run one forward with edits."""
     wanted = {feature.name: feature for feature in features}
     if embedding is not None:
@@ -240,30 +240,30 @@ def _forward(
     if embedding is None and isinstance(output, Tensor):
         values[EMBEDDING] = output.float().cpu()
     scores = output if backbone.classifier is not None and isinstance(output, Tensor) and output.ndim == 2 else None
-    return _Seen(values, None if scores is None else scores.argmax(1).cpu())
+    return _ForwardResult(values, None if scores is None else scores.argmax(1).cpu())
 
 
 @dataclass
-class _Outcome:
+class _Totals:
     images: int = 0
     targets: int = 0
     right: int = 0
     same: float | None = None
     cosines: dict[str, float] = field(default_factory=dict)
 
-    def add(self, seen: _Seen, plain: _Seen, targets: Tensor | None) -> None:
-        self.images += len(next(iter(seen.values.values())))
-        for name, value in seen.values.items():
-            before = plain.values[name]
-            cosine = F.cosine_similarity(value.flatten(1).double(), before.flatten(1).double(), dim=1)
-            same = (value == before).flatten(1).all(1)  # zero vectors too
+    def add(self, result: _ForwardResult, unedited: _ForwardResult, targets: Tensor | None) -> None:
+        self.images += len(next(iter(result.values.values())))
+        for name, value in result.values.items():
+            unedited_value = unedited.values[name]
+            cosine = F.cosine_similarity(value.flatten(1).double(), unedited_value.flatten(1).double(), dim=1)
+            same = (value == unedited_value).flatten(1).all(1)  # zero vectors too
             self.cosines[name] = self.cosines.get(name, 0.0) + float(torch.where(same, 1.0, cosine).sum())
-        if seen.classes is not None and plain.classes is not None:
-            self.same = (self.same or 0.0) + int((seen.classes == plain.classes).sum())
+        if result.classes is not None and unedited.classes is not None:
+            self.same = (self.same or 0.0) + int((result.classes == unedited.classes).sum())
             if targets is not None:
                 known = targets.cpu() >= 0
                 self.targets += int(known.sum())
-                self.right += int((seen.classes == targets.cpu())[known].sum())
+                self.right += int((result.classes == targets.cpu())[known].sum())
 
     def mean(self, total: float | None) -> float:
         return math.nan if total is None else total / self.images

@@ -85,17 +85,17 @@ def summarise(values: Tensor, positions: Sequence[int], bounds: tuple[float, flo
     channels = [axis for axis in range(1, values.ndim) if axis not in positions]
     if values.ndim < 1 or len(channels) > 1 or not values.is_floating_point():
         raise InputError(
-            f"{values.dtype} of shape {tuple(values.shape)}, positions {list(positions)}: expected floating point, "
-            "images, and at most one axis of channels"
+            f"{values.dtype} of shape {tuple(values.shape)}, positions {list(positions)}: expected floating-point "
+            "values with images on axis 0 and at most one channel axis"
         )
     values = values.detach()
     if values.dtype in (torch.float16, torch.bfloat16):
         values = values.float()
     n_channels = values.shape[channels[0]] if channels else 1
     parts, bins = [], np.zeros(_BINS, np.int64)
-    for piece in torch.split(values, max(1, _AT_ONCE // max(1, values[:1].numel()))):
-        parts.append(_moments(piece, positions, n_channels, bounds))
-        bins += _histogram(piece)
+    for chunk in torch.split(values, max(1, _AT_ONCE // max(1, values[:1].numel()))):
+        parts.append(_moments(chunk, positions, n_channels, bounds))
+        bins += _histogram(chunk)
     columns = zip(*parts, strict=True)
     return Summary(*(np.concatenate(column) for column in columns), bins)  # type: ignore[call-arg]
 
@@ -113,15 +113,16 @@ def _moments(
         return count, empty, empty, empty + np.inf, empty - np.inf, count, none, none
     axes = list(positions)
     if axes:
-        middle = values.mean(axes, keepdim=True)
+        rough_mean = values.mean(axes, keepdim=True)
         low, high = values.amin(axes), values.amax(axes)
-        apart = values - middle
+        deviations = values - rough_mean
         # The mean is rounded; its error is removed from the sums below.
-        first, second = apart.sum(axes), apart.square_().sum(axes)
+        first, second = deviations.sum(axes), deviations.square_().sum(axes)
     else:
-        middle = low = high = values
+        rough_mean = low = high = values
         first = second = torch.zeros_like(values)
-    numbers = [tensor.reshape(shape).cpu().numpy().astype(np.float64) for tensor in (middle, first, second, low, high)]
+    tensors = (rough_mean, first, second, low, high)
+    numbers = [tensor.reshape(shape).cpu().numpy().astype(np.float64) for tensor in tensors]
     mean = numbers[0] + numbers[1] / per_channel
     m2 = np.maximum(numbers[2] - numbers[1] ** 2 / per_channel, 0)
     low_, high_ = numbers[3], numbers[4]
@@ -130,25 +131,25 @@ def _moments(
     infinite = np.zeros(n_images, np.int64)
     size = np.maximum(np.abs(low_), np.abs(high_)).max(1)
     for i in np.flatnonzero(~((size == 0) | ((size > _SMALL) & (size < _LARGE)))):
-        one = values[i : i + 1].cpu().double()
-        count[i], mean[i], m2[i], low_[i], high_[i] = _in_float64(one, axes, shape)
-        nan[i], infinite[i] = int(one.isnan().sum()), int(one.isinf().sum())
-    near = np.zeros(mean.shape, np.int64)
+        image = values[i : i + 1].cpu().double()
+        count[i], mean[i], m2[i], low_[i], high_[i] = _image_in_float64(image, axes, shape)
+        nan[i], infinite[i] = int(image.isnan().sum()), int(image.isinf().sum())
+    near_a_bound = np.zeros(mean.shape, np.int64)
     if bounds is not None:
-        near = _near(values, axes, bounds).reshape(shape).cpu().numpy().astype(np.int64)
-    return count, mean, m2, low_, high_, near, nan, infinite
+        near_a_bound = _count_near_bounds(values, axes, bounds).reshape(shape).cpu().numpy().astype(np.int64)
+    return count, mean, m2, low_, high_, near_a_bound, nan, infinite
 
 
-def _in_float64(values: Tensor, axes: list[int], shape: tuple[int, int]) -> Iterator[NDArray[Any]]:
+def _image_in_float64(values: Tensor, axes: list[int], shape: tuple[int, int]) -> Iterator[NDArray[Any]]:
     """Yield count, mean, M2, low and high of the finite values of one image; slow and safe from overflow."""
     finite = values.isfinite()
     infinity = torch.tensor(torch.inf, dtype=torch.float64)
     count = finite.sum(axes, keepdim=True) if axes else finite.long()
-    known = torch.where(finite, values, 0.0)
+    finite_values = torch.where(finite, values, 0.0)
     # Divide before summing: the sum of values near the end of the range would overflow.
-    mean = (known / count.clamp(min=1)).sum(axes, keepdim=True) if axes else known
-    apart = torch.where(finite, values - mean, 0.0).square()
-    m2 = apart.sum(axes) if axes else apart
+    mean = (finite_values / count.clamp(min=1)).sum(axes, keepdim=True) if axes else finite_values
+    squares = torch.where(finite, values - mean, 0.0).square()
+    m2 = squares.sum(axes) if axes else squares
     low, high = torch.where(finite, values, infinity), torch.where(finite, values, -infinity)
     if axes:
         low, high = low.amin(axes), high.amax(axes)
@@ -156,7 +157,7 @@ def _in_float64(values: Tensor, axes: list[int], shape: tuple[int, int]) -> Iter
         yield tensor.reshape(shape)[0].numpy()
 
 
-def _near(values: Tensor, axes: list[int], bounds: tuple[float, float]) -> Tensor:
+def _count_near_bounds(values: Tensor, axes: list[int], bounds: tuple[float, float]) -> Tensor:
     low, high = bounds
     margin = _NEAR_A_BOUND * (high - low if np.isfinite(high - low) else abs(high if np.isfinite(high) else low))
     near = (values <= low + margin) | (values >= high - margin)
@@ -233,7 +234,7 @@ class Statistics:
             self.count, self.channel_mean, self.m2 = other.count, other.channel_mean, other.m2
             self.low, self.high, self.near_a_bound = other.low, other.high, other.near_a_bound
         elif len(self.count) != len(other.count):
-            raise InputError(f"{len(other.count)} channels, after {len(self.count)} before")
+            raise InputError(f"the batch has {len(other.count)} channels; earlier batches have {len(self.count)}")
         else:
             with np.errstate(over="ignore", invalid="ignore"):
                 self.count, self.channel_mean, self.m2 = _combined(

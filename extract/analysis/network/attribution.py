@@ -57,11 +57,11 @@ def map_of(activation: Tensor, axes: str, prefix_tokens: int, input_px: Sequence
     if axes == "HWC":
         return activation
     if axes != "TC":
-        raise InputError("it has no positions; name a layer that gives a map or tokens")
+        raise InputError("the layer has no positions; name a layer that returns a map or tokens")
     patches = activation[:, prefix_tokens:]
     height = round((patches.shape[1] * input_px[0] / input_px[1]) ** 0.5)
     if height < 1 or patches.shape[1] % height:
-        raise InputError(f"{patches.shape[1]} tokens are no grid of a {input_px[0]}x{input_px[1]} input")
+        raise InputError(f"{patches.shape[1]} tokens do not form a grid over a {input_px[0]}x{input_px[1]} input")
     return patches.reshape(len(patches), height, -1, patches.shape[-1])
 
 
@@ -91,7 +91,7 @@ def grad_cam(
         features = choose_features(backbone, [f"{layer}:none"]).features
         if len(features) > 1:
             names = ", ".join(feature.name for feature in features)
-            raise InputError(f"{layer!r} gives several tensors; name one of them: {names}")
+            raise InputError(f"layer {layer!r} returns several tensors; name one of {names}")
         feature = features[0]
         site = feature.site
         gradient = Site(site.layer, site.call, site.path, "grad")
@@ -99,7 +99,7 @@ def grad_cam(
             pixels = inputs.clone().requires_grad_()  # gradients must flow even if all parameters are frozen
             scores = taps(pixels.clone())
             if not isinstance(scores, Tensor) or scores.ndim != 2:
-                raise InputError(f"{backbone.spec} gives no scores of classes, (images, classes)")
+                raise InputError(f"{backbone.spec} does not return class scores of shape (images, classes)")
             if targets is None:
                 chosen = scores.detach().argmax(1)
             else:
@@ -115,8 +115,8 @@ def grad_cam(
     weights = map_of(slopes, layout.axes, layout.prefix_tokens, size).float().mean((1, 2))  # (B, C)
     if not bool(weights.any()):
         raise InputError(
-            f"no gradient reaches the positions of {layer!r} (the scores may be read from a class token behind it); "
-            "name an earlier layer"
+            f"no gradient reaches the positions of {layer!r} (the scores may depend only on the class token after "
+            "this layer); name an earlier layer"
         )
     cam = torch.einsum("bhwc,bc->bhw", activation, weights).relu()
     return cam.numpy(), chosen.cpu().numpy()
@@ -139,10 +139,10 @@ def attentions(backbone: Backbone, inputs: Tensor, layers: str | Sequence[str] |
     taps = Taps(backbone.model).keep(layers, "attention")
     with torch.no_grad(), evaluating(backbone.model), full_float32(), taps:
         taps(inputs)
-        found = list(taps.record.values())
-    if not found:
-        raise InputError(f"{backbone.spec} computes no attention that is known here")
-    return found
+        weights = list(taps.record.values())
+    if not weights:
+        raise InputError(f"{backbone.spec} computes no attention of a known kind")
+    return weights
 
 
 def rollout(weights: Sequence[Tensor]) -> NDArray[np.float32]:
@@ -159,13 +159,13 @@ def rollout(weights: Sequence[Tensor]) -> NDArray[np.float32]:
     Raises:
         InputError: layers differ in the number of tokens or images, or there are no layers.
     """
-    shapes = {tuple(one.shape[-2:]) for one in weights}
-    if len(shapes) != 1 or len({len(one) for one in weights}) != 1:
-        sizes = ", ".join("x".join(map(str, shape)) for shape in sorted(shapes))
-        raise InputError(f"attention of {sizes} tokens: rollout is defined where all layers have the same tokens")
+    sizes = {tuple(layer_weights.shape[-2:]) for layer_weights in weights}
+    if len(sizes) != 1 or len({len(layer_weights) for layer_weights in weights}) != 1:
+        shown = ", ".join("x".join(map(str, size)) for size in sorted(sizes))
+        raise InputError(f"attention over {shown} tokens; rollout needs the same tokens in all layers")
     result: Tensor | None = None
-    for one in weights:
-        mean = one.double().mean(1)
+    for layer_weights in weights:
+        mean = layer_weights.double().mean(1)
         mixed = 0.5 * mean + 0.5 * torch.eye(mean.shape[-1], dtype=mean.dtype)
         mixed /= mixed.sum(-1, keepdim=True)
         result = mixed if result is None else mixed @ result
@@ -191,15 +191,15 @@ def principal_colours(maps: Tensor) -> NDArray[np.float32]:
     """
     flat = maps.reshape(-1, maps.shape[-1]).double()
     if not bool(flat.isfinite().all()):
-        raise InputError("there are values that are not finite")
+        raise InputError("maps contain NaN or infinity")
     flat = flat - flat.mean(0)
     count = min(3, *flat.shape)
     directions = torch.linalg.eigh(flat.T @ flat)[1].flip(1)[:, :count] if len(flat) else flat.T[:, :0]
     # The sign of a direction is arbitrary: make the largest component positive.
     largest = directions.abs().argmax(0)
     directions = directions * directions[largest, torch.arange(count)].sign()
-    found = (flat @ directions).numpy()
-    low, high = np.percentile(found, [1, 99], axis=0)
-    colours = np.zeros((len(found), 3), np.float32)
-    colours[:, :count] = np.clip((found - low) / np.where(high > low, high - low, 1), 0, 1)
+    coordinates = (flat @ directions).numpy()
+    low, high = np.percentile(coordinates, [1, 99], axis=0)
+    colours = np.zeros((len(coordinates), 3), np.float32)
+    colours[:, :count] = np.clip((coordinates - low) / np.where(high > low, high - low, 1), 0, 1)
     return colours.reshape(*maps.shape[:-1], 3)

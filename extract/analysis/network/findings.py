@@ -66,86 +66,87 @@ def findings_of(
         broken_inputs: positions of input images with values that are not finite.
         name_of: function that returns the name of the image at a position.
     """
-    found = [*_not_finite(tensors, broken_inputs, name_of), *_exploding(tensors)]
-    found += _saturated(tensors, exploded=bool(found))
-    found += [
-        Finding("zero weight", one.name, "its weight is zero: nothing passes, as before some trainings", grave=False)
-        for one in tensors
-        if one.zero_weight
+    findings = [*_not_finite(tensors, broken_inputs, name_of), *_exploding(tensors)]
+    findings += _saturated(tensors, exploded=bool(findings))
+    findings += [
+        Finding("zero weight", tensor.name, "its weight is zero: no signal passes; usual before training", grave=False)
+        for tensor in tensors
+        if tensor.zero_weight
     ]
-    known = {finding.layer for finding in found}
-    found += [finding for finding in _dead(tensors) if finding.layer not in known]
-    known |= {finding.layer for finding in found}
-    if found:  # layers that get the result of an explosion saturate, and gradients vanish there
-        known |= {one.name for one in tensors if one.input_rms > _ABOVE_OTHERS * _usual(tensors)}
-    found += [finding for finding in _gradients(tensors) if finding.layer not in known]
-    found += _parameters(parameters)
-    return sorted(found, key=lambda finding: not finding.grave)
+    known = {finding.layer for finding in findings}
+    findings += [finding for finding in _dead(tensors) if finding.layer not in known]
+    known |= {finding.layer for finding in findings}
+    if findings:  # layers that get the result of an explosion saturate, and gradients vanish there
+        known |= {tensor.name for tensor in tensors if tensor.input_rms > _ABOVE_OTHERS * _usual(tensors)}
+    findings += [finding for finding in _gradients(tensors) if finding.layer not in known]
+    findings += _parameters(parameters)
+    return sorted(findings, key=lambda finding: not finding.grave)
 
 
 def _not_finite(
     tensors: Sequence[TensorReport], broken_inputs: Sequence[int], name_of: Callable[[int], str]
 ) -> list[Finding]:
-    found: list[Finding] = []
+    findings: list[Finding] = []
     explained = set(broken_inputs)
     if explained:
         first = name_of(min(explained))
-        found.append(Finding("not finite", "input", f"{len(explained):,} inputs are not finite, the first {first}"))
-    for one in tensors:
-        new = [image for image in one.activations.not_finite_images if image not in explained]
+        findings.append(Finding("not finite", "input", f"{len(explained):,} inputs are not finite, first {first}"))
+    for tensor in tensors:
+        new = [image for image in tensor.activations.not_finite_images if image not in explained]
         if new:
-            numbers = one.activations
-            kinds = ([f"{numbers.nan:,} NaN"] if numbers.nan else []) + (
-                [f"{numbers.infinite:,} infinite"] if numbers.infinite else []
+            activations = tensor.activations
+            kinds = ([f"{activations.nan:,} NaN"] if activations.nan else []) + (
+                [f"{activations.infinite:,} infinite"] if activations.infinite else []
             )
-            where = f"the first in {name_of(new[0])}" if one.by_image else f"the first in batch {new[0]}"
-            found.append(Finding("not finite", one.name, f"{' and '.join(kinds)} values, {where}"))
-        explained.update(one.activations.not_finite_images)
-    return found
+            location = f"first in {name_of(new[0])}" if tensor.by_image else f"first in batch {new[0]}"
+            findings.append(Finding("not finite", tensor.name, f"{' and '.join(kinds)} values, {location}"))
+        explained.update(tensor.activations.not_finite_images)
+    return findings
 
 
 def _exploding(tensors: Sequence[TensorReport]) -> list[Finding]:
     usual = _usual(tensors)
-    found: list[Finding] = []
-    for one in tensors:
-        inside = [finding for finding in found if finding.layer.startswith(f"{one.layer}.")]
-        if one.bounded:
+    findings: list[Finding] = []
+    for tensor in tensors:
+        inside = [finding for finding in findings if finding.layer.startswith(f"{tensor.layer}.")]
+        if tensor.bounded:
             continue
-        if one.norm_ratio > _GROWTH and one.activations.rms > _ABOVE_OTHERS * usual and not inside:
-            text = f"what it gives is {one.norm_ratio:,.0f} times as large as what it is given"
-            found.append(Finding("exploding", one.name, f"{text} (root mean square {one.activations.rms:.3g})"))
-    return found
+        if tensor.norm_ratio > _GROWTH and tensor.activations.rms > _ABOVE_OTHERS * usual and not inside:
+            text = f"its output is {tensor.norm_ratio:,.0f} times as large as its input"
+            text = f"{text} (root mean square {tensor.activations.rms:.3g})"
+            findings.append(Finding("exploding", tensor.name, text))
+    return findings
 
 
 def _usual(tensors: Sequence[TensorReport]) -> float:
     """Return the median over tensors of the activations' root mean square."""
-    sizes = [one.activations.rms for one in tensors if one.activations.total]
+    sizes = [tensor.activations.rms for tensor in tensors if tensor.activations.total]
     return float(np.median(sizes)) if sizes else math.nan
 
 
 def _saturated(tensors: Sequence[TensorReport], *, exploded: bool) -> list[Finding]:
-    found, usual = [], _usual(tensors)
-    for one in tensors:
+    findings, usual = [], _usual(tensors)
+    for tensor in tensors:
         # A single unit may be a switch, and the last layer a prediction: both may be saturated by design.
-        if one.activations.channels < 2 or one is tensors[-1]:
+        if tensor.activations.channels < 2 or tensor is tensors[-1]:
             continue
-        if not one.bounded or (exploded and one.input_rms > _ABOVE_OTHERS * usual):
+        if not tensor.bounded or (exploded and tensor.input_rms > _ABOVE_OTHERS * usual):
             continue
-        part = float((one.activations.saturated >= _SATURATED_VALUES).mean())
+        part = float((tensor.activations.saturated >= _SATURATED_VALUES).mean())
         if part >= _SATURATED_UNITS:
-            n = round(part * one.activations.channels)
-            text = f"{n:,} of {one.activations.channels:,} units saturated: their values hardly leave the bounds"
-            found.append(Finding("saturated", one.name, text))
-    return found
+            n = round(part * tensor.activations.channels)
+            text = f"{n:,} of {tensor.activations.channels:,} units are saturated: their values stay near the bounds"
+            findings.append(Finding("saturated", tensor.name, text))
+    return findings
 
 
 def _dead(tensors: Sequence[TensorReport]) -> list[Finding]:
-    found: list[Finding] = []
+    findings: list[Finding] = []
     before: dict[int, set[int]] = {}  # number of channels -> channels nearly constant in the last tensor of that width
     before_whole = False  # whether the previous tensor was entirely dead, which explains this one
-    for one in tensors:
-        numbers = one.activations
-        if not one.by_image or numbers.channels < 2:
+    for tensor in tensors:
+        numbers = tensor.activations
+        if not tensor.by_image or numbers.channels < 2:
             continue
         zero = (numbers.low == 0) & (numbers.high == 0)
         # A constant channel at an end of the layer's range may be one that few images activate, as after a ReLU.
@@ -157,15 +158,15 @@ def _dead(tensors: Sequence[TensorReport]) -> list[Finding]:
         new = dead - before.get(numbers.channels, set())
         whole = len(dead) == numbers.channels
         # Values at the bounds of a function are reported as saturated.
-        if new and not (whole and before_whole) and not one.bounded:
+        if new and not (whole and before_whole) and not tensor.bounded:
             first = sorted(new)
             names = ", ".join(map(str, first[:5])) + (", ..." if len(first) > 5 else "")
-            what = "zero" if zero[first].all() else "constant"
-            text = f"{len(new):,} of {numbers.channels:,} channels {what} on all {numbers.images:,} images ({names})"
-            found.append(Finding("dead", one.name, text, grave=len(dead) >= _GRAVE_PART * numbers.channels))
+            value = "are zero" if zero[first].all() else "are constant"
+            text = f"{len(new):,} of {numbers.channels:,} channels {value} on all {numbers.images:,} images ({names})"
+            findings.append(Finding("dead", tensor.name, text, grave=len(dead) >= _GRAVE_PART * numbers.channels))
         before[numbers.channels] = set(numbers.constant(_NEARLY_CONSTANT).tolist())
         before_whole = whole
-    return found
+    return findings
 
 
 def _gradients(tensors: Sequence[TensorReport]) -> list[Finding]:
@@ -174,50 +175,54 @@ def _gradients(tensors: Sequence[TensorReport]) -> list[Finding]:
     A branch may have small gradients by design while the rest of the network has larger gradients. A place counts only
     if the largest gradient of all tensors before it is small.
     """
-    came = [one for one in tensors if one.gradients is not None]
-    broken = [one for one in came if one.gradients is not None and one.gradients.nan + one.gradients.infinite]
+    reached = [tensor for tensor in tensors if tensor.gradients is not None]
+    broken = [
+        tensor
+        for tensor in reached
+        if tensor.gradients is not None and tensor.gradients.nan + tensor.gradients.infinite
+    ]
     if broken:
-        if any(one.activations.nan + one.activations.infinite for one in tensors):
+        if any(tensor.activations.nan + tensor.activations.infinite for tensor in tensors):
             return []
         last = broken[-1]
-        return [Finding("not finite", last.name, "the gradient it gets has values that are not finite")]
-    norms = np.array([one.gradient_norm for one in came])
+        return [Finding("not finite", last.name, "the gradient of its output has values that are not finite")]
+    norms = np.array([tensor.gradient_norm for tensor in reached])
     if not len(norms):
         return []
     if not norms.any():
-        return [Finding("vanishing gradients", came[-1].name, "all gradients are zero: the loss does not change")]
+        return [Finding("vanishing gradients", reached[-1].name, "all gradients are zero: the loss does not change")]
     largest_before = np.maximum.accumulate(norms)
     end = float(norms[-1]) or float(norms[np.flatnonzero(norms)[-1]])
     small, large = np.flatnonzero(largest_before < _VANISHED * norms.max()), np.flatnonzero(norms > _EXPLODED * end)
-    found = []
+    findings = []
     if len(small):
-        at = came[small[-1] + 1]
+        tensor = reached[small[-1] + 1]
         text = (
-            f"gradients vanish: their norm is {at.gradient_norm:.1e} at its output, and at most "
-            f"{largest_before[small[-1]]:.1e} in the {small[-1] + 1:,} tensors before"
+            f"gradients vanish: their norm is {tensor.gradient_norm:.1e} at its output, and at most "
+            f"{largest_before[small[-1]]:.1e} in the {small[-1] + 1:,} tensors before it"
         )
-        found.append(Finding("vanishing gradients", at.name, text))
-    if len(large) and large[-1] + 1 < len(came):
-        at, one = came[large[-1] + 1], came[large[-1]]
+        findings.append(Finding("vanishing gradients", tensor.name, text))
+    if len(large) and large[-1] + 1 < len(reached):
+        tensor, before = reached[large[-1] + 1], reached[large[-1]]
         text = (
-            f"gradients explode: their norm is {at.gradient_norm:.1e} at its output, {one.gradient_norm:.1e} before "
-            f"it, and {norms.max():.1e} at most"
+            f"gradients explode: their norm is {tensor.gradient_norm:.1e} at its output, {before.gradient_norm:.1e} "
+            f"before it, and {norms.max():.1e} at most"
         )
-        found.append(Finding("exploding gradients", at.name, text))
-    return found
+        findings.append(Finding("exploding gradients", tensor.name, text))
+    return findings
 
 
 def _parameters(parameters: Sequence[ParameterReport]) -> list[Finding]:
     """Find layers that do not learn while others do."""
-    found = []
-    frozen = [one for one in parameters if not one.trainable]
+    findings = []
+    frozen = [parameter for parameter in parameters if not parameter.trainable]
     if len(frozen) < len(parameters):
-        for layer in dict.fromkeys(one.layer for one in frozen):
-            names = [one.name.rpartition(".")[2] for one in frozen if one.layer == layer]
-            text = f"frozen: {' and '.join(names)} take{'s' if len(names) == 1 else ''} no gradients"
-            found.append(Finding("frozen", layer, text, grave=False))
-    for one in parameters:
-        if one.trainable and not one.reached:
-            text = f"{one.name.rpartition('.')[2]} gets no gradient: in eval mode, the loss does not depend on it"
-            found.append(Finding("no gradient", one.layer, text, grave=False))
-    return found
+        for layer in dict.fromkeys(parameter.layer for parameter in frozen):
+            names = [parameter.name.rpartition(".")[2] for parameter in frozen if parameter.layer == layer]
+            text = f"frozen: {' and '.join(names)} do{'es' if len(names) == 1 else ''} not require gradients"
+            findings.append(Finding("frozen", layer, text, grave=False))
+    for parameter in parameters:
+        if parameter.trainable and not parameter.reached:
+            text = f"{parameter.name.rpartition('.')[2]} has no gradient: in eval mode, the loss does not depend on it"
+            findings.append(Finding("no gradient", parameter.layer, text, grave=False))
+    return findings

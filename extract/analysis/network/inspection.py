@@ -67,7 +67,7 @@ class Inspection:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _TensorPlan:
     """How to summarise one tensor: where its images are (None: unknown), and which axes are positions."""
 
     rows: BatchAxis | None
@@ -80,7 +80,7 @@ class _Place:
         return summarise(images, self.positions, self.bounds).as_tensors()
 
 
-class _Once:
+class _CachedSummary:
     """A reduction that caches its last result and reuses it for the same tensor.
 
     Containers, and layers that do nothing in eval mode, return the output of the layer before them. The tensor is held,
@@ -90,10 +90,10 @@ class _Once:
     def __init__(self) -> None:
         self._last: tuple[Any, Tensor, dict[str, Tensor]] | None = None
 
-    def __call__(self, place: _Place, value: Tensor) -> dict[str, Tensor]:
-        key = (value.data_ptr(), value.shape, value.stride(), value._version, place)
+    def __call__(self, plan: _TensorPlan, value: Tensor) -> dict[str, Tensor]:
+        key = (value.data_ptr(), value.shape, value.stride(), value._version, plan)
         if self._last is None or self._last[0] != key:
-            self._last = (key, value, place.summary(value))
+            self._last = (key, value, plan.summary(value))
         return self._last[2]
 
 
@@ -127,15 +127,15 @@ def inspect_model(
         pairs = _pairs(batches)
         first = next(pairs, None)
         if first is None:
-            raise InputError("no batch to inspect; give at least one")
-        names = _once_each(model) if layers is None else match_layers(named_layers(model), layers)
-        watch = _Watch(model, names, first[0], with_gradients=loss is not None)
-        inspection = watch.run(itertools.chain([first], pairs), loss, on_batch)
-    inspection.findings = findings_of(inspection.tensors, inspection.parameters, watch.broken_inputs, name_of)
+            raise InputError("there are no batches; give at least one batch")
+        names = _distinct_layers(model) if layers is None else match_layers(named_layers(model), layers)
+        recorder = _Recorder(model, names, first[0], with_gradients=loss is not None)
+        inspection = recorder.run(itertools.chain([first], pairs), loss, on_batch)
+    inspection.findings = findings_of(inspection.tensors, inspection.parameters, recorder.broken_inputs, name_of)
     return inspection
 
 
-def _once_each(model: nn.Module) -> list[str]:
+def _distinct_layers(model: nn.Module) -> list[str]:
     """Return the first name of every layer that does something in eval mode."""
     first: dict[int, str] = {}
     for name, module in named_layers(model).items():
@@ -153,39 +153,40 @@ def _pairs(batches: Iterable[Any]) -> Iterator[tuple[Tensor, Any]]:
     for batch in batches:
         pair = batch if isinstance(batch, tuple | list) else (batch, None)
         if len(pair) != 2:
-            raise InputError(f"a batch has {len(pair)} parts; expected a tensor (B, ...), or one and targets")
+            raise InputError(f"a batch has {len(pair)} parts; expected a tensor (B, ...), or a tensor and targets")
         inputs, targets = pair
         if not isinstance(inputs, Tensor) or not inputs.ndim:
-            raise InputError(f"a batch is {type(inputs).__name__}; expected a tensor (B, ...), or one and targets")
+            name = type(inputs).__name__
+            raise InputError(f"a batch is {name}; expected a tensor (B, ...), or a tensor and targets")
         if len(inputs):
             yield inputs, targets
 
 
-class _Watch:
+class _Recorder:
     """Taps on the requested layers, and the statistics so far."""
 
     def __init__(self, model: nn.Module, names: Sequence[str], inputs: Tensor, *, with_gradients: bool):
         self._model = model
         self._names = names
-        self._places = _places(model, names, inputs)
-        if not self._places:
-            hint = "" if names else "; it is one layer by itself: wrap it, nn.Sequential(model)"
-            raise InputError(f"the model has no layer that gives a floating-point tensor{hint}")
+        self._plans = _tensor_plans(model, names, inputs)
+        if not self._plans:
+            hint = "" if names else "; the model is a single layer: wrap the model, nn.Sequential(model)"
+            raise InputError(f"the model has no layer that returns a floating-point tensor{hint}")
         named = named_layers(model)
-        leaves = _leaves({site.layer for site in self._places})
+        leaves = _leaves({site.layer for site in self._plans})
         self.reports = {
             site: TensorReport(
                 str(site), site.layer, type(named[site.layer]).__name__, site.layer in leaves,
-                place.rows is not None, place.shape, bounded=place.bounds is not None,
+                plan.rows is not None, plan.shape, bounded=plan.bounds is not None,
                 zero_weight=_has_zero_weight(named[site.layer]),
             )
-            for site, place in self._places.items()
+            for site, plan in self._plans.items()
         }  # fmt: skip
         # (layer, call) -> sum of squares of the input's finite values, and their number
         self._squares: dict[tuple[str, int], list[float]] = {}
         self.broken_inputs: list[int] = []
         self._with_gradients = with_gradients
-        self._slopes = _slopes(model, self._places, inputs) if with_gradients else []
+        self._gradient_sites = _gradient_sites(model, self._plans, inputs) if with_gradients else []
 
     def run(
         self, batches: Iterable[tuple[Tensor, Any]], loss: Loss | None, on_batch: Callable[[int], None]
@@ -215,11 +216,11 @@ class _Watch:
         reports = []
         for name, parameter in parameters.items():
             finite = [square for square in squares[name] if math.isfinite(square)]
-            one = ParameterReport(
+            parameter_report = ParameterReport(
                 name, name.rpartition(".")[0], float(parameter.detach().double().norm()), parameter.requires_grad,
                 reached=bool(squares[name]), gradient_norm=math.sqrt(float(np.mean(finite))) if finite else math.nan,
             )  # fmt: skip
-            reports.append(one)
+            reports.append(parameter_report)
         ran = {site.layer for site in self.reports}
         return Inspection(
             images, list(self.reports.values()), reports, [name for name in self._names if name not in ran],
@@ -227,44 +228,44 @@ class _Watch:
         )  # fmt: skip
 
     def _taps(self) -> Taps:
-        taps, once = Taps(self._model, stop=not self._with_gradients), _Once()
-        for site, place in self._places.items():
-            taps.keep(site, reduce=partial(once, place))
-        for site in self._slopes:
-            taps.keep(_gradient_of(site), reduce=self._places[site].summary)
-        for layer in dict.fromkeys(site.layer for site in self._places):
-            taps.keep(layer, "input", reduce=_squared)
+        taps, cached_summary = Taps(self._model, stop=not self._with_gradients), _CachedSummary()
+        for site, plan in self._plans.items():
+            taps.keep(site, reduce=partial(cached_summary, plan))
+        for site in self._gradient_sites:
+            taps.keep(_gradient_of(site), reduce=self._plans[site].summary)
+        for layer in dict.fromkeys(site.layer for site in self._plans):
+            taps.keep(layer, "input", reduce=_sum_of_squares)
         return taps
 
     def _backward(
         self, taps: Taps, inputs: Tensor, targets: Any, loss: Loss, parameters: dict[str, nn.Parameter]
     ) -> tuple[float, dict[str, Tensor]]:
         """Compute the loss of a batch, and the gradients of the parameters that it depends on."""
-        asked = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        trainable = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         with torch.enable_grad():
             # The input requires gradients, so that activations have gradients even if all parameters are frozen.
             inputs = inputs.clone().requires_grad_(inputs.is_floating_point())
             value = loss(taps(inputs.clone()), targets)
             if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
-                what = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                description = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise InputError(
-                    f"the loss gave {what}; it must give one number that depends on what the model returns"
+                    f"the loss returned {description}; expected one number that depends on the model's output"
                 )
-            found = torch.autograd.grad(
-                value.reshape(()), [*asked.values(), *([inputs] if inputs.requires_grad else [])], allow_unused=True
+            computed = torch.autograd.grad(
+                value.reshape(()), [*trainable.values(), *([inputs] if inputs.requires_grad else [])], allow_unused=True
             )
-        gradients = {name: g for name, g in zip(asked, found[: len(asked)], strict=True) if g is not None}
+        gradients = {name: g for name, g in zip(trainable, computed[: len(trainable)], strict=True) if g is not None}
         return float(value.detach()), gradients
 
     def _add(self, record: Record, first_image: int) -> None:
-        there = set(record.sites.values())
+        recorded = set(record.sites.values())
         for site, report in self.reports.items():
-            if site not in there:
+            if site not in recorded:
                 continue
             # If it is unknown which rows belong to which image, batches are counted.
             first = first_image if report.by_image else None
             report.activations.add(Summary.of_tensors(record[site]), first)
-            if (gradient := _gradient_of(site)) in there:
+            if (gradient := _gradient_of(site)) in recorded:
                 report.gradients = report.gradients or Statistics()
                 report.gradients.add(Summary.of_tensors(record[gradient]), first)
         for site in record.sites.values():
@@ -278,9 +279,9 @@ def _gradient_of(site: Site) -> Site:
     return Site(site.layer, site.call, site.path, "grad")
 
 
-def _slopes(model: nn.Module, places: Mapping[Site, _Place], inputs: Tensor) -> list[Site]:
+def _gradient_sites(model: nn.Module, plans: Mapping[Site, _TensorPlan], inputs: Tensor) -> list[Site]:
     """Return the tensors whose gradients can be recorded: those that the model does not write to through an alias."""
-    sites = list(places)
+    sites = list(plans)
     while True:
         taps = Taps(model)
         for site in sites:
@@ -294,7 +295,7 @@ def _slopes(model: nn.Module, places: Mapping[Site, _Place], inputs: Tensor) -> 
             return sites
 
 
-def _squared(value: Tensor) -> Tensor:
+def _sum_of_squares(value: Tensor) -> Tensor:
     """Return (2,) float64: sum of squares of the finite values, and their number."""
     if not value.is_floating_point() or not value.numel():
         return torch.zeros(2, dtype=torch.float64)
@@ -307,21 +308,21 @@ def _squared(value: Tensor) -> Tensor:
     return torch.tensor([square, count], dtype=torch.float64)
 
 
-def _places(model: nn.Module, names: Sequence[str], inputs: Tensor) -> dict[Site, _Place]:
+def _tensor_plans(model: nn.Module, names: Sequence[str], inputs: Tensor) -> dict[Site, _TensorPlan]:
     """Return each floating-point output of these layers, in order, and how to summarise it, from a trial forward."""
-    some = inputs[:_TRIAL_INPUTS].detach().clone()  # a model may write to its input
+    trial_inputs = inputs[:_TRIAL_INPUTS].detach().clone()  # a model may write to its input
     wanted = [(name, "output") for name in names]
     trial: Trial | None = None
-    if len(some) > 1:
+    if len(trial_inputs) > 1:
         with contextlib.suppress(LayertapError):
-            trial = Trial(model, some, wanted)  # type: ignore[arg-type]
+            trial = Trial(model, trial_inputs, wanted)  # type: ignore[arg-type]
     if trial is None:
         with torch.no_grad(), Taps(model, list(names)) as taps:
-            taps(some)
+            taps(trial_inputs)
             record = taps.record
     else:
         record = trial.record
-    named, places = named_layers(model), {}
+    named, plans = named_layers(model), {}
     for site in record.sites.values():
         value = record[site]
         if not value.is_floating_point():
@@ -333,8 +334,8 @@ def _places(model: nn.Module, names: Sequence[str], inputs: Tensor) -> dict[Site
         shape = tuple((value[None] if rows is None else rows.by_image(value)).shape)
         extra = 1 if rows is None or rows.per_image > 1 else 0
         positions = positions_of(shape, inputs.shape, extra)
-        places[site] = _Place(rows, shape[1:], positions, _bounds_of(named[site.layer]))
-    return places
+        plans[site] = _TensorPlan(rows, shape[1:], positions, _bounds_of(named[site.layer]))
+    return plans
 
 
 def positions_of(shape: Sequence[int], inputs: Sequence[int], extra: int = 0) -> tuple[int, ...]:
@@ -387,9 +388,9 @@ def _leaves(names: set[str]) -> set[str]:
 
 def _parameters(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Parameter]:
     """Return the parameters that these layers own directly, each once."""
-    wanted, found, seen = set(names), {}, set()
+    wanted, owned, seen = set(names), {}, set()
     for name, parameter in named_parameters(model).items():
         if name.rpartition(".")[0] in wanted and id(parameter) not in seen:
             seen.add(id(parameter))
-            found[name] = parameter
-    return found
+            owned[name] = parameter
+    return owned

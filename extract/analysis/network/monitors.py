@@ -70,7 +70,7 @@ class Alarm:
         return f"step {self.step}: {self.layer}: {self.text}"
 
 
-class _Onlooker(Taps):
+class _PassiveTaps(Taps):
     """Taps that do not change the training: no tensor is replaced by a copy."""
 
     def __init__(self, model: nn.Module, on_record: Callable[[Record], None]):
@@ -103,26 +103,26 @@ class _Monitor:
         if every < 1:
             raise InputError(f"every is {every}; it must be at least 1")
         self._model = model
-        self._names = _watched(model) if layers is None else match_layers(named_layers(model), layers)
-        self._all = layers is None
+        self._names = _default_layers(model) if layers is None else match_layers(named_layers(model), layers)
+        self._all_layers = layers is None
         self._every = every
-        self._hand_on = _writer(to)
+        self._write_rows = _row_writer(to)
         self._on_alarm = on_alarm or (lambda alarm: warnings.warn(str(alarm), RuntimeWarning, stacklevel=2))
         self._taps: Taps | None = None  # open from the start of a monitored step to the next forward
         self._input_shape: tuple[int, ...] = ()
         self._handle: RemovableHandle | None = None
-        self._usual: dict[str, list[float]] = defaultdict(list)
-        self._known: set[tuple[str, str]] = set()  # (kind, layer) of alarms that persist
+        self._earlier_sizes: dict[str, list[float]] = defaultdict(list)
+        self._active: set[tuple[str, str]] = set()  # (kind, layer) of alarms that persist
         self.step = 0
         self.rows: Rows = []
         self.alarms: list[Alarm] = []
 
     def __enter__(self) -> Self:
         if self._handle is not None:
-            raise LayertapError("this monitor is in use already")
+            raise LayertapError("this monitor is already in use")
         if self._model._compiled_call_impl is not None:
-            raise InputError("model.compile() takes hooks into its compiled code; monitor torch.compile(model) instead")
-        self._handle = self._model.register_forward_pre_hook(ModelBoundHook(self._before))
+            raise InputError("model.compile() compiles hooks too; monitor torch.compile(model) instead")
+        self._handle = self._model.register_forward_pre_hook(ModelBoundHook(self._on_forward))
         return self
 
     def __exit__(
@@ -139,7 +139,7 @@ class _Monitor:
         if taps is not None:
             taps.__exit__(*(failure or (None, None, None)))
 
-    def _before(self, module: nn.Module, args: Any) -> None:
+    def _on_forward(self, module: nn.Module, args: Any) -> None:
         """Forward pre-hook of the model: end the last monitored step, and start the next if it is due."""
         self._close()
         if not module.training or not torch.is_grad_enabled():
@@ -147,10 +147,10 @@ class _Monitor:
         if self.step % self._every == 0:
             tensors = [value for value in args if isinstance(value, Tensor)]
             self._input_shape = tuple(tensors[0].shape) if tensors else ()
-            onlooker = self._taps = _Onlooker(self._model, partial(self._seen, self.step))
-            self._ask(onlooker)
-            onlooker.__enter__()
-            onlooker.begin(module, args)  # hooks added now are not called for this module in this forward
+            taps = self._taps = _PassiveTaps(self._model, partial(self._on_record, self.step))
+            self._request(taps)
+            taps.__enter__()
+            taps.begin(module, args)  # hooks added now are not called for this module in this forward
         self.step += 1
 
     def _summary(self, value: Tensor) -> dict[str, Tensor]:
@@ -158,31 +158,31 @@ class _Monitor:
             return {}
         return summarise(value, positions_of(value.shape, self._input_shape)).as_tensors()
 
-    def _seen(self, step: int, record: Record) -> None:
+    def _on_record(self, step: int, record: Record) -> None:
         self.rows = [{"step": step, **row} for row in self._rows_of(record)]
-        alarms = [Alarm(step, *found) for found in self._alarms_of(self.rows)]
-        self._known &= {(alarm.kind, alarm.layer) for alarm in alarms}
-        new = [alarm for alarm in alarms if (alarm.kind, alarm.layer) not in self._known]
-        first: dict[str, Alarm] = {}
+        alarms = [Alarm(step, *problem) for problem in self._alarms_of(self.rows)]
+        self._active &= {(alarm.kind, alarm.layer) for alarm in alarms}
+        new = [alarm for alarm in alarms if (alarm.kind, alarm.layer) not in self._active]
+        first_of_kind: dict[str, Alarm] = {}
         for alarm in new:
-            first.setdefault(alarm.kind, alarm)  # alarms of this kind in later layers follow from it
-            self._known.add((alarm.kind, alarm.layer))
-        self._hand_on(step, self.rows)
-        self.alarms += first.values()
-        for alarm in first.values():
+            first_of_kind.setdefault(alarm.kind, alarm)  # alarms of this kind in later layers follow from it
+            self._active.add((alarm.kind, alarm.layer))
+        self._write_rows(step, self.rows)
+        self.alarms += first_of_kind.values()
+        for alarm in first_of_kind.values():
             self._on_alarm(alarm)
 
     def _exploded(self, name: str, size: float) -> bool:
         """Return whether a size is far larger than the earlier ones; if not, remember it."""
-        before = self._usual[name]
-        if len(before) >= _LOOKS_BEFORE and size > _EXPLODED * median(before) > 0:
+        earlier = self._earlier_sizes[name]
+        if len(earlier) >= _LOOKS_BEFORE and size > _EXPLODED * median(earlier) > 0:
             return True
         if math.isfinite(size):
-            before.append(size)
-            del before[:-_REMEMBERED]
+            earlier.append(size)
+            del earlier[:-_REMEMBERED]
         return False
 
-    def _ask(self, taps: Taps) -> None:
+    def _request(self, taps: Taps) -> None:
         raise NotImplementedError
 
     def _rows_of(self, record: Record) -> Rows:
@@ -215,37 +215,37 @@ class ActivationMonitor(_Monitor):
         # By layer, for each channel: the smallest value, and in how many consecutive monitored steps it was constant.
         self._constant: dict[str, tuple[NDArray[np.float64], NDArray[np.int64]]] = {}
 
-    def _ask(self, taps: Taps) -> None:
+    def _request(self, taps: Taps) -> None:
         taps.keep(self._names, reduce=self._summary)
 
     def _rows_of(self, record: Record) -> Rows:
         rows = []
-        for name, found in record.items():
-            if found:
-                numbers = _statistics(found)
-                looks = self._looks_at_dead(name, numbers)
+        for name, tensors in record.items():
+            if tensors:
+                statistics = _statistics(tensors)
+                looks = self._looks_at_dead(name, statistics)
                 rows.append({
-                    "layer": name, "mean": numbers.mean, "std": numbers.std, "rms": numbers.rms,
-                    "min": numbers.min, "max": numbers.max, "zeros": numbers.zeros,
-                    "dead": int((looks >= _DEAD_LOOKS).sum()), "channels": numbers.channels,
-                    "not_finite": numbers.nan + numbers.infinite,
+                    "layer": name, "mean": statistics.mean, "std": statistics.std, "rms": statistics.rms,
+                    "min": statistics.min, "max": statistics.max, "zeros": statistics.zeros,
+                    "dead": int((looks >= _DEAD_LOOKS).sum()), "channels": statistics.channels,
+                    "not_finite": statistics.nan + statistics.infinite,
                 })  # fmt: skip
         return rows
 
-    def _looks_at_dead(self, name: str, numbers: Statistics) -> NDArray[np.int64]:
+    def _looks_at_dead(self, name: str, statistics: Statistics) -> NDArray[np.int64]:
         """Return, for each channel, the number of consecutive monitored steps with the same constant value."""
-        dead = np.zeros(numbers.channels, bool)
-        dead[numbers.dead] = True
-        dead &= numbers.count >= _VALUES_FOR_DEAD
-        values, looks = self._constant.get(name, (numbers.low, np.zeros(numbers.channels, np.int64)))
+        dead = np.zeros(statistics.channels, bool)
+        dead[statistics.dead] = True
+        dead &= statistics.count >= _VALUES_FOR_DEAD
+        values, looks = self._constant.get(name, (statistics.low, np.zeros(statistics.channels, np.int64)))
         if len(looks) != len(dead):
-            looks = np.zeros(numbers.channels, np.int64)
+            looks = np.zeros(statistics.channels, np.int64)
         else:
             with np.errstate(invalid="ignore"):
-                near = np.abs(numbers.low - values) <= 1e-6 * np.abs(values) + 1e-6 * numbers.std
+                near = np.abs(statistics.low - values) <= 1e-6 * np.abs(values) + 1e-6 * statistics.std
             looks = np.where(near, looks, 0)
         looks = np.where(dead, looks + 1, 0)
-        self._constant[name] = numbers.low, looks
+        self._constant[name] = statistics.low, looks
         return looks
 
     def _alarms_of(self, rows: Rows) -> Iterable[tuple[str, str, str]]:
@@ -254,10 +254,10 @@ class ActivationMonitor(_Monitor):
                 yield "not finite", row["layer"], f"{row['not_finite']:,} values are not finite"
         for row in rows:
             if self._exploded(row["layer"], row["rms"]):
-                yield "exploding", row["layer"], f"what it gives is 100 times as large as before ({row['rms']:.3g})"
+                yield "exploding", row["layer"], f"its output is 100 times as large as before (rms {row['rms']:.3g})"
         for row in rows:
             if row["dead"] >= _DEAD_PART * row["channels"]:
-                yield "dead", row["layer"], f"{row['dead']:,} of {row['channels']:,} channels give one value only"
+                yield "dead", row["layer"], f"{row['dead']:,} of {row['channels']:,} channels are constant"
 
 
 class GradientMonitor(_Monitor):
@@ -271,10 +271,10 @@ class GradientMonitor(_Monitor):
     a GradScaler, the gradients are scaled. The backward pass must end before the next forward starts.
     """
 
-    def _ask(self, taps: Taps) -> None:
+    def _request(self, taps: Taps) -> None:
         taps.keep(self._names, "grad", reduce=self._summary)
-        wanted = {*self._names, ""} if self._all else set(self._names)  # "": parameters of the model itself
-        parameters = {n: p for n, p in named_parameters(self._model).items() if n.rpartition(".")[0] in wanted}
+        owners = {*self._names, ""} if self._all_layers else set(self._names)  # "": parameters of the model itself
+        parameters = {n: p for n, p in named_parameters(self._model).items() if n.rpartition(".")[0] in owners}
         if parameters:
             taps.keep(list(parameters), "grad", reduce=_norm)
         # Computed now, since the optimiser may change the parameters before the gradients are read.
@@ -283,19 +283,19 @@ class GradientMonitor(_Monitor):
     def _rows_of(self, record: Record) -> Rows:
         rows = []
         for name, site in record.sites.items():
-            found = record[site]
+            tensors = record[site]
             if site.layer in self._sizes:
                 layer, _, of = site.layer.rpartition(".")
-                norm, size, not_finite = float(found["norm"]), self._sizes[site.layer], int(found["not_finite"])
-                numbers = {"std": math.nan, "zeros": math.nan, "ratio": norm / size if size else math.nan}
-            elif found:
-                layer, of, output = name.removesuffix("@grad"), "output", _statistics(found)
-                norm = output.rms * math.sqrt(output.total) if output.total else math.nan
-                not_finite = output.nan + output.infinite
-                numbers = {"std": output.std, "zeros": output.zeros, "ratio": math.nan}
+                norm, size, not_finite = float(tensors["norm"]), self._sizes[site.layer], int(tensors["not_finite"])
+                columns = {"std": math.nan, "zeros": math.nan, "ratio": norm / size if size else math.nan}
+            elif tensors:
+                layer, of, statistics = name.removesuffix("@grad"), "output", _statistics(tensors)
+                norm = statistics.rms * math.sqrt(statistics.total) if statistics.total else math.nan
+                not_finite = statistics.nan + statistics.infinite
+                columns = {"std": statistics.std, "zeros": statistics.zeros, "ratio": math.nan}
             else:
                 continue
-            rows.append({"layer": layer, "of": of, "norm": norm, **numbers, "not_finite": not_finite})
+            rows.append({"layer": layer, "of": of, "norm": norm, **columns, "not_finite": not_finite})
         return rows
 
     def _alarms_of(self, rows: Rows) -> Iterable[tuple[str, str, str]]:
@@ -324,13 +324,13 @@ def _norm(gradient: Tensor) -> dict[str, Tensor]:
     return {"norm": norm, "not_finite": not_finite}
 
 
-def _statistics(found: Mapping[str, Tensor]) -> Statistics:
+def _statistics(tensors: Mapping[str, Tensor]) -> Statistics:
     statistics = Statistics()
-    statistics.add(Summary.of_tensors(found))
+    statistics.add(Summary.of_tensors(tensors))
     return statistics
 
 
-def _watched(model: nn.Module) -> list[str]:
+def _default_layers(model: nn.Module) -> list[str]:
     """Return the layers that have no layers inside, or parameters of their own, and change their input.
 
     Raises:
@@ -342,11 +342,11 @@ def _watched(model: nn.Module) -> list[str]:
         if does_something(module) and (module._parameters or not any(True for _ in module.children()))
     ]
     if not names:
-        raise InputError("the model is one layer by itself; wrap it: nn.Sequential(model)")
+        raise InputError("the model is a single layer; wrap the model: nn.Sequential(model)")
     return names
 
 
-def _writer(to: Target) -> Callable[[int, Rows], None]:
+def _row_writer(to: Target) -> Callable[[int, Rows], None]:
     """Return the function of (step, rows) that writes the rows of a step.
 
     Raises:
@@ -363,7 +363,7 @@ def _writer(to: Target) -> Callable[[int, Rows], None]:
         raise InputError(f"to={str(to)!r}: expected a .csv file, a SummaryWriter, or a function of (step, rows)")
     if not path.parent.is_dir():
         raise InputError(f"{path} cannot be written: no such folder")
-    return lambda step, rows: _append(path, rows)
+    return lambda step, rows: _append_csv(path, rows)
 
 
 def _to_tensorboard(writer: Any, step: int, rows: Rows) -> None:
@@ -378,7 +378,7 @@ def _to_tensorboard(writer: Any, step: int, rows: Rows) -> None:
                 writer.add_scalar(f"{name}/{key}", value, step)
 
 
-def _append(path: Path, rows: Rows) -> None:
+def _append_csv(path: Path, rows: Rows) -> None:
     """Append rows to a CSV file.
 
     Raises:
@@ -387,13 +387,13 @@ def _append(path: Path, rows: Rows) -> None:
     if not rows:
         return
     columns = list(rows[0])
-    new = not path.exists() or path.stat().st_size == 0
-    if not new:
+    is_new = not path.exists() or path.stat().st_size == 0
+    if not is_new:
         with path.open(encoding="utf-8") as file:
             if file.readline().rstrip("\n") != ",".join(columns):
-                raise InputError(f"{path} is there already, with other columns; name another file")
+                raise InputError(f"{path} already exists, with other columns; name another file")
     with path.open("a", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
-        if new:
+        if is_new:
             writer.writeheader()
         writer.writerows(rows)

@@ -67,7 +67,7 @@ class Scaling:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _ArrayRows:
     """Rows of several arrays side by side: each row joins the flattened values of all arrays."""
 
     columns: tuple[Source, ...]
@@ -83,7 +83,7 @@ class _Part:
             elif last - first <= _SPARSE * len(index):
                 values = source[first:last][index - first]
             else:
-                values = _picked(source, index)
+                values = _sparse_rows(source, index)
             blocks.append(np.asarray(values).reshape(len(index), -1))
             if forget := getattr(source, "forget", None):  # keeps a memory map from filling the memory
                 forget(first, last)
@@ -99,7 +99,7 @@ class FeatureRows:
     Rows are in the order of the parts and, inside a part, in the order of the file.
     """
 
-    parts: tuple[_Part, ...]
+    parts: tuple[_ArrayRows, ...]
     scaling: Scaling = Scaling()
 
     @staticmethod
@@ -114,18 +114,18 @@ class FeatureRows:
             InputError: an array has less than two axes, no values or no real numbers, or N differs between arrays.
         """
         sources = tuple(columns) if isinstance(columns, list | tuple) else (columns,)
-        sources = tuple(_numpy(one) if isinstance(one, torch.Tensor) else one for one in sources)
+        sources = tuple(_numpy(source) if isinstance(source, torch.Tensor) else source for source in sources)
         for source in sources:
             if not hasattr(source, "shape") or len(source.shape) < 2:
                 shape = getattr(source, "shape", "")
                 raise InputError(f"features are {type(source).__name__} {shape}; expected an array of shape (N, D)")
             if np.dtype(getattr(source, "dtype", np.float32)).kind not in "fiub":
-                raise InputError(f"features are of {source.dtype}; expected real numbers")
+                raise InputError(f"features have dtype {source.dtype}; expected real numbers")
             if 0 in source.shape[1:]:
                 raise InputError(f"features of shape {tuple(source.shape)} have no values")
             if source.shape[0] != sources[0].shape[0]:
-                raise InputError(f"features of {source.shape[0]} and of {sources[0].shape[0]} rows do not go together")
-        return FeatureRows((_Part(sources, np.arange(sources[0].shape[0]) if index is None else index),))
+                raise InputError(f"features have {sources[0].shape[0]} and {source.shape[0]} rows; must be equal")
+        return FeatureRows((_ArrayRows(sources, np.arange(sources[0].shape[0]) if index is None else index),))
 
     def __len__(self) -> int:
         return sum(len(part.index) for part in self.parts)
@@ -147,9 +147,9 @@ class FeatureRows:
         """Select rows by their sorted numbers in this object."""
         parts, start = [], 0
         for part in self.parts:
-            here = chosen[np.searchsorted(chosen, start) : np.searchsorted(chosen, start + len(part.index))] - start
-            if len(here):
-                parts.append(_Part(part.columns, part.index[here]))
+            inside = chosen[np.searchsorted(chosen, start) : np.searchsorted(chosen, start + len(part.index))] - start
+            if len(inside):
+                parts.append(_ArrayRows(part.columns, part.index[inside]))
             start += len(part.index)
         return replace(self, parts=tuple(parts))
 
@@ -191,18 +191,18 @@ class FeatureRows:
             block = self.between(start, min(start + size, len(self)))
             if not np.isfinite(block).all():
                 row = start + int(np.flatnonzero(~np.isfinite(block).all(1))[0])
-                raise InputError(f"row {row} of the features has NaN or infinity; leave such rows out")
+                raise InputError(f"row {row} of the features contains NaN or infinity; leave out such rows")
             yield start, block
 
 
-def _picked(source: Source, index: NDArray[np.int64]) -> NDArray[Any]:
+def _sparse_rows(source: Source, index: NDArray[np.int64]) -> NDArray[Any]:
     """Read rows that lie far apart."""
     values = []
     for start in range(0, len(index), _PICKED):
-        here = index[start : start + _PICKED]
-        values.append(np.asarray(source[here]))
+        chunk = index[start : start + _PICKED]
+        values.append(np.asarray(source[chunk]))
         if forget := getattr(source, "forget", None):
-            forget(int(here[0]), int(here[-1]) + 1)
+            forget(int(chunk[0]), int(chunk[-1]) + 1)
     return np.concatenate(values)
 
 
@@ -215,14 +215,14 @@ def _moments(rows: FeatureRows) -> tuple[NDArray[np.float64], NDArray[np.float64
     """Return the mean (D,) and variance (D,) of columns, merged block by block (Chan, Golub and LeVeque 1983)."""
     count, mean, squares = 0, np.zeros(rows.width), np.zeros(rows.width)
     for _, block in rows.blocks():
-        here = block.mean(0, dtype=np.float64)
-        off = here - mean
+        block_mean = block.mean(0, dtype=np.float64)
+        shift = block_mean - mean
         total = count + len(block)
-        centred = block - here.astype(np.float32)
+        centred = block - block_mean.astype(np.float32)
         within = np.einsum("nd,nd->d", centred, centred, dtype=np.float64)
         # Remove the error of rounding the mean to float32.
-        within -= len(block) * (here - here.astype(np.float32)) ** 2
-        squares += within + off**2 * (count * len(block) / total)
-        mean += off * (len(block) / total)
+        within -= len(block) * (block_mean - block_mean.astype(np.float32)) ** 2
+        squares += within + shift**2 * (count * len(block) / total)
+        mean += shift * (len(block) / total)
         count = total
     return mean, np.maximum(squares / max(1, count), 0)

@@ -108,11 +108,11 @@ class LogisticRegression:
         solved = []
         with torch.inference_mode(), full_float32():
             for first in range(0, len(order), at_once):
-                some = np.asarray(strengths, np.float64)[order[first : first + at_once]]
-                solved.append(_minimise(self._problem, torch.from_numpy(some).to(self._device), max_iterations))
+                chunk = np.asarray(strengths, np.float64)[order[first : first + at_once]]
+                solved.append(_minimise(self._problem, torch.from_numpy(chunk).to(self._device), max_iterations))
         place = np.argsort(order)  # position of each strength among the solved ones
         weights, biases, objectives, iterations, converged = (
-            np.concatenate([one[i] for one in solved])[place] for i in range(5)
+            np.concatenate([solution[i] for solution in solved])[place] for i in range(5)
         )
         return Fit(weights, biases, objectives, iterations, converged)
 
@@ -161,20 +161,20 @@ def _features(rows: FeatureRows, device: torch.device, memory_bytes: int) -> _Fe
     mean = (mean / count).float()
     in_memory = 4 * count * min(count, width) <= memory_bytes
     if count < width and in_memory and 4 * rows.nbytes <= memory_bytes:
-        return _of_few(rows, mean)
+        return _features_of_few_rows(rows, mean)
     if width > _WIDEST:
         variances = torch.zeros(width, dtype=torch.float64, device=device)
         for _, array in rows.blocks():
             variances += (torch.from_numpy(array).to(device) - mean).square().sum(0, dtype=torch.float64)
-        return _Features(rows, None, mean, None, _bounded(variances / count), count)
+        return _Features(rows, None, mean, None, _with_floor(variances / count), count)
     moments = torch.zeros(width, width, dtype=torch.float64, device=device)
     for _, array in rows.blocks():
         centred = torch.from_numpy(array).to(device) - mean
         moments += centred.T @ centred
     if not bool(moments.isfinite().all()):
-        raise LayertapError("the features are too large to be summed in float32; scale them")
-    found, axes = torch.linalg.eigh(moments / count)
-    axes, variances = axes.float(), _bounded(found)
+        raise LayertapError("the features are too large to be summed in float32; scale the features")
+    eigenvalues, axes = torch.linalg.eigh(moments / count)
+    axes, variances = axes.float(), _with_floor(eigenvalues)
     if not in_memory:
         return _Features(rows, None, mean, axes, variances, count)
     held = torch.empty(count, width, device=device)
@@ -183,20 +183,20 @@ def _features(rows: FeatureRows, device: torch.device, memory_bytes: int) -> _Fe
     return _Features(None, held, mean, axes, variances, count)
 
 
-def _of_few(rows: FeatureRows, mean: Tensor) -> _Features:
+def _features_of_few_rows(rows: FeatureRows, mean: Tensor) -> _Features:
     """Compute the features for fewer rows than columns: the axes lie in the span of the rows."""
     centred = torch.from_numpy(rows.between(0, len(rows))).to(mean.device).double() - mean
-    found, vectors = torch.linalg.eigh(centred @ centred.T)
-    kept = found > 1e-12 * found[-1].clamp(min=torch.finfo(torch.float64).tiny)
+    eigenvalues, vectors = torch.linalg.eigh(centred @ centred.T)
+    kept = eigenvalues > 1e-12 * eigenvalues[-1].clamp(min=torch.finfo(torch.float64).tiny)
     if not bool(kept.any()):  # all rows are equal
         kept[-1] = True
-    lengths = found[kept].clamp(min=torch.finfo(torch.float64).tiny).sqrt()
+    lengths = eigenvalues[kept].clamp(min=torch.finfo(torch.float64).tiny).sqrt()
     axes = centred.T @ (vectors[:, kept] / lengths)
     held = (vectors[:, kept] * lengths).float()
-    return _Features(None, held, mean, axes.float(), _bounded(found[kept] / len(rows)), len(rows))
+    return _Features(None, held, mean, axes.float(), _with_floor(eigenvalues[kept] / len(rows)), len(rows))
 
 
-def _bounded(variances: Tensor) -> Tensor:
+def _with_floor(variances: Tensor) -> Tensor:
     return torch.maximum(variances, _FLATTEST * variances.max()).float()
 
 
@@ -264,8 +264,8 @@ class _Problem:
             scores = torch.addmm(shift, block, flat.T).view(-1, n, k)
             loss, by_scores = _loss(scores, self.targets[start:stop])
             if self.sample_weight is not None:
-                here = self.sample_weight[start:stop, None]
-                loss, by_scores = loss * here, by_scores * here[..., None]
+                row_weights = self.sample_weight[start:stop, None]
+                loss, by_scores = loss * row_weights, by_scores * row_weights[..., None]
             losses += loss.sum(0, dtype=torch.float64)
             by_scores = by_scores.flatten(1)
             by_weights.addmm_(by_scores.T, block)
@@ -287,13 +287,13 @@ def _loss(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         signs = (1 - 2 * targets)[:, None, :]  # -1 where the label is present
         signed = scores * signs
         return softplus(signed).sum(2), torch.sigmoid(signed) * signs
-    here = targets[:, None, None].expand(-1, scores.shape[1], 1)
-    above = scores - scores.gather(2, here)
-    above.scatter_(2, here, -torch.inf)
+    own_class = targets[:, None, None].expand(-1, scores.shape[1], 1)
+    above = scores - scores.gather(2, own_class)
+    above.scatter_(2, own_class, -torch.inf)
     others = above.logsumexp(2)
     loss = softplus(others)
     by_scores = above.sub_(loss[..., None]).exp_()
-    by_scores.scatter_(2, here, -torch.sigmoid(others)[..., None])
+    by_scores.scatter_(2, own_class, -torch.sigmoid(others)[..., None])
     return loss, by_scores
 
 
@@ -305,43 +305,45 @@ def _minimise(
     best = problem.start(scales)
     objectives, gradient = problem.evaluate(best, scales, penalty)
     if not bool(objectives.isfinite().all()):
-        raise LayertapError("the features are too large to be summed in float32; scale them")
-    at_first = objectives.clone()
+        raise LayertapError("the features are too large to be summed in float32; scale the features")
+    first_objectives = objectives.clone()
     iterations = torch.zeros(len(strengths), dtype=torch.int64, device=problem.device)
     converged = torch.zeros(len(strengths), dtype=torch.bool, device=problem.device)
     active = torch.arange(len(strengths), device=problem.device)
-    at, value = best.clone(), objectives.clone()
+    point, value = best.clone(), objectives.clone()
     steps: list[Tensor] = []
-    turns: list[Tensor] = []
+    changes: list[Tensor] = []
     for _ in range(max_iterations):
-        direction = -_times_inverse_hessian(gradient, steps, turns)
+        direction = -_times_inverse_hessian(gradient, steps, changes)
         slope = (direction * gradient).sum(1, dtype=torch.float64)
         # Compare with the gain too: at a small C, it is a small part of the objective, but decides the predictions.
-        gained = (at_first[active] - value).clamp(min=0)
+        gained = (first_objectives[active] - value).clamp(min=0)
         done = -slope <= _TOLERANCE * (torch.minimum(value, gained) if steps else 0)
         if bool(done.any()):
-            best[active[done]], objectives[active[done]], converged[active[done]] = at[done], value[done], True
-            on = ~done
-            active, at, value, gradient, direction, slope = (
-                one[on] for one in (active, at, value, gradient, direction, slope)
+            best[active[done]], objectives[active[done]], converged[active[done]] = point[done], value[done], True
+            remaining = ~done
+            active, point, value, gradient, direction, slope = (
+                tensor[remaining] for tensor in (active, point, value, gradient, direction, slope)
             )
-            steps, turns = [one[on] for one in steps], [one[on] for one in turns]
+            steps = [tensor[remaining] for tensor in steps]
+            changes = [tensor[remaining] for tensor in changes]
         if not len(active):
             break
         step = torch.ones_like(slope)
-        there, new_value, new_gradient, moved = _searched(
-            problem, at, value, direction, slope, step, scales[active], penalty[active]
+        new_point, new_value, new_gradient, moved = _line_search(
+            problem, point, value, direction, slope, step, scales[active], penalty[active]
         )
         iterations[active] += 1
-        steps.append(there - at)
-        turns.append(new_gradient - gradient)
-        del steps[:-_HISTORY], turns[:-_HISTORY]
-        at, value, gradient = there, new_value, new_gradient
-        best[active], objectives[active] = at, value
+        steps.append(new_point - point)
+        changes.append(new_gradient - gradient)
+        del steps[:-_HISTORY], changes[:-_HISTORY]
+        point, value, gradient = new_point, new_value, new_gradient
+        best[active], objectives[active] = point, value
         if not bool(moved.all()):  # rounding is larger than the possible gain
             converged[active[~moved]] = True
-            active, at, value, gradient = (one[moved] for one in (active, at, value, gradient))
-            steps, turns = [one[moved] for one in steps], [one[moved] for one in turns]
+            active, point, value, gradient = (tensor[moved] for tensor in (active, point, value, gradient))
+            steps = [tensor[moved] for tensor in steps]
+            changes = [tensor[moved] for tensor in changes]
         if not len(active):
             break
     weights, biases = problem.solution(best, scales)
@@ -352,28 +354,28 @@ def _minimise(
     )  # fmt: skip
 
 
-def _times_inverse_hessian(gradient: Tensor, steps: list[Tensor], turns: list[Tensor]) -> Tensor:
+def _times_inverse_hessian(gradient: Tensor, steps: list[Tensor], changes: list[Tensor]) -> Tensor:
     """Run the two loops of L-BFGS (Nocedal and Wright, algorithm 7.4) for each row separately."""
     if not steps:
         return gradient.clone()
-    along = [(step * turn).sum(1, keepdim=True) for step, turn in zip(steps, turns, strict=True)]
-    sizes = [turn.square().sum(1, keepdim=True) for turn in turns]
+    along = [(step * change).sum(1, keepdim=True) for step, change in zip(steps, changes, strict=True)]
+    sizes = [change.square().sum(1, keepdim=True) for change in changes]
     # A step along which the gradient did not grow gives no information about the curvature.
     useful = [a > 1e-10 * size for a, size in zip(along, sizes, strict=True)]
-    inverse = [torch.where(use, 1 / a, 0) for a, use in zip(along, useful, strict=True)]
+    inverses = [torch.where(use, 1 / a, 0) for a, use in zip(along, useful, strict=True)]
     result, parts = gradient.clone(), []
-    for step, turn, one in zip(reversed(steps), reversed(turns), reversed(inverse), strict=True):
-        part = one * (step * result).sum(1, keepdim=True)
-        result -= part * turn
+    for step, change, inverse in zip(reversed(steps), reversed(changes), reversed(inverses), strict=True):
+        part = inverse * (step * result).sum(1, keepdim=True)
+        result -= part * change
         parts.append(part)
     result *= torch.where(useful[-1], along[-1] / sizes[-1].clamp(min=1e-30), 1)
-    for step, turn, one, part in zip(steps, turns, inverse, reversed(parts), strict=True):
-        result += step * (part - one * (turn * result).sum(1, keepdim=True))
+    for step, change, inverse, part in zip(steps, changes, inverses, reversed(parts), strict=True):
+        result += step * (part - inverse * (change * result).sum(1, keepdim=True))
     return result
 
 
-def _searched(
-    problem: _Problem, at: Tensor, value: Tensor, direction: Tensor, slope: Tensor, step: Tensor, scales: Tensor,
+def _line_search(
+    problem: _Problem, point: Tensor, value: Tensor, direction: Tensor, slope: Tensor, step: Tensor, scales: Tensor,
     penalty: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Move each row along its direction by a step that decreases its objective enough.
@@ -381,8 +383,8 @@ def _searched(
     Returns:
         the new points, their objectives and gradients, and whether each point has moved.
     """
-    there = at + step[:, None].float() * direction
-    new_value, new_gradient = problem.evaluate(there, scales, penalty)
+    new_point = point + step[:, None].float() * direction
+    new_value, new_gradient = problem.evaluate(new_point, scales, penalty)
     for shrinks in range(_MOST_SHRINKS + 1):
         short = ~(new_value <= value + _ENOUGH * step * slope + _ROUNDING * value)
         if shrinks == _MOST_SHRINKS or not bool(short.any()):
@@ -391,7 +393,7 @@ def _searched(
         fall = slope[short] * step[short]
         least = -fall / (2 * (new_value[short] - value[short] - fall))
         step[short] *= torch.where(least.isfinite(), least.clamp(0.1, 0.5), 0.1)
-        there[short] = at[short] + step[short, None].float() * direction[short]
-        new_value[short], new_gradient[short] = problem.evaluate(there[short], scales[short], penalty[short])
-    there[short], new_value[short] = at[short], value[short]
-    return there, new_value, new_gradient, ~short
+        new_point[short] = point[short] + step[short, None].float() * direction[short]
+        new_value[short], new_gradient[short] = problem.evaluate(new_point[short], scales[short], penalty[short])
+    new_point[short], new_value[short] = point[short], value[short]
+    return new_point, new_value, new_gradient, ~short

@@ -18,36 +18,36 @@ def free_bytes() -> int:
     The result is the minimum over the machine and the control groups set by a container or scheduler. Reclaimable file
     cache counts as free.
     """
-    found = [_of_the_machine()]
+    candidates = [_machine_bytes()]
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, kinds, name = line.split(":", 2)
             if kinds == "":
-                found += _of_group(_GROUPS, name, "memory.max", "memory.current", "inactive_file")
+                candidates += _group_bytes(_GROUPS, name, "memory.max", "memory.current", "inactive_file")
             elif "memory" in kinds.split(","):
-                found += _of_group(
+                candidates += _group_bytes(
                     _GROUPS / "memory", name, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
                 )
-    return max(0, min(found))
+    return max(0, min(candidates))
 
 
-def _of_the_machine() -> int:
+def _machine_bytes() -> int:
     with contextlib.suppress(OSError, ValueError, KeyError):
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         return int(lines["MemAvailable"].split()[0]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # not Linux
 
 
-def _of_group(root: Path, name: str, limit: str, usage: str, cache: str) -> list[int]:
+def _group_bytes(root: Path, name: str, limit: str, usage: str, cache: str) -> list[int]:
     """Return the free bytes of each limited group among this control group and its ancestors."""
-    found = []
+    free = []
     # In a container, the group's own folder may be the root.
     folders = [root / part for part in (Path(name.strip("/")), *Path(name.strip("/")).parents)]
     for folder in dict.fromkeys([*folders, root]):
         with contextlib.suppress(OSError, ValueError):
-            most = int((folder / limit).read_text())  # ValueError for "max": the group has no limit
-            if most < _UNLIMITED:
+            limit_bytes = int((folder / limit).read_text())  # ValueError for "max": the group has no limit
+            if limit_bytes < _UNLIMITED:
                 lines = [line.split() for line in (folder / "memory.stat").read_text().splitlines()]
                 reclaimable = int(dict(line for line in lines if len(line) == 2).get(cache, 0))
-                found.append(most - int((folder / usage).read_text()) + reclaimable)
-    return found
+                free.append(limit_bytes - int((folder / usage).read_text()) + reclaimable)
+    return free

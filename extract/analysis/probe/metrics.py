@@ -74,14 +74,14 @@ def classification_metrics(
         columns["log_loss"] = np.where(known, np.logaddexp.reduce(above, axis=1), np.nan)
         confidence = probabilities.max(1).astype(np.float64)
 
-    def of(rows: NDArray[np.int64] | slice) -> dict[str, float]:
-        found = {name: _mean(values[rows]) for name, values in columns.items()}
-        n, recall, _, f1, there = _by_class(classes[rows], n_classes, predicted[rows])
-        found["balanced_accuracy"] = float(recall[n > 0].mean())
-        found["macro_f1"] = float(f1[there].mean())
-        return found
+    def compute(rows: NDArray[np.int64] | slice) -> dict[str, float]:
+        values = {name: _mean(column[rows]) for name, column in columns.items()}
+        n, recall, _, f1, present = _by_class(classes[rows], n_classes, predicted[rows])
+        values["balanced_accuracy"] = float(recall[n > 0].mean())
+        values["macro_f1"] = float(f1[present].mean())
+        return values
 
-    metrics = _with_intervals(of, count, seed)
+    metrics = _with_intervals(compute, count, seed)
     if probabilities is not None:
         error = expected_calibration_error(confidence, hits["top1"])
         metrics["calibration_error"] = Estimate(error, math.nan, math.nan)
@@ -89,8 +89,8 @@ def classification_metrics(
 
 
 def _mean(values: NDArray[Any]) -> float:
-    there = values[~np.isnan(values)] if values.dtype.kind == "f" else values
-    return float(there.mean()) if len(there) else math.nan
+    known = values[~np.isnan(values)] if values.dtype.kind == "f" else values
+    return float(known.mean()) if len(known) else math.nan
 
 
 def multilabel_metrics(scores: NDArray[np.float32], truth: NDArray[np.float32], seed: int) -> dict[str, Estimate]:
@@ -103,13 +103,13 @@ def multilabel_metrics(scores: NDArray[np.float32], truth: NDArray[np.float32], 
     """
     ranking = _Ranking.of(scores, truth)
 
-    def of(rows: NDArray[np.int64] | slice) -> dict[str, float]:
+    def compute(rows: NDArray[np.int64] | slice) -> dict[str, float]:
         times = np.bincount(np.arange(len(scores))[rows], minlength=len(scores)).astype(np.float64)
         return {"mAP": _mean(ranking.average_precision(times))}
 
     if scores.size > _MOST_RESAMPLED:
-        return {name: Estimate(value, math.nan, math.nan) for name, value in of(slice(None)).items()}
-    return _with_intervals(of, len(scores), seed, _COSTLY_RESAMPLES)
+        return {name: Estimate(value, math.nan, math.nan) for name, value in compute(slice(None)).items()}
+    return _with_intervals(compute, len(scores), seed, _COSTLY_RESAMPLES)
 
 
 def average_precision(
@@ -149,14 +149,14 @@ class _Ranking:
         return _Ranking(rows, np.take_along_axis(truth, rows, 0), last)
 
     def average_precision(self, times: NDArray[np.float64]) -> NDArray[np.float64]:
-        found = np.full(self.rows.shape[1], np.nan)
+        precisions = np.full(self.rows.shape[1], np.nan)
         for label, (rows, truth, last) in enumerate(zip(self.rows.T, self.truth.T, self.last.T, strict=True)):
             counted = times[rows]
-            true, everyone = np.cumsum(counted * truth)[last], np.cumsum(counted)[last]
-            if true[-1] > 0:
-                precision = np.divide(true, everyone, out=np.zeros_like(true), where=everyone > 0)
-                found[label] = float((np.diff(true, prepend=0) * precision).sum() / true[-1])
-        return found
+            n_positives, n_rows = np.cumsum(counted * truth)[last], np.cumsum(counted)[last]
+            if n_positives[-1] > 0:
+                precision = np.divide(n_positives, n_rows, out=np.zeros_like(n_positives), where=n_rows > 0)
+                precisions[label] = float((np.diff(n_positives, prepend=0) * precision).sum() / n_positives[-1])
+        return precisions
 
 
 def regression_metrics(predicted: NDArray[np.float64], truth: NDArray[np.float64], seed: int) -> dict[str, Estimate]:
@@ -167,20 +167,20 @@ def regression_metrics(predicted: NDArray[np.float64], truth: NDArray[np.float64
         truth: (N, K).
         seed: seed of the resampling for intervals.
     """
-    off = predicted - truth
+    errors = predicted - truth
 
-    def of(rows: NDArray[np.int64] | slice) -> dict[str, float]:
+    def compute(rows: NDArray[np.int64] | slice) -> dict[str, float]:
         spread = ((truth[rows] - truth[rows].mean(0)) ** 2).sum(0)
-        missed = (off[rows] ** 2).sum(0)
+        squared_errors = (errors[rows] ** 2).sum(0)
         with np.errstate(divide="ignore", invalid="ignore"):
-            r2 = np.where(spread > 0, 1 - missed / spread, np.where(missed > 0, 0.0, 1.0))
+            r2 = np.where(spread > 0, 1 - squared_errors / spread, np.where(squared_errors > 0, 0.0, 1.0))
         return {
             "r2": float(r2.mean()),
-            "rmse": float(np.sqrt((off[rows] ** 2).mean())),
-            "mae": float(np.abs(off[rows]).mean()),
+            "rmse": float(np.sqrt((errors[rows] ** 2).mean())),
+            "mae": float(np.abs(errors[rows]).mean()),
         }
 
-    return _with_intervals(of, len(truth), seed)
+    return _with_intervals(compute, len(truth), seed)
 
 
 def expected_calibration_error(confidence: NDArray[np.float64], right: NDArray[np.bool_]) -> float:
@@ -199,7 +199,8 @@ def confusion_of(predicted: NDArray[np.int64], truth: NDArray[np.int64], n_class
 
 def by_class(predicted: NDArray[np.int64], truth: NDArray[np.int64], n_classes: int) -> dict[str, NDArray[Any]]:
     """Compute recall, precision and f1 (K,) of each class, 0 if undefined, as in scikit-learn; n: number of rows."""
-    n, recall, precision, f1, _ = (one[:n_classes] for one in _by_class(*_all_classes(truth, n_classes), predicted))
+    columns = _by_class(*_all_classes(truth, n_classes), predicted)
+    n, recall, precision, f1, _ = (column[:n_classes] for column in columns)
     return {"n": n, "recall": recall, "precision": precision, "f1": f1}
 
 
@@ -212,26 +213,27 @@ def _by_class(
     truth: NDArray[np.int64], n_classes: int, predicted: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], NDArray[np.bool_]]:
     """Return (K,) numbers of rows, recall, precision, f1, and whether the class is present or predicted."""
-    n, said, right = (np.bincount(one, minlength=n_classes) for one in (truth, predicted, truth[truth == predicted]))
-    recall = np.divide(right, n, out=np.zeros(n_classes), where=n > 0)
-    precision = np.divide(right, said, out=np.zeros(n_classes), where=said > 0)
-    f1 = np.divide(2 * right, n + said, out=np.zeros(n_classes), where=n + said > 0)
-    return n, recall, precision, f1, n + said > 0
+    right = truth[truth == predicted]
+    n, n_predicted, n_right = (np.bincount(classes, minlength=n_classes) for classes in (truth, predicted, right))
+    recall = np.divide(n_right, n, out=np.zeros(n_classes), where=n > 0)
+    precision = np.divide(n_right, n_predicted, out=np.zeros(n_classes), where=n_predicted > 0)
+    f1 = np.divide(2 * n_right, n + n_predicted, out=np.zeros(n_classes), where=n + n_predicted > 0)
+    return n, recall, precision, f1, n + n_predicted > 0
 
 
 def _with_intervals(
-    of: Callable[[NDArray[np.int64] | slice], dict[str, float]], count: int, seed: int, resamples: int = RESAMPLES
+    compute: Callable[[NDArray[np.int64] | slice], dict[str, float]], count: int, seed: int, resamples: int = RESAMPLES
 ) -> dict[str, Estimate]:
-    values = of(slice(None))
+    values = compute(slice(None))
     generator = np.random.default_rng(seed)
     with np.errstate(all="ignore"):  # a draw may lack a class, or repeat a row many times
-        drawn = [of(generator.integers(0, count, count)) for _ in range(resamples)]
-    found = {}
+        drawn = [compute(generator.integers(0, count, count)) for _ in range(resamples)]
+    estimates = {}
     for name, value in values.items():
-        there = [one[name] for one in drawn if math.isfinite(one[name])]
-        low, high = np.percentile(there, [2.5, 97.5]) if there else (math.nan, math.nan)
-        found[name] = Estimate(value, float(low), float(high))
-    return found
+        draws = [draw[name] for draw in drawn if math.isfinite(draw[name])]
+        low, high = np.percentile(draws, [2.5, 97.5]) if draws else (math.nan, math.nan)
+        estimates[name] = Estimate(value, float(low), float(high))
+    return estimates
 
 
 def mcnemar(right: NDArray[np.bool_], others_right: NDArray[np.bool_]) -> tuple[int, int, float]:

@@ -93,10 +93,10 @@ class LinearProbe:
         Raises:
             InputError: see `decision_function`; or the probe has no probabilities.
         """
-        found = self.probabilities(self.scores(x))
-        if found is None:
-            raise InputError("this probe has scores, but no probabilities")
-        return found
+        probabilities = self.probabilities(self.scores(x))
+        if probabilities is None:
+            raise InputError("this probe computes scores, but no probabilities; use decision_function")
+        return probabilities
 
     def predict(self, x: Source | FeatureRows) -> NDArray[Any]:
         """Return classes (N,); labels (N, K), 0 or 1; or, for regression, values (N,) or (N, K)."""
@@ -134,7 +134,7 @@ class LinearProbe:
             with safe_open(path, "np") as file:
                 text = file.metadata() or {}
                 if text.get("format") != _FORMAT or text.get("format_version") != _VERSION:
-                    raise InputError(f"{path} holds no probe of `layertap probe --save` (format {_VERSION})")
+                    raise InputError(f"{path} is not a probe of `layertap probe --save` (format {_VERSION})")
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             scaling = Scaling(text["scaling"], tensors.get("mean"), tensors.get("scale"))
             classes, about = json.loads(text["classes"]), json.loads(text["about"])
@@ -147,21 +147,21 @@ class LinearProbe:
         except (SafetensorError, OSError, KeyError, ValueError, TypeError, RecursionError) as error:
             if isinstance(error, InputError):
                 raise
-            raise InputError(f"{path} is no probe that can be read: {error}") from error
-        for what in _wrong(probe):
-            raise InputError(f"{path} is no whole probe: {what}")
+            raise InputError(f"{path} cannot be read as a probe: {error}") from error
+        for problem in _inconsistencies(probe):
+            raise InputError(f"{path} is not a valid probe: {problem}")
         return probe
 
 
-def _wrong(probe: LinearProbe) -> Iterator[str]:
+def _inconsistencies(probe: LinearProbe) -> Iterator[str]:
     """Yield the inconsistencies of a probe read from a file."""
     if probe.task not in _TASKS or probe.scaling.name not in ("none", "l2", "standardise"):
         yield f"unknown task {probe.task!r} or scaling {probe.scaling.name!r}"
     if probe.classes_.dtype.kind not in "Uif" or len(set(probe.classes_.ravel().tolist())) < probe.classes_.size:
-        yield "its classes are no names, or there twice"
+        yield "its classes are not distinct names or numbers"
         return
     if probe.classes_.ndim != 1 or not isinstance(probe.about, dict):
-        yield "its classes are no list, or what it is about is missing"
+        yield "its classes are not a list, or its metadata are not a mapping"
         return
     expected_dtype = np.float64 if probe.task == "regression" else np.float32
     if (
@@ -169,20 +169,20 @@ def _wrong(probe: LinearProbe) -> Iterator[str]:
         or probe.intercept_.shape != probe.coef_.shape[:1]
         or {probe.coef_.dtype, probe.intercept_.dtype} != {np.dtype(expected_dtype)}
     ):
-        yield "its weights have other shapes than (K, D) and (K,)"
+        yield f"its weights are not {np.dtype(expected_dtype)} of shapes (K, D) and (K,)"
         return
-    columns: Sequence[Any] = [one for one in (probe.scaling.mean, probe.scaling.scale) if one is not None]
+    columns: Sequence[Any] = [array for array in (probe.scaling.mean, probe.scaling.scale) if array is not None]
     if len(columns) != (2 if probe.scaling.name == "standardise" else 0):
         yield "the statistics of its scaling are missing"
-    if any(one.shape != probe.coef_.shape[1:] for one in columns):
-        yield "its scaling has another width than its weights"
+    if any(array.shape != probe.coef_.shape[1:] for array in columns):
+        yield "its scaling and its weights have different widths"
     expected = 2 if probe._one_score else len(probe.coef_)
     if probe.classes_.shape != (expected,):
-        yield f"it has {len(probe.classes_)} classes, and weights of {expected}"
-    if not all(np.isfinite(one).all() for one in (probe.coef_, probe.intercept_, *columns)):
-        yield "a number is not finite"
+        yield f"it has {len(probe.classes_)} classes, but weights for {expected}"
+    if not all(np.isfinite(array).all() for array in (probe.coef_, probe.intercept_, *columns)):
+        yield "a weight or a statistic of its scaling is not finite"
     if probe.scaling.scale is not None and not (probe.scaling.scale > 0).all():
-        yield "a standard deviation is not above zero"
+        yield "a standard deviation of its scaling is not above zero"
 
 
 def _logistic(scores: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -149,18 +149,18 @@ def linear_probe(
         LayertapError: the device runs out of memory, or features are too large for float32.
     """
     if (x_val is None) != (y_val is None):
-        raise InputError("x_val and y_val go together")
+        raise InputError("give both x_val and y_val, or neither")
     if class_weight not in (None, "balanced"):
         raise unknown_name("class_weight", str(class_weight), ["balanced"])
     if not isinstance(protocol, str) or protocol not in PROTOCOLS:
         raise unknown_name("protocol", str(protocol), PROTOCOLS)
-    kind = PROTOCOLS[protocol]
-    numbers = kind.tasks == ("regression",)
+    definition = PROTOCOLS[protocol]
+    numbers = definition.tasks == ("regression",)
     if not isinstance(seed, int) or not 0 <= seed < 1 << 32:
         raise InputError(f"seed is {seed!r}; expected a whole number from 0 to {(1 << 32) - 1}")
     train, test = np.asarray(y_train), np.asarray(y_test)
     val = None if y_val is None else np.asarray(y_val)
-    task, classes, encoded = _encoded(train, val, test, numbers)
+    task, classes, encoded = _encode_targets(train, val, test, numbers)
     pieces: list[Labelled | None] = []
     for name, x, y in (("train", x_train, encoded[0]), ("val", x_val, encoded[1]), ("test", x_test, encoded[2])):
         if x is None or y is None:
@@ -169,7 +169,7 @@ def linear_probe(
         # Convert a list of rows to an array: `FeatureRows` treats a list as arrays side by side.
         rows = FeatureRows.of(np.asarray(x) if isinstance(x, list | tuple) else x)
         if len(rows) != len(y):
-            raise InputError(f"x_{name} has {len(rows):,} rows, y_{name} {len(y):,}")
+            raise InputError(f"x_{name} has {len(rows):,} rows, but y_{name} has {len(y):,}")
         pieces.append(Labelled(rows, y))
     fit, chosen_on, tested = pieces
     assert fit is not None
@@ -212,56 +212,60 @@ def probe(
     started = time.perf_counter()
     if protocol not in PROTOCOLS:
         raise unknown_name("protocol", protocol, PROTOCOLS)
-    kind = PROTOCOLS[protocol]
-    if task not in kind.tasks:
-        fitting = ", ".join(name for name, one in PROTOCOLS.items() if task in one.tasks)
-        raise InputError(f"the protocol {protocol} is for {' and '.join(kind.tasks)}, not for {task}: take {fitting}")
+    definition = PROTOCOLS[protocol]
+    if task not in definition.tasks:
+        suitable = ", ".join(name for name, other in PROTOCOLS.items() if task in other.tasks)
+        raise InputError(
+            f"the protocol {protocol} supports {' and '.join(definition.tasks)}, not {task}; use {suitable}"
+        )
     if scaling is not None and scaling not in SCALINGS:
         raise unknown_name("scaling", scaling, SCALINGS)
     if balanced and (task != "classification" or protocol in ("knn", "centroid")):
-        raise InputError(f"class weights are for logistic regression of classes, not for {protocol} of {task}")
+        raise InputError(f"class weights need logistic regression of classes; {protocol} for {task} has none")
     if val is not None and not len(val):
         val = None
     if not len(test) or not len(train):
-        raise InputError(f"{len(train):,} rows to train on and {len(test):,} to test on; both need some")
+        raise InputError(f"{len(train):,} training rows and {len(test):,} test rows; expected at least one of each")
     if task == "regression" and (constant := np.flatnonzero(np.ptp(train.targets, axis=0) == 0)).size:
-        raise InputError(f"{classes[constant[0]]} is {train.targets[0, constant[0]]:g} in all training rows")
+        name, value = classes[constant[0]], train.targets[0, constant[0]]
+        raise InputError(f"{name} is {value:g} in all training rows; regression needs different values")
     if task == "classification" and len(classes) < 2:
-        raise InputError(f"the training rows have {len(classes)} class; a probe needs at least two")
-    widths = {name: one.rows.width for name, one in (("train", train), ("val", val), ("test", test)) if one is not None}
+        raise InputError(f"the training rows have only {len(classes)} class; a probe needs at least two")
+    parts = (("train", train), ("val", val), ("test", test))
+    widths = {name: part.rows.width for name, part in parts if part is not None}
     if len(set(widths.values())) > 1:
-        raise InputError(f"rows of different widths: {widths}")
-    place = _place(device)
+        raise InputError(f"rows have different widths: {widths}")
+    torch_device = _probe_device(device)
     memory_bytes = free_bytes() // 2 if memory_bytes is None else memory_bytes
-    if place.type == "cuda":
-        memory_bytes = min(memory_bytes, torch.cuda.mem_get_info(place)[0] // 2)
-    settings = Settings(task, classes, scaling or kind.scaling, balanced, seed, place, memory_bytes)
+    if torch_device.type == "cuda":
+        memory_bytes = min(memory_bytes, torch.cuda.mem_get_info(torch_device)[0] // 2)
+    settings = Settings(task, classes, scaling or definition.scaling, balanced, seed, torch_device, memory_bytes)
     # Rows that fit are read once. The limit is a third, since the fitted rows are also held along their principal axes.
-    held_bytes = sum(one.rows.nbytes for one in (train, val, test) if one is not None)
+    held_bytes = sum(part.rows.nbytes for part in (train, val, test) if part is not None)
     if held_bytes <= memory_bytes // 3:
         settings = replace(settings, memory_bytes=memory_bytes - held_bytes)
-        train, test = (Labelled(one.rows.held(), one.targets) for one in (train, test))
+        train, test = (Labelled(part.rows.held(), part.targets) for part in (train, test))
         val = None if val is None else Labelled(val.rows.held(), val.targets)
     try:
-        if kind.fit is None:
+        if definition.fit is None:
             result = _few_shot(train, val, test, settings, protocol)
         else:
-            result = _tested(kind.fit(train, val, settings), test, settings, protocol)
+            result = _evaluate(definition.fit(train, val, settings), test, settings, protocol)
     except torch.OutOfMemoryError as error:
         raise LayertapError(
-            f"the memory of {place} does not suffice: {first_line(error)}; set --max-memory-mb (memory_bytes)"
+            f"not enough memory on {torch_device}: {first_line(error)}; set a smaller --max-memory-mb (memory_bytes)"
         ) from error
     notes = list(result.notes)
-    if task == "classification" and (unknown := int((test.targets < 0).sum())):
-        notes.append(f"{unknown:,} test rows have a class that no training row has; they count as wrong")
+    if task == "classification" and (n_unknown := int((test.targets < 0).sum())):
+        notes.append(f"{n_unknown:,} test rows have a class that no training row has; these rows count as wrong")
     return replace(result, notes=notes, seconds=time.perf_counter() - started)
 
 
-def _place(device: str) -> torch.device:
-    place = device_named(device)
-    if place.type == "mps" and device != "auto":
-        raise InputError("probes need double precision, which mps has not; take --device cpu")
-    return torch.device("cpu") if place.type == "mps" else place
+def _probe_device(device: str) -> torch.device:
+    torch_device = device_named(device)
+    if torch_device.type == "mps" and device != "auto":
+        raise InputError("probes need double precision, which mps does not support; use --device cpu")
+    return torch.device("cpu") if torch_device.type == "mps" else torch_device
 
 
 def _few_shot(train: Labelled, val: Labelled | None, test: Labelled, settings: Settings, protocol: str) -> ProbeResult:
@@ -280,7 +284,7 @@ def _few_shot(train: Labelled, val: Labelled | None, test: Labelled, settings: S
     )
 
 
-def _tested(fitted: Fitted, test: Labelled, settings: Settings, protocol: str) -> ProbeResult:
+def _evaluate(fitted: Fitted, test: Labelled, settings: Settings, protocol: str) -> ProbeResult:
     """Predict the test rows, once, and compute the metrics."""
     scores, probabilities = fitted.scores(test.rows)
     truth, k = test.targets, len(settings.classes)
@@ -330,57 +334,64 @@ def _over_draws(values: list[float]) -> Estimate:
     return Estimate(mean, mean - half, mean + half)
 
 
-def _encoded(
+def _encode_targets(
     train: NDArray[Any], val: NDArray[Any] | None, test: NDArray[Any], numbers: bool
 ) -> tuple[str, NDArray[Any], tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any]]]:
     """Return the task, the classes, and the encoded targets of the training, validation and test rows."""
-    given = [one for one in (train, val, test) if one is not None]
+    arrays = [array for array in (train, val, test) if array is not None]
     if not train.size or not test.size:
-        raise InputError(f"{len(train):,} rows to train on and {len(test):,} to test on; both need some")
-    if any(one.dtype.kind == "f" and not np.isfinite(one).all() for one in given):
-        raise InputError("a target is NaN or infinite; leave such rows out")
-    if any(one.dtype.kind == "O" for one in given):
-        kinds = sorted({type(value).__name__ for one in given for value in one.ravel().tolist()})
+        raise InputError(f"{len(train):,} training rows and {len(test):,} test rows; expected at least one of each")
+    if any(array.dtype.kind == "f" and not np.isfinite(array).all() for array in arrays):
+        raise InputError("a target is NaN or infinite; leave out such rows")
+    if any(array.dtype.kind == "O" for array in arrays):
+        kinds = sorted({type(value).__name__ for array in arrays for value in array.ravel().tolist()})
         if kinds != ["str"]:
-            raise InputError(f"targets are of several kinds ({', '.join(kinds)}); expected all text, or all numbers")
-    if any(one.ndim not in (1, 2) or one.ndim != train.ndim or one.shape[1:] != train.shape[1:] for one in given):
-        raise InputError(f"targets of shapes {', '.join(str(one.shape) for one in given)}; expected (N,) or (N, K)")
+            raise InputError(f"targets have several types ({', '.join(kinds)}); expected only text, or only numbers")
+    if train.ndim not in (1, 2) or any(
+        array.ndim != train.ndim or array.shape[1:] != train.shape[1:] for array in arrays
+    ):
+        shapes = ", ".join(str(array.shape) for array in arrays)
+        raise InputError(f"targets have shapes {shapes}; expected (N,) or (N, K)")
     if numbers:
         if any(
-            one.dtype.kind not in "iufb" or np.abs(one.astype(np.float64)).max(initial=0) > _LARGEST for one in given
+            array.dtype.kind not in "iufb" or np.abs(array.astype(np.float64)).max(initial=0) > _LARGEST
+            for array in arrays
         ):
-            raise InputError("the targets of regression are finite numbers, below 1e100")
-        as_numbers = [None if one is None else one.reshape(len(one), -1).astype(np.float64)
-                      for one in (train, val, test)]  # fmt: skip
+            raise InputError("regression targets must be finite numbers below 1e100")
+        as_numbers = [None if array is None else array.reshape(len(array), -1).astype(np.float64)
+                      for array in (train, val, test)]  # fmt: skip
         names = np.array([f"target {i}" for i in range(np.prod(train.shape[1:], dtype=int))])
         return "regression", names, tuple(as_numbers)  # type: ignore[return-value]
     if train.ndim == 2 and train.shape[1] == 1:  # a column of classes
-        return _encoded(train[:, 0], None if val is None else val[:, 0], test[:, 0], numbers)
+        return _encode_targets(train[:, 0], None if val is None else val[:, 0], test[:, 0], numbers)
     if train.ndim == 2:
-        if any(not np.isin(one, (0, 1)).all() for one in given):
-            raise InputError("targets of shape (N, K) are labels, 0 or 1; of numbers, take protocol='ridge'")
-        labels = [None if one is None else one.astype(np.float32) for one in (train, val, test)]
+        if any(not np.isin(array, (0, 1)).all() for array in arrays):
+            raise InputError("targets of shape (N, K) must be labels, 0 or 1; for numbers, use protocol='ridge'")
+        labels = [None if array is None else array.astype(np.float32) for array in (train, val, test)]
         return "multilabel", np.arange(train.shape[1]), tuple(labels)  # type: ignore[return-value]
     if train.dtype.kind == "f" and (train != np.round(train)).any():
-        raise InputError("y_train holds fractions; numbers are predicted with protocol='ridge', classes are whole")
+        raise InputError("y_train holds fractions; expected whole class numbers; for numbers, use protocol='ridge'")
     classes = np.unique(train)
     encoded: list[NDArray[Any] | None] = []
-    for name, one in (("val", val), ("test", test)):
-        if one is None:
+    for name, array in (("val", val), ("test", test)):
+        if array is None:
             encoded.append(None)
             continue
-        comparable = (one.dtype.kind in "US") == (classes.dtype.kind in "US")
-        places = np.minimum(np.searchsorted(classes, one), len(classes) - 1) if comparable else np.zeros(len(one), int)
-        found = np.where(classes[places] == one, places, -1) if comparable else places - 1
+        comparable = (array.dtype.kind in "US") == (classes.dtype.kind in "US")
+        if comparable:
+            nearest = np.minimum(np.searchsorted(classes, array), len(classes) - 1)
+            indices = np.where(classes[nearest] == array, nearest, -1)
+        else:
+            indices = np.full(len(array), -1)
         # -1, -2, ...: one number for each class missing from training.
-        number = np.unique(one[found < 0], return_inverse=True)[1]
-        found[found < 0] = -1 - number
-        if name == "val" and (found < 0).any():
-            raise InputError(f"y_val has the class {one[found < 0][0].item()!r}, which y_train has not")
-        if not (found >= 0).any() and len(one):
+        missing_number = np.unique(array[indices < 0], return_inverse=True)[1]
+        indices[indices < 0] = -1 - missing_number
+        if name == "val" and (indices < 0).any():
+            raise InputError(f"y_val has the class {array[indices < 0][0].item()!r}, which y_train does not have")
+        if not (indices >= 0).any() and len(array):
             raise InputError(
-                f"no class of y_{name} is one of y_train: {one[0].item()!r} ({one.dtype}) there, {classes[0].item()!r} "
-                f"({train.dtype}) here"
+                f"y_{name} and y_train have no class in common; for example, y_{name} has {array[0].item()!r} "
+                f"({array.dtype}) and y_train has {classes[0].item()!r} ({train.dtype})"
             )
-        encoded.append(found)
+        encoded.append(indices)
     return "classification", classes, (np.searchsorted(classes, train), encoded[0], encoded[1])  # type: ignore[return-value]

@@ -24,7 +24,7 @@ from extract.analysis.probe.logistic import Fit, LogisticRegression
 from extract.analysis.probe.model import LinearProbe
 from extract.analysis.probe.neighbours import neighbour_shares
 from extract.analysis.probe.ridge import fit_ridge
-from extract.analysis.probe.strength_choice import OnVal, best_of, on_val, primary
+from extract.analysis.probe.strength_choice import ValidationScore, position_of_best, primary, score_on_validation
 from extract.errors import InputError
 
 __all__ = ["PROTOCOLS", "SHOTS", "Fitted", "Labelled", "Protocol", "Settings"]
@@ -138,7 +138,7 @@ def simclr(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
     augmentation. The range is interpreted as that of C.
     """
     train, val = held_out(train, val, settings)
-    return _refitted(train, val, settings, _swept(train, val, settings, np.logspace(-6, 5, 45)), "C")
+    return _refit(train, val, settings, _compare_all(train, val, settings, np.logspace(-6, 5, 45)), "C")
 
 
 def dinov2_logreg(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
@@ -148,7 +148,7 @@ def dinov2_logreg(train: Labelled, val: Labelled | None, settings: Settings) -> 
     the default here. Validation rows, if given, are added to the training rows.
     """
     train, val = held_out(train if val is None else train + val, None, settings)
-    return _refitted(train, val, settings, _swept(train, val, settings, 10 ** np.linspace(-6, 5, 45)), "C")
+    return _refit(train, val, settings, _compare_all(train, val, settings, 10 ** np.linspace(-6, 5, 45)), "C")
 
 
 def clip(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
@@ -158,7 +158,7 @@ def clip(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
     1e6 first, then the midpoints next to the best value, down to 8 steps in a factor of ten; at most 1,000 iterations.
     """
     train, val = held_out(train, val, settings)
-    return _refitted(train, val, settings, _searched(train, val, settings), "lambda")
+    return _refit(train, val, settings, _coarse_to_fine(train, val, settings), "lambda")
 
 
 def knn(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
@@ -166,24 +166,25 @@ def knn(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
 
     DINO (Caron et al. 2021), `eval_knn.py`; k is chosen on validation rows, which then become neighbours too.
     """
-    fit, chosen_on = held_out(train, val, settings)
+    fit, validation = held_out(train, val, settings)
     ks = [k for k in _KS if k <= len(fit)] or [len(fit)]
-    n_classes, where = len(settings.classes), (settings.device, settings.memory_bytes)
+    n_classes, resources = len(settings.classes), (settings.device, settings.memory_bytes)
     scaling = Scaling.of(settings.scaling, fit.rows)
-    bank, queries = fit.rows.scaled(scaling), chosen_on.rows.scaled(scaling)
-    shares = neighbour_shares(bank, fit.targets, n_classes, queries, ks, *where)
-    curve = [(float(k), primary(one, chosen_on.targets, settings.task)) for k, one in zip(ks, shares, strict=True)]
+    bank, queries = fit.rows.scaled(scaling), validation.rows.scaled(scaling)
+    shares = neighbour_shares(bank, fit.targets, n_classes, queries, ks, *resources)
+    curve = [(float(k), primary(votes, validation.targets, settings.task)) for k, votes in zip(ks, shares, strict=True)]
     k = ks[int(np.argmax([value for _, value in curve]))]
-    everyone = fit + chosen_on
-    scaling = Scaling.of(settings.scaling, everyone.rows)
+    neighbours = fit + validation
+    scaling = Scaling.of(settings.scaling, neighbours.rows)
 
     def scores(rows: FeatureRows) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
-        (found,) = neighbour_shares(
-            everyone.rows.scaled(scaling), everyone.targets, n_classes, rows.scaled(scaling), [k], *where
+        (votes,) = neighbour_shares(
+            neighbours.rows.scaled(scaling), neighbours.targets, n_classes, rows.scaled(scaling), [k], *resources
         )
-        return found, None  # shares of votes are not probabilities: most are exactly 0
+        return votes, None  # shares of votes are not probabilities: most are exactly 0
 
-    return Fitted(scores, len(everyone), "k", k, curve, len(chosen_on), threshold=0.5, notes=_on_few(len(chosen_on)))
+    notes = _note_on_few_rows(len(validation))
+    return Fitted(scores, len(neighbours), "k", k, curve, len(validation), threshold=0.5, notes=notes)
 
 
 def centroid(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
@@ -195,9 +196,9 @@ def centroid(train: Labelled, val: Labelled | None, settings: Settings) -> Fitte
     scaling = Scaling.of(settings.scaling, train.rows)
     sums = np.zeros((len(settings.classes), train.rows.width))
     for start, block in train.rows.scaled(scaling).blocks():
-        here = train.targets[start : start + len(block)]
-        for one in np.unique(here):
-            sums[one] += block[here == one].sum(0, dtype=np.float64)
+        targets = train.targets[start : start + len(block)]
+        for class_number in np.unique(targets):
+            sums[class_number] += block[targets == class_number].sum(0, dtype=np.float64)
     lengths = np.linalg.norm(sums, axis=1, keepdims=True)
     means = (sums / np.where(lengths > 0, lengths, 1)).astype(np.float32)
     if len(means) == 2:
@@ -212,19 +213,19 @@ def ridge(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
 
     Hoerl and Kennard 1970; as scikit-learn's `Ridge`, |X w + b - y|^2 + alpha |w|^2, on standardised features.
     """
-    fit, chosen_on = held_out(train, val, settings)
+    fit, validation = held_out(train, val, settings)
     alphas = np.logspace(-5, 6, 45)
     scaling = Scaling.of(settings.scaling, fit.rows)
     weights, biases = fit_ridge(fit.rows.scaled(scaling), fit.targets, alphas.tolist())
-    compared = on_val(weights, biases, chosen_on.rows.scaled(scaling), chosen_on.targets, settings.task)
-    curve = [(alpha, one.value) for alpha, one in zip(alphas.tolist(), compared, strict=True)]
-    alpha = float(alphas[::-1][best_of(compared[::-1])])
-    everyone = fit + chosen_on
-    scaling = Scaling.of(settings.scaling, everyone.rows)
-    weights, biases = fit_ridge(everyone.rows.scaled(scaling), everyone.targets, [alpha])
+    results = score_on_validation(weights, biases, validation.rows.scaled(scaling), validation.targets, settings.task)
+    curve = [(alpha, result.value) for alpha, result in zip(alphas.tolist(), results, strict=True)]
+    alpha = float(alphas[::-1][position_of_best(results[::-1])])
+    all_rows = fit + validation
+    scaling = Scaling.of(settings.scaling, all_rows.rows)
+    weights, biases = fit_ridge(all_rows.rows.scaled(scaling), all_rows.targets, [alpha])
     model = LinearProbe(weights[0], biases[0], settings.classes, settings.task, scaling, has_probabilities=False)
-    notes = _at_the_end("alpha", alpha, curve) + _on_few(len(chosen_on)) + _tied("alpha", curve)
-    return Fitted(_scorer(model), len(everyone), "alpha", alpha, curve, len(chosen_on), model, notes=notes)
+    notes = _note_on_range("alpha", alpha, curve) + _note_on_few_rows(len(validation)) + _note_on_ties("alpha", curve)
+    return Fitted(_scorer(model), len(all_rows), "alpha", alpha, curve, len(validation), model, notes=notes)
 
 
 _CLASSES = ("classification", "multilabel")
@@ -254,8 +255,8 @@ def held_out(train: Labelled, val: Labelled | None, settings: Settings) -> tuple
     count = len(train) // 10
     if not count:
         raise InputError(
-            f"{len(train)} training rows are too few to hold a tenth out for the choice of hyper-parameters; give "
-            "validation rows, or take the protocol centroid, which chooses nothing"
+            f"{len(train)} training rows are too few to hold out a tenth for choosing hyper-parameters; give "
+            "validation rows, or use the protocol centroid, which has no hyper-parameters"
         )
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(settings.seed)).numpy()
     return train.subset(np.sort(order[count:])), train.subset(np.sort(order[:count]))
@@ -272,38 +273,38 @@ def few_shot(train: Labelled, val: Labelled | None, test: Labelled, settings: Se
     Raises:
         InputError: a class has too few rows for one shot.
     """
-    found: dict[int, list[float]] = {}
+    values: dict[int, list[float]] = {}
     n_classes = len(settings.classes)
     fewest = int(np.bincount(train.targets, minlength=n_classes).min())
     fewest_val = fewest if val is None else int(np.bincount(val.targets, minlength=n_classes).min())
     for repeat in range(_REPEATS):
         generator = np.random.default_rng([settings.seed, repeat])
-        order = _shuffled_by_class(train.targets, n_classes, generator)
-        order_val = None if val is None else _shuffled_by_class(val.targets, n_classes, generator)
+        order = _shuffle_by_class(train.targets, n_classes, generator)
+        order_val = None if val is None else _shuffle_by_class(val.targets, n_classes, generator)
         for shots in SHOTS:
             n_val = min(shots, 4)
             if shots + (0 if val is not None else n_val) > fewest or (val is not None and n_val > fewest_val):
                 continue
             drawn = train.subset(np.sort(np.concatenate([rows[:shots] for rows in order])))
             if val is None or order_val is None:
-                chosen_on = train.subset(np.sort(np.concatenate([rows[-n_val:] for rows in order])))
+                validation = train.subset(np.sort(np.concatenate([rows[-n_val:] for rows in order])))
             else:
-                chosen_on = val.subset(np.sort(np.concatenate([rows[:n_val] for rows in order_val])))
+                validation = val.subset(np.sort(np.concatenate([rows[:n_val] for rows in order_val])))
             drawn = Labelled(drawn.rows.held(), drawn.targets)
-            sweep = _searched(drawn, Labelled(chosen_on.rows.held(), chosen_on.targets), settings)
+            sweep = _coarse_to_fine(drawn, Labelled(validation.rows.held(), validation.targets), settings)
             scores, _ = _scorer(sweep.best)(test.rows)
-            found.setdefault(shots, []).append(primary(scores, test.targets, settings.task))
-    if not found:
+            values.setdefault(shots, []).append(primary(scores, test.targets, settings.task))
+    if not values:
         raise InputError(
             f"a class has {fewest} training rows" + ("" if val is None else f" and {fewest_val} validation rows")
             + "; few-shot needs at least one for training and one for validation"
         )  # fmt: skip
-    return found
+    return values
 
 
 @dataclass(frozen=True)
 class _Sweep:
-    """Compared strengths, and the probe of the best strength (`best_of`)."""
+    """Compared strengths, and the probe of the best strength (`position_of_best`)."""
 
     curve: list[tuple[float, float]]  # (C, primary metric), in ascending order
     best_strength: float
@@ -314,39 +315,40 @@ def _problem(train: Labelled, settings: Settings) -> tuple[LogisticRegression, S
     scaling = Scaling.of(settings.scaling, train.rows)
     problem = LogisticRegression(
         train.rows.scaled(scaling), train.targets, len(settings.classes),
-        sample_weight=_balanced(train.targets, len(settings.classes)) if settings.balanced else None,
+        sample_weight=_balanced_weights(train.targets, len(settings.classes)) if settings.balanced else None,
         device=settings.device, memory_bytes=settings.memory_bytes,
     )  # fmt: skip
     return problem, scaling
 
 
-def _swept(train: Labelled, val: Labelled, settings: Settings, strengths: NDArray[np.float64]) -> _Sweep:
+def _compare_all(train: Labelled, val: Labelled, settings: Settings, strengths: NDArray[np.float64]) -> _Sweep:
     """Fit and compare all strengths, side by side."""
     problem, scaling = _problem(train, settings)
     fit = problem.fit(strengths.tolist())
-    found = on_val(fit.weights, fit.biases, val.rows.scaled(scaling), val.targets, settings.task)
-    best = best_of(found)  # `strengths` starts with the strongest penalty
+    compared = score_on_validation(fit.weights, fit.biases, val.rows.scaled(scaling), val.targets, settings.task)
+    best = position_of_best(compared)  # `strengths` starts with the strongest penalty
     # Copies, since views would keep the weights of all strengths in memory.
     weights, biases = fit.weights[best].copy(), fit.biases[best].copy()
     model = LinearProbe(weights, biases, settings.classes, settings.task, scaling)
-    curve = [(strength, one.value) for strength, one in zip(strengths.tolist(), found, strict=True)]
+    curve = [(strength, result.value) for strength, result in zip(strengths.tolist(), compared, strict=True)]
     return _Sweep(curve, float(strengths[best]), model)
 
 
-def _searched(train: Labelled, val: Labelled, settings: Settings) -> _Sweep:
+def _coarse_to_fine(train: Labelled, val: Labelled, settings: Settings) -> _Sweep:
     """Search as CLIP does: every sixteenth of 97 values, then the midpoints on both sides of the best."""
     problem, scaling = _problem(train, settings)
-    known: dict[int, tuple[OnVal, LinearProbe]] = {}
+    known: dict[int, tuple[ValidationScore, LinearProbe]] = {}
     steps = list(range(0, 97, 16))
     for distance in (8, 4, 2, 1, 0):
         strengths = [10 ** (6 - step / 8) for step in steps]  # 1 / lambda
         fit = problem.fit(strengths)
-        top = max((one.value for one, _ in known.values()), default=-math.inf)
-        found = on_val(fit.weights, fit.biases, val.rows.scaled(scaling), val.targets, settings.task, top)
-        for i, (step, one) in enumerate(zip(steps, found, strict=True)):
-            known[step] = one, LinearProbe(fit.weights[i], fit.biases[i], settings.classes, settings.task, scaling)
+        top = max((result.value for result, _ in known.values()), default=-math.inf)
+        rows = val.rows.scaled(scaling)
+        compared = score_on_validation(fit.weights, fit.biases, rows, val.targets, settings.task, top)
+        for i, (step, result) in enumerate(zip(steps, compared, strict=True)):
+            known[step] = result, LinearProbe(fit.weights[i], fit.biases[i], settings.classes, settings.task, scaling)
         from_strongest = sorted(known, reverse=True)
-        best = from_strongest[best_of([known[step][0] for step in from_strongest])]
+        best = from_strongest[position_of_best([known[step][0] for step in from_strongest])]
         steps = [step for step in (best - distance, best + distance) if 0 <= step <= 96 and step not in known]
         if not steps:
             break
@@ -354,55 +356,55 @@ def _searched(train: Labelled, val: Labelled, settings: Settings) -> _Sweep:
     return _Sweep(curve, 10 ** (6 - best / 8), known[best][1])
 
 
-def _refitted(train: Labelled, val: Labelled, settings: Settings, sweep: _Sweep, swept: str) -> Fitted:
+def _refit(train: Labelled, val: Labelled, settings: Settings, sweep: _Sweep, swept: str) -> Fitted:
     """Fit the probe of the best strength on training and validation rows."""
     problem, scaling = _problem(train + val, settings)
     fit: Fit = problem.fit([sweep.best_strength])
     model = LinearProbe(fit.weights[0], fit.biases[0], settings.classes, settings.task, scaling)
     curve = sweep.curve if swept == "C" else [(1 / c, value) for c, value in reversed(sweep.curve)]
     chosen = sweep.best_strength if swept == "C" else 1 / sweep.best_strength
-    notes = _at_the_end(swept, chosen, curve) + _on_few(len(val)) + _tied(swept, curve)
+    notes = _note_on_range(swept, chosen, curve) + _note_on_few_rows(len(val)) + _note_on_ties(swept, curve)
     if not fit.converged[0]:
         notes.append(f"{swept} = {chosen:.3g} had not converged after {int(fit.iterations[0]):,} iterations")
     objective, n_train = float(fit.objectives[0]), len(train) + len(val)
     return Fitted(_scorer(model), n_train, swept, chosen, curve, len(val), model, objective=objective, notes=notes)
 
 
-def _at_the_end(swept: str, chosen: float, curve: Sequence[tuple[float, float]]) -> list[str]:
+def _note_on_range(swept: str, chosen: float, curve: Sequence[tuple[float, float]]) -> list[str]:
     values = [value for value, _ in curve]
-    return [f"{swept} = {chosen:.3g} is an end of its range"] if chosen in (min(values), max(values)) else []
+    return [f"{swept} = {chosen:.3g} is at the end of its range"] if chosen in (min(values), max(values)) else []
 
 
-def _tied(swept: str, curve: Sequence[tuple[float, float]]) -> list[str]:
+def _note_on_ties(swept: str, curve: Sequence[tuple[float, float]]) -> list[str]:
     """Return a note if more than a third of the values are equally good on the validation rows."""
     values = [value for _, value in curve]
-    equal = values.count(max(values))
-    if equal <= len(values) // 3 or len(values) < 3:
+    n_equal = values.count(max(values))
+    if n_equal <= len(values) // 3 or len(values) < 3:
         return []
     return [
-        f"{equal} of {len(values)} values of {swept} are equally good on the validation rows; "
-        + ("the strongest penalty of them is taken" if swept == "alpha" else "the one with the least log loss is taken")
+        f"{n_equal} of {len(values)} values of {swept} are equally good on the validation rows; "
+        + ("the strongest penalty is chosen" if swept == "alpha" else "the value with the least log loss is chosen")
     ]
 
 
-def _on_few(count: int) -> list[str]:
-    return [f"chosen on {count} rows only"] if count < _FEW else []
+def _note_on_few_rows(count: int) -> list[str]:
+    return [f"chosen on only {count} rows"] if count < _FEW else []
 
 
 def _scorer(model: LinearProbe) -> Scorer:
     def scores(rows: FeatureRows) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
-        found = model.scores(rows)
-        return found, model.probabilities(found)
+        values = model.scores(rows)
+        return values, model.probabilities(values)
 
     return scores
 
 
-def _balanced(targets: NDArray[np.int64], n_classes: int) -> NDArray[np.float32]:
+def _balanced_weights(targets: NDArray[np.int64], n_classes: int) -> NDArray[np.float32]:
     counts = np.bincount(targets, minlength=n_classes)
     return (len(targets) / (np.count_nonzero(counts) * counts[targets])).astype(np.float32)
 
 
-def _shuffled_by_class(
+def _shuffle_by_class(
     targets: NDArray[np.int64], n_classes: int, generator: np.random.Generator
 ) -> list[NDArray[np.int64]]:
     """Return the rows of each class in random order."""

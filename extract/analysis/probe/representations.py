@@ -72,7 +72,7 @@ def _as_rows(x: Source | FeatureRows) -> FeatureRows:
 
 def _check(first: int, second: int) -> None:
     if first != second or first < 4:
-        raise InputError(f"features of {first} and {second} rows; expected the same images, 4 at least")
+        raise InputError(f"features have {first} and {second} rows; expected the same images, at least 4")
 
 
 def _grams(x: Source | FeatureRows, y: Source | FeatureRows) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -91,9 +91,9 @@ def _gram(rows: FeatureRows) -> NDArray[np.float64]:
         left = rows.between(first, min(first + size, count)) - mean
         for second in range(0, first + 1, size):
             right = rows.between(second, min(second + size, count)) - mean
-            here = left @ right.T
-            gram[first : first + len(left), second : second + len(right)] = here
-            gram[second : second + len(right), first : first + len(left)] = here.T
+            products = left @ right.T
+            gram[first : first + len(left), second : second + len(right)] = products
+            gram[second : second + len(right), first : first + len(left)] = products.T
     np.fill_diagonal(gram, 0)
     # U-centring (Szekely and Rizzo 2014): the mean product of two U-centred matrices is the unbiased estimator.
     sums = gram.sum(0) / (count - 2)
@@ -117,8 +117,8 @@ def _ranked_distances(rows: FeatureRows) -> NDArray[np.float64]:
         lengths = np.linalg.norm(centred, axis=1, keepdims=True)
         unit[start : start + len(block)] = centred / np.where(lengths > 0, lengths, 1)
     distances = (1 - unit @ unit.T)[np.triu_indices(count, 1)]
-    _, place, times = np.unique(distances, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(times) - (times + 1) / 2)[place]
+    _, position, counts = np.unique(distances, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts + 1) / 2)[position]
     return np.asarray(ranks - ranks.mean())
 
 

@@ -37,24 +37,24 @@ def fit_ridge(
     count, width = len(rows), rows.width
     if min(count, width) > _WIDEST or (count < width and 8 * count * width > _MOST_BYTES):
         raise InputError(
-            f"ridge regression of {count:,} rows of {width:,} values needs too much memory; with at most {_WIDEST:,} "
-            "values it can be had for any number of rows: store the layer with a pooling"
+            f"ridge regression of {count:,} rows of {width:,} values needs too much memory; any number of rows is "
+            f"possible with at most {_WIDEST:,} values a row: store the layer with a pooling"
         )
     mean = sum((block.sum(0, dtype=np.float64) for _, block in rows.blocks()), np.zeros(width)) / count
-    about = targets.mean(0)
-    centred_targets = targets - about
+    mean_target = targets.mean(0)
+    centred_targets = targets - mean_target
     if count < width:
         # w = X^T (X X^T + alpha)^-1 y, which is equal by the push-through identity.
         centred = rows.between(0, count).astype(np.float64) - mean
         values, vectors = np.linalg.eigh(centred @ centred.T)
-        along, back = vectors.T @ centred_targets, centred.T @ vectors
+        projected, backward = vectors.T @ centred_targets, centred.T @ vectors
     else:
         moments, products = np.zeros((width, width)), np.zeros((width, targets.shape[1]))
         for start, block in rows.blocks():
-            here = block - mean
-            moments += here.T @ here
-            products += here.T @ centred_targets[start : start + len(block)]
-        values, back = np.linalg.eigh(moments)
-        along = back.T @ products
-    weights = np.stack([(back @ (along / (np.maximum(values, 0) + alpha)[:, None])).T for alpha in alphas])
-    return weights, about - weights @ mean
+            centred_block = block - mean
+            moments += centred_block.T @ centred_block
+            products += centred_block.T @ centred_targets[start : start + len(block)]
+        values, backward = np.linalg.eigh(moments)
+        projected = backward.T @ products
+    weights = np.stack([(backward @ (projected / (np.maximum(values, 0) + alpha)[:, None])).T for alpha in alphas])
+    return weights, mean_target - weights @ mean

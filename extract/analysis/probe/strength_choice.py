@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.probe.metrics import average_precision
 
-__all__ = ["OnVal", "best_of", "on_val", "primary"]
+__all__ = ["ValidationScore", "position_of_best", "primary", "score_on_validation"]
 
 _SCORES = 1 << 26  # held at once while strengths are compared
 # In nats per validation row. Smaller differences of the log loss count as ties: for separable classes, the log loss
@@ -29,13 +29,13 @@ def primary(scores: NDArray[Any], targets: NDArray[Any], task: str) -> float:
     if task == "classification":
         return float((scores.argmax(1) == targets).mean())
     if task == "multilabel":
-        each = average_precision(scores, targets)
-        return float(np.nanmean(each)) if np.isfinite(each).any() else 0.0
+        precisions = average_precision(scores, targets)
+        return float(np.nanmean(precisions)) if np.isfinite(precisions).any() else 0.0
     spread = ((targets - targets.mean(0)) ** 2).sum(0)
     return float(np.mean(1 - ((scores - targets) ** 2).sum(0) / np.where(spread > 0, spread, 1)))
 
 
-class OnVal(NamedTuple):
+class ValidationScore(NamedTuple):
     """Result of a strength on the validation rows.
 
     Attributes:
@@ -47,11 +47,11 @@ class OnVal(NamedTuple):
     log_loss: float
 
 
-def best_of(found: Sequence[OnVal]) -> int:
+def position_of_best(scores: Sequence[ValidationScore]) -> int:
     """Return the position of the best strength; `found` starts with the strongest penalty."""
-    top = max(one.value for one in found)
-    least = min(one.log_loss for one in found if one.value == top)
-    return next(i for i, one in enumerate(found) if one.value == top and one.log_loss <= least + _EQUAL_LOG_LOSS)
+    top = max(score.value for score in scores)
+    least = min(score.log_loss for score in scores if score.value == top)
+    return next(i for i, score in enumerate(scores) if score.value == top and score.log_loss <= least + _EQUAL_LOG_LOSS)
 
 
 def _log_loss(scores: NDArray[Any], targets: NDArray[Any], task: str) -> float:
@@ -60,7 +60,7 @@ def _log_loss(scores: NDArray[Any], targets: NDArray[Any], task: str) -> float:
     Args:
         scores: (N, K) logits.
         targets: (N,) classes, negative if unknown; or (N, K) 0 or 1; or (N, K) numbers, for which the result is 0.
-        task: see `on_val`.
+        task: see `score_on_validation`.
     """
     wide = scores.astype(np.float64)
     if task == "multilabel":
@@ -71,10 +71,10 @@ def _log_loss(scores: NDArray[Any], targets: NDArray[Any], task: str) -> float:
     return float((np.logaddexp.reduce(wide[known], axis=1) - wide[known, targets[known]]).mean())
 
 
-def on_val(
+def score_on_validation(
     weights: NDArray[Any], biases: NDArray[Any], rows: FeatureRows, targets: NDArray[Any], task: str,
     at_least: float = -math.inf,
-) -> list[OnVal]:  # fmt: skip
+) -> list[ValidationScore]:  # fmt: skip
     """Evaluate probes on validation rows.
 
     Args:
@@ -85,13 +85,14 @@ def on_val(
         task: "classification", "multilabel" or "regression".
         at_least: the log loss is computed only for the best value, and only if that value reaches this limit.
     """
-    values = _judged(weights, biases, rows, task, lambda scores: primary(scores, targets, task))
+    values = _measure_each(weights, biases, rows, task, lambda scores: primary(scores, targets, task))
     top = max([at_least, *(value for value in values if not math.isnan(value))])
     tied = [i for i, value in enumerate(values) if value == top]
-    losses = _judged(weights[tied], biases[tied], rows, task, lambda scores: _log_loss(scores, targets, task))
+    losses = _measure_each(weights[tied], biases[tied], rows, task, lambda scores: _log_loss(scores, targets, task))
     known = dict(zip(tied, losses, strict=True))
     return [
-        OnVal(-math.inf if math.isnan(value) else value, _or_infinite(known.get(i))) for i, value in enumerate(values)
+        ValidationScore(-math.inf if math.isnan(value) else value, _or_infinite(known.get(i)))
+        for i, value in enumerate(values)
     ]
 
 
@@ -99,8 +100,8 @@ def _or_infinite(value: float | None) -> float:
     return math.inf if value is None or math.isnan(value) else value
 
 
-def _judged(
-    weights: NDArray[Any], biases: NDArray[Any], rows: FeatureRows, task: str, judge: Callable[[NDArray[Any]], float]
+def _measure_each(
+    weights: NDArray[Any], biases: NDArray[Any], rows: FeatureRows, task: str, measure: Callable[[NDArray[Any]], float]
 ) -> list[float]:
     """Apply `judge` to the scores (N, K) of each of M probes, some probes at a time.
 
@@ -108,17 +109,17 @@ def _judged(
     """
     k = weights.shape[1]
     at_once = max(1, _SCORES // (k * len(rows)))
-    found = []
+    measures = []
     for first in range(0, len(weights), at_once):
-        some, shift = weights[first : first + at_once], biases[first : first + at_once]
-        scores = np.empty((len(rows), len(some), k), some.dtype)
+        chunk, shift = weights[first : first + at_once], biases[first : first + at_once]
+        scores = np.empty((len(rows), len(chunk), k), chunk.dtype)
         for start, block in rows.blocks():
-            scores[start : start + len(block)] = (block @ some.reshape(-1, some.shape[2]).T).reshape(
-                -1, len(some), k
+            scores[start : start + len(block)] = (block @ chunk.reshape(-1, chunk.shape[2]).T).reshape(
+                -1, len(chunk), k
             ) + shift
-        for i in range(len(some)):
-            one = scores[:, i]
+        for i in range(len(chunk)):
+            probe_scores = scores[:, i]
             if task == "classification" and k == 1:
-                one = np.concatenate([np.zeros_like(one), one], 1)
-            found.append(judge(one))
-    return found
+                probe_scores = np.concatenate([np.zeros_like(probe_scores), probe_scores], 1)
+            measures.append(measure(probe_scores))
+    return measures

@@ -112,7 +112,7 @@ def test_neighbours_and_centroids_are_those_of_a_script(features):
 def test_few_shot_is_that_of_a_script(features):
     x, y, x_test, y_test = features
     result = linear_probe(x, y, x_test, y_test, protocol="fewshot")
-    found = []
+    values = []
     for repeat in range(5):
         generator = np.random.default_rng([0, repeat])
         order = [generator.permutation(np.flatnonzero(y == c)) for c in range(10)]
@@ -126,10 +126,10 @@ def test_few_shot_is_that_of_a_script(features):
             least = min(loss for score, loss in known.values() if score == top)
             best = max(step for step, (score, loss) in known.items() if score == top and loss <= least + 1e-3)
             steps = [step for step in (best - distance, best + distance) if 0 <= step <= 96 and step not in known]
-        found.append(reference(x[drawn], y[drawn], 10 ** (6 - best / 8)).score(x_test, y_test))
-    print("few-shot, 5 a class:", result.shots[5], "script", found)
+        values.append(reference(x[drawn], y[drawn], 10 ** (6 - best / 8)).score(x_test, y_test))
+    print("few-shot, 5 a class:", result.shots[5], "script", values)
     # Among equally good strengths, log loss often prefers a weak penalty, with which scikit-learn stops early.
-    assert np.mean(result.shots[5]) == pytest.approx(np.mean(found), abs=0.01)
+    assert np.mean(result.shots[5]) == pytest.approx(np.mean(values), abs=0.01)
 
 
 def test_shuffled_labels_are_at_chance_within_the_interval(features):
@@ -191,13 +191,13 @@ def test_data_sets_larger_than_memory_are_streamed(features, tmp_path):
     x, y, x_test, y_test = features
     size = large_data_set(tmp_path / "large", x, y, 45)
     np.savez(tmp_path / "test.npz", x=x_test, y=y_test)
-    found, peaks = {}, {}
+    results, peaks = {}, {}
     for memory in (200 << 20, 8 << 30):
         command = [sys.executable, "-c", LARGE, str(tmp_path / "large"), str(tmp_path / "test.npz"), str(memory)]
         run = subprocess.run(command, capture_output=True, text=True, check=True)
         values, peak = run.stdout.splitlines()
-        found[memory], peaks[memory] = np.array(values.split(), float), float(peak)
-    streamed, held = found.values()
+        results[memory], peaks[memory] = np.array(values.split(), float), float(peak)
+    streamed, held = results.values()
     print(f"{size / 1e9:.2f} GB of features; top-1 and objectives streamed {streamed}, held {held}; MB {peaks}")
     assert size > 1 << 30
     assert peaks[200 << 20] < 1000 < peaks[8 << 30]

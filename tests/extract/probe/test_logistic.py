@@ -53,9 +53,9 @@ def test_every_strength_reaches_the_objective_of_scikit_learn(k, memory_bytes):
     fit = LogisticRegression(FeatureRows.of(x), y, k, memory_bytes=memory_bytes).fit(STRENGTHS[::-1])
     for i, strength in enumerate(STRENGTHS[::-1]):
         best = objective(*reference(x, y, strength), x, y, strength)
-        found = objective(fit.weights[i], fit.biases[i], x, y, strength)
-        assert found <= best * (1 + 1e-4)
-        assert fit.objectives[i] == pytest.approx(found, rel=1e-5)
+        value = objective(fit.weights[i], fit.biases[i], x, y, strength)
+        assert value <= best * (1 + 1e-4)
+        assert fit.objectives[i] == pytest.approx(value, rel=1e-5)
         assert fit.converged[i]
 
 
@@ -66,9 +66,9 @@ def test_where_classes_overlap_the_weights_are_those_of_scikit_learn():
         weights, biases = reference(x, y, strength)
         size = np.abs(x @ weights.T).max()
         expected = x @ weights.T + biases
-        found = x @ fit.weights[i].T + fit.biases[i]
-        expected, found = (scores - scores.mean(1, keepdims=True) for scores in (expected, found))
-        assert np.abs(found - expected).max() < 5e-3 * size
+        logits = x @ fit.weights[i].T + fit.biases[i]
+        expected, logits = (scores - scores.mean(1, keepdims=True) for scores in (expected, logits))
+        assert np.abs(logits - expected).max() < 5e-3 * size
 
 
 def test_weak_regularisation_of_separable_classes_does_not_stop_early():
@@ -89,8 +89,8 @@ def test_labels_that_do_not_exclude_each_other_are_as_many_problems_of_one_label
     for label in range(3):
         y = labels[:, label].astype(int)
         best = objective(*reference(x, y, 0.1), x, y, 0.1)
-        found = objective(fit.weights[0, label : label + 1], fit.biases[0, label : label + 1], x, y, 0.1)
-        assert found <= best * (1 + 1e-4)
+        value = objective(fit.weights[0, label : label + 1], fit.biases[0, label : label + 1], x, y, 0.1)
+        assert value <= best * (1 + 1e-4)
 
 
 @pytest.mark.parametrize("memory_bytes", [1 << 30, 10_000], ids=["held", "streamed"])

@@ -15,7 +15,7 @@ def group(folder, limit, used, cache, names=("memory.max", "memory.current", "in
 
 
 def test_free_memory_is_that_of_the_machine_at_most():
-    assert 1 << 28 < memory.free_bytes() <= memory._of_the_machine()
+    assert 1 << 28 < memory.free_bytes() <= memory._machine_bytes()
 
 
 @pytest.mark.parametrize(
@@ -30,12 +30,12 @@ def test_free_memory_is_that_of_the_machine_at_most():
 def test_limits_of_groups_count(tmp_path, limits, expected):
     for name, *numbers in limits:
         group(tmp_path / name, *numbers)
-    found = memory._of_group(tmp_path, "/a/b", "memory.max", "memory.current", "inactive_file")
-    assert found == expected
+    free = memory._group_bytes(tmp_path, "/a/b", "memory.max", "memory.current", "inactive_file")
+    assert free == expected
 
 
 def test_the_older_groups_say_no_limit_by_a_huge_number(tmp_path):
     names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
     group(tmp_path / "slurm/job", 5000, 1000, 500, names)
     group(tmp_path, 9223372036854771712, 1000, 0, names)
-    assert memory._of_group(tmp_path, "/slurm/job", *names) == [4500]
+    assert memory._group_bytes(tmp_path, "/slurm/job", *names) == [4500]

@@ -31,7 +31,7 @@ def predictions():
 
 def test_numbers_of_classification_are_those_of_scikit_learn(predictions):
     scores, truth, probabilities = predictions
-    found = classification_metrics(scores, truth, probabilities, seed=0)
+    metrics = classification_metrics(scores, truth, probabilities, seed=0)
     predicted = scores.argmax(1)
     expected = {
         "top1": reference.accuracy_score(truth, predicted),
@@ -41,9 +41,9 @@ def test_numbers_of_classification_are_those_of_scikit_learn(predictions):
         "log_loss": reference.log_loss(truth, probabilities.astype(np.float64), labels=range(8)),
     }
     for name, value in expected.items():
-        assert found[name].value == pytest.approx(value, rel=1e-5), name
-        assert found[name].low < value < found[name].high
-    assert np.isnan(found["calibration_error"].low)  # drawing rows again makes it larger
+        assert metrics[name].value == pytest.approx(value, rel=1e-5), name
+        assert metrics[name].low < value < metrics[name].high
+    assert np.isnan(metrics["calibration_error"].low)  # drawing rows again makes it larger
     each = by_class(predicted, truth, 8)
     precision, recall, f1, n = reference.precision_recall_fscore_support(
         truth, predicted, labels=range(8), zero_division=0
@@ -69,10 +69,10 @@ def test_a_test_class_that_training_did_not_have_is_always_wrong(predictions):
     known = classification_metrics(scores, truth, probabilities, seed=0)["top1"].value
     truth = truth.copy()
     truth[scores.argmax(1) == 0] = -1
-    found = classification_metrics(scores, truth, probabilities, seed=0)
-    assert found["top1"].value == (scores.argmax(1) == truth).mean() < known
-    assert found["top5"].value < 1
-    assert np.isfinite(found["log_loss"].value)
+    metrics = classification_metrics(scores, truth, probabilities, seed=0)
+    assert metrics["top1"].value == (scores.argmax(1) == truth).mean() < known
+    assert metrics["top5"].value < 1
+    assert np.isfinite(metrics["log_loss"].value)
 
 
 def test_several_classes_that_training_did_not_have_count_one_by_one(predictions):
@@ -80,11 +80,11 @@ def test_several_classes_that_training_did_not_have_count_one_by_one(predictions
     names = truth.copy()
     names[truth == 5], names[truth == 6] = 105, 106
     unseen = np.where(truth == 5, -1, np.where(truth == 6, -2, truth))
-    found = classification_metrics(scores, unseen, None, seed=0)
+    metrics = classification_metrics(scores, unseen, None, seed=0)
     predicted, labels = scores.argmax(1), np.unique(names)
     recall = reference.recall_score(names, predicted, labels=labels, average="macro", zero_division=0)
-    assert found["balanced_accuracy"].value == pytest.approx(recall)
-    assert found["macro_f1"].value == pytest.approx(
+    assert metrics["balanced_accuracy"].value == pytest.approx(recall)
+    assert metrics["macro_f1"].value == pytest.approx(
         reference.f1_score(names, predicted, average="macro", zero_division=0)
     )
 
@@ -97,19 +97,19 @@ def test_the_log_loss_of_sure_and_wrong_answers_is_not_cut_off():
 
 def test_equal_scores_give_the_first_class_and_the_same_top1_everywhere():
     scores = np.zeros((4, 7), np.float32)
-    found = classification_metrics(scores, np.array([0, 1, 4, 5]), None, seed=0)
-    assert found["top1"].value == 0.25
-    assert found["top5"].value == 0.75
+    metrics = classification_metrics(scores, np.array([0, 1, 4, 5]), None, seed=0)
+    assert metrics["top1"].value == 0.25
+    assert metrics["top5"].value == 0.75
 
 
 def test_the_interval_of_an_accuracy_is_that_of_a_binomial():
     generator = np.random.default_rng(0)
     scores = generator.normal(size=(400, 3)).astype(np.float32)
     truth = np.where(generator.random(400) < 0.7, scores.argmax(1), (scores.argmax(1) + 1) % 3)
-    found = classification_metrics(scores, truth, None, seed=0)["top1"]
-    half = 1.96 * np.sqrt(found.value * (1 - found.value) / 400)
-    assert found.low == pytest.approx(found.value - half, abs=0.006)
-    assert found.high == pytest.approx(found.value + half, abs=0.006)
+    estimate = classification_metrics(scores, truth, None, seed=0)["top1"]
+    half = 1.96 * np.sqrt(estimate.value * (1 - estimate.value) / 400)
+    assert estimate.low == pytest.approx(estimate.value - half, abs=0.006)
+    assert estimate.high == pytest.approx(estimate.value + half, abs=0.006)
 
 
 def test_average_precision_is_that_of_scikit_learn_with_ties_and_times():
@@ -119,11 +119,11 @@ def test_average_precision_is_that_of_scikit_learn_with_ties_and_times():
     truth[:, 3] = 0
     times = generator.integers(0, 3, 200).astype(float)
     for weights in (None, times):
-        found = average_precision(scores, truth, weights)
+        precision = average_precision(scores, truth, weights)
         for label in range(3):
             expected = reference.average_precision_score(truth[:, label], scores[:, label], sample_weight=weights)
-            assert found[label] == pytest.approx(expected)
-        assert np.isnan(found[3])
+            assert precision[label] == pytest.approx(expected)
+        assert np.isnan(precision[3])
     mean = multilabel_metrics(scores, truth, seed=0)["mAP"]
     assert mean.value == pytest.approx(np.mean(average_precision(scores, truth)[:3]))
     assert mean.low < mean.value < mean.high
@@ -133,10 +133,10 @@ def test_numbers_of_regression_are_those_of_scikit_learn():
     generator = np.random.default_rng(0)
     truth = generator.normal(size=(100, 2))
     predicted = truth + 0.3 * generator.normal(size=(100, 2))
-    found = regression_metrics(predicted, truth, seed=0)
-    assert found["r2"].value == pytest.approx(reference.r2_score(truth, predicted))
-    assert found["rmse"].value == pytest.approx(np.sqrt(reference.mean_squared_error(truth, predicted)))
-    assert found["mae"].value == pytest.approx(reference.mean_absolute_error(truth, predicted))
+    metrics = regression_metrics(predicted, truth, seed=0)
+    assert metrics["r2"].value == pytest.approx(reference.r2_score(truth, predicted))
+    assert metrics["rmse"].value == pytest.approx(np.sqrt(reference.mean_squared_error(truth, predicted)))
+    assert metrics["mae"].value == pytest.approx(reference.mean_absolute_error(truth, predicted))
 
 
 @pytest.mark.parametrize(("only_first", "only_second"), [(0, 0), (5, 5), (1, 9), (30, 12), (40_000, 41_000)])

@@ -45,14 +45,14 @@ def test_features_of_another_width_are_refused(fitted):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t, m: (t, {}), "holds no probe"),
-        (lambda t, m: (t, {**m, "format_version": "2"}), "holds no probe"),
+        (lambda t, m: (t, {}), "is not a probe"),
+        (lambda t, m: (t, {**m, "format_version": "2"}), "is not a probe"),
         (lambda t, m: ({k: v for k, v in t.items() if k != "intercept"}, m), "intercept"),
         (lambda t, m: ({k: v for k, v in t.items() if k != "mean"}, m), "statistics of its scaling are missing"),
-        (lambda t, m: ({**t, "mean": t["mean"][:3].copy()}, m), "another width"),
+        (lambda t, m: ({**t, "mean": t["mean"][:3].copy()}, m), "different widths"),
         (lambda t, m: ({**t, "coef": t["coef"] * np.nan}, m), "not finite"),
         (lambda t, m: (t, {**m, "classes": json.dumps(["a"])}), "1 classes"),
-        (lambda t, m: (t, {**m, "classes": "[["}), "is no probe that can be read"),
+        (lambda t, m: (t, {**m, "classes": "[["}), "cannot be read as a probe"),
         (lambda t, m: (t, {**m, "task": "magic"}), "unknown task"),
     ],
 )

@@ -34,23 +34,23 @@ def test_shares_of_votes_are_those_of_brute_force(monkeypatch, blocked):
     bank, queries = unit(300, 16, 0), unit(40, 16, 1)
     labels = np.random.default_rng(2).integers(0, 5, 300)
     ks = [1, 10, 100, 300]
-    for k, found in zip(
+    for k, shares in zip(
         ks, neighbour_shares(FeatureRows.of(bank), labels, 5, FeatureRows.of(queries), ks), strict=True
     ):
         expected = brute_force(bank, np.eye(5)[labels], queries, k, 5)
-        np.testing.assert_allclose(found, expected, atol=1e-5)
-        assert (found.argmax(1) == expected.argmax(1)).all()
+        np.testing.assert_allclose(shares, expected, atol=1e-5)
+        assert (shares.argmax(1) == expected.argmax(1)).all()
 
 
 def test_several_labels_share_the_votes():
     bank, queries = unit(100, 8, 0), unit(10, 8, 1)
     labels = (np.random.default_rng(2).random((100, 3)) < 0.4).astype(np.float32)
-    (found,) = neighbour_shares(FeatureRows.of(bank), labels, 3, FeatureRows.of(queries), [7])
+    (shares,) = neighbour_shares(FeatureRows.of(bank), labels, 3, FeatureRows.of(queries), [7])
     cosines = queries @ bank.T
     for i in range(10):
         nearest = np.argsort(-cosines[i], kind="stable")[:7]
         votes = np.exp(cosines[i, nearest].astype(np.float64) / 0.07)
-        np.testing.assert_allclose(found[i], votes @ labels[nearest] / votes.sum(), atol=1e-5)
+        np.testing.assert_allclose(shares[i], votes @ labels[nearest] / votes.sum(), atol=1e-5)
 
 
 @pytest.mark.parametrize("block", [4, 1 << 20])
@@ -59,5 +59,5 @@ def test_of_equally_near_rows_the_first_are_taken(monkeypatch, block):
     bank = np.zeros((12, 2), np.float32)
     bank[:, 0] = 1  # all the same
     labels = np.arange(12)
-    (found,) = neighbour_shares(FeatureRows.of(bank), labels, 12, FeatureRows.of(bank[:1]), [3])
-    np.testing.assert_allclose(found[0], [1 / 3] * 3 + [0] * 9, atol=1e-6)
+    (shares,) = neighbour_shares(FeatureRows.of(bank), labels, 12, FeatureRows.of(bank[:1]), [3])
+    np.testing.assert_allclose(shares[0], [1 / 3] * 3 + [0] * 9, atol=1e-6)

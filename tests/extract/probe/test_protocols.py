@@ -129,7 +129,7 @@ def test_ridge_chooses_alpha_on_val(data):
     x, _, x_val, _, x_test, _ = data
     weights = np.random.default_rng(1).normal(size=24)
     y, y_val, y_test = (
-        one @ weights + np.random.default_rng(2).normal(size=len(one)) * 20 for one in (x, x_val, x_test)
+        features @ weights + np.random.default_rng(2).normal(size=len(features)) * 20 for features in (x, x_val, x_test)
     )
     result = linear_probe(x, y, x_test, y_test, x_val=x_val, y_val=y_val, protocol="ridge")
     scaler = StandardScaler().fit(x.astype(np.float64))
@@ -162,8 +162,8 @@ def test_ridge_of_numbers_far_from_zero_loses_nothing(data):
 def test_labels_that_do_not_exclude_each_other_are_judged_by_average_precision(data):
     x, _, x_val, _, x_test, _ = data
     directions = np.random.default_rng(3).normal(size=(24, 3)) / np.logspace(-1, 1, 24)[:, None]
-    labels = [(one @ directions + np.random.default_rng(4).normal(size=(len(one), 3)) > 1).astype(int)
-              for one in (x, x_val, x_test)]  # fmt: skip
+    labels = [(features @ directions + np.random.default_rng(4).normal(size=(len(features), 3)) > 1).astype(int)
+              for features in (x, x_val, x_test)]  # fmt: skip
     result = linear_probe(x, labels[0], x_test, labels[2], x_val=x_val, y_val=labels[1], protocol="simclr")
     both, both_labels = np.concatenate([x, x_val]), np.concatenate(labels[:2])
     each = OneVsRestClassifier(LogisticRegression(C=result.chosen, solver="newton-cholesky")).fit(both, both_labels)
@@ -263,15 +263,15 @@ def test_streamed_features_give_what_held_ones_give(data):
 
 def test_few_rows_to_choose_on_are_told_and_none_is_as_if_not_given(data):
     x, y, _, _, x_test, y_test = data
-    assert "chosen on 40 rows only" in linear_probe(x, y, x_test, y_test, protocol="knn").notes
+    assert "chosen on only 40 rows" in linear_probe(x, y, x_test, y_test, protocol="knn").notes
     empty = linear_probe(x, y, x_test, y_test, x_val=x[:0], y_val=y[:0], protocol="knn")
     assert empty.n_val == 40
 
 
 def test_a_column_of_classes_is_classes(data):
     x, y, _, _, x_test, y_test = data
-    found = linear_probe(x, y[:, None] % 2, x_test, y_test[:, None] % 2, protocol="centroid")
-    assert found.task == "classification"
+    result = linear_probe(x, y[:, None] % 2, x_test, y_test[:, None] % 2, protocol="centroid")
+    assert result.task == "classification"
 
 
 def test_classes_are_of_any_kind_and_unknown_ones_count_as_wrong(data):
@@ -294,22 +294,22 @@ def test_classes_are_of_any_kind_and_unknown_ones_count_as_wrong(data):
         ({"protocol": "svm"}, "protocol 'svm' not found"),
         ({"scaling": "minmax"}, "scaling 'minmax' not found"),
         ({"class_weight": "auto"}, "class_weight 'auto' not found"),
-        ({"class_weight": "balanced", "protocol": "knn"}, "class weights are for logistic regression"),
+        ({"class_weight": "balanced", "protocol": "knn"}, "class weights need logistic regression"),
         ({"y_train": np.zeros(400, int)}, "at least two"),
-        ({"y_train": np.zeros(399, int)}, "x_train has 400 rows, y_train 399"),
+        ({"y_train": np.zeros(399, int)}, "x_train has 400 rows, but y_train has 399"),
         ({"y_train": np.linspace(0, 1, 400)}, "protocol='ridge'"),
-        ({"x_test": np.ones((150, 3), np.float32)}, "rows of different widths"),
-        ({"x_val": np.ones((3, 24), np.float32)}, "x_val and y_val go together"),
+        ({"x_test": np.ones((150, 3), np.float32)}, "rows have different widths"),
+        ({"x_val": np.ones((3, 24), np.float32)}, "give both x_val and y_val, or neither"),
         ({"x_val": np.ones((1, 24), np.float32), "y_val": [9]}, "y_val has the class 9"),
         ({"device": "cuda:99"}, "device 'cuda:99' cannot be used"),
-        ({"y_test": ["a"] * 150}, "no class of y_test is one of y_train: 'a'"),
+        ({"y_test": ["a"] * 150}, "y_test and y_train have no class in common; for example, y_test has 'a'"),
         ({"y_train": np.full(400, np.nan)}, "a target is NaN"),
-        ({"y_train": np.array([None, "a"] * 200)}, "targets are of several kinds"),
+        ({"y_train": np.array([None, "a"] * 200)}, "targets have several types"),
         ({"seed": -1}, "seed is -1"),
         ({"protocol": None}, "protocol 'None' not found"),
         ({"x_train": np.ones((400, 24), complex)}, "expected real numbers"),
-        ({"x_train": np.ones((0, 24)), "y_train": []}, "0 rows to train on"),
-        ({"device": "mps"}, "cannot be used|mps has not"),
+        ({"x_train": np.ones((0, 24)), "y_train": []}, "0 training rows"),
+        ({"device": "mps"}, "cannot be used|mps does not support"),
         ({"x_train": np.ones((400, 0), np.float32)}, "have no values"),
         ({"y_train": np.full((400, 2), 3), "y_test": np.zeros((150, 2))}, "labels, 0 or 1"),
     ],
@@ -323,9 +323,9 @@ def test_what_cannot_be_is_said(data, change, message):
 
 def test_too_few_rows_to_choose_on_and_protocols_for_another_task(data):
     x, y, _, _, x_test, y_test = data
-    with pytest.raises(InputError, match="too few to hold a tenth out"):
+    with pytest.raises(InputError, match="too few to hold out a tenth"):
         linear_probe(x[:9], y[:9], x_test, y_test)
-    with pytest.raises(InputError, match="not for multilabel"):
+    with pytest.raises(InputError, match="not multilabel"):
         linear_probe(x, np.eye(5)[y], x_test, np.eye(5)[y_test], protocol="centroid")
 
 

@@ -36,15 +36,15 @@ def test_cka_is_that_of_the_estimator_written_out():
 
     def hsic(a, b):  # Song et al. 2012, equation 5
         n = len(a)
-        k, m = (one.astype(np.float64) @ one.astype(np.float64).T for one in (a, b))
+        k, m = (features.astype(np.float64) @ features.astype(np.float64).T for features in (a, b))
         np.fill_diagonal(k, 0)
         np.fill_diagonal(m, 0)
         product = k @ m
-        one = np.ones(n)
+        ones = np.ones(n)
         inner = (
             np.trace(product)
-            + one @ k @ one * (one @ m @ one) / ((n - 1) * (n - 2))
-            - 2 / (n - 2) * one @ product @ one
+            + ones @ k @ ones * (ones @ m @ ones) / ((n - 1) * (n - 2))
+            - 2 / (n - 2) * ones @ product @ ones
         )
         return inner / (n * (n - 3))
 
@@ -60,7 +60,7 @@ def test_rsa_is_that_of_scipy():
 
 def test_the_matrix_holds_every_pair():
     each = [features(30, 4, 0), features(30, 7, 1), features(30, 2, 2)]
-    cka, likeness = similarities(FeatureRows.of(one) for one in each)
+    cka, likeness = similarities(FeatureRows.of(features) for features in each)
     for i in range(3):
         for j in range(3):
             assert cka[i, j] == pytest.approx(linear_cka(each[i], each[j]), abs=1e-9)
@@ -68,7 +68,7 @@ def test_the_matrix_holds_every_pair():
 
 
 def test_other_numbers_of_images_are_refused():
-    with pytest.raises(InputError, match="features of 5 and 6 rows"):
+    with pytest.raises(InputError, match="features have 5 and 6 rows"):
         linear_cka(features(5, 2, 0), features(6, 2, 0))
-    with pytest.raises(InputError, match="4 at least"):
+    with pytest.raises(InputError, match="at least 4"):
         rsa(features(3, 2, 0), features(3, 2, 0))

@@ -20,9 +20,9 @@ def test_blocks_are_the_rows_of_every_kind_of_source(tmp_path):
         for source in (x, torch.from_numpy(x), np.load(tmp_path / "x.npy", mmap_mode="r"), stored):
             for index in (None, np.array([0, 3, 4, 49]), np.arange(10, 20)):
                 rows = FeatureRows.of(source, index)
-                found = np.concatenate([block for _, block in rows.blocks(block_bytes=72)])
+                blocks = np.concatenate([block for _, block in rows.blocks(block_bytes=72)])
                 expected = x if index is None else x[index]
-                np.testing.assert_array_equal(found, expected.reshape(len(expected), 6).astype(np.float32))
+                np.testing.assert_array_equal(blocks, expected.reshape(len(expected), 6).astype(np.float32))
 
 
 def test_sparse_rows_are_picked_and_dense_ones_cut_out():
@@ -67,8 +67,8 @@ def test_scalings_are_those_of_scikit_learn(offset):
     rows = FeatureRows.of(x)
     expected = StandardScaler().fit_transform(x.astype(np.float64))
     expected[:, 4] = 0
-    found = rows.scaled(Scaling.of("standardise", rows)).between(0, 300)
-    np.testing.assert_allclose(found, expected, atol=2e-3 if offset else 1e-5)
+    scaled = rows.scaled(Scaling.of("standardise", rows)).between(0, 300)
+    np.testing.assert_allclose(scaled, expected, atol=2e-3 if offset else 1e-5)
     np.testing.assert_allclose(rows.scaled(Scaling("l2")).between(0, 300), normalize(x), atol=1e-6)
 
 
@@ -83,9 +83,9 @@ def test_statistics_are_those_of_the_rows_they_are_taken_of():
 def test_errors_name_the_row_and_the_shape():
     x = np.ones((5, 2), np.float32)
     x[3, 1] = np.inf
-    with pytest.raises(InputError, match="row 3 of the features has NaN or infinity"):
+    with pytest.raises(InputError, match="row 3 of the features contains NaN or infinity"):
         FeatureRows.of(x).held()
     with pytest.raises(InputError, match=r"expected an array of shape \(N, D\)"):
         FeatureRows.of(np.ones(5))
-    with pytest.raises(InputError, match="6 and of 5 rows"):
+    with pytest.raises(InputError, match="have 5 and 6 rows"):
         FeatureRows.of([np.ones((5, 2)), np.ones((6, 2))])

@@ -83,7 +83,7 @@ def test_features_that_cannot_be_compared_say_why(folder: Path, tmp_path: Path) 
     assert "of shape" in found["layer1"]
     Image.open(next(folder.rglob("00.png"))).rotate(90).save(folder / "ant" / "00.png")
     extract_features(folder, out=tmp_path / "d", layers=["layer1"], limit=1, **NET).close()
-    assert compare(tmp_path / "c", tmp_path / "d").features == {"layer1": "no image in common"}
+    assert compare(tmp_path / "c", tmp_path / "d").features == {"layer1": "no shared images"}
     with pytest.raises(InputError, match="does not exist"):
         compare(tmp_path / "a", tmp_path / "none")
 
