@@ -77,7 +77,7 @@ def batches(
     room = memory_bytes // max(1, array.row_bytes) - largest
     if room < largest:
         raise ValueError(
-            f"memory_bytes is {memory_bytes}; it must be at least {2 * largest * array.row_bytes}, two chunks"
+            f"memory_bytes is {memory_bytes}; it must be at least {2 * largest * array.row_bytes} (two chunks)"
         )
     random = np.random.default_rng(seed)
     if shuffle == "rows":

@@ -62,13 +62,13 @@ def export(
     if to not in FORMATS:
         raise unknown_name("format", to, FORMATS)
     if not len(reader):
-        raise InputError("there are no rows to be exported")
+        raise InputError("there are no rows to export")
     names = list(dict.fromkeys(layers or reader.layers))
     for name in names:
         reader[name]
     try:
         if os.path.lexists(path):
-            raise InputError(f"{path} exists already; choose another name, or delete it")
+            raise InputError(f"{path} already exists; choose another name, or delete it")
         path.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{path.name[:100]}.", suffix=".new", dir=path.parent))
     except OSError as error:
@@ -84,7 +84,7 @@ def export(
         claim(made, path)
         sync_folder(path.parent)
     except FileExistsError as error:
-        raise InputError(f"{path} exists by now; choose another name, or delete it") from error
+        raise InputError(f"{path} was created by another process; choose another name, or delete it") from error
     except OSError as error:
         raise LayertapError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
@@ -122,7 +122,7 @@ def _to_h5(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _On
 
 def _to_npy(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _OnRows) -> None:
     if "labels" in names:
-        raise InputError("the layer 'labels' cannot be exported: a file of this name holds the labels")
+        raise InputError("the layer 'labels' cannot be exported: labels.npy holds the labels of the rows")
     path.mkdir()
     np.save(path / "labels.npy", reader.labels)
     with (path / "rows.csv").open("w", encoding="utf-8", errors="surrogateescape", newline="") as text:
@@ -155,7 +155,7 @@ def _to_parquet(reader: FeatureReader, path: Path, names: Sequence[str], on_rows
     if ids is not None:
         fields.append(pa.field("id", pa.string()))
     if own := {field.name for field in fields} & set(names):
-        raise InputError(f"the layer {min(own)!r} cannot be exported: a column of this name says something else")
+        raise InputError(f"the layer {min(own)!r} cannot be exported: the export has its own column of this name")
     # File names may contain bytes that are not UTF-8: these are escaped, and a column `path_bytes` is added.
     undecodable = any("\udc80" <= char <= "\udcff" for image in reader.paths for char in image)
     if undecodable:

@@ -53,7 +53,7 @@ def merge(
     datasets = [DataSet.open(source) for source in sources]
     for source in sources:
         if source.resolve() in (out.resolve(), *out.resolve().parents):
-            raise InputError(f"{out} is one of the data sets to be merged, or inside one; choose another output folder")
+            raise InputError(f"{out} is one of the data sets to merge, or inside one; choose another output folder")
     with FeatureReader(list(sources)) as reader:
         rows = _Rows.sorted_by_path(reader, datasets, sources)
         merged = DataSet(
@@ -107,7 +107,7 @@ class _Rows:
         try:
             root = os.path.commonpath(roots)
         except ValueError as error:
-            raise InputError(f"the image folders of the data sets have nothing in common: {error}") from error
+            raise InputError(f"the image folders of the data sets have no common parent: {error}") from error
         prefixes = [os.path.relpath(one, root) for one in roots]
         root = root.replace("/:/", "://")
         paths = [
@@ -120,7 +120,7 @@ class _Rows:
             if encoded[first] == encoded[second]:
                 raise InputError(
                     f"{paths[first]} (below {root}) is in {sources[reader.sets[first]]} and in "
-                    f"{sources[reader.sets[second]]}; an image can be in one of them only"
+                    f"{sources[reader.sets[second]]}; an image may be in only one of them"
                 )
         return cls(root, [paths[row] for row in order], np.array(order, np.int64))
 
@@ -152,5 +152,5 @@ def _check_same_rows(merged: DataSet, reader: FeatureReader, rows: _Rows) -> Non
         if not same.all():
             path = there.paths[int(np.flatnonzero(~same)[0])]
             raise InputError(
-                f"{merged.out} holds another {path} than the data sets to be merged; merge into a new folder"
+                f"{merged.out}: the stored row of {path} differs from the data sets to merge; merge into a new folder"
             )

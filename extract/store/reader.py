@@ -79,7 +79,7 @@ class FeatureReader:
                     features, fingerprint = opened.features, opened.fingerprint
                 elif opened.fingerprint != fingerprint or _described(opened.features) != _described(features):
                     raise InputError(
-                        f"{one} and {paths[0]} have different fingerprints; their features do not go together"
+                        f"{one} and {paths[0]} have different fingerprints; their features cannot be combined"
                     )
                 self._sets += [number] * len(opened.parts)
                 base += opened.n_rows
@@ -237,8 +237,8 @@ class FeatureReader:
         if not agree.all():
             row = int(rows[np.flatnonzero(~agree)[0]])
             raise InputError(
-                f"row {row} ({self.paths[row]}) of {self._name} is damaged: it does not agree with its hashes; "
-                "`layertap verify --repair`, and then `embed` or `sync`, mend it"
+                f"row {row} ({self.paths[row]}) of {self._name} is damaged: it does not match its hashes; run "
+                "`layertap verify --repair`, then `layertap embed` or `layertap sync`"
             )
         return features
 
@@ -370,13 +370,13 @@ class FeatureArray:
         index = np.asarray(rows)
         if index.dtype == bool:
             if index.shape != (len(self),):
-                raise IndexError(f"a mask of shape {index.shape} for {len(self)} rows")
+                raise IndexError(f"the mask has shape {index.shape}, expected ({len(self)},)")
             return self.take(np.flatnonzero(index))
         if isinstance(rows, tuple) or index.ndim > 1 or (index.size and index.dtype.kind not in "iu"):
-            raise IndexError(f"rows are an int, a slice, a list of ints or a mask, not {rows!r}")
+            raise IndexError(f"expected an int, a slice, a list of ints or a mask, got {rows!r}")
         index = index.astype(np.int64)
         if index.size and (int(index.min()) < -len(self) or int(index.max()) >= len(self)):
-            raise IndexError(f"rows from {index.min()} to {index.max()} of {len(self)}")
+            raise IndexError(f"rows {index.min()} to {index.max()} are out of range for {len(self)} rows")
         values = self.take(np.atleast_1d(np.where(index < 0, index + len(self), index)))
         return values if index.ndim else values[0]
 

@@ -89,7 +89,7 @@ class Part:
         """
         labels = self.column("label") if self.names is None else self.names.labels
         if len(labels) and not (labels.min() >= -1 and labels.max() < len(self.classes)):
-            raise InputError(f"{self.shard.name} is damaged: a label is not the number of a class")
+            raise InputError(f"{self.shard.name} is damaged: a label is not the index of a class")
         return labels
 
 
@@ -150,7 +150,7 @@ def of_one_version(out: Path, look: Callable[[DataSet], T]) -> T:
             if DataSet.open(out).version != dataset.version and attempt + 1 < _ATTEMPTS:
                 continue
             if isinstance(error, FileNotFoundError):
-                raise InputError(f"{error.filename} is missing; the next `layertap sync` mends it") from error
+                raise InputError(f"{error.filename} is missing; run `layertap sync` to repair the data set") from error
             raise
         return found
     raise AssertionError("the last attempt returns or raises")
@@ -186,7 +186,7 @@ def _of_version(dataset: DataSet) -> Iterator[Part]:
         allow_more_files(len(whereabouts))
         for shard in np.unique(shards).tolist():
             if shard >= len(whereabouts):
-                raise InputError(f"{one.out} has no shard {shard}; the next `layertap sync` mends it")
+                raise InputError(f"{one.out} has no shard {shard}; run `layertap sync` to repair the data set")
             first, last = (start + np.searchsorted(shards, [shard, shard + 1])).tolist()
             path = one.path(shard, whereabouts[shard].published or 0)
             opened = one.open_shard(shard, path)
@@ -194,7 +194,7 @@ def _of_version(dataset: DataSet) -> Iterator[Part]:
                 _done(opened, partial=False)
                 chosen = table.rows[first:last] - opened.identity.first_row
                 if chosen.max() >= len(opened):
-                    raise InputError(f"{path} has no row {chosen.max()}, which the version names")
+                    raise InputError(f"{path} has no row {chosen.max()}, to which the version refers")
                 names = RowNames(
                     table.paths[first:last], table.labels[first:last], table.splits[first:last], table.classes
                 )
@@ -228,8 +228,8 @@ def _open_shards(dataset: DataSet, partial: bool) -> Iterator[tuple[int, Shard]]
             path = dataset.current(shard, where) or dataset.path(shard)
             state = "unfinished" if where.part is not None else "missing"
             raise LayertapError(
-                f"{path} is {state} (shard {shard} of {dataset.n_shards}); run the same command again to finish "
-                "it, or read what there is with partial=True"
+                f"{path} is {state} (shard {shard} of {dataset.n_shards}); run the command that created the "
+                "data set again to finish it, or read the available rows with partial=True"
             )
         try:
             opened = dataset.open_shard(shard, path)
@@ -254,17 +254,17 @@ def _done(shard: Shard, partial: bool) -> NDArray[np.int64]:
         shard.keep_columns()
     status = shard.column("status")
     if not np.isin(status, list(Status)).all():
-        raise InputError(f"{shard.name} is damaged: it has rows of a status that does not exist")
+        raise InputError(f"{shard.name} is damaged: it has rows with an unknown status")
     done = np.flatnonzero(status != Status.PENDING)
     if len(done) < len(shard) and not part:
         raise InputError(
             f"{shard.name} is damaged: {len(shard) - len(done)} rows are pending in a finished file; "
-            "`layertap verify --repair`, and then the command that made the data set, mend it"
+            "run `layertap verify --repair`, then the command that created the data set"
         )
     if len(done) < len(shard) and not partial:
         raise LayertapError(
-            f"{shard.name} is unfinished: {len(shard) - len(done)} rows are pending; run the same command again to "
-            "finish it, or read what there is with partial=True"
+            f"{shard.name} is unfinished: {len(shard) - len(done)} rows are pending; run the command that created "
+            "the data set again to finish it, or read the available rows with partial=True"
         )
     # A row that a power failure damaged may have a status, but does not match its hashes.
     return np.setdiff1d(done, wrong_rows(shard, done)) if part else done

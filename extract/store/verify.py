@@ -35,11 +35,11 @@ _WITHOUT_IMAGE = (Status.DECODE_ERROR, Status.MISSING, Status.IO_ERROR)  # featu
 class Remedy(Enum):
     """What `repair` does about a fault."""
 
-    ROW = "the row is made pending"
-    FILE = "the file is put aside, and all of its rows are pending"
+    ROW = "the row is reset to pending"
+    FILE = "the file is renamed, and all its rows are pending"
     RECEIPT = "the receipt is written again"
-    SUCCESSOR = "the unfinished file beside a finished one is put aside; the rows of the finished one stay"
-    NONE = "nothing: embed computes what is not there, or a person must look"
+    SUCCESSOR = "the unfinished file beside a finished file is renamed; the rows of the finished file stay"
+    NONE = "none: `embed` computes missing rows; other faults must be inspected"
 
 
 @dataclass(frozen=True)
@@ -114,12 +114,12 @@ def _verify_version(dataset: DataSet, on_rows: Callable[[int], None]) -> Verific
     try:
         table = dataset.version_rows()
         if xxhash.xxh3_128_hexdigest(b"\0".join(sorted(map(os.fsencode, table.paths)))) != dataset.images["paths_xxh3"]:
-            found.faults.append(Fault("the paths of the version are not those of dataset.json", Remedy.NONE))
+            found.faults.append(Fault("the paths of the version do not match dataset.json", Remedy.NONE))
         if not found.faults:
             with FeatureReader(dataset.out) as reader:
                 found.rows.update(Status(code).text for code in reader.status.tolist())
     except (LayertapError, FileNotFoundError) as error:
-        found.faults.append(Fault(f"its version cannot be read: {error}", Remedy.NONE))
+        found.faults.append(Fault(f"the version cannot be read: {error}", Remedy.NONE))
     return found
 
 
@@ -136,12 +136,12 @@ def _verify_shards(dataset: DataSet, on_rows: Callable[[int], None]) -> Verifica
                 for i, image in enumerate(shard.text("path")):
                     listed.update((b"\0" if number or i else b"") + os.fsencode(image))
                 if classes is not None and classes != shard.text("classes"):
-                    what = "has other classes than the shards before it"
+                    what = "has other classes than the preceding shards"
                     found.faults.append(Fault(what, Remedy.NONE, number, shard.path.relative_to(out).as_posix()))
                 classes = shard.text("classes")
         on_rows(len(dataset.shard_range(number)))
     if whole and listed.hexdigest() != dataset.images["paths_xxh3"]:
-        found.faults.append(Fault("the paths of the shards are not those of dataset.json", Remedy.NONE))
+        found.faults.append(Fault("the paths of the shards do not match dataset.json", Remedy.NONE))
     return found
 
 
@@ -151,7 +151,7 @@ def _check_shard(dataset: DataSet, number: int, where: ShardFiles, found: Verifi
         path = dataset.current(number, where)
         if path is None:
             last = dataset.path(number)
-            receipt = ", though its receipt is there" if last.with_suffix(".json").exists() else ""
+            receipt = ", but its receipt exists" if last.with_suffix(".json").exists() else ""
             name = last.relative_to(dataset.out).as_posix()
             found.faults.append(Fault(f"is missing{receipt}", Remedy.NONE, number, name))
             found.rows[Status.PENDING.text] += len(dataset.shard_range(number))
@@ -180,7 +180,7 @@ def _check_shard(dataset: DataSet, number: int, where: ShardFiles, found: Verifi
             faults += _faults_of_successor(dataset, number, where.part)
         found.faults += faults
         return shard
-    raise LayertapError(f"shard {number} of {dataset.out} changes while it is looked at; try again when nobody writes")
+    raise LayertapError(f"shard {number} of {dataset.out} changed while it was verified; try again when no writer runs")
 
 
 def _faults_of_successor(dataset: DataSet, number: int, revision: int) -> list[Fault]:
@@ -219,20 +219,20 @@ def _faults_of_rows(shard: Shard, name: str, counts: Counter[str]) -> list[Fault
 
     pending = np.flatnonzero(status == Status.PENDING)
     if part and len(pending):
-        what = f"is unfinished, {len(pending):,} of {len(shard):,} rows are pending"
+        what = f"is unfinished: {len(pending):,} of {len(shard):,} rows are pending"
         faults.append(Fault(what, Remedy.NONE, number, name))
     elif len(pending):
-        of_rows(pending, "it is pending, in a finished file")
+        of_rows(pending, "is pending in a finished file")
     labels, n_classes = shard.column("label"), len(shard.text("classes"))
     if ((labels < -1) | (labels >= n_classes)).any():
-        faults.append(Fault(f"has labels beyond its {n_classes} classes", Remedy.FILE, number, name))
+        faults.append(Fault(f"has labels outside its {n_classes} classes", Remedy.FILE, number, name))
     wrong, unlike = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for start, stop, block, agree in checked(shard, np.flatnonzero(status != Status.PENDING)):
         wrong.append(start + np.flatnonzero(~agree))
         if block is not None:
             unlike.append(start + np.flatnonzero(agree & ~_as_status_says(block, status[start:stop])))
-    of_rows(np.concatenate(wrong), "it does not agree with its hashes")
-    of_rows(np.concatenate(unlike), "its features are not as its status says")
+    of_rows(np.concatenate(wrong), "does not match its hashes")
+    of_rows(np.concatenate(unlike), "features contradict the status")
     return faults
 
 
@@ -266,9 +266,9 @@ def _faults_of_receipt(shard: Shard, name: str, of_rows: Collection[Fault]) -> l
     expected = {**vars(shard.identity), **size_and_hash(shard.path), "status": status}
     # Wrong rows explain a mismatch. Without wrong rows, the receipt is wrong, or bytes that no other hash covers; a
     # repair does not overwrite the receipt, because it is the only evidence.
-    hint = "" if of_rows else "; every row agrees with its hashes. Without a receipt, --repair writes a new one"
+    hint = "" if of_rows else "; all rows match their hashes. If the receipt is removed, --repair writes a new one"
     return [
-        Fault(f"its {key} is not that of its receipt{hint}", Remedy.NONE, number, name)
+        Fault(f"its {key} differs from the receipt{hint}", Remedy.NONE, number, name)
         for key, value in expected.items()
         if receipt.get(key) != value
     ]
@@ -353,7 +353,7 @@ def _mend(dataset: DataSet, number: int, where: ShardFiles, shard: Shard | None,
         return len(rows)
     if Remedy.RECEIPT in remedies:
         failed = np.flatnonzero(shard.column("status") != Status.OK) + shard.identity.first_row
-        lost = {int(row): "the receipt that said why was lost" for row in failed}
+        lost = {int(row): "unknown, because the receipt was lost" for row in failed}
         write_receipt(path, path, shard, {**lost, **reasons_of(path)})
     return 0
 

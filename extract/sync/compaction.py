@@ -102,19 +102,19 @@ def compact(
     """
     published = DataSet.open(out)
     if published.version is None:
-        raise InputError(f"{out} is not kept in step with a folder; it has no rows that are not needed")
+        raise InputError(f"{out} was not written by `layertap sync`; only such data sets have unneeded rows")
     with locked(out):
         published = DataSet.open(out)
         with Manifest(out) as manifest:
             if manifest.made_anew or manifest.version < (published.version.number if published.version else 0):
-                raise InputError(f"{out}/manifest.sqlite is lost or damaged; `layertap sync` makes it anew")
+                raise InputError(f"{out}/manifest.sqlite is missing or damaged; run `layertap sync` to rebuild it")
             try:
                 return compact_passes(out, manifest, published, max_dead, time.time_ns(), on_rows)[0]
             except (sqlite3.Error, ValueError, TypeError) as error:  # InputError is a ValueError, too
                 if isinstance(error, LayertapError):
                     raise
                 raise LayertapError(
-                    f"{out}/manifest.sqlite: {error}; delete it, and `layertap sync` makes it anew"
+                    f"{out}/manifest.sqlite: {error}; delete it and run `layertap sync` to rebuild it"
                 ) from error
 
 

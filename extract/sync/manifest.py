@@ -147,7 +147,7 @@ class Manifest:
                         self._sql.execute(statement)
                     self._set("format", _FORMAT)
             elif self._get("format", 0) != _FORMAT:
-                raise sqlite3.DatabaseError(f"it is of format {self._get('format', 0)}, not {_FORMAT}")
+                raise sqlite3.DatabaseError(f"it has format {self._get('format', 0)}, expected {_FORMAT}")
             self._sql.executescript(_SEEN)
         except BaseException:
             self._sql.close()
@@ -162,7 +162,7 @@ class Manifest:
             with contextlib.closing(sqlite3.connect(Path(folder) / path.name)) as source:
                 source.backup(self._sql)
         if self._get("format", 0) != _FORMAT:
-            raise sqlite3.DatabaseError(f"it is of format {self._get('format', 0)}, not {_FORMAT}")
+            raise sqlite3.DatabaseError(f"it has format {self._get('format', 0)}, expected {_FORMAT}")
 
     def start_anew(self, why: str) -> None:
         """Set the file aside and create an empty manifest; `rebuild` fills it."""
@@ -178,7 +178,7 @@ class Manifest:
             self._path.replace(self._path.with_name(self._path.name + ".damaged"))
             self._open()
         except (OSError, sqlite3.Error) as error:
-            raise LayertapError(f"{self._path} is damaged ({why}), and cannot be made anew: {error}") from error
+            raise LayertapError(f"{self._path} is damaged ({why}) and cannot be replaced: {error}") from error
 
     def __enter__(self) -> Self:
         return self

@@ -178,12 +178,12 @@ class _Pass:
                 raise InputError(f"{self.out} holds a data set of `layertap embed`; choose another output folder")
             if (there := self.published.images["root"]) != self.root and not self.force:
                 raise InputError(
-                    f"{self.out} is kept in step with {there}, and {self.root} is another folder. If it was moved, "
-                    "--force; else choose another output folder"
+                    f"{self.out} is kept in sync with {there}, not with {self.root}. If the folder was moved, use "
+                    "--force; otherwise choose another output folder"
                 )
         elif self.out.is_dir() and any(not _is_ours(entry.name) for entry in self.out.iterdir()):
             raise InputError(
-                f"{self.out} is not empty and no data set of `layertap sync`; choose another output folder"
+                f"{self.out} is not empty and not a data set of `layertap sync`; choose another output folder"
             )
 
     def run(self, manifest: Manifest) -> None:
@@ -203,13 +203,13 @@ class _Pass:
             manifest.keep_below(os.fsencode(path))
         for path in scan.nowhere:
             if manifest.keep_below(os.fsencode(path)):
-                scan.unreadable[path] = "a link that leads nowhere now"
+                scan.unreadable[path] = "the target of the link no longer exists"
         if not n_seen and not manifest.n_files():
             raise InputError(f"{self.root}: no images. Images end in .jpg, .png, .tif, .webp and others")
         if not n_seen and not self.force:
             raise VanishedError(
-                f"{self.root} has no images any more, of {manifest.n_files():,} (an unmounted disk?); nothing was "
-                "done. If they are really gone, --force"
+                f"{self.root}: none of the {manifest.n_files():,} images was found; is the disk mounted? Nothing was "
+                "changed; --force confirms the deletion"
             )
         if not self.dry_run:
             self._check_configuration(manifest)
@@ -225,7 +225,7 @@ class _Pass:
         try:
             self._compact(manifest)
         except LayertapError as error:  # the pass itself is complete; the next pass tries to compact again
-            self.report.notes.append(f"its passes cannot be compacted: {error}")
+            self.report.notes.append(f"passes cannot be compacted: {error}")
 
     # Preparation
 
@@ -234,11 +234,11 @@ class _Pass:
         number = self.published.version.number if self.published and self.published.version else 0
         if manifest.version < number and not manifest.made_anew:
             if manifest.version or manifest.n_files():
-                manifest.start_anew(f"it is older than version {number}, which is published")
+                manifest.start_anew(f"it was older than the published version {number}")
             else:
-                manifest.made_anew = "it was lost"
+                manifest.made_anew = "it was missing"
         if manifest.made_anew:
-            self.report.notes.append(f"manifest.sqlite was made anew: {manifest.made_anew}")
+            self.report.notes.append(f"manifest.sqlite was rebuilt: {manifest.made_anew}")
             if self.published:
                 rebuild(manifest, self.out, self.published, self.now_ns())
                 if not self.dry_run:
@@ -270,7 +270,7 @@ class _Pass:
     def _check_fits(self, dataset: DataSet) -> None:
         if self.published and (changed := differences(self.published.depends_on, dataset.depends_on)):
             raise InputError(
-                f"{self.out} holds other features; rows that differ in these do not mix:\n  "
+                f"{self.out} holds other features; rows with these differences cannot be mixed:\n  "
                 + "\n  ".join(changed)
                 + "\nChoose another output folder, or delete this one."
             )
@@ -291,15 +291,15 @@ class _Pass:
             others = ", ".join(f"{name} {old} -> {new}" for name, old, new in changes(before, now))
             if found.apart:
                 raise LayertapError(
-                    f"{self.out}: with what is installed now ({others}), stored features come out otherwise: "
-                    f"{found.apart[0].path}: {found.apart[0].what}. Install the versions from before, or begin a new "
-                    "data set"
+                    f"{self.out}: the installed libraries ({others}) do not reproduce the stored features: "
+                    f"{found.apart[0].path}: {found.apart[0].what}. Install the earlier versions, or start a new data "
+                    "set"
                 )
             if not found.n_rows:  # all sampled images have changed; the next pass checks again
                 return
             self.report.notes.append(
-                f"installed since: {others}; {found.n_rows} stored rows, computed again, differ by {found.largest:.1e} "
-                "of their largest value at most"
+                f"libraries have changed: {others}; {found.n_rows} stored rows, computed again, differ by at most "
+                f"{found.largest:.1e} of their largest value"
             )
         with manifest.transaction():
             manifest.versions = now
@@ -336,8 +336,8 @@ class _Pass:
         if found.vanished > self.guards.max_vanish * n_files and not self.force:
             raise VanishedError(
                 f"{self.root}: {found.vanished:,} of {n_files:,} images are gone, more than "
-                f"{self.guards.max_vanish:.0%} (max_vanish; an unmounted disk?); nothing was done. If they are really "
-                "gone, --force"
+                f"{self.guards.max_vanish:.0%} (max_vanish); is the disk mounted? Nothing was changed; --force "
+                "confirms the deletion"
             )
         # Completing an interrupted pass may have counted files already.
         report.added += found.added

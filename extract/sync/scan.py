@@ -80,7 +80,7 @@ class Scan:
 
     def _on_unreadable(self, folder: str, error: OSError) -> None:
         if not folder:
-            raise LayertapError(f"{self.root}: the folder cannot be read: {error.strerror}") from error
+            raise LayertapError(f"cannot read folder {self.root}: {error.strerror}") from error
         if not isinstance(error, _GONE):  # else it was deleted during the scan
             self.unreadable[folder] = error.strerror or str(error)
 

@@ -62,12 +62,12 @@ def _lock_file(out: Path, is_new: bool) -> Iterator[None]:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                raise LayertapError(f"{out} cannot be locked: {error.strerror}") from error
+                raise LayertapError(f"cannot lock {out}: {error.strerror}") from error
             file.seek(0)
             raise LockedError(f"{out} is locked by {file.read().strip() or 'another process'}") from error
         # Do not open the lock file a second time to check it: closing that descriptor would release the lock.
         if not os.path.exists(out / ".lock") or not os.path.samestat(os.fstat(file.fileno()), os.stat(out / ".lock")):  # noqa: PTH110, PTH116
-            raise LockedError(f"{out} was removed by the process that had it locked")
+            raise LockedError(f"{out} was removed by the process that held its lock; run again")
         now = datetime.now(UTC).isoformat(timespec="seconds")
         _note(file.fileno(), f"pid {os.getpid()} on {socket.gethostname()} since {now}\n")
         try:

@@ -38,8 +38,8 @@ def file_system(url: str, **settings: Any) -> tuple[Any, str]:
     protocol, _, rest = url.partition("://")
     if re.match(r"[^/@]*:[^/@]+@", rest):
         raise InputError(
-            f"{protocol}://...@{rest.partition('@')[2]}: a password in a URL would be stored with the features; the "
-            "library for the protocol takes it from the environment, or a file of yours"
+            f"{protocol}://...@{rest.partition('@')[2]}: the password in this URL would be stored with the features; "
+            "set it in the environment or in the configuration file of the protocol's library"
         )
     try:
         kind: Any = fsspec.get_filesystem_class(protocol)

@@ -119,7 +119,7 @@ class DataSet:
         found = [DataSet.open(pass_folder(self.out, number)) for number in self.version.passes]
         for one in found:
             if one.depends_on != self.depends_on or one.features != self.features or one.version:
-                raise InputError(f"{one.out} does not belong to {self.out}: it holds other features")
+                raise InputError(f"{one.out} is not a pass of {self.out}: it holds other features")
         return found
 
     def version_rows(self) -> RowTable:
@@ -207,13 +207,16 @@ class DataSet:
         """
         for name, value in vars(self.identity(shard)).items():
             if (found := getattr(opened.identity, name)) != value:
-                raise InputError(f"{opened.name} is no shard {shard} of this data set: its {name} is {_short(found)}")
+                raise InputError(
+                    f"{opened.name} is not shard {shard} of this data set: its {name!r} is {_short(found)}, "
+                    f"expected {_short(value)}"
+                )
         expected = {feature.name: (feature.shape, feature.dtype) for feature in self.features}
         found_features = {feature.name: (feature.shape, feature.dtype) for feature in opened.features}
         if found_features != expected:
             different = [name for name in expected | found_features if expected.get(name) != found_features.get(name)]
             raise InputError(
-                f"{opened.name} is no shard {shard} of this data set: its feature {different[0]!r} is "
+                f"{opened.name} is not shard {shard} of this data set: its feature {different[0]!r} is "
                 f"{found_features.get(different[0], 'missing')}, expected {expected.get(different[0], 'none')}"
             )
 
@@ -229,7 +232,7 @@ class DataSet:
         try:
             content = read_json(path)
         except (FileNotFoundError, NotADirectoryError) as error:
-            missing = "is no layertap data set: it has no dataset.json" if out.exists() else "does not exist"
+            missing = "is not a layertap data set: it has no dataset.json" if out.exists() else "does not exist"
             raise InputError(f"{out} {missing}") from error
         return cls.described(content, out, path)
 
@@ -243,7 +246,9 @@ class DataSet:
         try:
             if content["format"] != FORMAT or content["format_version"] != FORMAT_VERSION:
                 kind = f"{content['format']} format version {content['format_version']}"
-                raise InputError(f"{path}: {kind}; this layertap reads {FORMAT} format version {FORMAT_VERSION}")
+                raise InputError(
+                    f"{path} has {kind}; this version of layertap reads {FORMAT} format version {FORMAT_VERSION}"
+                )
             features = [_feature(one) for one in content["features"]]
             images, depends_on, shard_rows = content["images"], content["depends_on"], content["shard_rows"]
             version = Version.of(content["version"]) if "version" in content else None
@@ -253,9 +258,9 @@ class DataSet:
                 raise ValueError("a value is missing or out of range")
             found = cls(out, depends_on, features, images, int(shard_rows), version)
             if found.n_shards > _SHARDS:
-                raise ValueError(f"{found.n_shards:,} shards")
+                raise ValueError(f"{found.n_shards:,} shards; at most {_SHARDS:,} are supported")
             if content["fingerprint"] != found.fingerprint:
-                raise ValueError("its fingerprint is not that of its content")
+                raise ValueError("the fingerprint does not match the content")
             return found
         except InputError:
             raise
@@ -277,7 +282,7 @@ class DataSet:
             empty = not any(self.files()) and not any((self.out / "shards").glob("*.damaged*"))
             return existing if self.goes_with(existing, self.out, gives_way=empty) else None
         if self.out.is_dir() and any(_is_foreign(entry) for entry in self.out.iterdir()):
-            raise InputError(f"{self.out} is not empty and no layertap data set; choose another output folder")
+            raise InputError(f"{self.out} is not empty and not a layertap data set; choose another output folder")
         return None
 
     def check_size(self) -> None:
@@ -305,18 +310,19 @@ class DataSet:
         """
         if existing.version:
             raise InputError(
-                f"{where} is kept in step with {existing.images['root']} by `layertap sync`; choose another output "
+                f"{where} is kept in sync with {existing.images['root']} by `layertap sync`; choose another output "
                 "folder"
             )
         if ("merged_from" in existing.images) != ("merged_from" in self.images) and not gives_way:
-            how = (
-                "was merged from others; merge again to go on" if "merged_from" in existing.images else "was not merged"
-            )
-            raise InputError(f"{where} holds a data set that {how}; or choose another output folder")
+            if "merged_from" in existing.images:
+                raise InputError(
+                    f"{where} holds a merged data set; merge again to resume, or choose another output folder"
+                )
+            raise InputError(f"{where} holds a data set that was not merged; choose another output folder")
         changed = existing._differences(self)
         if changed and not gives_way:
             raise InputError(
-                f"{where} holds other features; rows that differ in these do not mix:\n  "
+                f"{where} holds other features; rows with these differences cannot be mixed:\n  "
                 + "\n  ".join(changed)
                 + "\nChoose another output folder, or delete this one."
             )
@@ -427,7 +433,7 @@ def existing_shard_rows(out: Path) -> int | None:
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Return the differences of two nested dicts, one line for each leaf."""
-    return [f"{key}: {before} there, {now} now" for key, before, now in changes(old, new)]
+    return [f"{key}: stored {before}, now {now}" for key, before, now in changes(old, new)]
 
 
 def changes(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -440,7 +446,7 @@ def _feature(content: dict[str, Any]) -> StoredFeature:
     numbers = all(isinstance(side, int) and 0 < side < 1 << 40 for side in shape)
     texts = all(isinstance(text, str) for text in (name, *attributes, *attributes.values()))
     if not numbers or not texts or dtype not in ("float32", "float16") or not name or "/" in name:
-        raise ValueError(f"the feature {str(name)[:80]!r} is not one that can be stored")
+        raise ValueError(f"invalid description of feature {str(name)[:80]!r}")
     return StoredFeature(name, tuple(shape), dtype, attributes)
 
 

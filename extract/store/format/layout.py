@@ -220,7 +220,9 @@ def new_shard_file(
         texts["id"] = names.ids
     text_bytes = sum(max((len(os.fsencode(one)) for one in text), default=1) * len(text) for text in texts.values())
     if text_bytes > _FIXED_BYTES:  # every path takes the space of the longest
-        raise InputError(f"{path}: paths of {text_bytes / 1e6:,.0f} MB in one file; set a smaller shard_rows")
+        raise InputError(
+            f"{path}: paths take {text_bytes / 1e6:,.0f} MB, too much for one file; set a smaller shard_rows"
+        )
     fixed = {name: _fixed_length(values) for name, values in texts.items()}
     fixed["label"] = np.asarray(names.labels, "<i8")
     fixed["provenance"] = np.array(json.dumps(provenance, indent=1).encode())
@@ -321,7 +323,7 @@ def _check_places(raw: BinaryIO, first_rows: Sequence[tuple[int | None, bytes]])
         raw.seek(offset or 0)
         if offset is None or raw.read(len(expected)) != expected:
             raise LayertapError(
-                f"HDF5 {h5py.version.hdf5_version} puts features elsewhere than it says; install another h5py"
+                f"HDF5 {h5py.version.hdf5_version} reports wrong offsets of features; install another version of h5py"
             )
 
 
@@ -373,9 +375,9 @@ def read_header(raw: BinaryIO, path: Path | str) -> list[tuple[int, int]]:
     start = raw.read(512)
     title = re.match(rb"layertap shard, format (\d+); HDF5 begins at byte (\d{3,7})\n", start)
     if not title:
-        raise InputError(f"{path} is no layertap shard")
+        raise InputError(f"{path} is not a layertap shard")
     if int(title[1]) != FORMAT_VERSION:
-        raise InputError(f"{path}: format {int(title[1])}; this layertap reads format {FORMAT_VERSION}")
+        raise InputError(f"{path} has format {int(title[1])}; this version of layertap reads format {FORMAT_VERSION}")
     header_bytes = int(title[2])
     start += raw.read(max(0, header_bytes - len(start)))
     size = raw.seek(0, os.SEEK_END)
@@ -383,7 +385,7 @@ def read_header(raw: BinaryIO, path: Path | str) -> list[tuple[int, int]]:
         content = json.loads(start[title.end() : header_bytes].rstrip(b"\0"))
         expected, ranges = content["size"], [(int(first), int(stop)) for first, stop in content["row_data"]]
         if size != expected:
-            raise InputError(f"{path} is damaged: it has {size:,} bytes of {expected:,}")
+            raise InputError(f"{path} is damaged: it has {size:,} bytes, expected {expected:,}")
         edges = [header_bytes, *(edge for one in ranges for edge in one), size]
         if edges != sorted(edges) or size - sum(stop - first for first, stop in ranges) > 2 * _FIXED_BYTES:
             raise ValueError
@@ -391,9 +393,9 @@ def read_header(raw: BinaryIO, path: Path | str) -> list[tuple[int, int]]:
     except InputError:
         raise
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        raise InputError(f"{path} is damaged: its first {header_bytes} bytes are not what layertap writes") from None
+        raise InputError(f"{path} is damaged: its first {header_bytes} bytes are not a valid header") from None
     if not same:
-        raise InputError(f"{path} is damaged: what holds its names and structure is not as it was written")
+        raise InputError(f"{path} is damaged: its paths, labels or structure do not match their hash")
     return ranges
 
 

@@ -88,7 +88,7 @@ class Shard:
         self._begin(str(path))
         try:
             if not stat.S_ISREG(path.stat().st_mode):
-                raise InputError(f"{path} is no file")
+                raise InputError(f"{path} is not a regular file")
             with path.open("rb") as raw:
                 self._row_data = read_header(raw, path)
                 self._inode = os.fstat(raw.fileno()).st_ino
@@ -117,13 +117,13 @@ class Shard:
         """Check the structure of the file and set the attributes from it."""
 
         def refuse(what: str) -> InputError:
-            return InputError(f"{self.name} is refused: {what}")
+            return InputError(f"{self.name} is not a valid shard: {what}")
 
         self.identity = identity_of(file, refuse)
         n_rows = self.identity.n_rows
         group = member(file, "features", h5py.Group, refuse)
         if not 1 <= len(group) <= _FEATURES:
-            raise refuse(f"it has {len(group):,} features")
+            raise refuse(f"it has {len(group):,} features; expected 1 to {_FEATURES:,}")
         self.features: list[StoredFeature] = []
         self.compression: dict[str, str] = {}
         self.chunks: dict[str, int] = {}
@@ -134,12 +134,12 @@ class Shard:
             if data.dtype not in (np.dtype("<f4"), np.dtype("<f2")):
                 raise refuse(f"feature {name!r} is {data.dtype}; expected float32 or float16")
             if not data.shape or data.shape[0] != n_rows or (data.chunks or data.shape)[1:] != data.shape[1:]:
-                raise refuse(f"feature {name!r} has shape {data.shape} in chunks {data.chunks}, with {n_rows} rows")
+                raise refuse(f"feature {name!r} has shape {data.shape}, chunks {data.chunks}; expected {n_rows} rows")
             feature = StoredFeature(name, data.shape[1:], data.dtype.name, attributes_of(data))
             self.chunks[name] = data.chunks[0] if data.chunks else chunk_rows(feature, n_rows)
             chunk_bytes = feature.row_bytes * self.chunks[name]
             if feature.row_bytes > _ROW_BYTES or chunk_bytes > max(_CHUNK_BYTES, feature.row_bytes):
-                raise refuse(f"feature {name!r} is in chunks of {data.chunks}")
+                raise refuse(f"feature {name!r} has chunks of {data.chunks}, which are too large")
             self.features.append(feature)
             self.stored_bytes[name] = data.id.get_storage_size()
             packed = filters_of(data, refuse)
@@ -148,10 +148,11 @@ class Shard:
                 continue
             self.compression[name] = packed
             if data.id.get_num_chunks() != -(-n_rows // self.chunks[name]):
-                raise refuse(f"feature {name!r} has {data.id.get_num_chunks():,} chunks for {n_rows:,} rows")
+                count = data.id.get_num_chunks()
+                raise refuse(f"feature {name!r} has {count:,} chunks, too few or too many for {n_rows:,} rows")
             plain = feature.row_bytes * n_rows
             if self.stored_bytes[name] > plain * 2 + (1 << 20):
-                raise refuse(f"feature {name!r} takes {self.stored_bytes[name]:,} bytes for {plain:,} unpacked")
+                raise refuse(f"feature {name!r} takes {self.stored_bytes[name]:,} bytes, but {plain:,} decompressed")
         self._feature = {feature.name: feature for feature in self.features}
         self._columns: dict[str, NDArray[Any]] = {}
         for name, width, dtype in (*ROW_DATA, ("label", (), "<i8")):
@@ -164,14 +165,14 @@ class Shard:
         for name, shape in texts.items():
             self._columns[name] = column = self._column(file, name, refuse)
             if column.dtype.kind != "S" or column.shape != (column.shape[:1] if shape is None else shape):
-                raise refuse(f"{name} is {column.dtype} {column.shape}; expected text of fixed length")
+                raise refuse(f"{name} is {column.dtype} {column.shape}; expected fixed-length text")
         if self._columns["provenance"].nbytes > _TEXT_BYTES:
-            raise refuse(f"provenance of {self._columns['provenance'].nbytes:,} bytes")
+            raise refuse(f"its provenance has {self._columns['provenance'].nbytes:,} bytes; at most {_TEXT_BYTES:,}")
 
     def _column(self, file: h5py.File, name: str, refuse: Refuse) -> NDArray[Any]:
         data = member(file, name, h5py.Dataset, refuse)
         if data.chunks is not None:
-            raise refuse(f"{name} is in chunks")
+            raise refuse(f"{name} is stored in chunks; expected one contiguous block")
         return self._at(self._place(data, refuse), data.shape, data.dtype)
 
     def _at(self, start: int | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -181,18 +182,18 @@ class Shard:
     def _place(self, data: h5py.Dataset, refuse: Refuse) -> int | None:
         """Check the location of a plain dataset and return its offset in the file; None if it has no bytes."""
         if filters_of(data, refuse):
-            raise refuse(f"{data.name} is compressed")
+            raise refuse(f"{data.name} is compressed; expected plain data")
         if data.size == 0:
             return None
         needed = math.prod(data.shape) * data.dtype.itemsize
         start = plain_offset(data)
         if start is None or data.id.get_storage_size() < needed or start + needed > self.size:
-            raise refuse(f"{data.name} says it has {needed:,} bytes; they are not in the file, or not in order")
+            raise refuse(f"{data.name} needs {needed:,} bytes, which are not in the file or not contiguous")
         # Only row data lies in the ranges that the user block lists.
         inside = [first <= start and start + needed <= stop for first, stop in self._row_data]
         outside = [start + needed <= first or stop <= start for first, stop in self._row_data]
         if not (any(inside) if data.name.startswith("/features/") or data.name[1:] in _ROW_DATA else all(outside)):
-            raise refuse(f"{data.name} is not where the first lines of the file say")
+            raise refuse(f"{data.name} is not at the location that the header of the file gives")
         self.offsets[data.name] = start
         return start
 
@@ -334,7 +335,7 @@ class Shard:
                 found: NDArray[Any] = self._packed[1]["features"][name][start:stop]
             except OSError as error:
                 raise InputError(
-                    f"{self.name} is damaged: {name!r} cannot be unpacked in rows {start} to {stop - 1}"
+                    f"{self.name} is damaged: rows {start} to {stop - 1} of {name!r} cannot be decompressed"
                 ) from error
             return found
 
@@ -395,7 +396,7 @@ class Shard:
                 return content
         except (ValueError, RecursionError):
             pass
-        raise InputError(f"{self.name} is damaged: its provenance is no JSON object")
+        raise InputError(f"{self.name} is damaged: its provenance is not a JSON object")
 
     # Closing and pickling
 
@@ -470,12 +471,14 @@ def _unpickled(path: Path, identity: Identity) -> Shard:
     if path.suffix == ".part" and not path.exists():
         path = path.with_suffix("")  # the part has been published since
     if not path.exists() and path.parts[-4:-3] == ("passes",):
-        raise InputError(f"{path} is no more: its data set was compacted since the reader was pickled; open it again")
+        raise InputError(
+            f"{path} no longer exists: its data set was compacted after the reader was pickled; open the data set again"
+        )
     shard = Shard(path)
     if path.suffix == ".part":
         shard.keep_columns()
     if shard.identity != identity:
-        raise InputError(f"{path} is another shard now than the one that was pickled")
+        raise InputError(f"{path} was replaced by another shard after the reader was pickled; open the data set again")
     return shard
 
 

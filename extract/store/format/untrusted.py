@@ -71,23 +71,23 @@ def member(group: h5py.Group, name: str, kind: type, refuse: Refuse) -> Any:
     if name.encode() not in group.id:
         raise refuse(f"it has no {name!r}")
     if group.id.links.get_info(name.encode()).type != h5l.TYPE_HARD:
-        raise refuse(f"{name!r} is a link to elsewhere")
+        raise refuse(f"{name!r} is a soft or external link")
     child = group[name]
     if not isinstance(child, kind):
-        raise refuse(f"{name!r} is a {type(child).__name__.lower()}")
+        raise refuse(f"{name!r} is a {type(child).__name__.lower()}; expected a {kind.__name__.lower()}")
     if isinstance(child, h5py.Dataset):
         properties = child.id.get_create_plist()
         if properties.get_layout() == h5d.VIRTUAL:
-            raise refuse(f"{name!r} is a virtual data set")
+            raise refuse(f"{name!r} is a virtual dataset")
         if properties.get_external_count():
-            raise refuse(f"{name!r} keeps its data in other files")
+            raise refuse(f"{name!r} stores its data in external files")
         if properties.get_layout() == h5d.COMPACT:
-            raise refuse(f"{name!r} is stored in its own header")
+            raise refuse(f"{name!r} has a compact layout, in its own header")
         of = child.id.get_type()
         if of.get_class() not in (h5t.INTEGER, h5t.FLOAT, h5t.STRING) or (
             isinstance(of, h5t.TypeStringID) and of.is_variable_str()
         ):
-            raise refuse(f"{name!r} is neither of numbers nor of text of fixed length")
+            raise refuse(f"{name!r} holds neither numbers nor fixed-length text")
     return child
 
 
@@ -98,10 +98,10 @@ def filters_of(data: h5py.Dataset, refuse: Refuse) -> str | None:
     if not used:
         return None
     if unknown := used - _BESIDE - FILTERS.keys():
-        raise refuse(f"{data.name} went through a filter that layertap does not know (number {min(unknown)})")
+        raise refuse(f"{data.name} uses an HDF5 filter that layertap does not support (number {min(unknown)})")
     # HDF5 verifies the checksum before it decompresses, so damaged bytes are never decompressed.
     if len(used - _BESIDE) != 1 or data.chunks is None or h5z.FILTER_FLETCHER32 not in used:
-        raise refuse(f"{data.name} went through the filters {sorted(used)}; expected one, with a checksum")
+        raise refuse(f"{data.name} uses the HDF5 filters {sorted(used)}; expected one compression, with a checksum")
     return FILTERS[(used - _BESIDE).pop()]
 
 
@@ -109,15 +109,13 @@ def identity_of(file: h5py.File, refuse: Refuse) -> Identity:
     """Return the shard and data set that a file's attributes name."""
     values = {name: _attribute(file, name) for name in ("format", "format_version", *Identity.__annotations__)}
     if (values.pop("format"), values.pop("format_version")) != (FORMAT, FORMAT_VERSION):
-        raise refuse(f"its attributes do not say {FORMAT}, format_version {FORMAT_VERSION}")
+        raise refuse(f"its attributes do not give format {FORMAT!r}, format_version {FORMAT_VERSION}")
     numbers = {name: value for name, value in values.items() if isinstance(value, int)}
     texts = {name: value for name, value in values.items() if isinstance(value, str)}
     if numbers.keys() != {"shard", "first_row", "n_rows"} or texts.keys() != {"fingerprint", "images"}:
-        raise refuse(f"its attributes are {values}")
+        raise refuse(f"its attributes are missing or have other types: {values}")
     if numbers["n_rows"] < 1 or numbers["first_row"] < 0 or numbers["shard"] < 0:
-        raise refuse(
-            f"it says it is shard {numbers['shard']}, from row {numbers['first_row']}, of {numbers['n_rows']} rows"
-        )
+        raise refuse(f"its attributes are out of range: {numbers}")
     return Identity(numbers["shard"], numbers["first_row"], numbers["n_rows"], texts["fingerprint"], texts["images"])
 
 

@@ -64,7 +64,7 @@ class Version:
         if not all(type(one) is int and 0 < one < 1_000_000_000 for one in whole) or not isinstance(
             found.rows_xxh3, str
         ):
-            raise ValueError("its version is not one that can be")
+            raise ValueError("invalid version")
         return found
 
 
@@ -151,7 +151,7 @@ def read_rows(out: Path, version: Version, n_rows: int) -> RowTable:
     path = table_path(out, version.number)
 
     def refuse(what: str) -> InputError:
-        return InputError(f"{path} is refused: {what}")
+        return InputError(f"{path} is not a valid version table: {what}")
 
     try:
         content = path.read_bytes()
@@ -160,16 +160,16 @@ def read_rows(out: Path, version: Version, n_rows: int) -> RowTable:
     except OSError as error:
         raise LayertapError(f"cannot read {path}: {error.strerror}") from error
     if xxhash.xxh3_128_hexdigest(content) != version.rows_xxh3:
-        raise InputError(f"{path} is damaged: it is not what dataset.json says; the next `layertap sync` mends it")
+        raise InputError(f"{path} is damaged: its hash is not that in dataset.json; run `layertap sync` to repair it")
     columns: dict[str, NDArray[Any]] = {}
     try:
         with h5py.File(io.BytesIO(content), "r") as file:
             for name, kinds in _COLUMNS.items():
                 data = member(file, name, h5py.Dataset, refuse)
                 if data.dtype.kind not in kinds or data.ndim != 1 or data.id.get_create_plist().get_nfilters():
-                    raise refuse(f"{name} is {data.dtype} {data.shape}")
+                    raise refuse(f"column {name!r} is {data.dtype} {data.shape}, or compressed")
                 if data.size * data.dtype.itemsize > len(content):
-                    raise refuse(f"{name} says it has more bytes than the file")
+                    raise refuse(f"column {name!r} has more bytes than the file")
                 columns[name] = data[:]
     except LayertapError:
         raise
@@ -180,8 +180,8 @@ def read_rows(out: Path, version: Version, n_rows: int) -> RowTable:
     order = np.lexsort((rows, passes))
     within = (labels >= -1).all() and (labels < len(columns["classes"])).all() and (rows >= 0).all()
     if set(lengths.values()) != {n_rows} or not within or (order != np.arange(len(order))).any():
-        raise refuse(f"its columns do not go together: {lengths}, {n_rows} rows")
+        raise refuse(f"its columns are inconsistent (lengths: {lengths}; expected {n_rows} rows)")
     if not np.isin(passes, version.passes).all():
-        raise refuse("it names passes that dataset.json does not")
+        raise refuse("it refers to passes that dataset.json does not list")
     texts = {name: [os.fsdecode(one) for one in columns[name].tolist()] for name in ("path", "split", "classes")}
     return RowTable(texts["path"], labels, texts["split"], texts["classes"], passes, rows)

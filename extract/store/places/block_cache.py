@@ -79,7 +79,7 @@ def cache_folder() -> Path:
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "layertap" / "blocks"
     except RuntimeError as error:
-        raise LayertapError("no home folder to keep blocks of remote files in; set XDG_CACHE_HOME") from error
+        raise LayertapError("no home folder for the cache of remote files; set XDG_CACHE_HOME") from error
 
 
 class BlockCache:
@@ -96,7 +96,8 @@ class BlockCache:
     def __init__(self, cache_bytes: int = CACHE_BYTES, folder: Path | None = None):
         self.cache_bytes, self.folder = int(cache_bytes), folder or cache_folder()
         if self.cache_bytes < _stored_bytes(BLOCK_BYTES):
-            raise InputError(f"cache_bytes is {self.cache_bytes:,}; at least one block of {BLOCK_BYTES:,} must fit")
+            least = _stored_bytes(BLOCK_BYTES)
+            raise InputError(f"cache_bytes is {self.cache_bytes:,}; it must be at least {least:,} (one block)")
         self._mine = _Fetches()
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -182,7 +183,7 @@ class BlockCache:
         try:
             content = objects.read_range(file.url, *file.block(number))
         except FileNotFoundError:
-            raise LayertapError(f"{file.url} is gone since it was opened; open the data set again") from None
+            raise LayertapError(f"{file.url} was removed after it was opened; open the data set again") from None
         self._keep(file, number, content)
         return content
 
@@ -205,7 +206,7 @@ class BlockCache:
             pass  # another process empties the folder; the block is read from memory
         except OSError as error:
             raise LayertapError(
-                f"{self.folder}: cannot keep what is read from {file.url}: {error.strerror}; make room, give a smaller "
+                f"{self.folder}: cannot cache a block of {file.url}: {error.strerror}; free disk space, set a smaller "
                 "cache_bytes, or set XDG_CACHE_HOME to another folder"
             ) from error
         finally:

@@ -58,7 +58,7 @@ class Bucket:
     def __init__(self, url: str):
         self.url = url.rstrip("/")
         if not re.fullmatch(r"[a-z0-9]+://[^/]+(/[^/]+)*", self.url):
-            raise InputError(f"{url} names no place in a bucket; expected s3://BUCKET/NAME")
+            raise InputError(f"{url} is not a location in a bucket; expected s3://BUCKET/NAME")
         self._is_safe = False
 
     @cached_property
@@ -73,12 +73,12 @@ class Bucket:
         try:
             content = objects.read(name)
         except FileNotFoundError as error:
-            raise InputError(f"{self.url} is no layertap data set: it has no dataset.json") from error
+            raise InputError(f"{self.url} is not a layertap data set: it has no dataset.json") from error
         found = DataSet.described(_json_of(content, name), Path(self.url), name)
         if found.version:
             raise InputError(
-                f"{self.url} is kept in step with a folder by `layertap sync`, which is read from a folder only; copy "
-                "it to a local disk"
+                f"{self.url} is a data set of `layertap sync`, which can only be read from a folder; copy it to a "
+                "local disk"
             )
         return found
 
@@ -101,11 +101,11 @@ class Bucket:
         """
         dataset.check_size()
         if dataset.version:
-            raise InputError(f"{dataset.out} is kept in step with a folder by `layertap sync`, and stays in a folder")
+            raise InputError(f"{dataset.out} is a data set of `layertap sync`, which cannot be stored in a bucket")
         name = f"{self.url}/dataset.json"
         if objects.info(name) is None:
             if objects.names(self.url):
-                raise InputError(f"{self.url} is not empty and no layertap data set; choose another output folder")
+                raise InputError(f"{self.url} is not empty and not a layertap data set; choose another output folder")
             if objects.put(name, (json.dumps(dataset.content(), indent=1) + "\n").encode()):
                 self._check_safe()
                 return None
@@ -126,12 +126,12 @@ class Bucket:
             try:
                 content = objects.read(name)
             except FileNotFoundError as error:
-                raise InputError(f"{self.url} is no layertap data set: it has no dataset.json") from error
+                raise InputError(f"{self.url} is not a layertap data set: it has no dataset.json") from error
             if objects.put(name, content):
                 raise LayertapError(
-                    f"{self.url}: this server, or the library for it, writes over an object that was to be created "
-                    "only if there is none (If-None-Match: *); several writers would damage each other's shards. Use "
-                    "another server, or update the library"
+                    f"{self.url}: this server, or the library for it, ignores If-None-Match: * and overwrites existing "
+                    "objects; several writers would damage each other's shards. Use another server, or update the "
+                    "library"
                 )
             self._is_safe = True
 
@@ -172,8 +172,8 @@ class Bucket:
             stem = stem_of(shard, revision)
             if f"{stem}.h5" not in sizes:
                 raise LayertapError(
-                    f"{self.url}/shards/{stem}.h5 is missing, though its receipt is there; put it back, or remove the "
-                    "receipt, and run the command that made the data set again"
+                    f"{self.url}/shards/{stem}.h5 is missing, but its receipt exists; restore the object, or remove "
+                    "the receipt and run the command that created the data set again"
                 )
             published[shard] = stem, sizes[f"{stem}.h5"], sizes[f"{stem}.json"]
         return published
@@ -200,16 +200,18 @@ class Bucket:
         named = f"{url.removesuffix('.h5')}.json"
         size, sha256 = _size_and_sha256(receipt, f"the receipt of {path}")
         if path.stat().st_size != size:
-            raise InputError(f"{path} has {path.stat().st_size:,} bytes, its receipt says {size:,}; seal it again")
+            raise InputError(
+                f"{path} has {path.stat().st_size:,} bytes, its receipt says {size:,}; seal the shard again"
+            )
         if objects.info(named) is not None:
             return False
         ours = objects.put_file(url, path, sha256)
         there = objects.info(url)
         if there is None:
-            raise LayertapError(f"{url} was written, and is gone; run again when nobody else changes the bucket")
+            raise LayertapError(f"{url} was removed after the upload; run again when no other program uses the bucket")
         if ours and there.size != size:
             raise LayertapError(
-                f"{url} has {there.size:,} bytes of {size:,} after it was written; remove it, run again"
+                f"{url} has {there.size:,} bytes after the upload, expected {size:,}; remove it and run again"
             )
         if not ours and (there.size != size or (there.sha256 or objects.sha256_of(url, there.size)) != sha256):
             if objects.info(named) is not None:
@@ -232,15 +234,15 @@ class Bucket:
                 wrong = wrong_rows(opened, np.arange(len(opened)))
                 known = np.isin(status, list(Status)) & (status != Status.PENDING)
                 if len(wrong) or not known.all():
-                    raise InputError(f"{len(wrong) or (~known).sum():,} of its rows are not as they were written")
+                    raise InputError(f"{len(wrong) or (~known).sum():,} of its rows are damaged or pending")
                 return receipt_of(copy, opened, reasons)
         except InputError as error:
             raise LayertapError(
-                f"{url} is there without a receipt, and is no whole shard {shard} of this data set: "
-                f"{str(error).replace(str(copy), 'it')}. Look at it, remove it, and run again"
+                f"{url} has no receipt and is not a complete shard {shard} of this data set: "
+                f"{str(error).replace(str(copy), 'it')}. Inspect the object, remove it, and run again"
             ) from error
         except FileNotFoundError as error:
-            raise LayertapError(f"{url} is gone while it was looked at; run again") from error
+            raise LayertapError(f"{url} was removed while it was checked; run again") from error
         except OSError as error:
             raise LayertapError(f"cannot write {copy}, a copy of {url}: {error.strerror}") from error
         finally:
@@ -262,7 +264,7 @@ class Bucket:
         if missing and not partial:
             raise LayertapError(
                 f"{self.url}/shards/{missing[0]:06d}.h5 is missing (shard {missing[0]} of {dataset.n_shards}); run the "
-                "same command again to finish it, or read what there is with partial=True"
+                "command that created the data set again to finish it, or read the available rows with partial=True"
             )
 
         def one(shard: int) -> RemoteShard:
@@ -300,17 +302,17 @@ def open_remote_shard(
     try:
         receipt = _json_of(objects.read(named, receipt_size), named)
     except FileNotFoundError as error:
-        raise InputError(f"{url} is no finished shard: it has no receipt {named}") from error
+        raise InputError(f"{url} is not a finished shard: it has no receipt {named}") from error
     expected, sha256 = _size_and_sha256(receipt, named)
     if size is None:
         found = objects.info(url)
         if found is None:
-            raise LayertapError(f"{url} is missing, though its receipt is there; put it back, or remove the receipt")
+            raise LayertapError(f"{url} is missing, but its receipt exists; restore the object, or remove the receipt")
         size = found.size
     if size != expected:
         raise LayertapError(
-            f"{url} has {size:,} bytes, its receipt says {expected:,}; it was changed since it was published. Put the "
-            "right one back, or remove both, and run the command that made the data set again"
+            f"{url} has {size:,} bytes, its receipt says {expected:,}; it was changed after it was published. Restore "
+            "the original object, or remove both and run the command that created the data set again"
         )
     return RemoteShard(RemoteFile(url, size, sha256), receipt, cache)
 
@@ -318,7 +320,7 @@ def open_remote_shard(
 def _size_and_sha256(receipt: Mapping[str, Any], name: str) -> tuple[int, str]:
     size, sha256 = receipt.get("size"), receipt.get("sha256")
     if type(size) is not int or size < 1 or not re.fullmatch("[0-9a-f]{64}", str(sha256), re.ASCII):
-        raise InputError(f"{name} is damaged: it says no size and sha256")
+        raise InputError(f"{name} is damaged: it has no valid size and sha256")
     return size, str(sha256)
 
 
@@ -326,7 +328,7 @@ def _json_of(content: bytes, name: str) -> dict[str, Any]:
     try:
         found = json.loads(content.decode())
         if not isinstance(found, dict):
-            raise ValueError("it holds no keys")
+            raise ValueError("expected a JSON object")
         return found
     except (ValueError, RecursionError) as error:
         raise InputError(f"{name} is damaged: {type(error).__name__}: {error}") from error

@@ -125,7 +125,7 @@ def info(url: str) -> Stored | None:
         return Stored(int(found["size"]), about.get(_SHA256, ""), about.get(_PUT, ""))
 
     try:
-        return _asked(url, "looked at", ask)
+        return _asked(url, "accessed", ask)
     except FileNotFoundError:
         return None
 
@@ -148,7 +148,7 @@ def read(url: str, size: int | None = None) -> bytes:
             raise FileNotFoundError(url)
         size = found.size
     if size > _WHOLE_BYTES:
-        raise InputError(f"{url} is damaged: it has more than {_WHOLE_BYTES >> 20} MB")
+        raise InputError(f"{url} is damaged: it is larger than {_WHOLE_BYTES >> 20} MiB")
     return read_range(url, 0, size)
 
 
@@ -166,7 +166,7 @@ def read_range(url: str, start: int, stop: int) -> bytes:
         fs, path = _at(url)
         content = bytes(fs.cat_file(path, start=start, end=stop, **_limit(fs, stop - start)))
         if len(content) != stop - start:
-            raise _CutShortError(f"{len(content):,} bytes came of {stop - start:,} from byte {start:,} on")
+            raise _CutShortError(f"received {len(content):,} of {stop - start:,} bytes from byte {start:,}")
         return content
 
     return _asked(url, "read", ask)
@@ -192,7 +192,7 @@ def _put(url: str, content: bytes | Path, size: int, sha256: str) -> bool:
     number = uuid.uuid4().hex
     about = {_SHA256: sha256, _PUT: number}
     if _protocol(url) in _S3 and size > _PUT_BYTES:
-        raise InputError(f"{url}: {size:,} bytes; S3 takes {_PUT_BYTES:,} in one piece. Set a smaller shard_rows")
+        raise InputError(f"{url}: {size:,} bytes; S3 accepts {_PUT_BYTES:,} in one request. Set a smaller shard_rows")
 
     def ask() -> None:
         fs, path = _at(url)
@@ -272,8 +272,8 @@ def _at(url: str) -> tuple[Any, str]:
         settings = {}
     elif protocol not in _GOOGLE:
         raise InputError(
-            f"{url}: a data set cannot lie behind {protocol}://, where an object cannot be created only if there is "
-            "none; use s3:// or gs://, or a folder"
+            f"{url}: data sets cannot be stored on {protocol}://, which cannot create an object only if it does not "
+            "exist; use s3:// or gs://, or a folder"
         )
     fs, path = file_system(url, **settings)
     if protocol in _S3:
@@ -306,7 +306,7 @@ def _asked(url: str, done: str, ask: Callable[[], T]) -> T:
         except Exception as error:
             status, code = _answer_in(error)
             if code == "NoSuchBucket":
-                raise LayertapError(f"{url}: there is no bucket of this name") from None
+                raise LayertapError(f"{url}: the bucket does not exist") from None
             if isinstance(error, FileExistsError) or status == 412:
                 raise FileExistsError(url) from None
             if isinstance(error, FileNotFoundError) or status == 404:
@@ -317,7 +317,7 @@ def _asked(url: str, done: str, ask: Callable[[], T]) -> T:
                 raise LayertapError(f"{url} cannot be {done}: {what}") from None
             if attempt == _ATTEMPTS - 1:
                 raise LayertapError(
-                    f"{url} cannot be {done}: {what}, {_ATTEMPTS} times. What was stored is safe; run again when the "
+                    f"{url} cannot be {done}: {what}, {_ATTEMPTS} times. Stored objects are safe; run again when the "
                     "server answers"
                 ) from None
         time.sleep(_WAIT_S * 2**attempt * random.uniform(0.5, 1.5))
@@ -352,7 +352,7 @@ def _reason(error: Exception, status: int, code: str) -> str:
     if status:
         # 403 and 401 have a specific code only if the answer has a body.
         what = f"HTTP {status}" + ("" if code in ("", str(status)) else f" {code}")
-        return f"{what}; see that the credentials are right, and allow it" if status in (401, 403) else what
+        return f"{what}; check that the credentials are correct and allow this" if status in (401, 403) else what
     if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError"):
         return "no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
     if isinstance(error, TimeoutError | asyncio.TimeoutError) or "Timeout" in type(error).__name__:

@@ -242,5 +242,7 @@ def _chunks_of(data: h5py.Dataset) -> NDArray[np.int64]:
 def _unpickled(file: RemoteFile, receipt: dict[str, Any], cache: BlockCache, identity: Identity) -> RemoteShard:
     shard = RemoteShard(file, receipt, cache)
     if shard.identity != identity:
-        raise InputError(f"{file.url} is another shard now than the one that was pickled")
+        raise InputError(
+            f"{file.url} was replaced by another shard after the reader was pickled; open the data set again"
+        )
     return shard

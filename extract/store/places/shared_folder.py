@@ -64,8 +64,8 @@ class SharedFolder:
                     break
                 if begun:
                     raise InputError(
-                        f"{self.out} was begun for other images or features, and has no rows. Another worker may be "
-                        "about to write some, so it is left as it is: delete it, or choose another output folder"
+                        f"{self.out} was created for other images or features and has no rows. It is not replaced, "
+                        "because another worker may be about to write rows: delete it, or choose another output folder"
                     )
                 own_folder(self.out / "shards")
                 mine = description.with_name(f"{description.name}.{_own_name()}.new")
@@ -149,7 +149,7 @@ class SharedFolder:
             self._see_receipt(final, receipt)
         except OSError as error:
             raise LayertapError(
-                f"cannot publish {final}: {error.strerror or error}; it is safe in {path}, run again to go on"
+                f"cannot publish {final}: {error.strerror or error}; the shard is safe in {path}; run again to resume"
             ) from error
         finally:
             discard(copy)
@@ -204,7 +204,7 @@ def _copy(path: Path, copy: Path, receipt: dict[str, Any]) -> None:
         os.fsync(target.fileno())
         size = os.fstat(target.fileno()).st_size
     if (size, digest.hexdigest()) != (receipt["size"], receipt["sha256"]):
-        raise LayertapError(f"{path} is damaged: it is not what it was when it was finished; delete it, and run again")
+        raise LayertapError(f"{path} is damaged: it does not match its receipt; delete it and run again")
 
 
 def _link(path: Path, name: Path) -> None:
@@ -224,8 +224,8 @@ def _link(path: Path, name: Path) -> None:
         if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
         raise LayertapError(
-            f"the file system of {name.parent} has no hard links, by which one of several workers wins; let one "
-            "machine write there, or choose an output folder on another"
+            f"the file system of {name.parent} has no hard links, which several workers need to publish shards; let "
+            "one machine write there, or choose an output folder on another file system"
         ) from error
     sync_folder(name.parent)
 

@@ -91,7 +91,7 @@ def test_rows_are_mixed_as_promised(reader: FeatureReader) -> None:
 def test_wrong_arguments_are_told_before_anything_is_read(reader: FeatureReader) -> None:
     for wrong, message in (
         ({"batch_size": 0}, "batch_size is 0"), ({"shuffle": "yes"}, "shuffle is 'yes'"),
-        ({"memory_bytes": 1000}, "memory_bytes is 1000; it must be at least 2097152, two chunks"),
+        ({"memory_bytes": 1000}, "memory_bytes is 1000; it must be at least 2097152 .two chunks"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             reader.batches("x", **{"batch_size": 4, **wrong})  # type: ignore[arg-type]

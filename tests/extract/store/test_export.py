@@ -133,7 +133,7 @@ def test_names_that_matlab_does_not_allow() -> None:
 def test_names_of_files_that_are_too_long_or_taken_meanwhile(reader: FeatureReader, tmp_path: Path) -> None:
     with pytest.raises(LayertapError, match="File name too long"):
         export(reader, tmp_path / ("x" * 300), "h5")
-    with pytest.raises(InputError, match="exists by now"):
+    with pytest.raises(InputError, match="was created by another process"):
         export(reader, tmp_path / "a.h5", "h5", on_rows=lambda rows: (tmp_path / "a.h5").write_text("mine"))
     assert (tmp_path / "a.h5").read_text() == "mine"
     (tmp_path / "b.new").mkdir()
@@ -156,7 +156,7 @@ def test_a_class_that_is_no_text(tmp_path: Path) -> None:
 def test_what_is_there_is_not_overwritten(reader: FeatureReader, tmp_path: Path, to: str) -> None:
     path = tmp_path / "there"
     path.write_text("mine")
-    with pytest.raises(InputError, match="there exists already"):
+    with pytest.raises(InputError, match="there already exists"):
         export(reader, path, to)
     assert path.read_text() == "mine"
 

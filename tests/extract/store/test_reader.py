@@ -294,7 +294,7 @@ def test_a_torch_data_set_of_one_layer_gives_tensors(tmp_path: Path) -> None:
         assert np.array_equal(x.numpy(), VALUES["vector"][-1] * 2)
         assert (y, len(dataset)) == ((ROWS - 1) % 3, ROWS - 1)
         assert dataset.rows.tolist() == list(range(1, ROWS))
-        with pytest.raises(IndexError, match="sample 22 of 22"):
+        with pytest.raises(IndexError, match="sample 22 is out of range for 22 samples"):
             dataset[ROWS - 1]
         with pytest.raises(UnknownNameError, match="split 'vall' not found"):
             reader.dataset("vector", split="vall")
@@ -410,10 +410,10 @@ def test_a_missing_or_unfinished_shard_is_named(complete: Path) -> None:
 def test_a_shard_of_another_data_set_is_neither_read_nor_written(complete: Path, attribute: str, value: object) -> None:
     data = DataSet.open(complete)
     change(data.path(0), lambda file: file.attrs.__setitem__(attribute, value))
-    with pytest.raises(LayertapError, match=f"000000.h5 is no shard 0 of this data set: its {attribute} is"):
+    with pytest.raises(LayertapError, match=f"000000.h5 is not shard 0 of this data set: its '{attribute}' is"):
         FeatureReader(complete)
     data.path(0).rename(data.path(0, part=True))
-    with pytest.raises(LayertapError, match=f"its {attribute} is .*; delete the file, and its rows will be computed"):
+    with pytest.raises(LayertapError, match=f"its '{attribute}' is .*; delete the file, and its rows will be computed"):
         ShardWriter(data, 0)
 
 
@@ -433,7 +433,7 @@ def test_pending_rows_are_not_read(complete: Path) -> None:
     for path in (complete, shard):
         with pytest.raises(
             LayertapError,
-            match="000002.h5 is damaged: 1 rows are pending in a finished file; `layertap verify --repair`",
+            match="000002.h5 is damaged: 1 rows are pending in a finished file; run `layertap verify --repair`",
         ):
             FeatureReader(path)
 
@@ -479,21 +479,21 @@ def test_shards_in_each_others_place_are_found_out(complete: Path) -> None:
     a.rename(complete / "x")
     b.rename(a)
     (complete / "x").rename(b)
-    with pytest.raises(LayertapError, match="000000.h5 is no shard 0 of this data set: its shard is 1"):
+    with pytest.raises(LayertapError, match="000000.h5 is not shard 0 of this data set: its 'shard' is 1, expected 0"):
         FeatureReader(complete)
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="does not exist"):
         FeatureReader(tmp_path / "nothing")
-    with pytest.raises(InputError, match="is no layertap data set"):
+    with pytest.raises(InputError, match="is not a layertap data set"):
         FeatureReader(tmp_path)
     (tmp_path / "a.h5").write_bytes(b"no HDF5")
-    with pytest.raises(InputError, match="is no layertap shard"):
+    with pytest.raises(InputError, match="is not a layertap shard"):
         FeatureReader(tmp_path / "a.h5")
     with h5py.File(tmp_path / "b.h5", "w") as file:
         file["x"] = 1
-    with pytest.raises(InputError, match="is no layertap shard"):
+    with pytest.raises(InputError, match="is not a layertap shard"):
         FeatureReader(tmp_path / "b.h5")
     with pytest.raises(InputError, match="the list of folders is empty"):
         FeatureReader([])

@@ -66,8 +66,8 @@ def test_a_changed_feature_is_named_and_filled_again(tmp_path: Path, compress: s
     rows = [fault for fault in found.faults if fault.row is not None]
     if not compress:
         assert [(fault.row, fault.path, fault.what) for fault in rows] == [
-            (14, PATHS[14], "it does not agree with its hashes"),
-            (16, PATHS[16], "it does not agree with its hashes"),
+            (14, PATHS[14], "does not match its hashes"),
+            (16, PATHS[16], "does not match its hashes"),
         ]
         assert {fault.remedy for fault in found.faults} == {Remedy.ROW, Remedy.NONE}  # the sha256, too
     assert repair(found) == (10 if compress else 2)
@@ -82,12 +82,12 @@ def test_a_changed_feature_is_named_and_filled_again(tmp_path: Path, compress: s
 
 @pytest.mark.parametrize(
     ("name", "row", "value", "expected"),
-    [("status", 3, 0, "it is pending, in a finished file"), ("status", 3, 9, "it does not agree with its hashes"),
-     ("status", 3, 2, "it does not agree with its hashes"), ("row_hash", 3, 1, "it does not agree with its hashes"),
-     ("record_hash", 3, 1, "it does not agree with its hashes"),
-     ("source_size", 3, 1, "it does not agree with its hashes"),
-     ("source_mtime_ns", 3, 1, "it does not agree with its hashes"),
-     ("source_hash", 3, 1, "it does not agree with its hashes")],
+    [("status", 3, 0, "is pending in a finished file"), ("status", 3, 9, "does not match its hashes"),
+     ("status", 3, 2, "does not match its hashes"), ("row_hash", 3, 1, "does not match its hashes"),
+     ("record_hash", 3, 1, "does not match its hashes"),
+     ("source_size", 3, 1, "does not match its hashes"),
+     ("source_mtime_ns", 3, 1, "does not match its hashes"),
+     ("source_hash", 3, 1, "does not match its hashes")],
 )  # fmt: skip
 def test_whatever_is_changed_beside_the_features_is_found(
     complete: Path, name: str, row: int, value: int, expected: str
@@ -102,9 +102,9 @@ def test_whatever_is_changed_beside_the_features_is_found(
 
 @pytest.mark.parametrize(
     ("status", "value", "what"),
-    [(Status.OK, np.nan, "its features are not as its status says"),
-     (Status.DECODE_ERROR, 1.0, "its features are not as its status says"),
-     (Status.NOT_FINITE, 1.0, "its features are not as its status says"), (Status.NOT_FINITE, np.inf, None)],
+    [(Status.OK, np.nan, "features contradict the status"),
+     (Status.DECODE_ERROR, 1.0, "features contradict the status"),
+     (Status.NOT_FINITE, 1.0, "features contradict the status"), (Status.NOT_FINITE, np.inf, None)],
 )  # fmt: skip
 def test_features_must_be_as_their_status_says(tmp_path: Path, status: Status, value: float, what: str | None) -> None:
     data = data_set(tmp_path / "out", images={"root": "/", "count": 10, "paths_xxh3": "x"})
@@ -129,7 +129,7 @@ def test_lost_and_changed_receipts_are_found(complete: Path) -> None:
     assert found[1][0] == "shards/000001.json"
     assert "is damaged" in found[1][2]
     assert {what.split(";")[0] for file, _, what in found if file == "shards/000002.h5"} == {
-        "its sha256 is not that of its receipt", "its size is not that of its receipt"
+        "its sha256 differs from the receipt", "its size differs from the receipt"
     }  # fmt: skip
     before = receipts[2].read_text()
     repair(verify(complete))
@@ -144,7 +144,7 @@ def test_a_lost_receipt_is_written_again(tmp_path: Path) -> None:
     receipt.unlink()
     assert repair(verify(data.out)) == 0
     after = json.loads(receipt.read_text())
-    assert after.pop("reasons") == {"2": "the receipt that said why was lost"}
+    assert after.pop("reasons") == {"2": "unknown, because the receipt was lost"}
     assert before.pop("reasons") == {"2": "row 2 failed"}
     assert after == before
     assert verify(data.out).faults == []
@@ -159,7 +159,7 @@ def test_missing_and_unfinished_shards_are_faults(complete: Path) -> None:
         write(writer, [10, 11])
     assert faults(complete) == [
         ("shards/000000.h5", None, "is missing, though its receipt is there"),
-        ("shards/000001.h5.part", None, "is unfinished, 8 of 10 rows are pending"),
+        ("shards/000001.h5.part", None, "is unfinished: 8 of 10 rows are pending"),
     ]
     assert verify(complete).rows == {"pending": 18, "ok": 5}
 
@@ -171,7 +171,7 @@ def test_a_torn_row_of_an_unfinished_shard_becomes_pending(complete: Path) -> No
         write(writer, [10, 11])
         writer._put("/features/vector", 1, np.zeros((1, 6), "float32"))
     found = verify(complete)
-    assert ("shards/000001.h5.part", 11, "it does not agree with its hashes") in faults(complete)
+    assert ("shards/000001.h5.part", 11, "does not match its hashes") in faults(complete)
     assert repair(found) == 1
     with ShardWriter(data, 1) as writer:
         assert writer.status.tolist() == [1] + [0] * 9
@@ -206,7 +206,7 @@ def test_whole_shards_that_do_not_fit_the_description_are_left_alone(complete: P
     description.write_text(json.dumps(content))
     found = verify(complete)
     assert [fault.remedy for fault in found.faults] == [Remedy.NONE] * 3
-    assert all("its images is" in fault.what for fault in found.faults)
+    assert all("its 'images' is" in fault.what for fault in found.faults)
     before = sorted((complete / "shards").iterdir())
     assert repair(found) == 0
     assert sorted((complete / "shards").iterdir()) == before
@@ -216,17 +216,17 @@ def test_paths_of_other_images_are_found(tmp_path: Path) -> None:
     """A shard that is whole, but of another listing than the data set's."""
     images = {"root": "/photos", "count": ROWS, "paths_xxh3": "0" * 32}
     data = complete_data_set(tmp_path / "out", images=images)
-    assert verify(data.out).faults == [Fault("the paths of the shards are not those of dataset.json", Remedy.NONE)]
+    assert verify(data.out).faults == [Fault("the paths of the shards do not match dataset.json", Remedy.NONE)]
 
 
 def test_labels_beyond_the_classes_are_found(complete: Path) -> None:
     change(complete / "shards" / "000001.h5", lambda file: file["label"].__setitem__(3, 12))
-    assert ("shards/000001.h5", None, "has labels beyond its 3 classes") in faults(complete)
+    assert ("shards/000001.h5", None, "has labels outside its 3 classes") in faults(complete)
 
 
 def test_shards_with_different_classes_are_found(complete: Path) -> None:
     change(complete / "shards" / "000001.h5", lambda file: file["classes"].__setitem__(0, b"other"))
-    assert "has other classes than the shards before it" in [what for _, _, what in faults(complete)]
+    assert "has other classes than the preceding shards" in [what for _, _, what in faults(complete)]
 
 
 def test_nothing_is_repaired_while_another_writes(complete: Path) -> None:
@@ -256,7 +256,7 @@ def test_a_compressed_chunk_that_cannot_be_unpacked_takes_only_its_rows(tmp_path
     data.path(0).write_bytes(content)
     found = verify(data.out)
     assert [(fault.row, fault.what) for fault in found.faults if fault.row is not None] == [
-        (3, "it does not agree with its hashes")
+        (3, "does not match its hashes")
     ]
     assert repair(found) == 1
     with ShardWriter(data, 0, 1) as writer:
@@ -336,7 +336,7 @@ def test_a_newer_file_that_is_no_shard_costs_nothing(complete: Path) -> None:
     data.open_or_create()
     assert data.path(0).exists()
     assert data.path(0).with_suffix(".json").exists()
-    assert ("shards/000000-r5.h5", None, "is no layertap shard") in faults(complete)
+    assert ("shards/000000-r5.h5", None, "is not a layertap shard") in faults(complete)
     assert repair(verify(complete)) == 10
     with FeatureReader(complete) as reader:
         assert np.array_equal(reader["vector"][:], VALUES["vector"])
@@ -347,7 +347,7 @@ def test_rows_that_changed_places_with_all_that_belongs_to_them_are_found(comple
         for name in ("features/vector", "features/map:none", *(name for name, *_ in ROW_DATA)):
             file[name][[2, 7]] = file[name][:][[7, 2]]
     assert [(row, what) for _, row, what in faults(complete) if row is not None] == [
-        (12, "it does not agree with its hashes"), (17, "it does not agree with its hashes")
+        (12, "does not match its hashes"), (17, "does not match its hashes")
     ]  # fmt: skip
     assert repair(verify(complete)) == 2
 
