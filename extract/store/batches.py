@@ -136,9 +136,9 @@ def _cut(windows: Iterator[_Window], batch_size: int) -> Iterator[_Batch]:
     for features, rows, order in windows:
         start = 0
         while start < len(order):
-            here = order[start : start + missing]
-            parts.append((features[here], rows[here]))
-            start, missing = start + len(here), missing - len(here)
+            positions = order[start : start + missing]
+            parts.append((features[positions], rows[positions]))
+            start, missing = start + len(positions), missing - len(positions)
             if not missing:
                 yield _joined(parts)
                 parts, missing = [], batch_size

@@ -28,7 +28,7 @@ def merge(
     *,
     shard_rows: int | None = None,
     compress: str | None = None,
-    on_rows: Callable[[int, bool], None] = lambda rows, found: None,
+    on_rows: Callable[[int, bool], None] = lambda rows, stored: None,
 ) -> DataSet:
     """Copy the rows of complete data sets into a new data set, sorted by path; a repeated call resumes the copy.
 
@@ -65,7 +65,7 @@ def merge(
                 "count": len(rows.paths),
                 "paths_xxh3": xxhash.xxh3_128_hexdigest(b"\0".join(map(os.fsencode, rows.paths))),
                 "merged_from": sorted(
-                    ({name: d.images[name] for name in ("root", "count", "paths_xxh3")} for d in datasets),
+                    ({name: dataset.images[name] for name in ("root", "count", "paths_xxh3")} for dataset in datasets),
                     key=lambda source: str(source["root"]),
                 ),
             },
@@ -76,12 +76,12 @@ def merge(
         provenance = {
             **reader.provenance,
             "merged_from": [
-                {"out": str(source.resolve()), "images": d.images} for source, d in zip(sources, datasets, strict=True)
+                {"out": str(source.resolve()), "images": dataset.images} for source, dataset in zip(sources, datasets, strict=True)
             ],
         }
         with merged.locked():
             merged.open_or_create()
-            copy_rows(reader, rows.source, merged, lambda here: rows.names(reader, here), provenance, compress, on_rows)
+            copy_rows(reader, rows.source, merged, lambda row_range: rows.names(reader, row_range), provenance, compress, on_rows)
     return merged
 
 
@@ -108,7 +108,7 @@ class _Rows:
             root = os.path.commonpath(roots)
         except ValueError as error:
             raise InputError(f"the image folders of the data sets have no common parent: {error}") from error
-        prefixes = [os.path.relpath(one, root) for one in roots]
+        prefixes = [os.path.relpath(dataset_root, root) for dataset_root in roots]
         root = root.replace("/:/", "://")
         paths = [
             path if prefixes[number] == "." else f"{prefixes[number]}/{path}"
@@ -124,13 +124,13 @@ class _Rows:
                 )
         return cls(root, [paths[row] for row in order], np.array(order, np.int64))
 
-    def names(self, reader: FeatureReader, here: range) -> RowNames:
+    def names(self, reader: FeatureReader, row_range: range) -> RowNames:
         """Return paths, labels, splits, classes and ids of a range of rows."""
-        source = self.source[here.start : here.stop]
+        source = self.source[row_range.start : row_range.stop]
         splits = [reader.splits[row] for row in source]
         ids = reader.ids
         return RowNames(
-            self.paths[here.start : here.stop],
+            self.paths[row_range.start : row_range.stop],
             reader.labels[source],
             splits,
             reader.classes,
@@ -144,13 +144,13 @@ def _check_same_rows(merged: DataSet, reader: FeatureReader, rows: _Rows) -> Non
     Raises:
         InputError: a row differs, because a source has changed.
     """
-    with FeatureReader(merged.out, partial=True) as there:
-        source = rows.source[there.rows]
-        same = there.column("row_hash") == reader.column("row_hash")[source]
-        same &= (there.column("source_hash") == reader.column("source_hash")[source]).all(1)
-        same &= there.status == reader.status[source]
-        if not same.all():
-            path = there.paths[int(np.flatnonzero(~same)[0])]
+    with FeatureReader(merged.out, partial=True) as stored:
+        source = rows.source[stored.rows]
+        matches = stored.column("row_hash") == reader.column("row_hash")[source]
+        matches &= (stored.column("source_hash") == reader.column("source_hash")[source]).all(1)
+        matches &= stored.status == reader.status[source]
+        if not matches.all():
+            path = stored.paths[int(np.flatnonzero(~matches)[0])]
             raise InputError(
                 f"{merged.out}: the stored row of {path} differs from the data sets to merge; merge into a new folder"
             )

@@ -62,7 +62,7 @@ class FeatureReader:
         partial: bool = False,
         cache_bytes: int = CACHE_BYTES,
     ):
-        paths = [_place(one) for one in ([path] if isinstance(path, str | os.PathLike) else path)]
+        paths = [_place(source) for source in ([path] if isinstance(path, str | os.PathLike) else path)]
         if not paths:
             raise InputError("no data set given: the list of folders is empty")
         self._name = ", ".join(map(str, paths))
@@ -70,16 +70,16 @@ class FeatureReader:
         self._sets: list[int] = []  # index of the path that each part is from
         features: list[StoredFeature] | None = None
         fingerprint, base = "", 0
-        self._cache = BlockCache(cache_bytes) if any(isinstance(one, str) for one in paths) else None
+        self._cache = BlockCache(cache_bytes) if any(isinstance(source, str) for source in paths) else None
         try:
-            for number, one in enumerate(paths):
-                opened = open_parts(one, partial, self._cache)
+            for number, source in enumerate(paths):
+                opened = open_parts(source, partial, self._cache)
                 self._parts += [part.after(base) for part in opened.parts]
                 if features is None:
                     features, fingerprint = opened.features, opened.fingerprint
                 elif opened.fingerprint != fingerprint or _described(opened.features) != _described(features):
                     raise InputError(
-                        f"{one} and {paths[0]} have different fingerprints; their features cannot be combined"
+                        f"{source} and {paths[0]} have different fingerprints; their features cannot be combined"
                     )
                 self._sets += [number] * len(opened.parts)
                 base += opened.n_rows
@@ -130,25 +130,25 @@ class FeatureReader:
     def ids(self) -> list[str] | None:
         """Id of each row from the list of images; None if there are no ids."""
         ids = [part.ids for part in self._parts]
-        return [name for one in ids for name in one or ()] if ids and None not in ids else None
+        return [name for part_ids in ids for name in part_ids or ()] if ids and None not in ids else None
 
     @cached_property
     def classes(self) -> list[str]:
         """Names of the classes."""
-        named = {tuple(part.classes) for part in self._parts}
-        if len(named) == 1:
-            return list(named.pop())
-        return sorted({name for one in named for name in one}, key=os.fsencode)
+        class_lists = {tuple(part.classes) for part in self._parts}
+        if len(class_lists) == 1:
+            return list(class_lists.pop())
+        return sorted({name for names in class_lists for name in names}, key=os.fsencode)
 
     @cached_property
     def labels(self) -> NDArray[np.int64]:
         """(N,) int64, index into `classes`; -1 unknown."""
         number = {name: i for i, name in enumerate(self.classes)}
-        found = []
+        labels = []
         for part in self._parts:
-            here = np.array([*(number[name] for name in part.classes), -1], np.int64)  # -1 stays -1
-            found.append(here[part.labels])
-        return _frozen(np.concatenate([np.empty(0, np.int64), *found]))
+            renumbering = np.array([*(number[name] for name in part.classes), -1], np.int64)  # -1 stays -1
+            labels.append(renumbering[part.labels])
+        return _frozen(np.concatenate([np.empty(0, np.int64), *labels]))
 
     @property
     def status(self) -> NDArray[np.uint8]:
@@ -175,12 +175,12 @@ class FeatureReader:
         Raises:
             UnknownNameError: no such column.
         """
-        known = {name: np.empty((0, *width), dtype) for name, width, dtype in ROW_DATA}
-        if name not in known:
-            raise unknown_name("column", name, known, self._name)
+        empty = {name: np.empty((0, *width), dtype) for name, width, dtype in ROW_DATA}
+        if name not in empty:
+            raise unknown_name("column", name, empty, self._name)
         if name not in self._row_data:
             columns = [part.column(name) for part in self._parts]
-            self._row_data[name] = _frozen(np.concatenate([known[name], *columns]))
+            self._row_data[name] = _frozen(np.concatenate([empty[name], *columns]))
         return self._row_data[name]
 
     @property
@@ -191,15 +191,15 @@ class FeatureReader:
     @property
     def failures(self) -> list[tuple[int, str, str, str]]:
         """Rows whose status is not ok: (row, path, status, reason)."""
-        found = []
+        failures = []
         reasons: tuple[Shard | None, dict[int, str]] = None, {}
         for row in np.flatnonzero(self.status != Status.OK).tolist():
             shard, its_row = self._home_of(row)
             if reasons[0] is not shard:
-                known = reasons_in(shard.receipt) if isinstance(shard, RemoteShard) else reasons_of(shard.path)
-                reasons = shard, known
-            found.append((row, self.paths[row], Status(self.status[row]).text, reasons[1].get(its_row, "")))
-        return found
+                shard_reasons = reasons_in(shard.receipt) if isinstance(shard, RemoteShard) else reasons_of(shard.path)
+                reasons = shard, shard_reasons
+            failures.append((row, self.paths[row], Status(self.status[row]).text, reasons[1].get(its_row, "")))
+        return failures
 
     def place_of(self, row: int) -> tuple[Path, int, int]:
         """Return the file that holds a row, its shard's number, and the row's number in the data set of that shard."""
@@ -214,14 +214,14 @@ class FeatureReader:
     @property
     def compression(self) -> dict[str, tuple[str, float]]:
         """Feature -> (gzip, lzf or blosc2; compression ratio), for compressed features."""
-        found = {}
+        compression = {}
         for feature in self._features:
             kinds = {shard.compression[feature.name] for shard in self._shards if feature.name in shard.compression}
             if kinds:
                 plain = sum(len(shard) for shard in self._shards) * feature.row_bytes
                 stored = sum(shard.stored_bytes[feature.name] for shard in self._shards)
-                found[feature.name] = (" and ".join(sorted(kinds)), plain / max(1, stored))
-        return found
+                compression[feature.name] = (" and ".join(sorted(kinds)), plain / max(1, stored))
+        return compression
 
     def checked(self, rows: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         """Return layer -> (len(rows), *shape), all features of rows, verified so that copies do not hide damage.
@@ -230,10 +230,10 @@ class FeatureReader:
             InputError: a row does not match its hashes.
         """
         features = {layer: self[layer].take(rows) for layer in self.layers}
-        beside = {name: self.column(name)[rows] for name, *_ in ROW_DATA}
+        columns = {name: self.column(name)[rows] for name, *_ in ROW_DATA}
         own_paths = self._own_paths
         paths = [os.fsencode(own_paths[row]) for row in rows.tolist()]
-        agree = (hash_rows(features) == beside["row_hash"]) & (hash_records(paths, beside) == beside["record_hash"])
+        agree = (hash_rows(features) == columns["row_hash"]) & (hash_records(paths, columns) == columns["record_hash"])
         if not agree.all():
             row = int(rows[np.flatnonzero(~agree)[0]])
             raise InputError(
@@ -291,9 +291,9 @@ class FeatureReader:
     def _good_rows(self, split: str | None) -> NDArray[np.int64]:
         good = self.status == Status.OK
         if split is not None:
-            known = sorted(set(self.splits))
-            if split not in known:
-                raise unknown_name("split", split, known, self._name)
+            splits = sorted(set(self.splits))
+            if split not in splits:
+                raise unknown_name("split", split, splits, self._name)
             good &= np.array(self.splits) == split
         return np.flatnonzero(good)
 
@@ -382,11 +382,11 @@ class FeatureArray:
 
     def pieces(self) -> list[tuple[int, int]]:
         """Return (start, stop), the rows of each chunk: about a megabyte of neighbouring rows in one file."""
-        found: list[tuple[int, int]] = []
+        pieces: list[tuple[int, int]] = []
         for part, start in enumerate(self._reader._starts[:-1].tolist()):
             stop, step = int(self._reader._starts[part + 1]), self._reader._shards[part].chunks[self._feature.name]
-            found += [(first, min(first + step, stop)) for first in range(start, stop, step)]
-        return found
+            pieces += [(first, min(first + step, stop)) for first in range(start, stop, step)]
+        return pieces
 
     def forget(self, start: int, stop: int) -> None:
         """Release memory-mapped pages of rows that were read; the file stays in the kernel's cache."""

@@ -132,11 +132,11 @@ def _behind_url(url: str, partial: bool, cache: BlockCache) -> Opened:
         return Opened([part], shard.features, shard.identity.fingerprint, len(shard))
     bucket = Bucket(url)
     shards = bucket.open_shards(cache, partial=partial)
-    parts = [_part(one, one.identity.first_row, partial) for one in shards]
+    parts = [_part(shard, shard.identity.first_row, partial) for shard in shards]
     return Opened(parts, bucket.dataset.features, bucket.dataset.fingerprint, bucket.dataset.n_rows)
 
 
-def of_one_version(out: Path, look: Callable[[DataSet], T]) -> T:
+def of_one_version(out: Path, read: Callable[[DataSet], T]) -> T:
     """Return `look(dataset)`; if it fails because a new version was published meanwhile, try that version.
 
     Raises:
@@ -145,14 +145,14 @@ def of_one_version(out: Path, look: Callable[[DataSet], T]) -> T:
     for attempt in range(_ATTEMPTS):
         dataset = DataSet.open(out)
         try:
-            found = look(dataset)
+            result = read(dataset)
         except (LayertapError, FileNotFoundError) as error:
             if DataSet.open(out).version != dataset.version and attempt + 1 < _ATTEMPTS:
                 continue
             if isinstance(error, FileNotFoundError):
                 raise InputError(f"{error.filename} is missing; run `layertap sync` to repair the data set") from error
             raise
-        return found
+        return result
     raise AssertionError("the last attempt returns or raises")
 
 
@@ -179,17 +179,17 @@ def _of_version(dataset: DataSet) -> Iterator[Part]:
     """
     table = dataset.version_rows()
     assert dataset.version is not None
-    for number, one in zip(dataset.version.passes, dataset.parts(), strict=True):
+    for number, pass_dataset in zip(dataset.version.passes, dataset.parts(), strict=True):
         start, stop = np.searchsorted(table.passes, [number, number + 1]).tolist()
-        shards = table.rows[start:stop] // one.shard_rows
-        whereabouts = one.whereabouts()
+        shards = table.rows[start:stop] // pass_dataset.shard_rows
+        whereabouts = pass_dataset.whereabouts()
         allow_more_files(len(whereabouts))
         for shard in np.unique(shards).tolist():
             if shard >= len(whereabouts):
-                raise InputError(f"{one.out} has no shard {shard}; run `layertap sync` to repair the data set")
+                raise InputError(f"{pass_dataset.out} has no shard {shard}; run `layertap sync` to repair the data set")
             first, last = (start + np.searchsorted(shards, [shard, shard + 1])).tolist()
-            path = one.path(shard, whereabouts[shard].published or 0)
-            opened = one.open_shard(shard, path)
+            path = pass_dataset.path(shard, whereabouts[shard].published or 0)
+            opened = pass_dataset.open_shard(shard, path)
             try:
                 _done(opened, partial=False)
                 chosen = table.rows[first:last] - opened.identity.first_row
@@ -198,8 +198,8 @@ def _of_version(dataset: DataSet) -> Iterator[Part]:
                 names = RowNames(
                     table.paths[first:last], table.labels[first:last], table.splits[first:last], table.classes
                 )
-                every = len(chosen) == len(opened) and bool((chosen == np.arange(len(opened))).all())
-                yield Part(opened, np.arange(first, last), None if every else chosen, names)
+                all_rows = len(chosen) == len(opened) and bool((chosen == np.arange(len(opened))).all())
+                yield Part(opened, np.arange(first, last), None if all_rows else chosen, names)
             except BaseException:
                 opened.close()
                 raise
@@ -207,26 +207,26 @@ def _of_version(dataset: DataSet) -> Iterator[Part]:
 
 def _part(shard: Shard, first_row: int, partial: bool) -> Part:
     """Return the part with the rows of a shard that are not pending."""
-    done = _done(shard, partial)
-    return Part(shard, first_row + done, None if len(done) == len(shard) else done)
+    stored = _done(shard, partial)
+    return Part(shard, first_row + stored, None if len(stored) == len(shard) else stored)
 
 
 def _open_shards(dataset: DataSet, partial: bool) -> Iterator[tuple[int, Shard]]:
     """Yield (first row, shard) of the shards of a data set that can be read."""
     whereabouts = dataset.whereabouts()
-    if not partial and any(where.published is None for where in whereabouts):
+    if not partial and any(files.published is None for files in whereabouts):
         whereabouts = dataset.whereabouts()  # a listing can miss a file that is renamed at the same time
     allow_more_files(len(whereabouts))
-    for shard, where in enumerate(whereabouts):
-        if where.published is not None:
-            path = dataset.path(shard, where.published)
-        elif partial and where.part is not None:
-            path = dataset.path(shard, where.part, part=True)
+    for shard, files in enumerate(whereabouts):
+        if files.published is not None:
+            path = dataset.path(shard, files.published)
+        elif partial and files.part is not None:
+            path = dataset.path(shard, files.part, part=True)
         elif partial:
             continue
         else:
-            path = dataset.current(shard, where) or dataset.path(shard)
-            state = "unfinished" if where.part is not None else "missing"
+            path = dataset.current(shard, files) or dataset.path(shard)
+            state = "unfinished" if files.part is not None else "missing"
             raise LayertapError(
                 f"{path} is {state} (shard {shard} of {dataset.n_shards}); run the command that created the "
                 "data set again to finish it, or read the available rows with partial=True"
@@ -235,10 +235,10 @@ def _open_shards(dataset: DataSet, partial: bool) -> Iterator[tuple[int, Shard]]
             opened = dataset.open_shard(shard, path)
         except InputError:
             # The shard may just have been published or rewritten, which gives it another name.
-            now = dataset.whereabouts()[shard]
-            if now == where or now.published is None:
+            current_files = dataset.whereabouts()[shard]
+            if current_files == files or current_files.published is None:
                 raise
-            opened = dataset.open_shard(shard, dataset.path(shard, now.published))
+            opened = dataset.open_shard(shard, dataset.path(shard, current_files.published))
         yield dataset.shard_range(shard).start, opened
 
 
@@ -249,22 +249,22 @@ def _done(shard: Shard, partial: bool) -> NDArray[np.int64]:
         InputError: the shard is damaged.
         LayertapError: rows are pending, and `partial` is False.
     """
-    part = shard.is_part
-    if part:
+    is_part = shard.is_part
+    if is_part:
         shard.keep_columns()
     status = shard.column("status")
     if not np.isin(status, list(Status)).all():
         raise InputError(f"{shard.name} is damaged: it has rows with an unknown status")
-    done = np.flatnonzero(status != Status.PENDING)
-    if len(done) < len(shard) and not part:
+    stored = np.flatnonzero(status != Status.PENDING)
+    if len(stored) < len(shard) and not is_part:
         raise InputError(
-            f"{shard.name} is damaged: {len(shard) - len(done)} rows are pending in a finished file; "
+            f"{shard.name} is damaged: {len(shard) - len(stored)} rows are pending in a finished file; "
             "run `layertap verify --repair`, then the command that created the data set"
         )
-    if len(done) < len(shard) and not partial:
+    if len(stored) < len(shard) and not partial:
         raise LayertapError(
-            f"{shard.name} is unfinished: {len(shard) - len(done)} rows are pending; run the command that created "
+            f"{shard.name} is unfinished: {len(shard) - len(stored)} rows are pending; run the command that created "
             "the data set again to finish it, or read the available rows with partial=True"
         )
     # A row that a power failure damaged may have a status, but does not match its hashes.
-    return np.setdiff1d(done, wrong_rows(shard, done)) if part else done
+    return np.setdiff1d(stored, wrong_rows(shard, stored)) if is_part else stored

@@ -73,9 +73,9 @@ class FeatureDataset(Dataset[tuple[Any, int]]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, int]]:
         """Return the samples at these positions, read in one batch."""
-        where = np.asarray(indices, np.int64)
-        columns = {layer: torch.from_numpy(self._reader[layer][self.rows[where]]) for layer in self._layers}
-        labels = self.labels[where].tolist()
+        positions = np.asarray(indices, np.int64)
+        columns = {layer: torch.from_numpy(self._reader[layer][self.rows[positions]]) for layer in self._layers}
+        labels = self.labels[positions].tolist()
         samples = []
         for i, label in enumerate(labels):
             features: Tensor | dict[str, Tensor] = {layer: column[i] for layer, column in columns.items()}

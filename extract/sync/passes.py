@@ -97,8 +97,8 @@ def sync(
     guards: Guards | None = None,
     force: bool = False,
     dry_run: bool = False,
-    on_plan: Callable[[Plan, int], None] = lambda plan, found: None,
-    on_rows: Callable[[int, bool], None] = lambda rows, found: None,
+    on_plan: Callable[[Plan, int], None] = lambda plan, count: None,
+    on_rows: Callable[[int, bool], None] = lambda rows, stored: None,
     on_computation: Callable[[Any], None] = lambda computation: None,
     stop: Callable[[], bool] = lambda: False,
     now_ns: Callable[[], int] = time.time_ns,
@@ -129,21 +129,21 @@ def sync(
     """
     start, damage = time.perf_counter(), ""
     while True:
-        one = _Pass(root, out, plan_for, configuration, guards or Guards(), force, dry_run, on_plan, on_rows,
+        pass_ = _Pass(root, out, plan_for, configuration, guards or Guards(), force, dry_run, on_plan, on_rows,
                     on_computation, stop, now_ns, Report(dry_run=dry_run))  # fmt: skip
-        one.check_out()
+        pass_.check_out()
         try:
             with contextlib.nullcontext() if dry_run and not out.exists() else locked(out):
-                one.check_out()
+                pass_.check_out()
                 with Manifest(out, copy=dry_run, made_anew=damage) as manifest:
-                    one.run(manifest)
+                    pass_.run(manifest)
         except sqlite3.DatabaseError as error:
             if isinstance(error, sqlite3.OperationalError) or damage or dry_run:
                 raise LayertapError(f"{out / 'manifest.sqlite'}: {error}") from error
             damage = str(error)  # the manifest is damaged: repeat the pass and rebuild it
             continue
-        one.report.seconds = time.perf_counter() - start
-        return one.report
+        pass_.report.seconds = time.perf_counter() - start
+        return pass_.report
 
 
 @dataclass
@@ -176,9 +176,9 @@ class _Pass:
             self.published = DataSet.open(self.out)
             if self.published.version is None:
                 raise InputError(f"{self.out} holds a data set of `layertap embed`; choose another output folder")
-            if (there := self.published.images["root"]) != self.root and not self.force:
+            if (synced_root := self.published.images["root"]) != self.root and not self.force:
                 raise InputError(
-                    f"{self.out} is kept in sync with {there}, not with {self.root}. If the folder was moved, use "
+                    f"{self.out} is kept in sync with {synced_root}, not with {self.root}. If the folder was moved, use "
                     "--force; otherwise choose another output folder"
                 )
         elif self.out.is_dir() and any(not _is_ours(entry.name) for entry in self.out.iterdir()):
@@ -243,16 +243,16 @@ class _Pass:
                 rebuild(manifest, self.out, self.published, self.now_ns())
                 if not self.dry_run:
                     remove_what_is_not_needed(self.out, manifest)
-        for one in manifest.passes():
+        for pass_number in manifest.passes():
             try:
-                whole = None not in DataSet.open(pass_folder(self.out, one)).published()
+                complete = None not in DataSet.open(pass_folder(self.out, pass_number)).published()
             except InputError:  # the pass is missing, or its dataset.json is damaged
                 with manifest.transaction():
-                    manifest.forget_pass(one)
+                    manifest.forget_pass(pass_number)
                     manifest.version += 1
                 continue
-            if not whole and not self.dry_run:  # a repair removed rows from it, or a file is missing
-                rewrite(self.out, manifest, [one], unused_before_ns=0)
+            if not complete and not self.dry_run:  # a repair removed rows from it, or a file is missing
+                rewrite(self.out, manifest, [pass_number], unused_before_ns=0)
 
     def _check_configuration(self, manifest: Manifest) -> None:
         """Check that the requested features match the stored features, if the configuration has changed.
@@ -262,8 +262,8 @@ class _Pass:
         """
         if manifest.configuration == self.configuration or self.published is None:
             return
-        some = Images(self.root, ["x"], np.full(1, -1), [], [""], Files(self.root, ["x"]))
-        self._check_fits(self.plan_for(some, self.out / "passes" / "none").dataset)
+        sample = Images(self.root, ["x"], np.full(1, -1), [], [""], Files(self.root, ["x"]))
+        self._check_fits(self.plan_for(sample, self.out / "passes" / "none").dataset)
         with manifest.transaction():
             manifest.configuration = self.configuration
 
@@ -281,28 +281,28 @@ class _Pass:
         Raises:
             LayertapError: the features differ.
         """
-        before, now = manifest.versions, plan.provenance["versions"]
-        if before == now:
+        computed_with, installed = manifest.versions, plan.provenance["versions"]
+        if computed_with == installed:
             return
-        if before and self.published and manifest.n_failed() < manifest.n_files():
+        if computed_with and self.published and manifest.n_failed() < manifest.n_files():
             from extract.extraction.recheck import recheck
 
-            found = recheck(self.out, _RECHECKED, images=self.root, backbone=plan.backbone, workers=0)
-            others = ", ".join(f"{name} {old} -> {new}" for name, old, new in changes(before, now))
-            if found.apart:
+            rechecked = recheck(self.out, _RECHECKED, images=self.root, backbone=plan.backbone, workers=0)
+            changed = ", ".join(f"{name} {old} -> {new}" for name, old, new in changes(computed_with, installed))
+            if rechecked.apart:
                 raise LayertapError(
-                    f"{self.out}: the installed libraries ({others}) do not reproduce the stored features: "
-                    f"{found.apart[0].path}: {found.apart[0].what}. Install the earlier versions, or start a new data "
+                    f"{self.out}: the installed libraries ({changed}) do not reproduce the stored features: "
+                    f"{rechecked.apart[0].path}: {rechecked.apart[0].what}. Install the earlier versions, or start a new data "
                     "set"
                 )
-            if not found.n_rows:  # all sampled images have changed; the next pass checks again
+            if not rechecked.n_rows:  # all sampled images have changed; the next pass checks again
                 return
             self.report.notes.append(
-                f"libraries have changed: {others}; {found.n_rows} stored rows, computed again, differ by at most "
-                f"{found.largest:.1e} of their largest value"
+                f"libraries have changed: {changed}; {rechecked.n_rows} stored rows, computed again, differ by at most "
+                f"{rechecked.largest:.1e} of their largest value"
             )
         with manifest.transaction():
-            manifest.versions = now
+            manifest.versions = installed
 
     def _finish_what_was_begun(self, manifest: Manifest) -> None:
         """Complete an interrupted pass."""
@@ -331,43 +331,43 @@ class _Pass:
             VanishedError: too many files are gone.
             StoppedError: the pass was stopped on request.
         """
-        found, report = difference(self.root, manifest, self.guards, scanned_ns, self.stop), self.report
+        folder_changes, report = difference(self.root, manifest, self.guards, scanned_ns, self.stop), self.report
         n_files = manifest.n_files()
-        if found.vanished > self.guards.max_vanish * n_files and not self.force:
+        if folder_changes.vanished > self.guards.max_vanish * n_files and not self.force:
             raise VanishedError(
-                f"{self.root}: {found.vanished:,} of {n_files:,} images are gone, more than "
+                f"{self.root}: {folder_changes.vanished:,} of {n_files:,} images are gone, more than "
                 f"{self.guards.max_vanish:.0%} (max_vanish); is the disk mounted? Nothing was changed; --force "
                 "confirms the deletion"
             )
         # Completing an interrupted pass may have counted files already.
-        report.added += found.added
-        report.changed += found.changed
-        report.renamed += found.renamed
-        report.deleted = len(found.gone) - found.renamed
-        resolved, moved = found.resolved, found.moved
+        report.added += folder_changes.added
+        report.changed += folder_changes.changed
+        report.renamed += folder_changes.renamed
+        report.deleted = len(folder_changes.gone) - folder_changes.renamed
+        resolved, moved = folder_changes.resolved, folder_changes.moved
         if self.dry_run:
-            report.computed = len(found.todo)
-            new = sum(one.seen.path not in found.stored for one in found.todo)
+            report.computed = len(folder_changes.todo)
+            new = sum(planned.seen.path not in folder_changes.stored for planned in folder_changes.todo)
             report.added += new
-            report.changed += len(found.todo) - new - found.tried_again
-            report.rows = n_files - len(found.gone) + report.added + report.renamed
+            report.changed += len(folder_changes.todo) - new - folder_changes.tried_again
+            report.rows = n_files - len(folder_changes.gone) + report.added + report.renamed
             report.version = manifest.version
         else:
             with manifest.transaction():
                 manifest.configuration = self.configuration
-            if found.todo:
-                computed = self._computed_anew(manifest, found.todo)
-                accepted = {one.seen.path for one in computed}
-                moved = moved + [one.seen for one in found.todo if one.seen.path not in accepted]
+            if folder_changes.todo:
+                computed = self._computed_anew(manifest, folder_changes.todo)
+                accepted = {entry.seen.path for entry in computed}
+                moved = moved + [entry.seen for entry in folder_changes.todo if entry.seen.path not in accepted]
                 resolved = resolved + computed
-            changed = bool(found.gone) or any(
-                (old := found.stored.get(one.seen.path)) is None or old.id != one.feature for one in resolved
+            changed = bool(folder_changes.gone) or any(
+                (old := folder_changes.stored.get(entry.seen.path)) is None or old.id != entry.feature for entry in resolved
             )
-            self._apply(manifest, resolved, found.gone, changed=changed)
+            self._apply(manifest, resolved, folder_changes.gone, changed=changed)
             with manifest.transaction():
-                manifest.set_waiting([*found.waiting, *((seen, scanned_ns) for seen in moved)])
+                manifest.set_waiting([*folder_changes.waiting, *((file, scanned_ns) for file in moved)])
             report.rows = manifest.n_files()
-        report.waiting = len(found.waiting) + len(moved)
+        report.waiting = len(folder_changes.waiting) + len(moved)
         report.unchanged = report.rows - report.added - report.changed - report.renamed
 
     def _computed_anew(self, manifest: Manifest, todo: Sequence[Planned]) -> list[Resolved]:
@@ -383,15 +383,15 @@ class _Pass:
         Raises:
             InputError: the requested features differ from the stored features.
         """
-        paths = [os.fsdecode(one.seen.path) for one in planned]
-        none = np.full(len(paths), -1, np.int64)
-        plan = self.plan_for(Images(self.root, paths, none, [], [""] * len(paths), Files(self.root, paths)), folder)
+        paths = [os.fsdecode(planned_file.seen.path) for planned_file in planned]
+        no_labels = np.full(len(paths), -1, np.int64)
+        plan = self.plan_for(Images(self.root, paths, no_labels, [], [""] * len(paths), Files(self.root, paths)), folder)
         self._check_fits(plan.dataset)
         return plan
 
     def _computed(
         self, manifest: Manifest, number: int, planned: Sequence[Planned], plan: Plan,
-        accept: Callable[[Seen], bool] = lambda seen: True,
+        accept: Callable[[Seen], bool] = lambda file: True,
     ) -> list[Resolved]:  # fmt: skip
         """Compute a pass and add its rows to the manifest.
 
@@ -417,25 +417,25 @@ class _Pass:
         rows = list(stored_rows(DataSet.open(pass_folder(self.out, number))))
         self.computed_pass = number
         self.report.computed += summary.computed - summary.duplicates
-        now_ns, found = self.now_ns(), []
+        now_ns, resolved = self.now_ns(), []
         with manifest.transaction():
             ids = manifest.add_pass(number, rows, now_ns)
-            for one, row, feature in zip(planned, rows, ids, strict=True):
-                if not _is_of(row, one.seen) or not accept(one.seen):
+            for planned_file, row, feature in zip(planned, rows, ids, strict=True):
+                if not _is_of(row, planned_file.seen) or not accept(planned_file.seen):
                     continue
-                old = manifest.feature_of(one.seen.path)
+                old = manifest.feature_of(planned_file.seen.path)
                 self.report.added += old is None
                 self.report.changed += old is not None and old.hash != row.hash
                 if old and row.status != Status.OK and old.status == row.status and old.hash == row.hash:
                     manifest.tried_again(old.id, now_ns)
                     feature = old.id
-                found.append(Resolved(one.seen, one.settled, feature, row.hash))
+                resolved.append(Resolved(planned_file.seen, planned_file.settled, feature, row.hash))
             manifest.set_planned(0, [])
-        return found
+        return resolved
 
     def _apply(self, manifest: Manifest, resolved: Iterable[Resolved], gone: Sequence[bytes], *, changed: bool) -> None:
         with manifest.transaction():
-            manifest.set_files((one.seen, one.settled, one.feature) for one in resolved)
+            manifest.set_files((entry.seen, entry.settled, entry.feature) for entry in resolved)
             manifest.remove_files(gone)
             manifest.note_unused(self.now_ns())
             if changed:
@@ -464,8 +464,8 @@ def _is_ours(name: str) -> bool:
     return name in _OURS or name.endswith(".new")
 
 
-def _is_of(row: Stored, seen: Seen) -> bool:
+def _is_of(row: Stored, file: Seen) -> bool:
     """Return whether a row was computed from the file as it was scanned."""
     if row.size >= 0:
-        return (row.size, row.mtime_ns) == (seen.size, seen.mtime_ns)
-    return row.status != Status.MISSING or seen.size == NO_FILE  # else the file was deleted during the computation
+        return (row.size, row.mtime_ns) == (file.size, file.mtime_ns)
+    return row.status != Status.MISSING or file.size == NO_FILE  # else the file was deleted during the computation

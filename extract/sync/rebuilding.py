@@ -64,15 +64,15 @@ def rebuild(manifest: Manifest, out: Path, published: DataSet, now_ns: int) -> N
                     ]
             except InputError:  # damaged: its images are computed again
                 continue
-            found = manifest.add_pass(number, rows, now_ns)
-            ids |= {(number, row.row): one for row, one in zip(rows, found, strict=True)}
+            row_ids = manifest.add_pass(number, rows, now_ns)
+            ids |= {(number, row.row): row_id for row, row_id in zip(rows, row_ids, strict=True)}
         with contextlib.suppress(InputError, FileNotFoundError):
             table = published.version_rows()
-            places = zip(table.paths, table.passes.tolist(), table.rows.tolist(), strict=True)
+            positions = zip(table.paths, table.passes.tolist(), table.rows.tolist(), strict=True)
             manifest.set_files(
-                (Seen(os.fsencode(path), _UNKNOWN, 0, 0), False, ids[place])
-                for path, *at in places
-                if (place := (at[0], at[1])) in ids
+                (Seen(os.fsencode(path), _UNKNOWN, 0, 0), False, ids[key])
+                for path, *pass_and_row in positions
+                if (key := (pass_and_row[0], pass_and_row[1])) in ids
             )
         manifest.note_unused(now_ns)
         assert published.version is not None

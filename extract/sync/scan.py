@@ -62,7 +62,7 @@ class Scan:
             if not image and not _is_link(entry):
                 continue
             try:
-                found = entry.stat()
+                file_stat = entry.stat()
             except OSError as error:
                 if not isinstance(error, _GONE) and error.errno != errno.ELOOP:
                     self.unreadable[relative] = error.strerror or str(error)
@@ -70,13 +70,13 @@ class Scan:
                     self.nowhere.append(relative)
                 elif _is_link(entry):  # a dangling link, or a link to itself
                     with contextlib.suppress(FileNotFoundError):  # deleted in the meantime
-                        found = entry.stat(follow_symlinks=False)
-                        yield Seen(os.fsencode(relative), NO_FILE, found.st_mtime_ns, found.st_ctime_ns)
+                        file_stat = entry.stat(follow_symlinks=False)
+                        yield Seen(os.fsencode(relative), NO_FILE, file_stat.st_mtime_ns, file_stat.st_ctime_ns)
                 continue
             if not image:
                 continue
-            size = found.st_size if stat.S_ISREG(found.st_mode) else 0
-            yield Seen(os.fsencode(relative), size, found.st_mtime_ns, found.st_ctime_ns)
+            size = file_stat.st_size if stat.S_ISREG(file_stat.st_mode) else 0
+            yield Seen(os.fsencode(relative), size, file_stat.st_mtime_ns, file_stat.st_ctime_ns)
 
     def _on_unreadable(self, folder: str, error: OSError) -> None:
         if not folder:

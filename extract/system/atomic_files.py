@@ -151,8 +151,8 @@ def make_own(path: Path) -> None:
     """
     check_regular(path)
     if path.exists() and path.lstat().st_nlink > 1:
-        with path.open("rb") as shared, atomic_write(path) as own:
-            shutil.copyfileobj(shared, own, 1 << 20)
+        with path.open("rb") as original, atomic_write(path) as copy:
+            shutil.copyfileobj(original, copy, 1 << 20)
 
 
 def check_regular(path: Path) -> None:
@@ -162,8 +162,8 @@ def check_regular(path: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISREG(mode):
-        what = f"is a link to {path.readlink()}" if stat.S_ISLNK(mode) else "is not a regular file"
-        raise InputError(f"{path} {what}; nothing was written. Replace it with a copy of the file, or remove it")
+        problem = f"is a link to {path.readlink()}" if stat.S_ISLNK(mode) else "is not a regular file"
+        raise InputError(f"{path} {problem}; nothing was written. Replace it with a copy of the file, or remove it")
 
 
 def own_folder(path: Path) -> Path:
@@ -263,10 +263,10 @@ def claim(path: Path, name: Path) -> None:
 def bytes_below(folder: Path) -> int:
     """Return the total size of the files in a folder tree; files deleted meanwhile do not count."""
     total = 0
-    for place, _, names in os.walk(folder):
+    for directory, _, names in os.walk(folder):
         for name in names:
             with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(place, name)).st_size  # noqa: PTH118
+                total += os.lstat(os.path.join(directory, name)).st_size  # noqa: PTH118
     return total
 
 

@@ -68,14 +68,14 @@ def _lock_file(out: Path, is_new: bool) -> Iterator[None]:
         # Do not open the lock file a second time to check it: closing that descriptor would release the lock.
         if not os.path.exists(out / ".lock") or not os.path.samestat(os.fstat(file.fileno()), os.stat(out / ".lock")):  # noqa: PTH110, PTH116
             raise LockedError(f"{out} was removed by the process that held its lock; run again")
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        _note(file.fileno(), f"pid {os.getpid()} on {socket.gethostname()} since {now}\n")
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        _note(file.fileno(), f"pid {os.getpid()} on {socket.gethostname()} since {since}\n")
         try:
             yield
         finally:
             _note(file.fileno(), "")
             with contextlib.suppress(OSError):
-                if is_new and [one.name for one in out.iterdir()] == [".lock"]:
+                if is_new and [entry.name for entry in out.iterdir()] == [".lock"]:
                     (out / ".lock").unlink()  # a process that has opened it raises LockedError, see above
                     out.rmdir()
 

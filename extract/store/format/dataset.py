@@ -116,11 +116,11 @@ class DataSet:
         """
         if self.version is None:
             return [self]
-        found = [DataSet.open(pass_folder(self.out, number)) for number in self.version.passes]
-        for one in found:
-            if one.depends_on != self.depends_on or one.features != self.features or one.version:
-                raise InputError(f"{one.out} is not a pass of {self.out}: it holds other features")
-        return found
+        passes = [DataSet.open(pass_folder(self.out, number)) for number in self.version.passes]
+        for dataset in passes:
+            if dataset.depends_on != self.depends_on or dataset.features != self.features or dataset.version:
+                raise InputError(f"{dataset.out} is not a pass of {self.out}: it holds other features")
+        return passes
 
     def version_rows(self) -> RowTable:
         """Read the table of the published version; raises the errors of `read_rows`."""
@@ -136,27 +136,27 @@ class DataSet:
         published: dict[int, int] = {}
         parts: dict[int, int] = {}
         for shard, revision, part, _ in self.files():
-            kind = parts if part else published
-            kind[shard] = max(revision, kind.get(shard, 0))
-        found = []
+            revisions = parts if part else published
+            revisions[shard] = max(revision, revisions.get(shard, 0))
+        per_shard = []
         for shard in range(self.n_shards):
             final, writing = published.get(shard), parts.get(shard)
             if writing is not None and final is not None and writing <= final:
                 writing = None
-            found.append(ShardFiles(final, writing))
-        return found
+            per_shard.append(ShardFiles(final, writing))
+        return per_shard
 
-    def current(self, shard: int, where: ShardFiles) -> Path | None:
+    def current(self, shard: int, files: ShardFiles) -> Path | None:
         """Return the file with the rows of a shard: the finished file, otherwise the part; None if there is neither."""
-        if where.published is not None:
-            return self.path(shard, where.published)
-        return None if where.part is None else self.path(shard, where.part, part=True)
+        if files.published is not None:
+            return self.path(shard, files.published)
+        return None if files.part is None else self.path(shard, files.part, part=True)
 
     def published(self) -> list[Path | None]:
         """Return the finished file of each shard; None for a shard without one."""
         return [
-            None if where.published is None else self.path(shard, where.published)
-            for shard, where in enumerate(self.whereabouts())
+            None if files.published is None else self.path(shard, files.published)
+            for shard, files in enumerate(self.whereabouts())
         ]
 
     def files(self) -> Iterator[tuple[int, int, bool, Path]]:
@@ -206,18 +206,18 @@ class DataSet:
             InputError: the file is another shard, or has other features.
         """
         for name, value in vars(self.identity(shard)).items():
-            if (found := getattr(opened.identity, name)) != value:
+            if (actual := getattr(opened.identity, name)) != value:
                 raise InputError(
-                    f"{opened.name} is not shard {shard} of this data set: its {name!r} is {_short(found)}, "
+                    f"{opened.name} is not shard {shard} of this data set: its {name!r} is {_short(actual)}, "
                     f"expected {_short(value)}"
                 )
         expected = {feature.name: (feature.shape, feature.dtype) for feature in self.features}
-        found_features = {feature.name: (feature.shape, feature.dtype) for feature in opened.features}
-        if found_features != expected:
-            different = [name for name in expected | found_features if expected.get(name) != found_features.get(name)]
+        actual_features = {feature.name: (feature.shape, feature.dtype) for feature in opened.features}
+        if actual_features != expected:
+            different = [name for name in expected | actual_features if expected.get(name) != actual_features.get(name)]
             raise InputError(
                 f"{opened.name} is not shard {shard} of this data set: its feature {different[0]!r} is "
-                f"{found_features.get(different[0], 'missing')}, expected {expected.get(different[0], 'none')}"
+                f"{actual_features.get(different[0], 'missing')}, expected {expected.get(different[0], 'none')}"
             )
 
     @classmethod
@@ -245,23 +245,23 @@ class DataSet:
         """
         try:
             if content["format"] != FORMAT or content["format_version"] != FORMAT_VERSION:
-                kind = f"{content['format']} format version {content['format_version']}"
+                stored_format = f"{content['format']} format version {content['format_version']}"
                 raise InputError(
-                    f"{path} has {kind}; this version of layertap reads {FORMAT} format version {FORMAT_VERSION}"
+                    f"{path} has {stored_format}; this version of layertap reads {FORMAT} format version {FORMAT_VERSION}"
                 )
-            features = [_feature(one) for one in content["features"]]
+            features = [_feature(feature) for feature in content["features"]]
             images, depends_on, shard_rows = content["images"], content["depends_on"], content["shard_rows"]
             version = Version.of(content["version"]) if "version" in content else None
-            whole = isinstance(images["root"], str) and isinstance(images["paths_xxh3"], str) and features
-            least = 0 if version else 1
-            if not whole or int(images["count"]) < least or int(shard_rows) < 1 or not isinstance(depends_on, dict):
+            valid = isinstance(images["root"], str) and isinstance(images["paths_xxh3"], str) and features
+            min_count = 0 if version else 1
+            if not valid or int(images["count"]) < min_count or int(shard_rows) < 1 or not isinstance(depends_on, dict):
                 raise ValueError("a value is missing or out of range")
-            found = cls(out, depends_on, features, images, int(shard_rows), version)
-            if found.n_shards > _SHARDS:
-                raise ValueError(f"{found.n_shards:,} shards; at most {_SHARDS:,} are supported")
-            if content["fingerprint"] != found.fingerprint:
+            dataset = cls(out, depends_on, features, images, int(shard_rows), version)
+            if dataset.n_shards > _SHARDS:
+                raise ValueError(f"{dataset.n_shards:,} shards; at most {_SHARDS:,} are supported")
+            if content["fingerprint"] != dataset.fingerprint:
                 raise ValueError("the fingerprint does not match the content")
-            return found
+            return dataset
         except InputError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
@@ -296,7 +296,7 @@ class DataSet:
                 f"{self.n_shards:,} shards are too many; shard_rows must be at least {-(-self.n_rows // _SHARDS):,}"
             )
 
-    def goes_with(self, existing: DataSet, where: Path | str, *, gives_way: bool) -> bool:
+    def goes_with(self, existing: DataSet, location: Path | str, *, replaceable: bool) -> bool:
         """Return whether rows of this data set can be added to `existing`; False if it may be replaced instead.
 
         Args:
@@ -310,19 +310,19 @@ class DataSet:
         """
         if existing.version:
             raise InputError(
-                f"{where} is kept in sync with {existing.images['root']} by `layertap sync`; choose another output "
+                f"{location} is kept in sync with {existing.images['root']} by `layertap sync`; choose another output "
                 "folder"
             )
-        if ("merged_from" in existing.images) != ("merged_from" in self.images) and not gives_way:
+        if ("merged_from" in existing.images) != ("merged_from" in self.images) and not replaceable:
             if "merged_from" in existing.images:
                 raise InputError(
-                    f"{where} holds a merged data set; merge again to resume, or choose another output folder"
+                    f"{location} holds a merged data set; merge again to resume, or choose another output folder"
                 )
-            raise InputError(f"{where} holds a data set that was not merged; choose another output folder")
+            raise InputError(f"{location} holds a data set that was not merged; choose another output folder")
         changed = existing._differences(self)
-        if changed and not gives_way:
+        if changed and not replaceable:
             raise InputError(
-                f"{where} holds other features; rows with these differences cannot be mixed:\n  "
+                f"{location} holds other features; rows with these differences cannot be mixed:\n  "
                 + "\n  ".join(changed)
                 + "\nChoose another output folder, or delete this one."
             )
@@ -368,15 +368,15 @@ class DataSet:
         }
 
     def _differences(self, other: DataSet) -> list[str]:
-        def compared(one: DataSet) -> dict[str, Any]:
+        def compared(dataset: DataSet) -> dict[str, Any]:
             # The image folder may move: whether the images are the same is checked on their bytes.
             left_out = {"root"}
             if not all("labels_xxh3" in images for images in (self.images, other.images)):  # older data sets have none
                 left_out.add("labels_xxh3")
-            images = {name: value for name, value in one.images.items() if name not in left_out}
+            images = {name: value for name, value in dataset.images.items() if name not in left_out}
             # With different row counts, shard_rows may differ only because of the count.
-            cut = {"shard_rows": one.shard_rows} if self.n_rows == other.n_rows else {}
-            return {**one.depends_on, "images": images, **cut}
+            row_cut = {"shard_rows": dataset.shard_rows} if self.n_rows == other.n_rows else {}
+            return {**dataset.depends_on, "images": images, **row_cut}
 
         return differences(compared(self), compared(other))
 
@@ -390,16 +390,16 @@ class DataSet:
             for stray in folder.iterdir():
                 if _is_stray(stray):
                     stray.unlink()
-        published = [where.published for where in self.whereabouts()]
-        whole: dict[int, bool] = {}
+        published = [files.published for files in self.whereabouts()]
+        complete: dict[int, bool] = {}
         for shard, revision, part, path in self.files():
             last = published[shard] if shard < len(published) else None
             # A part of the published revision is a second name of it: a run was killed between link and unlink.
             if last is None or revision > last or (revision == last and not part):
                 continue
-            if shard not in whole:  # the name alone is not enough to remove a file
-                whole[shard] = self._is_whole(shard, self.path(shard, last))
-            if whole[shard]:
+            if shard not in complete:  # the name alone is not enough to remove a file
+                complete[shard] = self._is_whole(shard, self.path(shard, last))
+            if complete[shard]:
                 path.unlink() if part else self.withdraw(path)
         for receipt in (self.out / "shards").glob("*-r*.json"):  # the shard was removed by hand
             if not receipt.with_suffix(".h5").exists() and not receipt.with_suffix(".h5.part").exists():

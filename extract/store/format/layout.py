@@ -218,7 +218,7 @@ def new_shard_file(
     texts = {"path": names.paths, "split": names.splits, "classes": names.classes}
     if names.ids is not None:
         texts["id"] = names.ids
-    text_bytes = sum(max((len(os.fsencode(one)) for one in text), default=1) * len(text) for text in texts.values())
+    text_bytes = sum(max((len(os.fsencode(value)) for value in text), default=1) * len(text) for text in texts.values())
     if text_bytes > _FIXED_BYTES:  # every path takes the space of the longest
         raise InputError(
             f"{path}: paths take {text_bytes / 1e6:,.0f} MB, too much for one file; set a smaller shard_rows"
@@ -302,8 +302,8 @@ def plain_offset(data: h5py.Dataset) -> int | None:
     full = math.prod(data.chunks) * data.dtype.itemsize
     if count != -(-data.shape[0] // rows):
         return None
-    beyond = (0,) * (len(data.shape) - 1)
-    first, last = (data.id.get_chunk_info_by_coord((row, *beyond)) for row in (0, (count - 1) * rows))
+    zeros = (0,) * (len(data.shape) - 1)
+    first, last = (data.id.get_chunk_info_by_coord((row, *zeros)) for row in (0, (count - 1) * rows))
     if (first.size, last.size, last.byte_offset - first.byte_offset) != (full, full, (count - 1) * full):
         return None
     return int(first.byte_offset) + before_hdf5(data.file)
@@ -372,29 +372,29 @@ def read_header(raw: BinaryIO, path: Path | str) -> list[tuple[int, int]]:
     Raises:
         InputError: the file is not a shard of this format, or bytes that must not change have changed.
     """
-    start = raw.read(512)
-    title = re.match(rb"layertap shard, format (\d+); HDF5 begins at byte (\d{3,7})\n", start)
+    head = raw.read(512)
+    title = re.match(rb"layertap shard, format (\d+); HDF5 begins at byte (\d{3,7})\n", head)
     if not title:
         raise InputError(f"{path} is not a layertap shard")
     if int(title[1]) != FORMAT_VERSION:
         raise InputError(f"{path} has format {int(title[1])}; this version of layertap reads format {FORMAT_VERSION}")
     header_bytes = int(title[2])
-    start += raw.read(max(0, header_bytes - len(start)))
+    head += raw.read(max(0, header_bytes - len(head)))
     size = raw.seek(0, os.SEEK_END)
     try:
-        content = json.loads(start[title.end() : header_bytes].rstrip(b"\0"))
+        content = json.loads(head[title.end() : header_bytes].rstrip(b"\0"))
         expected, ranges = content["size"], [(int(first), int(stop)) for first, stop in content["row_data"]]
         if size != expected:
             raise InputError(f"{path} is damaged: it has {size:,} bytes, expected {expected:,}")
-        edges = [header_bytes, *(edge for one in ranges for edge in one), size]
+        edges = [header_bytes, *(edge for byte_range in ranges for edge in byte_range), size]
         if edges != sorted(edges) or size - sum(stop - first for first, stop in ranges) > 2 * _FIXED_BYTES:
             raise ValueError
-        same = content["fixed_xxh3"] == _hash_fixed(raw, header_bytes, size, ranges)
+        intact = content["fixed_xxh3"] == _hash_fixed(raw, header_bytes, size, ranges)
     except InputError:
         raise
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise InputError(f"{path} is damaged: its first {header_bytes} bytes are not a valid header") from None
-    if not same:
+    if not intact:
         raise InputError(f"{path} is damaged: its paths, labels or structure do not match their hash")
     return ranges
 

@@ -116,8 +116,8 @@ class Shard:
     def _describe(self, file: h5py.File) -> None:
         """Check the structure of the file and set the attributes from it."""
 
-        def refuse(what: str) -> InputError:
-            return InputError(f"{self.name} is not a valid shard: {what}")
+        def refuse(problem: str) -> InputError:
+            return InputError(f"{self.name} is not a valid shard: {problem}")
 
         self.identity = identity_of(file, refuse)
         n_rows = self.identity.n_rows
@@ -223,10 +223,10 @@ class Shard:
     def row(self, name: str, row: int) -> NDArray[Any]:
         """Return (*shape), a copy of one row."""
         if name in self.compression:
-            found: NDArray[Any] = self._unpack(name, row, row + 1)[0]
+            values: NDArray[Any] = self._unpack(name, row, row + 1)[0]
         else:
-            found = self._plain(name)[row].copy()
-        return found
+            values = self._plain(name)[row].copy()
+        return values
 
     def take(self, name: str, rows: NDArray[np.int64], out: NDArray[Any] | None = None) -> NDArray[Any]:
         """Return (len(rows), *shape), a copy of rows in any order, all in range; in `out` if it is given."""
@@ -237,12 +237,12 @@ class Shard:
             # "clip" writes directly into `out`, which is four times as fast as through a buffer (NumPy, "take").
             np.take(self._plain(name), rows, axis=0, out=out, mode="clip")
             return out
-        home = rows // self.chunks[name]
-        order = np.argsort(home, kind="stable")
-        for first, stop in _equal(home[order]):  # decompress each chunk once
-            where = order[first:stop]
-            first_row = int(rows[where].min())
-            out[where] = self._unpack(name, first_row, int(rows[where].max()) + 1)[rows[where] - first_row]
+        chunk = rows // self.chunks[name]
+        order = np.argsort(chunk, kind="stable")
+        for first, stop in _equal(chunk[order]):  # decompress each chunk once
+            positions = order[first:stop]
+            first_row = int(rows[positions].min())
+            out[positions] = self._unpack(name, first_row, int(rows[positions].max()) + 1)[rows[positions] - first_row]
         return out
 
     def blocks(self, rows: NDArray[np.int64]) -> Iterator[tuple[int, int, dict[str, NDArray[Any]] | None]]:
@@ -283,15 +283,15 @@ class Shard:
             os.close(descriptor)
 
     def _block(self, descriptor: int | None, start: int, stop: int) -> dict[str, NDArray[Any]] | None:
-        found = {}
+        features = {}
         for feature in self.features:
             if feature.name in self.compression or descriptor is None:
                 try:
-                    found[feature.name] = self.read(feature.name, start, stop)
+                    features[feature.name] = self.read(feature.name, start, stop)
                 except InputError:
                     return None
                 continue
-            found[feature.name] = values = np.empty((stop - start, *feature.shape), feature.dtype)
+            features[feature.name] = values = np.empty((stop - start, *feature.shape), feature.dtype)
             space = memoryview(values.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
             offset = self.offsets[f"/features/{feature.name}"] + start * feature.row_bytes
             try:
@@ -304,7 +304,7 @@ class Shard:
                 if error.errno in MEDIA_ERRORS:
                     return None
                 raise LayertapError(f"{self.name} cannot be read: {error.strerror}") from error
-        return found
+        return features
 
     def forget(self, name: str, start: int, stop: int) -> None:
         """Release the memory map's pages of rows that were read; the file stays in the kernel's cache."""
@@ -332,12 +332,12 @@ class Shard:
                 except OSError as error:
                     raise LayertapError(f"{self.name} cannot be read: {first_line(error)}") from error
             try:
-                found: NDArray[Any] = self._packed[1]["features"][name][start:stop]
+                values: NDArray[Any] = self._packed[1]["features"][name][start:stop]
             except OSError as error:
                 raise InputError(
                     f"{self.name} is damaged: rows {start} to {stop - 1} of {name!r} cannot be decompressed"
                 ) from error
-            return found
+            return values
 
     def _source(self) -> io.RawIOBase:
         """Return the file object that HDF5 reads from."""

@@ -83,9 +83,9 @@ def member(group: h5py.Group, name: str, kind: type, refuse: Refuse) -> Any:
             raise refuse(f"{name!r} stores its data in external files")
         if properties.get_layout() == h5d.COMPACT:
             raise refuse(f"{name!r} has a compact layout, in its own header")
-        of = child.id.get_type()
-        if of.get_class() not in (h5t.INTEGER, h5t.FLOAT, h5t.STRING) or (
-            isinstance(of, h5t.TypeStringID) and of.is_variable_str()
+        stored_type = child.id.get_type()
+        if stored_type.get_class() not in (h5t.INTEGER, h5t.FLOAT, h5t.STRING) or (
+            isinstance(stored_type, h5t.TypeStringID) and stored_type.is_variable_str()
         ):
             raise refuse(f"{name!r} holds neither numbers nor fixed-length text")
     return child
@@ -125,17 +125,17 @@ def attributes_of(data: h5py.Dataset) -> dict[str, str]:
     return {name: value for name in names if isinstance(value := _attribute(data, name), str)}
 
 
-def _attribute(of: h5py.File | h5py.Dataset, name: str) -> str | int | None:
+def _attribute(owner: h5py.File | h5py.Dataset, name: str) -> str | int | None:
     """Return an attribute that is one integer or text; any other attribute is not read, and None is returned."""
-    if not h5a.exists(of.id, name.encode()):
+    if not h5a.exists(owner.id, name.encode()):
         return None
-    attribute = h5a.open(of.id, name.encode())
-    kind, space = attribute.get_type(), attribute.get_space()
-    if space.get_simple_extent_type() != h5s.SCALAR or kind.get_size() > 1 << 16:
+    attribute = h5a.open(owner.id, name.encode())
+    stored_type, space = attribute.get_type(), attribute.get_space()
+    if space.get_simple_extent_type() != h5s.SCALAR or stored_type.get_size() > 1 << 16:
         return None
-    if kind.get_class() == h5t.INTEGER:
-        return int(of.attrs[name])
-    if kind.get_class() == h5t.STRING:
-        value = of.attrs[name]
+    if stored_type.get_class() == h5t.INTEGER:
+        return int(owner.attrs[name])
+    if stored_type.get_class() == h5t.STRING:
+        value = owner.attrs[name]
         return os.fsdecode(value) if isinstance(value, bytes) else str(value)
     return None

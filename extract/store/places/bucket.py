@@ -74,13 +74,13 @@ class Bucket:
             content = objects.read(name)
         except FileNotFoundError as error:
             raise InputError(f"{self.url} is not a layertap data set: it has no dataset.json") from error
-        found = DataSet.described(_json_of(content, name), Path(self.url), name)
-        if found.version:
+        dataset = DataSet.described(_json_of(content, name), Path(self.url), name)
+        if dataset.version:
             raise InputError(
                 f"{self.url} is a data set of `layertap sync`, which can only be read from a folder; copy it to a "
                 "local disk"
             )
-        return found
+        return dataset
 
     def existing(self) -> DataSet | None:
         """Return `dataset`, or None if there is none."""
@@ -164,8 +164,8 @@ class Bucket:
         sizes = objects.names(f"{self.url}/shards")
         last: dict[int, int] = {}
         for name in sizes:
-            if found := re.fullmatch(r"(\d{6})(?:-r([1-9]\d{0,5}))?\.json", name, re.ASCII):
-                shard, revision = int(found[1]), int(found[2] or 0)
+            if match := re.fullmatch(r"(\d{6})(?:-r([1-9]\d{0,5}))?\.json", name, re.ASCII):
+                shard, revision = int(match[1]), int(match[2] or 0)
                 last[shard] = max(revision, last.get(shard, 0))
         published = {}
         for shard, revision in last.items():
@@ -197,27 +197,27 @@ class Bucket:
         """
         self._check_safe()
         url = f"{self.url}/shards/{path.name}"
-        named = f"{url.removesuffix('.h5')}.json"
+        receipt_url = f"{url.removesuffix('.h5')}.json"
         size, sha256 = _size_and_sha256(receipt, f"the receipt of {path}")
         if path.stat().st_size != size:
             raise InputError(
                 f"{path} has {path.stat().st_size:,} bytes, its receipt says {size:,}; seal the shard again"
             )
-        if objects.info(named) is not None:
+        if objects.info(receipt_url) is not None:
             return False
         ours = objects.put_file(url, path, sha256)
-        there = objects.info(url)
-        if there is None:
+        uploaded = objects.info(url)
+        if uploaded is None:
             raise LayertapError(f"{url} was removed after the upload; run again when no other program uses the bucket")
-        if ours and there.size != size:
+        if ours and uploaded.size != size:
             raise LayertapError(
-                f"{url} has {there.size:,} bytes after the upload, expected {size:,}; remove it and run again"
+                f"{url} has {uploaded.size:,} bytes after the upload, expected {size:,}; remove it and run again"
             )
-        if not ours and (there.size != size or (there.sha256 or objects.sha256_of(url, there.size)) != sha256):
-            if objects.info(named) is not None:
+        if not ours and (uploaded.size != size or (uploaded.sha256 or objects.sha256_of(url, uploaded.size)) != sha256):
+            if objects.info(receipt_url) is not None:
                 return False
-            receipt = self._receipt_for(url, there.size, path, reasons_in(receipt))
-        return objects.put(named, (json.dumps(receipt, indent=1) + "\n").encode())
+            receipt = self._receipt_for(url, uploaded.size, path, reasons_in(receipt))
+        return objects.put(receipt_url, (json.dumps(receipt, indent=1) + "\n").encode())
 
     def _receipt_for(self, url: str, size: int, path: Path, reasons: Mapping[int, str]) -> dict[str, Any]:
         """Return a receipt for an object that another writer left without a receipt, after checking all its rows.
@@ -231,10 +231,10 @@ class Bucket:
             objects.download(url, size, copy)
             with self.dataset.open_shard(shard, copy) as opened:
                 status = opened.column("status")
-                wrong = wrong_rows(opened, np.arange(len(opened)))
-                known = np.isin(status, list(Status)) & (status != Status.PENDING)
-                if len(wrong) or not known.all():
-                    raise InputError(f"{len(wrong) or (~known).sum():,} of its rows are damaged or pending")
+                damaged = wrong_rows(opened, np.arange(len(opened)))
+                stored = np.isin(status, list(Status)) & (status != Status.PENDING)
+                if len(damaged) or not stored.all():
+                    raise InputError(f"{len(damaged) or (~stored).sum():,} of its rows are damaged or pending")
                 return receipt_of(copy, opened, reasons)
         except InputError as error:
             raise LayertapError(
@@ -278,14 +278,14 @@ class Bucket:
             return opened
 
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            work = [pool.submit(one, shard) for shard in sorted(published) if shard < dataset.n_shards]
+            futures = [pool.submit(one, shard) for shard in sorted(published) if shard < dataset.n_shards]
             try:
-                return [each.result() for each in work]
+                return [future.result() for future in futures]
             except BaseException:
-                for each in work:
-                    if not each.cancel():
+                for future in futures:
+                    if not future.cancel():
                         with contextlib.suppress(LayertapError, OSError):
-                            each.result().close()
+                            future.result().close()
                 raise
 
 
@@ -298,17 +298,17 @@ def open_remote_shard(
         InputError: the shard has no receipt, or is damaged.
         LayertapError: the object is missing or does not match its receipt, or the store does not answer.
     """
-    named = f"{url.removesuffix('.h5')}.json"
+    receipt_url = f"{url.removesuffix('.h5')}.json"
     try:
-        receipt = _json_of(objects.read(named, receipt_size), named)
+        receipt = _json_of(objects.read(receipt_url, receipt_size), receipt_url)
     except FileNotFoundError as error:
-        raise InputError(f"{url} is not a finished shard: it has no receipt {named}") from error
-    expected, sha256 = _size_and_sha256(receipt, named)
+        raise InputError(f"{url} is not a finished shard: it has no receipt {receipt_url}") from error
+    expected, sha256 = _size_and_sha256(receipt, receipt_url)
     if size is None:
-        found = objects.info(url)
-        if found is None:
+        metadata = objects.info(url)
+        if metadata is None:
             raise LayertapError(f"{url} is missing, but its receipt exists; restore the object, or remove the receipt")
-        size = found.size
+        size = metadata.size
     if size != expected:
         raise LayertapError(
             f"{url} has {size:,} bytes, its receipt says {expected:,}; it was changed after it was published. Restore "
@@ -326,9 +326,9 @@ def _size_and_sha256(receipt: Mapping[str, Any], name: str) -> tuple[int, str]:
 
 def _json_of(content: bytes, name: str) -> dict[str, Any]:
     try:
-        found = json.loads(content.decode())
-        if not isinstance(found, dict):
+        parsed = json.loads(content.decode())
+        if not isinstance(parsed, dict):
             raise ValueError("expected a JSON object")
-        return found
+        return parsed
     except (ValueError, RecursionError) as error:
         raise InputError(f"{name} is damaged: {type(error).__name__}: {error}") from error

@@ -90,12 +90,12 @@ def names(url: str) -> dict[str, int]:
 
     def ask() -> dict[str, int]:
         fs, path = _at(url)
-        found = fs.find(path, detail=True, **_limit(fs, 1 << 30))  # a million names take thousands of requests
+        entries = fs.find(path, detail=True, **_limit(fs, 1 << 30))  # a million names take thousands of requests
         start = path.rstrip("/") + "/"
         return {
-            name.removeprefix(start): int(about["size"])
-            for name, about in found.items()
-            if name.startswith(start) and about.get("type", "file") == "file"
+            name.removeprefix(start): int(entry["size"])
+            for name, entry in entries.items()
+            if name.startswith(start) and entry.get("type", "file") == "file"
         }
 
     try:
@@ -116,13 +116,13 @@ def info(url: str) -> Stored | None:
         if _protocol(url) in _S3:
             bucket, key, _ = fs.split_path(path)
             head = fs.call_s3("head_object", Bucket=bucket, Key=key, **_limit(fs))
-            about = head.get("Metadata", {})
-            return Stored(int(head["ContentLength"]), about.get(_SHA256, ""), about.get(_PUT, ""))
-        found = fs.info(path, **_limit(fs))
-        about = found.get("metadata") or {}
-        if found["type"] != "file":
+            metadata = head.get("Metadata", {})
+            return Stored(int(head["ContentLength"]), metadata.get(_SHA256, ""), metadata.get(_PUT, ""))
+        entry = fs.info(path, **_limit(fs))
+        metadata = entry.get("metadata") or {}
+        if entry["type"] != "file":
             return None
-        return Stored(int(found["size"]), about.get(_SHA256, ""), about.get(_PUT, ""))
+        return Stored(int(entry["size"]), metadata.get(_SHA256, ""), metadata.get(_PUT, ""))
 
     try:
         return _asked(url, "accessed", ask)
@@ -143,10 +143,10 @@ def read(url: str, size: int | None = None) -> bytes:
         LayertapError: the store does not answer.
     """
     if size is None:
-        found = info(url)
-        if found is None:
+        metadata = info(url)
+        if metadata is None:
             raise FileNotFoundError(url)
-        size = found.size
+        size = metadata.size
     if size > _WHOLE_BYTES:
         raise InputError(f"{url} is damaged: it is larger than {_WHOLE_BYTES >> 20} MiB")
     return read_range(url, 0, size)
@@ -189,8 +189,8 @@ def put_file(url: str, path: Path, sha256: str) -> bool:
 
 
 def _put(url: str, content: bytes | Path, size: int, sha256: str) -> bool:
-    number = uuid.uuid4().hex
-    about = {_SHA256: sha256, _PUT: number}
+    request_id = uuid.uuid4().hex
+    metadata = {_SHA256: sha256, _PUT: request_id}
     if _protocol(url) in _S3 and size > _PUT_BYTES:
         raise InputError(f"{url}: {size:,} bytes; S3 accepts {_PUT_BYTES:,} in one request. Set a smaller shard_rows")
 
@@ -205,14 +205,14 @@ def _put(url: str, content: bytes | Path, size: int, sha256: str) -> bool:
             with contextlib.ExitStack() as stack:
                 body = content if isinstance(content, bytes) else stack.enter_context(content.open("rb"))
                 fs.call_s3(
-                    "put_object", Bucket=bucket, Key=key, Body=body, Metadata=about, ChecksumSHA256=digest,
+                    "put_object", Bucket=bucket, Key=key, Body=body, Metadata=metadata, ChecksumSHA256=digest,
                     IfNoneMatch="*", **limit,
                 )  # fmt: skip
         elif _protocol(url) in _GOOGLE:
             if isinstance(content, bytes):
-                fs.pipe_file(path, content, mode="create", metadata=about, **limit)
+                fs.pipe_file(path, content, mode="create", metadata=metadata, **limit)
             else:
-                fs.put_file(str(content), path, mode="create", metadata=about, **limit)
+                fs.put_file(str(content), path, mode="create", metadata=metadata, **limit)
         else:
             with _IN_MEMORY:
                 if fs.exists(path):
@@ -224,8 +224,8 @@ def _put(url: str, content: bytes | Path, size: int, sha256: str) -> bool:
         return True
     except FileExistsError:
         # The answer to an earlier attempt may have been lost: then the object is from this call.
-        found = info(url)
-        return found is not None and found.put == number
+        stored = info(url)
+        return stored is not None and stored.put == request_id
 
 
 def sha256_of(url: str, size: int) -> str:
@@ -311,13 +311,13 @@ def _asked(url: str, done: str, ask: Callable[[], T]) -> T:
                 raise FileExistsError(url) from None
             if isinstance(error, FileNotFoundError) or status == 404:
                 raise FileNotFoundError(url) from None
-            what = _reason(error, status, code)
+            reason = _reason(error, status, code)
             if not _may_pass(error, status, code):
                 # The server's message is left out, here and in the exception chain: it may echo the request.
-                raise LayertapError(f"{url} cannot be {done}: {what}") from None
+                raise LayertapError(f"{url} cannot be {done}: {reason}") from None
             if attempt == _ATTEMPTS - 1:
                 raise LayertapError(
-                    f"{url} cannot be {done}: {what}, {_ATTEMPTS} times. Stored objects are safe; run again when the "
+                    f"{url} cannot be {done}: {reason}, {_ATTEMPTS} times. Stored objects are safe; run again when the "
                     "server answers"
                 ) from None
         time.sleep(_WAIT_S * 2**attempt * random.uniform(0.5, 1.5))
@@ -326,8 +326,8 @@ def _asked(url: str, done: str, ask: Callable[[], T]) -> T:
 
 def _answer_in(error: BaseException) -> tuple[int, str]:
     """Return the HTTP status and the S3 error code of an error; 0 and "" if it has none."""
-    for one in (error, error.__cause__):
-        response = getattr(one, "response", None)
+    for source in (error, error.__cause__):
+        response = getattr(source, "response", None)
         if isinstance(response, dict):
             status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
             return int(status), str(response.get("Error", {}).get("Code", ""))
@@ -341,7 +341,7 @@ def _may_pass(error: Exception, status: int, code: str) -> bool:
     if status:
         # 409: two conditional requests at the same time (Amazon S3 user guide, "Conditional writes").
         return status >= 500 or status in (408, 409, 425, 429) or code in ("RequestTimeout", "IncompleteBody")
-    if {kind.__name__ for kind in type(error).__mro__} & _PASSING:
+    if {base.__name__ for base in type(error).__mro__} & _PASSING:
         return True
     if isinstance(error, PermissionError) or first_line(error).startswith("Forbidden"):  # gcsfs
         return False
@@ -351,8 +351,8 @@ def _may_pass(error: Exception, status: int, code: str) -> bool:
 def _reason(error: Exception, status: int, code: str) -> str:
     if status:
         # 403 and 401 have a specific code only if the answer has a body.
-        what = f"HTTP {status}" + ("" if code in ("", str(status)) else f" {code}")
-        return f"{what}; check that the credentials are correct and allow this" if status in (401, 403) else what
+        status_text = f"HTTP {status}" + ("" if code in ("", str(status)) else f" {code}")
+        return f"{status_text}; check that the credentials are correct and allow this" if status in (401, 403) else status_text
     if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError"):
         return "no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
     if isinstance(error, TimeoutError | asyncio.TimeoutError) or "Timeout" in type(error).__name__:

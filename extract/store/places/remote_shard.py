@@ -51,20 +51,20 @@ class RemoteShard(Shard):
         self._file, self._cache = file, cache
         self._places: dict[str, NDArray[np.int64]] = {}
         self._turn = os.getpid(), threading.Lock()
-        bytes_of = _Held(file, cache)
-        buffered = io.BufferedReader(bytes_of)
+        block_file = _Held(file, cache)
+        buffered = io.BufferedReader(block_file)
         self._row_data = read_header(buffered, file.url)
         buffered.detach()  # otherwise its finaliser closes `bytes_of`
-        bytes_of.fetching = False  # HDF5 reads from here on
+        block_file.fetching = False  # HDF5 reads from here on
         while True:
             try:
-                with opened(file.url, bytes_of) as found:
-                    self._describe(found)
+                with opened(file.url, block_file) as hdf5_file:
+                    self._describe(hdf5_file)
                     for name in self.compression:
-                        self._places[name] = _chunks_of(found["features"][name])
+                        self._places[name] = _chunks_of(hdf5_file["features"][name])
                 break
             except (LayertapError, OSError):
-                if not bytes_of.fetch_missing():
+                if not block_file.fetch_missing():
                     raise
         self._packed_bytes = _Held(file, cache, fetching=False)
 
@@ -105,29 +105,29 @@ class RemoteShard(Shard):
 
     def row(self, name: str, row: int) -> NDArray[Any]:
         """See `Shard.row`."""
-        found: NDArray[Any] = self.read(name, row, row + 1)[0]
-        return found
+        values: NDArray[Any] = self.read(name, row, row + 1)[0]
+        return values
 
     def take(self, name: str, rows: NDArray[np.int64], out: NDArray[Any] | None = None) -> NDArray[Any]:
         """See `Shard.take`. Rows are read in file order, and several blocks are fetched concurrently."""
         if name in self.compression:
             return super().take(name, rows, out)
         feature = self._feature[name]
-        wanted, where = np.unique(rows, return_inverse=True)
-        found = np.empty((len(wanted), *feature.shape), feature.dtype)
-        starts = self.offsets[f"/features/{name}"] + wanted * feature.row_bytes
+        unique_rows, inverse = np.unique(rows, return_inverse=True)
+        values = np.empty((len(unique_rows), *feature.shape), feature.dtype)
+        starts = self.offsets[f"/features/{name}"] + unique_rows * feature.row_bytes
         blocks = np.unique([starts // BLOCK_BYTES, (starts + feature.row_bytes - 1) // BLOCK_BYTES])
         done, expected = 0, -1
-        for first, stop in runs(wanted):
+        for first, stop in runs(unique_rows):
             block = int(np.searchsorted(blocks, starts[done] // BLOCK_BYTES))
             if block != expected and len(blocks) > 1:
                 self._cache.expect(self._file, blocks[block : block + _EXPECTED].tolist())
                 expected = block
-            self._fill(name, first, stop, found[done : done + stop - first])
+            self._fill(name, first, stop, values[done : done + stop - first])
             done += stop - first
         if out is None:
-            return found[where]
-        np.take(found, where, axis=0, out=out, mode="clip")
+            return values[inverse]
+        np.take(values, inverse, axis=0, out=out, mode="clip")
         return out
 
     @contextlib.contextmanager
@@ -140,11 +140,11 @@ class RemoteShard(Shard):
     def _unpack(self, name: str, start: int, stop: int) -> NDArray[Any]:
         if self._turn[0] != os.getpid():  # forked, perhaps while another thread held the lock
             self._turn = os.getpid(), threading.Lock()
-        rows = self.chunks[name]
+        chunk_rows = self.chunks[name]
         with self._turn[1]:
             try:
-                for first, behind in self._places[name][start // rows : -(-stop // rows)].tolist():
-                    self._packed_bytes.hold(first, behind)
+                for chunk_start, chunk_stop in self._places[name][start // chunk_rows : -(-stop // chunk_rows)].tolist():
+                    self._packed_bytes.hold(chunk_start, chunk_stop)
                 while True:
                     try:
                         return super()._unpack(name, start, stop)
@@ -230,13 +230,13 @@ def _bytes_of(values: NDArray[Any]) -> memoryview:
 
 def _chunks_of(data: h5py.Dataset) -> NDArray[np.int64]:
     """Return (chunks, 2) int64, the byte range (start, stop) of each chunk in the file, in row order."""
-    places: dict[int, tuple[int, int]] = {}
+    ranges: dict[int, tuple[int, int]] = {}
 
     def note(chunk: Any) -> None:
-        places[chunk.chunk_offset[0]] = chunk.byte_offset, chunk.byte_offset + chunk.size
+        ranges[chunk.chunk_offset[0]] = chunk.byte_offset, chunk.byte_offset + chunk.size
 
     data.id.chunk_iter(note)
-    return np.array([places[row] for row in sorted(places)], np.int64) + before_hdf5(data.file)
+    return np.array([ranges[row] for row in sorted(ranges)], np.int64) + before_hdf5(data.file)
 
 
 def _unpickled(file: RemoteFile, receipt: dict[str, Any], cache: BlockCache, identity: Identity) -> RemoteShard:

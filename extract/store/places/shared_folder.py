@@ -52,33 +52,33 @@ class SharedFolder:
             InputError: the folder holds another data set, or other files; or a folder in it is a link to elsewhere.
             LayertapError: the folder cannot be written to.
         """
-        here = replace(dataset, out=self.out)
+        shared = replace(dataset, out=self.out)
         description = self.out / "dataset.json"
         try:
             if self.out.exists():
                 check_own_folders(self.out)
             while True:
-                begun = description.exists()
-                existing = here.check()
+                was_there = description.exists()
+                existing = shared.check()
                 if existing is not None:
                     break
-                if begun:
+                if was_there:
                     raise InputError(
                         f"{self.out} was created for other images or features and has no rows. It is not replaced, "
                         "because another worker may be about to write rows: delete it, or choose another output folder"
                     )
                 own_folder(self.out / "shards")
-                mine = description.with_name(f"{description.name}.{_own_name()}.new")
+                temporary = description.with_name(f"{description.name}.{_own_name()}.new")
                 try:
-                    here.write(mine)
-                    _link(mine, description)
+                    shared.write(temporary)
+                    _link(temporary, description)
                     break
                 except (FileExistsError, FileNotFoundError):
                     pass  # another worker was first
                 finally:
-                    discard(mine)
-            for left in self.out.glob(f"{description.name}.*.new"):  # left by a killed worker
-                discard(left)
+                    discard(temporary)
+            for leftover in self.out.glob(f"{description.name}.*.new"):  # left by a killed worker
+                discard(leftover)
         except OSError as error:
             raise LayertapError(f"cannot write to {self.out}: {error.strerror}") from error
         self.clean()
@@ -90,10 +90,10 @@ class SharedFolder:
         The receipt is None if it is missing or damaged.
         """
         dataset = self.dataset
-        for shard, where in enumerate(dataset.whereabouts()):
-            if where.published is None:
+        for shard, files in enumerate(dataset.whereabouts()):
+            if files.published is None:
                 continue
-            path = dataset.path(shard, where.published)
+            path = dataset.path(shard, files.published)
             if path.name not in known:
                 yield path.name, shard, read_receipt(path)
 
@@ -155,21 +155,21 @@ class SharedFolder:
             discard(copy)
         return False
 
-    def _see_receipt(self, final: Path, mine: dict[str, Any]) -> None:
+    def _see_receipt(self, final: Path, own_receipt: dict[str, Any]) -> None:
         """Write the receipt of a shard whose publisher was killed before; an existing receipt is not overwritten."""
-        receipt = final.with_suffix(".json")
-        if receipt.exists():
+        receipt_path = final.with_suffix(".json")
+        if receipt_path.exists():
             return
-        with self.dataset.open_shard(int(mine["shard"]), final) as shard:
-            reasons = {int(row): reason for row, reason in mine["reasons"].items()}
+        with self.dataset.open_shard(int(own_receipt["shard"]), final) as shard:
+            reasons = {int(row): reason for row, reason in own_receipt["reasons"].items()}
             content = receipt_of(final, shard, reasons)
-        new = receipt.with_name(f"{receipt.name}.{_own_name()}.copy")
+        temporary = receipt_path.with_name(f"{receipt_path.name}.{_own_name()}.copy")
         try:
-            write_json(new, content)
+            write_json(temporary, content)
             with contextlib.suppress(FileExistsError):
-                _link(new, receipt)
+                _link(temporary, receipt_path)
         finally:
-            discard(new)
+            discard(temporary)
 
 
 def _is_linked(path: Path, final: Path) -> bool:
