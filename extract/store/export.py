@@ -253,7 +253,8 @@ def _variables(names: Sequence[str]) -> dict[str, str]:
     for name in names:
         base = re.sub(r"\W", "_", name, flags=re.ASCII)
         base = (base if base[:1].isalpha() else f"layer_{base}")[:58]
-        unique = next(candidate for candidate in (base, *(f"{base}_{i}" for i in range(2, 9999))) if candidate not in taken)
+        candidates = (base, *(f"{base}_{i}" for i in range(2, 9999)))
+        unique = next(candidate for candidate in candidates if candidate not in taken)
         taken.add(unique)
         variables[name] = unique
     return variables

@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -81,7 +82,7 @@ def merge(
         }
         with merged.locked():
             merged.open_or_create()
-            copy_rows(reader, rows.source, merged, lambda row_range: rows.names(reader, row_range), provenance, compress, on_rows)
+            copy_rows(reader, rows.source, merged, partial(rows.names, reader), provenance, compress, on_rows)
     return merged
 
 

@@ -43,7 +43,7 @@ def copy_rows(
         LayertapError: the disk is full or cannot be written to.
     """
     reasons = {row: why for row, _, _, why in reader.failures}
-    for shard, files in enumerate(dataset.whereabouts()):
+    for shard, files in enumerate(dataset.shard_files()):
         row_range = dataset.shard_range(shard)
         if files.published is not None and files.part is None:
             on_rows(len(row_range), True)
@@ -54,7 +54,8 @@ def copy_rows(
         with ShardWriter(dataset, shard, files.part or 0) as writer:
             _fill(writer, reader, source, row_range, on_rows)
             origins = source[row_range.start : row_range.stop].tolist()
-            writer.give_reasons({row: reasons[origin] for row, origin in zip(row_range, origins, strict=True) if origin in reasons})
+            rows = zip(row_range, origins, strict=True)
+            writer.give_reasons({row: reasons[origin] for row, origin in rows if origin in reasons})
             writer.publish(compress)
 
 

@@ -21,7 +21,7 @@ from extract.store.places.block_cache import BlockCache
 from extract.store.places.bucket import Bucket, open_remote_shard
 from extract.system.atomic_files import allow_more_files
 
-__all__ = ["Opened", "Part", "of_one_version", "open_parts"]
+__all__ = ["OpenedDataSet", "RowSelection", "read_one_version", "open_selections"]
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ _ATTEMPTS = 5  # to read a data set while new versions are published
 
 
 @dataclass(frozen=True)
-class Part:
+class RowSelection:
     """Rows of one shard.
 
     Attributes:
@@ -44,8 +44,8 @@ class Part:
     chosen: NDArray[np.int64] | None = None
     names: RowNames | None = None
 
-    def after(self, count: int) -> Part:
-        """Return the part with `count` added to its row numbers, for the rows of preceding data sets."""
+    def after(self, count: int) -> RowSelection:
+        """Return the selection with `count` added to its row numbers, for the rows of preceding data sets."""
         return replace(self, rows=self.rows + count)
 
     def column(self, name: str) -> NDArray[Any]:
@@ -94,50 +94,50 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedDataSet:
     """A data set, or one shard, open for reading.
 
     Attributes:
-        parts: the rows that can be read.
+        selections: the rows that can be read.
         features: features of each row.
         fingerprint: fingerprint of the data set.
         n_rows: rows of the data set or shard, including rows that cannot be read yet.
     """
 
-    parts: list[Part]
+    selections: list[RowSelection]
     features: list[StoredFeature]
     fingerprint: str
     n_rows: int
 
 
-def open_parts(path: Path | str, partial: bool, cache: BlockCache | None) -> Opened:
+def open_selections(path: Path | str, partial: bool, cache: BlockCache | None) -> OpenedDataSet:
     """Open a data set folder or a shard, for a URL through `cache`; see `FeatureReader` for `partial` and errors."""
     if isinstance(path, str):
         assert cache is not None
-        return _behind_url(path, partial, cache)
+        return _open_url(path, partial, cache)
     if path.is_dir():
-        return of_one_version(path, lambda dataset: _of_data_set(dataset, partial))
+        return read_one_version(path, lambda dataset: _select_from_shards(dataset, partial))
     with contextlib.ExitStack() as on_error:
         shard = on_error.enter_context(Shard(path))
-        part = _part(shard, shard.identity.first_row, partial)
+        selection = _select_stored(shard, shard.identity.first_row, partial)
         on_error.pop_all()  # the shard stays open
-    return Opened([part], shard.features, shard.identity.fingerprint, len(shard))
+    return OpenedDataSet([selection], shard.features, shard.identity.fingerprint, len(shard))
 
 
-def _behind_url(url: str, partial: bool, cache: BlockCache) -> Opened:
+def _open_url(url: str, partial: bool, cache: BlockCache) -> OpenedDataSet:
     """Open a data set or a shard in a bucket."""
     if url.endswith(".h5"):
         shard = open_remote_shard(url, cache)
-        part = _part(shard, shard.identity.first_row, partial)
-        return Opened([part], shard.features, shard.identity.fingerprint, len(shard))
+        selection = _select_stored(shard, shard.identity.first_row, partial)
+        return OpenedDataSet([selection], shard.features, shard.identity.fingerprint, len(shard))
     bucket = Bucket(url)
     shards = bucket.open_shards(cache, partial=partial)
-    parts = [_part(shard, shard.identity.first_row, partial) for shard in shards]
-    return Opened(parts, bucket.dataset.features, bucket.dataset.fingerprint, bucket.dataset.n_rows)
+    selections = [_select_stored(shard, shard.identity.first_row, partial) for shard in shards]
+    return OpenedDataSet(selections, bucket.dataset.features, bucket.dataset.fingerprint, bucket.dataset.n_rows)
 
 
-def of_one_version(out: Path, read: Callable[[DataSet], T]) -> T:
-    """Return `look(dataset)`; if it fails because a new version was published meanwhile, try that version.
+def read_one_version(out: Path, read: Callable[[DataSet], T]) -> T:
+    """Return `read(dataset)`; if it fails because a new version was published meanwhile, try that version.
 
     Raises:
         InputError: a file of the version is missing.
@@ -156,21 +156,21 @@ def of_one_version(out: Path, read: Callable[[DataSet], T]) -> T:
     raise AssertionError("the last attempt returns or raises")
 
 
-def _of_data_set(dataset: DataSet, partial: bool) -> Opened:
-    parts: list[Part] = []
+def _select_from_shards(dataset: DataSet, partial: bool) -> OpenedDataSet:
+    selections: list[RowSelection] = []
     with contextlib.ExitStack() as on_error:
         if dataset.version is None:
             for first, shard in _open_shards(dataset, partial):
-                parts.append(_part(on_error.enter_context(shard), first, partial))
+                selections.append(_select_stored(on_error.enter_context(shard), first, partial))
         else:
-            for part in _of_version(dataset):
-                on_error.enter_context(part.shard)
-                parts.append(part)
+            for selection in _select_from_version(dataset):
+                on_error.enter_context(selection.shard)
+                selections.append(selection)
         on_error.pop_all()  # the shards stay open
-    return Opened(parts, dataset.features, dataset.fingerprint, dataset.n_rows)
+    return OpenedDataSet(selections, dataset.features, dataset.fingerprint, dataset.n_rows)
 
 
-def _of_version(dataset: DataSet) -> Iterator[Part]:
+def _select_from_version(dataset: DataSet) -> Iterator[RowSelection]:
     """Yield the rows of the published version of a data set of `layertap sync`.
 
     Raises:
@@ -179,19 +179,19 @@ def _of_version(dataset: DataSet) -> Iterator[Part]:
     """
     table = dataset.version_rows()
     assert dataset.version is not None
-    for number, pass_dataset in zip(dataset.version.passes, dataset.parts(), strict=True):
+    for number, pass_dataset in zip(dataset.version.passes, dataset.data_sets_with_shards(), strict=True):
         start, stop = np.searchsorted(table.passes, [number, number + 1]).tolist()
         shards = table.rows[start:stop] // pass_dataset.shard_rows
-        whereabouts = pass_dataset.whereabouts()
-        allow_more_files(len(whereabouts))
+        shard_files = pass_dataset.shard_files()
+        allow_more_files(len(shard_files))
         for shard in np.unique(shards).tolist():
-            if shard >= len(whereabouts):
+            if shard >= len(shard_files):
                 raise InputError(f"{pass_dataset.out} has no shard {shard}; run `layertap sync` to repair the data set")
             first, last = (start + np.searchsorted(shards, [shard, shard + 1])).tolist()
-            path = pass_dataset.path(shard, whereabouts[shard].published or 0)
+            path = pass_dataset.path(shard, shard_files[shard].published or 0)
             opened = pass_dataset.open_shard(shard, path)
             try:
-                _done(opened, partial=False)
+                _stored_rows(opened, partial=False)
                 chosen = table.rows[first:last] - opened.identity.first_row
                 if chosen.max() >= len(opened):
                     raise InputError(f"{path} has no row {chosen.max()}, to which the version refers")
@@ -199,25 +199,25 @@ def _of_version(dataset: DataSet) -> Iterator[Part]:
                     table.paths[first:last], table.labels[first:last], table.splits[first:last], table.classes
                 )
                 all_rows = len(chosen) == len(opened) and bool((chosen == np.arange(len(opened))).all())
-                yield Part(opened, np.arange(first, last), None if all_rows else chosen, names)
+                yield RowSelection(opened, np.arange(first, last), None if all_rows else chosen, names)
             except BaseException:
                 opened.close()
                 raise
 
 
-def _part(shard: Shard, first_row: int, partial: bool) -> Part:
-    """Return the part with the rows of a shard that are not pending."""
-    stored = _done(shard, partial)
-    return Part(shard, first_row + stored, None if len(stored) == len(shard) else stored)
+def _select_stored(shard: Shard, first_row: int, partial: bool) -> RowSelection:
+    """Select the rows of a shard that are not pending."""
+    stored = _stored_rows(shard, partial)
+    return RowSelection(shard, first_row + stored, None if len(stored) == len(shard) else stored)
 
 
 def _open_shards(dataset: DataSet, partial: bool) -> Iterator[tuple[int, Shard]]:
     """Yield (first row, shard) of the shards of a data set that can be read."""
-    whereabouts = dataset.whereabouts()
-    if not partial and any(files.published is None for files in whereabouts):
-        whereabouts = dataset.whereabouts()  # a listing can miss a file that is renamed at the same time
-    allow_more_files(len(whereabouts))
-    for shard, files in enumerate(whereabouts):
+    shard_files = dataset.shard_files()
+    if not partial and any(files.published is None for files in shard_files):
+        shard_files = dataset.shard_files()  # a listing can miss a file that is renamed at the same time
+    allow_more_files(len(shard_files))
+    for shard, files in enumerate(shard_files):
         if files.published is not None:
             path = dataset.path(shard, files.published)
         elif partial and files.part is not None:
@@ -235,14 +235,14 @@ def _open_shards(dataset: DataSet, partial: bool) -> Iterator[tuple[int, Shard]]
             opened = dataset.open_shard(shard, path)
         except InputError:
             # The shard may just have been published or rewritten, which gives it another name.
-            current_files = dataset.whereabouts()[shard]
+            current_files = dataset.shard_files()[shard]
             if current_files == files or current_files.published is None:
                 raise
             opened = dataset.open_shard(shard, dataset.path(shard, current_files.published))
         yield dataset.shard_range(shard).start, opened
 
 
-def _done(shard: Shard, partial: bool) -> NDArray[np.int64]:
+def _stored_rows(shard: Shard, partial: bool) -> NDArray[np.int64]:
     """Return the rows of a shard that are not pending; in a part, only rows that match their hashes.
 
     Raises:

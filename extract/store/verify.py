@@ -24,7 +24,7 @@ from extract.store.format.shard import MEDIA_ERRORS, Shard
 from extract.store.format.version import pass_folder
 from extract.store.format.writer import ShardWriter
 from extract.store.reader import FeatureReader
-from extract.store.row_selection import of_one_version
+from extract.store.row_selection import read_one_version
 from extract.system.atomic_files import read_json, sync_folder
 
 __all__ = ["Fault", "Remedy", "Verification", "repair", "verify"]
@@ -90,7 +90,7 @@ def verify(out: Path, on_rows: Callable[[int], None] = lambda rows: None) -> Ver
         InputError: the folder is not a data set, or its description is damaged.
         LayertapError: a library for the compression is missing, or files cannot be opened.
     """
-    verification = of_one_version(
+    verification = read_one_version(
         out, lambda dataset: (_verify_version if dataset.version else _verify_shards)(dataset, on_rows)
     )
     if verification.faults and DataSet.open(out).version != verification.dataset.version:
@@ -127,7 +127,7 @@ def _verify_shards(dataset: DataSet, on_rows: Callable[[int], None]) -> Verifica
     out, verification = dataset.out, Verification(dataset)
     paths_digest, all_readable = xxhash.xxh3_128(), True
     classes: list[str] | None = None
-    for number, files in enumerate(dataset.whereabouts()):
+    for number, files in enumerate(dataset.shard_files()):
         shard = _check_shard(dataset, number, files, verification)
         if shard is None:
             all_readable = False
@@ -137,7 +137,8 @@ def _verify_shards(dataset: DataSet, on_rows: Callable[[int], None]) -> Verifica
                     paths_digest.update((b"\0" if number or i else b"") + os.fsencode(image))
                 if classes is not None and classes != shard.text("classes"):
                     description = "has other classes than the preceding shards"
-                    verification.faults.append(Fault(description, Remedy.NONE, number, shard.path.relative_to(out).as_posix()))
+                    name = shard.path.relative_to(out).as_posix()
+                    verification.faults.append(Fault(description, Remedy.NONE, number, name))
                 classes = shard.text("classes")
         on_rows(len(dataset.shard_range(number)))
     if all_readable and paths_digest.hexdigest() != dataset.images["paths_xxh3"]:
@@ -146,7 +147,7 @@ def _verify_shards(dataset: DataSet, on_rows: Callable[[int], None]) -> Verifica
 
 
 def _check_shard(dataset: DataSet, number: int, files: ShardFiles, verification: Verification) -> Shard | None:
-    """Add the faults of one shard to `found`; return the open shard, or None if it cannot be read."""
+    """Add the faults of one shard to `verification`; return the open shard, or None if it cannot be read."""
     for _ in range(3):  # the shard may be published or rewritten while it is verified
         path = dataset.current(number, files)
         if path is None:
@@ -160,7 +161,7 @@ def _check_shard(dataset: DataSet, number: int, files: ShardFiles, verification:
         try:
             shard = dataset.open_shard(number, path)
         except LayertapError as error:
-            current_files = dataset.whereabouts()[number]
+            current_files = dataset.shard_files()[number]
             if current_files != files:
                 files = current_files
                 continue
@@ -230,13 +231,13 @@ def _faults_of_rows(shard: Shard, name: str, counts: Counter[str]) -> list[Fault
     for start, stop, block, agree in checked(shard, np.flatnonzero(status != Status.PENDING)):
         wrong.append(start + np.flatnonzero(~agree))
         if block is not None:
-            contradicting.append(start + np.flatnonzero(agree & ~_as_status_says(block, status[start:stop])))
+            contradicting.append(start + np.flatnonzero(agree & ~_matches_status(block, status[start:stop])))
     of_rows(np.concatenate(wrong), "does not match its hashes")
     of_rows(np.concatenate(contradicting), "features contradict the status")
     return faults
 
 
-def _as_status_says(block: dict[str, NDArray[Any]], status: NDArray[np.uint8]) -> NDArray[np.bool_]:
+def _matches_status(block: dict[str, NDArray[Any]], status: NDArray[np.uint8]) -> NDArray[np.bool_]:
     """Return (R,) bool, whether the features match the status: finite if ok, NaN without image, else not finite."""
     flat = [values.reshape(len(values), -1) for values in block.values()]
     all_finite = np.logical_and.reduce([np.isfinite(values).all(1) for values in flat])
@@ -293,7 +294,8 @@ def repair(verification: Verification) -> int:
 
 def _by_pass(verification: Verification) -> Iterator[Verification]:
     """Yield the faults of each pass, as a verification of the pass's own data set."""
-    for folder in sorted({fault.file.rpartition("/shards/")[0] for fault in verification.faults if "/shards/" in fault.file}):
+    files = {fault.file for fault in verification.faults if "/shards/" in fault.file}
+    for folder in sorted({file.rpartition("/shards/")[0] for file in files}):
         faults = [
             replace(fault, file=fault.file.removeprefix(f"{folder}/"))
             for fault in verification.faults
@@ -305,9 +307,9 @@ def _by_pass(verification: Verification) -> Iterator[Verification]:
 def _repair_shards(verification: Verification) -> int:
     dataset, pending = verification.dataset, 0
     with dataset.locked():
-        whereabouts = dataset.whereabouts()
+        shard_files = dataset.shard_files()
         for number in sorted({fault.shard for fault in verification.faults if fault.shard is not None}):
-            files = whereabouts[number]
+            files = shard_files[number]
             path = dataset.current(number, files)
             if path is None:
                 continue
@@ -315,9 +317,10 @@ def _repair_shards(verification: Verification) -> int:
             shard = _check_shard(dataset, number, files, current)
             # Faults of rows from other checks, such as recomputation, remain valid as long as the file is the same.
             name = path.relative_to(dataset.out).as_posix()
-            faults = {*current.faults, *(fault for fault in verification.faults if fault.file == name and fault.row is not None)}
+            of_rows = (fault for fault in verification.faults if fault.file == name and fault.row is not None)
+            faults = {*current.faults, *of_rows}
             try:
-                pending += _mend(dataset, number, files, shard, faults)
+                pending += _apply_remedies(dataset, number, files, shard, faults)
             except OSError as error:
                 raise LayertapError(f"cannot repair {path}: {error.strerror}") from error
             finally:
@@ -326,7 +329,7 @@ def _repair_shards(verification: Verification) -> int:
     return pending
 
 
-def _mend(dataset: DataSet, number: int, files: ShardFiles, shard: Shard | None, faults: set[Fault]) -> int:
+def _apply_remedies(dataset: DataSet, number: int, files: ShardFiles, shard: Shard | None, faults: set[Fault]) -> int:
     """Apply the strongest remedy of the faults of one shard; return the number of rows it resets to pending."""
     remedies = {fault.remedy for fault in faults}
     rows = np.array(sorted({fault.row for fault in faults if fault.remedy is Remedy.ROW and fault.row is not None}))
@@ -334,12 +337,12 @@ def _mend(dataset: DataSet, number: int, files: ShardFiles, shard: Shard | None,
     path = dataset.current(number, files)
     assert path is not None
     if Remedy.SUCCESSOR in remedies and files.part is not None:
-        _put_aside(dataset.path(number, files.part, part=True))
+        _rename_damaged(dataset.path(number, files.part, part=True))
     if Remedy.FILE in remedies:
         other_name = dataset.path(number, files.published or 0, part=True)
         if files.published is not None and other_name.exists() and other_name.samefile(path):
             other_name.unlink()  # a run was killed between the link and the unlink
-        _put_aside(path)
+        _rename_damaged(path)
         return len(dataset.shard_range(number))
     if shard is None:
         return 0
@@ -349,7 +352,7 @@ def _mend(dataset: DataSet, number: int, files: ShardFiles, shard: Shard | None,
                 writer.reset(rows)
         else:
             copy_shard(shard, dataset.path(number, files.published + 1, part=True), pending=rows)
-            _put_aside(path)
+            _rename_damaged(path)
         return len(rows)
     if Remedy.RECEIPT in remedies:
         failed = np.flatnonzero(shard.column("status") != Status.OK) + shard.identity.first_row
@@ -358,7 +361,7 @@ def _mend(dataset: DataSet, number: int, files: ShardFiles, shard: Shard | None,
     return 0
 
 
-def _put_aside(path: Path) -> None:
+def _rename_damaged(path: Path) -> None:
     """Rename a file, then its receipt, to names in `.damaged`, which no reader opens."""
     for file in (path, path.with_suffix(".json")):
         names = (file.with_name(f"{file.name}.damaged{count}") for count in ("", *(f"-{i}" for i in range(2, 1000))))

@@ -23,7 +23,7 @@ from extract.store.format.version import pass_folder
 from extract.store.reader import FeatureReader
 from extract.store.row_copying import copy_rows
 from extract.sync.manifest import Manifest
-from extract.sync.publishing import publish, remove_what_is_not_needed
+from extract.sync.publishing import publish, remove_unneeded
 from extract.system.folder_lock import locked
 
 __all__ = ["Compacted", "compact", "compact_passes", "passes_to_compact", "rewrite"]
@@ -106,7 +106,7 @@ def compact(
     with locked(out):
         published = DataSet.open(out)
         with Manifest(out) as manifest:
-            if manifest.made_anew or manifest.version < (published.version.number if published.version else 0):
+            if manifest.rebuilt_because or manifest.version < (published.version.number if published.version else 0):
                 raise InputError(f"{out}/manifest.sqlite is missing or damaged; run `layertap sync` to rebuild it")
             try:
                 return compact_passes(out, manifest, published, max_dead, time.time_ns(), on_rows)[0]
@@ -134,9 +134,11 @@ def compact_passes(
     small = [number for number in chosen if sizes[number][0] < full_rows]
     for passes in filter(None, [small, *([number] for number in chosen if number not in small)]):
         compacted = rewrite(out, manifest, passes, unused_before_ns, on_rows)
-        total = Compacted(total.passes + compacted.passes, total.rows + compacted.rows, total.removed + compacted.removed)
+        total = Compacted(
+            total.passes + compacted.passes, total.rows + compacted.rows, total.removed + compacted.removed
+        )
         published = publish(out, published.images["root"], manifest, published) or published
-        remove_what_is_not_needed(out, manifest)
+        remove_unneeded(out, manifest)
     return total, published
 
 
@@ -159,7 +161,8 @@ def rewrite(
     """
     if not passes:
         return Compacted()
-    recorded = sum(size for old_pass, (_, size) in manifest.sizes_of_passes(unused_before_ns).items() if old_pass in set(passes))
+    sizes = manifest.sizes_of_passes(unused_before_ns)
+    recorded = sum(size for old_pass, (_, size) in sizes.items() if old_pass in set(passes))
     number = manifest.next_pass()
     try:
         ids = _copy_kept_rows(out, manifest, passes, number, unused_before_ns, on_rows)
@@ -193,8 +196,12 @@ def _copy_kept_rows(
             kept = manifest.kept_rows(old_pass, unused_before_ns)
             wanted = base + np.array([row for _, row, _ in kept], np.int64)
             candidates = np.searchsorted(reader.rows, wanted)
-            present = (reader.rows[np.minimum(candidates, len(reader) - 1)] == wanted) if len(reader) else np.zeros(len(candidates), bool)
-            for (feature, _, path), position, is_present in zip(kept, candidates.tolist(), present.tolist(), strict=True):
+            if len(reader):
+                present = reader.rows[np.minimum(candidates, len(reader) - 1)] == wanted
+            else:
+                present = np.zeros(len(candidates), bool)
+            matches = zip(kept, candidates.tolist(), present.tolist(), strict=True)
+            for (feature, _, path), position, is_present in matches:
                 if not is_present:
                     continue
                 ids.append(feature)

@@ -10,7 +10,7 @@ from typing import Final
 
 import xxhash
 
-from extract.sync.scan import Seen
+from extract.sync.scan import ScannedFile
 
 __all__ = ["MOVED", "Moved", "hashes_of"]
 
@@ -26,14 +26,14 @@ class Moved:
 MOVED: Final = Moved()
 
 
-def hashes_of(root: str, files: Sequence[Seen]) -> Iterator[bytes | Moved | None]:
+def hashes_of(root: str, files: Sequence[ScannedFile]) -> Iterator[bytes | Moved | None]:
     """Yield the xxh3-128 of each file's bytes; `MOVED` if it has changed since the scan, None if it cannot be read."""
     with ThreadPoolExecutor(_THREADS) as threads:
         for start in range(0, len(files), _AHEAD):
             yield from threads.map(lambda file: _hash_of(root, file), files[start : start + _AHEAD])
 
 
-def _hash_of(root: str, file: Seen) -> bytes | Moved | None:
+def _hash_of(root: str, file: ScannedFile) -> bytes | Moved | None:
     digest = xxhash.xxh3_128()
     try:
         descriptor = os.open(os.path.join(os.fsencode(root), file.path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # noqa: PTH118

@@ -25,13 +25,13 @@ from extract.row_status import Status
 from extract.store.format.dataset import DataSet, changes, differences
 from extract.store.format.version import pass_folder
 from extract.sync.compaction import compact_passes, rewrite
-from extract.sync.difference import Resolved, StoppedError, before, difference
+from extract.sync.difference import Resolved, StoppedError, time_before, difference
 from extract.sync.drift import Drift, drift_of
-from extract.sync.manifest import Manifest, Planned, Stored
-from extract.sync.publishing import publish, remove_what_is_not_needed
+from extract.sync.manifest import Manifest, PlannedFile, StoredRow
+from extract.sync.publishing import publish, remove_unneeded
 from extract.sync.rebuilding import rebuild, stored_rows
 from extract.sync.safety_limits import Guards
-from extract.sync.scan import NO_FILE, Scan, Seen
+from extract.sync.scan import NO_FILE, Scan, ScannedFile
 from extract.system.folder_lock import locked
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def sync(
         try:
             with contextlib.nullcontext() if dry_run and not out.exists() else locked(out):
                 pass_.check_out()
-                with Manifest(out, copy=dry_run, made_anew=damage) as manifest:
+                with Manifest(out, copy=dry_run, rebuild_because=damage) as manifest:
                     pass_.run(manifest)
         except sqlite3.DatabaseError as error:
             if isinstance(error, sqlite3.OperationalError) or damage or dry_run:
@@ -178,8 +178,8 @@ class _Pass:
                 raise InputError(f"{self.out} holds a data set of `layertap embed`; choose another output folder")
             if (synced_root := self.published.images["root"]) != self.root and not self.force:
                 raise InputError(
-                    f"{self.out} is kept in sync with {synced_root}, not with {self.root}. If the folder was moved, use "
-                    "--force; otherwise choose another output folder"
+                    f"{self.out} is kept in sync with {synced_root}, not with {self.root}. If the folder was moved, "
+                    "use --force; otherwise choose another output folder"
                 )
         elif self.out.is_dir() and any(not _is_ours(entry.name) for entry in self.out.iterdir()):
             raise InputError(
@@ -194,14 +194,14 @@ class _Pass:
             self.report.stopped = True
 
     def _run(self, manifest: Manifest) -> None:
-        self._mend(manifest)
+        self._repair_manifest(manifest)
         scanned_ns = self.now_ns()
         scan = Scan(self.root)
-        n_seen = manifest.see(scan.files())
+        n_seen = manifest.record_scan(scan.files())
         self.report.unreadable = scan.unreadable
         for path in scan.unreadable:
             manifest.keep_below(os.fsencode(path))
-        for path in scan.nowhere:
+        for path in scan.dangling:
             if manifest.keep_below(os.fsencode(path)):
                 scan.unreadable[path] = "the target of the link no longer exists"
         if not n_seen and not manifest.n_files():
@@ -213,13 +213,13 @@ class _Pass:
             )
         if not self.dry_run:
             self._check_configuration(manifest)
-            self._finish_what_was_begun(manifest)
-        self._compute_what_is_new(manifest, scanned_ns)
+            self._finish_interrupted(manifest)
+        self._compute_new_files(manifest, scanned_ns)
         self.report.failed = manifest.n_failed()
         if self.dry_run:
             return
         self._publish(manifest)
-        remove_what_is_not_needed(self.out, manifest)
+        remove_unneeded(self.out, manifest)
         if self.computed_pass and self.published and self.report.rows:
             self.report.drift = drift_of(self.out, self.computed_pass)
         try:
@@ -229,20 +229,20 @@ class _Pass:
 
     # Preparation
 
-    def _mend(self, manifest: Manifest) -> None:
+    def _repair_manifest(self, manifest: Manifest) -> None:
         """Rebuild a lost or outdated manifest; forget missing passes and rewrite incomplete passes."""
         number = self.published.version.number if self.published and self.published.version else 0
-        if manifest.version < number and not manifest.made_anew:
+        if manifest.version < number and not manifest.rebuilt_because:
             if manifest.version or manifest.n_files():
-                manifest.start_anew(f"it was older than the published version {number}")
+                manifest.recreate(f"it was older than the published version {number}")
             else:
-                manifest.made_anew = "it was missing"
-        if manifest.made_anew:
-            self.report.notes.append(f"manifest.sqlite was rebuilt: {manifest.made_anew}")
+                manifest.rebuilt_because = "it was missing"
+        if manifest.rebuilt_because:
+            self.report.notes.append(f"manifest.sqlite was rebuilt: {manifest.rebuilt_because}")
             if self.published:
                 rebuild(manifest, self.out, self.published, self.now_ns())
                 if not self.dry_run:
-                    remove_what_is_not_needed(self.out, manifest)
+                    remove_unneeded(self.out, manifest)
         for pass_number in manifest.passes():
             try:
                 complete = None not in DataSet.open(pass_folder(self.out, pass_number)).published()
@@ -292,8 +292,8 @@ class _Pass:
             if rechecked.apart:
                 raise LayertapError(
                     f"{self.out}: the installed libraries ({changed}) do not reproduce the stored features: "
-                    f"{rechecked.apart[0].path}: {rechecked.apart[0].what}. Install the earlier versions, or start a new data "
-                    "set"
+                    f"{rechecked.apart[0].path}: {rechecked.apart[0].what}. Install the earlier versions, or start a new "
+                    "data set"
                 )
             if not rechecked.n_rows:  # all sampled images have changed; the next pass checks again
                 return
@@ -304,7 +304,7 @@ class _Pass:
         with manifest.transaction():
             manifest.versions = installed
 
-    def _finish_what_was_begun(self, manifest: Manifest) -> None:
+    def _finish_interrupted(self, manifest: Manifest) -> None:
         """Complete an interrupted pass."""
         number, planned = manifest.planned()
         if not planned:
@@ -319,12 +319,12 @@ class _Pass:
                 manifest.set_planned(0, [])
             return
         # Rows of files that have changed or gone since then are recorded by their hashes only.
-        resolved = self._computed(manifest, number, planned, plan, accept=manifest.is_as_seen)
+        resolved = self._compute_pass(manifest, number, planned, plan, accept=manifest.matches_scan)
         self._apply(manifest, resolved, [], changed=True)
 
     # Computation
 
-    def _compute_what_is_new(self, manifest: Manifest, scanned_ns: int) -> None:
+    def _compute_new_files(self, manifest: Manifest, scanned_ns: int) -> None:
         """Compute files without stored features, and record the row of each file.
 
         Raises:
@@ -347,21 +347,22 @@ class _Pass:
         resolved, moved = folder_changes.resolved, folder_changes.moved
         if self.dry_run:
             report.computed = len(folder_changes.todo)
-            new = sum(planned.seen.path not in folder_changes.stored for planned in folder_changes.todo)
+            new = sum(planned.file.path not in folder_changes.stored for planned in folder_changes.todo)
             report.added += new
-            report.changed += len(folder_changes.todo) - new - folder_changes.tried_again
+            report.changed += len(folder_changes.todo) - new - folder_changes.retried
             report.rows = n_files - len(folder_changes.gone) + report.added + report.renamed
             report.version = manifest.version
         else:
             with manifest.transaction():
                 manifest.configuration = self.configuration
             if folder_changes.todo:
-                computed = self._computed_anew(manifest, folder_changes.todo)
-                accepted = {entry.seen.path for entry in computed}
-                moved = moved + [entry.seen for entry in folder_changes.todo if entry.seen.path not in accepted]
+                computed = self._compute_in_new_pass(manifest, folder_changes.todo)
+                accepted = {entry.file.path for entry in computed}
+                moved = moved + [entry.file for entry in folder_changes.todo if entry.file.path not in accepted]
                 resolved = resolved + computed
             changed = bool(folder_changes.gone) or any(
-                (old := folder_changes.stored.get(entry.seen.path)) is None or old.id != entry.feature for entry in resolved
+                (old := folder_changes.stored.get(entry.file.path)) is None or old.id != entry.feature
+                for entry in resolved
             )
             self._apply(manifest, resolved, folder_changes.gone, changed=changed)
             with manifest.transaction():
@@ -370,28 +371,29 @@ class _Pass:
         report.waiting = len(folder_changes.waiting) + len(moved)
         report.unchanged = report.rows - report.added - report.changed - report.renamed
 
-    def _computed_anew(self, manifest: Manifest, todo: Sequence[Planned]) -> list[Resolved]:
+    def _compute_in_new_pass(self, manifest: Manifest, todo: Sequence[PlannedFile]) -> list[Resolved]:
         """Compute files in a new pass."""
         number = manifest.next_pass()
         with manifest.transaction():
             manifest.set_planned(number, todo)
-        return self._computed(manifest, number, todo, self._plan(pass_folder(self.out, number), todo))
+        return self._compute_pass(manifest, number, todo, self._plan(pass_folder(self.out, number), todo))
 
-    def _plan(self, folder: Path, planned: Sequence[Planned]) -> Plan:
+    def _plan(self, folder: Path, planned: Sequence[PlannedFile]) -> Plan:
         """Return the plan for computing files into a folder.
 
         Raises:
             InputError: the requested features differ from the stored features.
         """
-        paths = [os.fsdecode(planned_file.seen.path) for planned_file in planned]
+        paths = [os.fsdecode(planned_file.file.path) for planned_file in planned]
         no_labels = np.full(len(paths), -1, np.int64)
-        plan = self.plan_for(Images(self.root, paths, no_labels, [], [""] * len(paths), Files(self.root, paths)), folder)
+        images = Images(self.root, paths, no_labels, [], [""] * len(paths), Files(self.root, paths))
+        plan = self.plan_for(images, folder)
         self._check_fits(plan.dataset)
         return plan
 
-    def _computed(
-        self, manifest: Manifest, number: int, planned: Sequence[Planned], plan: Plan,
-        accept: Callable[[Seen], bool] = lambda file: True,
+    def _compute_pass(
+        self, manifest: Manifest, number: int, planned: Sequence[PlannedFile], plan: Plan,
+        accept: Callable[[ScannedFile], bool] = lambda file: True,
     ) -> list[Resolved]:  # fmt: skip
         """Compute a pass and add its rows to the manifest.
 
@@ -421,23 +423,23 @@ class _Pass:
         with manifest.transaction():
             ids = manifest.add_pass(number, rows, now_ns)
             for planned_file, row, feature in zip(planned, rows, ids, strict=True):
-                if not _is_of(row, planned_file.seen) or not accept(planned_file.seen):
+                if not _is_row_of(row, planned_file.file) or not accept(planned_file.file):
                     continue
-                old = manifest.feature_of(planned_file.seen.path)
+                old = manifest.feature_of(planned_file.file.path)
                 self.report.added += old is None
                 self.report.changed += old is not None and old.hash != row.hash
                 if old and row.status != Status.OK and old.status == row.status and old.hash == row.hash:
-                    manifest.tried_again(old.id, now_ns)
+                    manifest.record_retry(old.id, now_ns)
                     feature = old.id
-                resolved.append(Resolved(planned_file.seen, planned_file.settled, feature, row.hash))
+                resolved.append(Resolved(planned_file.file, planned_file.settled, feature, row.hash))
             manifest.set_planned(0, [])
         return resolved
 
     def _apply(self, manifest: Manifest, resolved: Iterable[Resolved], gone: Sequence[bytes], *, changed: bool) -> None:
         with manifest.transaction():
-            manifest.set_files((entry.seen, entry.settled, entry.feature) for entry in resolved)
+            manifest.set_files((entry.file, entry.settled, entry.feature) for entry in resolved)
             manifest.remove_files(gone)
-            manifest.note_unused(self.now_ns())
+            manifest.record_unused(self.now_ns())
             if changed:
                 manifest.version += 1
 
@@ -453,7 +455,7 @@ class _Pass:
         """Rewrite passes with mostly dead rows, and join small passes if there are many; publish each result."""
         if self.published is None:
             return
-        unused_before_ns = before(self.now_ns(), self.guards.keep_gone_s)
+        unused_before_ns = time_before(self.now_ns(), self.guards.keep_gone_s)
         _, self.published = compact_passes(self.out, manifest, self.published, _MAX_DEAD, unused_before_ns)
         if self.published.version:
             self.report.version = self.published.version.number
@@ -464,7 +466,7 @@ def _is_ours(name: str) -> bool:
     return name in _OURS or name.endswith(".new")
 
 
-def _is_of(row: Stored, file: Seen) -> bool:
+def _is_row_of(row: StoredRow, file: ScannedFile) -> bool:
     """Return whether a row was computed from the file as it was scanned."""
     if row.size >= 0:
         return (row.size, row.mtime_ns) == (file.size, file.mtime_ns)

@@ -11,11 +11,11 @@ import xxhash
 from extract.errors import LayertapError
 from extract.images.image_list import labels_from_folders
 from extract.store.format.dataset import DataSet, shard_rows_for
-from extract.store.format.version import RowTable, is_whole, pass_folder, table_path, write_rows
+from extract.store.format.version import RowTable, is_intact, pass_folder, table_path, write_rows
 from extract.sync.manifest import Manifest
 from extract.system.atomic_files import discard
 
-__all__ = ["publish", "remove_what_is_not_needed"]
+__all__ = ["publish", "remove_unneeded"]
 
 
 def publish(out: Path, root: str, manifest: Manifest, published: DataSet | None) -> DataSet | None:
@@ -30,7 +30,7 @@ def publish(out: Path, root: str, manifest: Manifest, published: DataSet | None)
     number, intact = 0, False
     if published is not None and published.version is not None:
         number = published.version.number
-        intact = is_whole(published.out, published.version) and published.images["root"] == root
+        intact = is_intact(published.out, published.version) and published.images["root"] == root
     if (number == manifest.version and intact) or not manifest.version:
         return published
     if number >= manifest.version:
@@ -43,7 +43,8 @@ def publish(out: Path, root: str, manifest: Manifest, published: DataSet | None)
     if published is None and not rows:  # all rows were lost
         return None
     template = published or DataSet.open(pass_folder(out, manifest.passes()[0]))
-    version = write_rows(out, manifest.version, RowTable(paths, labels, splits, classes, positions[:, 0], positions[:, 1]))
+    table = RowTable(paths, labels, splits, classes, positions[:, 0], positions[:, 1])
+    version = write_rows(out, manifest.version, table)
     paths_digest = xxhash.xxh3_128_hexdigest(b"\0".join(sorted(path for path, _, _ in rows)))
     images = {"root": root, "count": len(rows), "paths_xxh3": paths_digest}
     dataset = DataSet(out, template.depends_on, template.features, images, shard_rows_for(template.features), version)
@@ -54,7 +55,7 @@ def publish(out: Path, root: str, manifest: Manifest, published: DataSet | None)
     return dataset
 
 
-def remove_what_is_not_needed(out: Path, manifest: Manifest) -> None:
+def remove_unneeded(out: Path, manifest: Manifest) -> None:
     """Delete the tables of earlier versions, and passes that are not planned and have no row in the manifest.
 
     Processes that have these files open can still read them.

@@ -69,18 +69,18 @@ def _lock_file(out: Path, is_new: bool) -> Iterator[None]:
         if not os.path.exists(out / ".lock") or not os.path.samestat(os.fstat(file.fileno()), os.stat(out / ".lock")):  # noqa: PTH110, PTH116
             raise LockedError(f"{out} was removed by the process that held its lock; run again")
         since = datetime.now(UTC).isoformat(timespec="seconds")
-        _note(file.fileno(), f"pid {os.getpid()} on {socket.gethostname()} since {since}\n")
+        _write_holder(file.fileno(), f"pid {os.getpid()} on {socket.gethostname()} since {since}\n")
         try:
             yield
         finally:
-            _note(file.fileno(), "")
+            _write_holder(file.fileno(), "")
             with contextlib.suppress(OSError):
                 if is_new and [entry.name for entry in out.iterdir()] == [".lock"]:
                     (out / ".lock").unlink()  # a process that has opened it raises LockedError, see above
                     out.rmdir()
 
 
-def _note(descriptor: int, text: str) -> None:
+def _write_holder(descriptor: int, text: str) -> None:
     """Write the holder into the lock file; on a full disk the file stays empty.
 
     A lock file with several hard links may be a file elsewhere, or that of a backup by `cp -al`. It is locked, but not

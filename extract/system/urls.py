@@ -38,8 +38,8 @@ def file_system(url: str, **settings: Any) -> tuple[Any, str]:
     protocol, _, location = url.partition("://")
     if re.match(r"[^/@]*:[^/@]+@", location):
         raise InputError(
-            f"{protocol}://...@{location.partition('@')[2]}: the password in this URL would be stored with the features; "
-            "set it in the environment or in the configuration file of the protocol's library"
+            f"{protocol}://...@{location.partition('@')[2]}: the password in this URL would be stored with the "
+            "features; set it in the environment or in the configuration file of the protocol's library"
         )
     try:
         fs_class: Any = fsspec.get_filesystem_class(protocol)

@@ -108,7 +108,7 @@ class DataSet:
         """Number of shards when complete; 0 for a data set with a version, whose passes have the shards."""
         return 0 if self.version else -(-self.n_rows // self.shard_rows)
 
-    def parts(self) -> list[DataSet]:
+    def data_sets_with_shards(self) -> list[DataSet]:
         """Return the data sets that have the shards: this data set, or the passes of its version.
 
         Raises:
@@ -131,7 +131,7 @@ class DataSet:
         """Return the path of a shard's file: 000000.h5, or 000000-r1.h5 for revision 1; a part ends in .part."""
         return self.out / "shards" / f"{stem_of(shard, revision)}.h5{'.part' if part else ''}"
 
-    def whereabouts(self) -> list[ShardFiles]:
+    def shard_files(self) -> list[ShardFiles]:
         """Return the files of each shard; of several revisions, which a killed run may leave, the last one."""
         published: dict[int, int] = {}
         parts: dict[int, int] = {}
@@ -156,7 +156,7 @@ class DataSet:
         """Return the finished file of each shard; None for a shard without one."""
         return [
             None if files.published is None else self.path(shard, files.published)
-            for shard, files in enumerate(self.whereabouts())
+            for shard, files in enumerate(self.shard_files())
         ]
 
     def files(self) -> Iterator[tuple[int, int, bool, Path]]:
@@ -234,10 +234,10 @@ class DataSet:
         except (FileNotFoundError, NotADirectoryError) as error:
             missing = "is not a layertap data set: it has no dataset.json" if out.exists() else "does not exist"
             raise InputError(f"{out} {missing}") from error
-        return cls.described(content, out, path)
+        return cls.from_content(content, out, path)
 
     @classmethod
-    def described(cls, content: dict[str, Any], out: Path, path: Path | str) -> DataSet:
+    def from_content(cls, content: dict[str, Any], out: Path, path: Path | str) -> DataSet:
         """Return the data set for the content of a `dataset.json`; `path` is its name for errors.
 
         Raises:
@@ -247,7 +247,8 @@ class DataSet:
             if content["format"] != FORMAT or content["format_version"] != FORMAT_VERSION:
                 stored_format = f"{content['format']} format version {content['format_version']}"
                 raise InputError(
-                    f"{path} has {stored_format}; this version of layertap reads {FORMAT} format version {FORMAT_VERSION}"
+                    f"{path} has {stored_format}; this version of layertap reads {FORMAT} format version "
+                    f"{FORMAT_VERSION}"
                 )
             features = [_feature(feature) for feature in content["features"]]
             images, depends_on, shard_rows = content["images"], content["depends_on"], content["shard_rows"]
@@ -280,7 +281,7 @@ class DataSet:
         if (self.out / "dataset.json").exists():
             existing = DataSet.open(self.out)
             empty = not any(self.files()) and not any((self.out / "shards").glob("*.damaged*"))
-            return existing if self.goes_with(existing, self.out, gives_way=empty) else None
+            return existing if self.check_compatible(existing, self.out, replaceable=empty) else None
         if self.out.is_dir() and any(_is_foreign(entry) for entry in self.out.iterdir()):
             raise InputError(f"{self.out} is not empty and not a layertap data set; choose another output folder")
         return None
@@ -296,13 +297,13 @@ class DataSet:
                 f"{self.n_shards:,} shards are too many; shard_rows must be at least {-(-self.n_rows // _SHARDS):,}"
             )
 
-    def goes_with(self, existing: DataSet, location: Path | str, *, replaceable: bool) -> bool:
+    def check_compatible(self, existing: DataSet, location: Path | str, *, replaceable: bool) -> bool:
         """Return whether rows of this data set can be added to `existing`; False if it may be replaced instead.
 
         Args:
             existing: the existing data set.
-            where: its folder or URL, for errors.
-            gives_way: whether it may be replaced if it differs, because it has no rows to lose.
+            location: its folder or URL, for errors.
+            replaceable: whether it may be replaced if it differs, because it has no rows to lose.
 
         Raises:
             InputError: it differs and may not be replaced (the error lists the differences), or it is a data set of
@@ -390,7 +391,7 @@ class DataSet:
             for stray in folder.iterdir():
                 if _is_stray(stray):
                     stray.unlink()
-        published = [files.published for files in self.whereabouts()]
+        published = [files.published for files in self.shard_files()]
         complete: dict[int, bool] = {}
         for shard, revision, part, path in self.files():
             last = published[shard] if shard < len(published) else None
@@ -398,14 +399,14 @@ class DataSet:
             if last is None or revision > last or (revision == last and not part):
                 continue
             if shard not in complete:  # the name alone is not enough to remove a file
-                complete[shard] = self._is_whole(shard, self.path(shard, last))
+                complete[shard] = self._is_complete(shard, self.path(shard, last))
             if complete[shard]:
                 path.unlink() if part else self.withdraw(path)
         for receipt in (self.out / "shards").glob("*-r*.json"):  # the shard was removed by hand
             if not receipt.with_suffix(".h5").exists() and not receipt.with_suffix(".h5.part").exists():
                 receipt.unlink()
 
-    def _is_whole(self, shard: int, path: Path) -> bool:
+    def _is_complete(self, shard: int, path: Path) -> bool:
         try:
             with self.open_shard(shard, path) as opened:
                 return bool((opened.column("status") != Status.PENDING).all())

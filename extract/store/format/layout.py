@@ -266,7 +266,7 @@ def new_shard_file(
         with temporary.open("r+b") as raw:
             if hasattr(os, "posix_fallocate"):  # not on macOS
                 os.posix_fallocate(raw.fileno(), 0, os.fstat(raw.fileno()).st_size)
-            _check_places(raw, first_rows)
+            _check_offsets(raw, first_rows)
             _write_header(raw, header_bytes, ranges)
             os.fsync(raw.fileno())
         temporary.rename(path)
@@ -313,7 +313,7 @@ def _is_packed(data: h5py.Dataset) -> bool:
     return bool(data.id.get_create_plist().get_nfilters())
 
 
-def _check_places(raw: BinaryIO, first_rows: Sequence[tuple[int | None, bytes]]) -> None:
+def _check_offsets(raw: BinaryIO, first_rows: Sequence[tuple[int | None, bytes]]) -> None:
     """Check that features are in the file where HDF5 reports, because rows are written there without HDF5.
 
     Raises:

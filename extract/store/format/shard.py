@@ -44,7 +44,7 @@ from extract.store.format.untrusted import (
     identity_of,
     member,
     need_libraries,
-    opened,
+    open_untrusted,
 )
 from extract.system.atomic_files import allow_more_files
 
@@ -58,7 +58,7 @@ BLOCK_BYTES = 1 << 26  # features held in memory at once
 _ROW_DATA = {name for name, *_ in ROW_DATA}
 # System errors for a disk or a server that does not return stored data.
 MEDIA_ERRORS = {errno.EIO, errno.ESTALE, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA}
-_WORTH_ASKING = 1 << 20  # bytes of a read above which the kernel is advised to read ahead
+_READ_AHEAD_BYTES = 1 << 20  # bytes of a read above which the kernel is advised to read ahead
 
 
 class Shard:
@@ -85,7 +85,7 @@ class Shard:
 
     def __init__(self, path: Path):
         self.path = path
-        self._begin(str(path))
+        self._initialise(str(path))
         try:
             if not stat.S_ISREG(path.stat().st_mode):
                 raise InputError(f"{path} is not a regular file")
@@ -94,7 +94,7 @@ class Shard:
                 self._inode = os.fstat(raw.fileno()).st_ino
                 self._mapping = mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ)
                 self.size = len(self._mapping)
-                with opened(path) as file:
+                with open_untrusted(path) as file:
                     self._describe(file)
         except FileNotFoundError as error:
             raise InputError(f"{path} does not exist") from error
@@ -105,9 +105,9 @@ class Shard:
             if feature.name not in self.compression:
                 dtype = np.dtype(feature.dtype).newbyteorder("<")
                 start = self.offsets.get(f"/features/{feature.name}")
-                self._arrays[feature.name] = self._at(start, (len(self), *feature.shape), dtype)
+                self._arrays[feature.name] = self._array_at(start, (len(self), *feature.shape), dtype)
 
-    def _begin(self, name: str) -> None:
+    def _initialise(self, name: str) -> None:
         self.name = name
         self._packed: tuple[int, h5py.File] | None = None
         self._guard = os.getpid(), threading.Lock()
@@ -173,9 +173,9 @@ class Shard:
         data = member(file, name, h5py.Dataset, refuse)
         if data.chunks is not None:
             raise refuse(f"{name} is stored in chunks; expected one contiguous block")
-        return self._at(self._place(data, refuse), data.shape, data.dtype)
+        return self._array_at(self._place(data, refuse), data.shape, data.dtype)
 
-    def _at(self, start: int | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    def _array_at(self, start: int | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return a plain dataset as an array over the memory map; None as `start` gives an array without bytes."""
         return np.empty(shape, dtype) if start is None else np.ndarray(shape, dtype, self._mapping, start)
 
@@ -208,7 +208,7 @@ class Shard:
             rows = self._unpack(name, start, stop)
         else:
             rows = self._plain(name)[start:stop]
-            if rows.nbytes > _WORTH_ASKING and hasattr(mmap, "MADV_WILLNEED"):
+            if rows.nbytes > _READ_AHEAD_BYTES and hasattr(mmap, "MADV_WILLNEED"):
                 self._advise(rows, mmap.MADV_WILLNEED)
         if out is None:
             return rows if name in self.compression else rows.copy()
@@ -239,7 +239,7 @@ class Shard:
             return out
         chunk = rows // self.chunks[name]
         order = np.argsort(chunk, kind="stable")
-        for first, stop in _equal(chunk[order]):  # decompress each chunk once
+        for first, stop in _equal_ranges(chunk[order]):  # decompress each chunk once
             positions = order[first:stop]
             first_row = int(rows[positions].min())
             out[positions] = self._unpack(name, first_row, int(rows[positions].max()) + 1)[rows[positions] - first_row]
@@ -341,7 +341,7 @@ class Shard:
 
     def _source(self) -> io.RawIOBase:
         """Return the file object that HDF5 reads from."""
-        return _InMap(self._mapping)
+        return _MappedFile(self._mapping)
 
     def need_libraries(self) -> None:
         """Import the libraries for the compressed features.
@@ -356,13 +356,13 @@ class Shard:
 
     def column(self, name: str) -> NDArray[Any]:
         """Return (N, ...), a copy of the current values of a column: row data, label, or path as stored bytes."""
-        return self._beside(name).copy()
+        return self._view(name).copy()
 
     def text(self, name: str, rows: slice | NDArray[np.int64] | EllipsisType = ...) -> list[str]:
         """Return the path, split or id of rows, or the classes, decoded by `os.fsdecode`."""
-        return [os.fsdecode(value) for value in self._beside(name)[rows].tolist()]
+        return [os.fsdecode(value) for value in self._view(name)[rows].tolist()]
 
-    def _beside(self, name: str) -> NDArray[Any]:
+    def _view(self, name: str) -> NDArray[Any]:
         if not self._columns:
             raise LayertapError(f"{self.name} is closed")
         return self._columns[name]
@@ -391,7 +391,7 @@ class Shard:
             InputError: the provenance is not a JSON object.
         """
         try:
-            content = json.loads(self._beside("provenance").item())
+            content = json.loads(self._view("provenance").item())
             if isinstance(content, dict):
                 return content
         except (ValueError, RecursionError):
@@ -452,7 +452,7 @@ class Seekable(io.RawIOBase):
         return self._place
 
 
-class _InMap(Seekable):
+class _MappedFile(Seekable):
     """File object over a memory map; its position, unlike that of a descriptor, is not shared with a forked process."""
 
     def __init__(self, mapping: mmap.mmap):
@@ -494,7 +494,7 @@ def runs(rows: NDArray[np.integer[Any]], at_most: int | None = None) -> Iterator
             yield int(piece[0]), int(piece[-1]) + 1
 
 
-def _equal(values: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+def _equal_ranges(values: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
     """Yield the half-open ranges of equal values in a sorted array: [4, 4, 7] -> (0, 2), (2, 3)."""
     edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
     yield from ((a, b) for a, b in itertools.pairwise(edges) if a < b)

@@ -15,7 +15,7 @@ from extract.errors import InputError, LayertapError, first_line
 from extract.store.format.layout import FORMAT, FORMAT_VERSION, Identity
 from extract.system.optional_libraries import library
 
-__all__ = ["FILTERS", "Refuse", "attributes_of", "filters_of", "identity_of", "member", "need_libraries", "opened"]
+__all__ = ["FILTERS", "Refuse", "attributes_of", "filters_of", "identity_of", "member", "need_libraries", "open_untrusted"]
 
 Refuse = Callable[[str], InputError]  # description of a fault -> error that also names the file
 
@@ -25,7 +25,7 @@ _BESIDE = {h5z.FILTER_SHUFFLE, h5z.FILTER_FLETCHER32}
 
 
 @contextlib.contextmanager
-def opened(path: Path | str, source: Any = None) -> Iterator[h5py.File]:
+def open_untrusted(path: Path | str, source: Any = None) -> Iterator[h5py.File]:
     """Context manager: open an HDF5 file for reading, and turn any error in the block into an InputError.
 
     Args:

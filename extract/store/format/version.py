@@ -32,7 +32,7 @@ from extract.errors import InputError, LayertapError, first_line
 from extract.store.format.untrusted import member
 from extract.system.atomic_files import own_folder, write_whole
 
-__all__ = ["RowTable", "Version", "is_whole", "pass_folder", "read_rows", "table_path", "write_rows"]
+__all__ = ["RowTable", "Version", "is_intact", "pass_folder", "read_rows", "table_path", "write_rows"]
 
 _FORMAT = "layertap version"
 _COLUMNS = {"path": "S", "split": "S", "classes": "S", "label": "i", "pass": "i", "row": "i"}  # name -> dtype.kind
@@ -127,7 +127,7 @@ def _as_hdf5(number: int, table: RowTable) -> bytes:
     return memory.getvalue()
 
 
-def is_whole(out: Path, version: Version) -> bool:
+def is_intact(out: Path, version: Version) -> bool:
     """Return whether the table of a version exists and is undamaged."""
     try:
         return xxhash.xxh3_128_hexdigest(table_path(out, version.number).read_bytes()) == version.rows_xxh3

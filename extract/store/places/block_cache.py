@@ -43,7 +43,7 @@ _AT_ONCE = 8  # concurrent requests
 _IN_MEMORY = 2 * _AT_ONCE  # blocks kept in memory: being fetched, or fetched last
 _FRESH_S = 1.0  # a block used more recently keeps its modification time
 
-_MAKING_ROOM: dict[int, threading.Lock] = {}  # by process id; a POSIX lock does not exclude threads of one process
+_ROOM_LOCKS: dict[int, threading.Lock] = {}  # by process id; a POSIX lock does not exclude threads of one process
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class BlockCache:
         if self.cache_bytes < _stored_bytes(BLOCK_BYTES):
             least = _stored_bytes(BLOCK_BYTES)
             raise InputError(f"cache_bytes is {self.cache_bytes:,}; it must be at least {least:,} (one block)")
-        self._mine = _Fetches()
+        self._own_fetches = _Fetches()
 
     def __reduce__(self) -> tuple[object, ...]:
         return BlockCache, (self.cache_bytes, self.folder)
@@ -123,7 +123,7 @@ class BlockCache:
             elif not self._from_disk(file, number, within.start, within.stop, target):
                 target[:] = memoryview(self._submit(file, number).result())[within]
 
-    def expect(self, file: RemoteFile, numbers: Iterable[int]) -> None:
+    def prefetch(self, file: RemoteFile, numbers: Iterable[int]) -> None:
         """Start fetching blocks that will be read next, unless they are in memory or on the disk."""
         for number in numbers:
             if not self._is_here(file, number):
@@ -131,14 +131,14 @@ class BlockCache:
 
     def close(self) -> None:
         """Cancel pending fetches and drop the blocks in memory; the cache remains usable."""
-        self._mine.end()
+        self._own_fetches.end()
 
     # Fetching
 
     def _fetches(self) -> _Fetches:
-        if self._mine.process != os.getpid():  # forked, perhaps while another thread held the lock
-            self._mine = _Fetches()
-        return self._mine
+        if self._own_fetches.process != os.getpid():  # forked, perhaps while another thread held the lock
+            self._own_fetches = _Fetches()
+        return self._own_fetches
 
     def _read_ahead(self, file: RemoteFile, number: int, last: int) -> None:
         """Start fetching the following blocks if this read needs them, or if blocks are read sequentially."""
@@ -148,7 +148,7 @@ class BlockCache:
             return
         until = number + _AT_ONCE - 1 if previous == number - 1 else min(last, number + _AT_ONCE - 1)
         if until > number:
-            self.expect(file, range(number, min(until, (file.size - 1) // BLOCK_BYTES) + 1))
+            self.prefetch(file, range(number, min(until, (file.size - 1) // BLOCK_BYTES) + 1))
 
     def _is_here(self, file: RemoteFile, number: int) -> bool:
         return (file.key, number) in self._fetches().blocks or self._path(file, number).exists()
@@ -184,7 +184,7 @@ class BlockCache:
             content = objects.read_range(file.url, *file.block(number))
         except FileNotFoundError:
             raise LayertapError(f"{file.url} was removed after it was opened; open the data set again") from None
-        self._keep(file, number, content)
+        self._store(file, number, content)
         return content
 
     # The disk
@@ -192,7 +192,7 @@ class BlockCache:
     def _path(self, file: RemoteFile, number: int) -> Path:
         return self.folder / file.key[:2] / f"{file.key}-{number:06d}"
 
-    def _keep(self, file: RemoteFile, number: int, content: bytes) -> None:
+    def _store(self, file: RemoteFile, number: int, content: bytes) -> None:
         path = self._path(file, number)
         temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.new")
         try:
@@ -238,7 +238,7 @@ class BlockCache:
     @contextlib.contextmanager
     def _room_for(self, size: int) -> Iterator[None]:
         """Context manager: lock the cache for writing a block, after removing the least recently used if needed."""
-        with _MAKING_ROOM.setdefault(os.getpid(), threading.Lock()), (self.folder / "bytes").open("a+b") as counter:
+        with _ROOM_LOCKS.setdefault(os.getpid(), threading.Lock()), (self.folder / "bytes").open("a+b") as counter:
             fcntl.lockf(counter, fcntl.LOCK_EX)
             counter.seek(0)
             text = counter.read(32)

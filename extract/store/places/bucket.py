@@ -74,7 +74,7 @@ class Bucket:
             content = objects.read(name)
         except FileNotFoundError as error:
             raise InputError(f"{self.url} is not a layertap data set: it has no dataset.json") from error
-        dataset = DataSet.described(_json_of(content, name), Path(self.url), name)
+        dataset = DataSet.from_content(_json_of(content, name), Path(self.url), name)
         if dataset.version:
             raise InputError(
                 f"{self.url} is a data set of `layertap sync`, which can only be read from a folder; copy it to a "
@@ -110,7 +110,7 @@ class Bucket:
                 self._check_safe()
                 return None
         existing = replace(self.dataset, out=dataset.out)
-        dataset.goes_with(existing, self.url, gives_way=False)
+        dataset.check_compatible(existing, self.url, replaceable=False)
         self._check_safe()
         return existing
 

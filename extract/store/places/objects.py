@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 from extract.errors import InputError, LayertapError, first_line
 from extract.system.urls import file_system
 
-__all__ = ["Stored", "download", "info", "names", "put", "put_file", "read", "read_range", "sha256_of"]
+__all__ = ["ObjectInfo", "download", "info", "names", "put", "put_file", "read", "read_range", "sha256_of"]
 
 T = TypeVar("T")
 
@@ -56,14 +56,14 @@ _SHA256, _PUT = "layertap-sha256", "layertap-put"
 _IN_MEMORY = threading.Lock()  # makes the check for existence and the write atomic
 
 # Exception classes for network and server errors; by name, because their libraries are optional.
-_PASSING = {
+_TRANSIENT = {
     "HTTPClientError", "ConnectionError", "ResponseParserError", "IncompleteReadError", "IncompleteRead",  # botocore
     "ClientError", "RequestException", "ChecksumError",  # aiohttp, requests, gcsfs
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Stored:
+class ObjectInfo:
     """Metadata of an object.
 
     Attributes:
@@ -88,7 +88,7 @@ def names(url: str) -> dict[str, int]:
         LayertapError: there is no such bucket, or the store does not answer.
     """
 
-    def ask() -> dict[str, int]:
+    def send() -> dict[str, int]:
         fs, path = _at(url)
         entries = fs.find(path, detail=True, **_limit(fs, 1 << 30))  # a million names take thousands of requests
         start = path.rstrip("/") + "/"
@@ -99,33 +99,33 @@ def names(url: str) -> dict[str, int]:
         }
 
     try:
-        return _asked(url, "listed", ask)
+        return _request_with_retries(url, "listed", send)
     except FileNotFoundError:
         return {}
 
 
-def info(url: str) -> Stored | None:
+def info(url: str) -> ObjectInfo | None:
     """Return the metadata of an object; None if there is no such object.
 
     Raises:
         LayertapError: there is no such bucket, or the store does not answer.
     """
 
-    def ask() -> Stored | None:
+    def send() -> ObjectInfo | None:
         fs, path = _at(url)
         if _protocol(url) in _S3:
             bucket, key, _ = fs.split_path(path)
             head = fs.call_s3("head_object", Bucket=bucket, Key=key, **_limit(fs))
             metadata = head.get("Metadata", {})
-            return Stored(int(head["ContentLength"]), metadata.get(_SHA256, ""), metadata.get(_PUT, ""))
+            return ObjectInfo(int(head["ContentLength"]), metadata.get(_SHA256, ""), metadata.get(_PUT, ""))
         entry = fs.info(path, **_limit(fs))
         metadata = entry.get("metadata") or {}
         if entry["type"] != "file":
             return None
-        return Stored(int(entry["size"]), metadata.get(_SHA256, ""), metadata.get(_PUT, ""))
+        return ObjectInfo(int(entry["size"]), metadata.get(_SHA256, ""), metadata.get(_PUT, ""))
 
     try:
-        return _asked(url, "accessed", ask)
+        return _request_with_retries(url, "accessed", send)
     except FileNotFoundError:
         return None
 
@@ -162,14 +162,14 @@ def read_range(url: str, start: int, stop: int) -> bytes:
     if start == stop:
         return b""
 
-    def ask() -> bytes:
+    def send() -> bytes:
         fs, path = _at(url)
         content = bytes(fs.cat_file(path, start=start, end=stop, **_limit(fs, stop - start)))
         if len(content) != stop - start:
             raise _CutShortError(f"received {len(content):,} of {stop - start:,} bytes from byte {start:,}")
         return content
 
-    return _asked(url, "read", ask)
+    return _request_with_retries(url, "read", send)
 
 
 def put(url: str, content: bytes) -> bool:
@@ -194,7 +194,7 @@ def _put(url: str, content: bytes | Path, size: int, sha256: str) -> bool:
     if _protocol(url) in _S3 and size > _PUT_BYTES:
         raise InputError(f"{url}: {size:,} bytes; S3 accepts {_PUT_BYTES:,} in one request. Set a smaller shard_rows")
 
-    def ask() -> None:
+    def send() -> None:
         fs, path = _at(url)
         limit = _limit(fs, size)
         if _protocol(url) in _S3:
@@ -220,7 +220,7 @@ def _put(url: str, content: bytes | Path, size: int, sha256: str) -> bool:
                 fs.pipe_file(path, content if isinstance(content, bytes) else content.read_bytes())
 
     try:
-        _asked(url, "written", ask)
+        _request_with_retries(url, "written", send)
         return True
     except FileExistsError:
         # The answer to an earlier attempt may have been lost: then the object is from this call.
@@ -286,7 +286,7 @@ def _limit(fs: Any, size: int = 0) -> dict[str, float]:
     return {"timeout": _CONNECT_S + _ANSWER_S + size / _SLOWEST} if fs.async_impl else {}
 
 
-def _asked(url: str, done: str, ask: Callable[[], T]) -> T:
+def _request_with_retries(url: str, done: str, send: Callable[[], T]) -> T:
     """Send a request, retry it after transient errors, and return its result.
 
     Args:
@@ -300,11 +300,11 @@ def _asked(url: str, done: str, ask: Callable[[], T]) -> T:
     """
     for attempt in range(_ATTEMPTS):
         try:
-            return ask()
+            return send()
         except LayertapError:
             raise
         except Exception as error:
-            status, code = _answer_in(error)
+            status, code = _status_and_code(error)
             if code == "NoSuchBucket":
                 raise LayertapError(f"{url}: the bucket does not exist") from None
             if isinstance(error, FileExistsError) or status == 412:
@@ -312,7 +312,7 @@ def _asked(url: str, done: str, ask: Callable[[], T]) -> T:
             if isinstance(error, FileNotFoundError) or status == 404:
                 raise FileNotFoundError(url) from None
             reason = _reason(error, status, code)
-            if not _may_pass(error, status, code):
+            if not _is_transient(error, status, code):
                 # The server's message is left out, here and in the exception chain: it may echo the request.
                 raise LayertapError(f"{url} cannot be {done}: {reason}") from None
             if attempt == _ATTEMPTS - 1:
@@ -324,7 +324,7 @@ def _asked(url: str, done: str, ask: Callable[[], T]) -> T:
     raise AssertionError("the last attempt returns or raises")
 
 
-def _answer_in(error: BaseException) -> tuple[int, str]:
+def _status_and_code(error: BaseException) -> tuple[int, str]:
     """Return the HTTP status and the S3 error code of an error; 0 and "" if it has none."""
     for source in (error, error.__cause__):
         response = getattr(source, "response", None)
@@ -337,11 +337,11 @@ def _answer_in(error: BaseException) -> tuple[int, str]:
     return 0, ""
 
 
-def _may_pass(error: Exception, status: int, code: str) -> bool:
+def _is_transient(error: Exception, status: int, code: str) -> bool:
     if status:
         # 409: two conditional requests at the same time (Amazon S3 user guide, "Conditional writes").
         return status >= 500 or status in (408, 409, 425, 429) or code in ("RequestTimeout", "IncompleteBody")
-    if {base.__name__ for base in type(error).__mro__} & _PASSING:
+    if {base.__name__ for base in type(error).__mro__} & _TRANSIENT:
         return True
     if isinstance(error, PermissionError) or first_line(error).startswith("Forbidden"):  # gcsfs
         return False
@@ -352,7 +352,8 @@ def _reason(error: Exception, status: int, code: str) -> str:
     if status:
         # 403 and 401 have a specific code only if the answer has a body.
         status_text = f"HTTP {status}" + ("" if code in ("", str(status)) else f" {code}")
-        return f"{status_text}; check that the credentials are correct and allow this" if status in (401, 403) else status_text
+        hint = "; check that the credentials are correct and allow this" if status in (401, 403) else ""
+        return status_text + hint
     if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError"):
         return "no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
     if isinstance(error, TimeoutError | asyncio.TimeoutError) or "Timeout" in type(error).__name__:

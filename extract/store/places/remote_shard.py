@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 from extract.errors import InputError, LayertapError
 from extract.store.format.layout import Identity, before_hdf5, read_header
 from extract.store.format.shard import Seekable, Shard, runs
-from extract.store.format.untrusted import opened
+from extract.store.format.untrusted import open_untrusted
 from extract.store.places.block_cache import BLOCK_BYTES, BlockCache, RemoteFile
 
 __all__ = ["RemoteShard"]
 
-_EXPECTED = 8  # blocks that `take` fetches concurrently
+_PREFETCHED = 8  # blocks that `take` fetches concurrently
 
 
 class RemoteShard(Shard):
@@ -46,34 +46,34 @@ class RemoteShard(Shard):
     """
 
     def __init__(self, file: RemoteFile, receipt: dict[str, Any], cache: BlockCache):
-        self._begin(file.url)
+        self._initialise(file.url)
         self.receipt, self.size = receipt, file.size
         self._file, self._cache = file, cache
-        self._places: dict[str, NDArray[np.int64]] = {}
-        self._turn = os.getpid(), threading.Lock()
-        block_file = _Held(file, cache)
+        self._chunk_ranges: dict[str, NDArray[np.int64]] = {}
+        self._lock = os.getpid(), threading.Lock()
+        block_file = _BlockFile(file, cache)
         buffered = io.BufferedReader(block_file)
         self._row_data = read_header(buffered, file.url)
         buffered.detach()  # otherwise its finaliser closes `bytes_of`
         block_file.fetching = False  # HDF5 reads from here on
         while True:
             try:
-                with opened(file.url, block_file) as hdf5_file:
+                with open_untrusted(file.url, block_file) as hdf5_file:
                     self._describe(hdf5_file)
                     for name in self.compression:
-                        self._places[name] = _chunks_of(hdf5_file["features"][name])
+                        self._chunk_ranges[name] = _chunks_of(hdf5_file["features"][name])
                 break
             except (LayertapError, OSError):
                 if not block_file.fetch_missing():
                     raise
-        self._packed_bytes = _Held(file, cache, fetching=False)
+        self._packed_bytes = _BlockFile(file, cache, fetching=False)
 
     @property
     def is_part(self) -> bool:
         """Always False; see `Shard`."""
         return False
 
-    def _at(self, start: int | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    def _array_at(self, start: int | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         """Read a plain dataset into memory; None as `start` gives an array without bytes."""
         values = np.empty(shape, dtype)
         if start is not None:
@@ -121,7 +121,7 @@ class RemoteShard(Shard):
         for first, stop in runs(unique_rows):
             block = int(np.searchsorted(blocks, starts[done] // BLOCK_BYTES))
             if block != expected and len(blocks) > 1:
-                self._cache.expect(self._file, blocks[block : block + _EXPECTED].tolist())
+                self._cache.prefetch(self._file, blocks[block : block + _PREFETCHED].tolist())
                 expected = block
             self._fill(name, first, stop, values[done : done + stop - first])
             done += stop - first
@@ -138,12 +138,13 @@ class RemoteShard(Shard):
         """Do nothing: no file is mapped. See `Shard.forget`."""
 
     def _unpack(self, name: str, start: int, stop: int) -> NDArray[Any]:
-        if self._turn[0] != os.getpid():  # forked, perhaps while another thread held the lock
-            self._turn = os.getpid(), threading.Lock()
+        if self._lock[0] != os.getpid():  # forked, perhaps while another thread held the lock
+            self._lock = os.getpid(), threading.Lock()
         chunk_rows = self.chunks[name]
-        with self._turn[1]:
+        with self._lock[1]:
             try:
-                for chunk_start, chunk_stop in self._places[name][start // chunk_rows : -(-stop // chunk_rows)].tolist():
+                chunks = slice(start // chunk_rows, -(-stop // chunk_rows))
+                for chunk_start, chunk_stop in self._chunk_ranges[name][chunks].tolist():
                     self._packed_bytes.hold(chunk_start, chunk_stop)
                 while True:
                     try:
@@ -170,7 +171,7 @@ class RemoteShard(Shard):
         return _unpickled, (self._file, self.receipt, self._cache, self.identity)
 
 
-class _Held(Seekable):
+class _BlockFile(Seekable):
     """File object over an object in a bucket; some of its blocks are held in memory.
 
     Attributes:

@@ -90,7 +90,7 @@ class SharedFolder:
         The receipt is None if it is missing or damaged.
         """
         dataset = self.dataset
-        for shard, files in enumerate(dataset.whereabouts()):
+        for shard, files in enumerate(dataset.shard_files()):
             if files.published is None:
                 continue
             path = dataset.path(shard, files.published)
@@ -136,7 +136,7 @@ class SharedFolder:
         try:
             if not final.exists():
                 try:
-                    if not _is_linked(path, final):
+                    if not _try_link(path, final):
                         _copy(path, copy, receipt)
                         _link(copy, final)
                 except (FileExistsError, FileNotFoundError):
@@ -146,7 +146,7 @@ class SharedFolder:
                     write_json(final.with_suffix(".json"), receipt)
                     sync_folder(final.parent)
                     return True
-            self._see_receipt(final, receipt)
+            self._ensure_receipt(final, receipt)
         except OSError as error:
             raise LayertapError(
                 f"cannot publish {final}: {error.strerror or error}; the shard is safe in {path}; run again to resume"
@@ -155,7 +155,7 @@ class SharedFolder:
             discard(copy)
         return False
 
-    def _see_receipt(self, final: Path, own_receipt: dict[str, Any]) -> None:
+    def _ensure_receipt(self, final: Path, own_receipt: dict[str, Any]) -> None:
         """Write the receipt of a shard whose publisher was killed before; an existing receipt is not overwritten."""
         receipt_path = final.with_suffix(".json")
         if receipt_path.exists():
@@ -172,7 +172,7 @@ class SharedFolder:
             discard(temporary)
 
 
-def _is_linked(path: Path, final: Path) -> bool:
+def _try_link(path: Path, final: Path) -> bool:
     """Link a shard to its final name; return False if it is on another file system.
 
     Raises:

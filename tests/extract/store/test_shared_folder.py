@@ -112,7 +112,7 @@ step = getattr(shared_folder, {step!r})
 def killed(*given):
     step(*given) if {step!r} != "write_json" else None
     os.kill(os.getpid(), signal.SIGKILL)
-shared_folder._is_linked = lambda path, final: False
+shared_folder._try_link = lambda path, final: False
 setattr(shared_folder, {step!r}, killed)
 path = Path({str(built.path(1))!r})
 shared_folder.SharedFolder(Path({str(folder.out)!r})).publish(path, read_json(path.with_suffix(".json")))

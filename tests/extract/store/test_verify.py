@@ -34,7 +34,7 @@ def edit(path: Path, name: str, row: int, value: object) -> None:
 
 def refill(data: DataSet) -> None:
     """What `embed` does after a repair: compute what is pending."""
-    for shard, where in enumerate(data.whereabouts()):
+    for shard, where in enumerate(data.shard_files()):
         if where.published is None:
             if where.part is None:
                 created(data, shard)

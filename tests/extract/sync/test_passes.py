@@ -31,7 +31,7 @@ from extract.sync.drift import drift_of
 from extract.sync.manifest import Manifest
 from extract.sync.passes import Report, VanishedError
 from extract.sync.safety_limits import Guards
-from extract.sync.scan import Scan, Seen
+from extract.sync.scan import Scan, ScannedFile
 from tests.extract.sync.tiny import EAGER, one_pass, picture, planner, same_as_fresh
 
 HOUR = 3600 * 10**9
@@ -201,7 +201,7 @@ def test_a_change_within_the_steps_of_a_clock_is_found(home: Home, monkeypatch: 
 
     def coarse_files(self: Scan) -> Any:
         for seen in real_files(self):
-            yield Seen(seen.path, seen.size, seen.mtime_ns // step * step, seen.ctime_ns // step * step)
+            yield ScannedFile(seen.path, seen.size, seen.mtime_ns // step * step, seen.ctime_ns // step * step)
 
     def coarse_fstat(descriptor: int) -> Any:
         found = real_fstat(descriptor)
@@ -775,7 +775,7 @@ def test_rows_of_images_that_are_gone_are_kept_for_a_while(home: Home) -> None:
     home.ahead_ns = 2 * HOUR
     home.sync()  # more than half of the pass has not been needed for more than an hour
     with FeatureReader(home.out) as reader:
-        assert sum(part.n_rows for part in DataSet.open(home.out).parts()) == len(reader) == 4
+        assert sum(part.n_rows for part in DataSet.open(home.out).data_sets_with_shards()) == len(reader) == 4
     for path, data in content.items():
         path.write_bytes(data)
     assert home.sync().computed == 5
