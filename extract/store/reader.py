@@ -414,10 +414,10 @@ class FeatureArray:
             if len(ranges) == 1:
                 return self._read(*ranges[0])
             out = np.empty((max(0, stop - start), *self.shape[1:]), self.dtype)
-        done = 0
+        n_read = 0
         for shard_index, first, last in ranges:
-            self._read(shard_index, first, last, out[done : done + last - first])
-            done += last - first
+            self._read(shard_index, first, last, out[n_read : n_read + last - first])
+            n_read += last - first
         return out
 
     def take(self, rows: NDArray[np.int64], out: NDArray[Any] | None = None) -> NDArray[Any]:

@@ -227,12 +227,12 @@ def _faults_of_rows(shard: Shard, name: str, counts: Counter[str]) -> list[Fault
     labels, n_classes = shard.column("label"), len(shard.text("classes"))
     if ((labels < -1) | (labels >= n_classes)).any():
         faults.append(Fault(f"has labels outside its {n_classes} classes", Remedy.FILE, number, name))
-    wrong, contradicting = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    damaged, contradicting = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for start, stop, block, agree in checked(shard, np.flatnonzero(status != Status.PENDING)):
-        wrong.append(start + np.flatnonzero(~agree))
+        damaged.append(start + np.flatnonzero(~agree))
         if block is not None:
             contradicting.append(start + np.flatnonzero(agree & ~_matches_status(block, status[start:stop])))
-    of_rows(np.concatenate(wrong), "does not match its hashes")
+    of_rows(np.concatenate(damaged), "does not match its hashes")
     of_rows(np.concatenate(contradicting), "features contradict the status")
     return faults
 

@@ -434,7 +434,7 @@ def existing_shard_rows(out: Path) -> int | None:
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Return the differences of two nested dicts, one line for each leaf."""
-    return [f"{key}: stored {before}, now {now}" for key, before, now in changes(old, new)]
+    return [f"{key}: stored {stored}, now {now}" for key, stored, now in changes(old, new)]
 
 
 def changes(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:

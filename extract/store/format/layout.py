@@ -188,7 +188,7 @@ def create_shard(
     layouts = [preallocated((chunk_rows(feature, identity.n_rows), *feature.shape)) for feature in features]
     with new_shard_file(path, features, layouts, identity, names, provenance) as file:
         for feature in features:
-            file["features"][feature.name][0] = 1  # a marker for `_check_places`
+            file["features"][feature.name][0] = 1  # a marker for `_check_offsets`
 
 
 @contextmanager

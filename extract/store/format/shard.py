@@ -144,7 +144,7 @@ class Shard:
             self.stored_bytes[name] = data.id.get_storage_size()
             packed = filters_of(data, refuse)
             if not packed:
-                self._place(data, refuse)
+                self._locate(data, refuse)
                 continue
             self.compression[name] = packed
             if data.id.get_num_chunks() != -(-n_rows // self.chunks[name]):
@@ -173,13 +173,13 @@ class Shard:
         data = member(file, name, h5py.Dataset, refuse)
         if data.chunks is not None:
             raise refuse(f"{name} is stored in chunks; expected one contiguous block")
-        return self._array_at(self._place(data, refuse), data.shape, data.dtype)
+        return self._array_at(self._locate(data, refuse), data.shape, data.dtype)
 
     def _array_at(self, start: int | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return a plain dataset as an array over the memory map; None as `start` gives an array without bytes."""
         return np.empty(shape, dtype) if start is None else np.ndarray(shape, dtype, self._mapping, start)
 
-    def _place(self, data: h5py.Dataset, refuse: Refuse) -> int | None:
+    def _locate(self, data: h5py.Dataset, refuse: Refuse) -> int | None:
         """Check the location of a plain dataset and return its offset in the file; None if it has no bytes."""
         if filters_of(data, refuse):
             raise refuse(f"{data.name} is compressed; expected plain data")
@@ -431,7 +431,7 @@ class Seekable(io.RawIOBase):
     """
 
     def __init__(self, size: int):
-        self._size, self._place = size, 0
+        self._size, self._position = size, 0
 
     def readable(self) -> bool:
         """See `io.RawIOBase`."""
@@ -443,13 +443,13 @@ class Seekable(io.RawIOBase):
 
     def tell(self) -> int:
         """See `io.RawIOBase`."""
-        return self._place
+        return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """See `io.RawIOBase`."""
-        starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}
-        self._place = starts[whence] + offset
-        return self._place
+        starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}
+        self._position = starts[whence] + offset
+        return self._position
 
 
 class _MappedFile(Seekable):
@@ -460,9 +460,9 @@ class _MappedFile(Seekable):
         self._mapping = mapping
 
     def readinto(self, buffer: Any) -> int:
-        content = self._mapping[self._place : self._place + len(buffer)]
+        content = self._mapping[self._position : self._position + len(buffer)]
         buffer[: len(content)] = content
-        self._place += len(content)
+        self._position += len(content)
         return len(content)
 
 

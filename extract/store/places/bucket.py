@@ -152,12 +152,12 @@ class Bucket:
         """
         new = {stem: (shard, size) for shard, (stem, _, size) in self._published().items() if stem not in known}
 
-        def one(stem: str) -> tuple[str, int, dict[str, Any] | None]:
+        def read_receipt(stem: str) -> tuple[str, int, dict[str, Any] | None]:
             name = f"{self.url}/shards/{stem}.json"
             return stem, new[stem][0], _json_of(objects.read(name, new[stem][1]), name)
 
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            yield from pool.map(one, new)
+            yield from pool.map(read_receipt, new)
 
     def _published(self) -> dict[int, tuple[str, int, int]]:
         """Return shard -> (file stem of its last revision, size of the object, size of the receipt)."""
@@ -267,7 +267,7 @@ class Bucket:
                 "command that created the data set again to finish it, or read the available rows with partial=True"
             )
 
-        def one(shard: int) -> RemoteShard:
+        def open_shard(shard: int) -> RemoteShard:
             stem, size, receipt_size = published[shard]
             opened = open_remote_shard(f"{self.url}/shards/{stem}.h5", cache, size, receipt_size)
             try:
@@ -278,7 +278,7 @@ class Bucket:
             return opened
 
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            futures = [pool.submit(one, shard) for shard in sorted(published) if shard < dataset.n_shards]
+            futures = [pool.submit(open_shard, shard) for shard in sorted(published) if shard < dataset.n_shards]
             try:
                 return [future.result() for future in futures]
             except BaseException:

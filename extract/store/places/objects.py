@@ -286,13 +286,13 @@ def _limit(fs: Any, size: int = 0) -> dict[str, float]:
     return {"timeout": _CONNECT_S + _ANSWER_S + size / _SLOWEST} if fs.async_impl else {}
 
 
-def _request_with_retries(url: str, done: str, send: Callable[[], T]) -> T:
+def _request_with_retries(url: str, participle: str, send: Callable[[], T]) -> T:
     """Send a request, retry it after transient errors, and return its result.
 
     Args:
         url: URL of the object.
-        done: participle for the error message, such as "read".
-        ask: sends the request once.
+        participle: what is done, for the error message, such as "read".
+        send: sends the request once.
 
     Raises:
         FileNotFoundError, FileExistsError: the store reports this.
@@ -314,11 +314,11 @@ def _request_with_retries(url: str, done: str, send: Callable[[], T]) -> T:
             reason = _reason(error, status, code)
             if not _is_transient(error, status, code):
                 # The server's message is left out, here and in the exception chain: it may echo the request.
-                raise LayertapError(f"{url} cannot be {done}: {reason}") from None
+                raise LayertapError(f"{url} cannot be {participle}: {reason}") from None
             if attempt == _ATTEMPTS - 1:
                 raise LayertapError(
-                    f"{url} cannot be {done}: {reason}, {_ATTEMPTS} times. Stored objects are safe; run again when the "
-                    "server answers"
+                    f"{url} cannot be {participle}: {reason}, {_ATTEMPTS} times. Stored objects are safe; run again "
+                    "when the server answers"
                 ) from None
         time.sleep(_WAIT_S * 2**attempt * random.uniform(0.5, 1.5))
     raise AssertionError("the last attempt returns or raises")

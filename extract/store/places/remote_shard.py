@@ -117,14 +117,14 @@ class RemoteShard(Shard):
         values = np.empty((len(unique_rows), *feature.shape), feature.dtype)
         starts = self.offsets[f"/features/{name}"] + unique_rows * feature.row_bytes
         blocks = np.unique([starts // BLOCK_BYTES, (starts + feature.row_bytes - 1) // BLOCK_BYTES])
-        done, expected = 0, -1
+        n_read, expected = 0, -1
         for first, stop in runs(unique_rows):
-            block = int(np.searchsorted(blocks, starts[done] // BLOCK_BYTES))
+            block = int(np.searchsorted(blocks, starts[n_read] // BLOCK_BYTES))
             if block != expected and len(blocks) > 1:
                 self._cache.prefetch(self._file, blocks[block : block + _PREFETCHED].tolist())
                 expected = block
-            self._fill(name, first, stop, values[done : done + stop - first])
-            done += stop - first
+            self._fill(name, first, stop, values[n_read : n_read + stop - first])
+            n_read += stop - first
         if out is None:
             return values[inverse]
         np.take(values, inverse, axis=0, out=out, mode="clip")
@@ -187,19 +187,19 @@ class _BlockFile(Seekable):
 
     def readinto(self, buffer: Any) -> int:
         out = memoryview(buffer).cast("B")
-        stop = min(self._place + len(out), self._file.size)
-        done = 0
-        while self._place < stop:
-            number, within = divmod(self._place, BLOCK_BYTES)
+        stop = min(self._position + len(out), self._file.size)
+        n_read = 0
+        while self._position < stop:
+            number, within = divmod(self._position, BLOCK_BYTES)
             if number not in self._blocks:
                 if not self.fetching:
                     self._missing.append(number)
                     raise OSError(errno.EIO, os.strerror(errno.EIO))
                 self._hold(number)
-            piece = memoryview(self._blocks[number])[within : within + stop - self._place]
-            out[done : done + len(piece)] = piece
-            self._place, done = self._place + len(piece), done + len(piece)
-        return done
+            piece = memoryview(self._blocks[number])[within : within + stop - self._position]
+            out[n_read : n_read + len(piece)] = piece
+            self._position, n_read = self._position + len(piece), n_read + len(piece)
+        return n_read
 
     def hold(self, start: int, stop: int) -> None:
         """Load the blocks of a byte range into memory."""
