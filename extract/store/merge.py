@@ -77,7 +77,8 @@ def merge(
         provenance = {
             **reader.provenance,
             "merged_from": [
-                {"out": str(source.resolve()), "images": dataset.images} for source, dataset in zip(sources, datasets, strict=True)
+                {"out": str(source.resolve()), "images": dataset.images}
+                for source, dataset in zip(sources, datasets, strict=True)
             ],
         }
         with merged.locked():

@@ -77,7 +77,9 @@ class FeatureReader:
                 self._selections += [selection.after(base) for selection in opened.selections]
                 if features is None:
                     features, fingerprint = opened.features, opened.fingerprint
-                elif opened.fingerprint != fingerprint or _shapes_and_dtypes(opened.features) != _shapes_and_dtypes(features):
+                elif opened.fingerprint != fingerprint or _shapes_and_dtypes(opened.features) != _shapes_and_dtypes(
+                    features
+                ):
                     raise InputError(
                         f"{source} and {paths[0]} have different fingerprints; their features cannot be combined"
                     )
@@ -147,8 +149,8 @@ class FeatureReader:
         number = {name: i for i, name in enumerate(self.classes)}
         labels = []
         for selection in self._selections:
-            renumbering = np.array([*(number[name] for name in selection.classes), -1], np.int64)  # -1 stays -1
-            labels.append(renumbering[selection.labels])
+            numbers = np.array([*(number[name] for name in selection.classes), -1], np.int64)  # -1 stays -1
+            labels.append(numbers[selection.labels])
         return _frozen(np.concatenate([np.empty(0, np.int64), *labels]))
 
     @property

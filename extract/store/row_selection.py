@@ -21,7 +21,7 @@ from extract.store.places.block_cache import BlockCache
 from extract.store.places.bucket import Bucket, open_remote_shard
 from extract.system.atomic_files import allow_more_files
 
-__all__ = ["OpenedDataSet", "RowSelection", "read_one_version", "open_selections"]
+__all__ = ["OpenedDataSet", "RowSelection", "open_selections", "read_one_version"]
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from extract.sync.manifest import Candidate, FeatureRow, Manifest, PlannedFile
 from extract.sync.safety_limits import Guards
 from extract.sync.scan import NO_FILE, ScannedFile
 
-__all__ = ["Difference", "Resolved", "StoppedError", "time_before", "difference"]
+__all__ = ["Difference", "Resolved", "StoppedError", "difference", "time_before"]
 
 _S = 1_000_000_000  # nanoseconds
 # A file system may record times in steps of 2 s (FAT); a file that changes twice within a step looks unchanged.

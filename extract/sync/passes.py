@@ -25,7 +25,7 @@ from extract.row_status import Status
 from extract.store.format.dataset import DataSet, changes, differences
 from extract.store.format.version import pass_folder
 from extract.sync.compaction import compact_passes, rewrite
-from extract.sync.difference import Resolved, StoppedError, time_before, difference
+from extract.sync.difference import Resolved, StoppedError, difference, time_before
 from extract.sync.drift import Drift, drift_of
 from extract.sync.manifest import Manifest, PlannedFile, StoredRow
 from extract.sync.publishing import publish, remove_unneeded
@@ -292,8 +292,8 @@ class _Pass:
             if rechecked.apart:
                 raise LayertapError(
                     f"{self.out}: the installed libraries ({changed}) do not reproduce the stored features: "
-                    f"{rechecked.apart[0].path}: {rechecked.apart[0].what}. Install the earlier versions, or start a new "
-                    "data set"
+                    f"{rechecked.apart[0].path}: {rechecked.apart[0].what}. Install the earlier versions, or start a "
+                    "new data set"
                 )
             if not rechecked.n_rows:  # all sampled images have changed; the next pass checks again
                 return

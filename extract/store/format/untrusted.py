@@ -15,7 +15,16 @@ from extract.errors import InputError, LayertapError, first_line
 from extract.store.format.layout import FORMAT, FORMAT_VERSION, Identity
 from extract.system.optional_libraries import library
 
-__all__ = ["FILTERS", "Refuse", "attributes_of", "filters_of", "identity_of", "member", "need_libraries", "open_untrusted"]
+__all__ = [
+    "FILTERS",
+    "Refuse",
+    "attributes_of",
+    "filters_of",
+    "identity_of",
+    "member",
+    "need_libraries",
+    "open_untrusted",
+]
 
 Refuse = Callable[[str], InputError]  # description of a fault -> error that also names the file
 

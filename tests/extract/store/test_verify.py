@@ -158,7 +158,7 @@ def test_missing_and_unfinished_shards_are_faults(complete: Path) -> None:
     with ShardWriter(*created(data, 1)) as writer:
         write(writer, [10, 11])
     assert faults(complete) == [
-        ("shards/000000.h5", None, "is missing, though its receipt is there"),
+        ("shards/000000.h5", None, "is missing, but its receipt exists"),
         ("shards/000001.h5.part", None, "is unfinished: 8 of 10 rows are pending"),
     ]
     assert verify(complete).rows == {"pending": 18, "ok": 5}
