@@ -74,7 +74,7 @@ def export(
     except OSError as error:
         raise LayertapError(f"cannot write {path}: {error.strerror}") from error
     try:
-        output = folder / "made"
+        output = folder / "export"
         FORMATS[to].write(reader, output, names, on_rows)
         for file in output.iterdir() if output.is_dir() else [output]:
             with file.open("rb") as written:

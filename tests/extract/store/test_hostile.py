@@ -277,9 +277,9 @@ def test_no_damage_crashes_or_passes_for_right(tmp_path: Path, compress: str | N
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             signal.alarm(20)
             try:
-                found = read_everything(data.out)
+                outcome = read_everything(data.out)
                 faults = verify(data.out).faults
-                os.write(writing, f"{found} {len(faults)}".encode())
+                os.write(writing, f"{outcome} {len(faults)}".encode())
                 os._exit(0)
             except BaseException as error:
                 os.write(writing, f"{type(error).__name__}: {error}"[:4000].encode())
@@ -290,9 +290,9 @@ def test_no_damage_crashes_or_passes_for_right(tmp_path: Path, compress: str | N
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         (tmp_path / "last.h5").write_bytes(bad)
         assert code == 0, (code, said)
-        found, faults = said.split()
+        outcome, faults = said.split()
         assert int(faults) > 0, "verify has seen nothing"
-        seen[found] += 1
+        seen[outcome] += 1
     assert seen["error"] > 0
     assert sum(seen.values()) > 10
     shard.write_bytes(good)

@@ -16,11 +16,11 @@ from tests.extract.store.rows import PATHS, ROWS, VALUES, change, complete_data_
 @pytest.fixture
 def sources(tmp_path: Path) -> list[Path]:
     """Two data sets of the same pictures below two folders; row 5 of the second has failed."""
-    made = []
+    folders = []
     for name, failed in (("zoo", ()), ("ark", (5,))):
         images = {"root": f"/photos/{name}", "count": ROWS, "paths_xxh3": "0" * 32}
-        made.append(complete_data_set(tmp_path / name, failed=failed, images=images).out)
-    return made
+        folders.append(complete_data_set(tmp_path / name, failed=failed, images=images).out)
+    return folders
 
 
 @pytest.mark.parametrize("compress", [None, "gzip"])
@@ -55,7 +55,7 @@ def test_two_data_sets_become_one_sorted_by_path(sources: list[Path], tmp_path: 
 def test_a_merge_that_was_killed_goes_on(sources: list[Path], tmp_path: Path) -> None:
     out, child = tmp_path / "all", os.fork()
     if not child:
-        merge(sources, out, shard_rows=17, on_rows=lambda rows, found: os._exit(9) if rows == 12 else None)
+        merge(sources, out, shard_rows=17, on_rows=lambda rows, stored: os._exit(9) if rows == 12 else None)
         os._exit(0)
     # Three shards of 17, 17 and 12 rows: it dies when the last one is written and not yet published.
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9

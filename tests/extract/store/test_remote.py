@@ -39,11 +39,11 @@ def test_what_is_put_is_read_back(proxy: Proxy, url: str, tmp_path: Path) -> Non
     assert remote.read(f"{url}/a") == stored(proxy, f"{url}/a") == CONTENT
     assert remote.read_range(f"{url}/a", 1000, 3001) == CONTENT[1000:3001]
     assert remote.read_range(f"{url}/a", 7, 7) == b""
-    found = remote.info(f"{url}/shards/ü b")
-    assert found is not None
-    assert (found.size, found.sha256) == (3 * len(CONTENT), sha256)
-    assert remote.sha256_of(f"{url}/shards/ü b", found.size) == sha256
-    remote.download(f"{url}/shards/ü b", found.size, tmp_path / "copy")
+    metadata = remote.info(f"{url}/shards/ü b")
+    assert metadata is not None
+    assert (metadata.size, metadata.sha256) == (3 * len(CONTENT), sha256)
+    assert remote.sha256_of(f"{url}/shards/ü b", metadata.size) == sha256
+    remote.download(f"{url}/shards/ü b", metadata.size, tmp_path / "copy")
     assert (tmp_path / "copy").read_bytes() == CONTENT * 3
 
 
@@ -217,7 +217,7 @@ def test_no_error_and_no_log_tells_the_credentials(
     """The server is one that repeats everything it was sent."""
     caplog.set_level(logging.INFO)
     proxy.rule = lambda method, path, count: "echo"
-    told = []
+    messages = []
     calls: list[Any] = [
         lambda: remote.put(url, b""), lambda: remote.read_range(url, 0, 1), lambda: remote.names(url),
         lambda: remote.info(url),
@@ -225,8 +225,8 @@ def test_no_error_and_no_log_tells_the_credentials(
     for call in calls:
         with pytest.raises(LayertapError, match="HTTP 403.*check that the credentials are correct") as caught:
             call()
-        told.append(everything(caught.value))
-    for text in (*told, caplog.text, *capfd.readouterr()):
+        messages.append(everything(caught.value))
+    for text in (*messages, caplog.text, *capfd.readouterr()):
         assert SECRET not in text
         assert TOKEN not in text
     assert len(proxy.seen) == len(calls)  # none of them was tried again

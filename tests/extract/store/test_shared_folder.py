@@ -124,8 +124,8 @@ shared_folder.SharedFolder(Path({str(folder.out)!r})).publish(path, read_json(pa
     assert won == (step == "_copy")
     SharedFolder(folder.out).open_or_create(built)  # as the next worker does
     assert sorted(path.name for path in (folder.out / "shards").iterdir()) == ["000001.h5", "000001.json"]
-    found = read_json(folder.out / "shards" / "000001.json")
-    assert {name: found[name] for name in ("sha256", "reasons", "status")} == {
+    receipt = read_json(folder.out / "shards" / "000001.json")
+    assert {name: receipt[name] for name in ("sha256", "reasons", "status")} == {
         name: receipt_of(built, 1)[name] for name in ("sha256", "reasons", "status")
     }
 

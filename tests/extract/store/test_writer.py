@@ -196,7 +196,7 @@ def test_nothing_but_row_data_changes_after_creation(tmp_path: Path) -> None:
     title, line = before.split(b"\n", 2)[:2]
     assert title == b"layertap shard, format 1; HDF5 begins at byte 1024"
     ranges = json.loads(line)["row_data"]
-    changed = [i for i, (one, other) in enumerate(zip(before, after, strict=True)) if one != other]
+    changed = [i for i, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
     assert changed
     assert all(any(start <= i < stop for start, stop in ranges) for i in changed)
 

@@ -204,8 +204,8 @@ def test_a_change_within_the_steps_of_a_clock_is_found(home: Home, monkeypatch: 
             yield ScannedFile(seen.path, seen.size, seen.mtime_ns // step * step, seen.ctime_ns // step * step)
 
     def coarse_fstat(descriptor: int) -> Any:
-        found = real_fstat(descriptor)
-        names = {name: getattr(found, name) for name in dir(found) if name.startswith("st_")}
+        file_stat = real_fstat(descriptor)
+        names = {name: getattr(file_stat, name) for name in dir(file_stat) if name.startswith("st_")}
         times = {name: names[name] // step * step for name in ("st_mtime_ns", "st_ctime_ns")}
         return SimpleNamespace(**names | times)
 
@@ -411,14 +411,21 @@ def test_a_dry_run_tells_and_writes_nothing(home: Home) -> None:
     home.write("a/new.ppm", 61)
     files = {path: path.read_bytes() for path in home.out.rglob("*") if path.is_file()}
     report = home.sync(dry_run=True)
-    told = (report.added, report.changed, report.renamed, report.deleted, report.unchanged, report.computed)
-    assert told == (1, 1, 1, 1, 7, 2)
+    dry_counts = (report.added, report.changed, report.renamed, report.deleted, report.unchanged, report.computed)
+    assert dry_counts == (1, 1, 1, 1, 7, 2)
     assert home.planned == []
     after = {path: path.read_bytes() for path in home.out.rglob("*") if path.is_file()}
     assert {path.name for path in after.keys() ^ files.keys()} <= {".lock"}
     assert {path.name for path in files if after[path] != files[path]} <= {"manifest.sqlite"}
     report = home.sync()
-    assert (report.added, report.changed, report.renamed, report.deleted, report.unchanged, report.computed) == told
+    assert (
+        report.added,
+        report.changed,
+        report.renamed,
+        report.deleted,
+        report.unchanged,
+        report.computed,
+    ) == dry_counts
 
 
 # the manifest
@@ -481,10 +488,10 @@ def test_rows_that_verify_finds_damaged_are_computed_again(home: Home) -> None:
     with h5py.File(home.out / "passes/000001/shards/000001.h5", "r+") as file:
         file["features/fc"][1] += 1
         path = file["path"][1].decode()
-    found = verify(home.out)
-    assert found.faults[0].path == path
-    assert found.faults[0].file == "passes/000001/shards/000001.h5"
-    assert repair(found) == 1
+    verification = verify(home.out)
+    assert verification.faults[0].path == path
+    assert verification.faults[0].file == "passes/000001/shards/000001.h5"
+    assert repair(verification) == 1
     report = home.sync()
     assert report.computed == 1
     assert verify(home.out).faults == []
@@ -805,7 +812,9 @@ def test_images_of_another_kind_are_told_from_more_of_the_same(tmp_path: Path) -
     for i in range(60, 80):
         home.write(f"{i}.ppm", i)
     report = home.sync()
-    assert [(one.layer, one.far, one.new_rows, one.old_rows) for one in report.drift] == [
+    assert [
+        (layer_drift.layer, layer_drift.far, layer_drift.new_rows, layer_drift.old_rows) for layer_drift in report.drift
+    ] == [
         ("conv", False, 20, 60),
         ("fc", False, 20, 60),
     ]
@@ -813,12 +822,12 @@ def test_images_of_another_kind_are_told_from_more_of_the_same(tmp_path: Path) -
         pixels = np.random.default_rng(i).integers(0, 20, 192).astype(np.uint8)
         (home.root / f"dark{i}.ppm").write_bytes(b"P6 8 8 255\n" + pixels.tobytes())
     report = home.sync()
-    assert [one.far for one in report.drift] == [True, True]
+    assert [layer_drift.far for layer_drift in report.drift] == [True, True]
     number = max(DataSet.open(home.out).version.passes)  # type: ignore[union-attr]
     with FeatureReader(home.out) as reader:
         dark = np.array(["dark" in path for path in reader.paths])
         new, old = reader["fc"][dark].astype(float), reader["fc"][~dark].astype(float)
     apart = (new.mean(0) - old.mean(0)) ** 2 / ((new.var(0) + old.var(0)) / 2)
-    found = next(one for one in drift_of(home.out, number) if one.layer == "fc")
-    assert found.shift == pytest.approx(np.sqrt(apart.mean() - 1 / 20 - 1 / 80))
-    assert found.spread == pytest.approx(np.sqrt(new.var(0).sum() / old.var(0).sum()))
+    drift = next(layer_drift for layer_drift in drift_of(home.out, number) if layer_drift.layer == "fc")
+    assert drift.shift == pytest.approx(np.sqrt(apart.mean() - 1 / 20 - 1 / 80))
+    assert drift.spread == pytest.approx(np.sqrt(new.var(0).sum() / old.var(0).sum()))
