@@ -44,7 +44,7 @@ class DisagreementError(LayertapError):
     """
 
     def __init__(self, reason: str, instead: str = ""):
-        super().__init__(f"{reason}. Take {instead}" if instead else reason)
+        super().__init__(f"{reason}. Use {instead}" if instead else reason)
         self.reason = reason
 
 
@@ -87,5 +87,5 @@ def unknown_name(kind: str, name: str, known: Iterable[str], where: str = "", hi
         message += "; nearest: " + ", ".join(map(repr, near))
     elif known:
         shown = known[:8]
-        message += "; there are: " + ", ".join(map(repr, shown)) + (", ..." if len(known) > len(shown) else "")
+        message += "; available: " + ", ".join(map(repr, shown)) + (", ..." if len(known) > len(shown) else "")
     return UnknownNameError(message + (f". {hint}" if hint else ""))

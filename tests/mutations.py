@@ -232,8 +232,8 @@ MUTATIONS = (
     ),
     Mutation(
         "Rows without a label are read with the last class.",
-        "            here = np.array([*(number[name] for name in part.classes), -1], np.int64)  # -1 stays -1",
-        "            here = np.array([number[name] for name in part.classes], np.int64)",
+        "            numbers = np.array([*(number[name] for name in selection.classes), -1], np.int64)  # -1 stays -1",
+        "            numbers = np.array([number[name] for name in selection.classes], np.int64)",
         ("test_unlabelled_test_images_leave_val_to_test_on",),
     ),
     Mutation(
@@ -282,20 +282,20 @@ MUTATIONS = (
     # Sync and schedule
     Mutation(
         "A file that is still being written is read.",
-        "        if scanned_ns - seen.mtime_ns >= settle_ns or one.same or seen.size == NO_FILE:",
-        "        if scanned_ns - seen.mtime_ns >= 0 or one.same or seen.size == NO_FILE:",
+        "        if scanned_ns - file.mtime_ns >= settle_ns or candidate.unchanged or file.size == NO_FILE:",
+        "        if scanned_ns - file.mtime_ns >= 0 or candidate.unchanged or file.size == NO_FILE:",
         ("test_a_file_waits_until_it_is_left_alone",),
     ),
     Mutation(
         "A second change within the steps of a clock is not looked for.",
-        "    return seen.ctime_ns <= scanned_ns and latest < scanned_ns - _STEP_NS",
-        "    return seen.ctime_ns <= scanned_ns and latest <= scanned_ns",
+        "    return file.ctime_ns <= scanned_ns and latest < scanned_ns - _STEP_NS",
+        "    return file.ctime_ns <= scanned_ns and latest <= scanned_ns",
         ("test_a_change_within_the_steps_of_a_clock_is_found",),
     ),
     Mutation(
         "When most files are gone, their rows go with them.",
-        "        if found.vanished > self.guards.max_vanish * n_files and not self.force:",
-        "        if found.vanished > n_files and not self.force:",
+        "        if folder_changes.vanished > self.guards.max_vanish * n_files and not self.force:",
+        "        if folder_changes.vanished > n_files and not self.force:",
         ("test_a_quarter_gone_is_too_much_unless_it_is_forced",),
     ),
     Mutation(

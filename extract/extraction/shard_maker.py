@@ -28,7 +28,7 @@ from extract.extraction.todo import ShardWork, work_at
 from extract.extraction.validation import Computation, ValidatedForward, validated_forward
 from extract.images.worker_deaths import DeadWorkerError
 from extract.store.format.dataset import DataSet, ShardFiles
-from extract.store.places.destination import Place
+from extract.store.places.destination import Destination
 from extract.system.atomic_files import discard, read_json
 from extract.system.folder_lock import locked
 
@@ -54,7 +54,7 @@ class ShardMaker:
     def __init__(
         self,
         plan: Plan,
-        place: Place,
+        place: Destination,
         scratch: Path,
         on_computation: Callable[[Computation], None] = lambda computation: None,
     ):
@@ -184,7 +184,7 @@ class ShardMaker:
 
 
 @contextlib.contextmanager
-def scratch_folder(out: str, place: Place, dataset: DataSet, base: Path | None = None) -> Iterator[Path]:
+def scratch_folder(out: str, place: Destination, dataset: DataSet, base: Path | None = None) -> Iterator[Path]:
     """Context manager: yield a folder on this machine in which one process builds shards of a data set.
 
     The next run gets the same folder and resumes the shards in it. At the end, published shards and empty folders are
@@ -192,7 +192,7 @@ def scratch_folder(out: str, place: Place, dataset: DataSet, base: Path | None =
 
     Args:
         out: folder or URL of the data set.
-        place: the same as a `Place`.
+        place: the same as a `Destination`.
         dataset: the data set.
         base: parent folder; None: the folder for temporary files.
 

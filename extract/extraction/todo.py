@@ -59,7 +59,7 @@ def work_of(dataset: DataSet, source: ImageSource, retry_failed: bool) -> list[S
         retry_failed: also return every row of finished shards whose status is not OK.
     """
     found = []
-    for shard, where in enumerate(dataset.whereabouts()):
+    for shard, where in enumerate(dataset.shard_files()):
         work = work_at(dataset, shard, where, retry_failed)
         if work is None and not retry_failed:
             work = _of_io_errors(dataset, source, shard, where)
@@ -164,7 +164,7 @@ def check_same_images(plan: Plan, existing: DataSet) -> None:
     Raises:
         InputError: an image differs or cannot be read; the names may belong to other images.
     """
-    for shard, where in enumerate(existing.whereabouts()):
+    for shard, where in enumerate(existing.shard_files()):
         file = existing.current(shard, where)
         if file is None:
             continue
@@ -194,7 +194,7 @@ def check_disk_space(dataset: DataSet) -> None:
     Raises:
         LayertapError: the shards do not fit.
     """
-    new = [shard for shard, where in enumerate(dataset.whereabouts()) if where.published is None and where.part is None]
+    new = [shard for shard, where in enumerate(dataset.shard_files()) if where.published is None and where.part is None]
     needed = sum(len(dataset.shard_range(shard)) for shard in new) * row_bytes(dataset.features)
     place = next(folder for folder in (dataset.out.absolute(), *dataset.out.absolute().parents) if folder.exists())
     free = shutil.disk_usage(place).free

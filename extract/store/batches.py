@@ -77,7 +77,7 @@ def batches(
     room = memory_bytes // max(1, array.row_bytes) - largest
     if room < largest:
         raise ValueError(
-            f"memory_bytes is {memory_bytes}; it must be at least {2 * largest * array.row_bytes}, two chunks"
+            f"memory_bytes is {memory_bytes}; it must be at least {2 * largest * array.row_bytes} (two chunks)"
         )
     random = np.random.default_rng(seed)
     if shuffle == "rows":
@@ -136,9 +136,9 @@ def _cut(windows: Iterator[_Window], batch_size: int) -> Iterator[_Batch]:
     for features, rows, order in windows:
         start = 0
         while start < len(order):
-            here = order[start : start + missing]
-            parts.append((features[here], rows[here]))
-            start, missing = start + len(here), missing - len(here)
+            positions = order[start : start + missing]
+            parts.append((features[positions], rows[positions]))
+            start, missing = start + len(positions), missing - len(positions)
             if not missing:
                 yield _joined(parts)
                 parts, missing = [], batch_size

@@ -62,29 +62,29 @@ def export(
     if to not in FORMATS:
         raise unknown_name("format", to, FORMATS)
     if not len(reader):
-        raise InputError("there are no rows to be exported")
+        raise InputError("there are no rows to export")
     names = list(dict.fromkeys(layers or reader.layers))
     for name in names:
         reader[name]
     try:
         if os.path.lexists(path):
-            raise InputError(f"{path} exists already; choose another name, or delete it")
+            raise InputError(f"{path} already exists; choose another name, or delete it")
         path.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{path.name[:100]}.", suffix=".new", dir=path.parent))
     except OSError as error:
         raise LayertapError(f"cannot write {path}: {error.strerror}") from error
     try:
-        made = folder / "made"
-        FORMATS[to].write(reader, made, names, on_rows)
-        for file in made.iterdir() if made.is_dir() else [made]:
+        output = folder / "export"
+        FORMATS[to].write(reader, output, names, on_rows)
+        for file in output.iterdir() if output.is_dir() else [output]:
             with file.open("rb") as written:
                 os.fsync(written.fileno())
-        if made.is_dir():
-            sync_folder(made)
-        claim(made, path)
+        if output.is_dir():
+            sync_folder(output)
+        claim(output, path)
         sync_folder(path.parent)
     except FileExistsError as error:
-        raise InputError(f"{path} exists by now; choose another name, or delete it") from error
+        raise InputError(f"{path} was created by another process; choose another name, or delete it") from error
     except OSError as error:
         raise LayertapError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
@@ -108,21 +108,21 @@ def _to_h5(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _On
     rows = RowNames(reader.paths, reader.labels, reader.splits, reader.classes, reader.ids)
     layouts = [preallocated(None) for _ in features]
     with new_shard_file(path, features, layouts, identity, rows, reader.provenance) as file:
-        beside = {name: reader.column(name).copy() for name, *_ in ROW_DATA}
+        columns = {name: reader.column(name).copy() for name, *_ in ROW_DATA}
         for start, stop, block in _blocks(reader):
             chosen = {feature.name: block[feature.name] for feature in features}
             for name, values in chosen.items():
                 file["features"][name][start:stop] = values
-            beside["row_hash"][start:stop] = hash_rows(chosen)
+            columns["row_hash"][start:stop] = hash_rows(chosen)
             on_rows(stop - start)
-        beside["record_hash"] = hash_records([os.fsencode(image) for image in rows.paths], beside)
-        for name, values in beside.items():
+        columns["record_hash"] = hash_records([os.fsencode(image) for image in rows.paths], columns)
+        for name, values in columns.items():
             file[name][...] = values
 
 
 def _to_npy(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _OnRows) -> None:
     if "labels" in names:
-        raise InputError("the layer 'labels' cannot be exported: a file of this name holds the labels")
+        raise InputError("the layer 'labels' cannot be exported: labels.npy holds the labels of the rows")
     path.mkdir()
     np.save(path / "labels.npy", reader.labels)
     with (path / "rows.csv").open("w", encoding="utf-8", errors="surrogateescape", newline="") as text:
@@ -132,8 +132,8 @@ def _to_npy(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
         classes = [*reader.classes, ""]  # label -1 indexes the last entry
         for row, values in enumerate(zip(reader.paths, reader.labels, reader.splits, reader.status, strict=True)):
             image, label, split, status = values
-            mine = [ids[row]] if ids else []
-            table.writerow([reader.rows[row], image, label, classes[label], split, Status(status).text, *mine])
+            id_column = [ids[row]] if ids else []
+            table.writerow([reader.rows[row], image, label, classes[label], split, Status(status).text, *id_column])
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context((path / f"{name}.npy").open("wb")) for name in names}
         for name, file in files.items():
@@ -154,16 +154,16 @@ def _to_parquet(reader: FeatureReader, path: Path, names: Sequence[str], on_rows
     ids = reader.ids
     if ids is not None:
         fields.append(pa.field("id", pa.string()))
-    if own := {field.name for field in fields} & set(names):
-        raise InputError(f"the layer {min(own)!r} cannot be exported: a column of this name says something else")
+    if reserved := {field.name for field in fields} & set(names):
+        raise InputError(f"the layer {min(reserved)!r} cannot be exported: the export has its own column of this name")
     # File names may contain bytes that are not UTF-8: these are escaped, and a column `path_bytes` is added.
     undecodable = any("\udc80" <= char <= "\udcff" for image in reader.paths for char in image)
     if undecodable:
         fields.append(pa.field("path_bytes", pa.binary()))
     for name in names:
         shape = reader[name].shape[1:]
-        about = {"shape": json.dumps(shape), **reader[name].attributes}
-        fields.append(pa.field(name, pa.list_(pa.float32(), int(np.prod(shape))), metadata=about))
+        metadata = {"shape": json.dumps(shape), **reader[name].attributes}
+        fields.append(pa.field(name, pa.list_(pa.float32(), int(np.prod(shape))), metadata=metadata))
     schema = pa.schema(fields, {"layertap": json.dumps(reader.provenance)})
     classes = [*map(_as_text, reader.classes), None]
     with parquet.ParquetWriter(path, schema) as writer:
@@ -175,7 +175,7 @@ def _to_parquet(reader: FeatureReader, path: Path, names: Sequence[str], on_rows
                 [Status(code).text for code in reader.status[start:stop].tolist()],
             ]  # fmt: skip
             if ids is not None:
-                columns.append([_as_text(one) for one in ids[start:stop]])
+                columns.append([_as_text(image_id) for image_id in ids[start:stop]])
             if undecodable:
                 columns.append([os.fsencode(image) for image in images])
             arrays = [pa.array(values, field.type) for values, field in zip(columns, fields, strict=False)]
@@ -213,8 +213,8 @@ def _to_mat(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
             data.attrs["MATLAB_class"] = np.bytes_("char")
             data.attrs["MATLAB_int_decode"] = np.int32(2)
             for start in range(0, len(values), 10_000):
-                some = values[start : start + 10_000]
-                data[:, start : start + len(some)] = _char_matrix(some, longest[name])
+                part = values[start : start + 10_000]
+                data[:, start : start + len(part)] = _char_matrix(part, longest[name])
         _matlab(file.create_dataset("labels", data=reader.labels[None].astype(np.float64) + 1), "double")
         _matlab(file.create_dataset("status", data=reader.status[None]), "uint8")
         for name, shape in shapes.items():
@@ -222,8 +222,8 @@ def _to_mat(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
             _matlab(file.create_dataset(variables[name], (*shape[::-1], n_rows), np.float32, chunks=chunks), "single")
         for start, stop, block in _blocks(reader):
             for name, shape in shapes.items():
-                turned = block[name].reshape(-1, *shape).transpose().astype(np.float32)
-                file[variables[name]][..., start:stop] = turned
+                transposed = block[name].reshape(-1, *shape).transpose().astype(np.float32)
+                file[variables[name]][..., start:stop] = transposed
             on_rows(stop - start)
     with path.open("r+b") as raw:
         raw.write(b"MATLAB 7.3 MAT-file, written by layertap".ljust(116) + bytes(8) + b"\x00\x02IM")
@@ -249,14 +249,15 @@ def _char_matrix(values: Sequence[str], longest: int) -> NDArray[np.uint16]:
 def _variables(names: Sequence[str]) -> dict[str, str]:
     """Return layer -> name of its variable: characters that MATLAB does not allow become `_`, at most 63 characters."""
     taken = {"paths", "splits", "ids", "classes", "layers", "labels", "status"}
-    found = {}
+    variables = {}
     for name in names:
         base = re.sub(r"\W", "_", name, flags=re.ASCII)
         base = (base if base[:1].isalpha() else f"layer_{base}")[:58]
-        unique = next(one for one in (base, *(f"{base}_{i}" for i in range(2, 9999))) if one not in taken)
+        candidates = (base, *(f"{base}_{i}" for i in range(2, 9999)))
+        unique = next(candidate for candidate in candidates if candidate not in taken)
         taken.add(unique)
-        found[name] = unique
-    return found
+        variables[name] = unique
+    return variables
 
 
 @dataclass(frozen=True)

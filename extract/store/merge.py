@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,7 @@ def merge(
     *,
     shard_rows: int | None = None,
     compress: str | None = None,
-    on_rows: Callable[[int, bool], None] = lambda rows, found: None,
+    on_rows: Callable[[int, bool], None] = lambda rows, stored: None,
 ) -> DataSet:
     """Copy the rows of complete data sets into a new data set, sorted by path; a repeated call resumes the copy.
 
@@ -53,7 +54,7 @@ def merge(
     datasets = [DataSet.open(source) for source in sources]
     for source in sources:
         if source.resolve() in (out.resolve(), *out.resolve().parents):
-            raise InputError(f"{out} is one of the data sets to be merged, or inside one; choose another output folder")
+            raise InputError(f"{out} is one of the data sets to merge, or inside one; choose another output folder")
     with FeatureReader(list(sources)) as reader:
         rows = _Rows.sorted_by_path(reader, datasets, sources)
         merged = DataSet(
@@ -65,7 +66,7 @@ def merge(
                 "count": len(rows.paths),
                 "paths_xxh3": xxhash.xxh3_128_hexdigest(b"\0".join(map(os.fsencode, rows.paths))),
                 "merged_from": sorted(
-                    ({name: d.images[name] for name in ("root", "count", "paths_xxh3")} for d in datasets),
+                    ({name: dataset.images[name] for name in ("root", "count", "paths_xxh3")} for dataset in datasets),
                     key=lambda source: str(source["root"]),
                 ),
             },
@@ -76,12 +77,13 @@ def merge(
         provenance = {
             **reader.provenance,
             "merged_from": [
-                {"out": str(source.resolve()), "images": d.images} for source, d in zip(sources, datasets, strict=True)
+                {"out": str(source.resolve()), "images": dataset.images}
+                for source, dataset in zip(sources, datasets, strict=True)
             ],
         }
         with merged.locked():
             merged.open_or_create()
-            copy_rows(reader, rows.source, merged, lambda here: rows.names(reader, here), provenance, compress, on_rows)
+            copy_rows(reader, rows.source, merged, partial(rows.names, reader), provenance, compress, on_rows)
     return merged
 
 
@@ -107,8 +109,8 @@ class _Rows:
         try:
             root = os.path.commonpath(roots)
         except ValueError as error:
-            raise InputError(f"the image folders of the data sets have nothing in common: {error}") from error
-        prefixes = [os.path.relpath(one, root) for one in roots]
+            raise InputError(f"the image folders of the data sets have no common parent: {error}") from error
+        prefixes = [os.path.relpath(dataset_root, root) for dataset_root in roots]
         root = root.replace("/:/", "://")
         paths = [
             path if prefixes[number] == "." else f"{prefixes[number]}/{path}"
@@ -120,17 +122,17 @@ class _Rows:
             if encoded[first] == encoded[second]:
                 raise InputError(
                     f"{paths[first]} (below {root}) is in {sources[reader.sets[first]]} and in "
-                    f"{sources[reader.sets[second]]}; an image can be in one of them only"
+                    f"{sources[reader.sets[second]]}; an image may be in only one of them"
                 )
         return cls(root, [paths[row] for row in order], np.array(order, np.int64))
 
-    def names(self, reader: FeatureReader, here: range) -> RowNames:
+    def names(self, reader: FeatureReader, row_range: range) -> RowNames:
         """Return paths, labels, splits, classes and ids of a range of rows."""
-        source = self.source[here.start : here.stop]
+        source = self.source[row_range.start : row_range.stop]
         splits = [reader.splits[row] for row in source]
         ids = reader.ids
         return RowNames(
-            self.paths[here.start : here.stop],
+            self.paths[row_range.start : row_range.stop],
             reader.labels[source],
             splits,
             reader.classes,
@@ -144,13 +146,13 @@ def _check_same_rows(merged: DataSet, reader: FeatureReader, rows: _Rows) -> Non
     Raises:
         InputError: a row differs, because a source has changed.
     """
-    with FeatureReader(merged.out, partial=True) as there:
-        source = rows.source[there.rows]
-        same = there.column("row_hash") == reader.column("row_hash")[source]
-        same &= (there.column("source_hash") == reader.column("source_hash")[source]).all(1)
-        same &= there.status == reader.status[source]
-        if not same.all():
-            path = there.paths[int(np.flatnonzero(~same)[0])]
+    with FeatureReader(merged.out, partial=True) as stored:
+        source = rows.source[stored.rows]
+        matches = stored.column("row_hash") == reader.column("row_hash")[source]
+        matches &= (stored.column("source_hash") == reader.column("source_hash")[source]).all(1)
+        matches &= stored.status == reader.status[source]
+        if not matches.all():
+            path = stored.paths[int(np.flatnonzero(~matches)[0])]
             raise InputError(
-                f"{merged.out} holds another {path} than the data sets to be merged; merge into a new folder"
+                f"{merged.out}: the stored row of {path} differs from the data sets to merge; merge into a new folder"
             )

@@ -22,7 +22,7 @@ from extract.store.format.row_hash import hash_records, hash_rows
 from extract.store.format.shard import Shard
 from extract.store.places.block_cache import CACHE_BYTES, BlockCache
 from extract.store.places.remote_shard import RemoteShard
-from extract.store.row_selection import Part, open_parts
+from extract.store.row_selection import RowSelection, open_selections
 from extract.system.urls import is_url
 
 if TYPE_CHECKING:  # imports torch, which is not needed to read arrays
@@ -62,37 +62,40 @@ class FeatureReader:
         partial: bool = False,
         cache_bytes: int = CACHE_BYTES,
     ):
-        paths = [_place(one) for one in ([path] if isinstance(path, str | os.PathLike) else path)]
+        paths = [_path_or_url(source) for source in ([path] if isinstance(path, str | os.PathLike) else path)]
         if not paths:
             raise InputError("no data set given: the list of folders is empty")
         self._name = ", ".join(map(str, paths))
-        self._parts: list[Part] = []
-        self._sets: list[int] = []  # index of the path that each part is from
+        self._selections: list[RowSelection] = []
+        self._sets: list[int] = []  # index of the path that each selection is from
         features: list[StoredFeature] | None = None
         fingerprint, base = "", 0
-        self._cache = BlockCache(cache_bytes) if any(isinstance(one, str) for one in paths) else None
+        self._cache = BlockCache(cache_bytes) if any(isinstance(source, str) for source in paths) else None
         try:
-            for number, one in enumerate(paths):
-                opened = open_parts(one, partial, self._cache)
-                self._parts += [part.after(base) for part in opened.parts]
+            for number, source in enumerate(paths):
+                opened = open_selections(source, partial, self._cache)
+                self._selections += [selection.after(base) for selection in opened.selections]
                 if features is None:
                     features, fingerprint = opened.features, opened.fingerprint
-                elif opened.fingerprint != fingerprint or _described(opened.features) != _described(features):
+                elif opened.fingerprint != fingerprint or _shapes_and_dtypes(opened.features) != _shapes_and_dtypes(
+                    features
+                ):
                     raise InputError(
-                        f"{one} and {paths[0]} have different fingerprints; their features do not go together"
+                        f"{source} and {paths[0]} have different fingerprints; their features cannot be combined"
                     )
-                self._sets += [number] * len(opened.parts)
+                self._sets += [number] * len(opened.selections)
                 base += opened.n_rows
         except BaseException:
             self.close()
             raise
-        self._shards = [part.shard for part in self._parts]
+        self._shards = [selection.shard for selection in self._selections]
         self._features, self._fingerprint = features or [], fingerprint
         self._row_data: dict[str, NDArray[Any]] = {}
-        self._starts = np.concatenate([[0], np.cumsum([len(part.rows) for part in self._parts])]).astype(np.int64)
+        counts = [len(selection.rows) for selection in self._selections]
+        self._starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         # The rows of each shard that the reader has; None for all rows.
-        self._chosen = [part.chosen for part in self._parts]
-        self._rows = [part.rows for part in self._parts]
+        self._chosen = [selection.chosen for selection in self._selections]
+        self._rows = [selection.rows for selection in self._selections]
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -119,36 +122,36 @@ class FeatureReader:
     @cached_property
     def paths(self) -> list[str]:
         """Path of each image, relative to the image folder; undecodable bytes as in `os.fsdecode`."""
-        return [path for part in self._parts for path in part.paths]
+        return [path for selection in self._selections for path in selection.paths]
 
     @cached_property
     def splits(self) -> list[str]:
         """Split of each row: train, val, test or empty."""
-        return [split for part in self._parts for split in part.splits]
+        return [split for selection in self._selections for split in selection.splits]
 
     @cached_property
     def ids(self) -> list[str] | None:
         """Id of each row from the list of images; None if there are no ids."""
-        ids = [part.ids for part in self._parts]
-        return [name for one in ids for name in one or ()] if ids and None not in ids else None
+        ids = [selection.ids for selection in self._selections]
+        return [name for selection_ids in ids for name in selection_ids or ()] if ids and None not in ids else None
 
     @cached_property
     def classes(self) -> list[str]:
         """Names of the classes."""
-        named = {tuple(part.classes) for part in self._parts}
-        if len(named) == 1:
-            return list(named.pop())
-        return sorted({name for one in named for name in one}, key=os.fsencode)
+        class_lists = {tuple(selection.classes) for selection in self._selections}
+        if len(class_lists) == 1:
+            return list(class_lists.pop())
+        return sorted({name for names in class_lists for name in names}, key=os.fsencode)
 
     @cached_property
     def labels(self) -> NDArray[np.int64]:
         """(N,) int64, index into `classes`; -1 unknown."""
         number = {name: i for i, name in enumerate(self.classes)}
-        found = []
-        for part in self._parts:
-            here = np.array([*(number[name] for name in part.classes), -1], np.int64)  # -1 stays -1
-            found.append(here[part.labels])
-        return _frozen(np.concatenate([np.empty(0, np.int64), *found]))
+        labels = []
+        for selection in self._selections:
+            numbers = np.array([*(number[name] for name in selection.classes), -1], np.int64)  # -1 stays -1
+            labels.append(numbers[selection.labels])
+        return _frozen(np.concatenate([np.empty(0, np.int64), *labels]))
 
     @property
     def status(self) -> NDArray[np.uint8]:
@@ -175,12 +178,12 @@ class FeatureReader:
         Raises:
             UnknownNameError: no such column.
         """
-        known = {name: np.empty((0, *width), dtype) for name, width, dtype in ROW_DATA}
-        if name not in known:
-            raise unknown_name("column", name, known, self._name)
+        empty = {name: np.empty((0, *width), dtype) for name, width, dtype in ROW_DATA}
+        if name not in empty:
+            raise unknown_name("column", name, empty, self._name)
         if name not in self._row_data:
-            columns = [part.column(name) for part in self._parts]
-            self._row_data[name] = _frozen(np.concatenate([known[name], *columns]))
+            columns = [selection.column(name) for selection in self._selections]
+            self._row_data[name] = _frozen(np.concatenate([empty[name], *columns]))
         return self._row_data[name]
 
     @property
@@ -191,37 +194,37 @@ class FeatureReader:
     @property
     def failures(self) -> list[tuple[int, str, str, str]]:
         """Rows whose status is not ok: (row, path, status, reason)."""
-        found = []
+        failures = []
         reasons: tuple[Shard | None, dict[int, str]] = None, {}
         for row in np.flatnonzero(self.status != Status.OK).tolist():
-            shard, its_row = self._home_of(row)
+            shard, its_row = self._shard_and_row(row)
             if reasons[0] is not shard:
-                known = reasons_in(shard.receipt) if isinstance(shard, RemoteShard) else reasons_of(shard.path)
-                reasons = shard, known
-            found.append((row, self.paths[row], Status(self.status[row]).text, reasons[1].get(its_row, "")))
-        return found
+                shard_reasons = reasons_in(shard.receipt) if isinstance(shard, RemoteShard) else reasons_of(shard.path)
+                reasons = shard, shard_reasons
+            failures.append((row, self.paths[row], Status(self.status[row]).text, reasons[1].get(its_row, "")))
+        return failures
 
     def place_of(self, row: int) -> tuple[Path, int, int]:
         """Return the file that holds a row, its shard's number, and the row's number in the data set of that shard."""
-        shard, its_row = self._home_of(row)
+        shard, its_row = self._shard_and_row(row)
         return shard.path, shard.identity.shard, its_row
 
-    def _home_of(self, row: int) -> tuple[Shard, int]:
-        part = int(np.searchsorted(self._starts, row, "right")) - 1
-        local = self._local(part, np.array([row - self._starts[part]]))
-        return self._shards[part], self._shards[part].identity.first_row + int(local[0])
+    def _shard_and_row(self, row: int) -> tuple[Shard, int]:
+        shard_index = int(np.searchsorted(self._starts, row, "right")) - 1
+        local = self._local(shard_index, np.array([row - self._starts[shard_index]]))
+        return self._shards[shard_index], self._shards[shard_index].identity.first_row + int(local[0])
 
     @property
     def compression(self) -> dict[str, tuple[str, float]]:
         """Feature -> (gzip, lzf or blosc2; compression ratio), for compressed features."""
-        found = {}
+        compression = {}
         for feature in self._features:
             kinds = {shard.compression[feature.name] for shard in self._shards if feature.name in shard.compression}
             if kinds:
                 plain = sum(len(shard) for shard in self._shards) * feature.row_bytes
                 stored = sum(shard.stored_bytes[feature.name] for shard in self._shards)
-                found[feature.name] = (" and ".join(sorted(kinds)), plain / max(1, stored))
-        return found
+                compression[feature.name] = (" and ".join(sorted(kinds)), plain / max(1, stored))
+        return compression
 
     def checked(self, rows: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         """Return layer -> (len(rows), *shape), all features of rows, verified so that copies do not hide damage.
@@ -230,15 +233,15 @@ class FeatureReader:
             InputError: a row does not match its hashes.
         """
         features = {layer: self[layer].take(rows) for layer in self.layers}
-        beside = {name: self.column(name)[rows] for name, *_ in ROW_DATA}
+        columns = {name: self.column(name)[rows] for name, *_ in ROW_DATA}
         own_paths = self._own_paths
         paths = [os.fsencode(own_paths[row]) for row in rows.tolist()]
-        agree = (hash_rows(features) == beside["row_hash"]) & (hash_records(paths, beside) == beside["record_hash"])
+        agree = (hash_rows(features) == columns["row_hash"]) & (hash_records(paths, columns) == columns["record_hash"])
         if not agree.all():
             row = int(rows[np.flatnonzero(~agree)[0]])
             raise InputError(
-                f"row {row} ({self.paths[row]}) of {self._name} is damaged: it does not agree with its hashes; "
-                "`layertap verify --repair`, and then `embed` or `sync`, mend it"
+                f"row {row} ({self.paths[row]}) of {self._name} is damaged: it does not match its hashes; run "
+                "`layertap verify --repair`, then `layertap embed` or `layertap sync`"
             )
         return features
 
@@ -291,28 +294,28 @@ class FeatureReader:
     def _good_rows(self, split: str | None) -> NDArray[np.int64]:
         good = self.status == Status.OK
         if split is not None:
-            known = sorted(set(self.splits))
-            if split not in known:
-                raise unknown_name("split", split, known, self._name)
+            splits = sorted(set(self.splits))
+            if split not in splits:
+                raise unknown_name("split", split, splits, self._name)
             good &= np.array(self.splits) == split
         return np.flatnonzero(good)
 
     # Internals
 
-    def _local(self, part: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Convert row numbers of a part to row numbers of its shard."""
-        chosen = self._chosen[part]
+    def _local(self, shard_index: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Convert row numbers of a selection to row numbers of its shard."""
+        chosen = self._chosen[shard_index]
         return rows if chosen is None else chosen[rows]
 
     @cached_property
     def _own_paths(self) -> list[str]:
         """The paths that the record hashes cover."""
-        return [path for part in self._parts for path in part.own_paths()]
+        return [path for selection in self._selections for path in selection.own_paths()]
 
     def close(self) -> None:
         """Close the files; arrays that were read stay valid."""
-        for part in self._parts:
-            part.shard.close()
+        for selection in self._selections:
+            selection.shard.close()
         if self._cache is not None:
             self._cache.close()
 
@@ -361,60 +364,62 @@ class FeatureArray:
 
     def __getitem__(self, rows: Any) -> NDArray[Any]:
         if type(rows) in _INTEGERS and 0 <= rows < self.shape[0]:  # fast path for a loop over rows
-            part = bisect_right(self._edges, rows) - 1
-            chosen, local = self._reader._chosen[part], rows - self._edges[part]
-            return self._reader._shards[part].row(self._feature.name, int(local if chosen is None else chosen[local]))
+            shard_index = bisect_right(self._edges, rows) - 1
+            chosen, local = self._reader._chosen[shard_index], rows - self._edges[shard_index]
+            shard = self._reader._shards[shard_index]
+            return shard.row(self._feature.name, int(local if chosen is None else chosen[local]))
         if isinstance(rows, slice):
             start, stop, step = rows.indices(len(self))
             return self.between(start, stop) if step == 1 else self.take(np.arange(start, stop, step))
         index = np.asarray(rows)
         if index.dtype == bool:
             if index.shape != (len(self),):
-                raise IndexError(f"a mask of shape {index.shape} for {len(self)} rows")
+                raise IndexError(f"the mask has shape {index.shape}, expected ({len(self)},)")
             return self.take(np.flatnonzero(index))
         if isinstance(rows, tuple) or index.ndim > 1 or (index.size and index.dtype.kind not in "iu"):
-            raise IndexError(f"rows are an int, a slice, a list of ints or a mask, not {rows!r}")
+            raise IndexError(f"expected an int, a slice, a list of ints or a mask, got {rows!r}")
         index = index.astype(np.int64)
         if index.size and (int(index.min()) < -len(self) or int(index.max()) >= len(self)):
-            raise IndexError(f"rows from {index.min()} to {index.max()} of {len(self)}")
+            raise IndexError(f"rows {index.min()} to {index.max()} are out of range for {len(self)} rows")
         values = self.take(np.atleast_1d(np.where(index < 0, index + len(self), index)))
         return values if index.ndim else values[0]
 
     def pieces(self) -> list[tuple[int, int]]:
         """Return (start, stop), the rows of each chunk: about a megabyte of neighbouring rows in one file."""
-        found: list[tuple[int, int]] = []
-        for part, start in enumerate(self._reader._starts[:-1].tolist()):
-            stop, step = int(self._reader._starts[part + 1]), self._reader._shards[part].chunks[self._feature.name]
-            found += [(first, min(first + step, stop)) for first in range(start, stop, step)]
-        return found
+        pieces: list[tuple[int, int]] = []
+        for shard_index, start in enumerate(self._reader._starts[:-1].tolist()):
+            stop = int(self._reader._starts[shard_index + 1])
+            step = self._reader._shards[shard_index].chunks[self._feature.name]
+            pieces += [(first, min(first + step, stop)) for first in range(start, stop, step)]
+        return pieces
 
     def forget(self, start: int, stop: int) -> None:
         """Release memory-mapped pages of rows that were read; the file stays in the kernel's cache."""
-        for part, first, last in self._parts_between(start, stop):
-            if self._reader._chosen[part] is None:
-                self._reader._shards[part].forget(self._feature.name, first, last)
+        for shard_index, first, last in self._ranges_between(start, stop):
+            if self._reader._chosen[shard_index] is None:
+                self._reader._shards[shard_index].forget(self._feature.name, first, last)
 
-    def _parts_between(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (part, start, stop): the parts that rows `start` to `stop` are in, and the row range in each part."""
+    def _ranges_between(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (shard index, start, stop), the range of rows `start` to `stop` in each shard that has some of them."""
         starts = self._reader._starts
-        for part in range(int(np.searchsorted(starts, start, "right")) - 1, len(starts) - 1):
-            if starts[part] >= stop:
+        for shard_index in range(int(np.searchsorted(starts, start, "right")) - 1, len(starts) - 1):
+            if starts[shard_index] >= stop:
                 return
-            first, last = max(start, int(starts[part])), min(stop, int(starts[part + 1]))
+            first, last = max(start, int(starts[shard_index])), min(stop, int(starts[shard_index + 1]))
             if first < last:
-                yield part, first - int(starts[part]), last - int(starts[part])
+                yield shard_index, first - int(starts[shard_index]), last - int(starts[shard_index])
 
     def between(self, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
         """Return (stop - start, *shape), neighbouring rows, all in range; in `out` if it is given."""
-        parts = list(self._parts_between(start, stop))
+        ranges = list(self._ranges_between(start, stop))
         if out is None:
-            if len(parts) == 1:
-                return self._read(*parts[0])
+            if len(ranges) == 1:
+                return self._read(*ranges[0])
             out = np.empty((max(0, stop - start), *self.shape[1:]), self.dtype)
-        done = 0
-        for part, first, last in parts:
-            self._read(part, first, last, out[done : done + last - first])
-            done += last - first
+        n_read = 0
+        for shard_index, first, last in ranges:
+            self._read(shard_index, first, last, out[n_read : n_read + last - first])
+            n_read += last - first
         return out
 
     def take(self, rows: NDArray[np.int64], out: NDArray[Any] | None = None) -> NDArray[Any]:
@@ -430,26 +435,26 @@ class FeatureArray:
             out[order] = self.take(rows[order])
             return out
         edges = np.searchsorted(rows, reader._starts).tolist()
-        for part, (first, last) in enumerate(pairwise(edges)):
+        for shard_index, (first, last) in enumerate(pairwise(edges)):
             if first < last:
-                local = reader._local(part, rows[first:last] - self._edges[part])
-                reader._shards[part].take(name, local, out[first:last])
+                local = reader._local(shard_index, rows[first:last] - self._edges[shard_index])
+                reader._shards[shard_index].take(name, local, out[first:last])
         return out
 
-    def _read(self, part: int, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
+    def _read(self, shard_index: int, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
         reader, name = self._reader, self._feature.name
-        chosen = reader._chosen[part]
+        chosen = reader._chosen[shard_index]
         if chosen is None:
-            return reader._shards[part].read(name, start, stop, out)
-        return reader._shards[part].take(name, chosen[start:stop], out)
+            return reader._shards[shard_index].read(name, start, stop, out)
+        return reader._shards[shard_index].take(name, chosen[start:stop], out)
 
 
-def _place(path: str | os.PathLike[str]) -> Path | str:
+def _path_or_url(path: str | os.PathLike[str]) -> Path | str:
     """Return a URL as text, any other path as `Path`."""
     return path if isinstance(path, str) and is_url(path) else Path(path)
 
 
-def _described(features: Sequence[StoredFeature]) -> dict[str, Any]:
+def _shapes_and_dtypes(features: Sequence[StoredFeature]) -> dict[str, Any]:
     return {feature.name: (feature.shape, feature.dtype) for feature in features}
 
 

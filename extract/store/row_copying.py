@@ -25,7 +25,7 @@ def copy_rows(
     names: Callable[[range], RowNames],
     provenance: dict[str, Any],
     compress: str | None = None,
-    on_rows: Callable[[int, bool], None] = lambda rows, found: None,
+    on_rows: Callable[[int, bool], None] = lambda rows, stored: None,
 ) -> None:
     """Fill a data set, whose folder exists and is locked, with rows of a reader; a repeated call resumes the copy.
 
@@ -43,18 +43,19 @@ def copy_rows(
         LayertapError: the disk is full or cannot be written to.
     """
     reasons = {row: why for row, _, _, why in reader.failures}
-    for shard, where in enumerate(dataset.whereabouts()):
-        here = dataset.shard_range(shard)
-        if where.published is not None and where.part is None:
-            on_rows(len(here), True)
+    for shard, files in enumerate(dataset.shard_files()):
+        row_range = dataset.shard_range(shard)
+        if files.published is not None and files.part is None:
+            on_rows(len(row_range), True)
             continue
-        if where.part is None:
+        if files.part is None:
             path = dataset.path(shard, part=True)
-            create_shard(path, dataset.features, dataset.identity(shard), names(here), provenance)
-        with ShardWriter(dataset, shard, where.part or 0) as writer:
-            _fill(writer, reader, source, here, on_rows)
-            origins = source[here.start : here.stop].tolist()
-            writer.give_reasons({row: reasons[o] for row, o in zip(here, origins, strict=True) if o in reasons})
+            create_shard(path, dataset.features, dataset.identity(shard), names(row_range), provenance)
+        with ShardWriter(dataset, shard, files.part or 0) as writer:
+            _fill(writer, reader, source, row_range, on_rows)
+            origins = source[row_range.start : row_range.stop].tolist()
+            rows = zip(row_range, origins, strict=True)
+            writer.give_reasons({row: reasons[origin] for row, origin in rows if origin in reasons})
             writer.publish(compress)
 
 
@@ -62,15 +63,15 @@ def _fill(
     writer: ShardWriter,
     reader: FeatureReader,
     source: NDArray[np.int64],
-    here: range,
+    row_range: range,
     on_rows: Callable[[int, bool], None],
 ) -> None:
     """Write the pending rows of one shard."""
     writer.check()
     todo = np.flatnonzero(writer.status == Status.PENDING)
-    on_rows(len(here) - len(todo), True)
+    on_rows(len(row_range) - len(todo), True)
     for start, stop in runs(todo, max(1, BLOCK_BYTES // max(1, sum(reader[name].row_bytes for name in reader.layers)))):
-        rows = np.arange(here.start + start, here.start + stop)
+        rows = np.arange(row_range.start + start, row_range.start + stop)
         features = reader.checked(source[rows])
         columns = {name: reader.column(name)[source[rows]] for name in SOURCE}
         writer.write(rows, features, reader.status[source[rows]], columns)

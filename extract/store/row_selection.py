@@ -21,7 +21,7 @@ from extract.store.places.block_cache import BlockCache
 from extract.store.places.bucket import Bucket, open_remote_shard
 from extract.system.atomic_files import allow_more_files
 
-__all__ = ["Opened", "Part", "of_one_version", "open_parts"]
+__all__ = ["OpenedDataSet", "RowSelection", "open_selections", "read_one_version"]
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ _ATTEMPTS = 5  # to read a data set while new versions are published
 
 
 @dataclass(frozen=True)
-class Part:
+class RowSelection:
     """Rows of one shard.
 
     Attributes:
@@ -44,8 +44,8 @@ class Part:
     chosen: NDArray[np.int64] | None = None
     names: RowNames | None = None
 
-    def after(self, count: int) -> Part:
-        """Return the part with `count` added to its row numbers, for the rows of preceding data sets."""
+    def after(self, count: int) -> RowSelection:
+        """Return the selection with `count` added to its row numbers, for the rows of preceding data sets."""
         return replace(self, rows=self.rows + count)
 
     def column(self, name: str) -> NDArray[Any]:
@@ -89,55 +89,55 @@ class Part:
         """
         labels = self.column("label") if self.names is None else self.names.labels
         if len(labels) and not (labels.min() >= -1 and labels.max() < len(self.classes)):
-            raise InputError(f"{self.shard.name} is damaged: a label is not the number of a class")
+            raise InputError(f"{self.shard.name} is damaged: a label is not the index of a class")
         return labels
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedDataSet:
     """A data set, or one shard, open for reading.
 
     Attributes:
-        parts: the rows that can be read.
+        selections: the rows that can be read.
         features: features of each row.
         fingerprint: fingerprint of the data set.
         n_rows: rows of the data set or shard, including rows that cannot be read yet.
     """
 
-    parts: list[Part]
+    selections: list[RowSelection]
     features: list[StoredFeature]
     fingerprint: str
     n_rows: int
 
 
-def open_parts(path: Path | str, partial: bool, cache: BlockCache | None) -> Opened:
+def open_selections(path: Path | str, partial: bool, cache: BlockCache | None) -> OpenedDataSet:
     """Open a data set folder or a shard, for a URL through `cache`; see `FeatureReader` for `partial` and errors."""
     if isinstance(path, str):
         assert cache is not None
-        return _behind_url(path, partial, cache)
+        return _open_url(path, partial, cache)
     if path.is_dir():
-        return of_one_version(path, lambda dataset: _of_data_set(dataset, partial))
+        return read_one_version(path, lambda dataset: _select_from_shards(dataset, partial))
     with contextlib.ExitStack() as on_error:
         shard = on_error.enter_context(Shard(path))
-        part = _part(shard, shard.identity.first_row, partial)
+        selection = _select_stored(shard, shard.identity.first_row, partial)
         on_error.pop_all()  # the shard stays open
-    return Opened([part], shard.features, shard.identity.fingerprint, len(shard))
+    return OpenedDataSet([selection], shard.features, shard.identity.fingerprint, len(shard))
 
 
-def _behind_url(url: str, partial: bool, cache: BlockCache) -> Opened:
+def _open_url(url: str, partial: bool, cache: BlockCache) -> OpenedDataSet:
     """Open a data set or a shard in a bucket."""
     if url.endswith(".h5"):
         shard = open_remote_shard(url, cache)
-        part = _part(shard, shard.identity.first_row, partial)
-        return Opened([part], shard.features, shard.identity.fingerprint, len(shard))
+        selection = _select_stored(shard, shard.identity.first_row, partial)
+        return OpenedDataSet([selection], shard.features, shard.identity.fingerprint, len(shard))
     bucket = Bucket(url)
     shards = bucket.open_shards(cache, partial=partial)
-    parts = [_part(one, one.identity.first_row, partial) for one in shards]
-    return Opened(parts, bucket.dataset.features, bucket.dataset.fingerprint, bucket.dataset.n_rows)
+    selections = [_select_stored(shard, shard.identity.first_row, partial) for shard in shards]
+    return OpenedDataSet(selections, bucket.dataset.features, bucket.dataset.fingerprint, bucket.dataset.n_rows)
 
 
-def of_one_version(out: Path, look: Callable[[DataSet], T]) -> T:
-    """Return `look(dataset)`; if it fails because a new version was published meanwhile, try that version.
+def read_one_version(out: Path, read: Callable[[DataSet], T]) -> T:
+    """Return `read(dataset)`; if it fails because a new version was published meanwhile, try that version.
 
     Raises:
         InputError: a file of the version is missing.
@@ -145,32 +145,32 @@ def of_one_version(out: Path, look: Callable[[DataSet], T]) -> T:
     for attempt in range(_ATTEMPTS):
         dataset = DataSet.open(out)
         try:
-            found = look(dataset)
+            result = read(dataset)
         except (LayertapError, FileNotFoundError) as error:
             if DataSet.open(out).version != dataset.version and attempt + 1 < _ATTEMPTS:
                 continue
             if isinstance(error, FileNotFoundError):
-                raise InputError(f"{error.filename} is missing; the next `layertap sync` mends it") from error
+                raise InputError(f"{error.filename} is missing; run `layertap sync` to repair the data set") from error
             raise
-        return found
+        return result
     raise AssertionError("the last attempt returns or raises")
 
 
-def _of_data_set(dataset: DataSet, partial: bool) -> Opened:
-    parts: list[Part] = []
+def _select_from_shards(dataset: DataSet, partial: bool) -> OpenedDataSet:
+    selections: list[RowSelection] = []
     with contextlib.ExitStack() as on_error:
         if dataset.version is None:
             for first, shard in _open_shards(dataset, partial):
-                parts.append(_part(on_error.enter_context(shard), first, partial))
+                selections.append(_select_stored(on_error.enter_context(shard), first, partial))
         else:
-            for part in _of_version(dataset):
-                on_error.enter_context(part.shard)
-                parts.append(part)
+            for selection in _select_from_version(dataset):
+                on_error.enter_context(selection.shard)
+                selections.append(selection)
         on_error.pop_all()  # the shards stay open
-    return Opened(parts, dataset.features, dataset.fingerprint, dataset.n_rows)
+    return OpenedDataSet(selections, dataset.features, dataset.fingerprint, dataset.n_rows)
 
 
-def _of_version(dataset: DataSet) -> Iterator[Part]:
+def _select_from_version(dataset: DataSet) -> Iterator[RowSelection]:
     """Yield the rows of the published version of a data set of `layertap sync`.
 
     Raises:
@@ -179,92 +179,92 @@ def _of_version(dataset: DataSet) -> Iterator[Part]:
     """
     table = dataset.version_rows()
     assert dataset.version is not None
-    for number, one in zip(dataset.version.passes, dataset.parts(), strict=True):
+    for number, pass_dataset in zip(dataset.version.passes, dataset.data_sets_with_shards(), strict=True):
         start, stop = np.searchsorted(table.passes, [number, number + 1]).tolist()
-        shards = table.rows[start:stop] // one.shard_rows
-        whereabouts = one.whereabouts()
-        allow_more_files(len(whereabouts))
+        shards = table.rows[start:stop] // pass_dataset.shard_rows
+        shard_files = pass_dataset.shard_files()
+        allow_more_files(len(shard_files))
         for shard in np.unique(shards).tolist():
-            if shard >= len(whereabouts):
-                raise InputError(f"{one.out} has no shard {shard}; the next `layertap sync` mends it")
+            if shard >= len(shard_files):
+                raise InputError(f"{pass_dataset.out} has no shard {shard}; run `layertap sync` to repair the data set")
             first, last = (start + np.searchsorted(shards, [shard, shard + 1])).tolist()
-            path = one.path(shard, whereabouts[shard].published or 0)
-            opened = one.open_shard(shard, path)
+            path = pass_dataset.path(shard, shard_files[shard].published or 0)
+            opened = pass_dataset.open_shard(shard, path)
             try:
-                _done(opened, partial=False)
+                _stored_rows(opened, partial=False)
                 chosen = table.rows[first:last] - opened.identity.first_row
                 if chosen.max() >= len(opened):
-                    raise InputError(f"{path} has no row {chosen.max()}, which the version names")
+                    raise InputError(f"{path} has no row {chosen.max()}, to which the version refers")
                 names = RowNames(
                     table.paths[first:last], table.labels[first:last], table.splits[first:last], table.classes
                 )
-                every = len(chosen) == len(opened) and bool((chosen == np.arange(len(opened))).all())
-                yield Part(opened, np.arange(first, last), None if every else chosen, names)
+                all_rows = len(chosen) == len(opened) and bool((chosen == np.arange(len(opened))).all())
+                yield RowSelection(opened, np.arange(first, last), None if all_rows else chosen, names)
             except BaseException:
                 opened.close()
                 raise
 
 
-def _part(shard: Shard, first_row: int, partial: bool) -> Part:
-    """Return the part with the rows of a shard that are not pending."""
-    done = _done(shard, partial)
-    return Part(shard, first_row + done, None if len(done) == len(shard) else done)
+def _select_stored(shard: Shard, first_row: int, partial: bool) -> RowSelection:
+    """Select the rows of a shard that are not pending."""
+    stored = _stored_rows(shard, partial)
+    return RowSelection(shard, first_row + stored, None if len(stored) == len(shard) else stored)
 
 
 def _open_shards(dataset: DataSet, partial: bool) -> Iterator[tuple[int, Shard]]:
     """Yield (first row, shard) of the shards of a data set that can be read."""
-    whereabouts = dataset.whereabouts()
-    if not partial and any(where.published is None for where in whereabouts):
-        whereabouts = dataset.whereabouts()  # a listing can miss a file that is renamed at the same time
-    allow_more_files(len(whereabouts))
-    for shard, where in enumerate(whereabouts):
-        if where.published is not None:
-            path = dataset.path(shard, where.published)
-        elif partial and where.part is not None:
-            path = dataset.path(shard, where.part, part=True)
+    shard_files = dataset.shard_files()
+    if not partial and any(files.published is None for files in shard_files):
+        shard_files = dataset.shard_files()  # a listing can miss a file that is renamed at the same time
+    allow_more_files(len(shard_files))
+    for shard, files in enumerate(shard_files):
+        if files.published is not None:
+            path = dataset.path(shard, files.published)
+        elif partial and files.part is not None:
+            path = dataset.path(shard, files.part, part=True)
         elif partial:
             continue
         else:
-            path = dataset.current(shard, where) or dataset.path(shard)
-            state = "unfinished" if where.part is not None else "missing"
+            path = dataset.current(shard, files) or dataset.path(shard)
+            state = "unfinished" if files.part is not None else "missing"
             raise LayertapError(
-                f"{path} is {state} (shard {shard} of {dataset.n_shards}); run the same command again to finish "
-                "it, or read what there is with partial=True"
+                f"{path} is {state} (shard {shard} of {dataset.n_shards}); run the command that created the "
+                "data set again to finish it, or read the available rows with partial=True"
             )
         try:
             opened = dataset.open_shard(shard, path)
         except InputError:
             # The shard may just have been published or rewritten, which gives it another name.
-            now = dataset.whereabouts()[shard]
-            if now == where or now.published is None:
+            current_files = dataset.shard_files()[shard]
+            if current_files == files or current_files.published is None:
                 raise
-            opened = dataset.open_shard(shard, dataset.path(shard, now.published))
+            opened = dataset.open_shard(shard, dataset.path(shard, current_files.published))
         yield dataset.shard_range(shard).start, opened
 
 
-def _done(shard: Shard, partial: bool) -> NDArray[np.int64]:
+def _stored_rows(shard: Shard, partial: bool) -> NDArray[np.int64]:
     """Return the rows of a shard that are not pending; in a part, only rows that match their hashes.
 
     Raises:
         InputError: the shard is damaged.
         LayertapError: rows are pending, and `partial` is False.
     """
-    part = shard.is_part
-    if part:
+    is_part = shard.is_part
+    if is_part:
         shard.keep_columns()
     status = shard.column("status")
     if not np.isin(status, list(Status)).all():
-        raise InputError(f"{shard.name} is damaged: it has rows of a status that does not exist")
-    done = np.flatnonzero(status != Status.PENDING)
-    if len(done) < len(shard) and not part:
+        raise InputError(f"{shard.name} is damaged: it has rows with an unknown status")
+    stored = np.flatnonzero(status != Status.PENDING)
+    if len(stored) < len(shard) and not is_part:
         raise InputError(
-            f"{shard.name} is damaged: {len(shard) - len(done)} rows are pending in a finished file; "
-            "`layertap verify --repair`, and then the command that made the data set, mend it"
+            f"{shard.name} is damaged: {len(shard) - len(stored)} rows are pending in a finished file; "
+            "run `layertap verify --repair`, then the command that created the data set"
         )
-    if len(done) < len(shard) and not partial:
+    if len(stored) < len(shard) and not partial:
         raise LayertapError(
-            f"{shard.name} is unfinished: {len(shard) - len(done)} rows are pending; run the same command again to "
-            "finish it, or read what there is with partial=True"
+            f"{shard.name} is unfinished: {len(shard) - len(stored)} rows are pending; run the command that created "
+            "the data set again to finish it, or read the available rows with partial=True"
         )
     # A row that a power failure damaged may have a status, but does not match its hashes.
-    return np.setdiff1d(done, wrong_rows(shard, done)) if part else done
+    return np.setdiff1d(stored, wrong_rows(shard, stored)) if is_part else stored

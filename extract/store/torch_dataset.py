@@ -68,14 +68,14 @@ class FeatureDataset(Dataset[tuple[Any, int]]):
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
+            raise IndexError(f"sample {index} is out of range for {len(self)} samples")
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, int]]:
         """Return the samples at these positions, read in one batch."""
-        where = np.asarray(indices, np.int64)
-        columns = {layer: torch.from_numpy(self._reader[layer][self.rows[where]]) for layer in self._layers}
-        labels = self.labels[where].tolist()
+        positions = np.asarray(indices, np.int64)
+        columns = {layer: torch.from_numpy(self._reader[layer][self.rows[positions]]) for layer in self._layers}
+        labels = self.labels[positions].tolist()
         samples = []
         for i, label in enumerate(labels):
             features: Tensor | dict[str, Tensor] = {layer: column[i] for layer, column in columns.items()}

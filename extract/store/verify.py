@@ -24,7 +24,7 @@ from extract.store.format.shard import MEDIA_ERRORS, Shard
 from extract.store.format.version import pass_folder
 from extract.store.format.writer import ShardWriter
 from extract.store.reader import FeatureReader
-from extract.store.row_selection import of_one_version
+from extract.store.row_selection import read_one_version
 from extract.system.atomic_files import read_json, sync_folder
 
 __all__ = ["Fault", "Remedy", "Verification", "repair", "verify"]
@@ -35,11 +35,11 @@ _WITHOUT_IMAGE = (Status.DECODE_ERROR, Status.MISSING, Status.IO_ERROR)  # featu
 class Remedy(Enum):
     """What `repair` does about a fault."""
 
-    ROW = "the row is made pending"
-    FILE = "the file is put aside, and all of its rows are pending"
+    ROW = "the row is reset to pending"
+    FILE = "the file is renamed, and all its rows are pending"
     RECEIPT = "the receipt is written again"
-    SUCCESSOR = "the unfinished file beside a finished one is put aside; the rows of the finished one stay"
-    NONE = "nothing: embed computes what is not there, or a person must look"
+    SUCCESSOR = "the unfinished file beside a finished file is renamed; the rows of the finished file stay"
+    NONE = "none: `embed` computes missing rows; other faults must be inspected"
 
 
 @dataclass(frozen=True)
@@ -90,97 +90,98 @@ def verify(out: Path, on_rows: Callable[[int], None] = lambda rows: None) -> Ver
         InputError: the folder is not a data set, or its description is damaged.
         LayertapError: a library for the compression is missing, or files cannot be opened.
     """
-    found = of_one_version(
+    verification = read_one_version(
         out, lambda dataset: (_verify_version if dataset.version else _verify_shards)(dataset, on_rows)
     )
-    if found.faults and DataSet.open(out).version != found.dataset.version:
+    if verification.faults and DataSet.open(out).version != verification.dataset.version:
         return verify(out, on_rows)  # a new version was published meanwhile, and old files were removed
-    return found
+    return verification
 
 
 def _verify_version(dataset: DataSet, on_rows: Callable[[int], None]) -> Verification:
     """Verify the table and every pass of a data set of `layertap sync`."""
-    found = Verification(dataset)
+    verification = Verification(dataset)
     assert dataset.version is not None
     for number in dataset.version.passes:
         folder = pass_folder(dataset.out, number)
         name = folder.relative_to(dataset.out).as_posix()
         try:
-            one = _verify_shards(DataSet.open(folder), on_rows)
+            pass_verification = _verify_shards(DataSet.open(folder), on_rows)
         except InputError as error:
-            found.faults.append(Fault(str(error).removeprefix(f"{folder} "), Remedy.NONE, file=name))
+            verification.faults.append(Fault(str(error).removeprefix(f"{folder} "), Remedy.NONE, file=name))
             continue
-        found.faults += [replace(fault, file=f"{name}/{fault.file}") for fault in one.faults]
+        verification.faults += [replace(fault, file=f"{name}/{fault.file}") for fault in pass_verification.faults]
     try:
         table = dataset.version_rows()
         if xxhash.xxh3_128_hexdigest(b"\0".join(sorted(map(os.fsencode, table.paths)))) != dataset.images["paths_xxh3"]:
-            found.faults.append(Fault("the paths of the version are not those of dataset.json", Remedy.NONE))
-        if not found.faults:
+            verification.faults.append(Fault("the paths of the version do not match dataset.json", Remedy.NONE))
+        if not verification.faults:
             with FeatureReader(dataset.out) as reader:
-                found.rows.update(Status(code).text for code in reader.status.tolist())
+                verification.rows.update(Status(code).text for code in reader.status.tolist())
     except (LayertapError, FileNotFoundError) as error:
-        found.faults.append(Fault(f"its version cannot be read: {error}", Remedy.NONE))
-    return found
+        verification.faults.append(Fault(f"the version cannot be read: {error}", Remedy.NONE))
+    return verification
 
 
 def _verify_shards(dataset: DataSet, on_rows: Callable[[int], None]) -> Verification:
-    out, found = dataset.out, Verification(dataset)
-    listed, whole = xxhash.xxh3_128(), True
+    out, verification = dataset.out, Verification(dataset)
+    paths_digest, all_readable = xxhash.xxh3_128(), True
     classes: list[str] | None = None
-    for number, where in enumerate(dataset.whereabouts()):
-        shard = _check_shard(dataset, number, where, found)
+    for number, files in enumerate(dataset.shard_files()):
+        shard = _check_shard(dataset, number, files, verification)
         if shard is None:
-            whole = False
+            all_readable = False
         else:
             with shard:
                 for i, image in enumerate(shard.text("path")):
-                    listed.update((b"\0" if number or i else b"") + os.fsencode(image))
+                    paths_digest.update((b"\0" if number or i else b"") + os.fsencode(image))
                 if classes is not None and classes != shard.text("classes"):
-                    what = "has other classes than the shards before it"
-                    found.faults.append(Fault(what, Remedy.NONE, number, shard.path.relative_to(out).as_posix()))
+                    description = "has other classes than the preceding shards"
+                    name = shard.path.relative_to(out).as_posix()
+                    verification.faults.append(Fault(description, Remedy.NONE, number, name))
                 classes = shard.text("classes")
         on_rows(len(dataset.shard_range(number)))
-    if whole and listed.hexdigest() != dataset.images["paths_xxh3"]:
-        found.faults.append(Fault("the paths of the shards are not those of dataset.json", Remedy.NONE))
-    return found
+    if all_readable and paths_digest.hexdigest() != dataset.images["paths_xxh3"]:
+        verification.faults.append(Fault("the paths of the shards do not match dataset.json", Remedy.NONE))
+    return verification
 
 
-def _check_shard(dataset: DataSet, number: int, where: ShardFiles, found: Verification) -> Shard | None:
-    """Add the faults of one shard to `found`; return the open shard, or None if it cannot be read."""
+def _check_shard(dataset: DataSet, number: int, files: ShardFiles, verification: Verification) -> Shard | None:
+    """Add the faults of one shard to `verification`; return the open shard, or None if it cannot be read."""
     for _ in range(3):  # the shard may be published or rewritten while it is verified
-        path = dataset.current(number, where)
+        path = dataset.current(number, files)
         if path is None:
             last = dataset.path(number)
-            receipt = ", though its receipt is there" if last.with_suffix(".json").exists() else ""
+            receipt = ", but its receipt exists" if last.with_suffix(".json").exists() else ""
             name = last.relative_to(dataset.out).as_posix()
-            found.faults.append(Fault(f"is missing{receipt}", Remedy.NONE, number, name))
-            found.rows[Status.PENDING.text] += len(dataset.shard_range(number))
+            verification.faults.append(Fault(f"is missing{receipt}", Remedy.NONE, number, name))
+            verification.rows[Status.PENDING.text] += len(dataset.shard_range(number))
             return None
         name = path.relative_to(dataset.out).as_posix()
         try:
             shard = dataset.open_shard(number, path)
         except LayertapError as error:
-            now = dataset.whereabouts()[number]
-            if now != where:
-                where = now
+            current_files = dataset.shard_files()[number]
+            if current_files != files:
+                files = current_files
                 continue
             cause = error.__cause__
             if not isinstance(error, InputError) and not (isinstance(cause, OSError) and cause.errno in MEDIA_ERRORS):
                 raise  # not a fault of the file: too many open files, a missing library
-            found.faults.append(Fault(str(error).removeprefix(f"{path} "), _remedy_of(path), number, name))
+            verification.faults.append(Fault(str(error).removeprefix(f"{path} "), _remedy_of(path), number, name))
             return None
         try:
-            faults = [*_faults_of_rows(shard, name, found.rows)]
-            if where.published is not None:
+            faults = [*_faults_of_rows(shard, name, verification.rows)]
+            if files.published is not None:
                 faults += _faults_of_receipt(shard, name, faults)
         except BaseException:
             shard.close()
             raise
-        if where.published is not None and where.part is not None:
-            faults += _faults_of_successor(dataset, number, where.part)
-        found.faults += faults
+        if files.published is not None and files.part is not None:
+            faults += _faults_of_successor(dataset, number, files.part)
+        verification.faults += faults
         return shard
-    raise LayertapError(f"shard {number} of {dataset.out} changes while it is looked at; try again when nobody writes")
+    raise LayertapError(f"shard {number} of {dataset.out} changed while it was verified; try again when no writer runs")
 
 
 def _faults_of_successor(dataset: DataSet, number: int, revision: int) -> list[Fault]:
@@ -209,51 +210,51 @@ def _remedy_of(path: Path) -> Remedy:
 def _faults_of_rows(shard: Shard, name: str, counts: Counter[str]) -> list[Fault]:
     number, first_row, part = shard.identity.shard, shard.identity.first_row, shard.path.suffix == ".part"
     status = shard.column("status")
-    known = np.isin(status, list(Status))
-    counts.update(Status(code).text for code in status[known].tolist())
+    valid = np.isin(status, list(Status))
+    counts.update(Status(code).text for code in status[valid].tolist())
     faults: list[Fault] = []
 
-    def of_rows(rows: NDArray[np.int64], what: str) -> None:
+    def of_rows(rows: NDArray[np.int64], description: str) -> None:
         for row, path in zip(rows.tolist(), shard.text("path", rows), strict=True):
-            faults.append(Fault(what, Remedy.ROW, number, name, first_row + row, path))
+            faults.append(Fault(description, Remedy.ROW, number, name, first_row + row, path))
 
     pending = np.flatnonzero(status == Status.PENDING)
     if part and len(pending):
-        what = f"is unfinished, {len(pending):,} of {len(shard):,} rows are pending"
-        faults.append(Fault(what, Remedy.NONE, number, name))
+        description = f"is unfinished: {len(pending):,} of {len(shard):,} rows are pending"
+        faults.append(Fault(description, Remedy.NONE, number, name))
     elif len(pending):
-        of_rows(pending, "it is pending, in a finished file")
+        of_rows(pending, "is pending in a finished file")
     labels, n_classes = shard.column("label"), len(shard.text("classes"))
     if ((labels < -1) | (labels >= n_classes)).any():
-        faults.append(Fault(f"has labels beyond its {n_classes} classes", Remedy.FILE, number, name))
-    wrong, unlike = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        faults.append(Fault(f"has labels outside its {n_classes} classes", Remedy.FILE, number, name))
+    damaged, contradicting = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for start, stop, block, agree in checked(shard, np.flatnonzero(status != Status.PENDING)):
-        wrong.append(start + np.flatnonzero(~agree))
+        damaged.append(start + np.flatnonzero(~agree))
         if block is not None:
-            unlike.append(start + np.flatnonzero(agree & ~_as_status_says(block, status[start:stop])))
-    of_rows(np.concatenate(wrong), "it does not agree with its hashes")
-    of_rows(np.concatenate(unlike), "its features are not as its status says")
+            contradicting.append(start + np.flatnonzero(agree & ~_matches_status(block, status[start:stop])))
+    of_rows(np.concatenate(damaged), "does not match its hashes")
+    of_rows(np.concatenate(contradicting), "features contradict the status")
     return faults
 
 
-def _as_status_says(block: dict[str, NDArray[Any]], status: NDArray[np.uint8]) -> NDArray[np.bool_]:
+def _matches_status(block: dict[str, NDArray[Any]], status: NDArray[np.uint8]) -> NDArray[np.bool_]:
     """Return (R,) bool, whether the features match the status: finite if ok, NaN without image, else not finite."""
     flat = [values.reshape(len(values), -1) for values in block.values()]
-    finite = np.logical_and.reduce([np.isfinite(values).all(1) for values in flat])
-    none = np.logical_and.reduce([np.isnan(values).all(1) for values in flat])
-    found: NDArray[np.bool_] = np.select(
+    all_finite = np.logical_and.reduce([np.isfinite(values).all(1) for values in flat])
+    all_nan = np.logical_and.reduce([np.isnan(values).all(1) for values in flat])
+    matches: NDArray[np.bool_] = np.select(
         [
             status == Status.OK,
             status == Status.NOT_FINITE,
             np.isin(status, _WITHOUT_IMAGE),
         ],
-        [finite, ~finite, none],
+        [all_finite, ~all_finite, all_nan],
         False,
     )
-    return found
+    return matches
 
 
-def _faults_of_receipt(shard: Shard, name: str, of_rows: Collection[Fault]) -> list[Fault]:
+def _faults_of_receipt(shard: Shard, name: str, row_faults: Collection[Fault]) -> list[Fault]:
     number, receipt_name = shard.identity.shard, Path(name).with_suffix(".json").as_posix()
     try:
         receipt = read_json(shard.path.with_suffix(".json"))
@@ -266,15 +267,15 @@ def _faults_of_receipt(shard: Shard, name: str, of_rows: Collection[Fault]) -> l
     expected = {**vars(shard.identity), **size_and_hash(shard.path), "status": status}
     # Wrong rows explain a mismatch. Without wrong rows, the receipt is wrong, or bytes that no other hash covers; a
     # repair does not overwrite the receipt, because it is the only evidence.
-    hint = "" if of_rows else "; every row agrees with its hashes. Without a receipt, --repair writes a new one"
+    hint = "" if row_faults else "; all rows match their hashes. If the receipt is removed, --repair writes a new one"
     return [
-        Fault(f"its {key} is not that of its receipt{hint}", Remedy.NONE, number, name)
+        Fault(f"its {key} differs from the receipt{hint}", Remedy.NONE, number, name)
         for key, value in expected.items()
         if receipt.get(key) != value
     ]
 
 
-def repair(found: Verification) -> int:
+def repair(verification: Verification) -> int:
     """Reset wrong rows to pending, so that `embed` or `sync` computes them again; return the number of these rows.
 
     A published shard with wrong rows is renamed to `.damaged` and replaced by a `.part` copy in which these rows are
@@ -285,39 +286,41 @@ def repair(found: Verification) -> int:
         LockedError: another process writes to the data set.
         LayertapError: the disk is full or cannot be written to.
     """
-    if found.dataset.version:
-        with found.dataset.locked():
-            return sum(_repair_shards(one) for one in _by_pass(found))
-    return _repair_shards(found)
+    if verification.dataset.version:
+        with verification.dataset.locked():
+            return sum(_repair_shards(pass_verification) for pass_verification in _by_pass(verification))
+    return _repair_shards(verification)
 
 
-def _by_pass(found: Verification) -> Iterator[Verification]:
+def _by_pass(verification: Verification) -> Iterator[Verification]:
     """Yield the faults of each pass, as a verification of the pass's own data set."""
-    for folder in sorted({fault.file.rpartition("/shards/")[0] for fault in found.faults if "/shards/" in fault.file}):
+    files = {fault.file for fault in verification.faults if "/shards/" in fault.file}
+    for folder in sorted({file.rpartition("/shards/")[0] for file in files}):
         faults = [
             replace(fault, file=fault.file.removeprefix(f"{folder}/"))
-            for fault in found.faults
+            for fault in verification.faults
             if fault.file.startswith(f"{folder}/")
         ]
-        yield Verification(DataSet.open(found.dataset.out / folder), faults)
+        yield Verification(DataSet.open(verification.dataset.out / folder), faults)
 
 
-def _repair_shards(found: Verification) -> int:
-    dataset, pending = found.dataset, 0
+def _repair_shards(verification: Verification) -> int:
+    dataset, pending = verification.dataset, 0
     with dataset.locked():
-        whereabouts = dataset.whereabouts()
-        for number in sorted({fault.shard for fault in found.faults if fault.shard is not None}):
-            where = whereabouts[number]
-            path = dataset.current(number, where)
+        shard_files = dataset.shard_files()
+        for number in sorted({fault.shard for fault in verification.faults if fault.shard is not None}):
+            files = shard_files[number]
+            path = dataset.current(number, files)
             if path is None:
                 continue
-            now = Verification(dataset)
-            shard = _check_shard(dataset, number, where, now)
+            current = Verification(dataset)
+            shard = _check_shard(dataset, number, files, current)
             # Faults of rows from other checks, such as recomputation, remain valid as long as the file is the same.
             name = path.relative_to(dataset.out).as_posix()
-            faults = {*now.faults, *(fault for fault in found.faults if fault.file == name and fault.row is not None)}
+            of_rows = (fault for fault in verification.faults if fault.file == name and fault.row is not None)
+            faults = {*current.faults, *of_rows}
             try:
-                pending += _mend(dataset, number, where, shard, faults)
+                pending += _apply_remedies(dataset, number, files, shard, faults)
             except OSError as error:
                 raise LayertapError(f"cannot repair {path}: {error.strerror}") from error
             finally:
@@ -326,42 +329,42 @@ def _repair_shards(found: Verification) -> int:
     return pending
 
 
-def _mend(dataset: DataSet, number: int, where: ShardFiles, shard: Shard | None, faults: set[Fault]) -> int:
+def _apply_remedies(dataset: DataSet, number: int, files: ShardFiles, shard: Shard | None, faults: set[Fault]) -> int:
     """Apply the strongest remedy of the faults of one shard; return the number of rows it resets to pending."""
     remedies = {fault.remedy for fault in faults}
     rows = np.array(sorted({fault.row for fault in faults if fault.remedy is Remedy.ROW and fault.row is not None}))
     rows = rows.astype(np.int64) - dataset.shard_range(number).start
-    path = dataset.current(number, where)
+    path = dataset.current(number, files)
     assert path is not None
-    if Remedy.SUCCESSOR in remedies and where.part is not None:
-        _put_aside(dataset.path(number, where.part, part=True))
+    if Remedy.SUCCESSOR in remedies and files.part is not None:
+        _rename_damaged(dataset.path(number, files.part, part=True))
     if Remedy.FILE in remedies:
-        other_name = dataset.path(number, where.published or 0, part=True)
-        if where.published is not None and other_name.exists() and other_name.samefile(path):
+        other_name = dataset.path(number, files.published or 0, part=True)
+        if files.published is not None and other_name.exists() and other_name.samefile(path):
             other_name.unlink()  # a run was killed between the link and the unlink
-        _put_aside(path)
+        _rename_damaged(path)
         return len(dataset.shard_range(number))
     if shard is None:
         return 0
     if Remedy.ROW in remedies:
-        if where.published is None:
-            with ShardWriter(dataset, number, where.part or 0) as writer:
+        if files.published is None:
+            with ShardWriter(dataset, number, files.part or 0) as writer:
                 writer.reset(rows)
         else:
-            copy_shard(shard, dataset.path(number, where.published + 1, part=True), pending=rows)
-            _put_aside(path)
+            copy_shard(shard, dataset.path(number, files.published + 1, part=True), pending=rows)
+            _rename_damaged(path)
         return len(rows)
     if Remedy.RECEIPT in remedies:
         failed = np.flatnonzero(shard.column("status") != Status.OK) + shard.identity.first_row
-        lost = {int(row): "the receipt that said why was lost" for row in failed}
-        write_receipt(path, path, shard, {**lost, **reasons_of(path)})
+        unknown_reasons = {int(row): "unknown, because the receipt was lost" for row in failed}
+        write_receipt(path, path, shard, {**unknown_reasons, **reasons_of(path)})
     return 0
 
 
-def _put_aside(path: Path) -> None:
+def _rename_damaged(path: Path) -> None:
     """Rename a file, then its receipt, to names in `.damaged`, which no reader opens."""
-    for one in (path, path.with_suffix(".json")):
-        names = (one.with_name(f"{one.name}.damaged{count}") for count in ("", *(f"-{i}" for i in range(2, 1000))))
-        if os.path.lexists(one) and (one == path or path.suffix == ".h5"):
-            one.rename(next(name for name in names if not os.path.lexists(name)))
+    for file in (path, path.with_suffix(".json")):
+        names = (file.with_name(f"{file.name}.damaged{count}") for count in ("", *(f"-{i}" for i in range(2, 1000))))
+        if os.path.lexists(file) and (file == path or path.suffix == ".h5"):
+            file.rename(next(name for name in names if not os.path.lexists(name)))
     sync_folder(path.parent)

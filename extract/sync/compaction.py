@@ -23,7 +23,7 @@ from extract.store.format.version import pass_folder
 from extract.store.reader import FeatureReader
 from extract.store.row_copying import copy_rows
 from extract.sync.manifest import Manifest
-from extract.sync.publishing import publish, remove_what_is_not_needed
+from extract.sync.publishing import publish, remove_unneeded
 from extract.system.folder_lock import locked
 
 __all__ = ["Compacted", "compact", "compact_passes", "passes_to_compact", "rewrite"]
@@ -57,7 +57,7 @@ def passes_to_compact(sizes: Mapping[int, tuple[int, int]], max_dead: float, sha
         max_dead: a pass is rewritten if the share of its dead rows is larger than this.
         shard_rows: rows of a full shard; a pass that keeps fewer rows is small.
     """
-    chosen = {number for number, (kept, known) in sizes.items() if known - kept > max_dead * known}
+    chosen = {number for number, (kept, stored) in sizes.items() if stored - kept > max_dead * stored}
     by_tier: dict[int, list[list[int]]] = {}
     for number, (kept, _) in sizes.items():
         if kept < shard_rows:
@@ -81,7 +81,7 @@ def _tier(rows: int) -> int:
 def compact(
     out: Path,
     max_dead: float,
-    on_rows: Callable[[int, bool], None] = lambda rows, found: None,
+    on_rows: Callable[[int, bool], None] = lambda rows, stored: None,
 ) -> Compacted:
     """Rewrite passes with too many rows that no file needs any more, and join many small passes.
 
@@ -102,19 +102,19 @@ def compact(
     """
     published = DataSet.open(out)
     if published.version is None:
-        raise InputError(f"{out} is not kept in step with a folder; it has no rows that are not needed")
+        raise InputError(f"{out} was not written by `layertap sync`; only such data sets have unneeded rows")
     with locked(out):
         published = DataSet.open(out)
         with Manifest(out) as manifest:
-            if manifest.made_anew or manifest.version < (published.version.number if published.version else 0):
-                raise InputError(f"{out}/manifest.sqlite is lost or damaged; `layertap sync` makes it anew")
+            if manifest.rebuilt_because or manifest.version < (published.version.number if published.version else 0):
+                raise InputError(f"{out}/manifest.sqlite is missing or damaged; run `layertap sync` to rebuild it")
             try:
                 return compact_passes(out, manifest, published, max_dead, time.time_ns(), on_rows)[0]
             except (sqlite3.Error, ValueError, TypeError) as error:  # InputError is a ValueError, too
                 if isinstance(error, LayertapError):
                     raise
                 raise LayertapError(
-                    f"{out}/manifest.sqlite: {error}; delete it, and `layertap sync` makes it anew"
+                    f"{out}/manifest.sqlite: {error}; delete it and run `layertap sync` to rebuild it"
                 ) from error
 
 
@@ -124,19 +124,21 @@ def compact_passes(
     published: DataSet,
     max_dead: float,
     unused_before_ns: int,
-    on_rows: Callable[[int, bool], None] = lambda rows, found: None,
+    on_rows: Callable[[int, bool], None] = lambda rows, stored: None,
 ) -> tuple[Compacted, DataSet]:
     """Implement `compact` for a caller that holds the lock; return the result and the published data set."""
     total = Compacted()
     sizes = manifest.sizes_of_passes(unused_before_ns)
-    full = shard_rows_for(published.features)
-    chosen = passes_to_compact(sizes, max_dead, full)
-    small = [one for one in chosen if sizes[one][0] < full]
-    for passes in filter(None, [small, *([one] for one in chosen if one not in small)]):
-        done = rewrite(out, manifest, passes, unused_before_ns, on_rows)
-        total = Compacted(total.passes + done.passes, total.rows + done.rows, total.removed + done.removed)
+    full_rows = shard_rows_for(published.features)
+    chosen = passes_to_compact(sizes, max_dead, full_rows)
+    small = [number for number in chosen if sizes[number][0] < full_rows]
+    for passes in filter(None, [small, *([number] for number in chosen if number not in small)]):
+        compacted = rewrite(out, manifest, passes, unused_before_ns, on_rows)
+        total = Compacted(
+            total.passes + compacted.passes, total.rows + compacted.rows, total.removed + compacted.removed
+        )
         published = publish(out, published.images["root"], manifest, published) or published
-        remove_what_is_not_needed(out, manifest)
+        remove_unneeded(out, manifest)
     return total, published
 
 
@@ -145,7 +147,7 @@ def rewrite(
     manifest: Manifest,
     passes: Sequence[int],
     unused_before_ns: int,
-    on_rows: Callable[[int, bool], None] = lambda rows, found: None,
+    on_rows: Callable[[int, bool], None] = lambda rows, stored: None,
 ) -> Compacted:
     """Copy the rows to keep from some passes into a new pass, and record their new positions in the manifest.
 
@@ -159,7 +161,8 @@ def rewrite(
     """
     if not passes:
         return Compacted()
-    known = sum(size for one, (_, size) in manifest.sizes_of_passes(unused_before_ns).items() if one in set(passes))
+    sizes = manifest.sizes_of_passes(unused_before_ns)
+    recorded = sum(size for old_pass, (_, size) in sizes.items() if old_pass in set(passes))
     number = manifest.next_pass()
     try:
         ids = _copy_kept_rows(out, manifest, passes, number, unused_before_ns, on_rows)
@@ -168,10 +171,10 @@ def rewrite(
         raise
     with manifest.transaction():
         manifest.move_rows(ids, number)
-        for one in passes:
-            manifest.forget_pass(one)  # drops the rows that were not kept
+        for old_pass in passes:
+            manifest.forget_pass(old_pass)  # drops the rows that were not kept
         manifest.version += 1
-    return Compacted(len(passes), len(ids), known - len(ids))
+    return Compacted(len(passes), len(ids), recorded - len(ids))
 
 
 def _copy_kept_rows(
@@ -184,26 +187,30 @@ def _copy_kept_rows(
 ) -> list[int]:
     """Write the rows to keep as a new pass; return their ids in the manifest, in order."""
     ids: list[int] = []
-    folders = [pass_folder(out, one) for one in passes]
+    folders = [pass_folder(out, old_pass) for old_pass in passes]
     with FeatureReader(folders, partial=True) as reader:
         bases = np.cumsum([0, *(DataSet.open(folder).n_rows for folder in folders)])
-        places: list[int] = []
+        positions: list[int] = []
         paths: list[str] = []
-        for one, base in zip(passes, bases.tolist(), strict=False):
-            kept = manifest.kept_rows(one, unused_before_ns)
+        for old_pass, base in zip(passes, bases.tolist(), strict=False):
+            kept = manifest.kept_rows(old_pass, unused_before_ns)
             wanted = base + np.array([row for _, row, _ in kept], np.int64)
-            at = np.searchsorted(reader.rows, wanted)
-            there = (reader.rows[np.minimum(at, len(reader) - 1)] == wanted) if len(reader) else np.zeros(len(at), bool)
-            for (feature, _, path), place, found in zip(kept, at.tolist(), there.tolist(), strict=True):
-                if not found:
+            candidates = np.searchsorted(reader.rows, wanted)
+            if len(reader):
+                present = reader.rows[np.minimum(candidates, len(reader) - 1)] == wanted
+            else:
+                present = np.zeros(len(candidates), bool)
+            matches = zip(kept, candidates.tolist(), present.tolist(), strict=True)
+            for (feature, _, path), position, is_present in matches:
+                if not is_present:
                     continue
                 ids.append(feature)
-                places.append(place)
-                paths.append(reader.paths[place] if path is None else path.decode("utf-8", "surrogateescape"))
+                positions.append(position)
+                paths.append(reader.paths[position] if path is None else path.decode("utf-8", "surrogateescape"))
         if ids:
-            packed = sorted({how for how, _ in reader.compression.values()})
-            compress = packed[0] if packed and packed[0] in COMPRESSIONS else None
-            _write(pass_folder(out, number), reader, np.array(places, np.int64), paths, passes, compress, on_rows)
+            compressions = sorted({compression for compression, _ in reader.compression.values()})
+            compress = compressions[0] if compressions and compressions[0] in COMPRESSIONS else None
+            _write(pass_folder(out, number), reader, np.array(positions, np.int64), paths, passes, compress, on_rows)
     return ids
 
 
@@ -217,19 +224,19 @@ def _write(
     on_rows: Callable[[int, bool], None],
 ) -> None:
     """Write rows of a reader as a pass."""
-    of = DataSet.open(folder.with_name(f"{passes[0]:06d}"))
+    old_dataset = DataSet.open(folder.with_name(f"{passes[0]:06d}"))
     images = {
-        "root": of.images["root"],
+        "root": old_dataset.images["root"],
         "count": len(paths),
         "paths_xxh3": xxhash.xxh3_128_hexdigest(b"\0".join(map(os.fsencode, paths))),
     }
-    shard_rows = min(max(of.shard_rows, shard_rows_for(of.features)), len(paths))
-    dataset = DataSet(folder, of.depends_on, of.features, images, shard_rows)
+    shard_rows = min(max(old_dataset.shard_rows, shard_rows_for(old_dataset.features)), len(paths))
+    dataset = DataSet(folder, old_dataset.depends_on, old_dataset.features, images, shard_rows)
     provenance = {**reader.provenance, "compacted_from": list(passes)}
 
-    def names(here: range) -> RowNames:
-        none = np.full(len(here), -1, np.int64)
-        return RowNames(paths[here.start : here.stop], none, [""] * len(here), [])
+    def names(row_range: range) -> RowNames:
+        no_labels = np.full(len(row_range), -1, np.int64)
+        return RowNames(paths[row_range.start : row_range.stop], no_labels, [""] * len(row_range), [])
 
     with dataset.locked():
         dataset.open_or_create()

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from extract.row_status import Status
 from extract.sync.hashing import MOVED, hashes_of
-from extract.sync.manifest import Candidate, Feature, Manifest, Planned
+from extract.sync.manifest import Candidate, FeatureRow, Manifest, PlannedFile
 from extract.sync.safety_limits import Guards
-from extract.sync.scan import NO_FILE, Seen
+from extract.sync.scan import NO_FILE, ScannedFile
 
-__all__ = ["Difference", "Resolved", "StoppedError", "before", "difference"]
+__all__ = ["Difference", "Resolved", "StoppedError", "difference", "time_before"]
 
 _S = 1_000_000_000  # nanoseconds
 # A file system may record times in steps of 2 s (FAT); a file that changes twice within a step looks unchanged.
@@ -33,7 +33,7 @@ class StoppedError(Exception):
 class Resolved(NamedTuple):
     """A file and the stored row that holds its features."""
 
-    seen: Seen
+    file: ScannedFile
     settled: bool
     feature: int
     hash: bytes
@@ -51,20 +51,20 @@ class Difference:
         gone: paths in the data set that no longer exist.
         stored: path -> its row in the data set, for the examined files.
         added, changed, renamed: numbers of files in `resolved`.
-        tried_again: number of files in `todo` whose rows had failed.
+        retried: number of files in `todo` whose rows had failed.
         vanished: number of files of the data set that no longer exist and were not renamed, or are dangling links now.
     """
 
     resolved: list[Resolved]
-    todo: list[Planned]
-    waiting: list[tuple[Seen, int]]
-    moved: list[Seen]
+    todo: list[PlannedFile]
+    waiting: list[tuple[ScannedFile, int]]
+    moved: list[ScannedFile]
     gone: list[bytes]
-    stored: dict[bytes, Feature]
+    stored: dict[bytes, FeatureRow]
     added: int
     changed: int
     renamed: int
-    tried_again: int
+    retried: int
     vanished: int
 
 
@@ -83,50 +83,52 @@ def difference(
     Raises:
         StoppedError: `stop` returned True.
     """
-    retry_before_ns = before(scanned_ns, guards.retry_after_s)
-    unread_before_ns = max(retry_before_ns, before(scanned_ns, _UNREAD_S))
-    to_look_at = list(manifest.to_look_at(retry_before_ns, unread_before_ns))
-    candidates, waiting = _settled(manifest, _readable(root, to_look_at, unread_before_ns), guards, scanned_ns)
-    stored = {one.seen.path: one.before for one in candidates if one.before is not None}
-    resolved, todo, moved = _known(root, manifest, candidates, scanned_ns, retry_before_ns, stop)
+    retry_before_ns = time_before(scanned_ns, guards.retry_after_s)
+    unread_before_ns = max(retry_before_ns, time_before(scanned_ns, _UNREAD_S))
+    files_to_examine = list(manifest.files_to_examine(retry_before_ns, unread_before_ns))
+    readable = _without_unreadable(root, files_to_examine, unread_before_ns)
+    candidates, waiting = _split_settled(manifest, readable, guards, scanned_ns)
+    stored = {candidate.file.path: candidate.recorded for candidate in candidates if candidate.recorded is not None}
+    resolved, todo, moved = _match_by_hash(root, manifest, candidates, scanned_ns, retry_before_ns, stop)
     gone = manifest.gone()
     gone_hashes = Counter(content for _, content in gone)
     added = changed = renamed = 0
-    for one in resolved:
-        old = stored.get(one.seen.path)
-        if old is None and gone_hashes[one.hash] > 0 and one.hash != _NO_HASH:
-            gone_hashes[one.hash] -= 1
+    for entry in resolved:
+        old = stored.get(entry.file.path)
+        if old is None and gone_hashes[entry.hash] > 0 and entry.hash != _NO_HASH:
+            gone_hashes[entry.hash] -= 1
             renamed += 1
         elif old is None:
             added += 1
-        elif old.hash != one.hash:
+        elif old.hash != entry.hash:
             changed += 1
     # A dangling link whose target was an image counts as a vanished file.
-    nowhere = sum(
-        one.seen.size == NO_FILE and one.before is not None and one.before.status == Status.OK for one in candidates
+    dangling = sum(
+        candidate.file.size == NO_FILE and candidate.recorded is not None and candidate.recorded.status == Status.OK
+        for candidate in candidates
     )
     return Difference(
         resolved, todo, waiting, moved, [path for path, _ in gone], stored, added, changed, renamed,
-        tried_again=sum((old := stored.get(one.seen.path)) is not None and old.status != Status.OK for one in todo),
-        vanished=len(gone) - renamed + nowhere,
+        retried=sum((old := stored.get(planned.file.path)) is not None and old.status != Status.OK for planned in todo),
+        vanished=len(gone) - renamed + dangling,
     )  # fmt: skip
 
 
-def _readable(root: str, candidates: list[Candidate], unread_before_ns: int) -> list[Candidate]:
+def _without_unreadable(root: str, candidates: list[Candidate], unread_before_ns: int) -> list[Candidate]:
     """Drop files with a recent I/O error that still cannot be read, so that no model is loaded for them."""
     unread = [
-        one.seen
-        for one in candidates
-        if one.same and one.before is not None and one.before.status == Status.IO_ERROR
-        and one.before.tried_ns >= unread_before_ns
+        candidate.file
+        for candidate in candidates
+        if candidate.unchanged and candidate.recorded is not None and candidate.recorded.status == Status.IO_ERROR
+        and candidate.recorded.tried_ns >= unread_before_ns
     ]  # fmt: skip
-    still = {seen for seen, content in zip(unread, hashes_of(root, unread), strict=True) if content is None}
-    return [one for one in candidates if one.seen not in still]
+    still_unreadable = {file for file, content in zip(unread, hashes_of(root, unread), strict=True) if content is None}
+    return [candidate for candidate in candidates if candidate.file not in still_unreadable]
 
 
-def _settled(
+def _split_settled(
     manifest: Manifest, candidates: list[Candidate], guards: Guards, scanned_ns: int
-) -> tuple[list[Candidate], list[tuple[Seen, int]]]:
+) -> tuple[list[Candidate], list[tuple[ScannedFile, int]]]:
     """Split candidates into files that can be processed now and files that must wait.
 
     A waiting file comes with the time since which its size and times are unchanged.
@@ -135,60 +137,60 @@ def _settled(
     if not settle_ns:
         return candidates, []
     known_waiting, ready, waiting = manifest.waiting(), [], []
-    for one in candidates:
-        seen = one.seen
-        if scanned_ns - seen.mtime_ns >= settle_ns or one.same or seen.size == NO_FILE:
-            ready.append(one)
+    for candidate in candidates:
+        file = candidate.file
+        if scanned_ns - file.mtime_ns >= settle_ns or candidate.unchanged or file.size == NO_FILE:
+            ready.append(candidate)
             continue
         # A modification time in the future does not show the file's age; only waiting does.
-        known, since_ns = known_waiting.get(seen.path, (None, scanned_ns))
-        if known == seen and scanned_ns - since_ns >= settle_ns:
-            ready.append(one)
+        known_file, since_ns = known_waiting.get(file.path, (None, scanned_ns))
+        if known_file == file and scanned_ns - since_ns >= settle_ns:
+            ready.append(candidate)
         else:
-            waiting.append((seen, since_ns if known == seen else scanned_ns))
+            waiting.append((file, since_ns if known_file == file else scanned_ns))
     return ready, waiting
 
 
-def _known(
+def _match_by_hash(
     root: str, manifest: Manifest, candidates: list[Candidate], scanned_ns: int, retry_before_ns: int,
     stop: Callable[[], bool],
-) -> tuple[list[Resolved], list[Planned], list[Seen]]:  # fmt: skip
+) -> tuple[list[Resolved], list[PlannedFile], list[ScannedFile]]:  # fmt: skip
     """Split candidates into files whose features are stored, files to compute, and files changed since the scan.
 
     A file can equal a stored image only if their sizes are equal; no other file is hashed.
     """
     resolved: list[Resolved] = []
-    todo: list[Planned] = []
-    moved: list[Seen] = []
-    to_hash: list[Seen] = []
-    for seen, _, _ in candidates:
-        if seen.size >= 0 and manifest.knows_size(seen.size):
-            to_hash.append(seen)
+    todo: list[PlannedFile] = []
+    moved: list[ScannedFile] = []
+    to_hash: list[ScannedFile] = []
+    for file, _, _ in candidates:
+        if file.size >= 0 and manifest.has_size(file.size):
+            to_hash.append(file)
         else:
-            todo.append(Planned(seen, _is_settled(seen, scanned_ns)))
-    for seen, content in zip(to_hash, hashes_of(root, to_hash), strict=True):
+            todo.append(PlannedFile(file, _is_settled(file, scanned_ns)))
+    for file, content in zip(to_hash, hashes_of(root, to_hash), strict=True):
         if stop():
             raise StoppedError
-        settled = _is_settled(seen, scanned_ns)
-        found = manifest.with_hash(content) if isinstance(content, bytes) else None
+        settled = _is_settled(file, scanned_ns)
+        stored = manifest.find_by_hash(content) if isinstance(content, bytes) else None
         if content is MOVED:
-            moved.append(seen)
-        elif found is not None and (found.status == Status.OK or found.tried_ns >= retry_before_ns):
-            resolved.append(Resolved(seen, settled, found.id, found.hash))
+            moved.append(file)
+        elif stored is not None and (stored.status == Status.OK or stored.tried_ns >= retry_before_ns):
+            resolved.append(Resolved(file, settled, stored.id, stored.hash))
         else:
-            todo.append(Planned(seen, settled))
+            todo.append(PlannedFile(file, settled))
     return resolved, sorted(todo), moved
 
 
-def _is_settled(seen: Seen, scanned_ns: int) -> bool:
+def _is_settled(file: ScannedFile, scanned_ns: int) -> bool:
     """Return whether a later change of a file must alter its times, because they are older than a time step.
 
     A modification time in the future was set by a program and is ignored; the change time (ctime) cannot be set.
     """
-    latest = max((at for at in (seen.mtime_ns, seen.ctime_ns) if at <= scanned_ns), default=scanned_ns)
-    return seen.ctime_ns <= scanned_ns and latest < scanned_ns - _STEP_NS
+    latest = max((time_ns for time_ns in (file.mtime_ns, file.ctime_ns) if time_ns <= scanned_ns), default=scanned_ns)
+    return file.ctime_ns <= scanned_ns and latest < scanned_ns - _STEP_NS
 
 
-def before(now_ns: int, seconds: float) -> int:
+def time_before(now_ns: int, seconds: float) -> int:
     """Return the time that is `seconds` before `now_ns`, in nanoseconds."""
     return now_ns - int(seconds * _S)

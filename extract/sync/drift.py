@@ -57,7 +57,7 @@ def drift_of(out: Path, number: int, seed: int = 0) -> list[Drift]:
         LayertapError: the data set cannot be read.
     """
     is_new = DataSet.open(out).version_rows().passes == number
-    found = []
+    drifts = []
     generator = np.random.default_rng(seed)
     with FeatureReader(out) as reader:
         if len(reader) != len(is_new):
@@ -65,10 +65,10 @@ def drift_of(out: Path, number: int, seed: int = 0) -> list[Drift]:
         good = reader.status == Status.OK
         for layer in reader.layers:
             at_most = min(_SAMPLED, _SAMPLE_BYTES // reader[layer].row_bytes)
-            new, old = (generator.permutation(np.flatnonzero(good & one))[:at_most] for one in (is_new, ~is_new))
+            new, old = (generator.permutation(np.flatnonzero(good & group))[:at_most] for group in (is_new, ~is_new))
             if len(new) >= _LEAST_NEW and len(old) >= _LEAST_OLD:
-                found.append(_drift(layer, *(_flat(reader, layer, np.sort(rows)) for rows in (new, old))))
-    return found
+                drifts.append(_drift(layer, *(_flat(reader, layer, np.sort(rows)) for rows in (new, old))))
+    return drifts
 
 
 def _flat(reader: FeatureReader, layer: str, rows: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -77,10 +77,10 @@ def _flat(reader: FeatureReader, layer: str, rows: NDArray[np.int64]) -> NDArray
 
 def _drift(layer: str, new: NDArray[np.float64], old: NDArray[np.float64]) -> Drift:
     variance = (new.var(0) + old.var(0)) / 2
-    alive = variance > 1e-12 * variance.max(initial=0)
-    apart = (new.mean(0) - old.mean(0))[alive] ** 2 / variance[alive]
+    varying = variance > 1e-12 * variance.max(initial=0)
+    squared_shifts = (new.mean(0) - old.mean(0))[varying] ** 2 / variance[varying]
     by_chance = 1 / len(new) + 1 / len(old)
-    shift = math.sqrt(max(0.0, float(apart.mean()) - by_chance)) if alive.any() else 0.0
+    shift = math.sqrt(max(0.0, float(squared_shifts.mean()) - by_chance)) if varying.any() else 0.0
     total = float(old.var(0).sum())
     spread = math.sqrt(float(new.var(0).sum()) / total) if total else 1.0
     far = shift > _FAR_SHIFT or not 1 / _FAR_SPREAD < spread < _FAR_SPREAD

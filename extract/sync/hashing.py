@@ -10,7 +10,7 @@ from typing import Final
 
 import xxhash
 
-from extract.sync.scan import Seen
+from extract.sync.scan import ScannedFile
 
 __all__ = ["MOVED", "Moved", "hashes_of"]
 
@@ -26,17 +26,17 @@ class Moved:
 MOVED: Final = Moved()
 
 
-def hashes_of(root: str, files: Sequence[Seen]) -> Iterator[bytes | Moved | None]:
+def hashes_of(root: str, files: Sequence[ScannedFile]) -> Iterator[bytes | Moved | None]:
     """Yield the xxh3-128 of each file's bytes; `MOVED` if it has changed since the scan, None if it cannot be read."""
     with ThreadPoolExecutor(_THREADS) as threads:
         for start in range(0, len(files), _AHEAD):
-            yield from threads.map(lambda seen: _hash_of(root, seen), files[start : start + _AHEAD])
+            yield from threads.map(lambda file: _hash_of(root, file), files[start : start + _AHEAD])
 
 
-def _hash_of(root: str, seen: Seen) -> bytes | Moved | None:
+def _hash_of(root: str, file: ScannedFile) -> bytes | Moved | None:
     digest = xxhash.xxh3_128()
     try:
-        descriptor = os.open(os.path.join(os.fsencode(root), seen.path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # noqa: PTH118
+        descriptor = os.open(os.path.join(os.fsencode(root), file.path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # noqa: PTH118
     except OSError:
         return None
     try:
@@ -44,11 +44,11 @@ def _hash_of(root: str, seen: Seen) -> bytes | Moved | None:
             return None
         while block := os.read(descriptor, _BLOCK_BYTES):
             digest.update(block)
-        now = os.fstat(descriptor)  # after the last byte, so that it shows every change before that
+        file_stat = os.fstat(descriptor)  # after the last byte, so that it shows every change before that
     except OSError:
         return None
     finally:
         os.close(descriptor)
-    if (now.st_size, now.st_mtime_ns, now.st_ctime_ns) != seen[1:]:
+    if (file_stat.st_size, file_stat.st_mtime_ns, file_stat.st_ctime_ns) != file[1:]:
         return MOVED
     return digest.digest()

@@ -26,10 +26,10 @@ from typing import Any, NamedTuple, Self
 
 from extract.errors import LayertapError
 from extract.row_status import Status
-from extract.sync.scan import Seen
+from extract.sync.scan import ScannedFile
 from extract.system.atomic_files import check_regular, make_own
 
-__all__ = ["Candidate", "Feature", "Manifest", "Planned", "Stored"]
+__all__ = ["Candidate", "FeatureRow", "Manifest", "PlannedFile", "StoredRow"]
 
 _FORMAT = 1
 _SCHEMA = """
@@ -53,7 +53,7 @@ _SEEN = """
 """
 
 
-class Feature(NamedTuple):
+class FeatureRow(NamedTuple):
     """A stored row, looked up by the hash of its image or by a path."""
 
     id: int
@@ -66,17 +66,17 @@ class Candidate(NamedTuple):
     """A file to examine.
 
     Attributes:
-        seen: the file.
-        before: the row recorded for its path; None if the path is new.
-        same: whether size and times are unchanged.
+        file: the file.
+        recorded: the row recorded for its path; None if the path is new.
+        unchanged: whether size and times are unchanged.
     """
 
-    seen: Seen
-    before: Feature | None
-    same: bool
+    file: ScannedFile
+    recorded: FeatureRow | None
+    unchanged: bool
 
 
-class Stored(NamedTuple):
+class StoredRow(NamedTuple):
     """A row of a pass, and the image file that was read for it.
 
     Attributes:
@@ -94,10 +94,10 @@ class Stored(NamedTuple):
     status: int
 
 
-class Planned(NamedTuple):
+class PlannedFile(NamedTuple):
     """A file to compute, and whether a later change must alter its times."""
 
-    seen: Seen
+    file: ScannedFile
     settled: bool
 
 
@@ -107,22 +107,22 @@ class Manifest:
     Args:
         out: folder of the data set.
         copy: open a copy in memory, which is discarded on exit.
-        made_anew: what is wrong with the existing file; if not empty, the file is set aside and an empty manifest is
-            created.
+        rebuild_because: what is wrong with the existing file; if not empty, the file is set aside and an empty
+            manifest is created.
 
     Raises:
         InputError: the file, or a file of SQLite beside it, is not a regular file.
         LayertapError: the file cannot be opened or replaced.
     """
 
-    def __init__(self, out: Path, *, copy: bool = False, made_anew: str = ""):
+    def __init__(self, out: Path, *, copy: bool = False, rebuild_because: str = ""):
         self._out = out
         self._path: Path | None = None if copy else out / "manifest.sqlite"
-        self.made_anew = ""
+        self.rebuilt_because = ""
         _make_safe(out / "manifest.sqlite", only_read=copy)
         try:
-            if made_anew:
-                self.start_anew(made_anew)
+            if rebuild_because:
+                self.recreate(rebuild_because)
             else:
                 self._open()
             if copy and (out / "manifest.sqlite").exists():
@@ -130,10 +130,10 @@ class Manifest:
         except sqlite3.DatabaseError as error:
             if isinstance(error, sqlite3.OperationalError):
                 raise LayertapError(f"cannot open {out / 'manifest.sqlite'}: {error}") from error
-            self.start_anew(str(error))
+            self.recreate(str(error))
 
     def _open(self) -> None:
-        made = self._path is None or not self._path.exists()
+        is_new = self._path is None or not self._path.exists()
         self._sql = sqlite3.connect(self._path or ":memory:", isolation_level=None)
         try:
             self._sql.execute("PRAGMA trusted_schema = OFF")  # an untrusted file may contain triggers
@@ -141,13 +141,13 @@ class Manifest:
             self._sql.execute("PRAGMA journal_mode = WAL")
             self._sql.execute("PRAGMA synchronous = FULL")
             self._sql.execute("PRAGMA cache_size = -65536")
-            if made or not self._sql.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+            if is_new or not self._sql.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
                 with self.transaction():
                     for statement in _SCHEMA.split(";")[:-1]:
                         self._sql.execute(statement)
                     self._set("format", _FORMAT)
             elif self._get("format", 0) != _FORMAT:
-                raise sqlite3.DatabaseError(f"it is of format {self._get('format', 0)}, not {_FORMAT}")
+                raise sqlite3.DatabaseError(f"it has format {self._get('format', 0)}, expected {_FORMAT}")
             self._sql.executescript(_SEEN)
         except BaseException:
             self._sql.close()
@@ -156,19 +156,19 @@ class Manifest:
     def _copy_from(self, path: Path) -> None:
         # Even reading may write to the file, because SQLite checkpoints a WAL into it. Therefore copy the files first.
         with tempfile.TemporaryDirectory(prefix="layertap-") as folder:
-            for behind in ("", "-wal"):
+            for suffix in ("", "-wal"):
                 with contextlib.suppress(FileNotFoundError):
-                    shutil.copyfile(path.with_name(path.name + behind), Path(folder) / (path.name + behind))
+                    shutil.copyfile(path.with_name(path.name + suffix), Path(folder) / (path.name + suffix))
             with contextlib.closing(sqlite3.connect(Path(folder) / path.name)) as source:
                 source.backup(self._sql)
         if self._get("format", 0) != _FORMAT:
-            raise sqlite3.DatabaseError(f"it is of format {self._get('format', 0)}, not {_FORMAT}")
+            raise sqlite3.DatabaseError(f"it has format {self._get('format', 0)}, expected {_FORMAT}")
 
-    def start_anew(self, why: str) -> None:
+    def recreate(self, reason: str) -> None:
         """Set the file aside and create an empty manifest; `rebuild` fills it."""
         with contextlib.suppress(AttributeError, sqlite3.Error):
             self._sql.close()
-        self.made_anew = why
+        self.rebuilt_because = reason
         if self._path is None:
             self._open()
             return
@@ -178,7 +178,7 @@ class Manifest:
             self._path.replace(self._path.with_name(self._path.name + ".damaged"))
             self._open()
         except (OSError, sqlite3.Error) as error:
-            raise LayertapError(f"{self._path} is damaged ({why}), and cannot be made anew: {error}") from error
+            raise LayertapError(f"{self._path} is damaged ({reason}) and cannot be replaced: {error}") from error
 
     def __enter__(self) -> Self:
         return self
@@ -204,8 +204,8 @@ class Manifest:
     # Numbers and settings
 
     def _get(self, name: str, default: Any) -> Any:
-        found = self._sql.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
-        return default if found is None else found[0]
+        row = self._sql.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
+        return default if row is None else row[0]
 
     def _set(self, name: str, value: Any) -> None:
         self._sql.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
@@ -222,8 +222,8 @@ class Manifest:
     @property
     def configuration(self) -> dict[str, Any]:
         """Settings of the features that the last pass requested; empty if there was no pass."""
-        found: dict[str, Any] = json.loads(self._get("configuration", "{}"))
-        return found
+        configuration: dict[str, Any] = json.loads(self._get("configuration", "{}"))
+        return configuration
 
     @configuration.setter
     def configuration(self, values: dict[str, Any]) -> None:
@@ -232,8 +232,8 @@ class Manifest:
     @property
     def versions(self) -> dict[str, Any]:
         """Library versions of the last computation; empty if there was none."""
-        found: dict[str, Any] = json.loads(self._get("versions", "{}"))
-        return found
+        versions: dict[str, Any] = json.loads(self._get("versions", "{}"))
+        return versions
 
     @versions.setter
     def versions(self, values: dict[str, Any]) -> None:
@@ -254,7 +254,7 @@ class Manifest:
 
     # Scanned files
 
-    def see(self, files: Iterable[Seen]) -> int:
+    def record_scan(self, files: Iterable[ScannedFile]) -> int:
         """Record the files of a scan; return their number."""
         with self.transaction():
             self._sql.execute("DELETE FROM seen")
@@ -264,19 +264,19 @@ class Manifest:
     def keep_below(self, folder: bytes) -> int:
         """Mark the files at or below a path that cannot be read as scanned and unchanged; return their number."""
         with self.transaction():
-            found = self._sql.execute(
+            cursor = self._sql.execute(
                 "INSERT OR IGNORE INTO seen SELECT path, size, mtime_ns, ctime_ns FROM files "
                 "WHERE path = ? OR (path >= ? AND path < ?)",
                 (folder, folder + b"/", folder + b"0"),  # "0" is the byte after "/"
             )
-        return found.rowcount
+        return cursor.rowcount
 
-    def is_as_seen(self, one: Seen) -> bool:
+    def matches_scan(self, file: ScannedFile) -> bool:
         """Return whether the last scan saw the file with this size and these times."""
-        found = self._sql.execute("SELECT size, mtime_ns, ctime_ns FROM seen WHERE path = ?", one[:1]).fetchone()
-        return bool(found == one[1:])
+        scanned = self._sql.execute("SELECT size, mtime_ns, ctime_ns FROM seen WHERE path = ?", file[:1]).fetchone()
+        return bool(scanned == file[1:])
 
-    def to_look_at(self, retry_before_ns: int, unread_before_ns: int) -> Iterator[Candidate]:
+    def files_to_examine(self, retry_before_ns: int, unread_before_ns: int) -> Iterator[Candidate]:
         """Yield files that are new, may have changed, or have failed and are due for a retry, sorted by path.
 
         Args:
@@ -284,7 +284,7 @@ class Manifest:
                 always due.
             unread_before_ns: the same for files that could not be read at all.
         """
-        found = self._sql.execute(
+        rows = self._sql.execute(
             "SELECT s.path, s.size, s.mtime_ns, s.ctime_ns, x.id, x.hash, x.status, x.tried_ns, "
             "f.size = s.size AND f.mtime_ns = s.mtime_ns AND f.ctime_ns = s.ctime_ns "
             "FROM seen s LEFT JOIN files f ON f.path = s.path LEFT JOIN features x ON x.id = f.feature "
@@ -294,9 +294,9 @@ class Manifest:
             "ORDER BY s.path",
             (int(Status.IO_ERROR), int(Status.OK), unread_before_ns, retry_before_ns),
         )
-        for *seen, number, content, status, tried_ns, same in found:
-            before = None if number is None else Feature(number, content, status, tried_ns)
-            yield Candidate(Seen(*seen), before, bool(same))
+        for *file, row_id, content, status, tried_ns, unchanged in rows:
+            recorded = None if row_id is None else FeatureRow(row_id, content, status, tried_ns)
+            yield Candidate(ScannedFile(*file), recorded, bool(unchanged))
 
     def gone(self) -> list[tuple[bytes, bytes]]:
         """Return recorded paths that the scan did not see, with the hashes of their images."""
@@ -305,21 +305,21 @@ class Manifest:
             "LEFT JOIN seen s ON s.path = f.path WHERE s.path IS NULL"
         ).fetchall()
 
-    def feature_of(self, path: bytes) -> Feature | None:
+    def feature_of(self, path: bytes) -> FeatureRow | None:
         """Return the row recorded for a path; None if the path is new."""
-        found = self._sql.execute(
+        row = self._sql.execute(
             "SELECT x.id, x.hash, x.status, x.tried_ns FROM files f JOIN features x ON x.id = f.feature "
             "WHERE f.path = ?",
             (path,),
         ).fetchone()
-        return None if found is None else Feature(*found)
+        return None if row is None else FeatureRow(*row)
 
     def n_failed(self) -> int:
         """Return the number of rows of the data set without valid features."""
-        found = self._sql.execute(
+        cursor = self._sql.execute(
             "SELECT count(*) FROM files f JOIN features x ON x.id = f.feature WHERE x.status != ?", (int(Status.OK),)
         )
-        return int(found.fetchone()[0])
+        return int(cursor.fetchone()[0])
 
     def n_files(self) -> int:
         """Return the number of rows of the data set."""
@@ -327,31 +327,31 @@ class Manifest:
 
     # Features
 
-    def knows_size(self, size: int) -> bool:
+    def has_size(self, size: int) -> bool:
         """Return whether any stored image has this size in bytes; if not, no stored image can be identical."""
         return self._sql.execute("SELECT 1 FROM features WHERE size = ? LIMIT 1", (size,)).fetchone() is not None
 
-    def with_hash(self, content: bytes) -> Feature | None:
+    def find_by_hash(self, content: bytes) -> FeatureRow | None:
         """Return a stored row with this hash, preferably with status OK; None if there is none."""
-        found = self._sql.execute(
+        row = self._sql.execute(
             "SELECT id, hash, status, tried_ns FROM features WHERE hash = ? "
             "ORDER BY status != ?, tried_ns DESC LIMIT 1",
             (content, int(Status.OK)),
         ).fetchone()
-        return None if found is None else Feature(*found)
+        return None if row is None else FeatureRow(*row)
 
-    def add_pass(self, number: int, rows: Iterable[Stored], now_ns: int) -> list[int]:
+    def add_pass(self, number: int, rows: Iterable[StoredRow], now_ns: int) -> list[int]:
         """Add the rows of a pass; return their ids, in order."""
         ids = []
         for content, size, _, row, status in rows:
-            found = self._sql.execute(
+            cursor = self._sql.execute(
                 "INSERT INTO features(hash, size, pass, row, status, tried_ns, unused_since_ns) VALUES (?,?,?,?,?,?,?)",
                 (content, size, number, row, status, now_ns, now_ns),
             )
-            ids.append(int(found.lastrowid or 0))
+            ids.append(int(cursor.lastrowid or 0))
         return ids
 
-    def tried_again(self, feature: int, now_ns: int) -> None:
+    def record_retry(self, feature: int, now_ns: int) -> None:
         """Record that another attempt at a row has failed."""
         self._sql.execute("UPDATE features SET tried_ns = ? WHERE id = ?", (now_ns, feature))
 
@@ -366,18 +366,18 @@ class Manifest:
 
     # Files
 
-    def set_files(self, files: Iterable[tuple[Seen, bool, int]]) -> None:
+    def set_files(self, files: Iterable[tuple[ScannedFile, bool, int]]) -> None:
         """Record files: the file as scanned, whether a later change must alter its times, and its feature."""
         self._sql.executemany(
             "INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?)",
-            ((*seen, int(settled), feature) for seen, settled, feature in files),
+            ((*file, int(settled), feature) for file, settled, feature in files),
         )
 
     def remove_files(self, paths: Iterable[bytes]) -> None:
         """Delete the records of paths."""
         self._sql.executemany("DELETE FROM files WHERE path = ?", ((path,) for path in paths))
 
-    def note_unused(self, now_ns: int) -> None:
+    def record_unused(self, now_ns: int) -> None:
         """Record since when no file has needed a row; delete unneeded rows that failed."""
         used = "id IN (SELECT feature FROM files)"
         self._sql.execute(f"DELETE FROM features WHERE status != ? AND NOT {used}", (int(Status.OK),))
@@ -401,11 +401,11 @@ class Manifest:
         Args:
             unused_before_ns: rows that no file has needed since before this time are not kept.
         """
-        found = self._sql.execute(
+        rows = self._sql.execute(
             "SELECT pass, sum(unused_since_ns IS NULL OR unused_since_ns >= ?), count(*) FROM features GROUP BY pass",
             (unused_before_ns,),
         )
-        return {number: (kept, known) for number, kept, known in found}
+        return {number: (kept, recorded) for number, kept, recorded in rows}
 
     def kept_rows(self, number: int, unused_before_ns: int) -> list[tuple[int, int, bytes | None]]:
         """Return the rows of a pass to keep, as (id, row, a path with this row or None), sorted by row."""
@@ -418,33 +418,36 @@ class Manifest:
     def move_rows(self, ids: Sequence[int], number: int) -> None:
         """Record that rows are now in another pass, in this order."""
         self._sql.executemany(
-            "UPDATE features SET pass = ?, row = ? WHERE id = ?", ((number, row, one) for row, one in enumerate(ids))
+            "UPDATE features SET pass = ?, row = ? WHERE id = ?",
+            ((number, row, row_id) for row, row_id in enumerate(ids)),
         )
 
     # Waiting files, and the started pass
 
-    def waiting(self) -> dict[bytes, tuple[Seen, int]]:
+    def waiting(self) -> dict[bytes, tuple[ScannedFile, int]]:
         """Return path -> (file, time since which its size and times are unchanged), for files left by the last pass."""
-        found = self._sql.execute("SELECT path, size, mtime_ns, ctime_ns, since_ns FROM waiting")
-        return {path: (Seen(path, *seen), since_ns) for path, *seen, since_ns in found}
+        rows = self._sql.execute("SELECT path, size, mtime_ns, ctime_ns, since_ns FROM waiting")
+        return {path: (ScannedFile(path, *properties), since_ns) for path, *properties, since_ns in rows}
 
-    def set_waiting(self, files: Iterable[tuple[Seen, int]]) -> None:
+    def set_waiting(self, files: Iterable[tuple[ScannedFile, int]]) -> None:
         """Replace the waiting files."""
         self._sql.execute("DELETE FROM waiting")
-        self._sql.executemany("INSERT INTO waiting VALUES (?, ?, ?, ?, ?)", ((*seen, ns) for seen, ns in files))
+        self._sql.executemany(
+            "INSERT INTO waiting VALUES (?, ?, ?, ?, ?)", ((*file, since_ns) for file, since_ns in files)
+        )
 
-    def planned(self) -> tuple[int, list[Planned]]:
+    def planned(self) -> tuple[int, list[PlannedFile]]:
         """Return the started pass and its rows in order; (0, []) if there is none."""
-        found = self._sql.execute("SELECT path, size, mtime_ns, ctime_ns, settled FROM planned ORDER BY position")
-        rows = [Planned(Seen(*seen), bool(settled)) for *seen, settled in found]
+        cursor = self._sql.execute("SELECT path, size, mtime_ns, ctime_ns, settled FROM planned ORDER BY position")
+        rows = [PlannedFile(ScannedFile(*file), bool(settled)) for *file, settled in cursor]
         return (int(self._get("planned_pass", 0)), rows) if rows else (0, [])
 
-    def set_planned(self, number: int, rows: Sequence[Planned]) -> None:
+    def set_planned(self, number: int, rows: Sequence[PlannedFile]) -> None:
         """Record a started pass and its rows; an empty `rows` means that no pass is in progress."""
         self._sql.execute("DELETE FROM planned")
         self._sql.executemany(
             "INSERT INTO planned VALUES (?, ?, ?, ?, ?, ?)",
-            ((i, *row.seen, int(row.settled)) for i, row in enumerate(rows)),
+            ((i, *row.file, int(row.settled)) for i, row in enumerate(rows)),
         )
         self._set("planned_pass", number)
 
@@ -455,8 +458,8 @@ def _make_safe(path: Path, only_read: bool) -> None:
     Raises:
         InputError: the file, or a file of SQLite beside it, is a link or not a regular file.
     """
-    for behind in ("", "-wal", "-shm"):
-        (check_regular if only_read else make_own)(path.with_name(path.name + behind))
+    for suffix in ("", "-wal", "-shm"):
+        (check_regular if only_read else make_own)(path.with_name(path.name + suffix))
     journal = path.with_name(path.name + "-journal")
     # In WAL mode, a manifest never leaves a rollback journal. A planted journal may name any file as its super-journal,
     # and SQLite deletes that file (https://www.sqlite.org/fileformat.html#the_rollback_journal).

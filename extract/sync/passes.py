@@ -25,13 +25,13 @@ from extract.row_status import Status
 from extract.store.format.dataset import DataSet, changes, differences
 from extract.store.format.version import pass_folder
 from extract.sync.compaction import compact_passes, rewrite
-from extract.sync.difference import Resolved, StoppedError, before, difference
+from extract.sync.difference import Resolved, StoppedError, difference, time_before
 from extract.sync.drift import Drift, drift_of
-from extract.sync.manifest import Manifest, Planned, Stored
-from extract.sync.publishing import publish, remove_what_is_not_needed
+from extract.sync.manifest import Manifest, PlannedFile, StoredRow
+from extract.sync.publishing import publish, remove_unneeded
 from extract.sync.rebuilding import rebuild, stored_rows
 from extract.sync.safety_limits import Guards
-from extract.sync.scan import NO_FILE, Scan, Seen
+from extract.sync.scan import NO_FILE, Scan, ScannedFile
 from extract.system.folder_lock import locked
 
 if TYPE_CHECKING:
@@ -97,8 +97,8 @@ def sync(
     guards: Guards | None = None,
     force: bool = False,
     dry_run: bool = False,
-    on_plan: Callable[[Plan, int], None] = lambda plan, found: None,
-    on_rows: Callable[[int, bool], None] = lambda rows, found: None,
+    on_plan: Callable[[Plan, int], None] = lambda plan, count: None,
+    on_rows: Callable[[int, bool], None] = lambda rows, stored: None,
     on_computation: Callable[[Any], None] = lambda computation: None,
     stop: Callable[[], bool] = lambda: False,
     now_ns: Callable[[], int] = time.time_ns,
@@ -129,21 +129,21 @@ def sync(
     """
     start, damage = time.perf_counter(), ""
     while True:
-        one = _Pass(root, out, plan_for, configuration, guards or Guards(), force, dry_run, on_plan, on_rows,
+        pass_ = _Pass(root, out, plan_for, configuration, guards or Guards(), force, dry_run, on_plan, on_rows,
                     on_computation, stop, now_ns, Report(dry_run=dry_run))  # fmt: skip
-        one.check_out()
+        pass_.check_out()
         try:
             with contextlib.nullcontext() if dry_run and not out.exists() else locked(out):
-                one.check_out()
-                with Manifest(out, copy=dry_run, made_anew=damage) as manifest:
-                    one.run(manifest)
+                pass_.check_out()
+                with Manifest(out, copy=dry_run, rebuild_because=damage) as manifest:
+                    pass_.run(manifest)
         except sqlite3.DatabaseError as error:
             if isinstance(error, sqlite3.OperationalError) or damage or dry_run:
                 raise LayertapError(f"{out / 'manifest.sqlite'}: {error}") from error
             damage = str(error)  # the manifest is damaged: repeat the pass and rebuild it
             continue
-        one.report.seconds = time.perf_counter() - start
-        return one.report
+        pass_.report.seconds = time.perf_counter() - start
+        return pass_.report
 
 
 @dataclass
@@ -176,14 +176,14 @@ class _Pass:
             self.published = DataSet.open(self.out)
             if self.published.version is None:
                 raise InputError(f"{self.out} holds a data set of `layertap embed`; choose another output folder")
-            if (there := self.published.images["root"]) != self.root and not self.force:
+            if (synced_root := self.published.images["root"]) != self.root and not self.force:
                 raise InputError(
-                    f"{self.out} is kept in step with {there}, and {self.root} is another folder. If it was moved, "
-                    "--force; else choose another output folder"
+                    f"{self.out} is kept in sync with {synced_root}, not with {self.root}. If the folder was moved, "
+                    "use --force; otherwise choose another output folder"
                 )
         elif self.out.is_dir() and any(not _is_ours(entry.name) for entry in self.out.iterdir()):
             raise InputError(
-                f"{self.out} is not empty and no data set of `layertap sync`; choose another output folder"
+                f"{self.out} is not empty and not a data set of `layertap sync`; choose another output folder"
             )
 
     def run(self, manifest: Manifest) -> None:
@@ -194,65 +194,65 @@ class _Pass:
             self.report.stopped = True
 
     def _run(self, manifest: Manifest) -> None:
-        self._mend(manifest)
+        self._repair_manifest(manifest)
         scanned_ns = self.now_ns()
         scan = Scan(self.root)
-        n_seen = manifest.see(scan.files())
+        n_seen = manifest.record_scan(scan.files())
         self.report.unreadable = scan.unreadable
         for path in scan.unreadable:
             manifest.keep_below(os.fsencode(path))
-        for path in scan.nowhere:
+        for path in scan.dangling:
             if manifest.keep_below(os.fsencode(path)):
-                scan.unreadable[path] = "a link that leads nowhere now"
+                scan.unreadable[path] = "the target of the link no longer exists"
         if not n_seen and not manifest.n_files():
             raise InputError(f"{self.root}: no images. Images end in .jpg, .png, .tif, .webp and others")
         if not n_seen and not self.force:
             raise VanishedError(
-                f"{self.root} has no images any more, of {manifest.n_files():,} (an unmounted disk?); nothing was "
-                "done. If they are really gone, --force"
+                f"{self.root}: none of the {manifest.n_files():,} images was found; is the disk mounted? Nothing was "
+                "changed; --force confirms the deletion"
             )
         if not self.dry_run:
             self._check_configuration(manifest)
-            self._finish_what_was_begun(manifest)
-        self._compute_what_is_new(manifest, scanned_ns)
+            self._finish_interrupted(manifest)
+        self._compute_new_files(manifest, scanned_ns)
         self.report.failed = manifest.n_failed()
         if self.dry_run:
             return
         self._publish(manifest)
-        remove_what_is_not_needed(self.out, manifest)
+        remove_unneeded(self.out, manifest)
         if self.computed_pass and self.published and self.report.rows:
             self.report.drift = drift_of(self.out, self.computed_pass)
         try:
             self._compact(manifest)
         except LayertapError as error:  # the pass itself is complete; the next pass tries to compact again
-            self.report.notes.append(f"its passes cannot be compacted: {error}")
+            self.report.notes.append(f"passes cannot be compacted: {error}")
 
     # Preparation
 
-    def _mend(self, manifest: Manifest) -> None:
+    def _repair_manifest(self, manifest: Manifest) -> None:
         """Rebuild a lost or outdated manifest; forget missing passes and rewrite incomplete passes."""
         number = self.published.version.number if self.published and self.published.version else 0
-        if manifest.version < number and not manifest.made_anew:
+        if manifest.version < number and not manifest.rebuilt_because:
             if manifest.version or manifest.n_files():
-                manifest.start_anew(f"it is older than version {number}, which is published")
+                manifest.recreate(f"it was older than the published version {number}")
             else:
-                manifest.made_anew = "it was lost"
-        if manifest.made_anew:
-            self.report.notes.append(f"manifest.sqlite was made anew: {manifest.made_anew}")
+                manifest.rebuilt_because = "it was missing"
+        if manifest.rebuilt_because:
+            self.report.notes.append(f"manifest.sqlite was rebuilt: {manifest.rebuilt_because}")
             if self.published:
                 rebuild(manifest, self.out, self.published, self.now_ns())
                 if not self.dry_run:
-                    remove_what_is_not_needed(self.out, manifest)
-        for one in manifest.passes():
+                    remove_unneeded(self.out, manifest)
+        for pass_number in manifest.passes():
             try:
-                whole = None not in DataSet.open(pass_folder(self.out, one)).published()
+                complete = None not in DataSet.open(pass_folder(self.out, pass_number)).published()
             except InputError:  # the pass is missing, or its dataset.json is damaged
                 with manifest.transaction():
-                    manifest.forget_pass(one)
+                    manifest.forget_pass(pass_number)
                     manifest.version += 1
                 continue
-            if not whole and not self.dry_run:  # a repair removed rows from it, or a file is missing
-                rewrite(self.out, manifest, [one], unused_before_ns=0)
+            if not complete and not self.dry_run:  # a repair removed rows from it, or a file is missing
+                rewrite(self.out, manifest, [pass_number], unused_before_ns=0)
 
     def _check_configuration(self, manifest: Manifest) -> None:
         """Check that the requested features match the stored features, if the configuration has changed.
@@ -262,15 +262,15 @@ class _Pass:
         """
         if manifest.configuration == self.configuration or self.published is None:
             return
-        some = Images(self.root, ["x"], np.full(1, -1), [], [""], Files(self.root, ["x"]))
-        self._check_fits(self.plan_for(some, self.out / "passes" / "none").dataset)
+        sample = Images(self.root, ["x"], np.full(1, -1), [], [""], Files(self.root, ["x"]))
+        self._check_fits(self.plan_for(sample, self.out / "passes" / "none").dataset)
         with manifest.transaction():
             manifest.configuration = self.configuration
 
     def _check_fits(self, dataset: DataSet) -> None:
         if self.published and (changed := differences(self.published.depends_on, dataset.depends_on)):
             raise InputError(
-                f"{self.out} holds other features; rows that differ in these do not mix:\n  "
+                f"{self.out} holds other features; rows with these differences cannot be mixed:\n  "
                 + "\n  ".join(changed)
                 + "\nChoose another output folder, or delete this one."
             )
@@ -281,30 +281,30 @@ class _Pass:
         Raises:
             LayertapError: the features differ.
         """
-        before, now = manifest.versions, plan.provenance["versions"]
-        if before == now:
+        computed_with, installed = manifest.versions, plan.provenance["versions"]
+        if computed_with == installed:
             return
-        if before and self.published and manifest.n_failed() < manifest.n_files():
+        if computed_with and self.published and manifest.n_failed() < manifest.n_files():
             from extract.extraction.recheck import recheck
 
-            found = recheck(self.out, _RECHECKED, images=self.root, backbone=plan.backbone, workers=0)
-            others = ", ".join(f"{name} {old} -> {new}" for name, old, new in changes(before, now))
-            if found.apart:
+            rechecked = recheck(self.out, _RECHECKED, images=self.root, backbone=plan.backbone, workers=0)
+            changed = ", ".join(f"{name} {old} -> {new}" for name, old, new in changes(computed_with, installed))
+            if rechecked.apart:
                 raise LayertapError(
-                    f"{self.out}: with what is installed now ({others}), stored features come out otherwise: "
-                    f"{found.apart[0].path}: {found.apart[0].what}. Install the versions from before, or begin a new "
-                    "data set"
+                    f"{self.out}: the installed libraries ({changed}) do not reproduce the stored features: "
+                    f"{rechecked.apart[0].path}: {rechecked.apart[0].what}. Install the earlier versions, or start a "
+                    "new data set"
                 )
-            if not found.n_rows:  # all sampled images have changed; the next pass checks again
+            if not rechecked.n_rows:  # all sampled images have changed; the next pass checks again
                 return
             self.report.notes.append(
-                f"installed since: {others}; {found.n_rows} stored rows, computed again, differ by {found.largest:.1e} "
-                "of their largest value at most"
+                f"libraries have changed: {changed}; {rechecked.n_rows} stored rows, computed again, differ by at most "
+                f"{rechecked.largest:.1e} of their largest value"
             )
         with manifest.transaction():
-            manifest.versions = now
+            manifest.versions = installed
 
-    def _finish_what_was_begun(self, manifest: Manifest) -> None:
+    def _finish_interrupted(self, manifest: Manifest) -> None:
         """Complete an interrupted pass."""
         number, planned = manifest.planned()
         if not planned:
@@ -319,79 +319,81 @@ class _Pass:
                 manifest.set_planned(0, [])
             return
         # Rows of files that have changed or gone since then are recorded by their hashes only.
-        resolved = self._computed(manifest, number, planned, plan, accept=manifest.is_as_seen)
+        resolved = self._compute_pass(manifest, number, planned, plan, accept=manifest.matches_scan)
         self._apply(manifest, resolved, [], changed=True)
 
     # Computation
 
-    def _compute_what_is_new(self, manifest: Manifest, scanned_ns: int) -> None:
+    def _compute_new_files(self, manifest: Manifest, scanned_ns: int) -> None:
         """Compute files without stored features, and record the row of each file.
 
         Raises:
             VanishedError: too many files are gone.
             StoppedError: the pass was stopped on request.
         """
-        found, report = difference(self.root, manifest, self.guards, scanned_ns, self.stop), self.report
+        folder_changes, report = difference(self.root, manifest, self.guards, scanned_ns, self.stop), self.report
         n_files = manifest.n_files()
-        if found.vanished > self.guards.max_vanish * n_files and not self.force:
+        if folder_changes.vanished > self.guards.max_vanish * n_files and not self.force:
             raise VanishedError(
-                f"{self.root}: {found.vanished:,} of {n_files:,} images are gone, more than "
-                f"{self.guards.max_vanish:.0%} (max_vanish; an unmounted disk?); nothing was done. If they are really "
-                "gone, --force"
+                f"{self.root}: {folder_changes.vanished:,} of {n_files:,} images are gone, more than "
+                f"{self.guards.max_vanish:.0%} (max_vanish); is the disk mounted? Nothing was changed; --force "
+                "confirms the deletion"
             )
         # Completing an interrupted pass may have counted files already.
-        report.added += found.added
-        report.changed += found.changed
-        report.renamed += found.renamed
-        report.deleted = len(found.gone) - found.renamed
-        resolved, moved = found.resolved, found.moved
+        report.added += folder_changes.added
+        report.changed += folder_changes.changed
+        report.renamed += folder_changes.renamed
+        report.deleted = len(folder_changes.gone) - folder_changes.renamed
+        resolved, moved = folder_changes.resolved, folder_changes.moved
         if self.dry_run:
-            report.computed = len(found.todo)
-            new = sum(one.seen.path not in found.stored for one in found.todo)
+            report.computed = len(folder_changes.todo)
+            new = sum(planned.file.path not in folder_changes.stored for planned in folder_changes.todo)
             report.added += new
-            report.changed += len(found.todo) - new - found.tried_again
-            report.rows = n_files - len(found.gone) + report.added + report.renamed
+            report.changed += len(folder_changes.todo) - new - folder_changes.retried
+            report.rows = n_files - len(folder_changes.gone) + report.added + report.renamed
             report.version = manifest.version
         else:
             with manifest.transaction():
                 manifest.configuration = self.configuration
-            if found.todo:
-                computed = self._computed_anew(manifest, found.todo)
-                accepted = {one.seen.path for one in computed}
-                moved = moved + [one.seen for one in found.todo if one.seen.path not in accepted]
+            if folder_changes.todo:
+                computed = self._compute_in_new_pass(manifest, folder_changes.todo)
+                accepted = {entry.file.path for entry in computed}
+                moved = moved + [entry.file for entry in folder_changes.todo if entry.file.path not in accepted]
                 resolved = resolved + computed
-            changed = bool(found.gone) or any(
-                (old := found.stored.get(one.seen.path)) is None or old.id != one.feature for one in resolved
+            changed = bool(folder_changes.gone) or any(
+                (old := folder_changes.stored.get(entry.file.path)) is None or old.id != entry.feature
+                for entry in resolved
             )
-            self._apply(manifest, resolved, found.gone, changed=changed)
+            self._apply(manifest, resolved, folder_changes.gone, changed=changed)
             with manifest.transaction():
-                manifest.set_waiting([*found.waiting, *((seen, scanned_ns) for seen in moved)])
+                manifest.set_waiting([*folder_changes.waiting, *((file, scanned_ns) for file in moved)])
             report.rows = manifest.n_files()
-        report.waiting = len(found.waiting) + len(moved)
+        report.waiting = len(folder_changes.waiting) + len(moved)
         report.unchanged = report.rows - report.added - report.changed - report.renamed
 
-    def _computed_anew(self, manifest: Manifest, todo: Sequence[Planned]) -> list[Resolved]:
+    def _compute_in_new_pass(self, manifest: Manifest, todo: Sequence[PlannedFile]) -> list[Resolved]:
         """Compute files in a new pass."""
         number = manifest.next_pass()
         with manifest.transaction():
             manifest.set_planned(number, todo)
-        return self._computed(manifest, number, todo, self._plan(pass_folder(self.out, number), todo))
+        return self._compute_pass(manifest, number, todo, self._plan(pass_folder(self.out, number), todo))
 
-    def _plan(self, folder: Path, planned: Sequence[Planned]) -> Plan:
+    def _plan(self, folder: Path, planned: Sequence[PlannedFile]) -> Plan:
         """Return the plan for computing files into a folder.
 
         Raises:
             InputError: the requested features differ from the stored features.
         """
-        paths = [os.fsdecode(one.seen.path) for one in planned]
-        none = np.full(len(paths), -1, np.int64)
-        plan = self.plan_for(Images(self.root, paths, none, [], [""] * len(paths), Files(self.root, paths)), folder)
+        paths = [os.fsdecode(planned_file.file.path) for planned_file in planned]
+        no_labels = np.full(len(paths), -1, np.int64)
+        images = Images(self.root, paths, no_labels, [], [""] * len(paths), Files(self.root, paths))
+        plan = self.plan_for(images, folder)
         self._check_fits(plan.dataset)
         return plan
 
-    def _computed(
-        self, manifest: Manifest, number: int, planned: Sequence[Planned], plan: Plan,
-        accept: Callable[[Seen], bool] = lambda seen: True,
+    def _compute_pass(
+        self, manifest: Manifest, number: int, planned: Sequence[PlannedFile], plan: Plan,
+        accept: Callable[[ScannedFile], bool] = lambda file: True,
     ) -> list[Resolved]:  # fmt: skip
         """Compute a pass and add its rows to the manifest.
 
@@ -417,27 +419,27 @@ class _Pass:
         rows = list(stored_rows(DataSet.open(pass_folder(self.out, number))))
         self.computed_pass = number
         self.report.computed += summary.computed - summary.duplicates
-        now_ns, found = self.now_ns(), []
+        now_ns, resolved = self.now_ns(), []
         with manifest.transaction():
             ids = manifest.add_pass(number, rows, now_ns)
-            for one, row, feature in zip(planned, rows, ids, strict=True):
-                if not _is_of(row, one.seen) or not accept(one.seen):
+            for planned_file, row, feature in zip(planned, rows, ids, strict=True):
+                if not _is_row_of(row, planned_file.file) or not accept(planned_file.file):
                     continue
-                old = manifest.feature_of(one.seen.path)
+                old = manifest.feature_of(planned_file.file.path)
                 self.report.added += old is None
                 self.report.changed += old is not None and old.hash != row.hash
                 if old and row.status != Status.OK and old.status == row.status and old.hash == row.hash:
-                    manifest.tried_again(old.id, now_ns)
+                    manifest.record_retry(old.id, now_ns)
                     feature = old.id
-                found.append(Resolved(one.seen, one.settled, feature, row.hash))
+                resolved.append(Resolved(planned_file.file, planned_file.settled, feature, row.hash))
             manifest.set_planned(0, [])
-        return found
+        return resolved
 
     def _apply(self, manifest: Manifest, resolved: Iterable[Resolved], gone: Sequence[bytes], *, changed: bool) -> None:
         with manifest.transaction():
-            manifest.set_files((one.seen, one.settled, one.feature) for one in resolved)
+            manifest.set_files((entry.file, entry.settled, entry.feature) for entry in resolved)
             manifest.remove_files(gone)
-            manifest.note_unused(self.now_ns())
+            manifest.record_unused(self.now_ns())
             if changed:
                 manifest.version += 1
 
@@ -453,7 +455,7 @@ class _Pass:
         """Rewrite passes with mostly dead rows, and join small passes if there are many; publish each result."""
         if self.published is None:
             return
-        unused_before_ns = before(self.now_ns(), self.guards.keep_gone_s)
+        unused_before_ns = time_before(self.now_ns(), self.guards.keep_gone_s)
         _, self.published = compact_passes(self.out, manifest, self.published, _MAX_DEAD, unused_before_ns)
         if self.published.version:
             self.report.version = self.published.version.number
@@ -464,8 +466,8 @@ def _is_ours(name: str) -> bool:
     return name in _OURS or name.endswith(".new")
 
 
-def _is_of(row: Stored, seen: Seen) -> bool:
+def _is_row_of(row: StoredRow, file: ScannedFile) -> bool:
     """Return whether a row was computed from the file as it was scanned."""
     if row.size >= 0:
-        return (row.size, row.mtime_ns) == (seen.size, seen.mtime_ns)
-    return row.status != Status.MISSING or seen.size == NO_FILE  # else the file was deleted during the computation
+        return (row.size, row.mtime_ns) == (file.size, file.mtime_ns)
+    return row.status != Status.MISSING or file.size == NO_FILE  # else the file was deleted during the computation

@@ -12,15 +12,15 @@ import numpy as np
 from extract.errors import InputError, LayertapError
 from extract.store.format.dataset import DataSet
 from extract.store.reader import FeatureReader
-from extract.sync.manifest import Manifest, Stored
-from extract.sync.scan import Seen
+from extract.sync.manifest import Manifest, StoredRow
+from extract.sync.scan import ScannedFile
 
 __all__ = ["rebuild", "stored_rows"]
 
 _UNKNOWN = -2  # a size that no file has, so that every file is examined
 
 
-def stored_rows(dataset: DataSet) -> Iterator[Stored]:
+def stored_rows(dataset: DataSet) -> Iterator[StoredRow]:
     """Yield the rows of a finished pass.
 
     Raises:
@@ -34,7 +34,7 @@ def stored_rows(dataset: DataSet) -> Iterator[Stored]:
             hashes = np.ascontiguousarray(opened.column("source_hash"))
             first = dataset.shard_range(shard).start
             for i in range(len(opened)):
-                yield Stored(hashes[i].tobytes(), int(sizes[i]), int(times[i]), first + i, int(status[i]))
+                yield StoredRow(hashes[i].tobytes(), int(sizes[i]), int(times[i]), first + i, int(status[i]))
 
 
 def rebuild(manifest: Manifest, out: Path, published: DataSet, now_ns: int) -> None:
@@ -57,23 +57,23 @@ def rebuild(manifest: Manifest, out: Path, published: DataSet, now_ns: int) -> N
                 with FeatureReader(folder, partial=True) as reader:
                     columns = [reader.column(f"source_{name}") for name in ("hash", "size", "mtime_ns")]
                     rows = [
-                        Stored(content.tobytes(), int(size), int(mtime_ns), row, status)
+                        StoredRow(content.tobytes(), int(size), int(mtime_ns), row, status)
                         for content, size, mtime_ns, row, status in zip(
                             *columns, reader.rows.tolist(), reader.status.tolist(), strict=True
                         )
                     ]
             except InputError:  # damaged: its images are computed again
                 continue
-            found = manifest.add_pass(number, rows, now_ns)
-            ids |= {(number, row.row): one for row, one in zip(rows, found, strict=True)}
+            row_ids = manifest.add_pass(number, rows, now_ns)
+            ids |= {(number, row.row): row_id for row, row_id in zip(rows, row_ids, strict=True)}
         with contextlib.suppress(InputError, FileNotFoundError):
             table = published.version_rows()
-            places = zip(table.paths, table.passes.tolist(), table.rows.tolist(), strict=True)
+            positions = zip(table.paths, table.passes.tolist(), table.rows.tolist(), strict=True)
             manifest.set_files(
-                (Seen(os.fsencode(path), _UNKNOWN, 0, 0), False, ids[place])
-                for path, *at in places
-                if (place := (at[0], at[1])) in ids
+                (ScannedFile(os.fsencode(path), _UNKNOWN, 0, 0), False, ids[key])
+                for path, *pass_and_row in positions
+                if (key := (pass_and_row[0], pass_and_row[1])) in ids
             )
-        manifest.note_unused(now_ns)
+        manifest.record_unused(now_ns)
         assert published.version is not None
         manifest.version = published.version.number

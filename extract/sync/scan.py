@@ -14,13 +14,13 @@ from extract.errors import LayertapError
 from extract.images.decoding import IMAGE_SUFFIXES
 from extract.images.folders import entries_below
 
-__all__ = ["Scan", "Seen"]
+__all__ = ["Scan", "ScannedFile"]
 
 NO_FILE = -1  # size of a dangling link
 _GONE = (FileNotFoundError, NotADirectoryError)
 
 
-class Seen(NamedTuple):
+class ScannedFile(NamedTuple):
     """A file, and its properties that change when it is written to.
 
     Attributes:
@@ -44,14 +44,14 @@ class Scan:
         root: the folder.
         unreadable: path below the folder that cannot be read -> reason; files at or below this path are not known to be
             gone.
-        nowhere: dangling links without such a suffix; their targets may have been folders.
+        dangling: dangling links without such a suffix; their targets may have been folders.
     """
 
     root: str
     unreadable: dict[str, str] = field(default_factory=dict)
-    nowhere: list[str] = field(default_factory=list)
+    dangling: list[str] = field(default_factory=list)
 
-    def files(self) -> Iterator[Seen]:
+    def files(self) -> Iterator[ScannedFile]:
         """Yield the files, in no guaranteed order.
 
         Raises:
@@ -62,25 +62,25 @@ class Scan:
             if not image and not _is_link(entry):
                 continue
             try:
-                found = entry.stat()
+                file_stat = entry.stat()
             except OSError as error:
                 if not isinstance(error, _GONE) and error.errno != errno.ELOOP:
                     self.unreadable[relative] = error.strerror or str(error)
                 elif not image:
-                    self.nowhere.append(relative)
+                    self.dangling.append(relative)
                 elif _is_link(entry):  # a dangling link, or a link to itself
                     with contextlib.suppress(FileNotFoundError):  # deleted in the meantime
-                        found = entry.stat(follow_symlinks=False)
-                        yield Seen(os.fsencode(relative), NO_FILE, found.st_mtime_ns, found.st_ctime_ns)
+                        file_stat = entry.stat(follow_symlinks=False)
+                        yield ScannedFile(os.fsencode(relative), NO_FILE, file_stat.st_mtime_ns, file_stat.st_ctime_ns)
                 continue
             if not image:
                 continue
-            size = found.st_size if stat.S_ISREG(found.st_mode) else 0
-            yield Seen(os.fsencode(relative), size, found.st_mtime_ns, found.st_ctime_ns)
+            size = file_stat.st_size if stat.S_ISREG(file_stat.st_mode) else 0
+            yield ScannedFile(os.fsencode(relative), size, file_stat.st_mtime_ns, file_stat.st_ctime_ns)
 
     def _on_unreadable(self, folder: str, error: OSError) -> None:
         if not folder:
-            raise LayertapError(f"{self.root}: the folder cannot be read: {error.strerror}") from error
+            raise LayertapError(f"cannot read folder {self.root}: {error.strerror}") from error
         if not isinstance(error, _GONE):  # else it was deleted during the scan
             self.unreadable[folder] = error.strerror or str(error)
 

@@ -51,10 +51,10 @@ def read_json(path: Path) -> dict[str, Any]:
         if not path.is_file():
             raise FileNotFoundError(path)
         if path.stat().st_size > _JSON_BYTES:
-            raise ValueError(f"it has more than {_JSON_BYTES >> 20} MB")
+            raise ValueError(f"larger than {_JSON_BYTES >> 20} MiB")
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
-            raise ValueError("it holds no keys")
+            raise ValueError("expected a JSON object")
         return content
     except (FileNotFoundError, NotADirectoryError):
         raise
@@ -85,7 +85,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         InputError: the path is a device, a pipe or a folder.
     """
     if os.path.lexists(path) and not (path.is_file() or path.is_symlink()):
-        raise InputError(f"{path} is no regular file, and is not written over")
+        raise InputError(f"{path} is not a regular file; choose another output file")
     temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
     discard(temporary)  # left by an earlier process with the same pid
     try:
@@ -151,8 +151,8 @@ def make_own(path: Path) -> None:
     """
     check_regular(path)
     if path.exists() and path.lstat().st_nlink > 1:
-        with path.open("rb") as shared, atomic_write(path) as own:
-            shutil.copyfileobj(shared, own, 1 << 20)
+        with path.open("rb") as original, atomic_write(path) as copy:
+            shutil.copyfileobj(original, copy, 1 << 20)
 
 
 def check_regular(path: Path) -> None:
@@ -162,8 +162,8 @@ def check_regular(path: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISREG(mode):
-        what = f"is a link to {path.readlink()}" if stat.S_ISLNK(mode) else "is not a regular file"
-        raise InputError(f"{path} {what}; nothing was written. Put a copy of the file in its place, or remove it")
+        problem = f"is a link to {path.readlink()}" if stat.S_ISLNK(mode) else "is not a regular file"
+        raise InputError(f"{path} {problem}; nothing was written. Replace it with a copy of the file, or remove it")
 
 
 def own_folder(path: Path) -> Path:
@@ -195,8 +195,8 @@ def check_own_folders(out: Path) -> None:
 def _check_own_folder(path: Path) -> None:
     if path.is_symlink():
         raise InputError(
-            f"{path} is a link to {path.readlink()}, and what is written must stay in the data set; nothing was "
-            f"written. Move that folder here, or keep all of {path.parent} there and link that"
+            f"{path} is a link to {path.readlink()}; nothing was written, because a data set must hold its own files. "
+            f"Move the target here, or move all of {path.parent} there and link to it"
         )
 
 
@@ -263,10 +263,10 @@ def claim(path: Path, name: Path) -> None:
 def bytes_below(folder: Path) -> int:
     """Return the total size of the files in a folder tree; files deleted meanwhile do not count."""
     total = 0
-    for place, _, names in os.walk(folder):
+    for directory, _, names in os.walk(folder):
         for name in names:
             with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(place, name)).st_size  # noqa: PTH118
+                total += os.lstat(os.path.join(directory, name)).st_size  # noqa: PTH118
     return total
 
 

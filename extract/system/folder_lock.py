@@ -62,25 +62,25 @@ def _lock_file(out: Path, is_new: bool) -> Iterator[None]:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                raise LayertapError(f"{out} cannot be locked: {error.strerror}") from error
+                raise LayertapError(f"cannot lock {out}: {error.strerror}") from error
             file.seek(0)
             raise LockedError(f"{out} is locked by {file.read().strip() or 'another process'}") from error
         # Do not open the lock file a second time to check it: closing that descriptor would release the lock.
         if not os.path.exists(out / ".lock") or not os.path.samestat(os.fstat(file.fileno()), os.stat(out / ".lock")):  # noqa: PTH110, PTH116
-            raise LockedError(f"{out} was removed by the process that had it locked")
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        _note(file.fileno(), f"pid {os.getpid()} on {socket.gethostname()} since {now}\n")
+            raise LockedError(f"{out} was removed by the process that held its lock; run again")
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        _write_holder(file.fileno(), f"pid {os.getpid()} on {socket.gethostname()} since {since}\n")
         try:
             yield
         finally:
-            _note(file.fileno(), "")
+            _write_holder(file.fileno(), "")
             with contextlib.suppress(OSError):
-                if is_new and [one.name for one in out.iterdir()] == [".lock"]:
+                if is_new and [entry.name for entry in out.iterdir()] == [".lock"]:
                     (out / ".lock").unlink()  # a process that has opened it raises LockedError, see above
                     out.rmdir()
 
 
-def _note(descriptor: int, text: str) -> None:
+def _write_holder(descriptor: int, text: str) -> None:
     """Write the holder into the lock file; on a full disk the file stays empty.
 
     A lock file with several hard links may be a file elsewhere, or that of a backup by `cp -al`. It is locked, but not

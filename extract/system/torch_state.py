@@ -40,21 +40,21 @@ def full_float32() -> Iterator[None]:
     """
     backends: Any = torch.backends
     cudnn, mkldnn = backends.cudnn, backends.mkldnn
-    places = (backends.cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)
-    with contextlib.ExitStack() as back:
+    settings = (backends.cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)
+    with contextlib.ExitStack() as restore:
         try:
-            before = torch.get_float32_matmul_precision(), cudnn.allow_tf32
+            older_api = torch.get_float32_matmul_precision(), cudnn.allow_tf32
         except RuntimeError:  # the program uses the newer API
             pass
         else:
-            back.callback(setattr, cudnn, "allow_tf32", before[1])
-            back.callback(torch.set_float32_matmul_precision, before[0])
+            restore.callback(setattr, cudnn, "allow_tf32", older_api[1])
+            restore.callback(torch.set_float32_matmul_precision, older_api[0])
             cudnn.allow_tf32 = False
             torch.set_float32_matmul_precision("highest")
-        for place in places:
-            if place.fp32_precision in ("tf32", "bf16"):
-                back.callback(setattr, place, "fp32_precision", place.fp32_precision)
-                place.fp32_precision = "ieee"
+        for setting in settings:
+            if setting.fp32_precision in ("tf32", "bf16"):
+                restore.callback(setattr, setting, "fp32_precision", setting.fp32_precision)
+                setting.fp32_precision = "ieee"
         yield
 
 
@@ -73,12 +73,12 @@ def _keep_freed_memory() -> Callable[[], None]:
     libc.mallopt(_MMAP_THRESHOLD, 1 << 30)
     libc.mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)
 
-    def back() -> None:
+    def restore() -> None:
         libc.mallopt(_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
         libc.mallopt(_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
         libc.malloc_trim(0)
 
-    return back
+    return restore
 
 
 _FREED_MEMORY_KEPT = Switch(_keep_freed_memory)

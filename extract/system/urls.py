@@ -16,10 +16,10 @@ _ANSWER_S = 30  # limit for connecting to a server, and for each read
 _EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 
 
-def is_url(where: str) -> bool:
+def is_url(text: str) -> bool:
     """Whether the text starts with a protocol, as `s3://bucket/photos` does."""
-    protocol, found, _ = where.partition("://")
-    return bool(found) and protocol.replace("+", "").isalnum()
+    protocol, separator, _ = text.partition("://")
+    return bool(separator) and protocol.replace("+", "").isalnum()
 
 
 def file_system(url: str, **settings: Any) -> tuple[Any, str]:
@@ -35,24 +35,24 @@ def file_system(url: str, **settings: Any) -> tuple[Any, str]:
     """
     import fsspec
 
-    protocol, _, rest = url.partition("://")
-    if re.match(r"[^/@]*:[^/@]+@", rest):
+    protocol, _, location = url.partition("://")
+    if re.match(r"[^/@]*:[^/@]+@", location):
         raise InputError(
-            f"{protocol}://...@{rest.partition('@')[2]}: a password in a URL would be stored with the features; the "
-            "library for the protocol takes it from the environment, or a file of yours"
+            f"{protocol}://...@{location.partition('@')[2]}: the password in this URL would be stored with the "
+            "features; set it in the environment or in the configuration file of the protocol's library"
         )
     try:
-        kind: Any = fsspec.get_filesystem_class(protocol)
+        fs_class: Any = fsspec.get_filesystem_class(protocol)
         # Not `url_to_fs`: it treats "::" in a name as a chain of file systems.
-        options = {**kind._get_kwargs_from_urls(url), **settings}
+        options = {**fs_class._get_kwargs_from_urls(url), **settings}
         if protocol in ("http", "https"):
             import aiohttp
 
             options["client_kwargs"] = {"timeout": aiohttp.ClientTimeout(sock_connect=_ANSWER_S, sock_read=_ANSWER_S)}
-        return kind(**options), str(kind._strip_protocol(url))
+        return fs_class(**options), str(fs_class._strip_protocol(url))
     except ImportError as error:
         extra = _EXTRAS.get(protocol)
-        what = pip_install(extra) if extra else first_line(error)
-        raise LayertapError(f"{url}: reading {protocol}:// needs another library: {what}") from error
+        remedy = pip_install(extra) if extra else first_line(error)
+        raise LayertapError(f"{url}: reading {protocol}:// needs another library: {remedy}") from error
     except Exception as error:  # each protocol's library raises its own errors
         raise LayertapError(f"{url}: {first_line(error)}") from error

@@ -19,7 +19,7 @@ __all__ = ["describe", "print_description"]
 def describe(out: Path) -> dict[str, Any]:
     """Return everything that `show` prints, as JSON-compatible data. The data set may be incomplete."""
     dataset = DataSet.open(out)
-    parts = dataset.parts()
+    parts = dataset.data_sets_with_shards()
     finished = [path for part in parts for path in part.published() if path is not None]
     sizes = []
     for *_, file in (file for part in parts for file in part.files()):

@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from extract.store.format.dataset import DataSet
-from extract.store.places.destination import place_of
+from extract.store.places.destination import destination_of
 from extract.system.urls import is_url
 from pipelines.terminal.text_output import printable
 
@@ -35,7 +35,7 @@ class Making:
     """
 
     def __init__(self, out: str):
-        self._out, self._place = out, place_of(out)
+        self._out, self._place = out, destination_of(out)
         self._dataset = self._place.dataset
         self._read: dict[str, int] = {}  # name of a receipt -> shard
         self._rows = 0

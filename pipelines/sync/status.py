@@ -18,7 +18,7 @@ from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from extract.store.format.layout import row_bytes
 from extract.store.reader import FeatureReader
-from extract.store.row_selection import of_one_version
+from extract.store.row_selection import read_one_version
 from extract.system.atomic_files import bytes_below, read_json
 from pipelines.terminal.text_output import print_failures
 
@@ -38,7 +38,7 @@ def describe_status(out: Path) -> dict[str, Any]:
     content: dict[str, Any] = {"out": str(out), "runs": runs[-_LAST_RUNS:], "next": _next_run(out)}
     if not (out / "dataset.json").exists() and runs:
         return {**content, "version": 0, "rows": 0, "status": {}, "failures": [], "bytes": bytes_below(out)}
-    return {**content, **of_one_version(out, _of_version)}
+    return {**content, **read_one_version(out, _of_version)}
 
 
 def _of_version(dataset: DataSet) -> dict[str, Any]:

@@ -201,7 +201,7 @@ class _Changes:
                 files = 0
                 for seen in scan.files():  # in arbitrary order
                     files ^= hash(seen)
-                now: int | None = hash((files, frozenset(scan.unreadable.items()), frozenset(scan.nowhere)))
+                now: int | None = hash((files, frozenset(scan.unreadable.items()), frozenset(scan.dangling)))
             except LayertapError:  # the folder is missing; the passes report it
                 now = None
             if now is None or now != before:

@@ -46,23 +46,23 @@ except SystemExit as error:
 ENTRIES = """
 import os, sys, tempfile
 from pathlib import Path
-from extract.sync.manifest import Manifest, Stored
-from extract.sync.scan import Seen
+from extract.sync.manifest import Manifest, StoredRow
+from extract.sync.scan import ScannedFile
 count = int(sys.argv[1])
 def seen():
     for i in range(count):
-        yield Seen(b"folder/%03d/picture-%07d.jpg" % (i // 1000, i), 100_000 + i, 10**18 + i, 10**18 + i)
+        yield ScannedFile(b"folder/%03d/picture-%07d.jpg" % (i // 1000, i), 100_000 + i, 10**18 + i, 10**18 + i)
 with tempfile.TemporaryDirectory() as out, Manifest(Path(out)) as manifest:
     with manifest.transaction():
-        ids = manifest.add_pass(1, (Stored(i.to_bytes(16), 100_000 + i, 10**18 + i, i, 1) for i in range(count)), 0)
+        ids = manifest.add_pass(1, (StoredRow(i.to_bytes(16), 100_000 + i, 10**18 + i, i, 1) for i in range(count)), 0)
         manifest.set_files((one, True, number) for one, number in zip(seen(), ids))
         del ids
     def cpu():
         times = os.times()
         return times.user + times.system
     start = cpu()
-    manifest.see(seen())
-    assert not list(manifest.to_look_at(0, 0)) and not manifest.gone()
+    manifest.record_scan(seen())
+    assert not list(manifest.files_to_examine(0, 0)) and not manifest.gone()
     print(cpu() - start)
 """
 

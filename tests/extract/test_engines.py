@@ -226,14 +226,14 @@ def test_where_compiling_fails_auto_goes_on_eagerly_and_says_so(folder: Path, tm
     summary = _run(folder, tmp_path / "out", branching, layers="conv")
     assert summary.computation.engine == "eager"
     assert "cannot be compiled by openvino: " in summary.computation.why
-    assert "Take" not in summary.computation.why  # nobody need do anything
+    assert "Use --" not in summary.computation.why  # nobody need do anything
     assert summary.computation.failed
     assert dict(summary.status) == {"ok": 12}
 
 
 @openvino
 def test_where_compiling_fails_on_ends_the_run(folder: Path, tmp_path: Path, branching: Any) -> None:
-    with pytest.raises(LayertapError, match="cannot be compiled by openvino: .* Take --compile off"):
+    with pytest.raises(LayertapError, match="cannot be compiled by openvino: .* Use --compile off"):
         extract_features(folder, out=tmp_path / "out", backbone=branching, layers="conv", compile="on", progress=False)
     assert not list((tmp_path / "out" / "shards").iterdir())
 
@@ -288,7 +288,7 @@ def test_what_inductor_computes_in_lower_precision_has_a_fingerprint_of_its_own(
     again = extract_features(folder, out=tmp_path / "out", limit=7, **lower)  # auto goes on as it began
     assert again.fingerprint == found.fingerprint
     assert recheck(tmp_path / "out", 7, backbone=load_backbone("timm/test_resnet", weights="random")).faults == []
-    with pytest.raises(InputError, match="precision: bfloat16 inductor there, bfloat16 autocast now"):
+    with pytest.raises(InputError, match="precision: stored bfloat16 inductor, now bfloat16 autocast"):
         extract_features(folder, out=tmp_path / "out", compile="off", limit=7, **lower)
 
 
@@ -327,7 +327,7 @@ def test_lower_precision_is_another_fingerprint_for_each_engine_and_auto_goes_on
     again = extract_features(folder, out=tmp_path / "openvino", limit=7, **lower)
     assert again.fingerprint == found.fingerprint
     assert recheck(tmp_path / "openvino", 7, backbone=load_backbone("timm/test_resnet", weights="random")).faults == []
-    with pytest.raises(InputError, match=r"precision: bfloat16 autocast there, bfloat16 openvino now"):
+    with pytest.raises(InputError, match=r"precision: stored bfloat16 autocast, now bfloat16 openvino"):
         extract_features(folder, out=tmp_path / "torch", compile="openvino", limit=7, **lower)
 
 
@@ -362,7 +362,7 @@ def test_fast_decoding_is_compared_stored_and_refused_where_features_point_elsew
     assert told["min_cosine"] == pytest.approx(found.min_cosine, abs=1e-7)
     assert told["max_deviation"] == pytest.approx(found.max_deviation, rel=0.01)
     assert recheck(tmp_path / "fast", 12, backbone=load_backbone("timm/test_resnet", weights="random")).faults == []
-    with pytest.raises(InputError, match="resized_by: torchvision there, pillow now"):
+    with pytest.raises(InputError, match="resized_by: stored torchvision, now pillow"):
         extract_features(folder, out=tmp_path / "fast", **NET)
-    with pytest.raises(LayertapError, match="of fast decoded images, embedding has a cosine of .* Take --decode exact"):
+    with pytest.raises(LayertapError, match="of fast decoded images, embedding has a cosine of .* Use --decode exact"):
         extract_features(folder, out=tmp_path / "no", decode="fast", min_cosine=1.0, **NET)

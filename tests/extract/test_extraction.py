@@ -295,10 +295,10 @@ def test_rows_that_failed_are_tried_again_when_a_run_goes_on(folder: Path, tmp_p
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layers": ["layer1"]}, "features.embedding: .* there, nothing now"),
-        ({"dtype": "float16"}, "stored_as: float32 there, float16 now"),
-        ({"limit": 5}, "images.count: 12 there, 5 now"),
-        ({"shard_rows": 5}, "shard_rows: 12 there, 5 now"),
+        ({"layers": ["layer1"]}, "features.embedding: stored .*, now nothing"),
+        ({"dtype": "float16"}, "stored_as: stored float32, now float16"),
+        ({"limit": 5}, "images.count: stored 12, now 5"),
+        ({"shard_rows": 5}, "shard_rows: stored 12, now 5"),
     ],
 )
 def test_other_features_do_not_go_into_the_same_folder(
@@ -341,7 +341,7 @@ def test_a_run_that_does_not_say_takes_the_shards_as_they_are(folder: Path, tmp_
 def test_a_refused_folder_is_not_written_into(folder: Path, tmp_path: Path, small: Backbone) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "thesis.tex").write_text("x")
-    with pytest.raises(InputError, match="not empty and no layertap data set"):
+    with pytest.raises(InputError, match="not empty and not a layertap data set"):
         count_images(folder, tmp_path / "thesis", small)
     assert [path.name for path in (tmp_path / "thesis").iterdir()] == ["thesis.tex"]
 

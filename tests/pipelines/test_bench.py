@@ -114,7 +114,7 @@ def test_where_the_first_batch_refuses_the_fastest_the_next_one_is_taken(
     flags = [str(folder), *NET, "--min-cosine", "1"]
     result = _run("embed", *flags, "--fast", "-o", str(tmp_path / "out"), "--json")
     assert "not taken: in bfloat16 (eager), embedding has a cosine of 0.99" in result.stderr
-    assert "Take" not in result.stderr
+    assert "Use --" not in result.stderr
     told = json.loads(result.stdout)
     assert (told["precision"], told["status"]) == ("float32", {"ok": 12})
     _run("embed", *flags, "-o", str(tmp_path / "plain"))
@@ -125,7 +125,7 @@ def test_where_the_first_batch_refuses_the_fastest_the_next_one_is_taken(
     monkeypatch.setattr(tuning, "forward_rates", lambda *_, **__: [lower])
     result = CliRunner().invoke(main, ["embed", *flags, "--fast", "-o", str(tmp_path / "none")])
     assert result.exit_code == 1
-    assert "at least 1.0 is wanted. Take --precision float32 or" in result.stderr
+    assert "at least 1.0 is wanted. Use --precision float32 or" in result.stderr
 
 
 @pytest.mark.slow

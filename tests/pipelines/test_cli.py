@@ -190,7 +190,7 @@ def test_an_output_of_another_fingerprint_is_told_and_kept(folder: Path, tmp_pat
     text = fails("embed", folder, "-o", tmp_path / "out", *SMALL, "--seed", 1, "-l", "layer1")
     assert "holds other features" in text
     assert "weights_sha256: " in text
-    assert "features.layer1: nothing there, " in text
+    assert "features.layer1: stored nothing, now " in text
     assert (tmp_path / "out" / "shards" / "000000.h5").read_bytes() == before
 
 
@@ -347,7 +347,7 @@ def test_show_describes_a_data_set_that_is_not_complete(folder: Path, tmp_path: 
 
 
 def test_show_of_something_else(tmp_path: Path) -> None:
-    assert "is no layertap data set" in fails("show", tmp_path)
+    assert "is not a layertap data set" in fails("show", tmp_path)
     assert "does not exist" in fails("show", tmp_path / "nothing")
 
 

@@ -69,7 +69,7 @@ def test_embed_goes_on_with_what_the_folder_began(here: Path) -> None:
 
 
 def test_what_is_no_plan_or_not_for_one_is_refused(here: Path) -> None:
-    assert "outputs/pictures-plan is not empty and no layertap data set" in fails(
+    assert "outputs/pictures-plan is not empty and not a layertap data set" in fails(
         "embed", "pictures", "-o", "outputs/pictures-plan", *SMALL
     )
     assert "is a plan already" in fails("plan", "outputs/pictures-plan", "-o", "x")

@@ -104,10 +104,10 @@ def test_a_changed_row_is_named_repaired_and_filled_again(embedded: Path, folder
         file["features/layer4"][3, 3] += 1
     result = layertap("verify", embedded)
     assert result.exit_code == 1
-    assert f"shards/000001.h5 row 8 ({path}): it does not agree with its hashes" in result.stdout
+    assert f"shards/000001.h5 row 8 ({path}): does not match its hashes" in result.stdout
     content = json.loads(layertap("verify", embedded, "--json").stdout)
     assert {"file": "shards/000001.h5", "shard": 1, "row": 8, "path": path,
-            "fault": "it does not agree with its hashes"} in content["faults"]  # fmt: skip
+            "fault": "does not match its hashes"} in content["faults"]  # fmt: skip
     repaired = layertap("verify", embedded, "--repair")
     assert repaired.exit_code == 1
     assert "1 rows made pending; run the command that made the data set again to fill them" in repaired.stdout
@@ -219,7 +219,7 @@ def test_a_retried_shard_is_compressed_as_before(folder: Path, tmp_path: Path) -
 def test_fewer_images_than_before_are_told_as_that(embedded: Path, folder: Path) -> None:
     next(folder.glob("ant/*")).unlink()
     error = fails("embed", folder, "-o", embedded, *SMALL, *LAYERS)
-    assert "images.count: 12 there, 11 now" in error
+    assert "images.count: stored 12, now 11" in error
     assert "shard_rows" not in error
 
 
@@ -238,7 +238,7 @@ def test_an_output_whose_name_is_no_text(folder: Path, tmp_path: Path) -> None:
 
 def test_verify_of_what_is_no_data_set(tmp_path: Path) -> None:
     assert "does not exist" in fails("verify", tmp_path / "no")
-    assert "is no layertap data set" in fails("verify", tmp_path)
+    assert "is not a layertap data set" in fails("verify", tmp_path)
     (tmp_path / "dataset.json").write_text("{")
     result = layertap("verify", tmp_path)
     assert result.exit_code == 1
@@ -285,6 +285,6 @@ def test_merge_of_two_halves_is_the_whole(folder: Path, tmp_path: Path) -> None:
             assert np.allclose(found[path], expected, rtol=1e-4, atol=1e-6)
         assert merged.classes == whole.classes
     assert "is in" in fails("merge", tmp_path / "a", tmp_path / "a", "-o", tmp_path / "twice")
-    assert "was merged from others" in fails("embed", half, "-o", tmp_path / "all", *SMALL, *LAYERS)
+    assert "holds a merged data set" in fails("embed", half, "-o", tmp_path / "all", *SMALL, *LAYERS)
     assert "is not empty" in fails("merge", tmp_path / "a", tmp_path / "b", "-o", folder)
     assert not (folder / ".lock").exists()

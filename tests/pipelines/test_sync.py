@@ -63,7 +63,7 @@ def test_sync_tells_what_it_did_and_everything_else_reads_it(config: Path, folde
     with FeatureReader(tmp_path / "merged") as merged, FeatureReader(tmp_path / "fresh") as fresh:
         assert merged.paths == fresh.paths
         np.testing.assert_allclose(merged["embedding"][:], fresh["embedding"][:], rtol=1e-5, atol=1e-6)
-    assert "is kept in step with" in fails("embed", folder, "-o", out, *arguments)
+    assert "is kept in sync with" in fails("embed", folder, "-o", out, *arguments)
 
 
 def test_status_tells_of_runs_rows_failures_and_disk(config: Path, folder: Path, tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_status_tells_of_runs_rows_failures_and_disk(config: Path, folder: Path,
     assert "3 rows removed" in result.stdout
     assert json.loads(layertap("status", out, "--json").stdout)["dead_rows"] == 0
     shutil.rmtree(folder)
-    assert fails("sync", config, code=1).startswith(f"error: {folder}: the folder cannot be read")
+    assert fails("sync", config, code=1).startswith(f"error: cannot read folder {folder}")
     assert "FAILED after" in layertap("status", out).stdout
     noted = {"next": "2030-01-01T00:00:00+00:00", "pid": 4194999, "config": "x.yaml", "host": socket.gethostname()}
     (out / "schedule.json").write_text(json.dumps(noted))
@@ -101,7 +101,7 @@ def test_status_and_compact_tell_what_kind_of_data_set_they_are_given(folder: Pa
     assert "does not exist" in fails("status", tmp_path / "nothing")
     layertap("embed", folder, "-o", tmp_path / "out", "-b", "timm/test_resnet", "--weights", "random", "--workers", 0)
     assert "complete" in layertap("status", tmp_path / "out").stdout
-    assert "not kept in step" in fails("compact", tmp_path / "out")
+    assert "was not written by `layertap sync`" in fails("compact", tmp_path / "out")
 
 
 def test_one_folder_that_fails_does_not_keep_the_others_from_their_pass(folder: Path, tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_one_folder_that_fails_does_not_keep_the_others_from_their_pass(folder: 
     shutil.rmtree(tmp_path / "one")
     (tmp_path / "one").mkdir()
     result = layertap("sync", config, "--json")
-    assert "an unmounted disk?" in result.stderr
+    assert "is the disk mounted?" in result.stderr
     assert [one["exit_code"] for one in json.loads(result.stdout)] == [1, 1, 0]
     assert "one data set" in fails("sync", config, "--force")
     assert layertap("sync", config, "--force", "--only", tmp_path / "out-one").exit_code == 0

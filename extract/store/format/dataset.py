@@ -108,7 +108,7 @@ class DataSet:
         """Number of shards when complete; 0 for a data set with a version, whose passes have the shards."""
         return 0 if self.version else -(-self.n_rows // self.shard_rows)
 
-    def parts(self) -> list[DataSet]:
+    def data_sets_with_shards(self) -> list[DataSet]:
         """Return the data sets that have the shards: this data set, or the passes of its version.
 
         Raises:
@@ -116,11 +116,11 @@ class DataSet:
         """
         if self.version is None:
             return [self]
-        found = [DataSet.open(pass_folder(self.out, number)) for number in self.version.passes]
-        for one in found:
-            if one.depends_on != self.depends_on or one.features != self.features or one.version:
-                raise InputError(f"{one.out} does not belong to {self.out}: it holds other features")
-        return found
+        passes = [DataSet.open(pass_folder(self.out, number)) for number in self.version.passes]
+        for dataset in passes:
+            if dataset.depends_on != self.depends_on or dataset.features != self.features or dataset.version:
+                raise InputError(f"{dataset.out} is not a pass of {self.out}: it holds other features")
+        return passes
 
     def version_rows(self) -> RowTable:
         """Read the table of the published version; raises the errors of `read_rows`."""
@@ -131,32 +131,32 @@ class DataSet:
         """Return the path of a shard's file: 000000.h5, or 000000-r1.h5 for revision 1; a part ends in .part."""
         return self.out / "shards" / f"{stem_of(shard, revision)}.h5{'.part' if part else ''}"
 
-    def whereabouts(self) -> list[ShardFiles]:
+    def shard_files(self) -> list[ShardFiles]:
         """Return the files of each shard; of several revisions, which a killed run may leave, the last one."""
         published: dict[int, int] = {}
         parts: dict[int, int] = {}
         for shard, revision, part, _ in self.files():
-            kind = parts if part else published
-            kind[shard] = max(revision, kind.get(shard, 0))
-        found = []
+            revisions = parts if part else published
+            revisions[shard] = max(revision, revisions.get(shard, 0))
+        per_shard = []
         for shard in range(self.n_shards):
             final, writing = published.get(shard), parts.get(shard)
             if writing is not None and final is not None and writing <= final:
                 writing = None
-            found.append(ShardFiles(final, writing))
-        return found
+            per_shard.append(ShardFiles(final, writing))
+        return per_shard
 
-    def current(self, shard: int, where: ShardFiles) -> Path | None:
+    def current(self, shard: int, files: ShardFiles) -> Path | None:
         """Return the file with the rows of a shard: the finished file, otherwise the part; None if there is neither."""
-        if where.published is not None:
-            return self.path(shard, where.published)
-        return None if where.part is None else self.path(shard, where.part, part=True)
+        if files.published is not None:
+            return self.path(shard, files.published)
+        return None if files.part is None else self.path(shard, files.part, part=True)
 
     def published(self) -> list[Path | None]:
         """Return the finished file of each shard; None for a shard without one."""
         return [
-            None if where.published is None else self.path(shard, where.published)
-            for shard, where in enumerate(self.whereabouts())
+            None if files.published is None else self.path(shard, files.published)
+            for shard, files in enumerate(self.shard_files())
         ]
 
     def files(self) -> Iterator[tuple[int, int, bool, Path]]:
@@ -206,15 +206,18 @@ class DataSet:
             InputError: the file is another shard, or has other features.
         """
         for name, value in vars(self.identity(shard)).items():
-            if (found := getattr(opened.identity, name)) != value:
-                raise InputError(f"{opened.name} is no shard {shard} of this data set: its {name} is {_short(found)}")
+            if (actual := getattr(opened.identity, name)) != value:
+                raise InputError(
+                    f"{opened.name} is not shard {shard} of this data set: its {name!r} is {_short(actual)}, "
+                    f"expected {_short(value)}"
+                )
         expected = {feature.name: (feature.shape, feature.dtype) for feature in self.features}
-        found_features = {feature.name: (feature.shape, feature.dtype) for feature in opened.features}
-        if found_features != expected:
-            different = [name for name in expected | found_features if expected.get(name) != found_features.get(name)]
+        actual_features = {feature.name: (feature.shape, feature.dtype) for feature in opened.features}
+        if actual_features != expected:
+            different = [name for name in expected | actual_features if expected.get(name) != actual_features.get(name)]
             raise InputError(
-                f"{opened.name} is no shard {shard} of this data set: its feature {different[0]!r} is "
-                f"{found_features.get(different[0], 'missing')}, expected {expected.get(different[0], 'none')}"
+                f"{opened.name} is not shard {shard} of this data set: its feature {different[0]!r} is "
+                f"{actual_features.get(different[0], 'missing')}, expected {expected.get(different[0], 'none')}"
             )
 
     @classmethod
@@ -229,12 +232,12 @@ class DataSet:
         try:
             content = read_json(path)
         except (FileNotFoundError, NotADirectoryError) as error:
-            missing = "is no layertap data set: it has no dataset.json" if out.exists() else "does not exist"
+            missing = "is not a layertap data set: it has no dataset.json" if out.exists() else "does not exist"
             raise InputError(f"{out} {missing}") from error
-        return cls.described(content, out, path)
+        return cls.from_content(content, out, path)
 
     @classmethod
-    def described(cls, content: dict[str, Any], out: Path, path: Path | str) -> DataSet:
+    def from_content(cls, content: dict[str, Any], out: Path, path: Path | str) -> DataSet:
         """Return the data set for the content of a `dataset.json`; `path` is its name for errors.
 
         Raises:
@@ -242,21 +245,24 @@ class DataSet:
         """
         try:
             if content["format"] != FORMAT or content["format_version"] != FORMAT_VERSION:
-                kind = f"{content['format']} format version {content['format_version']}"
-                raise InputError(f"{path}: {kind}; this layertap reads {FORMAT} format version {FORMAT_VERSION}")
-            features = [_feature(one) for one in content["features"]]
+                stored_format = f"{content['format']} format version {content['format_version']}"
+                raise InputError(
+                    f"{path} has {stored_format}; this version of layertap reads {FORMAT} format version "
+                    f"{FORMAT_VERSION}"
+                )
+            features = [_feature(feature) for feature in content["features"]]
             images, depends_on, shard_rows = content["images"], content["depends_on"], content["shard_rows"]
             version = Version.of(content["version"]) if "version" in content else None
-            whole = isinstance(images["root"], str) and isinstance(images["paths_xxh3"], str) and features
-            least = 0 if version else 1
-            if not whole or int(images["count"]) < least or int(shard_rows) < 1 or not isinstance(depends_on, dict):
+            valid = isinstance(images["root"], str) and isinstance(images["paths_xxh3"], str) and features
+            min_count = 0 if version else 1
+            if not valid or int(images["count"]) < min_count or int(shard_rows) < 1 or not isinstance(depends_on, dict):
                 raise ValueError("a value is missing or out of range")
-            found = cls(out, depends_on, features, images, int(shard_rows), version)
-            if found.n_shards > _SHARDS:
-                raise ValueError(f"{found.n_shards:,} shards")
-            if content["fingerprint"] != found.fingerprint:
-                raise ValueError("its fingerprint is not that of its content")
-            return found
+            dataset = cls(out, depends_on, features, images, int(shard_rows), version)
+            if dataset.n_shards > _SHARDS:
+                raise ValueError(f"{dataset.n_shards:,} shards; at most {_SHARDS:,} are supported")
+            if content["fingerprint"] != dataset.fingerprint:
+                raise ValueError("the fingerprint does not match the content")
+            return dataset
         except InputError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
@@ -275,9 +281,9 @@ class DataSet:
         if (self.out / "dataset.json").exists():
             existing = DataSet.open(self.out)
             empty = not any(self.files()) and not any((self.out / "shards").glob("*.damaged*"))
-            return existing if self.goes_with(existing, self.out, gives_way=empty) else None
+            return existing if self.check_compatible(existing, self.out, replaceable=empty) else None
         if self.out.is_dir() and any(_is_foreign(entry) for entry in self.out.iterdir()):
-            raise InputError(f"{self.out} is not empty and no layertap data set; choose another output folder")
+            raise InputError(f"{self.out} is not empty and not a layertap data set; choose another output folder")
         return None
 
     def check_size(self) -> None:
@@ -291,13 +297,13 @@ class DataSet:
                 f"{self.n_shards:,} shards are too many; shard_rows must be at least {-(-self.n_rows // _SHARDS):,}"
             )
 
-    def goes_with(self, existing: DataSet, where: Path | str, *, gives_way: bool) -> bool:
+    def check_compatible(self, existing: DataSet, location: Path | str, *, replaceable: bool) -> bool:
         """Return whether rows of this data set can be added to `existing`; False if it may be replaced instead.
 
         Args:
             existing: the existing data set.
-            where: its folder or URL, for errors.
-            gives_way: whether it may be replaced if it differs, because it has no rows to lose.
+            location: its folder or URL, for errors.
+            replaceable: whether it may be replaced if it differs, because it has no rows to lose.
 
         Raises:
             InputError: it differs and may not be replaced (the error lists the differences), or it is a data set of
@@ -305,18 +311,19 @@ class DataSet:
         """
         if existing.version:
             raise InputError(
-                f"{where} is kept in step with {existing.images['root']} by `layertap sync`; choose another output "
+                f"{location} is kept in sync with {existing.images['root']} by `layertap sync`; choose another output "
                 "folder"
             )
-        if ("merged_from" in existing.images) != ("merged_from" in self.images) and not gives_way:
-            how = (
-                "was merged from others; merge again to go on" if "merged_from" in existing.images else "was not merged"
-            )
-            raise InputError(f"{where} holds a data set that {how}; or choose another output folder")
+        if ("merged_from" in existing.images) != ("merged_from" in self.images) and not replaceable:
+            if "merged_from" in existing.images:
+                raise InputError(
+                    f"{location} holds a merged data set; merge again to resume, or choose another output folder"
+                )
+            raise InputError(f"{location} holds a data set that was not merged; choose another output folder")
         changed = existing._differences(self)
-        if changed and not gives_way:
+        if changed and not replaceable:
             raise InputError(
-                f"{where} holds other features; rows that differ in these do not mix:\n  "
+                f"{location} holds other features; rows with these differences cannot be mixed:\n  "
                 + "\n  ".join(changed)
                 + "\nChoose another output folder, or delete this one."
             )
@@ -362,15 +369,15 @@ class DataSet:
         }
 
     def _differences(self, other: DataSet) -> list[str]:
-        def compared(one: DataSet) -> dict[str, Any]:
+        def compared(dataset: DataSet) -> dict[str, Any]:
             # The image folder may move: whether the images are the same is checked on their bytes.
             left_out = {"root"}
             if not all("labels_xxh3" in images for images in (self.images, other.images)):  # older data sets have none
                 left_out.add("labels_xxh3")
-            images = {name: value for name, value in one.images.items() if name not in left_out}
+            images = {name: value for name, value in dataset.images.items() if name not in left_out}
             # With different row counts, shard_rows may differ only because of the count.
-            cut = {"shard_rows": one.shard_rows} if self.n_rows == other.n_rows else {}
-            return {**one.depends_on, "images": images, **cut}
+            row_cut = {"shard_rows": dataset.shard_rows} if self.n_rows == other.n_rows else {}
+            return {**dataset.depends_on, "images": images, **row_cut}
 
         return differences(compared(self), compared(other))
 
@@ -384,22 +391,22 @@ class DataSet:
             for stray in folder.iterdir():
                 if _is_stray(stray):
                     stray.unlink()
-        published = [where.published for where in self.whereabouts()]
-        whole: dict[int, bool] = {}
+        published = [files.published for files in self.shard_files()]
+        complete: dict[int, bool] = {}
         for shard, revision, part, path in self.files():
             last = published[shard] if shard < len(published) else None
             # A part of the published revision is a second name of it: a run was killed between link and unlink.
             if last is None or revision > last or (revision == last and not part):
                 continue
-            if shard not in whole:  # the name alone is not enough to remove a file
-                whole[shard] = self._is_whole(shard, self.path(shard, last))
-            if whole[shard]:
+            if shard not in complete:  # the name alone is not enough to remove a file
+                complete[shard] = self._is_complete(shard, self.path(shard, last))
+            if complete[shard]:
                 path.unlink() if part else self.withdraw(path)
         for receipt in (self.out / "shards").glob("*-r*.json"):  # the shard was removed by hand
             if not receipt.with_suffix(".h5").exists() and not receipt.with_suffix(".h5.part").exists():
                 receipt.unlink()
 
-    def _is_whole(self, shard: int, path: Path) -> bool:
+    def _is_complete(self, shard: int, path: Path) -> bool:
         try:
             with self.open_shard(shard, path) as opened:
                 return bool((opened.column("status") != Status.PENDING).all())
@@ -427,7 +434,7 @@ def existing_shard_rows(out: Path) -> int | None:
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Return the differences of two nested dicts, one line for each leaf."""
-    return [f"{key}: {before} there, {now} now" for key, before, now in changes(old, new)]
+    return [f"{key}: stored {stored}, now {now}" for key, stored, now in changes(old, new)]
 
 
 def changes(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -440,7 +447,7 @@ def _feature(content: dict[str, Any]) -> StoredFeature:
     numbers = all(isinstance(side, int) and 0 < side < 1 << 40 for side in shape)
     texts = all(isinstance(text, str) for text in (name, *attributes, *attributes.values()))
     if not numbers or not texts or dtype not in ("float32", "float16") or not name or "/" in name:
-        raise ValueError(f"the feature {str(name)[:80]!r} is not one that can be stored")
+        raise ValueError(f"invalid description of feature {str(name)[:80]!r}")
     return StoredFeature(name, tuple(shape), dtype, attributes)
 
 

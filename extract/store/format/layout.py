@@ -188,7 +188,7 @@ def create_shard(
     layouts = [preallocated((chunk_rows(feature, identity.n_rows), *feature.shape)) for feature in features]
     with new_shard_file(path, features, layouts, identity, names, provenance) as file:
         for feature in features:
-            file["features"][feature.name][0] = 1  # a marker for `_check_places`
+            file["features"][feature.name][0] = 1  # a marker for `_check_offsets`
 
 
 @contextmanager
@@ -218,9 +218,11 @@ def new_shard_file(
     texts = {"path": names.paths, "split": names.splits, "classes": names.classes}
     if names.ids is not None:
         texts["id"] = names.ids
-    text_bytes = sum(max((len(os.fsencode(one)) for one in text), default=1) * len(text) for text in texts.values())
+    text_bytes = sum(max((len(os.fsencode(value)) for value in text), default=1) * len(text) for text in texts.values())
     if text_bytes > _FIXED_BYTES:  # every path takes the space of the longest
-        raise InputError(f"{path}: paths of {text_bytes / 1e6:,.0f} MB in one file; set a smaller shard_rows")
+        raise InputError(
+            f"{path}: paths take {text_bytes / 1e6:,.0f} MB, too much for one file; set a smaller shard_rows"
+        )
     fixed = {name: _fixed_length(values) for name, values in texts.items()}
     fixed["label"] = np.asarray(names.labels, "<i8")
     fixed["provenance"] = np.array(json.dumps(provenance, indent=1).encode())
@@ -264,7 +266,7 @@ def new_shard_file(
         with temporary.open("r+b") as raw:
             if hasattr(os, "posix_fallocate"):  # not on macOS
                 os.posix_fallocate(raw.fileno(), 0, os.fstat(raw.fileno()).st_size)
-            _check_places(raw, first_rows)
+            _check_offsets(raw, first_rows)
             _write_header(raw, header_bytes, ranges)
             os.fsync(raw.fileno())
         temporary.rename(path)
@@ -300,8 +302,8 @@ def plain_offset(data: h5py.Dataset) -> int | None:
     full = math.prod(data.chunks) * data.dtype.itemsize
     if count != -(-data.shape[0] // rows):
         return None
-    beyond = (0,) * (len(data.shape) - 1)
-    first, last = (data.id.get_chunk_info_by_coord((row, *beyond)) for row in (0, (count - 1) * rows))
+    zeros = (0,) * (len(data.shape) - 1)
+    first, last = (data.id.get_chunk_info_by_coord((row, *zeros)) for row in (0, (count - 1) * rows))
     if (first.size, last.size, last.byte_offset - first.byte_offset) != (full, full, (count - 1) * full):
         return None
     return int(first.byte_offset) + before_hdf5(data.file)
@@ -311,7 +313,7 @@ def _is_packed(data: h5py.Dataset) -> bool:
     return bool(data.id.get_create_plist().get_nfilters())
 
 
-def _check_places(raw: BinaryIO, first_rows: Sequence[tuple[int | None, bytes]]) -> None:
+def _check_offsets(raw: BinaryIO, first_rows: Sequence[tuple[int | None, bytes]]) -> None:
     """Check that features are in the file where HDF5 reports, because rows are written there without HDF5.
 
     Raises:
@@ -321,7 +323,7 @@ def _check_places(raw: BinaryIO, first_rows: Sequence[tuple[int | None, bytes]])
         raw.seek(offset or 0)
         if offset is None or raw.read(len(expected)) != expected:
             raise LayertapError(
-                f"HDF5 {h5py.version.hdf5_version} puts features elsewhere than it says; install another h5py"
+                f"HDF5 {h5py.version.hdf5_version} reports wrong offsets of features; install another version of h5py"
             )
 
 
@@ -370,30 +372,30 @@ def read_header(raw: BinaryIO, path: Path | str) -> list[tuple[int, int]]:
     Raises:
         InputError: the file is not a shard of this format, or bytes that must not change have changed.
     """
-    start = raw.read(512)
-    title = re.match(rb"layertap shard, format (\d+); HDF5 begins at byte (\d{3,7})\n", start)
+    head = raw.read(512)
+    title = re.match(rb"layertap shard, format (\d+); HDF5 begins at byte (\d{3,7})\n", head)
     if not title:
-        raise InputError(f"{path} is no layertap shard")
+        raise InputError(f"{path} is not a layertap shard")
     if int(title[1]) != FORMAT_VERSION:
-        raise InputError(f"{path}: format {int(title[1])}; this layertap reads format {FORMAT_VERSION}")
+        raise InputError(f"{path} has format {int(title[1])}; this version of layertap reads format {FORMAT_VERSION}")
     header_bytes = int(title[2])
-    start += raw.read(max(0, header_bytes - len(start)))
+    head += raw.read(max(0, header_bytes - len(head)))
     size = raw.seek(0, os.SEEK_END)
     try:
-        content = json.loads(start[title.end() : header_bytes].rstrip(b"\0"))
+        content = json.loads(head[title.end() : header_bytes].rstrip(b"\0"))
         expected, ranges = content["size"], [(int(first), int(stop)) for first, stop in content["row_data"]]
         if size != expected:
-            raise InputError(f"{path} is damaged: it has {size:,} bytes of {expected:,}")
-        edges = [header_bytes, *(edge for one in ranges for edge in one), size]
+            raise InputError(f"{path} is damaged: it has {size:,} bytes, expected {expected:,}")
+        edges = [header_bytes, *(edge for byte_range in ranges for edge in byte_range), size]
         if edges != sorted(edges) or size - sum(stop - first for first, stop in ranges) > 2 * _FIXED_BYTES:
             raise ValueError
-        same = content["fixed_xxh3"] == _hash_fixed(raw, header_bytes, size, ranges)
+        intact = content["fixed_xxh3"] == _hash_fixed(raw, header_bytes, size, ranges)
     except InputError:
         raise
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        raise InputError(f"{path} is damaged: its first {header_bytes} bytes are not what layertap writes") from None
-    if not same:
-        raise InputError(f"{path} is damaged: what holds its names and structure is not as it was written")
+        raise InputError(f"{path} is damaged: its first {header_bytes} bytes are not a valid header") from None
+    if not intact:
+        raise InputError(f"{path} is damaged: its paths, labels or structure do not match their hash")
     return ranges
 
 

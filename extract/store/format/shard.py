@@ -44,7 +44,7 @@ from extract.store.format.untrusted import (
     identity_of,
     member,
     need_libraries,
-    opened,
+    open_untrusted,
 )
 from extract.system.atomic_files import allow_more_files
 
@@ -58,7 +58,7 @@ BLOCK_BYTES = 1 << 26  # features held in memory at once
 _ROW_DATA = {name for name, *_ in ROW_DATA}
 # System errors for a disk or a server that does not return stored data.
 MEDIA_ERRORS = {errno.EIO, errno.ESTALE, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA}
-_WORTH_ASKING = 1 << 20  # bytes of a read above which the kernel is advised to read ahead
+_READ_AHEAD_BYTES = 1 << 20  # bytes of a read above which the kernel is advised to read ahead
 
 
 class Shard:
@@ -85,16 +85,16 @@ class Shard:
 
     def __init__(self, path: Path):
         self.path = path
-        self._begin(str(path))
+        self._initialise(str(path))
         try:
             if not stat.S_ISREG(path.stat().st_mode):
-                raise InputError(f"{path} is no file")
+                raise InputError(f"{path} is not a regular file")
             with path.open("rb") as raw:
                 self._row_data = read_header(raw, path)
                 self._inode = os.fstat(raw.fileno()).st_ino
                 self._mapping = mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ)
                 self.size = len(self._mapping)
-                with opened(path) as file:
+                with open_untrusted(path) as file:
                     self._describe(file)
         except FileNotFoundError as error:
             raise InputError(f"{path} does not exist") from error
@@ -105,9 +105,9 @@ class Shard:
             if feature.name not in self.compression:
                 dtype = np.dtype(feature.dtype).newbyteorder("<")
                 start = self.offsets.get(f"/features/{feature.name}")
-                self._arrays[feature.name] = self._at(start, (len(self), *feature.shape), dtype)
+                self._arrays[feature.name] = self._array_at(start, (len(self), *feature.shape), dtype)
 
-    def _begin(self, name: str) -> None:
+    def _initialise(self, name: str) -> None:
         self.name = name
         self._packed: tuple[int, h5py.File] | None = None
         self._guard = os.getpid(), threading.Lock()
@@ -116,14 +116,14 @@ class Shard:
     def _describe(self, file: h5py.File) -> None:
         """Check the structure of the file and set the attributes from it."""
 
-        def refuse(what: str) -> InputError:
-            return InputError(f"{self.name} is refused: {what}")
+        def refuse(problem: str) -> InputError:
+            return InputError(f"{self.name} is not a valid shard: {problem}")
 
         self.identity = identity_of(file, refuse)
         n_rows = self.identity.n_rows
         group = member(file, "features", h5py.Group, refuse)
         if not 1 <= len(group) <= _FEATURES:
-            raise refuse(f"it has {len(group):,} features")
+            raise refuse(f"it has {len(group):,} features; expected 1 to {_FEATURES:,}")
         self.features: list[StoredFeature] = []
         self.compression: dict[str, str] = {}
         self.chunks: dict[str, int] = {}
@@ -134,24 +134,25 @@ class Shard:
             if data.dtype not in (np.dtype("<f4"), np.dtype("<f2")):
                 raise refuse(f"feature {name!r} is {data.dtype}; expected float32 or float16")
             if not data.shape or data.shape[0] != n_rows or (data.chunks or data.shape)[1:] != data.shape[1:]:
-                raise refuse(f"feature {name!r} has shape {data.shape} in chunks {data.chunks}, with {n_rows} rows")
+                raise refuse(f"feature {name!r} has shape {data.shape}, chunks {data.chunks}; expected {n_rows} rows")
             feature = StoredFeature(name, data.shape[1:], data.dtype.name, attributes_of(data))
             self.chunks[name] = data.chunks[0] if data.chunks else chunk_rows(feature, n_rows)
             chunk_bytes = feature.row_bytes * self.chunks[name]
             if feature.row_bytes > _ROW_BYTES or chunk_bytes > max(_CHUNK_BYTES, feature.row_bytes):
-                raise refuse(f"feature {name!r} is in chunks of {data.chunks}")
+                raise refuse(f"feature {name!r} has chunks of {data.chunks}, which are too large")
             self.features.append(feature)
             self.stored_bytes[name] = data.id.get_storage_size()
             packed = filters_of(data, refuse)
             if not packed:
-                self._place(data, refuse)
+                self._locate(data, refuse)
                 continue
             self.compression[name] = packed
             if data.id.get_num_chunks() != -(-n_rows // self.chunks[name]):
-                raise refuse(f"feature {name!r} has {data.id.get_num_chunks():,} chunks for {n_rows:,} rows")
+                count = data.id.get_num_chunks()
+                raise refuse(f"feature {name!r} has {count:,} chunks, too few or too many for {n_rows:,} rows")
             plain = feature.row_bytes * n_rows
             if self.stored_bytes[name] > plain * 2 + (1 << 20):
-                raise refuse(f"feature {name!r} takes {self.stored_bytes[name]:,} bytes for {plain:,} unpacked")
+                raise refuse(f"feature {name!r} takes {self.stored_bytes[name]:,} bytes, but {plain:,} decompressed")
         self._feature = {feature.name: feature for feature in self.features}
         self._columns: dict[str, NDArray[Any]] = {}
         for name, width, dtype in (*ROW_DATA, ("label", (), "<i8")):
@@ -164,35 +165,35 @@ class Shard:
         for name, shape in texts.items():
             self._columns[name] = column = self._column(file, name, refuse)
             if column.dtype.kind != "S" or column.shape != (column.shape[:1] if shape is None else shape):
-                raise refuse(f"{name} is {column.dtype} {column.shape}; expected text of fixed length")
+                raise refuse(f"{name} is {column.dtype} {column.shape}; expected fixed-length text")
         if self._columns["provenance"].nbytes > _TEXT_BYTES:
-            raise refuse(f"provenance of {self._columns['provenance'].nbytes:,} bytes")
+            raise refuse(f"its provenance has {self._columns['provenance'].nbytes:,} bytes; at most {_TEXT_BYTES:,}")
 
     def _column(self, file: h5py.File, name: str, refuse: Refuse) -> NDArray[Any]:
         data = member(file, name, h5py.Dataset, refuse)
         if data.chunks is not None:
-            raise refuse(f"{name} is in chunks")
-        return self._at(self._place(data, refuse), data.shape, data.dtype)
+            raise refuse(f"{name} is stored in chunks; expected one contiguous block")
+        return self._array_at(self._locate(data, refuse), data.shape, data.dtype)
 
-    def _at(self, start: int | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    def _array_at(self, start: int | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return a plain dataset as an array over the memory map; None as `start` gives an array without bytes."""
         return np.empty(shape, dtype) if start is None else np.ndarray(shape, dtype, self._mapping, start)
 
-    def _place(self, data: h5py.Dataset, refuse: Refuse) -> int | None:
+    def _locate(self, data: h5py.Dataset, refuse: Refuse) -> int | None:
         """Check the location of a plain dataset and return its offset in the file; None if it has no bytes."""
         if filters_of(data, refuse):
-            raise refuse(f"{data.name} is compressed")
+            raise refuse(f"{data.name} is compressed; expected plain data")
         if data.size == 0:
             return None
         needed = math.prod(data.shape) * data.dtype.itemsize
         start = plain_offset(data)
         if start is None or data.id.get_storage_size() < needed or start + needed > self.size:
-            raise refuse(f"{data.name} says it has {needed:,} bytes; they are not in the file, or not in order")
+            raise refuse(f"{data.name} needs {needed:,} bytes, which are not in the file or not contiguous")
         # Only row data lies in the ranges that the user block lists.
         inside = [first <= start and start + needed <= stop for first, stop in self._row_data]
         outside = [start + needed <= first or stop <= start for first, stop in self._row_data]
         if not (any(inside) if data.name.startswith("/features/") or data.name[1:] in _ROW_DATA else all(outside)):
-            raise refuse(f"{data.name} is not where the first lines of the file say")
+            raise refuse(f"{data.name} is not at the location that the header of the file gives")
         self.offsets[data.name] = start
         return start
 
@@ -207,7 +208,7 @@ class Shard:
             rows = self._unpack(name, start, stop)
         else:
             rows = self._plain(name)[start:stop]
-            if rows.nbytes > _WORTH_ASKING and hasattr(mmap, "MADV_WILLNEED"):
+            if rows.nbytes > _READ_AHEAD_BYTES and hasattr(mmap, "MADV_WILLNEED"):
                 self._advise(rows, mmap.MADV_WILLNEED)
         if out is None:
             return rows if name in self.compression else rows.copy()
@@ -222,10 +223,10 @@ class Shard:
     def row(self, name: str, row: int) -> NDArray[Any]:
         """Return (*shape), a copy of one row."""
         if name in self.compression:
-            found: NDArray[Any] = self._unpack(name, row, row + 1)[0]
+            values: NDArray[Any] = self._unpack(name, row, row + 1)[0]
         else:
-            found = self._plain(name)[row].copy()
-        return found
+            values = self._plain(name)[row].copy()
+        return values
 
     def take(self, name: str, rows: NDArray[np.int64], out: NDArray[Any] | None = None) -> NDArray[Any]:
         """Return (len(rows), *shape), a copy of rows in any order, all in range; in `out` if it is given."""
@@ -236,12 +237,12 @@ class Shard:
             # "clip" writes directly into `out`, which is four times as fast as through a buffer (NumPy, "take").
             np.take(self._plain(name), rows, axis=0, out=out, mode="clip")
             return out
-        home = rows // self.chunks[name]
-        order = np.argsort(home, kind="stable")
-        for first, stop in _equal(home[order]):  # decompress each chunk once
-            where = order[first:stop]
-            first_row = int(rows[where].min())
-            out[where] = self._unpack(name, first_row, int(rows[where].max()) + 1)[rows[where] - first_row]
+        chunk = rows // self.chunks[name]
+        order = np.argsort(chunk, kind="stable")
+        for first, stop in _equal_ranges(chunk[order]):  # decompress each chunk once
+            positions = order[first:stop]
+            first_row = int(rows[positions].min())
+            out[positions] = self._unpack(name, first_row, int(rows[positions].max()) + 1)[rows[positions] - first_row]
         return out
 
     def blocks(self, rows: NDArray[np.int64]) -> Iterator[tuple[int, int, dict[str, NDArray[Any]] | None]]:
@@ -282,15 +283,15 @@ class Shard:
             os.close(descriptor)
 
     def _block(self, descriptor: int | None, start: int, stop: int) -> dict[str, NDArray[Any]] | None:
-        found = {}
+        features = {}
         for feature in self.features:
             if feature.name in self.compression or descriptor is None:
                 try:
-                    found[feature.name] = self.read(feature.name, start, stop)
+                    features[feature.name] = self.read(feature.name, start, stop)
                 except InputError:
                     return None
                 continue
-            found[feature.name] = values = np.empty((stop - start, *feature.shape), feature.dtype)
+            features[feature.name] = values = np.empty((stop - start, *feature.shape), feature.dtype)
             space = memoryview(values.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
             offset = self.offsets[f"/features/{feature.name}"] + start * feature.row_bytes
             try:
@@ -303,7 +304,7 @@ class Shard:
                 if error.errno in MEDIA_ERRORS:
                     return None
                 raise LayertapError(f"{self.name} cannot be read: {error.strerror}") from error
-        return found
+        return features
 
     def forget(self, name: str, start: int, stop: int) -> None:
         """Release the memory map's pages of rows that were read; the file stays in the kernel's cache."""
@@ -331,16 +332,16 @@ class Shard:
                 except OSError as error:
                     raise LayertapError(f"{self.name} cannot be read: {first_line(error)}") from error
             try:
-                found: NDArray[Any] = self._packed[1]["features"][name][start:stop]
+                values: NDArray[Any] = self._packed[1]["features"][name][start:stop]
             except OSError as error:
                 raise InputError(
-                    f"{self.name} is damaged: {name!r} cannot be unpacked in rows {start} to {stop - 1}"
+                    f"{self.name} is damaged: rows {start} to {stop - 1} of {name!r} cannot be decompressed"
                 ) from error
-            return found
+            return values
 
     def _source(self) -> io.RawIOBase:
         """Return the file object that HDF5 reads from."""
-        return _InMap(self._mapping)
+        return _MappedFile(self._mapping)
 
     def need_libraries(self) -> None:
         """Import the libraries for the compressed features.
@@ -355,13 +356,13 @@ class Shard:
 
     def column(self, name: str) -> NDArray[Any]:
         """Return (N, ...), a copy of the current values of a column: row data, label, or path as stored bytes."""
-        return self._beside(name).copy()
+        return self._view(name).copy()
 
     def text(self, name: str, rows: slice | NDArray[np.int64] | EllipsisType = ...) -> list[str]:
         """Return the path, split or id of rows, or the classes, decoded by `os.fsdecode`."""
-        return [os.fsdecode(value) for value in self._beside(name)[rows].tolist()]
+        return [os.fsdecode(value) for value in self._view(name)[rows].tolist()]
 
-    def _beside(self, name: str) -> NDArray[Any]:
+    def _view(self, name: str) -> NDArray[Any]:
         if not self._columns:
             raise LayertapError(f"{self.name} is closed")
         return self._columns[name]
@@ -390,12 +391,12 @@ class Shard:
             InputError: the provenance is not a JSON object.
         """
         try:
-            content = json.loads(self._beside("provenance").item())
+            content = json.loads(self._view("provenance").item())
             if isinstance(content, dict):
                 return content
         except (ValueError, RecursionError):
             pass
-        raise InputError(f"{self.name} is damaged: its provenance is no JSON object")
+        raise InputError(f"{self.name} is damaged: its provenance is not a JSON object")
 
     # Closing and pickling
 
@@ -430,7 +431,7 @@ class Seekable(io.RawIOBase):
     """
 
     def __init__(self, size: int):
-        self._size, self._place = size, 0
+        self._size, self._position = size, 0
 
     def readable(self) -> bool:
         """See `io.RawIOBase`."""
@@ -442,16 +443,16 @@ class Seekable(io.RawIOBase):
 
     def tell(self) -> int:
         """See `io.RawIOBase`."""
-        return self._place
+        return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """See `io.RawIOBase`."""
-        starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}
-        self._place = starts[whence] + offset
-        return self._place
+        starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}
+        self._position = starts[whence] + offset
+        return self._position
 
 
-class _InMap(Seekable):
+class _MappedFile(Seekable):
     """File object over a memory map; its position, unlike that of a descriptor, is not shared with a forked process."""
 
     def __init__(self, mapping: mmap.mmap):
@@ -459,9 +460,9 @@ class _InMap(Seekable):
         self._mapping = mapping
 
     def readinto(self, buffer: Any) -> int:
-        content = self._mapping[self._place : self._place + len(buffer)]
+        content = self._mapping[self._position : self._position + len(buffer)]
         buffer[: len(content)] = content
-        self._place += len(content)
+        self._position += len(content)
         return len(content)
 
 
@@ -470,12 +471,14 @@ def _unpickled(path: Path, identity: Identity) -> Shard:
     if path.suffix == ".part" and not path.exists():
         path = path.with_suffix("")  # the part has been published since
     if not path.exists() and path.parts[-4:-3] == ("passes",):
-        raise InputError(f"{path} is no more: its data set was compacted since the reader was pickled; open it again")
+        raise InputError(
+            f"{path} no longer exists: its data set was compacted after the reader was pickled; open the data set again"
+        )
     shard = Shard(path)
     if path.suffix == ".part":
         shard.keep_columns()
     if shard.identity != identity:
-        raise InputError(f"{path} is another shard now than the one that was pickled")
+        raise InputError(f"{path} was replaced by another shard after the reader was pickled; open the data set again")
     return shard
 
 
@@ -491,7 +494,7 @@ def runs(rows: NDArray[np.integer[Any]], at_most: int | None = None) -> Iterator
             yield int(piece[0]), int(piece[-1]) + 1
 
 
-def _equal(values: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+def _equal_ranges(values: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
     """Yield the half-open ranges of equal values in a sorted array: [4, 4, 7] -> (0, 2), (2, 3)."""
     edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
     yield from ((a, b) for a, b in itertools.pairwise(edges) if a < b)

@@ -15,7 +15,16 @@ from extract.errors import InputError, LayertapError, first_line
 from extract.store.format.layout import FORMAT, FORMAT_VERSION, Identity
 from extract.system.optional_libraries import library
 
-__all__ = ["FILTERS", "Refuse", "attributes_of", "filters_of", "identity_of", "member", "need_libraries", "opened"]
+__all__ = [
+    "FILTERS",
+    "Refuse",
+    "attributes_of",
+    "filters_of",
+    "identity_of",
+    "member",
+    "need_libraries",
+    "open_untrusted",
+]
 
 Refuse = Callable[[str], InputError]  # description of a fault -> error that also names the file
 
@@ -25,7 +34,7 @@ _BESIDE = {h5z.FILTER_SHUFFLE, h5z.FILTER_FLETCHER32}
 
 
 @contextlib.contextmanager
-def opened(path: Path | str, source: Any = None) -> Iterator[h5py.File]:
+def open_untrusted(path: Path | str, source: Any = None) -> Iterator[h5py.File]:
     """Context manager: open an HDF5 file for reading, and turn any error in the block into an InputError.
 
     Args:
@@ -71,23 +80,23 @@ def member(group: h5py.Group, name: str, kind: type, refuse: Refuse) -> Any:
     if name.encode() not in group.id:
         raise refuse(f"it has no {name!r}")
     if group.id.links.get_info(name.encode()).type != h5l.TYPE_HARD:
-        raise refuse(f"{name!r} is a link to elsewhere")
+        raise refuse(f"{name!r} is a soft or external link")
     child = group[name]
     if not isinstance(child, kind):
-        raise refuse(f"{name!r} is a {type(child).__name__.lower()}")
+        raise refuse(f"{name!r} is a {type(child).__name__.lower()}; expected a {kind.__name__.lower()}")
     if isinstance(child, h5py.Dataset):
         properties = child.id.get_create_plist()
         if properties.get_layout() == h5d.VIRTUAL:
-            raise refuse(f"{name!r} is a virtual data set")
+            raise refuse(f"{name!r} is a virtual dataset")
         if properties.get_external_count():
-            raise refuse(f"{name!r} keeps its data in other files")
+            raise refuse(f"{name!r} stores its data in external files")
         if properties.get_layout() == h5d.COMPACT:
-            raise refuse(f"{name!r} is stored in its own header")
-        of = child.id.get_type()
-        if of.get_class() not in (h5t.INTEGER, h5t.FLOAT, h5t.STRING) or (
-            isinstance(of, h5t.TypeStringID) and of.is_variable_str()
+            raise refuse(f"{name!r} has a compact layout, in its own header")
+        stored_type = child.id.get_type()
+        if stored_type.get_class() not in (h5t.INTEGER, h5t.FLOAT, h5t.STRING) or (
+            isinstance(stored_type, h5t.TypeStringID) and stored_type.is_variable_str()
         ):
-            raise refuse(f"{name!r} is neither of numbers nor of text of fixed length")
+            raise refuse(f"{name!r} holds neither numbers nor fixed-length text")
     return child
 
 
@@ -98,10 +107,10 @@ def filters_of(data: h5py.Dataset, refuse: Refuse) -> str | None:
     if not used:
         return None
     if unknown := used - _BESIDE - FILTERS.keys():
-        raise refuse(f"{data.name} went through a filter that layertap does not know (number {min(unknown)})")
+        raise refuse(f"{data.name} uses an HDF5 filter that layertap does not support (number {min(unknown)})")
     # HDF5 verifies the checksum before it decompresses, so damaged bytes are never decompressed.
     if len(used - _BESIDE) != 1 or data.chunks is None or h5z.FILTER_FLETCHER32 not in used:
-        raise refuse(f"{data.name} went through the filters {sorted(used)}; expected one, with a checksum")
+        raise refuse(f"{data.name} uses the HDF5 filters {sorted(used)}; expected one compression, with a checksum")
     return FILTERS[(used - _BESIDE).pop()]
 
 
@@ -109,15 +118,13 @@ def identity_of(file: h5py.File, refuse: Refuse) -> Identity:
     """Return the shard and data set that a file's attributes name."""
     values = {name: _attribute(file, name) for name in ("format", "format_version", *Identity.__annotations__)}
     if (values.pop("format"), values.pop("format_version")) != (FORMAT, FORMAT_VERSION):
-        raise refuse(f"its attributes do not say {FORMAT}, format_version {FORMAT_VERSION}")
+        raise refuse(f"its attributes do not give format {FORMAT!r}, format_version {FORMAT_VERSION}")
     numbers = {name: value for name, value in values.items() if isinstance(value, int)}
     texts = {name: value for name, value in values.items() if isinstance(value, str)}
     if numbers.keys() != {"shard", "first_row", "n_rows"} or texts.keys() != {"fingerprint", "images"}:
-        raise refuse(f"its attributes are {values}")
+        raise refuse(f"its attributes are missing or have other types: {values}")
     if numbers["n_rows"] < 1 or numbers["first_row"] < 0 or numbers["shard"] < 0:
-        raise refuse(
-            f"it says it is shard {numbers['shard']}, from row {numbers['first_row']}, of {numbers['n_rows']} rows"
-        )
+        raise refuse(f"its attributes are out of range: {numbers}")
     return Identity(numbers["shard"], numbers["first_row"], numbers["n_rows"], texts["fingerprint"], texts["images"])
 
 
@@ -127,17 +134,17 @@ def attributes_of(data: h5py.Dataset) -> dict[str, str]:
     return {name: value for name in names if isinstance(value := _attribute(data, name), str)}
 
 
-def _attribute(of: h5py.File | h5py.Dataset, name: str) -> str | int | None:
+def _attribute(owner: h5py.File | h5py.Dataset, name: str) -> str | int | None:
     """Return an attribute that is one integer or text; any other attribute is not read, and None is returned."""
-    if not h5a.exists(of.id, name.encode()):
+    if not h5a.exists(owner.id, name.encode()):
         return None
-    attribute = h5a.open(of.id, name.encode())
-    kind, space = attribute.get_type(), attribute.get_space()
-    if space.get_simple_extent_type() != h5s.SCALAR or kind.get_size() > 1 << 16:
+    attribute = h5a.open(owner.id, name.encode())
+    stored_type, space = attribute.get_type(), attribute.get_space()
+    if space.get_simple_extent_type() != h5s.SCALAR or stored_type.get_size() > 1 << 16:
         return None
-    if kind.get_class() == h5t.INTEGER:
-        return int(of.attrs[name])
-    if kind.get_class() == h5t.STRING:
-        value = of.attrs[name]
+    if stored_type.get_class() == h5t.INTEGER:
+        return int(owner.attrs[name])
+    if stored_type.get_class() == h5t.STRING:
+        value = owner.attrs[name]
         return os.fsdecode(value) if isinstance(value, bytes) else str(value)
     return None

@@ -32,7 +32,7 @@ from extract.errors import InputError, LayertapError, first_line
 from extract.store.format.untrusted import member
 from extract.system.atomic_files import own_folder, write_whole
 
-__all__ = ["RowTable", "Version", "is_whole", "pass_folder", "read_rows", "table_path", "write_rows"]
+__all__ = ["RowTable", "Version", "is_intact", "pass_folder", "read_rows", "table_path", "write_rows"]
 
 _FORMAT = "layertap version"
 _COLUMNS = {"path": "S", "split": "S", "classes": "S", "label": "i", "pass": "i", "row": "i"}  # name -> dtype.kind
@@ -59,13 +59,13 @@ class Version:
         Raises:
             ValueError, KeyError, TypeError: the content is not a version.
         """
-        found = cls(content["number"], content["rows_xxh3"], tuple(content["passes"]))
-        whole = [found.number, *found.passes]
-        if not all(type(one) is int and 0 < one < 1_000_000_000 for one in whole) or not isinstance(
-            found.rows_xxh3, str
+        version = cls(content["number"], content["rows_xxh3"], tuple(content["passes"]))
+        numbers = [version.number, *version.passes]
+        if not all(type(number) is int and 0 < number < 1_000_000_000 for number in numbers) or not isinstance(
+            version.rows_xxh3, str
         ):
-            raise ValueError("its version is not one that can be")
-        return found
+            raise ValueError("invalid version")
+        return version
 
 
 @dataclass(frozen=True)
@@ -120,14 +120,14 @@ def _as_hdf5(number: int, table: RowTable) -> bytes:
         file.attrs.update(format=_FORMAT, version=number)
         for name, texts in (("path", table.paths), ("split", table.splits), ("classes", table.classes)):
             encoded = [os.fsencode(text) for text in texts]
-            kind = h5py.string_dtype("utf-8", max(map(len, encoded), default=1) or 1)
-            file.create_dataset(name, data=np.array(encoded, f"S{kind.itemsize}").astype(kind))
+            dtype = h5py.string_dtype("utf-8", max(map(len, encoded), default=1) or 1)
+            file.create_dataset(name, data=np.array(encoded, f"S{dtype.itemsize}").astype(dtype))
         for name, numbers in (("label", table.labels), ("pass", table.passes), ("row", table.rows)):
             file.create_dataset(name, data=np.asarray(numbers, "<i8"))
     return memory.getvalue()
 
 
-def is_whole(out: Path, version: Version) -> bool:
+def is_intact(out: Path, version: Version) -> bool:
     """Return whether the table of a version exists and is undamaged."""
     try:
         return xxhash.xxh3_128_hexdigest(table_path(out, version.number).read_bytes()) == version.rows_xxh3
@@ -150,8 +150,8 @@ def read_rows(out: Path, version: Version, n_rows: int) -> RowTable:
     """
     path = table_path(out, version.number)
 
-    def refuse(what: str) -> InputError:
-        return InputError(f"{path} is refused: {what}")
+    def refuse(problem: str) -> InputError:
+        return InputError(f"{path} is not a valid version table: {problem}")
 
     try:
         content = path.read_bytes()
@@ -160,16 +160,16 @@ def read_rows(out: Path, version: Version, n_rows: int) -> RowTable:
     except OSError as error:
         raise LayertapError(f"cannot read {path}: {error.strerror}") from error
     if xxhash.xxh3_128_hexdigest(content) != version.rows_xxh3:
-        raise InputError(f"{path} is damaged: it is not what dataset.json says; the next `layertap sync` mends it")
+        raise InputError(f"{path} is damaged: its hash does not match dataset.json; run `layertap sync` to repair it")
     columns: dict[str, NDArray[Any]] = {}
     try:
         with h5py.File(io.BytesIO(content), "r") as file:
             for name, kinds in _COLUMNS.items():
                 data = member(file, name, h5py.Dataset, refuse)
                 if data.dtype.kind not in kinds or data.ndim != 1 or data.id.get_create_plist().get_nfilters():
-                    raise refuse(f"{name} is {data.dtype} {data.shape}")
+                    raise refuse(f"column {name!r} is {data.dtype} {data.shape}, or compressed")
                 if data.size * data.dtype.itemsize > len(content):
-                    raise refuse(f"{name} says it has more bytes than the file")
+                    raise refuse(f"column {name!r} has more bytes than the file")
                 columns[name] = data[:]
     except LayertapError:
         raise
@@ -178,10 +178,10 @@ def read_rows(out: Path, version: Version, n_rows: int) -> RowTable:
     passes, rows, labels = (columns[name].astype(np.int64) for name in ("pass", "row", "label"))
     lengths = {name: len(column) for name, column in columns.items() if name != "classes"}
     order = np.lexsort((rows, passes))
-    within = (labels >= -1).all() and (labels < len(columns["classes"])).all() and (rows >= 0).all()
-    if set(lengths.values()) != {n_rows} or not within or (order != np.arange(len(order))).any():
-        raise refuse(f"its columns do not go together: {lengths}, {n_rows} rows")
+    in_range = (labels >= -1).all() and (labels < len(columns["classes"])).all() and (rows >= 0).all()
+    if set(lengths.values()) != {n_rows} or not in_range or (order != np.arange(len(order))).any():
+        raise refuse(f"its columns are inconsistent (lengths: {lengths}; expected {n_rows} rows)")
     if not np.isin(passes, version.passes).all():
-        raise refuse("it names passes that dataset.json does not")
-    texts = {name: [os.fsdecode(one) for one in columns[name].tolist()] for name in ("path", "split", "classes")}
+        raise refuse("it refers to passes that dataset.json does not list")
+    texts = {name: [os.fsdecode(value) for value in columns[name].tolist()] for name in ("path", "split", "classes")}
     return RowTable(texts["path"], labels, texts["split"], texts["classes"], passes, rows)

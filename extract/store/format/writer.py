@@ -80,7 +80,7 @@ class ShardWriter:
             except InputError as error:
                 raise LayertapError(f"{error}; delete the file, and its rows will be computed again") from error
             if self._shard.compression:
-                raise LayertapError(f"{part} is compressed, and cannot be written to; delete the file")
+                raise LayertapError(f"{part} is compressed and cannot be written to; delete the file")
         except BaseException:
             os.close(self._file)
             raise
@@ -105,7 +105,7 @@ class ShardWriter:
         except Exception as later:
             if error is None:
                 raise
-            error.add_note(f"what was computed before could not all be stored: {later}")
+            error.add_note(f"some rows computed before this error could not be stored: {later}")
         finally:
             self._close()
 
@@ -159,11 +159,11 @@ class ShardWriter:
             LayertapError: the previous batch could not be written; neither batch is stored.
         """
         if features.keys() != self._features.keys():
-            raise ValueError(f"features {sorted(features)} given, the file has {sorted(self._features)}")
+            raise ValueError(f"got features {sorted(features)}, expected {sorted(self._features)} as in the file")
         for name, values in features.items():
             if values.shape != (len(rows), *self._features[name].shape) or values.dtype != self._features[name].dtype:
-                expected = f"rows of {self._features[name].shape} {self._features[name].dtype}"
-                raise ValueError(f"{name}: {values.shape} {values.dtype} given for {len(rows)} {expected}")
+                expected = f"{(len(rows), *self._features[name].shape)} {self._features[name].dtype}"
+                raise ValueError(f"{name}: got {values.shape} {values.dtype}, expected {expected}")
         local = self._local(rows, source, status)
         self.flush()
         self._queued.append(self._thread.submit(self._store, local, features, status, source, reasons or {}))
@@ -199,7 +199,7 @@ class ShardWriter:
         if len(local) and not (local[0] >= 0 and local[-1] < len(self.status) and (np.diff(local) > 0).all()):
             raise ValueError(f"rows {rows} are not ascending rows of this shard")
         if sorted(source) != sorted(SOURCE) or any(len(one) != len(rows) for one in (*columns, *source.values())):
-            raise ValueError(f"status and {', '.join(SOURCE)} must be given, with {len(rows)} rows each")
+            raise ValueError(f"expected status and {', '.join(SOURCE)}, with {len(rows)} values each")
         return local
 
     def _store_copies(
@@ -244,7 +244,7 @@ class ShardWriter:
                 self._synced = time.monotonic()
         except OSError as error:
             raise LayertapError(
-                f"cannot write to {self._part}: {error.strerror}; what was stored before is safe"
+                f"cannot write to {self._part}: {error.strerror}; rows stored earlier are safe"
             ) from error
         self.status[local] = columns["status"]
         self._reasons.update(reasons)
@@ -293,20 +293,20 @@ class ShardWriter:
             for earlier in range(self._revision):
                 self._dataset.withdraw(self._dataset.path(self._number, earlier))
         except FileExistsError as error:
-            raise LayertapError(f"{self._final} exists already: another run published this shard first") from error
+            raise LayertapError(f"{self._final} already exists: another run published this shard first") from error
         except OSError as error:
             if self._final.exists():
                 raise LayertapError(
-                    f"{self._final} is published, but its folder cannot be forced to the disk: {error.strerror}"
+                    f"{self._final} is published, but its folder cannot be synced to the disk: {error.strerror}"
                 ) from error
             if not self._part.exists():
                 raise LayertapError(
-                    f"cannot publish {self._final}: {self._part.name} or its folder has vanished; run again to compute "
-                    "its rows anew"
+                    f"cannot publish {self._final}: {self._part.name} or its folder was removed; run again to compute "
+                    "its rows again"
                 ) from error
             raise LayertapError(
                 f"cannot publish {self._final}: {error.strerror}; its rows are safe in {self._part.name}; "
-                "run again to go on"
+                "run again to resume"
             ) from error
         finally:
             if ready != self._part:
@@ -320,14 +320,14 @@ class ShardWriter:
             copy_shard(self._shard, path, compress=compress)
         except LayertapError as error:
             if not self._part.exists():
-                raise LayertapError(f"{error}; {self._part.name} or its folder has vanished") from error
+                raise LayertapError(f"{error}; {self._part.name} or its folder was removed") from error
             raise LayertapError(
-                f"{error}; its rows are safe in {self._part.name}; run again to go on, or without compression"
+                f"{error}; its rows are safe in {self._part.name}; run again to resume, or run without compression"
             ) from error
         with Shard(path) as packed:
             wrong = wrong_rows(packed, np.arange(len(packed)))
         if len(wrong):
             raise LayertapError(
-                f"{path}: {len(wrong)} rows are not what they were before {compress}, first row {wrong[0]}; "
-                f"they are safe in {self._part.name}; run again without compression"
+                f"{path}: {len(wrong)} rows differ after compression with {compress}, first row {wrong[0]}; "
+                f"the rows are safe in {self._part.name}; run again without compression"
             )

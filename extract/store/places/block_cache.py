@@ -43,7 +43,7 @@ _AT_ONCE = 8  # concurrent requests
 _IN_MEMORY = 2 * _AT_ONCE  # blocks kept in memory: being fetched, or fetched last
 _FRESH_S = 1.0  # a block used more recently keeps its modification time
 
-_MAKING_ROOM: dict[int, threading.Lock] = {}  # by process id; a POSIX lock does not exclude threads of one process
+_ROOM_LOCKS: dict[int, threading.Lock] = {}  # by process id; a POSIX lock does not exclude threads of one process
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def cache_folder() -> Path:
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "layertap" / "blocks"
     except RuntimeError as error:
-        raise LayertapError("no home folder to keep blocks of remote files in; set XDG_CACHE_HOME") from error
+        raise LayertapError("no home folder for the cache of remote files; set XDG_CACHE_HOME") from error
 
 
 class BlockCache:
@@ -96,8 +96,9 @@ class BlockCache:
     def __init__(self, cache_bytes: int = CACHE_BYTES, folder: Path | None = None):
         self.cache_bytes, self.folder = int(cache_bytes), folder or cache_folder()
         if self.cache_bytes < _stored_bytes(BLOCK_BYTES):
-            raise InputError(f"cache_bytes is {self.cache_bytes:,}; at least one block of {BLOCK_BYTES:,} must fit")
-        self._mine = _Fetches()
+            least = _stored_bytes(BLOCK_BYTES)
+            raise InputError(f"cache_bytes is {self.cache_bytes:,}; it must be at least {least:,} (one block)")
+        self._own_fetches = _Fetches()
 
     def __reduce__(self) -> tuple[object, ...]:
         return BlockCache, (self.cache_bytes, self.folder)
@@ -113,16 +114,16 @@ class BlockCache:
         first, last = start // BLOCK_BYTES, (stop - 1) // BLOCK_BYTES
         for number in range(first, last + 1):
             begin, end = file.block(number)
-            here = slice(max(start, begin) - begin, min(stop, end) - begin)
-            into = out[begin + here.start - start : begin + here.stop - start]
+            within = slice(max(start, begin) - begin, min(stop, end) - begin)
+            target = out[begin + within.start - start : begin + within.stop - start]
             self._read_ahead(file, number, last)
             fetched = self._fetched(file, number)
             if fetched is not None:
-                into[:] = memoryview(fetched)[here]
-            elif not self._from_disk(file, number, here.start, here.stop, into):
-                into[:] = memoryview(self._submit(file, number).result())[here]
+                target[:] = memoryview(fetched)[within]
+            elif not self._from_disk(file, number, within.start, within.stop, target):
+                target[:] = memoryview(self._submit(file, number).result())[within]
 
-    def expect(self, file: RemoteFile, numbers: Iterable[int]) -> None:
+    def prefetch(self, file: RemoteFile, numbers: Iterable[int]) -> None:
         """Start fetching blocks that will be read next, unless they are in memory or on the disk."""
         for number in numbers:
             if not self._is_here(file, number):
@@ -130,60 +131,60 @@ class BlockCache:
 
     def close(self) -> None:
         """Cancel pending fetches and drop the blocks in memory; the cache remains usable."""
-        self._mine.end()
+        self._own_fetches.end()
 
     # Fetching
 
     def _fetches(self) -> _Fetches:
-        if self._mine.process != os.getpid():  # forked, perhaps while another thread held the lock
-            self._mine = _Fetches()
-        return self._mine
+        if self._own_fetches.process != os.getpid():  # forked, perhaps while another thread held the lock
+            self._own_fetches = _Fetches()
+        return self._own_fetches
 
     def _read_ahead(self, file: RemoteFile, number: int, last: int) -> None:
         """Start fetching the following blocks if this read needs them, or if blocks are read sequentially."""
-        mine = self._fetches()
-        before, mine.last[file.key] = mine.last.get(file.key, -2), number
-        if before == number:
+        fetches = self._fetches()
+        previous, fetches.last[file.key] = fetches.last.get(file.key, -2), number
+        if previous == number:
             return
-        until = number + _AT_ONCE - 1 if before == number - 1 else min(last, number + _AT_ONCE - 1)
+        until = number + _AT_ONCE - 1 if previous == number - 1 else min(last, number + _AT_ONCE - 1)
         if until > number:
-            self.expect(file, range(number, min(until, (file.size - 1) // BLOCK_BYTES) + 1))
+            self.prefetch(file, range(number, min(until, (file.size - 1) // BLOCK_BYTES) + 1))
 
     def _is_here(self, file: RemoteFile, number: int) -> bool:
         return (file.key, number) in self._fetches().blocks or self._path(file, number).exists()
 
     def _fetched(self, file: RemoteFile, number: int) -> bytes | None:
         """Return a block that is in memory or being fetched; None if there is no such block or its fetch failed."""
-        mine = self._fetches()
-        with mine.lock:
-            future = mine.blocks.get((file.key, number))
+        fetches = self._fetches()
+        with fetches.lock:
+            future = fetches.blocks.get((file.key, number))
         if future is None:
             return None
         try:
             return future.result()
         except Exception:  # of a read-ahead: the caller fetches the block again, and gets that error
-            with mine.lock:
-                if mine.blocks.get((file.key, number)) is future:
-                    del mine.blocks[file.key, number]
+            with fetches.lock:
+                if fetches.blocks.get((file.key, number)) is future:
+                    del fetches.blocks[file.key, number]
             return None
 
     def _submit(self, file: RemoteFile, number: int) -> Future[bytes]:
-        mine = self._fetches()
-        with mine.lock:
-            future = mine.blocks.get((file.key, number))
+        fetches = self._fetches()
+        with fetches.lock:
+            future = fetches.blocks.get((file.key, number))
             if future is None:
-                future = mine.blocks[file.key, number] = mine.pool.submit(self._fetch, file, number)
-                done = [name for name, one in mine.blocks.items() if one.done()]
-                for name in done[: max(0, len(mine.blocks) - _IN_MEMORY)]:
-                    del mine.blocks[name]
+                future = fetches.blocks[file.key, number] = fetches.pool.submit(self._fetch, file, number)
+                finished = [key for key, fetch in fetches.blocks.items() if fetch.done()]
+                for key in finished[: max(0, len(fetches.blocks) - _IN_MEMORY)]:
+                    del fetches.blocks[key]
         return future
 
     def _fetch(self, file: RemoteFile, number: int) -> bytes:
         try:
             content = objects.read_range(file.url, *file.block(number))
         except FileNotFoundError:
-            raise LayertapError(f"{file.url} is gone since it was opened; open the data set again") from None
-        self._keep(file, number, content)
+            raise LayertapError(f"{file.url} was removed after it was opened; open the data set again") from None
+        self._store(file, number, content)
         return content
 
     # The disk
@@ -191,7 +192,7 @@ class BlockCache:
     def _path(self, file: RemoteFile, number: int) -> Path:
         return self.folder / file.key[:2] / f"{file.key}-{number:06d}"
 
-    def _keep(self, file: RemoteFile, number: int, content: bytes) -> None:
+    def _store(self, file: RemoteFile, number: int, content: bytes) -> None:
         path = self._path(file, number)
         temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.new")
         try:
@@ -205,7 +206,7 @@ class BlockCache:
             pass  # another process empties the folder; the block is read from memory
         except OSError as error:
             raise LayertapError(
-                f"{self.folder}: cannot keep what is read from {file.url}: {error.strerror}; make room, give a smaller "
+                f"{self.folder}: cannot cache a block of {file.url}: {error.strerror}; free disk space, set a smaller "
                 "cache_bytes, or set XDG_CACHE_HOME to another folder"
             ) from error
         finally:
@@ -220,12 +221,12 @@ class BlockCache:
         except OSError:
             return False
         try:
-            about = os.fstat(descriptor)
+            file_stat = os.fstat(descriptor)
             content = os.pread(descriptor, min(last * _PAGE_BYTES, size) - first * _PAGE_BYTES, first * _PAGE_BYTES)
             expected = os.pread(descriptor, 8 * (last - first), size + 8 * first)
-            if about.st_size != _stored_bytes(size) or b"".join(_hashes(file, number, content, first)) != expected:
+            if file_stat.st_size != _stored_bytes(size) or b"".join(_hashes(file, number, content, first)) != expected:
                 return False
-            if time.time() - about.st_mtime > _FRESH_S:
+            if time.time() - file_stat.st_mtime > _FRESH_S:
                 os.utime(descriptor)  # blocks are removed in order of modification time
         except OSError:  # for example an unreadable sector
             return False
@@ -237,32 +238,32 @@ class BlockCache:
     @contextlib.contextmanager
     def _room_for(self, size: int) -> Iterator[None]:
         """Context manager: lock the cache for writing a block, after removing the least recently used if needed."""
-        with _MAKING_ROOM.setdefault(os.getpid(), threading.Lock()), (self.folder / "bytes").open("a+b") as counted:
-            fcntl.lockf(counted, fcntl.LOCK_EX)
-            counted.seek(0)
-            text = counted.read(32)
+        with _ROOM_LOCKS.setdefault(os.getpid(), threading.Lock()), (self.folder / "bytes").open("a+b") as counter:
+            fcntl.lockf(counter, fcntl.LOCK_EX)
+            counter.seek(0)
+            text = counter.read(32)
             # A process killed before the rename leaves a count that is too high; `_remove_until` counts the files.
             total = int(text) if text.isdigit() else self._remove_until(self.cache_bytes - size)
             if total + size > self.cache_bytes:
                 total = self._remove_until(self.cache_bytes - max(size, self.cache_bytes // 16))
-            counted.truncate(0)
-            counted.write(b"%d" % (total + size))
-            counted.flush()
+            counter.truncate(0)
+            counter.write(b"%d" % (total + size))
+            counter.flush()
             yield
 
-    def _remove_until(self, most: int) -> int:
+    def _remove_until(self, max_bytes: int) -> int:
         """Remove the least recently used blocks until at most `most` bytes remain; return the bytes that remain."""
-        found = []
+        blocks = []
         for folder in self.folder.iterdir():
             with contextlib.suppress(NotADirectoryError, FileNotFoundError):
                 for entry in os.scandir(folder):
                     with contextlib.suppress(FileNotFoundError):
-                        about = entry.stat()
-                        stays = not entry.name.endswith(".new")  # left by a killed process: the lock is held here
-                        found.append((stays, about.st_mtime_ns, about.st_size, entry.path))
-        total = sum(size for *_, size, _ in found)
-        for stays, _, size, path in sorted(found):
-            if stays and total <= most:
+                        file_stat = entry.stat()
+                        is_block = not entry.name.endswith(".new")  # left by a killed process: the lock is held here
+                        blocks.append((is_block, file_stat.st_mtime_ns, file_stat.st_size, entry.path))
+        total = sum(size for *_, size, _ in blocks)
+        for is_block, _, size, path in sorted(blocks):
+            if is_block and total <= max_bytes:
                 break
             discard(Path(path))
             total -= size

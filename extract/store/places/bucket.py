@@ -58,7 +58,7 @@ class Bucket:
     def __init__(self, url: str):
         self.url = url.rstrip("/")
         if not re.fullmatch(r"[a-z0-9]+://[^/]+(/[^/]+)*", self.url):
-            raise InputError(f"{url} names no place in a bucket; expected s3://BUCKET/NAME")
+            raise InputError(f"{url} is not a location in a bucket; expected s3://BUCKET/NAME")
         self._is_safe = False
 
     @cached_property
@@ -73,14 +73,14 @@ class Bucket:
         try:
             content = objects.read(name)
         except FileNotFoundError as error:
-            raise InputError(f"{self.url} is no layertap data set: it has no dataset.json") from error
-        found = DataSet.described(_json_of(content, name), Path(self.url), name)
-        if found.version:
+            raise InputError(f"{self.url} is not a layertap data set: it has no dataset.json") from error
+        dataset = DataSet.from_content(_json_of(content, name), Path(self.url), name)
+        if dataset.version:
             raise InputError(
-                f"{self.url} is kept in step with a folder by `layertap sync`, which is read from a folder only; copy "
-                "it to a local disk"
+                f"{self.url} is a data set of `layertap sync`, which can only be read from a folder; copy it to a "
+                "local disk"
             )
-        return found
+        return dataset
 
     def existing(self) -> DataSet | None:
         """Return `dataset`, or None if there is none."""
@@ -101,16 +101,16 @@ class Bucket:
         """
         dataset.check_size()
         if dataset.version:
-            raise InputError(f"{dataset.out} is kept in step with a folder by `layertap sync`, and stays in a folder")
+            raise InputError(f"{dataset.out} is a data set of `layertap sync`, which cannot be stored in a bucket")
         name = f"{self.url}/dataset.json"
         if objects.info(name) is None:
             if objects.names(self.url):
-                raise InputError(f"{self.url} is not empty and no layertap data set; choose another output folder")
+                raise InputError(f"{self.url} is not empty and not a layertap data set; choose another output folder")
             if objects.put(name, (json.dumps(dataset.content(), indent=1) + "\n").encode()):
                 self._check_safe()
                 return None
         existing = replace(self.dataset, out=dataset.out)
-        dataset.goes_with(existing, self.url, gives_way=False)
+        dataset.check_compatible(existing, self.url, replaceable=False)
         self._check_safe()
         return existing
 
@@ -126,12 +126,12 @@ class Bucket:
             try:
                 content = objects.read(name)
             except FileNotFoundError as error:
-                raise InputError(f"{self.url} is no layertap data set: it has no dataset.json") from error
+                raise InputError(f"{self.url} is not a layertap data set: it has no dataset.json") from error
             if objects.put(name, content):
                 raise LayertapError(
-                    f"{self.url}: this server, or the library for it, writes over an object that was to be created "
-                    "only if there is none (If-None-Match: *); several writers would damage each other's shards. Use "
-                    "another server, or update the library"
+                    f"{self.url}: this server, or the library for it, ignores If-None-Match: * and overwrites existing "
+                    "objects; several writers would damage each other's shards. Use another server, or update the "
+                    "library"
                 )
             self._is_safe = True
 
@@ -152,28 +152,28 @@ class Bucket:
         """
         new = {stem: (shard, size) for shard, (stem, _, size) in self._published().items() if stem not in known}
 
-        def one(stem: str) -> tuple[str, int, dict[str, Any] | None]:
+        def read_receipt(stem: str) -> tuple[str, int, dict[str, Any] | None]:
             name = f"{self.url}/shards/{stem}.json"
             return stem, new[stem][0], _json_of(objects.read(name, new[stem][1]), name)
 
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            yield from pool.map(one, new)
+            yield from pool.map(read_receipt, new)
 
     def _published(self) -> dict[int, tuple[str, int, int]]:
         """Return shard -> (file stem of its last revision, size of the object, size of the receipt)."""
         sizes = objects.names(f"{self.url}/shards")
         last: dict[int, int] = {}
         for name in sizes:
-            if found := re.fullmatch(r"(\d{6})(?:-r([1-9]\d{0,5}))?\.json", name, re.ASCII):
-                shard, revision = int(found[1]), int(found[2] or 0)
+            if match := re.fullmatch(r"(\d{6})(?:-r([1-9]\d{0,5}))?\.json", name, re.ASCII):
+                shard, revision = int(match[1]), int(match[2] or 0)
                 last[shard] = max(revision, last.get(shard, 0))
         published = {}
         for shard, revision in last.items():
             stem = stem_of(shard, revision)
             if f"{stem}.h5" not in sizes:
                 raise LayertapError(
-                    f"{self.url}/shards/{stem}.h5 is missing, though its receipt is there; put it back, or remove the "
-                    "receipt, and run the command that made the data set again"
+                    f"{self.url}/shards/{stem}.h5 is missing, but its receipt exists; restore the object, or remove "
+                    "the receipt and run the command that created the data set again"
                 )
             published[shard] = stem, sizes[f"{stem}.h5"], sizes[f"{stem}.json"]
         return published
@@ -197,25 +197,27 @@ class Bucket:
         """
         self._check_safe()
         url = f"{self.url}/shards/{path.name}"
-        named = f"{url.removesuffix('.h5')}.json"
+        receipt_url = f"{url.removesuffix('.h5')}.json"
         size, sha256 = _size_and_sha256(receipt, f"the receipt of {path}")
         if path.stat().st_size != size:
-            raise InputError(f"{path} has {path.stat().st_size:,} bytes, its receipt says {size:,}; seal it again")
-        if objects.info(named) is not None:
+            raise InputError(
+                f"{path} has {path.stat().st_size:,} bytes, its receipt says {size:,}; seal the shard again"
+            )
+        if objects.info(receipt_url) is not None:
             return False
         ours = objects.put_file(url, path, sha256)
-        there = objects.info(url)
-        if there is None:
-            raise LayertapError(f"{url} was written, and is gone; run again when nobody else changes the bucket")
-        if ours and there.size != size:
+        uploaded = objects.info(url)
+        if uploaded is None:
+            raise LayertapError(f"{url} was removed after the upload; run again when no other program uses the bucket")
+        if ours and uploaded.size != size:
             raise LayertapError(
-                f"{url} has {there.size:,} bytes of {size:,} after it was written; remove it, run again"
+                f"{url} has {uploaded.size:,} bytes after the upload, expected {size:,}; remove it and run again"
             )
-        if not ours and (there.size != size or (there.sha256 or objects.sha256_of(url, there.size)) != sha256):
-            if objects.info(named) is not None:
+        if not ours and (uploaded.size != size or (uploaded.sha256 or objects.sha256_of(url, uploaded.size)) != sha256):
+            if objects.info(receipt_url) is not None:
                 return False
-            receipt = self._receipt_for(url, there.size, path, reasons_in(receipt))
-        return objects.put(named, (json.dumps(receipt, indent=1) + "\n").encode())
+            receipt = self._receipt_for(url, uploaded.size, path, reasons_in(receipt))
+        return objects.put(receipt_url, (json.dumps(receipt, indent=1) + "\n").encode())
 
     def _receipt_for(self, url: str, size: int, path: Path, reasons: Mapping[int, str]) -> dict[str, Any]:
         """Return a receipt for an object that another writer left without a receipt, after checking all its rows.
@@ -229,18 +231,18 @@ class Bucket:
             objects.download(url, size, copy)
             with self.dataset.open_shard(shard, copy) as opened:
                 status = opened.column("status")
-                wrong = wrong_rows(opened, np.arange(len(opened)))
-                known = np.isin(status, list(Status)) & (status != Status.PENDING)
-                if len(wrong) or not known.all():
-                    raise InputError(f"{len(wrong) or (~known).sum():,} of its rows are not as they were written")
+                damaged = wrong_rows(opened, np.arange(len(opened)))
+                stored = np.isin(status, list(Status)) & (status != Status.PENDING)
+                if len(damaged) or not stored.all():
+                    raise InputError(f"{len(damaged) or (~stored).sum():,} of its rows are damaged or pending")
                 return receipt_of(copy, opened, reasons)
         except InputError as error:
             raise LayertapError(
-                f"{url} is there without a receipt, and is no whole shard {shard} of this data set: "
-                f"{str(error).replace(str(copy), 'it')}. Look at it, remove it, and run again"
+                f"{url} has no receipt and is not a complete shard {shard} of this data set: "
+                f"{str(error).replace(str(copy), 'it')}. Inspect the object, remove it, and run again"
             ) from error
         except FileNotFoundError as error:
-            raise LayertapError(f"{url} is gone while it was looked at; run again") from error
+            raise LayertapError(f"{url} was removed while it was checked; run again") from error
         except OSError as error:
             raise LayertapError(f"cannot write {copy}, a copy of {url}: {error.strerror}") from error
         finally:
@@ -262,10 +264,10 @@ class Bucket:
         if missing and not partial:
             raise LayertapError(
                 f"{self.url}/shards/{missing[0]:06d}.h5 is missing (shard {missing[0]} of {dataset.n_shards}); run the "
-                "same command again to finish it, or read what there is with partial=True"
+                "command that created the data set again to finish it, or read the available rows with partial=True"
             )
 
-        def one(shard: int) -> RemoteShard:
+        def open_shard(shard: int) -> RemoteShard:
             stem, size, receipt_size = published[shard]
             opened = open_remote_shard(f"{self.url}/shards/{stem}.h5", cache, size, receipt_size)
             try:
@@ -276,14 +278,14 @@ class Bucket:
             return opened
 
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            work = [pool.submit(one, shard) for shard in sorted(published) if shard < dataset.n_shards]
+            futures = [pool.submit(open_shard, shard) for shard in sorted(published) if shard < dataset.n_shards]
             try:
-                return [each.result() for each in work]
+                return [future.result() for future in futures]
             except BaseException:
-                for each in work:
-                    if not each.cancel():
+                for future in futures:
+                    if not future.cancel():
                         with contextlib.suppress(LayertapError, OSError):
-                            each.result().close()
+                            future.result().close()
                 raise
 
 
@@ -296,21 +298,21 @@ def open_remote_shard(
         InputError: the shard has no receipt, or is damaged.
         LayertapError: the object is missing or does not match its receipt, or the store does not answer.
     """
-    named = f"{url.removesuffix('.h5')}.json"
+    receipt_url = f"{url.removesuffix('.h5')}.json"
     try:
-        receipt = _json_of(objects.read(named, receipt_size), named)
+        receipt = _json_of(objects.read(receipt_url, receipt_size), receipt_url)
     except FileNotFoundError as error:
-        raise InputError(f"{url} is no finished shard: it has no receipt {named}") from error
-    expected, sha256 = _size_and_sha256(receipt, named)
+        raise InputError(f"{url} is not a finished shard: it has no receipt {receipt_url}") from error
+    expected, sha256 = _size_and_sha256(receipt, receipt_url)
     if size is None:
-        found = objects.info(url)
-        if found is None:
-            raise LayertapError(f"{url} is missing, though its receipt is there; put it back, or remove the receipt")
-        size = found.size
+        metadata = objects.info(url)
+        if metadata is None:
+            raise LayertapError(f"{url} is missing, but its receipt exists; restore the object, or remove the receipt")
+        size = metadata.size
     if size != expected:
         raise LayertapError(
-            f"{url} has {size:,} bytes, its receipt says {expected:,}; it was changed since it was published. Put the "
-            "right one back, or remove both, and run the command that made the data set again"
+            f"{url} has {size:,} bytes, its receipt says {expected:,}; it was changed after it was published. Restore "
+            "the original object, or remove both and run the command that created the data set again"
         )
     return RemoteShard(RemoteFile(url, size, sha256), receipt, cache)
 
@@ -318,15 +320,15 @@ def open_remote_shard(
 def _size_and_sha256(receipt: Mapping[str, Any], name: str) -> tuple[int, str]:
     size, sha256 = receipt.get("size"), receipt.get("sha256")
     if type(size) is not int or size < 1 or not re.fullmatch("[0-9a-f]{64}", str(sha256), re.ASCII):
-        raise InputError(f"{name} is damaged: it says no size and sha256")
+        raise InputError(f"{name} is damaged: it has no valid size and sha256")
     return size, str(sha256)
 
 
 def _json_of(content: bytes, name: str) -> dict[str, Any]:
     try:
-        found = json.loads(content.decode())
-        if not isinstance(found, dict):
-            raise ValueError("it holds no keys")
-        return found
+        parsed = json.loads(content.decode())
+        if not isinstance(parsed, dict):
+            raise ValueError("expected a JSON object")
+        return parsed
     except (ValueError, RecursionError) as error:
         raise InputError(f"{name} is damaged: {type(error).__name__}: {error}") from error

@@ -14,10 +14,10 @@ from extract.store.places.bucket import Bucket
 from extract.store.places.shared_folder import SharedFolder
 from extract.system.urls import is_url
 
-__all__ = ["Place", "data_set_at", "place_of"]
+__all__ = ["Destination", "data_set_at", "destination_of"]
 
 
-class Place(Protocol):
+class Destination(Protocol):
     """Destination to which several processes publish finished shards of a data set at once."""
 
     def open_or_create(self, dataset: DataSet) -> DataSet | None:
@@ -48,7 +48,7 @@ class Place(Protocol):
         """Publish a finished shard; return False if another process has published it first."""
 
 
-def place_of(out: str) -> Place:
+def destination_of(out: str) -> Destination:
     """Return the destination for an output folder or a URL."""
     return Bucket(out) if is_url(out) else SharedFolder(Path(out))
 
@@ -60,4 +60,4 @@ def data_set_at(out: str | Path) -> DataSet:
         InputError: there is no data set.
         LayertapError: the store does not answer.
     """
-    return place_of(str(out)).dataset
+    return destination_of(str(out)).dataset

@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 from extract.errors import InputError, LayertapError, first_line
 from extract.system.urls import file_system
 
-__all__ = ["Stored", "download", "info", "names", "put", "put_file", "read", "read_range", "sha256_of"]
+__all__ = ["ObjectInfo", "download", "info", "names", "put", "put_file", "read", "read_range", "sha256_of"]
 
 T = TypeVar("T")
 
@@ -56,14 +56,14 @@ _SHA256, _PUT = "layertap-sha256", "layertap-put"
 _IN_MEMORY = threading.Lock()  # makes the check for existence and the write atomic
 
 # Exception classes for network and server errors; by name, because their libraries are optional.
-_PASSING = {
+_TRANSIENT = {
     "HTTPClientError", "ConnectionError", "ResponseParserError", "IncompleteReadError", "IncompleteRead",  # botocore
     "ClientError", "RequestException", "ChecksumError",  # aiohttp, requests, gcsfs
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Stored:
+class ObjectInfo:
     """Metadata of an object.
 
     Attributes:
@@ -88,44 +88,44 @@ def names(url: str) -> dict[str, int]:
         LayertapError: there is no such bucket, or the store does not answer.
     """
 
-    def ask() -> dict[str, int]:
+    def send() -> dict[str, int]:
         fs, path = _at(url)
-        found = fs.find(path, detail=True, **_limit(fs, 1 << 30))  # a million names take thousands of requests
+        entries = fs.find(path, detail=True, **_limit(fs, 1 << 30))  # a million names take thousands of requests
         start = path.rstrip("/") + "/"
         return {
-            name.removeprefix(start): int(about["size"])
-            for name, about in found.items()
-            if name.startswith(start) and about.get("type", "file") == "file"
+            name.removeprefix(start): int(entry["size"])
+            for name, entry in entries.items()
+            if name.startswith(start) and entry.get("type", "file") == "file"
         }
 
     try:
-        return _asked(url, "listed", ask)
+        return _request_with_retries(url, "listed", send)
     except FileNotFoundError:
         return {}
 
 
-def info(url: str) -> Stored | None:
+def info(url: str) -> ObjectInfo | None:
     """Return the metadata of an object; None if there is no such object.
 
     Raises:
         LayertapError: there is no such bucket, or the store does not answer.
     """
 
-    def ask() -> Stored | None:
+    def send() -> ObjectInfo | None:
         fs, path = _at(url)
         if _protocol(url) in _S3:
             bucket, key, _ = fs.split_path(path)
             head = fs.call_s3("head_object", Bucket=bucket, Key=key, **_limit(fs))
-            about = head.get("Metadata", {})
-            return Stored(int(head["ContentLength"]), about.get(_SHA256, ""), about.get(_PUT, ""))
-        found = fs.info(path, **_limit(fs))
-        about = found.get("metadata") or {}
-        if found["type"] != "file":
+            metadata = head.get("Metadata", {})
+            return ObjectInfo(int(head["ContentLength"]), metadata.get(_SHA256, ""), metadata.get(_PUT, ""))
+        entry = fs.info(path, **_limit(fs))
+        metadata = entry.get("metadata") or {}
+        if entry["type"] != "file":
             return None
-        return Stored(int(found["size"]), about.get(_SHA256, ""), about.get(_PUT, ""))
+        return ObjectInfo(int(entry["size"]), metadata.get(_SHA256, ""), metadata.get(_PUT, ""))
 
     try:
-        return _asked(url, "looked at", ask)
+        return _request_with_retries(url, "accessed", send)
     except FileNotFoundError:
         return None
 
@@ -143,12 +143,12 @@ def read(url: str, size: int | None = None) -> bytes:
         LayertapError: the store does not answer.
     """
     if size is None:
-        found = info(url)
-        if found is None:
+        metadata = info(url)
+        if metadata is None:
             raise FileNotFoundError(url)
-        size = found.size
+        size = metadata.size
     if size > _WHOLE_BYTES:
-        raise InputError(f"{url} is damaged: it has more than {_WHOLE_BYTES >> 20} MB")
+        raise InputError(f"{url} is damaged: it is larger than {_WHOLE_BYTES >> 20} MiB")
     return read_range(url, 0, size)
 
 
@@ -162,14 +162,14 @@ def read_range(url: str, start: int, stop: int) -> bytes:
     if start == stop:
         return b""
 
-    def ask() -> bytes:
+    def send() -> bytes:
         fs, path = _at(url)
         content = bytes(fs.cat_file(path, start=start, end=stop, **_limit(fs, stop - start)))
         if len(content) != stop - start:
-            raise _CutShortError(f"{len(content):,} bytes came of {stop - start:,} from byte {start:,} on")
+            raise _CutShortError(f"received {len(content):,} of {stop - start:,} bytes from byte {start:,}")
         return content
 
-    return _asked(url, "read", ask)
+    return _request_with_retries(url, "read", send)
 
 
 def put(url: str, content: bytes) -> bool:
@@ -189,12 +189,12 @@ def put_file(url: str, path: Path, sha256: str) -> bool:
 
 
 def _put(url: str, content: bytes | Path, size: int, sha256: str) -> bool:
-    number = uuid.uuid4().hex
-    about = {_SHA256: sha256, _PUT: number}
+    request_id = uuid.uuid4().hex
+    metadata = {_SHA256: sha256, _PUT: request_id}
     if _protocol(url) in _S3 and size > _PUT_BYTES:
-        raise InputError(f"{url}: {size:,} bytes; S3 takes {_PUT_BYTES:,} in one piece. Set a smaller shard_rows")
+        raise InputError(f"{url}: {size:,} bytes; S3 accepts at most {_PUT_BYTES:,}. Set a smaller shard_rows")
 
-    def ask() -> None:
+    def send() -> None:
         fs, path = _at(url)
         limit = _limit(fs, size)
         if _protocol(url) in _S3:
@@ -205,14 +205,14 @@ def _put(url: str, content: bytes | Path, size: int, sha256: str) -> bool:
             with contextlib.ExitStack() as stack:
                 body = content if isinstance(content, bytes) else stack.enter_context(content.open("rb"))
                 fs.call_s3(
-                    "put_object", Bucket=bucket, Key=key, Body=body, Metadata=about, ChecksumSHA256=digest,
+                    "put_object", Bucket=bucket, Key=key, Body=body, Metadata=metadata, ChecksumSHA256=digest,
                     IfNoneMatch="*", **limit,
                 )  # fmt: skip
         elif _protocol(url) in _GOOGLE:
             if isinstance(content, bytes):
-                fs.pipe_file(path, content, mode="create", metadata=about, **limit)
+                fs.pipe_file(path, content, mode="create", metadata=metadata, **limit)
             else:
-                fs.put_file(str(content), path, mode="create", metadata=about, **limit)
+                fs.put_file(str(content), path, mode="create", metadata=metadata, **limit)
         else:
             with _IN_MEMORY:
                 if fs.exists(path):
@@ -220,12 +220,12 @@ def _put(url: str, content: bytes | Path, size: int, sha256: str) -> bool:
                 fs.pipe_file(path, content if isinstance(content, bytes) else content.read_bytes())
 
     try:
-        _asked(url, "written", ask)
+        _request_with_retries(url, "written", send)
         return True
     except FileExistsError:
         # The answer to an earlier attempt may have been lost: then the object is from this call.
-        found = info(url)
-        return found is not None and found.put == number
+        stored = info(url)
+        return stored is not None and stored.put == request_id
 
 
 def sha256_of(url: str, size: int) -> str:
@@ -272,8 +272,8 @@ def _at(url: str) -> tuple[Any, str]:
         settings = {}
     elif protocol not in _GOOGLE:
         raise InputError(
-            f"{url}: a data set cannot lie behind {protocol}://, where an object cannot be created only if there is "
-            "none; use s3:// or gs://, or a folder"
+            f"{url}: data sets cannot be stored on {protocol}://, which cannot create an object only if it does not "
+            "exist; use s3:// or gs://, or a folder"
         )
     fs, path = file_system(url, **settings)
     if protocol in _S3:
@@ -286,13 +286,13 @@ def _limit(fs: Any, size: int = 0) -> dict[str, float]:
     return {"timeout": _CONNECT_S + _ANSWER_S + size / _SLOWEST} if fs.async_impl else {}
 
 
-def _asked(url: str, done: str, ask: Callable[[], T]) -> T:
+def _request_with_retries(url: str, participle: str, send: Callable[[], T]) -> T:
     """Send a request, retry it after transient errors, and return its result.
 
     Args:
         url: URL of the object.
-        done: participle for the error message, such as "read".
-        ask: sends the request once.
+        participle: what is done, for the error message, such as "read".
+        send: sends the request once.
 
     Raises:
         FileNotFoundError, FileExistsError: the store reports this.
@@ -300,34 +300,34 @@ def _asked(url: str, done: str, ask: Callable[[], T]) -> T:
     """
     for attempt in range(_ATTEMPTS):
         try:
-            return ask()
+            return send()
         except LayertapError:
             raise
         except Exception as error:
-            status, code = _answer_in(error)
+            status, code = _status_and_code(error)
             if code == "NoSuchBucket":
-                raise LayertapError(f"{url}: there is no bucket of this name") from None
+                raise LayertapError(f"{url}: the bucket does not exist") from None
             if isinstance(error, FileExistsError) or status == 412:
                 raise FileExistsError(url) from None
             if isinstance(error, FileNotFoundError) or status == 404:
                 raise FileNotFoundError(url) from None
-            what = _reason(error, status, code)
-            if not _may_pass(error, status, code):
+            reason = _reason(error, status, code)
+            if not _is_transient(error, status, code):
                 # The server's message is left out, here and in the exception chain: it may echo the request.
-                raise LayertapError(f"{url} cannot be {done}: {what}") from None
+                raise LayertapError(f"{url} cannot be {participle}: {reason}") from None
             if attempt == _ATTEMPTS - 1:
                 raise LayertapError(
-                    f"{url} cannot be {done}: {what}, {_ATTEMPTS} times. What was stored is safe; run again when the "
-                    "server answers"
+                    f"{url} cannot be {participle}: {reason}, {_ATTEMPTS} times. Stored objects are safe; run again "
+                    "when the server answers"
                 ) from None
         time.sleep(_WAIT_S * 2**attempt * random.uniform(0.5, 1.5))
     raise AssertionError("the last attempt returns or raises")
 
 
-def _answer_in(error: BaseException) -> tuple[int, str]:
+def _status_and_code(error: BaseException) -> tuple[int, str]:
     """Return the HTTP status and the S3 error code of an error; 0 and "" if it has none."""
-    for one in (error, error.__cause__):
-        response = getattr(one, "response", None)
+    for source in (error, error.__cause__):
+        response = getattr(source, "response", None)
         if isinstance(response, dict):
             status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
             return int(status), str(response.get("Error", {}).get("Code", ""))
@@ -337,11 +337,11 @@ def _answer_in(error: BaseException) -> tuple[int, str]:
     return 0, ""
 
 
-def _may_pass(error: Exception, status: int, code: str) -> bool:
+def _is_transient(error: Exception, status: int, code: str) -> bool:
     if status:
         # 409: two conditional requests at the same time (Amazon S3 user guide, "Conditional writes").
         return status >= 500 or status in (408, 409, 425, 429) or code in ("RequestTimeout", "IncompleteBody")
-    if {kind.__name__ for kind in type(error).__mro__} & _PASSING:
+    if {base.__name__ for base in type(error).__mro__} & _TRANSIENT:
         return True
     if isinstance(error, PermissionError) or first_line(error).startswith("Forbidden"):  # gcsfs
         return False
@@ -351,8 +351,9 @@ def _may_pass(error: Exception, status: int, code: str) -> bool:
 def _reason(error: Exception, status: int, code: str) -> str:
     if status:
         # 403 and 401 have a specific code only if the answer has a body.
-        what = f"HTTP {status}" + ("" if code in ("", str(status)) else f" {code}")
-        return f"{what}; see that the credentials are right, and allow it" if status in (401, 403) else what
+        status_text = f"HTTP {status}" + ("" if code in ("", str(status)) else f" {code}")
+        hint = "; check that the credentials are correct and allow this" if status in (401, 403) else ""
+        return status_text + hint
     if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError"):
         return "no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
     if isinstance(error, TimeoutError | asyncio.TimeoutError) or "Timeout" in type(error).__name__:

@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 from extract.errors import InputError, LayertapError
 from extract.store.format.layout import Identity, before_hdf5, read_header
 from extract.store.format.shard import Seekable, Shard, runs
-from extract.store.format.untrusted import opened
+from extract.store.format.untrusted import open_untrusted
 from extract.store.places.block_cache import BLOCK_BYTES, BlockCache, RemoteFile
 
 __all__ = ["RemoteShard"]
 
-_EXPECTED = 8  # blocks that `take` fetches concurrently
+_PREFETCHED = 8  # blocks that `take` fetches concurrently
 
 
 class RemoteShard(Shard):
@@ -46,34 +46,34 @@ class RemoteShard(Shard):
     """
 
     def __init__(self, file: RemoteFile, receipt: dict[str, Any], cache: BlockCache):
-        self._begin(file.url)
+        self._initialise(file.url)
         self.receipt, self.size = receipt, file.size
         self._file, self._cache = file, cache
-        self._places: dict[str, NDArray[np.int64]] = {}
-        self._turn = os.getpid(), threading.Lock()
-        bytes_of = _Held(file, cache)
-        buffered = io.BufferedReader(bytes_of)
+        self._chunk_ranges: dict[str, NDArray[np.int64]] = {}
+        self._lock = os.getpid(), threading.Lock()
+        block_file = _BlockFile(file, cache)
+        buffered = io.BufferedReader(block_file)
         self._row_data = read_header(buffered, file.url)
         buffered.detach()  # otherwise its finaliser closes `bytes_of`
-        bytes_of.fetching = False  # HDF5 reads from here on
+        block_file.fetching = False  # HDF5 reads from here on
         while True:
             try:
-                with opened(file.url, bytes_of) as found:
-                    self._describe(found)
+                with open_untrusted(file.url, block_file) as hdf5_file:
+                    self._describe(hdf5_file)
                     for name in self.compression:
-                        self._places[name] = _chunks_of(found["features"][name])
+                        self._chunk_ranges[name] = _chunks_of(hdf5_file["features"][name])
                 break
             except (LayertapError, OSError):
-                if not bytes_of.fetch_missing():
+                if not block_file.fetch_missing():
                     raise
-        self._packed_bytes = _Held(file, cache, fetching=False)
+        self._packed_bytes = _BlockFile(file, cache, fetching=False)
 
     @property
     def is_part(self) -> bool:
         """Always False; see `Shard`."""
         return False
 
-    def _at(self, start: int | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    def _array_at(self, start: int | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         """Read a plain dataset into memory; None as `start` gives an array without bytes."""
         values = np.empty(shape, dtype)
         if start is not None:
@@ -105,29 +105,29 @@ class RemoteShard(Shard):
 
     def row(self, name: str, row: int) -> NDArray[Any]:
         """See `Shard.row`."""
-        found: NDArray[Any] = self.read(name, row, row + 1)[0]
-        return found
+        values: NDArray[Any] = self.read(name, row, row + 1)[0]
+        return values
 
     def take(self, name: str, rows: NDArray[np.int64], out: NDArray[Any] | None = None) -> NDArray[Any]:
         """See `Shard.take`. Rows are read in file order, and several blocks are fetched concurrently."""
         if name in self.compression:
             return super().take(name, rows, out)
         feature = self._feature[name]
-        wanted, where = np.unique(rows, return_inverse=True)
-        found = np.empty((len(wanted), *feature.shape), feature.dtype)
-        starts = self.offsets[f"/features/{name}"] + wanted * feature.row_bytes
+        unique_rows, inverse = np.unique(rows, return_inverse=True)
+        values = np.empty((len(unique_rows), *feature.shape), feature.dtype)
+        starts = self.offsets[f"/features/{name}"] + unique_rows * feature.row_bytes
         blocks = np.unique([starts // BLOCK_BYTES, (starts + feature.row_bytes - 1) // BLOCK_BYTES])
-        done, expected = 0, -1
-        for first, stop in runs(wanted):
-            block = int(np.searchsorted(blocks, starts[done] // BLOCK_BYTES))
+        n_read, expected = 0, -1
+        for first, stop in runs(unique_rows):
+            block = int(np.searchsorted(blocks, starts[n_read] // BLOCK_BYTES))
             if block != expected and len(blocks) > 1:
-                self._cache.expect(self._file, blocks[block : block + _EXPECTED].tolist())
+                self._cache.prefetch(self._file, blocks[block : block + _PREFETCHED].tolist())
                 expected = block
-            self._fill(name, first, stop, found[done : done + stop - first])
-            done += stop - first
+            self._fill(name, first, stop, values[n_read : n_read + stop - first])
+            n_read += stop - first
         if out is None:
-            return found[where]
-        np.take(found, where, axis=0, out=out, mode="clip")
+            return values[inverse]
+        np.take(values, inverse, axis=0, out=out, mode="clip")
         return out
 
     @contextlib.contextmanager
@@ -138,13 +138,14 @@ class RemoteShard(Shard):
         """Do nothing: no file is mapped. See `Shard.forget`."""
 
     def _unpack(self, name: str, start: int, stop: int) -> NDArray[Any]:
-        if self._turn[0] != os.getpid():  # forked, perhaps while another thread held the lock
-            self._turn = os.getpid(), threading.Lock()
-        rows = self.chunks[name]
-        with self._turn[1]:
+        if self._lock[0] != os.getpid():  # forked, perhaps while another thread held the lock
+            self._lock = os.getpid(), threading.Lock()
+        chunk_rows = self.chunks[name]
+        with self._lock[1]:
             try:
-                for first, behind in self._places[name][start // rows : -(-stop // rows)].tolist():
-                    self._packed_bytes.hold(first, behind)
+                chunks = slice(start // chunk_rows, -(-stop // chunk_rows))
+                for chunk_start, chunk_stop in self._chunk_ranges[name][chunks].tolist():
+                    self._packed_bytes.hold(chunk_start, chunk_stop)
                 while True:
                     try:
                         return super()._unpack(name, start, stop)
@@ -170,7 +171,7 @@ class RemoteShard(Shard):
         return _unpickled, (self._file, self.receipt, self._cache, self.identity)
 
 
-class _Held(Seekable):
+class _BlockFile(Seekable):
     """File object over an object in a bucket; some of its blocks are held in memory.
 
     Attributes:
@@ -186,19 +187,19 @@ class _Held(Seekable):
 
     def readinto(self, buffer: Any) -> int:
         out = memoryview(buffer).cast("B")
-        stop = min(self._place + len(out), self._file.size)
-        done = 0
-        while self._place < stop:
-            number, within = divmod(self._place, BLOCK_BYTES)
+        stop = min(self._position + len(out), self._file.size)
+        n_read = 0
+        while self._position < stop:
+            number, within = divmod(self._position, BLOCK_BYTES)
             if number not in self._blocks:
                 if not self.fetching:
                     self._missing.append(number)
                     raise OSError(errno.EIO, os.strerror(errno.EIO))
                 self._hold(number)
-            piece = memoryview(self._blocks[number])[within : within + stop - self._place]
-            out[done : done + len(piece)] = piece
-            self._place, done = self._place + len(piece), done + len(piece)
-        return done
+            piece = memoryview(self._blocks[number])[within : within + stop - self._position]
+            out[n_read : n_read + len(piece)] = piece
+            self._position, n_read = self._position + len(piece), n_read + len(piece)
+        return n_read
 
     def hold(self, start: int, stop: int) -> None:
         """Load the blocks of a byte range into memory."""
@@ -230,17 +231,19 @@ def _bytes_of(values: NDArray[Any]) -> memoryview:
 
 def _chunks_of(data: h5py.Dataset) -> NDArray[np.int64]:
     """Return (chunks, 2) int64, the byte range (start, stop) of each chunk in the file, in row order."""
-    places: dict[int, tuple[int, int]] = {}
+    ranges: dict[int, tuple[int, int]] = {}
 
     def note(chunk: Any) -> None:
-        places[chunk.chunk_offset[0]] = chunk.byte_offset, chunk.byte_offset + chunk.size
+        ranges[chunk.chunk_offset[0]] = chunk.byte_offset, chunk.byte_offset + chunk.size
 
     data.id.chunk_iter(note)
-    return np.array([places[row] for row in sorted(places)], np.int64) + before_hdf5(data.file)
+    return np.array([ranges[row] for row in sorted(ranges)], np.int64) + before_hdf5(data.file)
 
 
 def _unpickled(file: RemoteFile, receipt: dict[str, Any], cache: BlockCache, identity: Identity) -> RemoteShard:
     shard = RemoteShard(file, receipt, cache)
     if shard.identity != identity:
-        raise InputError(f"{file.url} is another shard now than the one that was pickled")
+        raise InputError(
+            f"{file.url} was replaced by another shard after the reader was pickled; open the data set again"
+        )
     return shard

@@ -52,33 +52,33 @@ class SharedFolder:
             InputError: the folder holds another data set, or other files; or a folder in it is a link to elsewhere.
             LayertapError: the folder cannot be written to.
         """
-        here = replace(dataset, out=self.out)
+        shared = replace(dataset, out=self.out)
         description = self.out / "dataset.json"
         try:
             if self.out.exists():
                 check_own_folders(self.out)
             while True:
-                begun = description.exists()
-                existing = here.check()
+                was_there = description.exists()
+                existing = shared.check()
                 if existing is not None:
                     break
-                if begun:
+                if was_there:
                     raise InputError(
-                        f"{self.out} was begun for other images or features, and has no rows. Another worker may be "
-                        "about to write some, so it is left as it is: delete it, or choose another output folder"
+                        f"{self.out} was created for other images or features and has no rows. It is not replaced, "
+                        "because another worker may be about to write rows: delete it, or choose another output folder"
                     )
                 own_folder(self.out / "shards")
-                mine = description.with_name(f"{description.name}.{_own_name()}.new")
+                temporary = description.with_name(f"{description.name}.{_own_name()}.new")
                 try:
-                    here.write(mine)
-                    _link(mine, description)
+                    shared.write(temporary)
+                    _link(temporary, description)
                     break
                 except (FileExistsError, FileNotFoundError):
                     pass  # another worker was first
                 finally:
-                    discard(mine)
-            for left in self.out.glob(f"{description.name}.*.new"):  # left by a killed worker
-                discard(left)
+                    discard(temporary)
+            for leftover in self.out.glob(f"{description.name}.*.new"):  # left by a killed worker
+                discard(leftover)
         except OSError as error:
             raise LayertapError(f"cannot write to {self.out}: {error.strerror}") from error
         self.clean()
@@ -90,10 +90,10 @@ class SharedFolder:
         The receipt is None if it is missing or damaged.
         """
         dataset = self.dataset
-        for shard, where in enumerate(dataset.whereabouts()):
-            if where.published is None:
+        for shard, files in enumerate(dataset.shard_files()):
+            if files.published is None:
                 continue
-            path = dataset.path(shard, where.published)
+            path = dataset.path(shard, files.published)
             if path.name not in known:
                 yield path.name, shard, read_receipt(path)
 
@@ -136,7 +136,7 @@ class SharedFolder:
         try:
             if not final.exists():
                 try:
-                    if not _is_linked(path, final):
+                    if not _try_link(path, final):
                         _copy(path, copy, receipt)
                         _link(copy, final)
                 except (FileExistsError, FileNotFoundError):
@@ -146,33 +146,33 @@ class SharedFolder:
                     write_json(final.with_suffix(".json"), receipt)
                     sync_folder(final.parent)
                     return True
-            self._see_receipt(final, receipt)
+            self._ensure_receipt(final, receipt)
         except OSError as error:
             raise LayertapError(
-                f"cannot publish {final}: {error.strerror or error}; it is safe in {path}, run again to go on"
+                f"cannot publish {final}: {error.strerror or error}; the shard is safe in {path}; run again to resume"
             ) from error
         finally:
             discard(copy)
         return False
 
-    def _see_receipt(self, final: Path, mine: dict[str, Any]) -> None:
+    def _ensure_receipt(self, final: Path, own_receipt: dict[str, Any]) -> None:
         """Write the receipt of a shard whose publisher was killed before; an existing receipt is not overwritten."""
-        receipt = final.with_suffix(".json")
-        if receipt.exists():
+        receipt_path = final.with_suffix(".json")
+        if receipt_path.exists():
             return
-        with self.dataset.open_shard(int(mine["shard"]), final) as shard:
-            reasons = {int(row): reason for row, reason in mine["reasons"].items()}
+        with self.dataset.open_shard(int(own_receipt["shard"]), final) as shard:
+            reasons = {int(row): reason for row, reason in own_receipt["reasons"].items()}
             content = receipt_of(final, shard, reasons)
-        new = receipt.with_name(f"{receipt.name}.{_own_name()}.copy")
+        temporary = receipt_path.with_name(f"{receipt_path.name}.{_own_name()}.copy")
         try:
-            write_json(new, content)
+            write_json(temporary, content)
             with contextlib.suppress(FileExistsError):
-                _link(new, receipt)
+                _link(temporary, receipt_path)
         finally:
-            discard(new)
+            discard(temporary)
 
 
-def _is_linked(path: Path, final: Path) -> bool:
+def _try_link(path: Path, final: Path) -> bool:
     """Link a shard to its final name; return False if it is on another file system.
 
     Raises:
@@ -204,7 +204,7 @@ def _copy(path: Path, copy: Path, receipt: dict[str, Any]) -> None:
         os.fsync(target.fileno())
         size = os.fstat(target.fileno()).st_size
     if (size, digest.hexdigest()) != (receipt["size"], receipt["sha256"]):
-        raise LayertapError(f"{path} is damaged: it is not what it was when it was finished; delete it, and run again")
+        raise LayertapError(f"{path} is damaged: it does not match its receipt; delete it and run again")
 
 
 def _link(path: Path, name: Path) -> None:
@@ -224,8 +224,8 @@ def _link(path: Path, name: Path) -> None:
         if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
         raise LayertapError(
-            f"the file system of {name.parent} has no hard links, by which one of several workers wins; let one "
-            "machine write there, or choose an output folder on another"
+            f"the file system of {name.parent} has no hard links, which several workers need to publish shards; let "
+            "one machine write there, or choose an output folder on another file system"
         ) from error
     sync_folder(name.parent)
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from extract.errors import LayertapError
 from extract.store.format.dataset import BUILDING, DataSet
-from extract.store.places.destination import place_of
+from extract.store.places.destination import destination_of
 from extract.store.places.objects import put
 from extract.store.reader import FeatureReader
 from extract.system.atomic_files import append_line
@@ -137,7 +137,7 @@ def _first(workers: Workers, received: list[int]) -> tuple[list[Joined], set[str
 
 
 def _run(config: EmbedConfig, workers: Workers, joined: list[Joined], said: set[str], received: list[int]) -> Shared:
-    place = place_of(config.place)
+    place = destination_of(config.place)
     dataset = place.dataset
     published = np.zeros(dataset.n_shards, np.bool_)
     published[place.published()] = True

@@ -193,7 +193,7 @@ class Embed:
 
         from extract.extraction.shard_maker import ShardMaker, scratch_folder
         from extract.images import list_images
-        from extract.store.places.destination import place_of
+        from extract.store.places.destination import destination_of
         from pipelines.embed.job import described, plan_of
         from pipelines.terminal.backbone import backbone_of
 
@@ -202,7 +202,7 @@ class Embed:
         backbone = backbone_of(self.config, say)
         plan = plan_of(self.config, list_images(self.config.images, self.config.limit), backbone)
         out = self.config.place
-        place = place_of(out)
+        place = destination_of(out)
         with (
             scratch_folder(out, place, plan.dataset, self.scratch) as folder,
             ShardMaker(plan, place, folder, lambda one: say(described(one, plan.settings.precision))) as maker,

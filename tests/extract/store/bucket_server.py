@@ -49,7 +49,7 @@ class Proxy:
 
     def ranges(self, inside: str = ".h5") -> list[str]:
         """The ranges that were asked for of objects whose paths contain a text."""
-        return [wanted for method, path, wanted in self.seen if method == "GET" and inside in path]
+        return [byte_range for method, path, byte_range in self.seen if method == "GET" and inside in path]
 
     def forget(self) -> None:
         """Count anew, and let everything pass."""
@@ -73,10 +73,10 @@ def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
                 count = proxy.counts[name] = proxy.counts.get(name, -1) + 1
             fault = proxy.rule(self.command, self.path, count)
             if fault in ("500", "503", "SlowDown", "echo"):
-                told = "".join(f"{key}: {value}; " for key, value in self.headers.items()) if fault == "echo" else fault
+                text = "".join(f"{key}: {value}; " for key, value in self.headers.items()) if fault == "echo" else fault
                 code = {"500": "InternalError", "503": "ServiceUnavailable", "echo": "AccessDenied"}.get(fault, fault)
                 status = {"500": 500, "echo": 403}.get(fault, 503)
-                return self.send(status, f"<Error><Code>{code}</Code><Message>{told}</Message></Error>".encode(), {})
+                return self.send(status, f"<Error><Code>{code}</Code><Message>{text}</Message></Error>".encode(), {})
             if fault == "reset":
                 return self.drop()
             if fault == "hang":

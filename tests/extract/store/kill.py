@@ -59,28 +59,30 @@ def network() -> Backbone:
     return Backbone("test/small", "test/small", model, Weights("fixed", "0" * 64), size)
 
 
-def run(images: Path, out: Path, backbone: Backbone, compress: str | None, retry: bool, told: Any = None) -> None:
-    """One run; each acknowledged number of rows is written to the pipe `told`."""
+def run(images: Path, out: Path, backbone: Backbone, compress: str | None, retry: bool, pipe: Any = None) -> None:
+    """One run; each acknowledged number of rows is written to `pipe`."""
     settings = ExtractionSettings(layers=["0", "4"], batch_size=4, workers=0, shard_rows=8, compress=compress, sync_s=0)
     planned = plan(images, out=out, backbone=backbone, settings=settings)
 
-    def on_rows(rows: int, found: bool) -> None:
-        if told is not None:
-            os.write(told, b"f" if found else b"%d\n" % rows)
+    def on_rows(rows: int, stored: bool) -> None:
+        if pipe is not None:
+            os.write(pipe, b"f" if stored else b"%d\n" % rows)
 
     extract(planned, retry_failed=retry, on_rows=on_rows)
 
 
 def content(out: Path) -> dict[str, Any]:
     """What must be the same after any number of kills: names of files, and what is in them."""
-    found: dict[str, Any] = {"files": sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())}
+    content_of_run: dict[str, Any] = {
+        "files": sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
+    }
     with FeatureReader(out) as reader:
         for layer in reader.layers:
-            found[layer] = reader[layer][:].tobytes()
-        found |= {"paths": reader.paths, "labels": reader.labels.tolist(), "splits": reader.splits}
-        found |= {"classes": reader.classes, "status": reader.status.tolist(), "failures": reader.failures}
-        found["hashes"] = reader.column("row_hash").tolist()
-    return found
+            content_of_run[layer] = reader[layer][:].tobytes()
+        content_of_run |= {"paths": reader.paths, "labels": reader.labels.tolist(), "splits": reader.splits}
+        content_of_run |= {"classes": reader.classes, "status": reader.status.tolist(), "failures": reader.failures}
+        content_of_run["hashes"] = reader.column("row_hash").tolist()
+    return content_of_run
 
 
 def die_at(call: int) -> Callable[[], int]:
@@ -183,16 +185,16 @@ def trial(images: Path, base: Path, expected: dict[str, Any], backbone: Backbone
     must(forked(lambda: run(images, out, backbone, compress, retry)) == 0, "it could not be resumed")
     if retry:  # a kill before the retry began leaves nothing that asks for it
         must(forked(lambda: run(images, out, backbone, compress, retry=True)) == 0, "the retry failed")
-    found, wanted = content(out), dict(expected)
+    actual, required = content(out), dict(expected)
     if not retry:
-        wanted |= {key: expected["first"][key] for key in expected["first"] if key != "files"}
-    wanted.pop("first")
-    wanted["files"] = found["files"] if retry else expected["first"]["files"]
-    for key, value in wanted.items():
-        must(found[key] == value, f"{key} differs after trial {number} ({where}): {found[key]!r:.300} {value!r:.300}")
+        required |= {key: expected["first"][key] for key in expected["first"] if key != "files"}
+    required.pop("first")
+    required["files"] = actual["files"] if retry else expected["first"]["files"]
+    for key, value in required.items():
+        must(actual[key] == value, f"{key} differs after trial {number} ({where}): {actual[key]!r:.300} {value!r:.300}")
     if retry:
-        must(not [name for name in found["files"] if not name.endswith((".h5", ".json", ".jsonl", ".lock"))], "strays")
-        must(len(found["files"]) == len(expected["first"]["files"]), f"strays: {found['files']}")
+        must(not [name for name in actual["files"] if not name.endswith((".h5", ".json", ".jsonl", ".lock"))], "strays")
+        must(len(actual["files"]) == len(expected["first"]["files"]), f"strays: {actual['files']}")
     must(verify(out).faults == [], "verify finds faults")
     shutil.rmtree(out)
     return where if struck_it else None
@@ -219,15 +221,15 @@ def main(count: int, seed: int) -> None:
     dice, backbone = random.Random(seed), network()
     base = Path(tempfile.mkdtemp(prefix="kill-"))
     try:
-        images, whole = base / "images", base / "whole"
+        images, uninterrupted = base / "images", base / "whole"
         pictures(images)
         start = time.perf_counter()
-        run(images, whole, backbone, None, retry=False)
+        run(images, uninterrupted, backbone, None, retry=False)
         lasts_s = time.perf_counter() - start
-        first = content(whole)
+        first = content(uninterrupted)
         shutil.copy(images / "b" / "15.png", images / BROKEN)
-        run(images, whole, backbone, None, retry=True)
-        expected = {**content(whole), "first": first}
+        run(images, uninterrupted, backbone, None, retry=True)
+        expected = {**content(uninterrupted), "first": first}
         must(sum(status == 1 for status in first["status"]) == 29, "one row fails at first")
         must(set(expected["status"]) == {1}, "none fails in the end")
         calls = {(retry, compress): moments(images, base, backbone, compress, retry)

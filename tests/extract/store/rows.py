@@ -84,9 +84,9 @@ def complete_data_set(
     for shard in range(data.n_shards):
         with ShardWriter(*created(data, shard)) as writer:
             rows = list(data.shard_range(shard))
-            for some in (rows[:4], rows[4:]):
-                write(writer, [row for row in some if row not in failed])
-                write(writer, [row for row in some if row in failed], Status.DECODE_ERROR)
+            for part in (rows[:4], rows[4:]):
+                write(writer, [row for row in part if row not in failed])
+                write(writer, [row for row in part if row in failed], Status.DECODE_ERROR)
             writer.publish(compress)
     return data
 
@@ -102,15 +102,15 @@ def sign(path: Path) -> None:
     """Write the user block anew; an independent account of what `extract/store/format/layout.py` says of it."""
     content = bytearray(path.read_bytes())
     title, line = bytes(content).split(b"\n", 2)[:2]
-    behind = int(re.fullmatch(rb"layertap shard, format 1; HDF5 begins at byte (\d+)", title)[1])  # type: ignore[index]
-    ranges = [tuple(one) for one in json.loads(line)["row_data"]]
-    fixed, at = b"", behind
+    header_bytes = int(re.fullmatch(rb"layertap shard, format 1; HDF5 begins at byte (\d+)", title)[1])  # type: ignore[index]
+    ranges = [tuple(byte_range) for byte_range in json.loads(line)["row_data"]]
+    fixed, position = b"", header_bytes
     for start, stop in ranges:
-        fixed, at = fixed + bytes(content[at:start]), stop
-    about = {
+        fixed, position = fixed + bytes(content[position:start]), stop
+    header = {
         "size": len(content),
         "row_data": ranges,
-        "fixed_xxh3": xxhash.xxh3_128_hexdigest(fixed + bytes(content[at:])),
+        "fixed_xxh3": xxhash.xxh3_128_hexdigest(fixed + bytes(content[position:])),
     }
-    content[:behind] = (title + b"\n" + json.dumps(about).encode() + b"\n").ljust(behind, b"\0")
+    content[:header_bytes] = (title + b"\n" + json.dumps(header).encode() + b"\n").ljust(header_bytes, b"\0")
     path.write_bytes(content)

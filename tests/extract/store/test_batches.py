@@ -42,13 +42,13 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> FeatureReader:
 
 def passes(reader: FeatureReader, *arguments: object, **settings: object) -> tuple[np.ndarray, list[int]]:
     """All rows of a pass, after a look at each batch, and the batches' sizes."""
-    found, sizes = [], []
+    batches_of_rows, sizes = [], []
     for x, rows in reader.batches("x", *arguments, **settings):  # type: ignore[arg-type]
         assert (x == rows[:, None]).all()
         assert x.shape == (len(rows), WIDTH)
-        found.append(rows)
+        batches_of_rows.append(rows)
         sizes.append(len(rows))
-    return np.concatenate(found), sizes
+    return np.concatenate(batches_of_rows), sizes
 
 
 @settings(max_examples=60, deadline=None)
@@ -89,12 +89,12 @@ def test_rows_are_mixed_as_promised(reader: FeatureReader) -> None:
 
 
 def test_wrong_arguments_are_told_before_anything_is_read(reader: FeatureReader) -> None:
-    for wrong, message in (
+    for arguments, message in (
         ({"batch_size": 0}, "batch_size is 0"), ({"shuffle": "yes"}, "shuffle is 'yes'"),
-        ({"memory_bytes": 1000}, "memory_bytes is 1000; it must be at least 2097152, two chunks"),
+        ({"memory_bytes": 1000}, "memory_bytes is 1000; it must be at least 2097152 .two chunks"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
-            reader.batches("x", **{"batch_size": 4, **wrong})  # type: ignore[arg-type]
+            reader.batches("x", **{"batch_size": 4, **arguments})  # type: ignore[arg-type]
     with pytest.raises(UnknownNameError, match="layer 'y' not found"):
         reader.batches("y", 4)
     with pytest.raises(UnknownNameError, match="split 'test' not found"):
@@ -116,12 +116,12 @@ def test_a_pass_holds_no_more_than_it_says(tmp_path: Path, shuffle: str | None) 
         create_shard(data.path(shard, part=True), data.features, data.identity(shard), names, {})
         with ShardWriter(data, shard) as writer:
             for start in range(0, len(rows), 1000):
-                here = rows[start : start + 1000]
+                batch = rows[start : start + 1000]
                 writer.write(
-                    here,
-                    {"x": np.ones((len(here), width), "float32")},
-                    np.ones(len(here), "uint8"),
-                    no_files(len(here)),
+                    batch,
+                    {"x": np.ones((len(batch), width), "float32")},
+                    np.ones(len(batch), "uint8"),
+                    no_files(len(batch)),
                 )
             writer.publish()
     code = f"""
@@ -141,9 +141,9 @@ print(peak, files, base)
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    own, files, base = map(int, run.stdout.split())
+    private, files, base = map(int, run.stdout.split())
     # The order of the rows is 8 bytes each, three times; batches of 2 MB; and the allocator's own needs.
-    assert own < base + 32 + 2 * 2 + 3 * 8 * 50_000 / 1e6 + 8
+    assert private < base + 32 + 2 * 2 + 3 * 8 * 50_000 / 1e6 + 8
     if shuffle != "rows":  # whose pages of the file are everywhere, and the kernel's to take back
         assert files < base + 40
 

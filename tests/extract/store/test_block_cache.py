@@ -69,32 +69,32 @@ def readers(
     published(data, url)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        with FeatureReader(data.out) as local, FeatureReader(url) as there:
-            yield local, there
+        with FeatureReader(data.out) as local, FeatureReader(url) as remote:
+            yield local, remote
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(index=indices, layer=st.sampled_from(list(VALUES)))
 def test_indexing_is_as_of_a_folder(readers: tuple[FeatureReader, FeatureReader], index: object, layer: str) -> None:
-    local, there = readers
-    expected, found = local[layer][index], there[layer][index]
-    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-    assert np.array_equal(found, expected, equal_nan=True)
+    local, remote = readers
+    expected, actual = local[layer][index], remote[layer][index]
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    assert np.array_equal(actual, expected, equal_nan=True)
 
 
 def test_everything_else_is_as_of_a_folder(readers: tuple[FeatureReader, FeatureReader]) -> None:
-    local, there = readers
+    local, remote = readers
     for name in ("paths", "splits", "classes", "provenance", "failures", "fingerprint", "layers", "compression", "ids"):
-        assert getattr(there, name) == getattr(local, name), name
-    assert there.paths == PATHS
+        assert getattr(remote, name) == getattr(local, name), name
+    assert remote.paths == PATHS
     for name in ("status", "row_hash", "record_hash", "source_size", "source_hash"):
-        assert np.array_equal(there.column(name), local.column(name))
-    assert np.array_equal(there.labels, local.labels)
-    assert np.array_equal(there.checked(np.arange(7))["vector"], VALUES["vector"][:7])
+        assert np.array_equal(remote.column(name), local.column(name))
+    assert np.array_equal(remote.labels, local.labels)
+    assert np.array_equal(remote.checked(np.arange(7))["vector"], VALUES["vector"][:7])
     for shuffle in (None, "rows", "chunks"):
-        mine = [rows.tolist() for _, rows in there.batches("vector", 4, shuffle=shuffle)]
-        assert mine == [rows.tolist() for _, rows in local.batches("vector", 4, shuffle=shuffle)]
-        for x, rows in there.batches("map:none", 4, shuffle=shuffle):
+        batches = [rows.tolist() for _, rows in remote.batches("vector", 4, shuffle=shuffle)]
+        assert batches == [rows.tolist() for _, rows in local.batches("vector", 4, shuffle=shuffle)]
+        for x, rows in remote.batches("map:none", 4, shuffle=shuffle):
             assert np.array_equal(x, VALUES["map:none"][rows])
 
 
@@ -134,14 +134,14 @@ def test_workers_read_through_the_cache(
 
 def test_workers_are_forked_while_threads_read(proxy: Proxy, url: str, small: None, complete: Path) -> None:
     published(DataSet.open(complete), url)
-    stop, wrong = threading.Event(), []
+    stop, errors = threading.Event(), []
 
     def read() -> None:
         while not stop.is_set():
             for path in blocks():
                 path.unlink(missing_ok=True)
             if not np.array_equal(reader["vector"][[3, 11, 21]], VALUES["vector"][[3, 11, 21]]):
-                wrong.append(1)
+                errors.append(1)
 
     with FeatureReader(url) as reader:
         threads = [threading.Thread(target=read) for _ in range(3)]
@@ -155,7 +155,7 @@ def test_workers_are_forked_while_threads_read(proxy: Proxy, url: str, small: No
         finally:
             stop.set()
             [thread.join() for thread in threads]
-    assert wrong == []
+    assert errors == []
 
 
 def test_a_pickled_reader_shares_the_cache(proxy: Proxy, url: str, complete: Path) -> None:
@@ -194,11 +194,11 @@ def test_an_object_that_is_gone_or_shorter_is_told(proxy: Proxy, url: str, compl
             path.unlink()
         reader._cache.close()
         put(proxy, f"{url}/shards/000000.h5", b"x" * 100)
-        with pytest.raises(LayertapError, match=r"000000.h5 cannot be read: .*100 bytes came"):
+        with pytest.raises(LayertapError, match=r"000000.h5 cannot be read: .*received 100 of"):
             reader["vector"][0]
         bucket, _, key = f"{url}/shards/000001.h5".removeprefix("s3://").partition("/")
         direct(proxy).delete_object(Bucket=bucket, Key=key)
-        with pytest.raises(LayertapError, match="000001.h5 is gone since it was opened"):
+        with pytest.raises(LayertapError, match="000001.h5 was removed after it was opened"):
             reader["vector"][12]
 
 
@@ -210,8 +210,8 @@ def test_any_range_is_read(proxy: Proxy, url: str, small: None, many: bool) -> N
     file, cache = stored(url, CONTENT), BlockCache()
     random = np.random.default_rng(1)
     edges = [0, 1, SMALL - 1, SMALL, SMALL + 1, 20 * SMALL, len(CONTENT) - 1, len(CONTENT)]
-    some = [sorted(random.choice(len(CONTENT) + 1, 2).tolist()) for _ in range(40)]
-    for start, stop in [[a, b] for a in edges for b in edges if a <= b] + some:
+    random_ranges = [sorted(random.choice(len(CONTENT) + 1, 2).tolist()) for _ in range(40)]
+    for start, stop in [[a, b] for a in edges for b in edges if a <= b] + random_ranges:
         if many:
             cache = BlockCache()
         assert bytes_of(cache, file, start, stop) == CONTENT[start:stop], (start, stop)
@@ -242,7 +242,7 @@ def test_a_damaged_block_is_fetched_again(proxy: Proxy, url: str, small: None, d
     elif damage == "folder":
         victim.unlink()
         victim.mkdir()
-        with pytest.raises(LayertapError, match="cannot keep what is read"):
+        with pytest.raises(LayertapError, match="cannot cache a block of"):
             bytes_of(BlockCache(), file, 0, len(CONTENT))
         return
     else:
@@ -264,31 +264,31 @@ def test_the_bound_is_kept_and_what_was_used_last_stays(
     proxy: Proxy, url: str, small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(block_cache, "_FRESH_S", 0)
-    file, each = stored(url, CONTENT), SMALL + 8 * 8
+    file, block_bytes = stored(url, CONTENT), SMALL + 8 * 8
     most = 0
     for number in range(20):
-        cache = BlockCache(6 * each)
+        cache = BlockCache(6 * block_bytes)
         bytes_of(cache, file, number * SMALL, number * SMALL + 1)
-        bytes_of(BlockCache(6 * each), file, 0, 1)  # the first one is used all the time
+        bytes_of(BlockCache(6 * block_bytes), file, 0, 1)  # the first one is used all the time
         most = max(most, sum(path.stat().st_size for path in blocks()))
-    assert 4 * each <= most <= 6 * each
+    assert 4 * block_bytes <= most <= 6 * block_bytes
     numbers = [int(path.name[-6:]) for path in blocks()]
     assert {0, 19} <= set(numbers)
     assert proxy.ranges("sets").count(f"bytes=0-{SMALL - 1}") == 1
-    with pytest.raises(InputError, match="cache_bytes is 100; at least one block"):
+    with pytest.raises(InputError, match="cache_bytes is 100; it must be at least 4,194,816 .one block"):
         BlockCache(100)
-    with pytest.raises(InputError, match="cache_bytes is 100; at least one block"):
+    with pytest.raises(InputError, match="cache_bytes is 100; it must be at least 4,194,816 .one block"):
         FeatureReader("s3://bucket/set", cache_bytes=100)
 
 
 def test_a_wrong_count_of_bytes_is_put_right(proxy: Proxy, url: str, small: None) -> None:
     """As after a kill between counting and writing, or after somebody emptied the folder."""
-    file, each = stored(url, CONTENT), SMALL + 8 * 8
-    bytes_of(BlockCache(6 * each), file, 0, 1)
+    file, block_bytes = stored(url, CONTENT), SMALL + 8 * 8
+    bytes_of(BlockCache(6 * block_bytes), file, 0, 1)
     for content in (b"999999999", b"junk", b""):
         (cache_folder() / "bytes").write_bytes(content)
-        bytes_of(BlockCache(6 * each), file, 3 * SMALL, 3 * SMALL + 1)
-        bytes_of(BlockCache(6 * each), file, 4 * SMALL, 4 * SMALL + 1)
+        bytes_of(BlockCache(6 * block_bytes), file, 3 * SMALL, 3 * SMALL + 1)
+        bytes_of(BlockCache(6 * block_bytes), file, 4 * SMALL, 4 * SMALL + 1)
         assert int((cache_folder() / "bytes").read_bytes()) >= sum(path.stat().st_size for path in blocks())
         assert len(blocks()) == 3
         [path.unlink() for path in blocks()[1:]]
@@ -350,7 +350,7 @@ def test_a_disk_that_cannot_be_written_is_told(
     file = stored(url, CONTENT)
     (tmp_path / "no folder").write_bytes(b"")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no folder"))
-    with pytest.raises(LayertapError, match="Not a directory; make room, give a smaller cache_bytes, or set XDG"):
+    with pytest.raises(LayertapError, match="Not a directory; free disk space, set a smaller cache_bytes, or set XDG"):
         bytes_of(BlockCache(), file, 0, 1)
 
 

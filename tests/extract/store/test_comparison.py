@@ -17,8 +17,8 @@ from tests.conftest import make_picture
 NET = {"backbone": "timm/test_resnet", "weights": "random", "device": "cpu", "workers": 0, "progress": False}
 
 
-def expected_cosines(one: Path, other: Path, paths: list[str], name: str = "embedding") -> np.ndarray:
-    with FeatureReader(one) as a, FeatureReader(other) as b:
+def expected_cosines(first: Path, second: Path, paths: list[str], name: str = "embedding") -> np.ndarray:
+    with FeatureReader(first) as a, FeatureReader(second) as b:
         rows = [(a[name][a.paths.index(path)].ravel(), b[name][b.paths.index(path)].ravel()) for path in paths]
     return np.array([x @ y / np.linalg.norm(x) / np.linalg.norm(y) for x, y in rows])
 
@@ -26,13 +26,13 @@ def expected_cosines(one: Path, other: Path, paths: list[str], name: str = "embe
 def test_two_interpolations(folder: Path, tmp_path: Path) -> None:
     for name in ("bicubic", "bilinear"):
         extract_features(folder, out=tmp_path / name, preprocessing={"interpolation": name}, **NET).close()
-    found = compare(tmp_path / "bicubic", tmp_path / "bilinear")
-    assert found.changes == [("preprocessing.interpolation", "bicubic", "bilinear")]
-    assert (found.same, found.only) == (12, (0, 0))
+    comparison = compare(tmp_path / "bicubic", tmp_path / "bilinear")
+    assert comparison.changes == [("preprocessing.interpolation", "bicubic", "bilinear")]
+    assert (comparison.same, comparison.only) == (12, (0, 0))
     with FeatureReader(tmp_path / "bicubic") as reader:
         paths = reader.paths
     expected = expected_cosines(tmp_path / "bicubic", tmp_path / "bilinear", paths)
-    similarity = found.features["embedding"]
+    similarity = comparison.features["embedding"]
     assert isinstance(similarity, Similarity)
     assert similarity.least == pytest.approx(expected.min(), abs=1e-6)
     assert similarity.median == pytest.approx(np.median(expected), abs=1e-6)
@@ -43,17 +43,17 @@ def test_two_interpolations(folder: Path, tmp_path: Path) -> None:
 def test_two_weights_of_one_architecture(folder: Path, tmp_path: Path) -> None:
     for seed in (1, 2):
         extract_features(folder, out=tmp_path / str(seed), seed=seed, **NET).close()
-    found = compare(tmp_path / "1", tmp_path / "2")
-    assert [what for what, *_ in found.changes] == ["weights_sha256"]
-    assert found.features["embedding"].least < 0.99
+    comparison = compare(tmp_path / "1", tmp_path / "2")
+    assert [key for key, *_ in comparison.changes] == ["weights_sha256"]
+    assert comparison.features["embedding"].least < 0.99
 
 
 def test_float32_and_bfloat16(folder: Path, tmp_path: Path) -> None:
     extract_features(folder, out=tmp_path / "32", **NET).close()
     extract_features(folder, out=tmp_path / "16", precision="bfloat16", compile="off", min_cosine=0.9, **NET).close()
-    found = compare(tmp_path / "32", tmp_path / "16")
-    assert found.changes == [("precision", "float32", "bfloat16 autocast")]
-    similarity = found.features["embedding"]
+    comparison = compare(tmp_path / "32", tmp_path / "16")
+    assert comparison.changes == [("precision", "float32", "bfloat16 autocast")]
+    similarity = comparison.features["embedding"]
     assert 0.9 < similarity.least < 1
     assert 1e-4 < similarity.deviation < 0.1
 
@@ -68,19 +68,19 @@ def test_images_are_known_by_their_bytes(folder: Path, tmp_path: Path) -> None:
     (other / "broken.png").write_bytes(b"")
     extract_features(folder, out=tmp_path / "a", **NET).close()
     extract_features(other, out=tmp_path / "b", **NET).close()
-    found = compare(tmp_path / "a", tmp_path / "b")
-    assert (found.changes, found.same, found.only) == ([], 6, (6, 1))
-    assert found.features["embedding"].least == pytest.approx(1, abs=1e-6)
+    comparison = compare(tmp_path / "a", tmp_path / "b")
+    assert (comparison.changes, comparison.same, comparison.only) == ([], 6, (6, 1))
+    assert comparison.features["embedding"].least == pytest.approx(1, abs=1e-6)
 
 
 def test_features_that_cannot_be_compared_say_why(folder: Path, tmp_path: Path) -> None:
     extract_features(folder, out=tmp_path / "a", layers=["layer1:none", "layer2"], **NET).close()
     extract_features(folder, out=tmp_path / "b", layers=["layer1", "layer3"], **NET).close()
     extract_features(folder, out=tmp_path / "c", layers=["layer1"], limit=1, **NET).close()
-    found = compare(tmp_path / "a", tmp_path / "b").features
-    assert found["layer2"] == f"only in {tmp_path / 'a'}"
-    assert found["layer3"] == f"only in {tmp_path / 'b'}"
-    assert "of shape" in found["layer1"]
+    features = compare(tmp_path / "a", tmp_path / "b").features
+    assert features["layer2"] == f"only in {tmp_path / 'a'}"
+    assert features["layer3"] == f"only in {tmp_path / 'b'}"
+    assert "of shape" in features["layer1"]
     Image.open(next(folder.rglob("00.png"))).rotate(90).save(folder / "ant" / "00.png")
     extract_features(folder, out=tmp_path / "d", layers=["layer1"], limit=1, **NET).close()
     assert compare(tmp_path / "c", tmp_path / "d").features == {"layer1": "no shared images"}

@@ -60,14 +60,14 @@ def test_another_fingerprint_is_refused_and_what_differs_is_said(tmp_path: Path)
     with pytest.raises(InputError) as raised:
         other.open_or_create()
     assert str(raised.value).splitlines()[1:-1] == [
-        "  weights: w there, v now", "  images.count: 23 there, 9 now",
-        f"  images.paths_xxh3: {PATHS_XXH3[:12]}... there,  now", "  crop: nothing there, 224 now",
+        "  weights: stored w, now v", "  images.count: stored 23, now 9",
+        f"  images.paths_xxh3: stored {PATHS_XXH3[:12]}..., now ", "  crop: stored nothing, now 224",
     ]  # fmt: skip
 
 
 def test_a_folder_with_other_files_is_not_written_into(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
-    with pytest.raises(InputError, match="not empty and no layertap data set"):
+    with pytest.raises(InputError, match="not empty and not a layertap data set"):
         data_set(tmp_path).open_or_create()
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 

@@ -62,9 +62,9 @@ def test_numpy_files(reader: FeatureReader, tmp_path: Path) -> None:
         "labels.npy", "map:none.npy", "rows.csv", "vector.npy"
     ]  # fmt: skip
     for name in VALUES:
-        found = np.load(tmp_path / "a" / f"{name}.npy")
-        assert found.dtype == VALUES[name].dtype
-        assert np.array_equal(found, expected(name), equal_nan=True)
+        values = np.load(tmp_path / "a" / f"{name}.npy")
+        assert values.dtype == VALUES[name].dtype
+        assert np.array_equal(values, expected(name), equal_nan=True)
     assert np.load(tmp_path / "a" / "labels.npy").tolist() == [i % 3 for i in range(ROWS)]
     with (tmp_path / "a" / "rows.csv").open(encoding="utf-8", errors="surrogateescape", newline="") as text:
         rows = list(csv.DictReader(text))
@@ -82,8 +82,8 @@ def test_parquet(reader: FeatureReader, tmp_path: Path) -> None:
     assert json.loads(table.schema.field("map:none").metadata[b"shape"]) == [2, 3, 4]
     assert json.loads(table.schema.metadata[b"layertap"]) == {"weights": "w"}
     for name, values in VALUES.items():
-        found = np.array(table[name].to_pylist(), "float32").reshape(values.shape)
-        assert np.array_equal(found, expected(name).astype("float32"), equal_nan=True)
+        stored = np.array(table[name].to_pylist(), "float32").reshape(values.shape)
+        assert np.array_equal(stored, expected(name).astype("float32"), equal_nan=True)
     assert [os.fsdecode(path) for path in table["path_bytes"].to_pylist()] == PATHS
     assert table["path"].to_pylist() == [path.replace("\udcff", "\\xff") for path in PATHS]
     assert table["label"].to_pylist() == [i % 3 for i in range(ROWS)]
@@ -97,11 +97,11 @@ def test_matlab(reader: FeatureReader, tmp_path: Path) -> None:
     import mat73
 
     export(reader, tmp_path / "a.mat", "mat")
-    found = mat73.loadmat(str(tmp_path / "a.mat"))
-    assert np.array_equal(found["vector"], expected("vector"), equal_nan=True)
-    assert found["map_none"].shape == (ROWS, 2, 3, 4)
-    assert np.array_equal(found["map_none"], expected("map:none").astype("float32"), equal_nan=True)
-    assert found["labels"].reshape(-1).tolist() == [i % 3 + 1 for i in range(ROWS)]
+    variables = mat73.loadmat(str(tmp_path / "a.mat"))
+    assert np.array_equal(variables["vector"], expected("vector"), equal_nan=True)
+    assert variables["map_none"].shape == (ROWS, 2, 3, 4)
+    assert np.array_equal(variables["map_none"], expected("map:none").astype("float32"), equal_nan=True)
+    assert variables["labels"].reshape(-1).tolist() == [i % 3 + 1 for i in range(ROWS)]
     head = (tmp_path / "a.mat").read_bytes()[:128]
     assert head.startswith(b"MATLAB 7.3 MAT-file")
     assert head[124:] == b"\x00\x02IM"
@@ -133,7 +133,7 @@ def test_names_that_matlab_does_not_allow() -> None:
 def test_names_of_files_that_are_too_long_or_taken_meanwhile(reader: FeatureReader, tmp_path: Path) -> None:
     with pytest.raises(LayertapError, match="File name too long"):
         export(reader, tmp_path / ("x" * 300), "h5")
-    with pytest.raises(InputError, match="exists by now"):
+    with pytest.raises(InputError, match="was created by another process"):
         export(reader, tmp_path / "a.h5", "h5", on_rows=lambda rows: (tmp_path / "a.h5").write_text("mine"))
     assert (tmp_path / "a.h5").read_text() == "mine"
     (tmp_path / "b.new").mkdir()
@@ -156,7 +156,7 @@ def test_a_class_that_is_no_text(tmp_path: Path) -> None:
 def test_what_is_there_is_not_overwritten(reader: FeatureReader, tmp_path: Path, to: str) -> None:
     path = tmp_path / "there"
     path.write_text("mine")
-    with pytest.raises(InputError, match="there exists already"):
+    with pytest.raises(InputError, match="there already exists"):
         export(reader, path, to)
     assert path.read_text() == "mine"
 

@@ -92,39 +92,39 @@ def a_feature_for_each_day(file: h5py.File) -> None:
 
 
 HOSTILE: list[tuple[Callable[[h5py.File], object], str]] = [
-    (external_link, "'vector' is a link to elsewhere"),
-    (soft_link, "'status' is a link to elsewhere"),
-    (group_link, "'features' is a link to elsewhere"),
-    (external_storage, "'label' keeps its data in other files"),
-    (virtual, "'vector' is a virtual data set"),
-    (unknown_filter, "a filter that layertap does not know .number 305"),
+    (external_link, "'vector' is a soft or external link"),
+    (soft_link, "'status' is a soft or external link"),
+    (group_link, "'features' is a soft or external link"),
+    (external_storage, "'label' stores its data in external files"),
+    (virtual, "'vector' is a virtual dataset"),
+    (unknown_filter, "filter that layertap does not support .number 305"),
     (four_terabytes, "'vector' has shape"),
     (four_terabytes_in_rows, "'vector' has shape"),
-    (four_terabytes_compressed, "has 0 chunks for 1,073,741,824 rows"),
-    (four_terabytes_of_rows, "they are not in the file"),
+    (four_terabytes_compressed, "has 0 chunks, too few or too many for 1,073,741,824 rows"),
+    (four_terabytes_of_rows, "which are not in the file"),
     (a_feature_for_each_day, "it has 11,002 features"),
     (lambda f: replace(f, "features/vector", data=np.zeros((10, 6)), chunks=(5, 6)), "'vector' is float64"),
     (lambda f: replace(f, "features/vector", data=np.zeros((10, 6), ">f4"), chunks=(5, 6)), "'vector' is >f4"),
     (lambda f: replace(f, "features/vector", data=np.zeros((9, 6), "f4"), chunks=(5, 6)), "'vector' has shape"),
     (lambda f: replace(f, "features/vector", data=np.zeros((10, 6), "f4"), chunks=(10, 3)), "'vector' has shape"),
-    (lambda f: replace(f, "status", data=np.zeros(10, "u2")), "status is not where the first lines of the file say"),
+    (lambda f: replace(f, "status", data=np.zeros(10, "u2")), "status is not at the location that the header"),
     (lambda f: replace(f, "status", data=np.zeros(9, "u1")), "status is uint8 .9,.; expected u1"),
-    (lambda f: replace(f, "status", data=np.zeros(10, "u1"), chunks=(5,)), "status is in chunks"),
-    (lambda f: replace(f, "row_hash", shape=(10,), dtype="<u8"), "it has 80 bytes; they are not in the file"),
-    (lambda f: replace(f, "path", data=np.array(["x"] * 10, dtype=h5py.string_dtype())), "'path' is neither"),
-    (lambda f: replace(f, "path", data=np.zeros(10, "i4,i4")), "'path' is neither"),
+    (lambda f: replace(f, "status", data=np.zeros(10, "u1"), chunks=(5,)), "status is stored in chunks"),
+    (lambda f: replace(f, "row_hash", shape=(10,), dtype="<u8"), "needs 80 bytes, which are not in the file"),
+    (lambda f: replace(f, "path", data=np.array(["x"] * 10, dtype=h5py.string_dtype())), "'path' holds neither"),
+    (lambda f: replace(f, "path", data=np.zeros(10, "i4,i4")), "'path' holds neither"),
     (lambda f: replace(f, "path", data=np.zeros(10, "<i8")), "path is int64"),
     (lambda f: replace(f, "classes", data=np.zeros((2, 2), "S3")), "classes is"),
-    (lambda f: replace(f, "provenance", data=np.array(b"[" * (1 << 24) + b"]")), "provenance of"),
+    (lambda f: replace(f, "provenance", data=np.array(b"[" * (1 << 24) + b"]")), "its provenance has"),
     (lambda f: f.__delitem__("label"), "it has no 'label'"),
     (lambda f: f["features"].__delitem__("vector") or f["features"].__delitem__("map:none"), "it has 0 features"),
     (lambda f: f.__delitem__("features") or f.__setitem__("features", np.zeros(3)), "'features' is a dataset"),
-    (lambda f: f.attrs.__delitem__("n_rows"), "its attributes are"),
-    (lambda f: f.attrs.__setitem__("n_rows", "ten"), "its attributes are"),
-    (lambda f: f.attrs.__setitem__("n_rows", 0), "of 0 rows"),
-    (lambda f: f.attrs.__setitem__("n_rows", [10, 10]), "its attributes are"),
-    (lambda f: f.attrs.__setitem__("format_version", 2), "its attributes do not say layertap, format_version 1"),
-    (lambda f: f.attrs.__setitem__("fingerprint", np.bytes_("x" * 60000)), "is no shard 0 of this data set"),
+    (lambda f: f.attrs.__delitem__("n_rows"), "its attributes are missing or have other types"),
+    (lambda f: f.attrs.__setitem__("n_rows", "ten"), "its attributes are missing or have other types"),
+    (lambda f: f.attrs.__setitem__("n_rows", 0), "out of range: .*'n_rows': 0"),
+    (lambda f: f.attrs.__setitem__("n_rows", [10, 10]), "its attributes are missing or have other types"),
+    (lambda f: f.attrs.__setitem__("format_version", 2), "do not give format 'layertap', format_version 1"),
+    (lambda f: f.attrs.__setitem__("fingerprint", np.bytes_("x" * 60000)), "is not shard 0 of this data set"),
 ]  # fmt: skip
 
 
@@ -181,10 +181,10 @@ def test_a_shard_that_grew_or_was_cut_tells_its_sizes(complete: Path) -> None:
     shard = complete / "shards" / "000000.h5"
     content = shard.read_bytes()
     shard.write_bytes(content[:-100])
-    with pytest.raises(InputError, match=f"it has {len(content) - 100:,} bytes of {len(content):,}"):
+    with pytest.raises(InputError, match=f"it has {len(content) - 100:,} bytes, expected {len(content):,}"):
         FeatureReader(complete)
     shard.write_bytes(content + b"x")
-    with pytest.raises(InputError, match=f"it has {len(content) + 1:,} bytes of {len(content):,}"):
+    with pytest.raises(InputError, match=f"it has {len(content) + 1:,} bytes, expected {len(content):,}"):
         FeatureReader(complete)
 
 
@@ -195,7 +195,7 @@ def test_a_part_of_another_data_set_is_not_gone_on_with(complete: Path, tmp_path
     other.path(0).rename(data.path(0, part=True))
     from extract.store.format.writer import ShardWriter
 
-    with pytest.raises(LayertapError, match="its fingerprint is .*; delete the file"):
+    with pytest.raises(LayertapError, match="its 'fingerprint' is .*; delete the file"):
         ShardWriter(data, 0)
 
 
@@ -277,9 +277,9 @@ def test_no_damage_crashes_or_passes_for_right(tmp_path: Path, compress: str | N
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             signal.alarm(20)
             try:
-                found = read_everything(data.out)
+                outcome = read_everything(data.out)
                 faults = verify(data.out).faults
-                os.write(writing, f"{found} {len(faults)}".encode())
+                os.write(writing, f"{outcome} {len(faults)}".encode())
                 os._exit(0)
             except BaseException as error:
                 os.write(writing, f"{type(error).__name__}: {error}"[:4000].encode())
@@ -290,9 +290,9 @@ def test_no_damage_crashes_or_passes_for_right(tmp_path: Path, compress: str | N
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         (tmp_path / "last.h5").write_bytes(bad)
         assert code == 0, (code, said)
-        found, faults = said.split()
+        outcome, faults = said.split()
         assert int(faults) > 0, "verify has seen nothing"
-        seen[found] += 1
+        seen[outcome] += 1
     assert seen["error"] > 0
     assert sum(seen.values()) > 10
     shard.write_bytes(good)

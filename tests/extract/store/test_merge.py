@@ -16,11 +16,11 @@ from tests.extract.store.rows import PATHS, ROWS, VALUES, change, complete_data_
 @pytest.fixture
 def sources(tmp_path: Path) -> list[Path]:
     """Two data sets of the same pictures below two folders; row 5 of the second has failed."""
-    made = []
+    folders = []
     for name, failed in (("zoo", ()), ("ark", (5,))):
         images = {"root": f"/photos/{name}", "count": ROWS, "paths_xxh3": "0" * 32}
-        made.append(complete_data_set(tmp_path / name, failed=failed, images=images).out)
-    return made
+        folders.append(complete_data_set(tmp_path / name, failed=failed, images=images).out)
+    return folders
 
 
 @pytest.mark.parametrize("compress", [None, "gzip"])
@@ -55,7 +55,7 @@ def test_two_data_sets_become_one_sorted_by_path(sources: list[Path], tmp_path: 
 def test_a_merge_that_was_killed_goes_on(sources: list[Path], tmp_path: Path) -> None:
     out, child = tmp_path / "all", os.fork()
     if not child:
-        merge(sources, out, shard_rows=17, on_rows=lambda rows, found: os._exit(9) if rows == 12 else None)
+        merge(sources, out, shard_rows=17, on_rows=lambda rows, stored: os._exit(9) if rows == 12 else None)
         os._exit(0)
     # Three shards of 17, 17 and 12 rows: it dies when the last one is written and not yet published.
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
@@ -77,7 +77,7 @@ def test_other_fingerprints_and_unfinished_sets_are_refused(sources: list[Path],
     other = complete_data_set(tmp_path / "other", depends_on={"weights": "v"})
     with pytest.raises(InputError, match="have different fingerprints"):
         merge([sources[0], other.out], tmp_path / "all")
-    with pytest.raises(InputError, match="zoo is one of the data sets to be merged"):
+    with pytest.raises(InputError, match="zoo is one of the data sets to merge"):
         merge(sources, sources[0])
     next((sources[1] / "shards").glob("000001.h5")).unlink()
     with pytest.raises(LayertapError, match="000001.h5 is missing"):
@@ -101,13 +101,13 @@ def test_damage_of_a_source_is_not_laundered(sources: list[Path], tmp_path: Path
 
     with h5py.File(sources[0] / "shards" / "000001.h5", "r+") as file:
         file["features/vector"][3, 0] += 1
-    with pytest.raises(InputError, match=r"row 13 \(class 1/ü13.jpg\) of .* is damaged: it does not agree"):
+    with pytest.raises(InputError, match=r"row 13 \(class 1/ü13.jpg\) of .* is damaged: it does not match"):
         merge(sources, tmp_path / "all")
     from extract.store.export import FORMATS, export
 
     with FeatureReader(sources[0]) as reader:
         for to in FORMATS:
-            with pytest.raises(InputError, match="row 13 .*does not agree with its hashes"):
+            with pytest.raises(InputError, match="row 13 .*does not match its hashes"):
                 export(reader, tmp_path / "exported", to, ["map:none"])
     assert not (tmp_path / "exported").exists()
 
@@ -139,7 +139,7 @@ def test_other_sources_do_not_go_into_the_same_folder(sources: list[Path], tmp_p
     # The same sources, of which one was made anew by now: its fifth row has not failed any more.
     images = {"root": "/photos/ark", "count": ROWS, "paths_xxh3": "0" * 32}
     mended = complete_data_set(tmp_path / "mended", images=images).out
-    with pytest.raises(InputError, match="holds another ark/class 2/ü5.jpg than the data sets to be merged"):
+    with pytest.raises(InputError, match="the stored row of ark/class 2/ü5.jpg differs from the data sets to merge"):
         merge([sources[0], mended], out)
     with pytest.raises(InputError, match="or inside one"):
         merge(sources, sources[0] / "sub")

@@ -34,15 +34,15 @@ class Disk:
 
     def after_a_power_cut(self, dice: random.Random) -> bytes:
         """The safe bytes, with each page that was written since as it was after some of the writes, or none."""
-        found = bytearray(self.safe)
-        for start in range(0, len(found), PAGE):
+        pages = bytearray(self.safe)
+        for start in range(0, len(pages), PAGE):
             page = slice(start, start + PAGE)
             for offset, content in self.loose[: dice.randint(0, len(self.loose))]:
                 first, stop = max(offset, start), min(offset + len(content), start + PAGE)
                 if first < stop:
-                    found[first:stop] = content[first - offset : stop - offset]
-            assert len(found[page]) <= PAGE
-        return bytes(found)
+                    pages[first:stop] = content[first - offset : stop - offset]
+            assert len(pages[page]) <= PAGE
+        return bytes(pages)
 
 
 @pytest.mark.parametrize(

@@ -70,10 +70,10 @@ def shared(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 @given(index=indices, layer=st.sampled_from(list(VALUES)))
 def test_indexing_equals_numpy(shared: FeatureReader, index: object, layer: str) -> None:
     expected = VALUES[layer][np.array(index, int) if isinstance(index, list) else index]
-    found = shared[layer][index]
-    assert found.dtype == expected.dtype
-    assert found.shape == expected.shape
-    assert np.array_equal(found, expected)
+    values = shared[layer][index]
+    assert values.dtype == expected.dtype
+    assert values.shape == expected.shape
+    assert np.array_equal(values, expected)
 
 
 @pytest.mark.parametrize("index", [ROWS, -ROWS - 1, True, [0, ROWS], np.array([True]), 1.5, "a", [[1]], (1, 2)])
@@ -201,15 +201,15 @@ def test_one_that_reads_while_another_writes_never_sees_a_wrong_row(tmp_path: Pa
                 create_shard(data.path(shard, part=True), data.features, data.identity(shard), names, {})
                 with ShardWriter(data, shard) as writer:
                     for start in range(rows.start, rows.stop, 10):
-                        here = np.arange(start, min(start + 10, rows.stop))
-                        values = {f.name: np.broadcast_to(here.reshape(-1, *[1] * len(f.shape)), (len(here), *f.shape))
+                        part = np.arange(start, min(start + 10, rows.stop))
+                        values = {f.name: np.broadcast_to(part.reshape(-1, *[1] * len(f.shape)), (len(part), *f.shape))
                                   .astype(f.dtype) for f in data.features}  # fmt: skip
                         source = {
-                            "source_size": here,
-                            "source_mtime_ns": here,
-                            "source_hash": np.zeros((len(here), 16)),
+                            "source_size": part,
+                            "source_mtime_ns": part,
+                            "source_hash": np.zeros((len(part), 16)),
                         }
-                        writer.write(here, values, np.ones(len(here), "uint8"), source)
+                        writer.write(part, values, np.ones(len(part), "uint8"), source)
                         time.sleep(0.001)
                     writer.publish()
             os._exit(0)
@@ -232,8 +232,8 @@ def test_one_that_reads_while_another_writes_never_sees_a_wrong_row(tmp_path: Pa
 
 
 def test_a_list_of_folders_is_read_as_one(tmp_path: Path) -> None:
-    one, two = complete_data_set(tmp_path / "one"), complete_data_set(tmp_path / "two", failed=(3,))
-    with FeatureReader([one.out, two.out]) as reader:
+    first, second = complete_data_set(tmp_path / "one"), complete_data_set(tmp_path / "two", failed=(3,))
+    with FeatureReader([first.out, second.out]) as reader:
         assert len(reader) == 2 * ROWS
         assert reader.sets.tolist() == [0] * ROWS + [1] * ROWS
         assert np.array_equal(reader["map:none"][ROWS - 2 : ROWS + 2], VALUES["map:none"][[-2, -1, 0, 1]])
@@ -241,14 +241,14 @@ def test_a_list_of_folders_is_read_as_one(tmp_path: Path) -> None:
         assert reader.failures == [(ROWS + 3, PATHS[3], "decode error", "row 3 failed")]
     other = complete_data_set(tmp_path / "other", depends_on={"weights": "v"})
     with pytest.raises(InputError, match="have different fingerprints"):
-        FeatureReader([one.out, other.out])
+        FeatureReader([first.out, other.out])
 
 
 def test_labels_of_several_folders_are_numbered_anew(tmp_path: Path) -> None:
-    one, two = complete_data_set(tmp_path / "one"), complete_data_set(tmp_path / "two")
-    for shard in range(two.n_shards):
-        change(two.path(shard), lambda file: file["classes"].__setitem__(0, b"animals"))
-    with FeatureReader([one.out, two.out]) as reader:
+    first, second = complete_data_set(tmp_path / "one"), complete_data_set(tmp_path / "two")
+    for shard in range(second.n_shards):
+        change(second.path(shard), lambda file: file["classes"].__setitem__(0, b"animals"))
+    with FeatureReader([first.out, second.out]) as reader:
         assert reader.classes == ["animals", "class 0", "class 1", "class 2"]
         before = [f"class {row % 3}" for row in range(ROWS)]
         after = ["animals" if name == "class 0" else name for name in before]
@@ -273,12 +273,12 @@ def test_a_data_loader_gives_the_stored_rows_in_a_seeded_order(
             dataset, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(5), num_workers=workers,
             multiprocessing_context=method, timeout=120 if workers else 0,
         )  # fmt: skip
-        found = list(loader)
+        batches = list(loader)
         numbers = DataLoader(range(len(good)), 4, shuffle=True, generator=torch.Generator().manual_seed(5))
         order = torch.cat(list(numbers)).numpy()
-    vectors = torch.cat([features["vector"] for features, _ in found]).numpy()
-    maps = torch.cat([features["map:none"] for features, _ in found]).numpy()
-    labels = torch.cat([label for _, label in found]).numpy()
+    vectors = torch.cat([features["vector"] for features, _ in batches]).numpy()
+    maps = torch.cat([features["map:none"] for features, _ in batches]).numpy()
+    labels = torch.cat([label for _, label in batches]).numpy()
     rows = np.array([int(np.flatnonzero((VALUES["vector"] == vector).all(1))[0]) for vector in vectors])
     assert sorted(rows) == good.tolist()
     assert rows.tolist() == good[order].tolist()
@@ -294,7 +294,7 @@ def test_a_torch_data_set_of_one_layer_gives_tensors(tmp_path: Path) -> None:
         assert np.array_equal(x.numpy(), VALUES["vector"][-1] * 2)
         assert (y, len(dataset)) == ((ROWS - 1) % 3, ROWS - 1)
         assert dataset.rows.tolist() == list(range(1, ROWS))
-        with pytest.raises(IndexError, match="sample 22 of 22"):
+        with pytest.raises(IndexError, match="sample 22 is out of range for 22 samples"):
             dataset[ROWS - 1]
         with pytest.raises(UnknownNameError, match="split 'vall' not found"):
             reader.dataset("vector", split="vall")
@@ -304,20 +304,20 @@ def test_a_torch_data_set_of_one_layer_gives_tensors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("compress", [None, "lzf"])
 def test_threads_share_a_reader(tmp_path: Path, compress: str | None) -> None:
-    data, wrong = complete_data_set(tmp_path / "out", compress), []
+    data, wrong_rows = complete_data_set(tmp_path / "out", compress), []
 
     def read(seed: int) -> None:
         random = np.random.default_rng(seed)
         for _ in range(200):
             rows = random.integers(0, ROWS, 5)
             if not np.array_equal(reader["vector"][rows], VALUES["vector"][rows]):
-                wrong.append(rows)
+                wrong_rows.append(rows)
 
     with FeatureReader(data.out) as reader:
         threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
         [thread.start() for thread in threads]
         [thread.join() for thread in threads]
-    assert wrong == []
+    assert wrong_rows == []
 
 
 @pytest.mark.parametrize("compress", ["gzip", "blosc2"])
@@ -337,8 +337,8 @@ def test_workers_are_forked_while_threads_read(tmp_path: Path, compress: str) ->
                 loader = DataLoader(
                     reader.dataset("vector"), 4, num_workers=2, multiprocessing_context="fork", timeout=60
                 )
-                found = torch.cat([x for x, _ in loader]).numpy()
-                assert np.array_equal(found, VALUES["vector"])
+                values = torch.cat([x for x, _ in loader]).numpy()
+                assert np.array_equal(values, VALUES["vector"])
         finally:
             stop.set()
             [thread.join() for thread in threads]
@@ -410,10 +410,10 @@ def test_a_missing_or_unfinished_shard_is_named(complete: Path) -> None:
 def test_a_shard_of_another_data_set_is_neither_read_nor_written(complete: Path, attribute: str, value: object) -> None:
     data = DataSet.open(complete)
     change(data.path(0), lambda file: file.attrs.__setitem__(attribute, value))
-    with pytest.raises(LayertapError, match=f"000000.h5 is no shard 0 of this data set: its {attribute} is"):
+    with pytest.raises(LayertapError, match=f"000000.h5 is not shard 0 of this data set: its '{attribute}' is"):
         FeatureReader(complete)
     data.path(0).rename(data.path(0, part=True))
-    with pytest.raises(LayertapError, match=f"its {attribute} is .*; delete the file, and its rows will be computed"):
+    with pytest.raises(LayertapError, match=f"its '{attribute}' is .*; delete the file, and its rows will be computed"):
         ShardWriter(data, 0)
 
 
@@ -433,7 +433,7 @@ def test_pending_rows_are_not_read(complete: Path) -> None:
     for path in (complete, shard):
         with pytest.raises(
             LayertapError,
-            match="000002.h5 is damaged: 1 rows are pending in a finished file; `layertap verify --repair`",
+            match="000002.h5 is damaged: 1 rows are pending in a finished file; run `layertap verify --repair`",
         ):
             FeatureReader(path)
 
@@ -479,21 +479,21 @@ def test_shards_in_each_others_place_are_found_out(complete: Path) -> None:
     a.rename(complete / "x")
     b.rename(a)
     (complete / "x").rename(b)
-    with pytest.raises(LayertapError, match="000000.h5 is no shard 0 of this data set: its shard is 1"):
+    with pytest.raises(LayertapError, match="000000.h5 is not shard 0 of this data set: its 'shard' is 1, expected 0"):
         FeatureReader(complete)
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="does not exist"):
         FeatureReader(tmp_path / "nothing")
-    with pytest.raises(InputError, match="is no layertap data set"):
+    with pytest.raises(InputError, match="is not a layertap data set"):
         FeatureReader(tmp_path)
     (tmp_path / "a.h5").write_bytes(b"no HDF5")
-    with pytest.raises(InputError, match="is no layertap shard"):
+    with pytest.raises(InputError, match="is not a layertap shard"):
         FeatureReader(tmp_path / "a.h5")
     with h5py.File(tmp_path / "b.h5", "w") as file:
         file["x"] = 1
-    with pytest.raises(InputError, match="is no layertap shard"):
+    with pytest.raises(InputError, match="is not a layertap shard"):
         FeatureReader(tmp_path / "b.h5")
     with pytest.raises(InputError, match="the list of folders is empty"):
         FeatureReader([])

@@ -39,11 +39,11 @@ def test_what_is_put_is_read_back(proxy: Proxy, url: str, tmp_path: Path) -> Non
     assert remote.read(f"{url}/a") == stored(proxy, f"{url}/a") == CONTENT
     assert remote.read_range(f"{url}/a", 1000, 3001) == CONTENT[1000:3001]
     assert remote.read_range(f"{url}/a", 7, 7) == b""
-    found = remote.info(f"{url}/shards/ü b")
-    assert found is not None
-    assert (found.size, found.sha256) == (3 * len(CONTENT), sha256)
-    assert remote.sha256_of(f"{url}/shards/ü b", found.size) == sha256
-    remote.download(f"{url}/shards/ü b", found.size, tmp_path / "copy")
+    metadata = remote.info(f"{url}/shards/ü b")
+    assert metadata is not None
+    assert (metadata.size, metadata.sha256) == (3 * len(CONTENT), sha256)
+    assert remote.sha256_of(f"{url}/shards/ü b", metadata.size) == sha256
+    remote.download(f"{url}/shards/ü b", metadata.size, tmp_path / "copy")
     assert (tmp_path / "copy").read_bytes() == CONTENT * 3
 
 
@@ -73,7 +73,7 @@ def test_in_memory_it_is_the_same(url: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("url", ["file:///tmp/x", "https://example.org/x", "ftp://host/x"])
 def test_stores_that_cannot_create_only_where_there_is_none_are_refused(url: str) -> None:
-    with pytest.raises(InputError, match="cannot be created only if there is none; use s3:// or gs://"):
+    with pytest.raises(InputError, match="cannot create an object only if it does not exist; use s3:// or gs://"):
         remote.put(url, b"")
 
 
@@ -169,7 +169,7 @@ def test_in_the_end_it_is_an_error(proxy: Proxy, url: str, fault: str, what: str
     remote.put(url, CONTENT)
     proxy.seen.clear()
     proxy.rule = lambda method, path, count: fault
-    with pytest.raises(LayertapError, match=f"^{url} cannot be read: .*{what}. What was stored is safe; run again"):
+    with pytest.raises(LayertapError, match=f"^{url} cannot be read: .*{what}. Stored objects are safe; run again"):
         remote.read_range(url, 0, 1000)
     # A connection that breaks is tried again by aiohttp once, where it had been used before.
     assert 5 <= len(proxy.ranges("sets")) <= (10 if fault == "reset" else 5)
@@ -217,16 +217,16 @@ def test_no_error_and_no_log_tells_the_credentials(
     """The server is one that repeats everything it was sent."""
     caplog.set_level(logging.INFO)
     proxy.rule = lambda method, path, count: "echo"
-    told = []
+    messages = []
     calls: list[Any] = [
         lambda: remote.put(url, b""), lambda: remote.read_range(url, 0, 1), lambda: remote.names(url),
         lambda: remote.info(url),
     ]  # fmt: skip
     for call in calls:
-        with pytest.raises(LayertapError, match="HTTP 403.*see that the credentials are right") as caught:
+        with pytest.raises(LayertapError, match="HTTP 403.*check that the credentials are correct") as caught:
             call()
-        told.append(everything(caught.value))
-    for text in (*told, caplog.text, *capfd.readouterr()):
+        messages.append(everything(caught.value))
+    for text in (*messages, caplog.text, *capfd.readouterr()):
         assert SECRET not in text
         assert TOKEN not in text
     assert len(proxy.seen) == len(calls)  # none of them was tried again
@@ -249,9 +249,9 @@ def test_without_credentials_the_error_says_where_they_come_from(
 
 
 def test_a_bucket_that_is_not_there_is_named(proxy: Proxy) -> None:
-    with pytest.raises(LayertapError, match="s3://no-such-bucket/x: there is no bucket of this name"):
+    with pytest.raises(LayertapError, match="s3://no-such-bucket/x: the bucket does not exist"):
         remote.names("s3://no-such-bucket/x")
-    with pytest.raises(LayertapError, match="s3://no-such-bucket/x: there is no bucket of this name"):
+    with pytest.raises(LayertapError, match="s3://no-such-bucket/x: the bucket does not exist"):
         remote.put("s3://no-such-bucket/x", b"")
 
 

@@ -112,7 +112,7 @@ step = getattr(shared_folder, {step!r})
 def killed(*given):
     step(*given) if {step!r} != "write_json" else None
     os.kill(os.getpid(), signal.SIGKILL)
-shared_folder._is_linked = lambda path, final: False
+shared_folder._try_link = lambda path, final: False
 setattr(shared_folder, {step!r}, killed)
 path = Path({str(built.path(1))!r})
 shared_folder.SharedFolder(Path({str(folder.out)!r})).publish(path, read_json(path.with_suffix(".json")))
@@ -124,8 +124,8 @@ shared_folder.SharedFolder(Path({str(folder.out)!r})).publish(path, read_json(pa
     assert won == (step == "_copy")
     SharedFolder(folder.out).open_or_create(built)  # as the next worker does
     assert sorted(path.name for path in (folder.out / "shards").iterdir()) == ["000001.h5", "000001.json"]
-    found = read_json(folder.out / "shards" / "000001.json")
-    assert {name: found[name] for name in ("sha256", "reasons", "status")} == {
+    receipt = read_json(folder.out / "shards" / "000001.json")
+    assert {name: receipt[name] for name in ("sha256", "reasons", "status")} == {
         name: receipt_of(built, 1)[name] for name in ("sha256", "reasons", "status")
     }
 
@@ -197,7 +197,7 @@ def test_a_full_disk_leaves_the_shard_where_it_was(
 
     with monkeypatch.context() as patch:
         patch.setattr(shared_folder.os, "fsync", full)
-        with pytest.raises(LayertapError, match=r"No space left on device; it is safe in .*000000\.h5"):
+        with pytest.raises(LayertapError, match=r"No space left on device; the shard is safe in .*000000\.h5"):
             folder.publish(built.path(0), receipt_of(built, 0))
     assert list((folder.out / "shards").iterdir()) == []
     assert folder.publish(built.path(0), receipt_of(built, 0))
@@ -209,7 +209,7 @@ def test_another_data_set_is_not_mixed_with_it(tmp_path: Path, built: DataSet, r
     folder.open_or_create(data_set(tmp_path / "other", depends_on={"weights": "others"}))
     if rows:
         (folder.out / "shards" / "000000.h5").write_bytes(b"")
-    match = "weights: others there, w now" if rows else "was begun for other images or features, and has no rows"
+    match = "weights: stored others, now w" if rows else "was created for other images or features and has no rows"
     with pytest.raises(InputError, match=match):
         folder.open_or_create(built)
     assert json.loads((folder.out / "dataset.json").read_text())["depends_on"] == {"weights": "others"}

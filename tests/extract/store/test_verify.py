@@ -34,7 +34,7 @@ def edit(path: Path, name: str, row: int, value: object) -> None:
 
 def refill(data: DataSet) -> None:
     """What `embed` does after a repair: compute what is pending."""
-    for shard, where in enumerate(data.whereabouts()):
+    for shard, where in enumerate(data.shard_files()):
         if where.published is None:
             if where.part is None:
                 created(data, shard)
@@ -47,9 +47,9 @@ def refill(data: DataSet) -> None:
 def test_a_whole_data_set_has_no_fault(tmp_path: Path, compress: str | None) -> None:
     data = complete_data_set(tmp_path / "out", compress, failed=(3, 11))
     counted: list[int] = []
-    found = verify(data.out, counted.append)
-    assert found.faults == []
-    assert found.rows == {"ok": ROWS - 2, "decode error": 2}
+    verification = verify(data.out, counted.append)
+    assert verification.faults == []
+    assert verification.rows == {"ok": ROWS - 2, "decode error": 2}
     assert sum(counted) == ROWS
 
 
@@ -62,15 +62,15 @@ def test_a_changed_feature_is_named_and_filled_again(tmp_path: Path, compress: s
         from tests.extract.store.rows import sign
 
         sign(data.path(1))
-    found = verify(data.out)
-    rows = [fault for fault in found.faults if fault.row is not None]
+    verification = verify(data.out)
+    rows = [fault for fault in verification.faults if fault.row is not None]
     if not compress:
         assert [(fault.row, fault.path, fault.what) for fault in rows] == [
-            (14, PATHS[14], "it does not agree with its hashes"),
-            (16, PATHS[16], "it does not agree with its hashes"),
+            (14, PATHS[14], "does not match its hashes"),
+            (16, PATHS[16], "does not match its hashes"),
         ]
-        assert {fault.remedy for fault in found.faults} == {Remedy.ROW, Remedy.NONE}  # the sha256, too
-    assert repair(found) == (10 if compress else 2)
+        assert {fault.remedy for fault in verification.faults} == {Remedy.ROW, Remedy.NONE}  # the sha256, too
+    assert repair(verification) == (10 if compress else 2)
     with pytest.raises(LayertapError, match=r"000001(-r1.h5.part is unfinished|.h5 is missing)"):
         FeatureReader(data.out)  # wrong features are not given out any more
     assert (data.out / "shards" / "000001.h5.damaged").exists()
@@ -82,12 +82,12 @@ def test_a_changed_feature_is_named_and_filled_again(tmp_path: Path, compress: s
 
 @pytest.mark.parametrize(
     ("name", "row", "value", "expected"),
-    [("status", 3, 0, "it is pending, in a finished file"), ("status", 3, 9, "it does not agree with its hashes"),
-     ("status", 3, 2, "it does not agree with its hashes"), ("row_hash", 3, 1, "it does not agree with its hashes"),
-     ("record_hash", 3, 1, "it does not agree with its hashes"),
-     ("source_size", 3, 1, "it does not agree with its hashes"),
-     ("source_mtime_ns", 3, 1, "it does not agree with its hashes"),
-     ("source_hash", 3, 1, "it does not agree with its hashes")],
+    [("status", 3, 0, "is pending in a finished file"), ("status", 3, 9, "does not match its hashes"),
+     ("status", 3, 2, "does not match its hashes"), ("row_hash", 3, 1, "does not match its hashes"),
+     ("record_hash", 3, 1, "does not match its hashes"),
+     ("source_size", 3, 1, "does not match its hashes"),
+     ("source_mtime_ns", 3, 1, "does not match its hashes"),
+     ("source_hash", 3, 1, "does not match its hashes")],
 )  # fmt: skip
 def test_whatever_is_changed_beside_the_features_is_found(
     complete: Path, name: str, row: int, value: int, expected: str
@@ -102,9 +102,9 @@ def test_whatever_is_changed_beside_the_features_is_found(
 
 @pytest.mark.parametrize(
     ("status", "value", "what"),
-    [(Status.OK, np.nan, "its features are not as its status says"),
-     (Status.DECODE_ERROR, 1.0, "its features are not as its status says"),
-     (Status.NOT_FINITE, 1.0, "its features are not as its status says"), (Status.NOT_FINITE, np.inf, None)],
+    [(Status.OK, np.nan, "features contradict the status"),
+     (Status.DECODE_ERROR, 1.0, "features contradict the status"),
+     (Status.NOT_FINITE, 1.0, "features contradict the status"), (Status.NOT_FINITE, np.inf, None)],
 )  # fmt: skip
 def test_features_must_be_as_their_status_says(tmp_path: Path, status: Status, value: float, what: str | None) -> None:
     data = data_set(tmp_path / "out", images={"root": "/", "count": 10, "paths_xxh3": "x"})
@@ -114,8 +114,8 @@ def test_features_must_be_as_their_status_says(tmp_path: Path, status: Status, v
         values = {name: np.full((1, *rows.shape[1:]), value, rows.dtype) for name, rows in VALUES.items()}
         writer.write(np.array([4]), values, np.array([status], "uint8"), no_files(1))
         writer.publish()
-    found = [(fault.row, fault.what) for fault in verify(data.out).faults if fault.shard is not None]
-    assert found == ([(4, what)] if what else [])
+    row_faults = [(fault.row, fault.what) for fault in verify(data.out).faults if fault.shard is not None]
+    assert row_faults == ([(4, what)] if what else [])
 
 
 def test_lost_and_changed_receipts_are_found(complete: Path) -> None:
@@ -124,12 +124,12 @@ def test_lost_and_changed_receipts_are_found(complete: Path) -> None:
     receipts[1].write_text("{")
     content = json.loads(receipts[2].read_text())
     receipts[2].write_text(json.dumps({**content, "sha256": "0" * 64, "size": 5}))
-    found = faults(complete)
-    assert found[0] == ("shards/000000.json", None, "is missing")
-    assert found[1][0] == "shards/000001.json"
-    assert "is damaged" in found[1][2]
-    assert {what.split(";")[0] for file, _, what in found if file == "shards/000002.h5"} == {
-        "its sha256 is not that of its receipt", "its size is not that of its receipt"
+    all_faults = faults(complete)
+    assert all_faults[0] == ("shards/000000.json", None, "is missing")
+    assert all_faults[1][0] == "shards/000001.json"
+    assert "is damaged" in all_faults[1][2]
+    assert {description.split(";")[0] for file, _, description in all_faults if file == "shards/000002.h5"} == {
+        "its sha256 differs from the receipt", "its size differs from the receipt"
     }  # fmt: skip
     before = receipts[2].read_text()
     repair(verify(complete))
@@ -144,7 +144,7 @@ def test_a_lost_receipt_is_written_again(tmp_path: Path) -> None:
     receipt.unlink()
     assert repair(verify(data.out)) == 0
     after = json.loads(receipt.read_text())
-    assert after.pop("reasons") == {"2": "the receipt that said why was lost"}
+    assert after.pop("reasons") == {"2": "unknown, because the receipt was lost"}
     assert before.pop("reasons") == {"2": "row 2 failed"}
     assert after == before
     assert verify(data.out).faults == []
@@ -158,8 +158,8 @@ def test_missing_and_unfinished_shards_are_faults(complete: Path) -> None:
     with ShardWriter(*created(data, 1)) as writer:
         write(writer, [10, 11])
     assert faults(complete) == [
-        ("shards/000000.h5", None, "is missing, though its receipt is there"),
-        ("shards/000001.h5.part", None, "is unfinished, 8 of 10 rows are pending"),
+        ("shards/000000.h5", None, "is missing, but its receipt exists"),
+        ("shards/000001.h5.part", None, "is unfinished: 8 of 10 rows are pending"),
     ]
     assert verify(complete).rows == {"pending": 18, "ok": 5}
 
@@ -170,9 +170,9 @@ def test_a_torn_row_of_an_unfinished_shard_becomes_pending(complete: Path) -> No
     with ShardWriter(*created(data, 1)) as writer:
         write(writer, [10, 11])
         writer._put("/features/vector", 1, np.zeros((1, 6), "float32"))
-    found = verify(complete)
-    assert ("shards/000001.h5.part", 11, "it does not agree with its hashes") in faults(complete)
-    assert repair(found) == 1
+    verification = verify(complete)
+    assert ("shards/000001.h5.part", 11, "does not match its hashes") in faults(complete)
+    assert repair(verification) == 1
     with ShardWriter(data, 1) as writer:
         assert writer.status.tolist() == [1] + [0] * 9
 
@@ -186,11 +186,11 @@ def test_a_shard_that_cannot_be_trusted_is_put_aside_and_made_again(
 ) -> None:
     data = DataSet.open(complete)
     how(data.path(2))
-    found = verify(complete)
-    assert [(fault.file, fault.row, fault.remedy) for fault in found.faults] == [
+    verification = verify(complete)
+    assert [(fault.file, fault.row, fault.remedy) for fault in verification.faults] == [
         ("shards/000002.h5", None, Remedy.FILE)
     ]
-    assert repair(found) == 3
+    assert repair(verification) == 3
     assert (complete / "shards" / "000002.h5.damaged").exists()
     refill(data)
     assert verify(complete).faults == []
@@ -204,11 +204,11 @@ def test_whole_shards_that_do_not_fit_the_description_are_left_alone(complete: P
     content = json.loads(description.read_text())
     content["images"]["paths_xxh3"] = "f" * 32
     description.write_text(json.dumps(content))
-    found = verify(complete)
-    assert [fault.remedy for fault in found.faults] == [Remedy.NONE] * 3
-    assert all("its images is" in fault.what for fault in found.faults)
+    verification = verify(complete)
+    assert [fault.remedy for fault in verification.faults] == [Remedy.NONE] * 3
+    assert all("its 'images' is" in fault.what for fault in verification.faults)
     before = sorted((complete / "shards").iterdir())
-    assert repair(found) == 0
+    assert repair(verification) == 0
     assert sorted((complete / "shards").iterdir()) == before
 
 
@@ -216,24 +216,24 @@ def test_paths_of_other_images_are_found(tmp_path: Path) -> None:
     """A shard that is whole, but of another listing than the data set's."""
     images = {"root": "/photos", "count": ROWS, "paths_xxh3": "0" * 32}
     data = complete_data_set(tmp_path / "out", images=images)
-    assert verify(data.out).faults == [Fault("the paths of the shards are not those of dataset.json", Remedy.NONE)]
+    assert verify(data.out).faults == [Fault("the paths of the shards do not match dataset.json", Remedy.NONE)]
 
 
 def test_labels_beyond_the_classes_are_found(complete: Path) -> None:
     change(complete / "shards" / "000001.h5", lambda file: file["label"].__setitem__(3, 12))
-    assert ("shards/000001.h5", None, "has labels beyond its 3 classes") in faults(complete)
+    assert ("shards/000001.h5", None, "has labels outside its 3 classes") in faults(complete)
 
 
 def test_shards_with_different_classes_are_found(complete: Path) -> None:
     change(complete / "shards" / "000001.h5", lambda file: file["classes"].__setitem__(0, b"other"))
-    assert "has other classes than the shards before it" in [what for _, _, what in faults(complete)]
+    assert "has other classes than the preceding shards" in [description for _, _, description in faults(complete)]
 
 
 def test_nothing_is_repaired_while_another_writes(complete: Path) -> None:
     edit(complete / "shards" / "000000.h5", "row_hash", 3, 1)
-    found = verify(complete)
-    with found.dataset.locked(), pytest.raises(LockedError):
-        repair(found)
+    verification = verify(complete)
+    with verification.dataset.locked(), pytest.raises(LockedError):
+        repair(verification)
 
 
 @pytest.mark.parametrize("compress", ["gzip", "lzf", "blosc2"])
@@ -254,11 +254,11 @@ def test_a_compressed_chunk_that_cannot_be_unpacked_takes_only_its_rows(tmp_path
     content = bytearray(data.path(0).read_bytes())
     content[chunk.byte_offset + chunk.size // 2] ^= 4
     data.path(0).write_bytes(content)
-    found = verify(data.out)
-    assert [(fault.row, fault.what) for fault in found.faults if fault.row is not None] == [
-        (3, "it does not agree with its hashes")
+    verification = verify(data.out)
+    assert [(fault.row, fault.what) for fault in verification.faults if fault.row is not None] == [
+        (3, "does not match its hashes")
     ]
-    assert repair(found) == 1
+    assert repair(verification) == 1
     with ShardWriter(data, 0, 1) as writer:
         assert writer.status.tolist() == [1, 1, 1, 0, 1, 1]
         writer.write(np.array([3]), {"x": values[3:4]}, np.ones(1, "u1"), no_files(1))
@@ -277,9 +277,11 @@ def test_a_sector_that_cannot_be_read_is_a_fault_of_its_rows(complete: Path, mon
         return preadv(file, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", bad)
-    found = verify(complete)
-    assert {(fault.file, fault.row) for fault in found.faults} == {("shards/000001.h5", row) for row in range(10, 20)}
-    assert repair(found) == 10
+    verification = verify(complete)
+    assert {(fault.file, fault.row) for fault in verification.faults} == {
+        ("shards/000001.h5", row) for row in range(10, 20)
+    }
+    assert repair(verification) == 10
     monkeypatch.undo()
     refill(DataSet.open(complete))
     assert verify(complete).faults == []
@@ -318,14 +320,14 @@ def test_a_repair_looks_again_before_it_acts(complete: Path) -> None:
     good = data.path(1).read_bytes()
     edit(data.path(1), "features/vector", 3, 77)
     data.path(0).unlink()
-    found = verify(complete)
+    verification = verify(complete)
     data.path(1).write_bytes(good)
     with ShardWriter(*created(data, 0)) as writer:
         write(writer, list(range(10)))
         writer.publish()
     # Rows that a former look has named are made pending as long as their file is the same; others are left.
-    found.faults = [fault for fault in found.faults if fault.row is None]
-    assert repair(found) == 0
+    verification.faults = [fault for fault in verification.faults if fault.row is None]
+    assert repair(verification) == 0
     assert verify(complete).faults == []
 
 
@@ -336,7 +338,7 @@ def test_a_newer_file_that_is_no_shard_costs_nothing(complete: Path) -> None:
     data.open_or_create()
     assert data.path(0).exists()
     assert data.path(0).with_suffix(".json").exists()
-    assert ("shards/000000-r5.h5", None, "is no layertap shard") in faults(complete)
+    assert ("shards/000000-r5.h5", None, "is not a layertap shard") in faults(complete)
     assert repair(verify(complete)) == 10
     with FeatureReader(complete) as reader:
         assert np.array_equal(reader["vector"][:], VALUES["vector"])
@@ -346,8 +348,8 @@ def test_rows_that_changed_places_with_all_that_belongs_to_them_are_found(comple
     with h5py.File(complete / "shards" / "000001.h5", "r+") as file:
         for name in ("features/vector", "features/map:none", *(name for name, *_ in ROW_DATA)):
             file[name][[2, 7]] = file[name][:][[7, 2]]
-    assert [(row, what) for _, row, what in faults(complete) if row is not None] == [
-        (12, "it does not agree with its hashes"), (17, "it does not agree with its hashes")
+    assert [(row, description) for _, row, description in faults(complete) if row is not None] == [
+        (12, "does not match its hashes"), (17, "does not match its hashes")
     ]  # fmt: skip
     assert repair(verify(complete)) == 2
 
@@ -360,9 +362,11 @@ def test_a_damaged_successor_is_put_aside_and_the_finished_file_stays(complete: 
     content = bytearray(data.path(1, 1, part=True).read_bytes())
     content[1100] ^= 1
     data.path(1, 1, part=True).write_bytes(content)
-    found = verify(complete)
-    assert [(fault.file, fault.remedy) for fault in found.faults] == [("shards/000001-r1.h5.part", Remedy.SUCCESSOR)]
-    assert repair(found) == 0
+    verification = verify(complete)
+    assert [(fault.file, fault.remedy) for fault in verification.faults] == [
+        ("shards/000001-r1.h5.part", Remedy.SUCCESSOR)
+    ]
+    assert repair(verification) == 0
     assert verify(complete).faults == []
     assert data.path(1).exists()
     assert not data.path(1, 1, part=True).exists()
@@ -372,11 +376,11 @@ def test_a_link_to_a_disk_that_is_not_there_is_left_alone(complete: Path) -> Non
     shard = complete / "shards" / "000001.h5"
     elsewhere = shard.rename(complete / "elsewhere.h5")
     shard.symlink_to("/nonexistent/000001.h5")
-    found = verify(complete)
-    assert [(fault.file, fault.what, fault.remedy) for fault in found.faults] == [
+    verification = verify(complete)
+    assert [(fault.file, fault.what, fault.remedy) for fault in verification.faults] == [
         ("shards/000001.h5", "does not exist", Remedy.NONE)
     ]
-    assert repair(found) == 0
+    assert repair(verification) == 0
     assert shard.with_suffix(".json").exists()
     shard.unlink()
     shard.symlink_to(elsewhere)

@@ -117,7 +117,7 @@ def test_the_final_name_is_given_once(complete: Path) -> None:
     before = data.path(0).read_bytes()
     with ShardWriter(*created(data, 0)) as writer:
         write(writer, list(range(10)), Status.NOT_FINITE)
-        with pytest.raises(LayertapError, match="exists already"):
+        with pytest.raises(LayertapError, match="already exists"):
             writer.publish()
     assert data.path(0).read_bytes() == before
 
@@ -196,7 +196,7 @@ def test_nothing_but_row_data_changes_after_creation(tmp_path: Path) -> None:
     title, line = before.split(b"\n", 2)[:2]
     assert title == b"layertap shard, format 1; HDF5 begins at byte 1024"
     ranges = json.loads(line)["row_data"]
-    changed = [i for i, (one, other) in enumerate(zip(before, after, strict=True)) if one != other]
+    changed = [i for i, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
     assert changed
     assert all(any(start <= i < stop for start, stop in ranges) for i in changed)
 
@@ -264,7 +264,7 @@ def test_a_compressed_copy_that_is_not_the_same_is_not_published(
                 yield start, stop, {name: values * (self.path.suffix != ".part") for name, values in block.items()}
 
         monkeypatch.setattr(Shard, "blocks", badly)
-        with pytest.raises(LayertapError, match="10 rows are not what they were before gzip.*run again without"):
+        with pytest.raises(LayertapError, match="10 rows differ after compression with gzip.*run again without"):
             writer.publish("gzip")
     assert [path.name for path in (data.out / "shards").iterdir()] == ["000000.h5.part"]
 
@@ -315,7 +315,7 @@ def test_a_folder_that_vanished_is_told(tmp_path: Path) -> None:
         write(writer, list(range(9)))
         shutil.rmtree(data.out)
         write(writer, [9])
-        with pytest.raises(LayertapError, match="cannot publish .*000000.h5: .*vanished.* run again"):
+        with pytest.raises(LayertapError, match="cannot publish .*000000.h5: .*was removed.* run again"):
             writer.publish()
 
 

@@ -98,11 +98,11 @@ class LivingFolder(RuleBasedStateMachine):
 
     @rule(first=st.integers(0, 7), second=st.integers(0, 7))
     def swap(self, first: int, second: int) -> None:
-        one, other = self.there(first), self.there(second)
-        if one and other and one != other:
-            one.rename(self.root / "swap")
-            other.rename(one)
-            (self.root / "swap").rename(other)
+        path, other_path = self.there(first), self.there(second)
+        if path and other_path and path != other_path:
+            path.rename(self.root / "swap")
+            other_path.rename(path)
+            (self.root / "swap").rename(other_path)
 
     @rule(choice=st.integers(0, 7), name=NAMES, keep_times=st.booleans())
     def copy(self, choice: int, name: str, keep_times: bool) -> None:
@@ -169,7 +169,7 @@ class LivingFolder(RuleBasedStateMachine):
         self.computed.clear()
         report = self.run()
         self.at_kills.clear()
-        good = [one for one in self.computed if one not in known]
+        good = [path for path in self.computed if path not in known]
         assert sorted(good) == sorted(self.computed), "an image was computed again that had not changed"
         self.passes += 1
         if before is not None:

@@ -81,17 +81,17 @@ def same_as_fresh(root: Path, out: Path) -> FeatureReader:
         extract(planner()(list_images(root), fresh))
         expected = FeatureReader(fresh)
         paths_xxh3 = DataSet.open(fresh).images["paths_xxh3"]
-    with FeatureReader(out) as found:
-        order = sorted(range(len(found)), key=lambda row: os.fsencode(found.paths[row]))
-        assert [found.paths[row] for row in order] == expected.paths
-        np.testing.assert_array_equal(found.status[order], expected.status)
-        for layer in found.layers:
-            np.testing.assert_allclose(found[layer][:][order], expected[layer][:], rtol=1e-5, atol=1e-6)
+    with FeatureReader(out) as actual:
+        order = sorted(range(len(actual)), key=lambda row: os.fsencode(actual.paths[row]))
+        assert [actual.paths[row] for row in order] == expected.paths
+        np.testing.assert_array_equal(actual.status[order], expected.status)
+        for layer in actual.layers:
+            np.testing.assert_allclose(actual[layer][:][order], expected[layer][:], rtol=1e-5, atol=1e-6)
         names = [
             [reader.classes[label] if label >= 0 else None for label in reader.labels[rows]]
-            for reader, rows in ((found, order), (expected, slice(None)))
+            for reader, rows in ((actual, order), (expected, slice(None)))
         ]
         assert names[0] == names[1]
-        assert [found.splits[row] for row in order] == expected.splits
+        assert [actual.splits[row] for row in order] == expected.splits
     assert DataSet.open(out).images["paths_xxh3"] == paths_xxh3
     return expected

@@ -75,7 +75,7 @@ def test_embed_to_a_bucket_resumes_and_can_be_read(
         assert "is in a bucket" in told_where.output
     other = layertap(*words, "--dtype", "float16")
     assert other.exit_code == 2
-    assert "stored_as: float32 there, float16 now" in other.output
+    assert "stored_as: stored float32, now float16" in other.output
     refused = layertap("show", url)
     assert refused.exit_code == 2
     assert "aws s3 sync" in refused.output

@@ -98,7 +98,7 @@ def test_tasks_of_an_array_make_a_part_each_and_other_features_are_refused(folde
     with FeatureReader(out) as reader, alone(folder, tmp_path / "alone") as expected:
         assert_same(reader, expected)
     assert [told["how"] for told in runs(out)] == ["ended", "ended"]
-    with pytest.raises(InputError, match="stored_as: float32 there, float16 now"):
+    with pytest.raises(InputError, match="stored_as: stored float32, now float16"):
         embed_shared(config(folder, out, shards_of="0/2", scratch=scratch, dtype="float16"))
     assert list(scratch.iterdir()) == []
 
