@@ -16,7 +16,7 @@ __all__ = ["as_json", "print_diff"]
 def print_diff(found: Comparison, first: Path, second: Path, echo: Callable[[str], None]) -> None:
     """Print the differences."""
     if found.changes:
-        echo(f"what the numbers depend on, in {first} and in {second}")
+        echo(f"settings that the features depend on, in {first} and in {second}:")
         for what, before, after in found.changes:
             echo(printable(f"  {what}: {before} | {after}"))
     else:
@@ -27,8 +27,8 @@ def print_diff(found: Comparison, first: Path, second: Path, echo: Callable[[str
             echo(f"  {name}: {similarity}")
             continue
         echo(
-            f"  {name}: cosine at least {similarity.least:.6f} ({printable(similarity.path)}), median "
-            f"{similarity.median:.6f}; values differ by {similarity.deviation:.1e} of the largest at most"
+            f"  {name}: minimum cosine {similarity.least:.6f} ({printable(similarity.path)}), median "
+            f"{similarity.median:.6f}; values differ by at most {similarity.deviation:.1e} of the largest value"
         )
 
 

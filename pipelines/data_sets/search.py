@@ -58,7 +58,7 @@ def run_search(
     if output is not None:
         check_file(output, PICTURES)
     if (query is None) == (text is None):
-        raise InputError("search for one thing: a row, path or image file, or --text TEXT")
+        raise InputError("expected exactly one query: a row number, a path, an image file, or --text TEXT")
     dataset = data_set_at(out)
     with FeatureReader(out) as reader:
         name, row, path, note = "embedding", None, "", ""
@@ -101,20 +101,20 @@ def _feature_of_row(reader: FeatureReader, layer: str, row: int) -> NDArray[Any]
 def _row_of(reader: FeatureReader, query: str, out: Path | str) -> tuple[int | None, str]:
     """Return the row that a query names, None for a file; and a note on what else the query may mean."""
     is_file = Path(query).is_file()
-    file = f"there is a file of this name, too, which ./{query} would mean" if is_file else ""
+    file = f"a file has this name, too; to search for the file, write ./{query}" if is_file else ""
     if query.isascii() and query.isdigit():
         row = int(query)
         if row >= len(reader):
-            there = f"it has rows 0 to {len(reader) - 1:,}" if len(reader) else "it has none"
-            raise InputError(f"{out} has no row {row}: {there}" + (f"; {file}" if file else ""))
+            expected = f"expected a row from 0 to {len(reader) - 1:,}" if len(reader) else "the data set is empty"
+            raise InputError(f"{out} has no row {row}: {expected}" + (f"; {file}" if file else ""))
         return row, file
     rows = np.flatnonzero(_equal(reader.paths, query))
     if len(rows):
-        several = f"{len(rows)} rows have this path, and the first was taken" if len(rows) > 1 else ""
+        several = f"{len(rows)} rows have this path; the first row is used" if len(rows) > 1 else ""
         return int(rows[0]), "; ".join(text for text in (several, file) if text)
     if not is_file:
-        what = "a folder; name one image" if Path(query).is_dir() else "no row, no path of an image in it, and no file"
-        raise InputError(f"{out}: {printable(query)} is {what}")
+        problem = "a folder; name one image" if Path(query).is_dir() else "not a row number, a path in it, or a file"
+        raise InputError(f"{out}: {printable(query)} is {problem}")
     return None, ""
 
 
@@ -142,10 +142,10 @@ def _draw(found: Found, reader: FeatureReader, root: str, output: Path) -> None:
 
 def print_found(found: Found, echo: Callable[[str], None]) -> None:
     """Print the results."""
-    taken = f"the file {found.path}" if found.query is None else f"row {found.query} ({printable(found.path)})"
+    query = f"the file {found.path}" if found.query is None else f"row {found.query} ({printable(found.path)})"
     if found.text:
-        taken = f'the text "{printable(found.text)}"'
-    echo(f"{found.out}: nearest to {taken} by cosine of {found.layer}, of {found.searched:,} rows")
+        query = f'the text "{printable(found.text)}"'
+    echo(f"{found.out}: nearest to {query} by cosine of {found.layer}, among {found.searched:,} rows")
     if found.note:
         echo(f"  note: {printable(found.note)}")
     if not found.hits:

@@ -115,7 +115,7 @@ def print_making(content: dict[str, Any], echo: Callable[[str], None]) -> None:
     """Print the progress."""
     out, done, rows = content["out"], content["rows_done"], content["rows"]
     state = "complete" if done == rows else f"{done / rows:.1%} done"
-    echo(f"{out}: {state}, of images in {printable(content['images'])}")
+    echo(f"{out}: {state}, images in {printable(content['images'])}")
     echo(f"shards    {content['shards_done']:,} of {content['shards']:,}")
     counts = ", ".join(f"{count:,} {status}" for status, count in content["status"].items()) or "none yet"
     echo(f"rows      {done:,} of {rows:,}: {counts}")
@@ -123,15 +123,15 @@ def print_making(content: dict[str, Any], echo: Callable[[str], None]) -> None:
         left = tqdm.format_interval(content["seconds_left"])
         echo(f"rate      {content['images_per_s']:.1f} images/s in the last ten minutes, {left} left")
     if content["workers"]:
-        echo("made by")
+        echo("built by")
         wide = max(len(printable(one["host"])) for one in content["workers"])
         for one in content["workers"]:
             echo(
                 f"  {printable(one['host']):{wide}}  {printable(one['device'])}: {one['shards']:,} shards, "
-                f"{one['rows']:,} rows, {one['images_per_s']:.1f} images/s each worker"
+                f"{one['rows']:,} rows, {one['images_per_s']:.1f} images/s per worker"
             )
     if content["shards_without_receipt"]:
         few = ", ".join(map(str, content["shards_without_receipt"][:8]))
-        echo(f"without a receipt: shards {few}; if that stays, `layertap verify --repair` writes them")
+        echo(f"shards without a receipt: {few}; if receipts stay missing, `layertap verify --repair` writes them")
     if done < rows:
-        echo("`layertap embed` with the same words goes on with it")
+        echo("to resume, run `layertap embed` with the same arguments again")

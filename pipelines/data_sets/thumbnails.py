@@ -69,4 +69,4 @@ class Pictures:
         except (OSError, ValueError, LayertapError) as error:
             return None, first_line(error)
         same = xxhash.xxh3_128_digest(data) == self._hashes[row].tobytes()
-        return (data, "") if same else (None, "its file has changed since")
+        return (data, "") if same else (None, "its file has changed")

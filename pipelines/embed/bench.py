@@ -118,7 +118,7 @@ def bench(
         LayertapError: the working directory cannot be written to.
     """
     if not os.access(".", os.W_OK):
-        raise LayertapError("the working directory cannot be written to; bench writes there for a while, to measure it")
+        raise LayertapError("bench measures writing to the working directory, which is not writable; run it in a writable folder")
     loaded = load_backbone(backbone, weights=weights, device=device)
     preprocessing = loaded.preprocessing
     with _images(images) as where:
@@ -152,7 +152,7 @@ def bench(
         "compile": best.way.compile, "decode": best.decode,
     }  # fmt: skip
     return Bench(
-        images or "pictures of noise, 500x375, as JPEG", backbone, str(loaded.device), defaults.CORES, decode, measured,
+        images or "noise, 500x375, as JPEG", backbone, str(loaded.device), defaults.CORES, decode, measured,
         batches, write, row_bytes, pipelines, recommended,
     )  # fmt: skip
 
@@ -241,22 +241,22 @@ class _Repeated:
 def print_bench(found: Bench, echo: Callable[[str], None]) -> None:
     """Print the rates."""
     echo(f"{found.backbone} on {found.device}, {found.cores} cores; {found.images}")
-    echo("images/s of each stage by itself:")
+    echo("images/s of each stage alone:")
     for name, rate in found.decode.items():
-        echo(f"  decode, {name:6}             {rate:9.1f} a core")
+        echo(f"  decode, {name:6}             {rate:9.1f} per core")
     for one in found.forward:
         rate_text = f"{one.images_per_s:9.1f}" if one.images_per_s else "        -"
         note = f"  (starts in {one.start_s:.0f} s)" if one.way.engine != "eager" and one.images_per_s else ""
         if one.agreement:
             cosine = min(each.min_cosine for each in one.agreement.values())
             off = max(each.max_deviation for each in one.agreement.values())
-            note += f"  cosine at least {cosine:.6f}, off by {off:.1e}"
+            note += f"  minimum cosine {cosine:.6f}, largest difference {off:.1e}"
         if one.why_not:
-            note += f"  not taken: {one.why_not}"
+            note += f"  rejected: {one.why_not}"
         elif one.why_not_fast:
-            note += f"  not with fast decoding, where {one.why_not_fast}"
+            note += f"  without fast decoding: {one.why_not_fast}"
         echo(f"  forward, {one.way!s:18} {rate_text}{note}")
-    echo(f"  write, {found.row_bytes / 1e3:.1f} kB a row       {found.write:9.0f}")
+    echo(f"  write, {found.row_bytes / 1e3:.1f} kB per row     {found.write:9.0f}")
     echo("batch size -> forward: " + ", ".join(f"{size} {rate:.1f}" for size, rate in found.batches.items()))
     echo("the whole pipeline:")
     for pipeline in found.pipelines:

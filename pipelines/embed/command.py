@@ -62,10 +62,11 @@ def embed(ctx: click.Context, /, config: Path | None, as_json: bool, **flags: An
     """Compute features of IMAGES, and store them in HDF5.
 
     IMAGES is a folder, a .csv or .parquet list with a column `path`, a .tar or .zip archive (or a pattern of several:
-    'shards-{000..099}.tar'), an .npy array or FILE.h5:NAME of uint8 pictures, or a URL (s3://, gs://, https://). Or a
-    plan of a folder or list: see `layertap plan`.
+    'shards-{000..099}.tar'), an .npy array or FILE.h5:NAME of uint8 pictures, a URL (s3://, gs://, https://),
+    or a plan (see `layertap plan`).
 
-    Run again, it goes on where it was, or says that all is done. A file that cannot be decoded is a row with a status.
+    To resume an interrupted run, run the same command again. A file that cannot be decoded is stored as a row with an
+    error status.
 
     \b
     layertap embed photos                                     # embedding of the bundled backbone
@@ -98,13 +99,13 @@ def embed(ctx: click.Context, /, config: Path | None, as_json: bool, **flags: An
 )
 @json_flag
 def plan(images: str, out: Path | None, as_json: bool) -> None:
-    """List IMAGES once, into a folder that is then given in their place.
+    """List IMAGES once, and write a plan: a folder that other commands accept in place of IMAGES.
 
-    For a hundred million images: neither this command nor those that are given the plan hold all names in memory, and
-    no job has to list them again. IMAGES is a folder, the URL of one, or a .csv, .tsv or .parquet list. The rows are
-    those of IMAGES itself: a data set that was begun with either goes on with the other.
+    For many images, up to a hundred million: no command holds all names in memory, and no job lists the images again.
+    IMAGES is a folder, the URL of a folder, or a .csv, .tsv or .parquet list. The plan gives the same rows as IMAGES:
+    a data set that was started with IMAGES can be resumed with the plan, and vice versa.
 
-    Run again, it goes on where it was, or says that the plan is there.
+    To resume an interrupted listing, run the same command again. A complete plan is left as it is.
 
     \b
     layertap plan photos -o outputs/photos-plan
@@ -120,22 +121,22 @@ def plan(images: str, out: Path | None, as_json: bool) -> None:
         planned = make_plan(images, out)
     except KeyboardInterrupt:
         command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-        click.echo(f"\nstopped: what was listed is kept in {out}. To go on:\n  {command}", err=True)
+        click.echo(f"\nstopped: the images listed so far are kept in {out}. To resume:\n  {command}", err=True)
         raise
     tell(planned, as_json, plan_as_json, print_plan)
 
 
 @click.command()
 @click.argument("config", type=click.Path(path_type=Path))
-@click.option("--tasks", type=click.IntRange(1, 1_000_000), required=True, help="Of the array.")
-@click.option("--gpus", type=click.IntRange(min=0), default=1, show_default=True, help="Of each task.")
-@click.option("--cpus", type=click.IntRange(min=1), default=8, show_default=True, help="Of each task.")
-@click.option("--time", metavar="[D-]HH:MM:SS", help="Limit of each task. [default: the partition's]")
-@click.option("--partition", help="[default: the cluster's]")
+@click.option("--tasks", type=click.IntRange(1, 1_000_000), required=True, help="Number of tasks.")
+@click.option("--gpus", type=click.IntRange(min=0), default=1, show_default=True, help="GPUs per task.")
+@click.option("--cpus", type=click.IntRange(min=1), default=8, show_default=True, help="CPU cores per task.")
+@click.option("--time", metavar="[D-]HH:MM:SS", help="Time limit per task. [default: the partition's]")
+@click.option("--partition", help="SLURM partition. [default: the cluster's]")
 def slurm(config: Path, **settings: Any) -> None:
-    """Print an sbatch file that runs `layertap embed --config CONFIG` as an array, whose tasks share the shards.
+    """Print an sbatch file that runs `layertap embed --config CONFIG` as an array whose tasks share the shards.
 
-    What a task leaves undone, the same file makes when it is submitted again.
+    To build shards that are still missing, submit the same file again.
 
     \b
     layertap slurm configs/photos.yaml --tasks 16 > photos.sbatch && sbatch photos.sbatch
@@ -151,13 +152,13 @@ def slurm(config: Path, **settings: Any) -> None:
 @_of_embed("-l", "--layers", multiple=True, metavar="LAYER[:POOLING]")
 @_of_embed("--weights")
 @_of_embed("--device")
-@click.option("--thorough", is_flag=True, help="Also ways that are seldom the fastest and take long to compile.")
+@click.option("--thorough", is_flag=True, help="Also measure options that are rarely the fastest and slow to compile.")
 @json_flag
 def bench(images: str | None, thorough: bool, as_json: bool, **flags: Any) -> None:
-    """Measure what this machine can do for a backbone, and what the pipeline makes of it.
+    """Measure how fast this machine computes features with a backbone.
 
-    Decoding on one core, the forward in each way there is, writing; then the whole pipeline against the bound that they
-    give together. Without IMAGES, pictures of noise are taken. Recommends flags for `layertap embed`. Takes minutes.
+    Measure decoding on one core, the forward with each option, and writing; then compare the whole pipeline with the
+    bound that these rates allow. Without IMAGES, noise is used. Recommends flags for `layertap embed`. Takes minutes.
 
     \b
     layertap bench photos -b torchvision/resnet50

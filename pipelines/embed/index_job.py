@@ -53,7 +53,7 @@ def plan(images: str, out: Path) -> Planned:
         def on_rows(stage: str, rows: int) -> None:
             nonlocal listed
             if stage == "found" and rows:
-                listing.say(f"going on: {rows:,} images were listed before")
+                listing.say(f"resuming: {rows:,} images were listed before")
             listed += rows if stage == "listed" else 0
             (listing if stage in ("found", "listed") else writing).advance(rows, stage == "found")
 
@@ -65,7 +65,7 @@ def print_plan(planned: Planned, echo: Callable[[str], None]) -> None:
     """Print a summary of the plan."""
     images = planned.images
     if planned.found:
-        echo(f"{planned.out} was there already; nothing was listed. To list anew, delete it")
+        echo(f"{planned.out} was complete before; nothing was listed. To list the images again, delete it")
     splits = f", splits {' '.join(images.split_names)}" if images.split_names else ""
     classes = f", {len(images.classes):,} classes" if images.classes else ""
     echo(f"{planned.out}: {len(images):,} images in {printable(images.root)}{classes}{splits}")
@@ -75,7 +75,7 @@ def print_plan(planned: Planned, echo: Callable[[str], None]) -> None:
     parts = -(-len(images) // images.part_rows)
     rate = "" if planned.found else f"; {planned.seconds:.1f} s, {planned.listed / planned.seconds:,.0f} images/s"
     echo(f"{planned.bytes / 1e6:,.1f} MB in {parts:,} part{'s' if parts > 1 else ''}{rate}")
-    echo(f"to be given in place of the images: layertap embed {shlex.quote(str(planned.out))}")
+    echo(f"to use the plan in place of the images: layertap embed {shlex.quote(str(planned.out))}")
 
 
 def as_json(planned: Planned) -> dict[str, Any]:

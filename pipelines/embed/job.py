@@ -66,7 +66,7 @@ def embed(config: EmbedConfig) -> Outcome:
         except DisagreementError as error:
             if not ways:
                 raise
-            click.secho(f"not taken: {error.reason}. The next fastest instead:", fg="yellow", err=True)
+            click.secho(f"rejected: {error.reason}. Trying the next fastest:", fg="yellow", err=True)
 
 
 def _run(config: EmbedConfig, planned: Plan) -> Outcome:
@@ -105,7 +105,7 @@ def plan_of(config: EmbedConfig, images: ImageList, backbone: Backbone, way: dic
 
 def _fastest(config: EmbedConfig, images: ImageList, backbone: Backbone) -> list[dict[str, Any]]:
     """Return the ways that agree with eager float32, fastest first; settings given by the user are kept."""
-    click.echo("measuring what is fastest ...", err=True)
+    click.echo("measuring which options are fastest ...", err=True)
     settings, measured = fastest(
         images,
         backbone=backbone,
@@ -117,9 +117,9 @@ def _fastest(config: EmbedConfig, images: ImageList, backbone: Backbone) -> list
     )
     for one in measured:
         rate = f"{one.images_per_s:8.1f} images/s" if one.images_per_s else "        -         "
-        why = f"  not taken: {one.why_not}" if one.why_not else ""
+        why = f"  rejected: {one.why_not}" if one.why_not else ""
         if one.why_not_fast and not one.why_not:
-            why = f"  not with fast decoding: {one.why_not_fast}"
+            why = f"  without fast decoding: {one.why_not_fast}"
         click.echo(f"          {one.way!s:20} {rate}{why}", err=True)
     return settings
 
@@ -127,13 +127,13 @@ def _fastest(config: EmbedConfig, images: ImageList, backbone: Backbone) -> list
 def _tell(planned: Plan) -> None:
     """Print the resolved plan before the work starts."""
     images, backbone, choice = planned.images, planned.backbone, planned.choice
-    yours = backbone.asked.get("preprocessing", {})
+    user_set = backbone.asked.get("preprocessing", {})
     lines = [
         f"images    {len(images):,} in {images.root}"
         + (f", {len(images.classes)} classes" if images.classes else "")
         + (f", splits {' '.join(images.split_names)}" if images.split_names else ""),
         f"backbone  {backbone.spec}, weights {backbone.weights.source}, on {backbone.device}",
-        f"input     {backbone.preprocessing}" + (f" (yours: {' '.join(yours)})" if yours else ""),
+        f"input     {backbone.preprocessing}" + (f" (set by the user: {' '.join(user_set)})" if user_set else ""),
     ]
     for note in images.notes:
         click.secho(f"note: {note}", fg="yellow", err=True)
@@ -147,7 +147,7 @@ def _tell(planned: Plan) -> None:
         shape = "(" + ", ".join(map(str, feature.shape)) + ")"
         lines.append(f"{'features' if i == 0 else '':10}{feature.name} {shape} from {source}")
     if choice.never_run:
-        lines.append(f"          left out, for they never run: {', '.join(choice.never_run)}")
+        lines.append(f"          left out, since they never run: {', '.join(choice.never_run)}")
     click.echo("\n".join(lines), err=True)
 
 
@@ -160,13 +160,13 @@ def described(computation: Computation, precision: str) -> str:
     if computation.why:
         text += f" ({computation.why})"
     for other, compared in (
-        ("eager float32, of the first batch", computation.agreement),
-        ("eager float32 of exactly decoded images, of the first few,", computation.decoding),
+        ("eager float32 on the first batch", computation.agreement),
+        ("eager float32 and exact decoding on the first few images", computation.decoding),
     ):
         for name, found in compared.items():
             text += (
-                f"\n          {name}: cosine to {other} at least {found.min_cosine:.6f}, off by at most "
-                f"{found.max_deviation:.1e} of the largest value"
+                f"\n          {name}: compared with {other}, minimum cosine {found.min_cosine:.6f}, "
+                f"largest difference {found.max_deviation:.1e} of the largest value"
             )
     return text
 
@@ -176,25 +176,25 @@ def print_summary(outcome: Outcome, echo: Callable[[str], None]) -> None:
     dataset, summary = outcome.plan.dataset, outcome.summary
     if summary.stopped:
         done = summary.found + summary.computed
-        echo(f"stopped: {done:,} of {summary.n_rows:,} rows are stored in {dataset.out}. To go on:\n  {_command()}")
+        echo(f"stopped: {done:,} of {summary.n_rows:,} rows are stored in {dataset.out}. To resume:\n  {_command()}")
         return
     if summary.computed:
-        found = f", {summary.found:,} of them found done" if summary.found else ""
+        found = f", {summary.found:,} of them from earlier runs" if summary.found else ""
         echo(f"{dataset.out}: {summary.n_rows:,} rows{found}")
         for feature in dataset.features:
             shape = ", ".join(map(str, (summary.n_rows, *feature.shape)))
             packed = outcome.compression.get(feature.name)
-            how = f", {packed[0]} made it {packed[1]:.2f} times smaller" if packed else ""
-            echo(f"  {feature.name}  ({shape}) {feature.dtype}{how}")
+            ratio = f", {packed[0]} compression ratio {packed[1]:.2f}" if packed else ""
+            echo(f"  {feature.name}  ({shape}) {feature.dtype}{ratio}")
         total = sum(summary.stages.values()) or 1
         shares = ", ".join(f"{stage} {seconds / total:.0%}" for stage, seconds in summary.stages.items())
         if summary.images_at_once:
             echo(
-                f"the memory was short: {summary.images_at_once} images were computed at once; "
-                f"--batch-size {summary.images_at_once}"
+                f"memory ran short: only {summary.images_at_once} images fitted into a forward; "
+                f"next time, use --batch-size {summary.images_at_once}"
             )
         if summary.duplicates:
-            echo(f"{summary.duplicates:,} images are others byte for byte: computed once, stored for each")
+            echo(f"{summary.duplicates:,} images are byte-identical copies of others: computed once, stored for each row")
         echo(f"{summary.seconds:.1f} s, {summary.images_per_s:.1f} images/s; time went to {shares}")
         if summary.seconds >= _WORTH_A_WORD_S:
             echo(f"bound by {bottleneck(summary)}: {_advice(outcome)}")

@@ -11,7 +11,7 @@ import click
 from extract.system.optional_libraries import library
 from pipelines.probe.config import ProbeConfig
 from pipelines.terminal.config import load_config
-from pipelines.terminal.options import config_file, given, json_flag, option, tell
+from pipelines.terminal.options import BACKBONE_HELP, config_file, given, json_flag, option, tell
 
 __all__ = ["predict", "probe"]
 
@@ -38,13 +38,13 @@ _of_probe = partial(option, model=ProbeConfig)
 @config_file
 @json_flag
 def probe(config: Path | None, as_json: bool, **flags: Any) -> None:
-    """Tell how good the features of the data sets OUT are, layer by layer, by a protocol of the literature.
+    """Measure how good the features of the data sets OUT are, layer by layer, with a published protocol.
 
-    Strengths are chosen on validation images; test images are predicted by what was chosen without them. Writes
-    results.json, results.csv, predictions.csv and pictures.
+    Hyperparameters are chosen on validation images; test images have no part in the choice. Writes results.json,
+    results.csv, predictions.csv and figures.
 
     \b
-    layertap probe outputs/photos                                # every layer that is stored
+    layertap probe outputs/photos                                # every stored layer
     layertap probe outputs/photos -p knn -l 'blocks.*' -l blocks.5+blocks.6
     layertap probe outputs/photos -p ridge --labels ages.csv:age
     layertap probe outputs/photos -l embedding --save probe.safetensors
@@ -64,14 +64,14 @@ def probe(config: Path | None, as_json: bool, **flags: Any) -> None:
 @click.argument("probe", type=click.Path(path_type=Path))
 @click.argument("images", metavar="IMAGES|OUT")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="CSV file to write.")
-@click.option("-b", "--backbone", help="Its spec: to be given where it is code (python/, hub/), which will be run.")
+@click.option("-b", "--backbone", help=BACKBONE_HELP)
 @click.option("--weights", help="Name or file of the backbone's weights, if the file was moved.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N or mps.")
 def predict(probe: Path, images: str, output: Path, **settings: Any) -> None:
-    """Predict classes of images with a PROBE that `layertap probe --save` has kept.
+    """Predict classes of images with a PROBE that `layertap probe --save` has written.
 
-    The features of IMAGES are computed as those were that the probe was fitted on; those of a data set OUT must have
-    been.
+    Features of IMAGES are computed with the recorded settings of the probe. Features of a data set OUT must have been
+    computed with the same settings.
 
     \b
     layertap predict probe.safetensors new-photos -o predictions.csv

@@ -13,7 +13,21 @@ from pydantic import BaseModel
 from extract.errors import InputError
 from extract.system.urls import is_url
 
-__all__ = ["DATA_SET", "FOLDER", "LateChoice", "config_file", "given", "json_flag", "option", "print_json", "tell"]
+__all__ = [
+    "BACKBONE_HELP",
+    "DATA_SET",
+    "FOLDER",
+    "LateChoice",
+    "config_file",
+    "given",
+    "json_flag",
+    "option",
+    "print_json",
+    "tell",
+]
+
+# Help text that `search`, `verify` and `predict` share.
+BACKBONE_HELP = "Spec of the backbone; required if it is code (python/, hub/), which will be run."
 
 
 class _DataSet(click.Path):
@@ -29,8 +43,8 @@ class _Folder(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if is_url(str(value)):
             raise InputError(
-                f"{value}: this command reads folders; copy the data set (aws s3 sync {value} FOLDER). What reads a "
-                f"bucket: `layertap status`, `probe`, `search`, `export`, and in Python FeatureReader({str(value)!r})"
+                f"{value}: this command reads folders; copy the data set (aws s3 sync {value} FOLDER). Buckets are read by "
+                f"`layertap status`, `probe`, `search` and `export`, and in Python by FeatureReader({str(value)!r})"
             )
         return super().convert(value, param, ctx)
 
@@ -59,9 +73,9 @@ class LateChoice(click.Choice):  # type: ignore[type-arg]  # generic since click
 DATA_SET = _DataSet(path_type=Path)
 FOLDER = _Folder(path_type=Path)
 
-json_flag = click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+json_flag = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 config_file = click.option(
-    "--config", type=click.Path(path_type=Path), help="YAML file with these words as keys; flags win over it."
+    "--config", type=click.Path(path_type=Path), help="YAML file with these options as keys; flags override the file."
 )
 
 

@@ -32,7 +32,7 @@ def facts(content: dict[str, Any]) -> list[list[str]]:
     versions = ", ".join(f"{name} {number}" for name, number in provenance.get("versions", {}).items())
     state = "complete" if content["complete"] else f"unfinished: {content['rows_done']:,} rows done"
     if content["version"]:
-        state += f", version {content['version']}, kept in step with a folder"
+        state += f", version {content['version']}, synchronised with a folder"
     found = [
         ("Images", content["images"]["root"]),
         ("Rows", f"{content['rows']:,}, {state}"),
@@ -41,11 +41,11 @@ def facts(content: dict[str, Any]) -> list[list[str]]:
         ("Backbone", provenance.get("backbone") or depends_on.get("architecture", "")),
         ("Weights", f"{provenance.get('weights', '')}, sha256 {depends_on.get('weights_sha256', '')}"),
         ("Preprocessing", preprocessing),
-        ("Asked for otherwise", ", ".join(configuration.get("preprocessing") or {})),
+        ("Set by the user", ", ".join(configuration.get("preprocessing") or {})),
         ("Decoder", depends_on.get("decoder", "")),
-        ("Computed in", depends_on.get("precision", "")),
+        ("Precision", depends_on.get("precision", "")),
         ("Stored as", f"{depends_on.get('stored_as', '')}, {content['bytes'] / 1e6:,.1f} MB in all files"),
-        ("Made", f"{provenance.get('started', '')} on {provenance.get('device', '')} with {versions}"),
+        ("Computed", f"{provenance.get('started', '')} on {provenance.get('device', '')} with {versions}"),
         ("Fingerprint", content["fingerprint"]),
         ("Data set", content["out"]),
     ]
@@ -71,7 +71,7 @@ def _runs_of(file: Path) -> list[dict[str, Any]]:
         if line["event"] == "started":
             machine = line.get("machine") or {}
             where = f"{line.get('device', '')} of {machine.get('host', '')}" if machine else ""
-            begun[started] = {"started": started, "how": "did not end in order", "where": where, "found": 0}
+            begun[started] = {"started": started, "how": "did not finish", "where": where, "found": 0}
             found.append(begun[started])
         elif line["event"] == "joined" and started in begun:
             workers.setdefault(started, Counter())[f"{line.get('device', '')} of {line.get('host', '')}"] += 1
@@ -157,7 +157,7 @@ def probes(out: Path, others: Sequence[Path]) -> tuple[list[dict[str, Any]], lis
             found.append({"name": printable(str(file.parent)), "protocol": printable(protocol), "metrics": metrics,
                           "complete": bool(results.get("complete", True)), "layers": layers})  # fmt: skip
     if len(files) > _PROBES:
-        notes.append(f"of {len(files):,} results of probes, {_PROBES} are shown")
+        notes.append(f"{_PROBES} of {len(files):,} probe results are shown")
     return found, notes
 
 

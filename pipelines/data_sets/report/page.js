@@ -144,7 +144,7 @@
     document.getElementById("lead").textContent =
       `${plural(rows, "image")}, ${count(good)} with features${failed ? `, ${count(failed)} failed` : ""}.`;
     document.getElementById("footer").textContent =
-      `Written ${told.written} by layertap ${told.version}. This page loads nothing from anywhere.`;
+      `Written ${told.written} by layertap ${told.version}. This page loads nothing.`;
     const part = section("Data set");
     for (const note of told.notes) add(part, "p", note, {class: "note"});
     if (told.about_thumbnails) add(part, "p", told.about_thumbnails, {class: "quiet"});
@@ -205,7 +205,7 @@
       (told.failures.length < told.counts.failed ? ` The first ${count(told.failures.length)} are listed.` : ""));
     const shown = told.failures.filter(([number]) => told.thumbnails[number]);
     if (shown.length) {
-      add(part, "p", "Of these, a part of the picture can be shown; it was not used.", {class: "quiet"});
+      add(part, "p", "These images can be decoded in part. The part is shown here, but has no features.", {class: "quiet"});
       const strip = add(part, "ul", null, {class: "strip"});
       for (const [number, status] of shown) card(strip, number, [status]);
     }
@@ -223,7 +223,7 @@
     const part = section("Runs and time");
     const total = stages.reduce((sum, [, seconds]) => sum + seconds, 0);
     if (total > 0) {
-      add(part, "p", "Where the time of the runs went: " + stages.map(([what, seconds]) =>
+      add(part, "p", "Time of the runs, by stage: " + stages.map(([what, seconds]) =>
         `${what} ${percent(seconds / total)} (${seconds.toFixed(1)} s)`).join(", ") + ".");
       const bar = add(part, "div", null, {class: "bar", "aria-hidden": "true"});
       const key = add(part, "p", null, {class: "quiet"});
@@ -237,7 +237,7 @@
       });
     }
     const rate = (one) => one.seconds > 0 && one.rows ? one.rows / one.seconds : null;
-    table(part, "Runs, the last one first", [
+    table(part, "Runs, newest first", [
       ["Started", "text", (one) => one.started.replace("T", " ")],
       ["How it ended", "text", (one) => one.how + (one.engine ? `, ${one.engine}` : "")],
       ["Images computed", "number", (one) => one.rows, (one) => one.rows === undefined ? null : count(one.rows)],
@@ -249,7 +249,7 @@
 
   const layers = () => {
     const part = section("Layers");
-    add(part, "p", "Of all values of the rows that have features; lengths are Euclidean, of a row.");
+    add(part, "p", "Statistics of all values of the rows with features. The length of a row is its Euclidean norm.");
     table(part, "Statistics by layer", [
       ["Layer", "text", (one) => one.name],
       ["From", "text", (one) => one.from],
@@ -268,7 +268,7 @@
     const few = told.layers.filter((one) => one.counts.length && one.lengths[0] < one.lengths[2]);
     if (!few.length) return;
     add(part, "h3", "Lengths of rows");
-    if (few.length > 12) add(part, "p", `Of ${few.length} layers, the last 12.`, {class: "quiet"});
+    if (few.length > 12) add(part, "p", `The last 12 of ${few.length} layers are shown.`, {class: "quiet"});
     const grid = add(part, "div", null, {class: "plots"});
     for (const one of few.slice(-12)) histogram(grid, one.name, "length", one.counts, one.edges);
   };
@@ -307,7 +307,7 @@
     const labels = rows.map((number) => row(number)[1]);
     let way = 0, lit = null, chosen = -1, drag = false;
 
-    add(part, "p", `Each point is an image, by its ${told.layer}` + (known.length ? ", coloured by class." : "."));
+    add(part, "p", `Each point is an image, placed by its ${told.layer}` + (known.length ? ", coloured by class." : "."));
     if (rows.length < of) add(part, "p", `${count(rows.length)} of ${count(of)} images are shown, drawn at random.`);
     const note = add(part, "p", "", {class: "quiet"});
     const controls = add(part, "div", null, {class: "controls"});
@@ -343,11 +343,11 @@
 
     const frame = add(part, "div", null, {
       class: "map", tabindex: "0", role: "group",
-      "aria-label": "Map of images. Arrow keys go from point to point, Escape closes.",
+      "aria-label": "Map of images. Arrow keys move from point to point, Escape closes the image.",
     });
     const element = add(frame, "div", null, {class: "plot"});
     const about = add(frame, "div", null, {class: "about-point", hidden: ""});
-    add(part, "p", "Point at a point to see its image; or tab to the map, and go from point to point with the arrow keys.", {class: "quiet"});
+    add(part, "p", "Hover over a point to see its image; or focus the map with Tab, and move from point to point with the arrow keys.", {class: "quiet"});
     const spoken = add(part, "p", "", {class: "quiet", "aria-live": "polite"});
 
     const look = (label) => lit === null
@@ -377,7 +377,7 @@
       yaxis: {showticklabels: false, showgrid: false, zeroline: false, fixedrange: !drag},
     });
     const draw = () => {
-      note.textContent = ways[way].note + (drawn() < rows.length ? ` Of these images, ${count(drawn())}.` : "");
+      note.textContent = ways[way].note + (drawn() < rows.length ? ` It shows ${count(drawn())} of these images.` : "");
       waysButtons.forEach((button, i) => button.setAttribute("aria-pressed", String(i === way)));
       return Plotly.react(element, traces(), layout(), {...still, doubleClick: "reset"});
     };
@@ -449,17 +449,17 @@
     if (!told.alike) return;
     const {k, among, queries, gallery, same_class: same, by_chance: chance, counts, edges} = told.alike;
     const part = section("Neighbours");
-    add(part, "p", `Images are compared by the cosine of their ${told.layer}: 1 is the same direction. Of images with the same bytes, one is compared.`);
+    add(part, "p", `Images are compared by the cosine of their ${told.layer}: 1 is the same direction. Of images with the same bytes, only the first is compared.`);
     if (queries < among)
-      add(part, "p", `The nearest of ${count(queries)} images, drawn at random, were looked for among all ${count(among)}; near-duplicates and outliers are those of these.`);
+      add(part, "p", `Neighbours of ${count(queries)} randomly drawn images were searched among all ${count(among)}; near-duplicates and outliers are of these ${count(queries)} images only.`);
     if (same !== undefined)
-      add(part, "p", `${percent(same)} of the ${k} nearest have the class of the image; at random it would be ${percent(chance)}.`);
+      add(part, "p", `${percent(same)} of the ${k} nearest images have the class of the query; by chance it would be ${percent(chance)}.`);
     for (const {row: number, hits} of gallery) {
       const strip = add(part, "ul", null, {class: "strip row-strip", tabindex: "0", "aria-label": `Nearest to ${pathOf(number)}`});
       card(strip, number, ["query"], "query");
       for (const [hit, near] of hits) card(strip, hit, [near.toFixed(3)]);
     }
-    if (counts.some((one) => one)) histogram(add(part, "div", null, {class: "plots"}), "How alike each image and its nearest are", "cosine", counts, edges);
+    if (counts.some((one) => one)) histogram(add(part, "div", null, {class: "plots"}), "Cosine of each image and its nearest image", "cosine", counts, edges);
   };
 
   const duplicates = () => {
@@ -468,8 +468,8 @@
     add(part, "h3", "Copies: the same bytes");
     if (!images) add(part, "p", "No two images have the same bytes.");
     else {
-      add(part, "p", `${plural(images, "image")} ${images === 1 ? "is" : "are"} there more than once, in ${count(rows)} rows.` +
-        (groups.length < images ? ` The ${groups.length} with the most copies are shown.` : ""));
+      add(part, "p", `${plural(images, "image")} ${images === 1 ? "occurs" : "occur"} more than once, in ${count(rows)} rows.` +
+        (groups.length < images ? ` The ${groups.length} images with the most copies are shown.` : ""));
       const strip = add(part, "ul", null, {class: "strip"});
       for (const {rows: some, count: all, classes, splits} of groups) {
         const element = add(strip, "li", null, {class: "pair"});
@@ -484,22 +484,22 @@
     if (!told.alike) return;
     const {pairs, n_pairs: all, threshold, outliers, k} = told.alike;
     add(part, "h3", `Near-duplicates: a cosine of at least ${threshold}`);
-    if (!all) add(part, "p", "None among those that were compared.");
+    if (!all) add(part, "p", "None among the images that were compared.");
     else {
-      add(part, "p", `${plural(all, "pair")}` + (pairs.length < all ? `; the ${pairs.length} that are the most alike:` : ":"));
+      add(part, "p", `${plural(all, "pair")}` + (pairs.length < all ? `; the ${pairs.length} most similar pairs:` : ":"));
       const strip = add(part, "ul", null, {class: "strip"});
       for (const [one, other, near] of pairs) {
         const element = add(strip, "li", null, {class: "pair"});
-        add(element, "p", `cosine ${near.toFixed(4)}` + (row(one)[1] !== row(other)[1] ? ", of two classes" : "") + (row(one)[2] !== row(other)[2] ? ", of two splits" : ""));
+        add(element, "p", `cosine ${near.toFixed(4)}` + (row(one)[1] !== row(other)[1] ? ", in two classes" : "") + (row(one)[2] !== row(other)[2] ? ", in two splits" : ""));
         const list = add(element, "ul", null, {class: "strip"});
         card(list, one, []);
         card(list, other, []);
       }
     }
     const last = section("Outliers");
-    if (!outliers.length) add(last, "p", `Too few images to tell: there are no more than ${k}.`);
+    if (!outliers.length) add(last, "p", `Too few images to tell: there are at most ${k}.`);
     else {
-      add(last, "p", `The least mean cosine to the ${k} nearest images:`);
+      add(last, "p", `Images with the smallest mean cosine to their ${k} nearest images:`);
       const strip = add(last, "ul", null, {class: "strip"});
       for (const [number, mean] of outliers) card(strip, number, [mean.toFixed(3)]);
     }
@@ -513,7 +513,7 @@
     const value = (metric, number) => number === null || number === undefined ? null : isShare(metric) ? percent(number) : short(number);
     for (const {name: title, protocol, metrics, complete, layers: probed} of told.probes) {
       add(part, "h3", `${protocol} (${title})`);
-      if (!complete) add(part, "p", "This probe did not come to its end.", {class: "note"});
+      if (!complete) add(part, "p", "This probe did not finish.", {class: "note"});
       const first = metrics[0], factor = isShare(first) ? 100 : 1;
       if (probed.length > 1) {
         const names = [...new Set(probed.map((one) => one.layer))], sets = [...new Set(probed.map((one) => one.data_set))];
@@ -552,25 +552,25 @@
     const {name: title, changes, images, features, neighbours: shared, compared, k} = told.other;
     const part = section("Compared with another data set");
     name(add(part, "p"), title);
-    add(part, "p", `Images, by their bytes: ${count(images.in_both)} in both, ${count(images.only_in_first)} only here, ${count(images.only_in_second)} only there.`);
+    add(part, "p", `Images, matched by their bytes: ${count(images.in_both)} in both, ${count(images.only_in_first)} only in this data set, ${count(images.only_in_second)} only in the other.`);
     if (changes.length)
-      table(part, "What the numbers depend on", [["What", "text", (one) => one[0]], ["Here", "text", (one) => one[1]], ["There", "text", (one) => one[2]]], changes);
+      table(part, "Settings that the features depend on", [["Setting", "text", (one) => one[0]], ["This data set", "text", (one) => one[1]], ["The other", "text", (one) => one[2]]], changes);
     else add(part, "p", "Both have the same fingerprint.");
     add(part, "h3", "Features of the images in both");
     table(part, "Features of the images in both", [
       ["Layer", "text", (one) => one.name],
-      ["Cosine, least", "number", (one) => one.least, (one) => one.least === undefined ? null : one.least.toFixed(6)],
+      ["Minimum cosine", "number", (one) => one.least, (one) => one.least === undefined ? null : one.least.toFixed(6)],
       ["Median", "number", (one) => one.median, (one) => one.median === undefined ? null : one.median.toFixed(6)],
-      ["Values differ by, of the largest", "number", (one) => one.deviation, (one) => one.deviation === undefined ? null : short(one.deviation)],
+      ["Largest difference, relative", "number", (one) => one.deviation, (one) => one.deviation === undefined ? null : short(one.deviation)],
       ["Not compared because", "text", (one) => one.not_compared || ""],
     ], features);
     if (!shared.length) return;
     add(part, "h3", "Neighbours that are the same");
-    add(part, "p", `Of ${count(compared)} images in both, the ${k} nearest among these: which share of them is the same in both data sets.`);
+    add(part, "p", `The share of the ${k} nearest images that is the same in both data sets, among ${count(compared)} images that are in both.`);
     table(part, "Shared neighbours", [
-      ["Layer here | there", "text", (one) => one[0]],
-      ["The same", "number", (one) => one[1], (one) => percent(one[1])],
-      ["At random", "number", (one) => one[2], (one) => percent(one[2])],
+      ["Layer (this | other)", "text", (one) => one[0]],
+      ["Same", "number", (one) => one[1], (one) => percent(one[1])],
+      ["By chance", "number", (one) => one[2], (one) => percent(one[2])],
     ], shared);
   };
 

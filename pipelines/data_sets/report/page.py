@@ -88,7 +88,7 @@ def run_report(
         what = "it is a folder" if output.is_dir() else "no such folder"
         raise InputError(f"{output} cannot be written: {what}")
     if output.is_file() and not _is_report(output):
-        raise InputError(f"{output} is there already, and is no report; name another file")
+        raise InputError(f"{output} already exists and is not a layertap report; name another file")
     say("reading the description")
     described = describe(out)
     dataset = DataSet.open(out)
@@ -163,7 +163,7 @@ class _Content:
             "stages": stages(self._dataset),
         }
         if not described["complete"]:
-            self.told["notes"].append("The data set is unfinished: this is of the rows that are done.")
+            self.told["notes"].append("The data set is unfinished: this page shows the rows that are done.")
         self._classes()
         self._failures()
         self._layers()
@@ -180,7 +180,7 @@ class _Content:
         ]
         self.told["unlabelled"] = int((labels < 0).sum())
         if len(classes) > _CLASSES:
-            self.told["notes"].append(f"Of {len(classes):,} classes, the first {_CLASSES:,} have a name on this page.")
+            self.told["notes"].append(f"Only the first {_CLASSES:,} of {len(classes):,} classes are named on this page.")
 
     def _failures(self) -> None:
         shown = self._failed[:_FAILURES]
@@ -223,12 +223,12 @@ class _Content:
                 places = np.zeros((len(here), 2), np.float32)
                 places[:, : len(found.axes)] = found.project(rows)
                 shares = " and ".join(f"{100 * share:.1f} %" for share in found.shares.tolist())
-                note = f"The first two principal axes, with {shares} of the variance of {found.rows:,} rows."
+                note = f"The first two principal axes, which explain {shares} of the variance of {found.rows:,} rows."
                 name = "PCA"
             else:
                 places = (tsne if way == "tsne" else umap)(rows, self._seed)
                 name = {"tsne": "t-SNE", "umap": "UMAP"}[way]
-                note = f"{name} by cosine. Near points are alike; distances between groups mean little."
+                note = f"{name} by cosine. Nearby points are similar; distances between groups mean little."
             back = np.empty_like(order)
             back[order] = np.arange(len(order))
             ways.append({"name": name, "note": note, "x": _short(places[back, 0]), "y": _short(places[back, 1])})
@@ -255,7 +255,7 @@ class _Content:
         self._name(row for group in groups[:_SHOWN] for row in group[:_OF_A_GROUP])
         if not len(self._good):
             return
-        self._say(f"neighbours by {self._layer}")
+        self._say(f"searching neighbours by {self._layer}")
         array = self._reader[self._layer]
         found = alike(array, self._hashes, self._good, self._seed)
         pairs, means = found.pairs(), found.means
@@ -356,7 +356,7 @@ class _Content:
         """Return row -> data URL, for as many rows as there is room for, and a note about them."""
         rows = list(self.wanted)
         if not most or not rows:
-            return {}, "Without thumbnails, as asked for." if not most else ""
+            return {}, "No thumbnails, as requested." if not most else ""
         if is_url(root):
             most = min(most, 200)  # each image is downloaded
         pictures = Pictures(self._reader, root, rows[:most])
@@ -377,11 +377,11 @@ class _Content:
                 break
             found[str(row)] = text
         shown = sum(int(row) not in failed for row in found)
-        about = f"{shown:,} of {len(self._good):,} images have a thumbnail here: those that this page shows, and as "
-        about += "many points of the map, drawn at random, as there is room for."
+        about = f"{shown:,} of {len(self._good):,} images have a thumbnail on this page: the images in its lists, "
+        about += "and as many randomly drawn points of the map as fit."
         if missing:
             why, count = missing.most_common(1)[0]
-            about += f" {sum(missing.values()):,} have none because their picture cannot be had ({why}: {count:,})."
+            about += f" {sum(missing.values()):,} have none because their picture is not available ({why}: {count:,})."
         return found, printable(about if shown < len(self._good) else "")
 
 

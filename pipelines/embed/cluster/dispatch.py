@@ -41,7 +41,7 @@ _SLOW_S = 30.0  # minimum of this time
 _REMEMBERED = 101  # shards in the median
 _TICK_S = 1.0
 _PATIENCE_S = 600.0  # wait for starting workers if no other worker can take the remaining shards
-_SAFE = "What was published is safe; run again when it is mended"
+_SAFE = "Published shards are safe; fix the cause, and run the command again"
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ class _Dispatch:
                     return self._result
             elif not self._workers and self._result.retired and not self._wait():
                 host, why = self._result.retired[-1]
-                raise LayertapError(f"no worker is left that is given anything; the last, on {host}: {why}. {_SAFE}")
+                raise LayertapError(f"no usable worker is left; the last, on {host}, was retired: {why}. {_SAFE}")
             for event in self._engine.events(_TICK_S):
                 self._on_event(event)
                 self.handle(event)
@@ -344,7 +344,7 @@ class _Dispatch:
             if len(worker.failures) >= _HOPELESS:
                 count = len(worker.failures)
                 raise LayertapError(
-                    f"{count} shards in a row failed, and no other worker is left. The last: {why}. {_SAFE}"
+                    f"{count} shards in a row failed, and no other worker is left. The last error: {why}. {_SAFE}"
                 )
             return
         for shard in worker.shards + worker.publishing:

@@ -98,7 +98,7 @@ def embed_shared(config: EmbedConfig) -> Shared:
         with engine_of(config) as workers, signals_held() as received:
             joined, said = _first(workers, received)
             if not joined:
-                click.echo("stopped before a worker had joined; nothing was computed", err=True)
+                click.echo("stopped before a worker joined; nothing was computed", err=True)
                 raise click.exceptions.Exit(128 + received[0])
             shared = _run(config, workers, joined, said, received)
         if alone and _is_complete(shared):
@@ -132,7 +132,7 @@ def _first(workers: Workers, received: list[int]) -> tuple[list[Joined], set[str
         if joined := [event for event in events if isinstance(event, Joined)]:
             return joined, said
         if time.monotonic() > end:
-            raise LayertapError(f"no worker has joined within {_JOIN_S / 60:.0f} minutes")
+            raise LayertapError(f"no worker joined within {_JOIN_S / 60:.0f} minutes")
     return [], said
 
 
@@ -191,9 +191,9 @@ def _tell(shared: Shared, pending: NDArray[np.int64]) -> None:
         shape = ", ".join(map(str, feature.shape))
         source = f"{feature.attributes.get('layer', '')}, {feature.attributes.get('pooling', '')}"
         lines.append(f"{'' if number else 'features':10}{feature.name} ({shape}) from {source}")
-    of = f"; this task makes those of {config.shards_of}" if config.shards_of else ""
+    of = f"; this task builds the shards of {config.shards_of}" if config.shards_of else ""
     if shared.found or of:
-        lines.append(f"shards    {shared.found:,} are there, {len(pending):,} to be made{of}")
+        lines.append(f"shards    {shared.found:,} are published, {len(pending):,} are to be built{of}")
     click.echo("\n".join(lines), err=True)
 
 
@@ -231,7 +231,7 @@ class _EventLog:
             self.note("joined", worker=event.worker, host=event.host, device=event.about)
         elif isinstance(event, Left):
             host = self._hosts.get(event.worker, "")
-            self._progress.say(f"worker {event.worker}{host and f' on {host}'} is gone: {event.why}")
+            self._progress.say(f"worker {event.worker}{host and f' on {host}'} has ended: {event.why}")
             self.note("left", worker=event.worker, host=host, why=event.why)
         elif isinstance(event, Failed):
             host = self._hosts[event.worker]
@@ -249,29 +249,29 @@ def print_shared(shared: Shared, echo: Callable[[str], None]) -> None:
     out, found, dataset = shared.config.place, shared.dispatched, shared.dataset
     there = shared.found + found.done
     if not shared.asked and shared.config.shards_of:
-        echo(f"{out}: of the shards of {shared.config.shards_of}, none is missing; nothing to do")
+        echo(f"{out}: no shard of {shared.config.shards_of} is missing; nothing to do")
     elif not shared.asked:
         failed = f", {len(shared.failures):,} of them without features" if shared.failures else ""
         echo(f"{out} is complete: all {dataset.n_rows:,} rows were done before{failed}; nothing to do")
     else:
-        echo(f"{out}: {there:,} of {dataset.n_shards:,} shards are there, {found.done:,} of them made now")
+        echo(f"{out}: {there:,} of {dataset.n_shards:,} shards are published, {found.done:,} of them by this run")
         rate = shared.computed / shared.seconds if shared.seconds else 0.0
         echo(f"{shared.computed:,} rows in {shared.seconds:.1f} s, {rate:.1f} images/s")
         if len(shared.hosts) > 1:
             for host, rows in shared.hosts.most_common():
                 echo(f"  {host}  {rows:,} rows, {rows / max(shared.seconds, 1e-9):.1f} images/s")
     for host, why in found.retired:
-        echo(f"a worker on {host} was given no more: {why}")
+        echo(f"a worker on {host} was retired: {why}")
     for shard, reasons in sorted(found.failed.items()):
-        echo(f"shard {shard} failed {len(reasons)} times, and is not there:")
+        echo(f"shard {shard} failed {len(reasons)} times and is missing:")
         for reason in dict.fromkeys(reasons):
             echo(f"  {printable(reason)}")
     if found.stopped or found.failed:
-        again = "To go on" if found.stopped else "To try again"
+        again = "To resume" if found.stopped else "To retry"
         echo(f"{again}:\n  {shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}")
     print_failures([failure[1:] for failure in shared.failures], Path(out), echo)
     if not is_url(out):
-        print_remedy(shared.failures, echo, " of one process (without --engine)")
+        print_remedy(shared.failures, echo, " in one process (without --engine)")
 
 
 def as_json(shared: Shared) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class Processes:
             found += self._heard(by_pipe[pipe])  # type: ignore[index]
         for number, one in list(self._processes.items()):
             if one.shards and time.monotonic() - one.heard > _SILENT_S:
-                found += self._gone(number, Left(number, f"said nothing for {_SILENT_S / 60:.0f} minutes"))
+                found += self._gone(number, Left(number, f"sent no events for {_SILENT_S / 60:.0f} minutes"))
         return found
 
     def _heard(self, number: int) -> list[Event]:
@@ -191,7 +191,7 @@ class WorkerProcess:
         if code is None:
             return "its process closed its pipe"
         return (
-            f"its process was killed by {signal.Signals(-code).name}" if code < 0 else f"its process ended with {code}"
+            f"its process was killed by {signal.Signals(-code).name}" if code < 0 else f"its process exited with code {code}"
         )
 
     def stop(self, timeout_s: float = _END_S) -> None:

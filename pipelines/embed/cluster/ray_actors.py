@@ -108,7 +108,7 @@ class RayWorkers:
     def __enter__(self) -> Self:
         ray = self._ray
         if self._address.startswith("ray://"):
-            raise InputError(f"--address {self._address}: run on a machine of the cluster, which is `--address auto`")
+            raise InputError(f"--address {self._address}: ray:// is not supported; run on a machine of the cluster with `--address auto`")
         self._was_there = ray.is_initialized()
         if not self._was_there:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -125,8 +125,8 @@ class RayWorkers:
                 )
             except (ConnectionError, OSError, ValueError, RuntimeError) as error:
                 raise LayertapError(
-                    f"no Ray cluster at {self._address!r}: {first_line(error).rstrip('.')}. Begin one "
-                    "(`ray start --head`), name its --address, or take --address local"
+                    f"no Ray cluster at {self._address!r}: {first_line(error).rstrip('.')}. Start a "
+                    "cluster (`ray start --head`), name its --address, or use --address local"
                 ) from error
         self._room = room(self._nodes(), *self._asked)
         self._grow()
@@ -175,7 +175,7 @@ class RayWorkers:
             found += self._heard(by_answer[answer], answer)
         for number, one in list(self._actors.items()):
             if one.shards and time.monotonic() - one.heard > _SILENT_S:
-                found += self._gone(number, Left(number, f"said nothing for {_SILENT_S / 60:.0f} minutes"))
+                found += self._gone(number, Left(number, f"sent no events for {_SILENT_S / 60:.0f} minutes"))
         return found
 
     def _heard(self, number: int, answer: Any) -> list[Event]:
