@@ -103,7 +103,7 @@ def report(out: Path, other: Path | None, **settings: Any) -> None:
 @click.option("--weights", help="Name or file of the backbone's weights, if the file was moved.")
 @click.option("--images", help="Location of the images, if they were moved; for --output.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N or mps.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Draw the results into a .png, .svg or .pdf file.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Draw the results; .png, .svg or .pdf.")
 @json_flag
 def search(out: Path | str, query: str | None, as_json: bool, **settings: Any) -> None:
     """Find the images of the data set OUT that are nearest to an image or a text, by exact cosine search.
@@ -146,7 +146,7 @@ def diff(first: Path, second: Path, as_json: bool) -> None:
 @click.command()
 @click.argument("out", type=FOLDER)
 @click.option("--sample", type=click.IntRange(min=1), help="Also compute this many random rows again, and compare.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the choice of these rows.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the choice of rows.")
 @click.option("--images", help="Location of the images, if they were moved.")
 @click.option("-b", "--backbone", help=BACKBONE_HELP)
 @click.option("--weights", help="Name or file of the backbone's weights, if the file was moved.")

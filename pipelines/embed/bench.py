@@ -118,7 +118,7 @@ def bench(
         LayertapError: the working directory cannot be written to.
     """
     if not os.access(".", os.W_OK):
-        raise LayertapError("bench measures writing to the working directory, which is not writable; run it in a writable folder")
+        raise LayertapError("bench measures writing to the working directory, which is not writable; run it elsewhere")
     loaded = load_backbone(backbone, weights=weights, device=device)
     preprocessing = loaded.preprocessing
     with _images(images) as where:

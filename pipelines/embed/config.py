@@ -34,14 +34,15 @@ class FeaturesConfig(BackboneConfig):
     )
     dtype: Literal["float32", "float16"] = Field(defaults.DTYPE, description="Type of the stored features.")
     precision: Literal["float32", "bfloat16", "float16"] = Field(
-        defaults.PRECISION, description="Of the computation; bfloat16 and float16 are compared with float32 on the first batch."
+        defaults.PRECISION,
+        description="Of the computation; bfloat16 and float16 are compared with float32 on the first batch.",
     )
     compile: Literal["auto", "on", "off", "inductor", "openvino"] = Field(
         defaults.COMPILE,
         description="Compile the forward. auto: if it saves time. on: with OpenVINO on a CPU, else inductor.",
     )
     min_cosine: float = Field(
-        defaults.MIN_COSINE, ge=-1, le=1, description="Least cosine in these comparisons; features below it are refused."
+        defaults.MIN_COSINE, ge=-1, le=1, description="Least cosine in comparisons; features below it are refused."
     )
     shard_rows: int | None = Field(None, strict=True, ge=1, description=SHARD_ROWS_HELP)
     compress: Literal["gzip", "lzf", "blosc2"] | None = Field(None, description=COMPRESS_HELP)
@@ -82,7 +83,7 @@ class EmbedConfig(FeaturesConfig):
         None, description="Folder of the data set, or s3://BUCKET/NAME. [default: outputs/<name of IMAGES>]"
     )
 
-    fast: bool = Field(False, description="Measure precision, compile and decode; use the fastest whose features agree.")
+    fast: bool = Field(False, description="Measure precision, compile and decode; use the fastest that agree.")
     limit: int | None = Field(None, strict=True, ge=1, description="Use only this many images, the first ones.")
     retry_failed: bool = Field(False, description="Retry images that failed in an earlier run.")
     device: str = Field(
@@ -133,6 +134,6 @@ class EmbedConfig(FeaturesConfig):
     def _of_several_workers(self) -> Self:
         if self.is_shared and (self.fast or self.retry_failed):
             flag = "--fast" if self.fast else "--retry-failed"
-            remedy = "`layertap bench` recommends the fastest flags" if self.fast else "run it afterwards in one process"
+            remedy = "`layertap bench` recommends the fastest flags" if self.fast else "run it later in one process"
             raise ValueError(f"{flag} works in one process and on a folder only; {remedy}")
         return self

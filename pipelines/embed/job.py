@@ -194,7 +194,7 @@ def print_summary(outcome: Outcome, echo: Callable[[str], None]) -> None:
                 f"next time, use --batch-size {summary.images_at_once}"
             )
         if summary.duplicates:
-            echo(f"{summary.duplicates:,} images are byte-identical copies of others: computed once, stored for each row")
+            echo(f"{summary.duplicates:,} images are byte-identical to others: computed once, stored for each row")
         echo(f"{summary.seconds:.1f} s, {summary.images_per_s:.1f} images/s; time went to {shares}")
         if summary.seconds >= _WORTH_A_WORD_S:
             echo(f"bound by {bottleneck(summary)}: {_advice(outcome)}")

@@ -54,7 +54,7 @@ class Ablated:
 def ablate(config: AblateConfig) -> Ablated:
     """Run the job and print progress on stderr."""
     if config.layers is None:
-        raise InputError("no layer named: -l LAYER, or a glob such as -l 'blocks.*'")
+        raise InputError("no layer named; expected -l LAYER, or a glob such as -l 'blocks.*'")
     if config.picture is not None:
         check_file(config.picture, PICTURES)
     if config.csv is not None:
@@ -111,9 +111,10 @@ def edit_named(text: str) -> Edit:
     try:
         value = float(number)
     except ValueError:
-        raise InputError(f"edit {text!r}: {number!r} is no number") from None
+        raise InputError(f"edit {text!r}: {number!r} is not a number") from None
     if not math.isfinite(value) or (name == "noise" and value < 0):
-        raise InputError(f"edit {text!r}: {number} makes no sense")
+        expected = "a finite number of at least 0" if name == "noise" else "a finite number"
+        raise InputError(f"edit {text!r}: expected {expected}, got {number}")
     return _EDITS[name](value)
 
 
@@ -126,10 +127,10 @@ def _channels(config: AblateConfig, backbone: Backbone, layers: Sequence[str]) -
         return None
     if config.channels == "all":
         if len(layers) > 1:
-            raise InputError(f"--channels all is for one layer, and {len(layers)} are named")
+            raise InputError(f"--channels all needs exactly one layer; {len(layers)} layers match -l")
         [feature, *_] = choose_features(backbone, [f"{layers[0]}:none"]).features
         if "C" not in feature.layout.axes:
-            raise InputError(f"layer {layers[0]!r} has no axis that is known to be of channels")
+            raise InputError(f"layer {layers[0]!r} has no axis that is known to hold channels")
         return list(range(feature.activation_shape[feature.layout.axes.index("C")]))
     try:
         return [int(number) for number in config.channels.split(",")]
@@ -177,8 +178,8 @@ def print_ablated(ablated: Ablated, echo: Callable[[str], None]) -> None:
     found = ablated.found
     echo(f"{ablated.backbone} on {found.images:,} images, edit {ablated.edit}")
     if found.targets:
-        of = f" of {found.targets:,} labelled" if found.targets < found.images else ""
-        echo(f"as it is: top-1 {found.accuracy:.1%}{of}, by {ablated.labels}")
+        labelled = f" of {found.targets:,} labelled images" if found.targets < found.images else ""
+        echo(f"unedited: top-1 {found.accuracy:.1%}{labelled}, labels from {ablated.labels}")
     rows = [["edited", "cosine", "same class", "top-1", "next layer"]]
     for one in found.effects:
         following = next(iter(one.later.items()), None)

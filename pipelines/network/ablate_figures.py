@@ -39,7 +39,7 @@ def draw_ablation(found: Ablation, title: str) -> Figure:
         if np.isfinite(values).any():
             axes.plot(places, values, marker="o", markersize=3, color=colour, label=label)
     if math.isfinite(found.accuracy):
-        axes.axhline(found.accuracy, color=COLOURS[2], linestyle=":", label="top-1 accuracy as it is")
+        axes.axhline(found.accuracy, color=COLOURS[2], linestyle=":", label="top-1 accuracy, unedited")
     names = [str(one.channel) if by_channel and len(layers) == 1 else drawable(one.target) for one in effects]
     step = -(-len(effects) // _MAX_NAMES)
     axes.set_xticks(places[::step], names[::step], fontsize=7)
@@ -60,5 +60,5 @@ def _later(figure: Figure, axes: Any, effects: Sequence[Effect], layers: Sequenc
     axes.set_xticks(range(len(layers)), names, rotation=60, ha="right", fontsize=7)
     axes.set_yticks(range(len(effects)), [drawable(one.target) for one in effects], fontsize=7)
     axes.set_ylabel("edited")
-    axes.set_title("cosine of later layers to what they were", fontsize=9)
+    axes.set_title("cosine of later layers to their unedited values", fontsize=9)
     figure.colorbar(image, ax=axes, shrink=0.7)

@@ -22,7 +22,7 @@ def print_sources(found: dict[str, Any], echo: Callable[[str], None]) -> None:
     """Print the sources."""
     for source, one in found.items():
         echo(f"{source:12} {one['models']:>5,} {'model ' if one['models'] == 1 else 'models'}  {one['note']}".rstrip())
-    echo("\nlayertap backbones 'timm/vit_*' lists those that match, with width, input, parameters and licence")
+    echo("\nlayertap backbones 'timm/vit_*' lists the matching backbones with width, input, parameters and licence")
 
 
 def entries(pattern: str) -> Iterator[Entry]:

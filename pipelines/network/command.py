@@ -48,10 +48,10 @@ _of_inspect = partial(option, model=InspectConfig)
 @_of_inspect("--format", type=click.Choice(["png", "svg", "pdf"]))
 @json_flag
 def inspect(as_json: bool, **flags: Any) -> None:
-    """Tell what the layers of BACKBONE do on IMAGES: what is wrong, in words, then a table.
+    """Inspect what the layers of BACKBONE do on IMAGES: print findings in words, then a table.
 
-    Dead channels, saturated units, NaN and the first image that gives one, activations that explode; with --grad,
-    gradients that vanish or explode, and layers that take none. Nothing is stored.
+    Finds dead channels, saturated units, NaN and the first image that causes it, and exploding activations; with
+    --grad, also vanishing and exploding gradients, and layers without gradients. Features are not stored.
 
     \b
     layertap inspect bundled/efficientnet_lite0 photos
@@ -84,16 +84,16 @@ _of_draw = partial(option, model=DrawConfig)
 @_of_draw("-o", "--out", type=click.Path(path_type=Path), metavar="FOLDER")
 @_of_draw("--format", type=click.Choice(["png", "svg", "pdf"]))
 def draw(kind: str, **flags: Any) -> None:
-    """Draw what BACKBONE sees in IMAGES: a picture for each layer.
+    """Draw what BACKBONE sees in IMAGES: one figure per layer.
 
     \b
     maps       channels of a layer, beside the image
     channels   the mean of each channel on each image, as a heat map
-    top        the images that excite a channel most
-    filters    of the first convolution
-    attention  what the class token looks at, head by head
-    rollout    the same through all layers
-    gradcam    what speaks for a class, over the image
+    top        the images with the largest values of a channel
+    filters    filters of the first convolution
+    attention  attention of the class token, head by head
+    rollout    attention rollout through all layers
+    gradcam    evidence for a class, over the image
     tokens     main directions of patches or positions, as colours
 
     \b
@@ -120,10 +120,10 @@ _of_ablate = partial(option, model=AblateConfig)
 @_of_ablate("--picture", type=click.Path(path_type=Path), metavar="FILE")
 @json_flag
 def ablate(as_json: bool, **flags: Any) -> None:
-    """Tell what BACKBONE does on IMAGES without a layer, or with it changed: layer by layer, or channel by channel.
+    """Measure the effect of removing or changing a layer of BACKBONE on IMAGES, by layer or by channel.
 
-    The effect on the embedding and on later layers (cosine to what they were), on the class that is found, and on
-    accuracy, where it is known which classes are right.
+    Prints the effect on the embedding and on later layers (cosine to their unedited values), on the predicted class,
+    and on the accuracy if the true classes are known.
 
     \b
     layertap ablate bundled/efficientnet_lite0 photos -l 'blocks.*'
@@ -143,9 +143,9 @@ def ablate(as_json: bool, **flags: Any) -> None:
 @click.argument("pattern", required=False, metavar="[GLOB]")
 @json_flag
 def backbones(pattern: str | None, as_json: bool) -> None:
-    """List the backbones that can be named, or those that match GLOB.
+    """List the sources of backbones, or the backbones that match GLOB.
 
-    Their weights are not loaded. The licence is that of the default weights, where their source states it.
+    No weights are loaded. The licence applies to the default weights, and is listed if their source states it.
 
     \b
     layertap backbones                        # the sources
@@ -163,12 +163,12 @@ def backbones(pattern: str | None, as_json: bool) -> None:
 @click.command()
 @click.argument("backbone")
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
-@click.option("--ops", is_flag=True, help="Functions without a module too: layer1.0/add, /flatten.")
+@click.option("--ops", is_flag=True, help="Also list functions without a module: layer1.0/add, /flatten.")
 @json_flag
 def layers(backbone: str, patterns: tuple[str, ...], ops: bool, as_json: bool) -> None:
-    """List the layers of BACKBONE, or those that match a PATTERN, with what they give for one image.
+    """List the layers of BACKBONE, or the layers that match a PATTERN, with their output shapes for one image.
 
-    A note tells where a hook cannot be trusted, or not simply.
+    Notes mark layers on which hooks do not work, or work only with care.
 
     \b
     layertap layers torchvision/resnet50 'layer?' 'layer4.*'

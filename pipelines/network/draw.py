@@ -48,13 +48,13 @@ def draw(kind: str, config: DrawConfig) -> list[Path]:
     """Draw one figure per layer and return the files."""
     check_folder(config.out)
     if kind == "rollout" and config.layers is not None:
-        raise InputError("rollout goes through all layers; leave -l off")
+        raise InputError("rollout covers all layers; leave out -l")
     backbone = backbone_of(config)
     if kind in _OF_MANY and "sample" not in config.model_fields_set:
         config = config.model_copy(update={"sample": _SAMPLED})
     sample = sample_of(config, backbone)
     if kind not in _OF_MANY and len(sample.rows) > _MOST_IMAGES:
-        raise InputError(f"{len(sample.rows)} images do not fit into one picture; --sample {_MOST_IMAGES} at most")
+        raise InputError(f"{len(sample.rows)} images do not fit into one figure; use --sample {_MOST_IMAGES} or less")
     written = []
     for name, figure in KINDS[kind](config, backbone, sample):
         plain = re.sub(r"[^\w.-]+", "_", f"{kind}-{name}" if name else kind)
@@ -77,8 +77,8 @@ def _layers(config: DrawConfig, backbone: Backbone, suits: Callable[[Feature], b
         choices = [one for name in names for one in _chosen(backbone, name)]
         for choice in choices:
             if not suits(choice.features[0]):
-                shape = "x".join(map(str, choice.features[0].shape))
-                raise InputError(f"layer {choice.features[0].name!r} gives {shape} an image: no map, and no patches")
+                name, shape = choice.features[0].name, "x".join(map(str, choice.features[0].shape))
+                raise InputError(f"layer {name!r} gives {shape} per image; expected a map or patches")
         return choices
     for name in _candidates(backbone, last=last):
         try:
@@ -140,7 +140,7 @@ def _all_maps(backbone: Backbone, sample: Sample, choice: Choice) -> tuple[Tenso
 
 def _checked_channels(config: DrawConfig, count: int) -> list[int] | None:
     if config.channels is not None and (wrong := [c for c in config.channels if not 0 <= c < count]):
-        raise InputError(f"channel {wrong[0]}: there are channels 0 to {count - 1}")
+        raise InputError(f"channel {wrong[0]}: expected channels 0 to {count - 1}")
     return config.channels
 
 
@@ -153,7 +153,7 @@ def _feature_maps(config: DrawConfig, backbone: Backbone, sample: Sample) -> Dra
             spread = maps.double().flatten(0, 2).std(0).nan_to_num(0)
             chosen = sorted(spread.argsort(descending=True, stable=True)[:most].tolist())
         if len(maps) * len(chosen) > _MOST_TILES:
-            raise InputError(f"{len(chosen)} channels of {len(maps)} images: {_MOST_TILES} tiles at most in a picture")
+            raise InputError(f"{len(chosen)} channels of {len(maps)} images: a figure has at most {_MOST_TILES} tiles")
         layer = choice.features[0].name
         yield layer, draw_figures.feature_maps(maps[..., chosen].float().numpy(), chosen, pixels, names, layer)
 
@@ -210,7 +210,7 @@ def _filters(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
     for name in wanted:
         weight = getattr(named[name], "weight", None)
         if not isinstance(weight, Tensor) or weight.ndim != 4:
-            raise InputError(f"layer {name!r} is {type(named[name]).__name__}, not a convolution of pictures")
+            raise InputError(f"layer {name!r}: expected a 2D convolution, got {type(named[name]).__name__}")
         yield name, draw_figures.filters(weight.detach().cpu().float().numpy(), name)
 
 
@@ -222,7 +222,7 @@ def _from(weights: Tensor, backbone: Backbone) -> Tensor:
     """
     prefix = backbone.prefix_tokens
     if backbone.patches is not None and weights.shape[-1] != backbone.patches + prefix:
-        raise InputError(f"attention over {weights.shape[-1]} tokens is not over the patches of whole images")
+        raise InputError(f"attention over {weights.shape[-1]} tokens; expected the patches of whole images")
     rows = weights[..., 0, :] if backbone.class_token else weights[..., prefix:, :].mean(-2)
     return rows[..., prefix:]
 
@@ -235,7 +235,7 @@ def _as_map(values: Tensor, backbone: Backbone) -> Tensor:
 
 def _attention(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
     names = None if config.layers is None else match_layers(named_layers(backbone.model), config.layers, backbone.spec)
-    who = "the class token" if backbone.class_token else "all patches"
+    source = "the class token" if backbone.class_token else "all patches"
     wanted: list[str | None] = [None] if names is None else [*names]
     for layer in wanted:
         heads, pixels = [], []
@@ -244,7 +244,7 @@ def _attention(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
             heads.append(_as_map(_from(last, backbone), backbone).numpy())
             pixels.append(batch.pixels)
         shown = [sample.name(i) for i in range(len(sample.seen))]
-        title = f"{layer or 'last attention'}: what {who} looks at"
+        title = f"{layer or 'last attention'}: attention of {source}"
         yield layer or "", draw_figures.attention(np.concatenate(heads), np.concatenate(pixels), shown, title)
 
 
@@ -256,7 +256,7 @@ def _rollout(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
         maps.append(found - found.min((1, 2), keepdims=True))  # remove the share that every patch gets
         pixels.append(batch.pixels)
     names = [sample.name(i) for i in range(len(sample.seen))]
-    title = "attention rollout, through all layers, from its least to its largest value"
+    title = "attention rollout through all layers, each map from its least to its largest value"
     yield "", draw_figures.overlays(np.concatenate(maps), np.concatenate(pixels), names, title)
 
 
@@ -270,7 +270,7 @@ def _gradcam(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
             pixels.append(batch.pixels)
             for row, number in zip(batch.rows.tolist(), classes.tolist(), strict=True):
                 captions.append(f"{sample.images.paths[row].rpartition('/')[2]}\n{class_name(backbone, number)}")
-        title = f"{layer}: Grad-CAM of the class named, each picture by its own maximum"
+        title = f"{layer}: Grad-CAM of the named class, each map scaled to its own maximum"
         yield layer, draw_figures.overlays(np.concatenate(maps), np.concatenate(pixels), captions, title)
 
 
@@ -285,7 +285,7 @@ def _gradcam_layers(config: DrawConfig, backbone: Backbone) -> Sequence[str]:
                 return [name]
         except LayertapError:  # after pooling by class token, no gradient reaches the patches
             continue
-    raise InputError(f"no layer of {backbone.spec} gives maps or patches that scores of classes depend on")
+    raise InputError(f"no layer of {backbone.spec} gives maps or patches on which class scores depend")
 
 
 KINDS: dict[str, Callable[[DrawConfig, Backbone, Sample], Drawn]] = {

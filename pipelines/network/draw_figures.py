@@ -142,7 +142,7 @@ def channels_by_image(means: Floats, channels: Sequence[int], names: Sequence[st
     if len(names) <= _NAMED_IMAGES:
         axes.set_yticks(range(len(names)), [_caption(name) for name in names], fontsize=6)
     else:
-        axes.set_ylabel("image, in the order of their paths")
+        axes.set_ylabel("image, in order of path")
     if len(channels) <= 40:
         axes.set_xticks(range(len(channels)), [str(channel) for channel in channels], fontsize=6, rotation=90)
     axes.set_xlabel("channel")
@@ -162,7 +162,7 @@ def top_images(
         layer: name of the layer.
         total: number of images compared.
     """
-    title = f"{drawable(layer, 60)}: of {total:,} images, those with the largest value in a channel; bright: where"
+    title = f"{drawable(layer, 60)}: images with the largest value of each channel, of {total:,}; bright: where"
     figure, tiles = _grid(len(best), max(len(rows) for rows in best.values()), title)
     for line, (channel, rows) in enumerate(best.items()):
         place = list(best).index(channel)
@@ -188,10 +188,10 @@ def filters(weights: Floats, layer: str) -> Figure:
     count = min(_MOST_FILTERS, len(weights))
     columns = min(16, count)
     colour = weights.shape[1] == 3
-    what = "in colour" if colour else "of input 0"
+    shown = "in colour" if colour else "of input 0"
     size = "x".join(map(str, weights.shape[2:]))
     largest = float(np.abs(weights).max()) or 1.0
-    title = f"{drawable(layer, 60)}: {count} of {len(weights)} filters, {size}, {what}; grey is 0, ends ±{largest:.2g}"
+    title = f"{drawable(layer, 60)}: {count} of {len(weights)} filters, {size}, {shown}; grey: 0, range ±{largest:.2g}"
     figure, tiles = _grid(-(-count // columns), columns, title, 0.7)
     for tile, weight in zip(tiles.flat, weights[:count], strict=False):
         if colour:

@@ -113,18 +113,18 @@ def _loss(config: InspectConfig, backbone: Backbone, sample: Sample) -> tuple[st
         targets = targets_of(backbone, sample.images, config.labels) if config.labels else None
         return f"{path.name}:{name}", function, targets.numbers if targets else sample.images.labels
     if not n_outputs(backbone):
-        raise InputError(f"{backbone.spec} gives no classes, so cross_entropy is not defined; --loss FILE.py:FUNCTION")
+        raise InputError(f"{backbone.spec} gives no classes, which cross_entropy needs; use --loss FILE.py:FUNCTION")
 
     def cross_entropy(output: Tensor, targets: Tensor) -> Tensor:
         if not isinstance(output, Tensor) or output.ndim != 2:
-            raise InputError(f"{backbone.spec} does not give (images, classes); --loss FILE.py:FUNCTION")
+            raise InputError(f"{backbone.spec} does not give (images, classes); use --loss FILE.py:FUNCTION")
         # The target of an unlabelled image is the class that the model predicts.
         return F.cross_entropy(output, torch.where(targets >= 0, targets, output.detach().argmax(1)))
 
     targets = targets_of(backbone, sample.images, config.labels)
     if targets is not None and (targets.numbers[sample.rows] >= 0).any():
         return f"cross-entropy of {targets.source}", cross_entropy, targets.numbers
-    return "cross-entropy of the classes that the model itself finds", cross_entropy, None
+    return "cross-entropy of the model's own predictions", cross_entropy, None
 
 
 def as_json(inspected: Inspected) -> dict[str, Any]:
@@ -197,11 +197,11 @@ def print_inspection(inspected: Inspected, echo: Callable[[str], None]) -> None:
     of_all = f" of {inspected.images[1]:,}" if inspected.images[0] < inspected.images[1] else ""
     echo(f"{inspected.backbone}: {len(inspection.tensors):,} layers on {inspected.images[0]:,}{of_all} images")
     if inspected.loss:
-        echo(f"gradients of {inspected.loss}: {inspection.loss:.4g}")
+        echo(f"gradients of {inspected.loss}; mean loss {inspection.loss:.4g}")
     _print_findings(inspection.findings, echo)
     if inspection.never_ran:
         names = ", ".join(inspection.never_ran[:SHOWN]) + (", ..." if len(inspection.never_ran) > SHOWN else "")
-        echo(f"{len(inspection.never_ran)} layers never ran, or gave no tensor: {names}")
+        echo(f"{len(inspection.never_ran)} layers never ran, or returned no tensor: {names}")
     echo("")
     _print_table(inspection, echo)
     if inspection.parameters:
@@ -212,13 +212,13 @@ def print_inspection(inspected: Inspected, echo: Callable[[str], None]) -> None:
 def _print_findings(findings: Sequence[Finding], echo: Callable[[str], None]) -> None:
     grave = [one for one in findings if one.grave]
     others = [one for one in findings if not one.grave]
-    echo(f"found: {len(grave)} to look into, {len(others)} to know of" if findings else "found: nothing")
+    echo(f"findings: {len(grave)} serious, {len(others)} minor" if findings else "findings: none")
     for one in grave:
         echo(f"  ! {one}")
     for one in others[:SHOWN]:
         echo(f"    {one}")
     if len(others) > SHOWN:
-        echo(f"    ... and {len(others) - SHOWN} more: --json")
+        echo(f"    ... and {len(others) - SHOWN} more; print them with --json")
 
 
 def _print_table(inspection: Inspection, echo: Callable[[str], None]) -> None:

@@ -75,9 +75,9 @@ def _layers(inspection: Inspection) -> Figure:
     values.plot(mean, places, "o", color="black", markersize=2.5)
     values.set_xscale("symlog", linthresh=1)
     values.set_title("values: range, mean ± standard deviation", fontsize=9)
-    zeros.barh(places, [100 * n.zeros for n in numbers], color=COLOURS[5], height=0.8, label="values that are zero")
+    zeros.barh(places, [100 * n.zeros for n in numbers], color=COLOURS[5], height=0.8, label="zero values")
     dead = [100 * len(one.activations.dead) / one.activations.channels if one.by_image else 0 for one in tensors]
-    zeros.barh(places, dead, color=COLOURS[1], height=0.4, label="channels that are constant")
+    zeros.barh(places, dead, color=COLOURS[1], height=0.4, label="constant channels")
     zeros.set_xlim(0, 100)
     zeros.set_xlabel("%")
     zeros.legend(frameon=False, fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
@@ -110,9 +110,9 @@ def _density(found: Sequence[tuple[str, Statistics]], title: str, *, own_scale: 
         np.clip(rows, 1e-5, None), aspect="auto", extent=(-far, far, len(found) - 0.5, -0.5), cmap="magma_r",
         norm=LogNorm(1e-5, 1), interpolation="nearest",
     )  # fmt: skip
-    axes.set_xlabel("value, as a part of the largest of its layer" if own_scale else "value")
+    axes.set_xlabel("value, relative to the largest of its layer" if own_scale else "value")
     axes.set_title(title, fontsize=9)
-    figure.colorbar(image, ax=axes, shrink=min(1.0, 12 / figure.get_size_inches()[1]), label="part of the values")
+    figure.colorbar(image, ax=axes, shrink=min(1.0, 12 / figure.get_size_inches()[1]), label="fraction of the values")
     return figure
 
 
@@ -136,7 +136,7 @@ def _gradient_flow(inspection: Inspection) -> Figure | None:
     norms = np.array([one.gradient_norm for one in tensors])
     flow.plot(np.where(norms > 0, norms, np.nan), range(len(tensors)), color=COLOURS[0], marker="o", markersize=3)
     flow.set_xscale("log")
-    flow.set_title("norm of the gradient of an image's activation", fontsize=9)
+    flow.set_title("gradient norm of the activation of an image", fontsize=9)
     shown = [one for one in inspection.parameters if one.layer in places and one.gradient_to_weight > 0]
     for kind, colour in (("weight", COLOURS[1]), ("bias", COLOURS[2])):
         some = [one for one in shown if one.name.rpartition(".")[2] == kind]
@@ -145,7 +145,7 @@ def _gradient_flow(inspection: Inspection) -> Figure | None:
     ratio.set_xscale("log")
     for one in (flow, ratio):
         one.xaxis.set_minor_formatter(NullFormatter())
-    ratio.set_title("norm of a parameter's gradient / of the parameter", fontsize=9)
+    ratio.set_title("gradient norm / norm of a parameter", fontsize=9)
     ratio.legend(frameon=False, fontsize=7)
     return figure
 

@@ -148,11 +148,11 @@ def run_probe(
                         for parts in _layers(reader, config.layers, name)}  # fmt: skip
         if config.save is not None and len(columns) > 1:
             raise InputError(
-                f"--save keeps the probe of one layer, and there are {len(columns)}: name one with -l; taking the best "
-                "on the test images would be choosing on them"
+                f"--save keeps the probe of one layer, and there are {len(columns)}: name one with -l. "
+                "To take the layer that is best on the test images would be a choice on these images"
             )
         if config.save is not None and config.protocol in ("knn", "fewshot"):
-            raise InputError(f"the protocol {config.protocol} has no probe that could be kept; take another to --save")
+            raise InputError(f"the protocol {config.protocol} has no probe that can be saved; use another protocol")
         alike = _common_rows(readers, config.seed) if config.similarity else {}
         on_result(outcome)
         for number, ((name, parts), arrays) in enumerate(columns.items(), 1):
@@ -181,7 +181,7 @@ def data_sets(paths: Sequence[str]) -> dict[str, Path | str]:
     """
     for path in paths:
         if not is_url(path) and not Path(path).is_dir():
-            raise InputError(f"{path} is no folder; expected a data set of `layertap embed`")
+            raise InputError(f"{path} is not a folder; expected a data set of `layertap embed`")
         data_set_at(path)
     found = [path.rstrip("/") if is_url(path) else Path(path) for path in paths]
     names = [one.rpartition("/")[2] if isinstance(one, str) else one.resolve().name for one in found]
@@ -199,7 +199,7 @@ def _layers(reader: FeatureReader, layers: Sequence[str] | None, where: str) -> 
             found = [match_layers(reader.layers, part, where) for part in text.split("+")]
             for part, names in zip(text.split("+"), found, strict=True):
                 if len(names) > 1:
-                    raise InputError(f"{part!r} in {text!r} means {len(names)} layers; name each: {'+'.join(names)}")
+                    raise InputError(f"{part!r} in {text!r} matches {len(names)} layers; name each: {'+'.join(names)}")
             yield tuple(names[0] for names in found)
         else:
             for name in match_layers(reader.layers, text, where):

@@ -94,7 +94,7 @@ def label_rows(
         of = "each class" if task == "classification" else "the rows"
         notes.append(f"{fraction:.0%} of {of} drawn for testing, with seed {seed}; copies stay together")
         if there:
-            notes.append(f"the splits that there are ({', '.join(sorted(there))}) are not used")
+            notes.append(f"the existing splits ({', '.join(sorted(there))}) are not used")
         elif any(reader.splits):
             notes.append("the splits of the data set are not used: the list of labels has others, or none for these")
     elif "test" not in there:
@@ -103,13 +103,13 @@ def label_rows(
                 f"labelled rows are in {' and '.join(sorted(there))} only; draw some for testing with --test-fraction"
             )
         names[names == "val"] = "test"
-        notes.append("no labelled test images: val is tested on, and nothing is chosen on it")
+        notes.append("no labelled test images: val is used for testing, and nothing is chosen on it")
     if without := int((used & (names == "")).sum()):
         counts["without a split"] = without
     sets = {name: np.flatnonzero(used & (names == name)) for name in ("train", "val", "test")}
     for name in ("train", "test"):
         if not len(sets[name]) and (test_fraction is not None or not there):
-            raise InputError("each class has one image only; none can be drawn for testing")
+            raise InputError("each class has only one image; no test images can be drawn")
         if not len(sets[name]):
             raise InputError(
                 f"no row of {name} has both features and a label: {_reasons(counts)}; draw rows with --test-fraction"
@@ -130,7 +130,7 @@ def drop_leaks(reader: FeatureReader, labelling: Labelling) -> Labelling:
     if not len(left.train):
         raise InputError("all training rows are copies of rows of val or test")
     dropped = len(labelling.train) - len(left.train) + len(labelling.val) - len(val)
-    notes = [*labelling.notes, f"{dropped:,} rows of train and val left out, which are copies of others"]
+    notes = [*labelling.notes, f"{dropped:,} rows of train and val left out: they are copies of rows of val or test"]
     return _known_classes(replace(left, notes=notes))
 
 
@@ -151,17 +151,17 @@ def _from_file(
     key = "path" if "path" in table else "id"
     names = reader.paths if key == "path" else reader.ids
     if names is None:
-        raise InputError(f"{where} has ids, but the data set has none; give it a column 'path'")
+        raise InputError(f"{where} has ids, but the data set has none; add a column 'path'")
     row_of = {_relative(reader, str(name)) if key == "path" else str(name): row for row, name in enumerate(table[key])}
     if len(row_of) < len(table[key]):
         twice = next(name for name, count in Counter(map(str, table[key])).items() if count > 1)
-        raise InputError(f"{where}: the {key} {twice!r} is there twice")
+        raise InputError(f"{where}: the {key} {twice!r} occurs twice")
     found = [row_of.get(name) for name in names]
     matched = {row for row in found if row is not None}
     if not matched:
         raise InputError(
-            f"{where}: none of its {len(row_of):,} values of {key!r} is one of the data set; it has "
-            f"{printable(next(iter(row_of), 'none'))!r}, the data set {printable(names[0])!r}"
+            f"{where}: none of its {len(row_of):,} values of {key!r} is in the data set; the table has "
+            f"{printable(next(iter(row_of), 'none'))!r}, the data set has {printable(names[0])!r}"
         )
     notes = []
     if left := len(row_of) - len(matched):
@@ -176,7 +176,7 @@ def _from_file(
             split = "" if row is None else str(table["split"][row] or "").strip().lower()
             if split and split not in SPLITS and row is not None:
                 place = f"line {lines[row]}" if lines else f"row {row}"
-                raise InputError(f"{where}: {place}: split {split!r}; expected train, val, test or nothing")
+                raise InputError(f"{where}: {place}: split {split!r}; expected train, val, test or no text")
             splits.append(SPLITS.get(split, ""))
     return texts, splits, notes
 
@@ -203,8 +203,8 @@ def _targets(texts: Sequence[str | None], used: NDArray[np.bool_], task: str, wh
         kinds = len(np.unique(targets[rows]))
         if kinds > max(_MOST_CLASSES, len(rows) // 2):
             raise InputError(
-                f"{where} gives {kinds:,} classes to {len(rows):,} rows; is it the right column? Numbers are predicted "
-                "with the protocol ridge"
+                f"{where} gives {kinds:,} classes to {len(rows):,} rows; is it the right column? To predict "
+                "numbers, use the protocol ridge"
             )
         return np.array(classes), targets
     if task == "multilabel":
@@ -222,7 +222,7 @@ def _targets(texts: Sequence[str | None], used: NDArray[np.bool_], task: str, wh
         except ValueError:
             values[row] = np.nan
         if not np.isfinite(values[row, 0]):
-            raise InputError(f"{where}: the label {texts[row]!r} is no number, which the protocol ridge predicts")
+            raise InputError(f"{where}: the label {texts[row]!r} is not a number; the protocol ridge predicts numbers")
     return np.array(["target"]), values
 
 
@@ -289,7 +289,7 @@ def _known_classes(labelling: Labelling) -> Labelling:
     known = targets[labelling.val] >= 0
     notes = labelling.notes
     if not known.all():
-        notes = [*notes, f"{int((~known).sum()):,} rows of val have a class that train has not, and are left out"]
+        notes = [*notes, f"{int((~known).sum()):,} rows of val are left out: no training row has their class"]
     names = (*labelling.unseen, *labelling.classes[np.logical_not(there)].tolist())
     return replace(
         labelling,

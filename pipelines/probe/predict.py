@@ -65,10 +65,10 @@ def run_predict(
         layers = [name if name.rpartition(":")[2] in pooling_names() else f"{name}:{pooling}"
                   for (name, _), pooling in zip(wanted, poolings, strict=True)]  # fmt: skip
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise InputError(f"{path} does not say what features it is for: {what}") from error
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise InputError(f"{path} does not describe the features that it was fitted on: {reason}") from error
     if output.is_file() and not _holds_predictions(output):
-        raise InputError(f"{output} is there already, and holds no predictions; name another file")
+        raise InputError(f"{output} already exists and holds no predictions; name another file")
     if output.is_dir() or not output.parent.is_dir():
         raise InputError(f"{output} cannot be written: " + ("it is a folder" if output.is_dir() else "no such folder"))
     if (Path(images) / "dataset.json").is_file():
@@ -109,7 +109,7 @@ def _same_features(
     others = {key: value for key, value in described.items() if key != "features"}
     if changed := differences(others, {k: v for k, v in dataset.depends_on.items() if k != "features"}):
         raise InputError(
-            f"{path} was fitted on features that were made otherwise than those of {images}: " + "; ".join(changed)
+            f"{path} was fitted on features with other settings than the features of {images}: " + "; ".join(changed)
         )
     return names
 

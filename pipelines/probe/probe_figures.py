@@ -159,7 +159,7 @@ def _shots(outcome: Outcome) -> Figure | None:
     axes.set_xscale("log")
     axes.set_xticks(shots, [str(n) for n in shots])
     axes.minorticks_off()
-    axes.set_xlabel("training images of a class")
+    axes.set_xlabel("training images per class")
     axes.set_ylabel(_AXIS["top1"])
     axes.set_title(_title(outcome, "By shots") + "; mean and range of draws", fontsize=11)
     axes.grid(alpha=0.3)
@@ -186,11 +186,11 @@ def _confusion(outcome: Outcome) -> Figure | None:
             if shares[i, j] >= 0.5:
                 axes.text(j, i, f"{shares[i, j]:.0f}", ha="center", va="center", fontsize=8,
                           color="white" if shares[i, j] > 55 else "black")  # fmt: skip
-    number = "" if len(names) <= _NAMED_CLASSES else ", by its place in `classes` of results.json"
+    number = "" if len(names) <= _NAMED_CLASSES else ", as index of `classes` in results.json"
     axes.set_xlabel("predicted" + number)
     axes.set_ylabel("class" + number)
     called = best.layer if len(outcome.labellings) == 1 else f"{best.data_set} {best.layer}"
-    axes.set_title(_title(outcome, f"{drawable(called)}: % of the test images of a class"), fontsize=10)
+    axes.set_title(_title(outcome, f"{drawable(called)}: % of the test images of each class"), fontsize=10)
     figure.colorbar(image, ax=axes, shrink=0.7)
     return figure
 

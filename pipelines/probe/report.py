@@ -34,7 +34,7 @@ _NAMES = {
 _NEAREST = 3  # comparisons printed, those with the largest p; results.json has all
 _SHARES = {"top1", "top5", "balanced_accuracy"}
 _MOST_IN_JSON = 200  # most classes of a confusion matrix in results.json
-_SCALED = {"none": "features as they are", "l2": "features of length 1", "standardise": "features standardised"}
+_SCALED = {"none": "features unscaled", "l2": "features scaled to length 1", "standardise": "features standardised"}
 
 
 def probe_and_write(config: ProbeConfig, say: Callable[[str], None]) -> tuple[Outcome, list[Path]]:
@@ -55,7 +55,7 @@ def probe_and_write(config: ProbeConfig, say: Callable[[str], None]) -> tuple[Ou
             pass
     except OSError as error:
         raise InputError(
-            f"results cannot be written to {error.filename}: {error.strerror}; name a folder by -o"
+            f"results cannot be written to {error.filename}: {error.strerror}; name another folder with -o"
         ) from error
     try:
         outcome = run_probe(config, say, lambda outcome: _write_results(outcome, folder))
@@ -95,7 +95,7 @@ def _folder_for(config: ProbeConfig) -> tuple[Path, list[Path]]:
         config.results.mkdir(parents=True, exist_ok=True)
         return config.results, made
     if is_url(config.out[0]):
-        raise InputError(f"{config.out[0]} is in a bucket; name a folder on this machine for the results by -o")
+        raise InputError(f"{config.out[0]} is in a bucket; name a folder on this machine for the results with -o")
     parent = Path(config.out[0]) / "probe"
     made = [] if parent.exists() else [parent]
     own_folder(parent)
@@ -146,7 +146,7 @@ def print_outcome(outcome: Outcome, echo: Callable[[str], None]) -> None:
             echo(f"  {printable(note)}")
         if labelling.leaks and not outcome.config.drop_leaks:
             found = ", ".join(f"{count:,} images of {what}" for what, count in labelling.leaks.items())
-            echo(f"  leakage: the same bytes in two sets: {found.replace(' in ', ' are in ')} as well; --drop-leaks "
+            echo(f"  leakage: the same bytes in two sets: {found.replace(' in ', ' are also in ')}; --drop-leaks "
                  "leaves them out of training")  # fmt: skip
     first = outcome.probed[0].result
     echo(f"{first.protocol}: {PROTOCOLS[first.protocol].about}; {_SCALED[first.scaling]}")
@@ -161,8 +161,8 @@ def print_outcome(outcome: Outcome, echo: Callable[[str], None]) -> None:
         echo(f"{by}: {name}, {_shown(best.result.primary, best.result.value)} on test")
         for pair in sorted(outcome.comparisons, key=lambda pair: -pair.p)[:_NEAREST]:
             echo(
-                f"  against {_called(outcome, *pair.other)}: it alone is right on {pair.only_better:,} test images, "
-                f"the other on {pair.only_other:,}; p = {pair.p:.2g} (McNemar)"
+                f"  against {_called(outcome, *pair.other)}: only the best is right on {pair.only_better:,} test "
+                f"images, only the other on {pair.only_other:,}; p = {pair.p:.2g} (McNemar)"
             )
     notes = [(one, note) for one in outcome.probed for note in one.result.notes]
     for one, note in notes[:SHOWN]:
@@ -205,7 +205,7 @@ def _table(outcome: Outcome) -> Iterator[str]:
 def _name(metric: str) -> str:
     base, _, shots = metric.partition("@")
     name = _NAMES.get(base, base)
-    return name + (f", {shots} a class" if shots else "")
+    return name + (f", {shots} per class" if shots else "")
 
 
 def _shown(metric: str, value: float, unit: bool = True) -> str:

@@ -46,16 +46,16 @@ class SyncConfig(FeaturesConfig):
     """Configuration of a data set and the folder that it follows."""
 
     settle: float = Field(
-        Guards.settle_s, ge=0, description="A file changed more recently may still be being written, and waits."
+        Guards.settle_s, ge=0, description="Files changed more recently wait, since they may still be being written."
     )
     max_vanish: float = Field(
-        Guards.max_vanish, ge=0, le=1, description="If a larger part of the files is gone, nothing is done."
+        Guards.max_vanish, ge=0, le=1, description="If a larger fraction of the files is gone, nothing is changed."
     )
     retry_after: float = Field(
-        Guards.retry_after_s, ge=0, description="Images that failed are tried again, though they have not changed."
+        Guards.retry_after_s, ge=0, description="Retry failed images after this time, even if they have not changed."
     )
     keep_gone: float = Field(
-        Guards.keep_gone_s, ge=0, description="Features that no file needs are kept, for files that come back."
+        Guards.keep_gone_s, ge=0, description="Keep unused features for this time, for files that come back."
     )
 
     @field_validator("max_vanish", "settle", "retry_after", "keep_gone")
@@ -71,11 +71,11 @@ class SyncConfig(FeaturesConfig):
     @model_validator(mode="after")
     def _apart(self) -> Self:
         if "://" in self.images:
-            raise ValueError("images: sync follows a folder of this machine, not a URL")
+            raise ValueError("images: sync follows a folder on this machine, not a URL")
         if is_plan(self.images):
             raise ValueError(f"images: {self.images} is a plan, which does not change; name the folder itself")
         if self.folder.resolve().is_relative_to(Path(self.images).resolve()):
-            raise ValueError(f"out: {self.folder} lies inside {self.images}, which would look for images there")
+            raise ValueError(f"out: {self.folder} lies inside {self.images}; name a folder outside the images")
         return self
 
     @property
@@ -95,14 +95,14 @@ class ScheduleConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     cron: str | None = Field(None, description="minute hour day month weekday, in local time.")
-    every: float | None = Field(None, gt=0, description="The time from one start to the next: 90s, 15m, 6h, 1d.")
-    timezone: str | None = Field(None, description="Of cron, as Europe/Berlin. [default: this machine's]")
-    jitter: float = Field(0, ge=0, description="Each pass begins up to so much later, by chance.")
-    catch_up: bool = Field(True, description="Begin at once, if a pass was due while nothing ran.")
-    log: Path | None = Field(None, description="File of the log, begun anew at 10 MB; 5 are kept. [default: stderr]")
+    every: float | None = Field(None, gt=0, description="Time from one start to the next: 90s, 15m, 6h, 1d.")
+    timezone: str | None = Field(None, description="Time zone of cron, as Europe/Berlin. [default: this machine's]")
+    jitter: float = Field(0, ge=0, description="Delay each pass by a random time of at most this.")
+    catch_up: bool = Field(True, description="Start at once if a pass was due while no scheduler ran.")
+    log: Path | None = Field(None, description="Log file, rotated at 10 MB; 5 files are kept. [default: stderr]")
     log_json: bool = Field(False, description="Each line of the log is a JSON object.")
     heartbeat: Path | None = Field(None, description="File that is touched every 30 s, for a watchdog.")
-    on_success: list[str] = Field([], description="Commands, or URLs that are posted to, after a pass without errors.")
+    on_success: list[str] = Field([], description="Commands to run, or URLs to post to, after a pass without errors.")
     on_failure: list[str] = Field([], description="The same, after a pass that failed.")
 
     @field_validator("every", "jitter", mode="before")
@@ -143,13 +143,13 @@ class ScheduleConfig(BaseModel):
                 if len(value.split()) != 5:
                     raise CronSimError("seconds")
         except CronSimError as error:
-            raise ValueError("no cron line; expected minute, hour, day, month and weekday, as 30 2 * * *") from error
+            raise ValueError("expected minute, hour, day, month and weekday, such as 30 2 * * *") from error
         return value
 
     @model_validator(mode="after")
     def _one_of_two(self) -> Self:
         if (self.cron is None) == (self.every is None):
-            raise ValueError("expected either cron or every")
+            raise ValueError("expected exactly one of cron and every")
         return self
 
 

@@ -211,23 +211,23 @@ def print_synced(synced: Synced, echo: Callable[[str], None]) -> None:
     for note in report.notes:
         click.secho(f"note: {out}: {note}", fg="yellow", err=True)
     for path, why in report.unreadable.items():
-        text = f"{out}: {path} cannot be read ({why}); its rows stay as they were"
+        text = f"{out}: {path} cannot be read ({why}); its rows are kept"
         click.secho(text, fg="red", err=True)
     if report.stopped:
-        echo(f"{out}: stopped; what was computed is stored, and the next pass goes on")
+        echo(f"{out}: stopped; what was computed is stored, and the next pass continues")
         return
     counts = {name: getattr(report, name) for name in ("added", "changed", "renamed", "deleted", "failed", "unchanged")}
     text = ", ".join(f"{count:,} {name}" for name, count in counts.items())
-    waiting = f", {report.waiting:,} waiting until they are written" if report.waiting else ""
+    waiting = f", {report.waiting:,} waiting, since they changed recently" if report.waiting else ""
     done = "to be computed" if report.dry_run else "computed"
     computed = f"; {report.computed:,} images {done}" if report.computed else ""
     echo(f"{out}: version {report.version}, {report.rows:,} rows: {text}{waiting}{computed}, {report.seconds:.1f} s")
     for one in report.drift:
         if one.far:
             text = (
-                f"{out}: the {one.new_rows:,} new rows of {one.layer} are unlike the others: their mean is "
-                f"{one.shift:.2f} standard deviations away, their spread {one.spread:.2f} of theirs. Another camera, "
-                "or a wrong folder?"
+                f"{out}: the {one.new_rows:,} new rows of {one.layer} differ from the other rows: their mean is "
+                f"{one.shift:.2f} standard deviations away, their spread is {one.spread:.2f} times as large. Another "
+                "camera, or a wrong folder?"
             )
             click.secho(text, fg="yellow", err=True)
 

@@ -136,7 +136,7 @@ class Scheduler:
             assert file.schedule is not None
             open_log(file.schedule)
         except LayertapError as error:
-            log.error("the config is not taken over: %s", error)
+            log.error("the config is not reloaded; the previous config stays in use: %s", error)
             return
         self._remove_notes()
         self._file = file
@@ -186,7 +186,7 @@ class Scheduler:
         if self.running is not None or self._hooks_running():
             self._skip()
         elif self._starts_at is not None:
-            log.warning("a pass is due and is skipped: the one before has not started yet, because of `jitter`")
+            log.warning("a pass is due and is skipped: the previous pass has not started yet, because of `jitter`")
         else:
             self._starts_at = self._elapsed() + random.uniform(0, self.config.jitter)
         self._note_next()
@@ -194,7 +194,7 @@ class Scheduler:
     def _skip(self) -> None:
         """Log that a due pass is skipped; after 24 hours the running pass counts as hanging, and hooks are called."""
         hours = (self._elapsed() - self._started_at) / 3600
-        message = f"a pass is due and is skipped: the one before has been running for {hours:.1f} hours"
+        message = f"a pass is due and is skipped: the previous pass has been running for {hours:.1f} hours"
         log.warning("%s", message)
         if hours >= _HANGS_HOURS and not self._hang_reported:
             self._hang_reported = True
@@ -218,7 +218,7 @@ class Scheduler:
         if result.code == 0:
             log.info("pass finished")
         elif result.code < 0:
-            log.error("the pass was ended by signal %d", -result.code)
+            log.error("the pass was killed by signal %d", -result.code)
         else:
             log.error("the pass failed with exit code %d", result.code)
         self._call_hooks(result.code, data_sets)

@@ -43,7 +43,7 @@ def describe_status(out: Path) -> dict[str, Any]:
 
 def _of_version(dataset: DataSet) -> dict[str, Any]:
     if dataset.version is None:
-        raise InputError(f"{dataset.out} is not kept in step with a folder; `layertap show` tells what is inside")
+        raise InputError(f"{dataset.out} is not a data set of `layertap sync`; `layertap show` describes it")
     out = dataset.out
     with FeatureReader(out) as reader:
         status = Counter(Status(code).text for code in reader.status.tolist())
@@ -108,13 +108,13 @@ def print_status(content: dict[str, Any], echo: Callable[[str], None]) -> None:
         echo(f"{out}: nothing is published yet")
     else:
         counts = ", ".join(f"{count:,} {status}" for status, count in content["status"].items()) or "none"
-        echo(f"{out}: version {content['version']}, in step with {content['images']}")
+        echo(f"{out}: version {content['version']}, synchronised with {content['images']}")
         echo(f"rows      {content['rows']:,}: {counts}")
         dead = content["dead_rows"]
         share = dead / max(1, content["stored_rows"])
         echo(
             f"disk      {content['bytes'] / 1e6:,.1f} MB in {content['passes']} passes; {dead:,} stored rows "
-            f"({share:.0%}, {content['dead_bytes'] / 1e6:,.1f} MB) are of images that are gone or replaced"
+            f"({share:.0%}, {content['dead_bytes'] / 1e6:,.1f} MB) are of deleted or replaced images"
         )
         if share > 0.2:
             echo(f"          to remove them: layertap compact {out}")
@@ -124,15 +124,15 @@ def print_status(content: dict[str, Any], echo: Callable[[str], None]) -> None:
     elif planned:
         echo(f"next run  none: the scheduler of process {planned['pid']} has died")
     else:
-        echo("next run  no `layertap schedule` is running for it")
+        echo("next run  none: no `layertap schedule` is running for this data set")
     if content["runs"]:
         echo("last runs")
         for run in content["runs"]:
             echo(f"  {_local(run['started'])}  {_of_run(run)}")
     for one in next((run.get("drift", []) for run in reversed(content["runs"]) if run.get("drift")), []):
-        how = "UNLIKE the others: another camera, or a wrong folder?" if one["far"] else "like the others"
+        verdict = "UNLIKE the other rows: another camera, or a wrong folder?" if one["far"] else "like the other rows"
         echo(
-            f"drift     {one['layer']}: the last {one['new_rows']:,} new rows are {how} (mean {one['shift']:.2f} "
+            f"drift     {one['layer']}: the last {one['new_rows']:,} new rows are {verdict} (mean {one['shift']:.2f} "
             f"standard deviations away, spread {one['spread']:.2f})"
         )
     failures = [(one["path"], one["status"], one["reason"]) for one in content["failures"]]

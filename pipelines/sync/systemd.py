@@ -32,14 +32,14 @@ def as_systemd(file: SyncFile) -> str:
     lines = [
         f"# /etc/systemd/system/{name}.service",
         "[Unit]",
-        f"Description=layertap: features in step with folders, {_escaped(file.path.name)}",
+        f"Description=layertap: synchronise features with folders, {_escaped(file.path.name)}",
         *_hooks_left_out(schedule, "OnFailure= and OnSuccess= name other units"),
         "",
         "[Service]",
         "Type=oneshot",
         f"WorkingDirectory={str(Path.cwd()).replace('%', '%%')}",
         "ExecStart=" + " ".join(f'"{_escaped(word)}"' for word in _command(file)),
-        "# a pass that is told to stop finishes its batch first",
+        "# a pass that is stopped finishes its batch first",
         "KillMode=mixed",
         "SuccessExitStatus=143",
         "TimeoutStopSec=10min",
@@ -66,11 +66,11 @@ def as_cron(file: SyncFile) -> str:
     if "\n" in command:
         raise InputError(f"{file.path}: a crontab cannot name a file with a line break")
     lines = [
-        "# no pass is made up for that was due while the machine was off; `layertap schedule` and systemd do that",
+        "# cron skips passes that were due while the machine was off; `layertap schedule` and systemd catch up",
         *_hooks_left_out(schedule, "cron sends what a pass prints by mail, to MAILTO"),
     ]
     if schedule.timezone:
-        lines += ["# understood by cronie; other crons go by the clock of the machine", f"CRON_TZ={schedule.timezone}"]
+        lines += ["# cronie reads CRON_TZ; other crons use the machine's time zone", f"CRON_TZ={schedule.timezone}"]
     return "\n".join([*lines, f"{schedule.cron or _cron_of(schedule.every or 0, file.path)} {command}"])
 
 
@@ -91,7 +91,7 @@ def _command(file: SyncFile) -> list[str]:
 
 def _hooks_left_out(schedule: ScheduleConfig, instead: str) -> list[str]:
     if schedule.on_success or schedule.on_failure:
-        return [f"# on_success and on_failure are for `layertap schedule`; here, {instead}"]
+        return [f"# only `layertap schedule` runs on_success and on_failure; here, {instead}"]
     return []
 
 
@@ -107,7 +107,7 @@ def _calendar(line: str, timezone: str | None, path: Path) -> list[str]:
     month_days, week_days = line.split()[2], line.split()[4]
     of_week = [day for day in parsed.weekdays if isinstance(day, int)]
     if min(parsed.days) < 1 or len(of_week) < len(parsed.weekdays):  # such as L, 5#2
-        raise InputError(f"{path}: systemd has no words for the days of {line!r}; `layertap schedule` understands them")
+        raise InputError(f"{path}: systemd cannot express the days of {line!r}; use `layertap schedule`")
     days = _listed(parsed.days, range(1, 32))
     week = ",".join(_DAYS[day] for day in sorted({day % 7 for day in of_week}))
     time = f"{hours}:{minutes}:00" + (f" {timezone}" if timezone else "")
@@ -128,4 +128,4 @@ def _cron_of(every: float, path: Path) -> str:
         count = every / unit
         if count == int(count) and count >= 1 and most % count == 0 and (count < most or most == 1):
             return line.format(int(count))
-    raise InputError(f"{path}: cron cannot run something every {every:g} s; systemd and `layertap schedule` can")
+    raise InputError(f"{path}: cron cannot run a pass every {every:g} s; systemd and `layertap schedule` can")

@@ -138,7 +138,7 @@ class _Changes:
         if tells_of_changes(Path(config.root)):
             why = self._follow(config)
         if not self._stop.is_set():
-            click.echo(f"{config.images} cannot be watched: {why}. It is scanned every few seconds instead", err=True)
+            click.echo(f"{config.images} cannot be watched: {why}. The folder is scanned every few seconds", err=True)
             self._scan(config)
 
     def _has_changed(self, config: SyncConfig) -> None:
@@ -169,7 +169,7 @@ class _Changes:
                 one_by_one = True
             except (OSError, RuntimeError) as error:
                 limit = "limit" in str(error)
-                return _reason(error) + (" (raise fs.inotify.max_user_watches to have it watched)" if limit else "")
+                return _reason(error) + (" (to watch the folder, raise fs.inotify.max_user_watches)" if limit else "")
         return ""
 
     def _reports(self, config: SyncConfig, one_by_one: bool) -> Iterator[set[Any]]:

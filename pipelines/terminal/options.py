@@ -43,8 +43,8 @@ class _Folder(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if is_url(str(value)):
             raise InputError(
-                f"{value}: this command reads folders; copy the data set (aws s3 sync {value} FOLDER). Buckets are read by "
-                f"`layertap status`, `probe`, `search` and `export`, and in Python by FeatureReader({str(value)!r})"
+                f"{value}: this command reads folders; copy the data set (aws s3 sync {value} FOLDER). Buckets are "
+                f"read by `layertap status`, `probe`, `search`, `export`, and in Python FeatureReader({str(value)!r})"
             )
         return super().convert(value, param, ctx)
 

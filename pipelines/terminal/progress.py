@@ -46,7 +46,7 @@ class Progress:
             self._last_line = time.perf_counter()
             rate = (self._done - self._found) / (self._last_line - self._start)
             if self._total is None:
-                click.echo(f"{self._done:,} {self._unit}, {rate:,.0f} a second", err=True)
+                click.echo(f"{self._done:,} {self._unit}, {rate:,.0f} {self._unit}/s", err=True)
                 return
             left = tqdm.format_interval((self._total - self._done) / rate)
             click.echo(

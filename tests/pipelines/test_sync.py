@@ -74,7 +74,7 @@ def test_status_tells_of_runs_rows_failures_and_disk(config: Path, folder: Path,
     layertap("sync", config)
     out = tmp_path / "out"
     text = layertap("status", out).stdout
-    assert "version 2, in step with" in text
+    assert "version 2, synchronised with" in text
     assert "10: 9 ok, 1 decode error" in text
     assert "3 stored rows (23%" in text
     assert f"layertap compact {out}" in text
@@ -101,7 +101,7 @@ def test_status_and_compact_tell_what_kind_of_data_set_they_are_given(folder: Pa
     assert "does not exist" in fails("status", tmp_path / "nothing")
     layertap("embed", folder, "-o", tmp_path / "out", "-b", "timm/test_resnet", "--weights", "random", "--workers", 0)
     assert "complete" in layertap("status", tmp_path / "out").stdout
-    assert "not kept in step" in fails("compact", tmp_path / "out")
+    assert "is not a data set of `layertap sync`" in fails("compact", tmp_path / "out")
 
 
 def test_one_folder_that_fails_does_not_keep_the_others_from_their_pass(folder: Path, tmp_path: Path) -> None:
@@ -158,18 +158,18 @@ def test_a_second_sync_at_once_exits_with_4_and_names_the_first(config: Path, tm
     ("values", "message"),
     [
         ({"imagse": "x"}, "key 'imagse' not found"),
-        ({"images": "s3://bucket/x"}, "a folder of this machine, not a URL"),
+        ({"images": "s3://bucket/x"}, "a folder on this machine, not a URL"),
         ({"images": "x", "out": "x/out"}, "lies inside x"),
         ({"images": "x", "settle": "5 parsecs"}, "expected seconds, or a time such as 90s"),
         ({"images": "x", "max_vanish": 2}, "max_vanish"),
         ({"images": "x", "keep_gone": float("inf")}, "expected at most 36500d"),
-        ({"images": "x", "schedule": {"cron": "0 0 2 * * *"}}, "no cron line"),
+        ({"images": "x", "schedule": {"cron": "0 0 2 * * *"}}, "expected minute, hour, day"),
         ({"out": "x"}, "images: none given"),
         ({"data_sets": "x"}, "expected a list"),
         ({"images": "x", "data_sets": [{"out": "o"}, {"images": "y", "out": "o/."}]}, "have the same out"),
         ({"data_sets": [{"images": "x"}, {"images": "y", "batch": 3}]}, "data set 2"),
-        ({"images": "x", "schedule": {"cron": "61 * * * *"}}, "no cron line"),
-        ({"images": "x", "schedule": {"cron": "* * * * *", "every": "5m"}}, "either cron or every"),
+        ({"images": "x", "schedule": {"cron": "61 * * * *"}}, "expected minute, hour, day"),
+        ({"images": "x", "schedule": {"cron": "* * * * *", "every": "5m"}}, "exactly one of cron and every"),
         ({"images": "x", "schedule": {"every": "5m", "timezone": "Europe/Atlantis"}}, "no such time zone"),
         ({"images": "x", "schedule": {"evry": "5m"}}, "key 'evry' not found"),
         ({"images": "x", "limit": 3}, "key 'limit' not found"),

@@ -180,7 +180,7 @@ class _Content:
         ]
         self.told["unlabelled"] = int((labels < 0).sum())
         if len(classes) > _CLASSES:
-            self.told["notes"].append(f"Only the first {_CLASSES:,} of {len(classes):,} classes are named on this page.")
+            self.told["notes"].append(f"Only the first {_CLASSES:,} of {len(classes):,} classes are named here.")
 
     def _failures(self) -> None:
         shown = self._failed[:_FAILURES]

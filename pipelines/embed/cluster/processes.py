@@ -190,9 +190,9 @@ class WorkerProcess:
         code = self._process.exitcode
         if code is None:
             return "its process closed its pipe"
-        return (
-            f"its process was killed by {signal.Signals(-code).name}" if code < 0 else f"its process exited with code {code}"
-        )
+        if code < 0:
+            return f"its process was killed by {signal.Signals(-code).name}"
+        return f"its process exited with code {code}"
 
     def stop(self, timeout_s: float = _END_S) -> None:
         """Wait at most `timeout_s` for the process to end, then terminate it, and finally kill it."""

@@ -108,7 +108,9 @@ class RayWorkers:
     def __enter__(self) -> Self:
         ray = self._ray
         if self._address.startswith("ray://"):
-            raise InputError(f"--address {self._address}: ray:// is not supported; run on a machine of the cluster with `--address auto`")
+            raise InputError(
+                f"--address {self._address}: not supported; run on a machine of the cluster, with --address auto"
+            )
         self._was_there = ray.is_initialized()
         if not self._was_there:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

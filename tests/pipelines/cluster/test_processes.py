@@ -75,7 +75,7 @@ def test_a_worker_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.Monke
     found, _ = run(MadeUp(tmp_path, does={1: "hangs"}), 4, workers=1)
     assert made(tmp_path) == [0, 2, 3]
     assert list(found.failed) == [1]
-    assert "said nothing for" in found.failed[1][0]
+    assert "sent no events for" in found.failed[1][0]
 
 
 def test_what_keeps_workers_from_starting_is_said(tmp_path: Path) -> None:

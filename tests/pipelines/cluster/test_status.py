@@ -46,5 +46,5 @@ def test_the_receipts_tell_how_far_it_is(folder: Path, tmp_path: Path) -> None:
     ]
     told: list[str] = []
     print_making(Making(str(out)).look(), told.append)
-    assert told[0].startswith(f"{out}: complete, of images in {folder}")
-    assert f"  {platform.node()}  cpu: 5 shards, 13 rows, {rate:.1f} images/s each worker" in told
+    assert told[0].startswith(f"{out}: complete, images in {folder}")
+    assert f"  {platform.node()}  cpu: 5 shards, 13 rows, {rate:.1f} images/s per worker" in told
