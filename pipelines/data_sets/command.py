@@ -12,7 +12,7 @@ import click
 from extract.errors import InputError
 from extract.system.optional_libraries import library
 from pipelines.terminal.config import COMPRESS_HELP, SHARD_ROWS_HELP
-from pipelines.terminal.options import BACKBONE_HELP, DATA_SET, FOLDER, LateChoice, json_flag, tell
+from pipelines.terminal.options import BACKBONE_HELP, DATA_SET, FOLDER, LateChoice, json_flag, print_result
 
 __all__ = ["diff", "export", "merge", "report", "search", "show", "status", "verify"]
 
@@ -24,7 +24,7 @@ def show(out: Path, as_json: bool) -> None:
     """Describe the data set OUT: its features, images, backbone and settings."""
     from pipelines.data_sets.show import describe, print_description
 
-    tell(describe(out), as_json, dict, print_description)
+    print_result(describe(out), as_json, dict, print_description)
 
 
 @click.command()
@@ -36,19 +36,19 @@ def status(out: str, watch: bool, as_json: bool) -> None:
 
     For a data set of `layertap sync`, show its runs, rows, failing images, disk usage and drift.
     """
-    from pipelines.data_sets.status import Making, is_made_in_shards, print_making
-    from pipelines.data_sets.status import watch as watch_making
+    from pipelines.data_sets.status import ShardProgress, is_built_in_shards, print_progress
+    from pipelines.data_sets.status import watch as watch_progress
     from pipelines.sync.status import describe_status, print_status
 
-    if is_made_in_shards(out):
-        for content in watch_making(out) if watch else [Making(out).look()]:
+    if is_built_in_shards(out):
+        for content in watch_progress(out) if watch else [ShardProgress(out).read()]:
             if watch and not as_json and sys.stdout.isatty():
                 click.clear()
-            tell(content, as_json, dict, print_making, indent=None if watch else 1)
+            print_result(content, as_json, dict, print_progress, indent=None if watch else 1)
         return
     if watch:
         raise InputError(f"--watch: {out} is not a data set of `layertap embed`; leave out --watch")
-    tell(describe_status(Path(out)), as_json, dict, print_status)
+    print_result(describe_status(Path(out)), as_json, dict, print_status)
 
 
 @click.command()
@@ -118,11 +118,11 @@ def search(out: Path | str, query: str | None, as_json: bool, **settings: Any) -
     """
     if settings["output"] is not None:
         library("matplotlib", "figures", "--output")
-    from pipelines.data_sets.search import as_json as found_as_json
-    from pipelines.data_sets.search import print_found, run_search
+    from pipelines.data_sets.search import as_json as results_as_json
+    from pipelines.data_sets.search import print_results, run_search
 
-    found = run_search(out, query, **settings)
-    tell(found, as_json, found_as_json, print_found)
+    results = run_search(out, query, **settings)
+    print_result(results, as_json, results_as_json, print_results)
     if settings["output"] and not as_json:
         click.echo(f"written: {settings['output']}")
 
@@ -140,7 +140,12 @@ def diff(first: Path, second: Path, as_json: bool) -> None:
     from pipelines.data_sets.diff import as_json as diff_as_json
     from pipelines.data_sets.diff import print_diff
 
-    tell(compare(first, second), as_json, diff_as_json, lambda found, echo: print_diff(found, first, second, echo))
+    print_result(
+        compare(first, second),
+        as_json,
+        diff_as_json,
+        lambda comparison, echo: print_diff(comparison, first, second, echo),
+    )
 
 
 @click.command()
@@ -163,7 +168,7 @@ def verify(ctx: click.Context, /, out: Path, as_json: bool, **settings: Any) -> 
     from pipelines.data_sets.verify import check, print_check
 
     result = check(out, **settings)
-    tell(result, as_json, check_as_json, print_check)
+    print_result(result, as_json, check_as_json, print_check)
     if result.faults:
         ctx.exit(1)
 

@@ -75,21 +75,23 @@ def check(
     except InputError as error:
         if not (out / "dataset.json").exists():
             raise
-        what = str(error).removeprefix(f"{out / 'dataset.json'} ")
-        return Check(out, [Fault(what, Remedy.NONE, file="dataset.json")], {})
+        problem = str(error).removeprefix(f"{out / 'dataset.json'} ")
+        return Check(out, [Fault(problem, Remedy.NONE, file="dataset.json")], {})
     with Progress(dataset.n_rows, "rows") as progress:
-        found = verify(out, on_rows=lambda rows: progress.advance(rows, False))
+        report = verify(out, on_rows=lambda rows: progress.advance(rows, False))
     sampled, largest, skipped = 0, 0.0, ""
-    if sample and found.faults:
+    if sample and report.faults:
         skipped = "no rows were computed again: fix the reported faults first"
-    elif sample and found.rows[Status.OK.text]:
+    elif sample and report.rows[Status.OK.text]:
         from extract.extraction.recheck import recheck
 
-        again = recheck(out, sample, seed=seed, images=images, backbone=backbone, weights=weights, device=device)
-        sampled, largest = again.n_rows, again.largest
-        found.faults += again.faults
-    made_pending = repair_data_set(found) if repair else None
-    return Check(out, found.faults, dict(found.rows), sampled, largest, skipped, made_pending)
+        recheck_result = recheck(
+            out, sample, seed=seed, images=images, backbone=backbone, weights=weights, device=device
+        )
+        sampled, largest = recheck_result.n_rows, recheck_result.largest
+        report.faults += recheck_result.faults
+    made_pending = repair_data_set(report) if repair else None
+    return Check(out, report.faults, dict(report.rows), sampled, largest, skipped, made_pending)
 
 
 def print_check(result: Check, echo: Callable[[str], None]) -> None:

@@ -13,7 +13,7 @@ import click
 from extract.errors import LayertapError
 from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.config import load_config
-from pipelines.terminal.options import config_file, given, json_flag, option, tell
+from pipelines.terminal.options import config_file, given, json_flag, option, print_result
 
 __all__ = ["bench", "embed", "plan", "slurm"]
 
@@ -78,12 +78,12 @@ def embed(ctx: click.Context, /, config: Path | None, as_json: bool, **flags: An
         from pipelines.embed.cluster.driver import embed_shared, exit_code, print_shared
 
         made = embed_shared(resolved)
-        tell(made, as_json, shared_as_json, print_shared)
+        print_result(made, as_json, shared_as_json, print_shared)
         ctx.exit(exit_code(made))
     from pipelines.embed.job import embed, print_summary, summary_as_json
 
     outcome = embed(resolved)
-    tell(outcome, as_json, summary_as_json, print_summary)
+    print_result(outcome, as_json, summary_as_json, print_summary)
     if outcome.signal:
         ctx.exit(128 + outcome.signal)
     if len(outcome.failures) == outcome.summary.n_rows:
@@ -123,7 +123,7 @@ def plan(images: str, out: Path | None, as_json: bool) -> None:
         command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
         click.echo(f"\nstopped: the images listed so far are kept in {out}. To resume:\n  {command}", err=True)
         raise
-    tell(planned, as_json, plan_as_json, print_plan)
+    print_result(planned, as_json, plan_as_json, print_plan)
 
 
 @click.command()
@@ -170,4 +170,4 @@ def bench(images: str | None, thorough: bool, as_json: bool, **flags: Any) -> No
     found = measure(
         images, thorough=thorough, say=lambda text: click.echo(f"measuring {text} ...", err=True), **given(flags)
     )
-    tell(found, as_json, bench_as_json, print_bench)
+    print_result(found, as_json, bench_as_json, print_bench)

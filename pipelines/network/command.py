@@ -12,7 +12,7 @@ import click
 from extract.system.optional_libraries import library
 from pipelines.network.config import AblateConfig, DrawConfig, InspectConfig, LookConfig
 from pipelines.terminal.config import checked
-from pipelines.terminal.options import given, json_flag, option, tell
+from pipelines.terminal.options import given, json_flag, option, print_result
 
 __all__ = ["ablate", "backbones", "draw", "inspect", "layers"]
 
@@ -65,7 +65,7 @@ def inspect(as_json: bool, **flags: Any) -> None:
     from pipelines.network.inspect import print_inspection
 
     inspected = run_inspect(checked(InspectConfig, given(flags)))
-    tell(inspected, as_json, inspected_as_json, print_inspection)
+    print_result(inspected, as_json, inspected_as_json, print_inspection)
     if inspected.written and not as_json:
         click.echo("written: " + ", ".join(map(str, inspected.written)))
 
@@ -136,7 +136,7 @@ def ablate(as_json: bool, **flags: Any) -> None:
     from pipelines.network.ablate import as_json as ablated_as_json
     from pipelines.network.ablate import print_ablated
 
-    tell(run_ablate(checked(AblateConfig, given(flags))), as_json, ablated_as_json, print_ablated)
+    print_result(run_ablate(checked(AblateConfig, given(flags))), as_json, ablated_as_json, print_ablated)
 
 
 @click.command()
@@ -155,9 +155,9 @@ def backbones(pattern: str | None, as_json: bool) -> None:
     from pipelines.network.backbones import entries, print_entries, print_sources, sources
 
     if pattern is None:
-        tell(sources(), as_json, dict, print_sources)
+        print_result(sources(), as_json, dict, print_sources)
     else:
-        tell(entries(pattern), as_json, entries_as_json, print_entries)
+        print_result(entries(pattern), as_json, entries_as_json, print_entries)
 
 
 @click.command()
@@ -178,4 +178,4 @@ def layers(backbone: str, patterns: tuple[str, ...], ops: bool, as_json: bool) -
     from pipelines.network.layers import list_layers, print_table
 
     rows = list_layers(backbone, patterns, operations=ops)
-    tell(rows, as_json, table_as_json, print_table)
+    print_result(rows, as_json, table_as_json, print_table)

@@ -11,7 +11,7 @@ import click
 from extract.system.optional_libraries import library
 from pipelines.probe.config import ProbeConfig
 from pipelines.terminal.config import load_config
-from pipelines.terminal.options import BACKBONE_HELP, config_file, given, json_flag, option, tell
+from pipelines.terminal.options import BACKBONE_HELP, config_file, given, json_flag, option, print_result
 
 __all__ = ["predict", "probe"]
 
@@ -55,7 +55,7 @@ def probe(config: Path | None, as_json: bool, **flags: Any) -> None:
 
     resolved = load_config(ProbeConfig, config, given(flags))
     outcome, files = probe_and_write(resolved, lambda text: click.echo(text, err=True))
-    tell(outcome, as_json, outcome_as_json, print_outcome)
+    print_result(outcome, as_json, outcome_as_json, print_outcome)
     if not as_json:
         click.echo("written: " + ", ".join(map(str, files)))
 

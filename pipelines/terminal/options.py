@@ -23,7 +23,7 @@ __all__ = [
     "json_flag",
     "option",
     "print_json",
-    "tell",
+    "print_result",
 ]
 
 # Help text that `search`, `verify` and `predict` share.
@@ -100,15 +100,15 @@ def print_json(content: Any, indent: int | None = 1) -> None:
     click.echo(json.dumps(content, indent=indent))
 
 
-def tell(
-    found: Any,
+def print_result(
+    result: Any,
     as_json: bool,
-    in_json: Callable[[Any], Any],
-    in_words: Callable[[Any, Callable[[str], None]], None],
+    to_json: Callable[[Any], Any],
+    print_text: Callable[[Any, Callable[[str], None]], None],
     indent: int | None = 1,
 ) -> None:
     """Print the result of a command as JSON or as text."""
     if as_json:
-        print_json(in_json(found), indent)
+        print_json(to_json(result), indent)
     else:
-        in_words(found, click.echo)
+        print_text(result, click.echo)

@@ -41,16 +41,17 @@ class Alike:
         """(Q,) mean cosine of each query to its neighbours; NaN if it has no neighbours."""
         count = np.isfinite(self.near.cosines).sum(1)
         total = np.nansum(self.near.cosines, 1)
-        found: NDArray[np.float64] = np.divide(total, count, out=np.full(len(total), np.nan), where=count > 0)
-        return found
+        means: NDArray[np.float64] = np.divide(total, count, out=np.full(len(total), np.nan), where=count > 0)
+        return means
 
     def pairs(self) -> list[tuple[int, int, float]]:
         """Return near-duplicates as (row, row, cosine): each pair once, largest cosine first."""
-        found: dict[tuple[int, int], float] = {}
+        cosines: dict[tuple[int, int], float] = {}
         for place, rank in np.argwhere(self.near.cosines >= ALIKE).tolist():
-            one, other = int(self.queries[place]), int(self.near.rows[place, rank])
-            found[min(one, other), max(one, other)] = float(self.near.cosines[place, rank])
-        return sorted(((one, other, near) for (one, other), near in found.items()), key=lambda pair: (-pair[2], pair))
+            row, other_row = int(self.queries[place]), int(self.near.rows[place, rank])
+            cosines[min(row, other_row), max(row, other_row)] = float(self.near.cosines[place, rank])
+        pairs = [(row, other_row, cosine) for (row, other_row), cosine in cosines.items()]
+        return sorted(pairs, key=lambda pair: (-pair[2], pair))
 
 
 def alike(array: FeatureArray, hashes: NDArray[np.uint8], good: NDArray[np.int64], seed: int) -> Alike:
@@ -75,14 +76,14 @@ def neighbours_of(array: FeatureArray, queries: NDArray[np.int64], among: NDArra
     """Find the neighbours of rows of a feature among other rows; queries are read in blocks that fit into memory."""
     width = max(1, int(np.prod(array.shape[1:])))
     step = max(1, MEMORY_BYTES // (4 * 4 * width))
-    found = []
+    parts = []
     for start in range(0, len(queries), step):
-        here = queries[start : start + step]
-        vectors = FeatureRows.of(array, here).between(0, len(here))
-        found.append(nearest(array, vectors, k, among=among, without=here))
-    if not found:
+        block = queries[start : start + step]
+        vectors = FeatureRows.of(array, block).between(0, len(block))
+        parts.append(nearest(array, vectors, k, among=among, without=block))
+    if not parts:
         return Neighbours(np.empty((0, k), np.int64), np.empty((0, k)))
-    return Neighbours(np.concatenate([one.rows for one in found]), np.concatenate([one.cosines for one in found]))
+    return Neighbours(np.concatenate([part.rows for part in parts]), np.concatenate([part.cosines for part in parts]))
 
 
 def copies(hashes: NDArray[np.uint8], good: NDArray[np.int64]) -> list[list[int]]:
@@ -124,13 +125,13 @@ def shared_neighbours(
     mine, theirs = shared_images(first, second)
     order = np.random.default_rng(seed).permutation(len(mine))[:_SHARED_ROWS]
     mine, theirs = mine[order], theirs[order]
-    found = []
+    shares = []
     if len(mine) > 1:
         k = min(K, len(mine) - 1)
-        for one, other in layers:
+        for layer, other_layer in layers:
             tables = []
-            for array, rows in ((first[one], mine), (second[other], theirs)):
+            for array, rows in ((first[layer], mine), (second[other_layer], theirs)):
                 held = FeatureRows.of(array, np.sort(rows)).between(0, len(rows))[np.argsort(np.argsort(rows))]
                 tables.append(nearest(held, held, k, without=np.arange(len(held))).rows)
-            found.append((one, other, float(overlap(*tables).mean()), k / (len(mine) - 1)))
-    return len(mine), found
+            shares.append((layer, other_layer, float(overlap(*tables).mean()), k / (len(mine) - 1)))
+    return len(mine), shares

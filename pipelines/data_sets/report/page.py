@@ -95,8 +95,8 @@ def run_report(
     with FeatureReader(out, partial=not described["complete"]) as reader:
         content = _Content(reader, described, dataset, layer, seed, say)
         content.fill(maps)
-        content.told["probes"], notes = probes(out, probe_results)
-        content.told["notes"] += notes
+        content.data["probes"], notes = probes(out, probe_results)
+        content.data["notes"] += notes
         if other is not None:
             say(f"comparing with {other}")
             content.compare_with(out, other)
@@ -117,7 +117,7 @@ class _Content:
     """Content of the page, and the rows that it shows.
 
     Attributes:
-        told: content of the page, written as JSON.
+        data: content of the page, written as JSON.
         wanted: rows that should have thumbnails, most important first.
     """
 
@@ -131,13 +131,13 @@ class _Content:
         self._hashes = reader.column("source_hash")
         self._failed: list[tuple[int, str, str, str]] = reader.failures
         self.wanted: dict[int, None] = {}
-        self.told: dict[str, Any] = {"notes": []}
+        self.data: dict[str, Any] = {"notes": []}
         self._layer = self._layer_to_show(layer)
 
     def _layer_to_show(self, layer: str | None) -> str:
         layers = self._reader.layers
         if layer is None and "embedding" not in layers and len(layers) > 1:
-            self.told["notes"].append(
+            self.data["notes"].append(
                 printable(f"There is no layer `embedding`; images are compared by the last layer, {layers[-1]}.")
             )
             return layers[-1]
@@ -146,7 +146,7 @@ class _Content:
     def fill(self, maps: Sequence[str]) -> None:
         """Fill in everything except thumbnails, probes and comparisons."""
         described = self._described
-        self.told |= {
+        self.data |= {
             "title": printable(Path(described["out"]).resolve().name),
             "version": version("layertap"),
             "written": datetime.now(UTC).isoformat(" ", "seconds"),
@@ -163,7 +163,7 @@ class _Content:
             "stages": stages(self._dataset),
         }
         if not described["complete"]:
-            self.told["notes"].append("The data set is unfinished: this page shows the rows that are done.")
+            self.data["notes"].append("The data set is unfinished: this page shows the rows that are done.")
         self._classes()
         self._failures()
         self._layers()
@@ -174,72 +174,73 @@ class _Content:
         labels, classes = self._reader.labels, self._reader.classes
         counts = np.bincount(labels[labels >= 0], minlength=len(classes))
         good = np.bincount(labels[self._good][labels[self._good] >= 0], minlength=len(classes))
-        self.told["classes"] = [
+        self.data["classes"] = [
             [printable(name)[:_LONGEST], int(count), int(with_features)]
             for name, count, with_features in list(zip(classes, counts, good, strict=True))[:_CLASSES]
         ]
-        self.told["unlabelled"] = int((labels < 0).sum())
+        self.data["unlabelled"] = int((labels < 0).sum())
         if len(classes) > _CLASSES:
-            self.told["notes"].append(f"Only the first {_CLASSES:,} of {len(classes):,} classes are named here.")
+            self.data["notes"].append(f"Only the first {_CLASSES:,} of {len(classes):,} classes are named here.")
 
     def _failures(self) -> None:
         shown = self._failed[:_FAILURES]
         self._want(row for row, *_ in shown[:_SHOWN])
-        self.told["failures"] = [[row, status, printable(reason)] for row, _, status, reason in shown]
+        self.data["failures"] = [[row, status, printable(reason)] for row, _, status, reason in shown]
         self._named = {row: None for row, *_ in shown}
 
     def _layers(self) -> None:
-        told = []
+        layers = []
         for name in self._reader.layers:
             self._say(f"statistics of {name}")
             array = self._reader[name]
-            found, lengths = statistics_of(FeatureRows.of(array, self._good))
+            statistics, lengths = statistics_of(FeatureRows.of(array, self._good))
             counts, edges = np.histogram(lengths, _BINS) if len(lengths) else (np.empty(0, int), np.empty(0))
             percent = np.percentile(lengths, (0, 50, 100)).tolist() if len(lengths) else [math.nan] * 3
-            never = (found.low == 0) & (found.high == 0)
-            told.append({
+            never = (statistics.low == 0) & (statistics.high == 0)
+            layers.append({
                 "name": printable(name), "shape": list(array.shape[1:]), "dtype": str(array.dtype),
                 "from": printable(" ".join(array.attributes.get(key, "") for key in ("layer", "pooling"))),
-                "mean": found.mean, "std": found.std, "least": found.min, "largest": found.max, "zeros": found.zeros,
-                "dead": int(never.sum()), "constant": len(found.dead), "width": math.prod(array.shape[1:]),
+                "mean": statistics.mean, "std": statistics.std, "least": statistics.min, "largest": statistics.max,
+                "zeros": statistics.zeros,
+                "dead": int(never.sum()), "constant": len(statistics.dead), "width": math.prod(array.shape[1:]),
                 "lengths": percent, "counts": counts.tolist(), "edges": edges.tolist(),
             })  # fmt: skip
-        self.told["layers"] = told
+        self.data["layers"] = layers
 
     def _map(self, maps: Sequence[str]) -> None:
         if not len(self._good):
             return
         array, random = self._reader[self._layer], np.random.default_rng(self._seed)
         drawn = random.permutation(self._good)
-        points, of_axes = drawn[:_POINTS], np.sort(drawn[:_PRINCIPAL_ROWS])
-        ways = []
-        for way in maps:
-            self._say(f"map by {way}")
-            here = points if way == "pca" else points[:_MANIFOLD_POINTS]
+        points, axes_rows = drawn[:_POINTS], np.sort(drawn[:_PRINCIPAL_ROWS])
+        plots = []
+        for method in maps:
+            self._say(f"map by {method}")
+            here = points if method == "pca" else points[:_MANIFOLD_POINTS]
             order = np.argsort(here)
             rows = FeatureRows.of(array, here[order])
-            if way == "pca":
-                found = principal(FeatureRows.of(array, of_axes), 2, self._seed)
+            if method == "pca":
+                projection = principal(FeatureRows.of(array, axes_rows), 2, self._seed)
                 places = np.zeros((len(here), 2), np.float32)
-                places[:, : len(found.axes)] = found.project(rows)
-                shares = " and ".join(f"{100 * share:.1f} %" for share in found.shares.tolist())
-                note = f"The first two principal axes, which explain {shares} of the variance of {found.rows:,} rows."
+                places[:, : len(projection.axes)] = projection.project(rows)
+                shares = " and ".join(f"{100 * share:.1f} %" for share in projection.shares.tolist())
+                note = f"The first two principal axes explain {shares} of the variance of {projection.rows:,} rows."
                 name = "PCA"
             else:
-                places = (tsne if way == "tsne" else umap)(rows, self._seed)
-                name = {"tsne": "t-SNE", "umap": "UMAP"}[way]
+                places = (tsne if method == "tsne" else umap)(rows, self._seed)
+                name = {"tsne": "t-SNE", "umap": "UMAP"}[method]
                 note = f"{name} by cosine. Nearby points are similar; distances between groups mean little."
             back = np.empty_like(order)
             back[order] = np.arange(len(order))
-            ways.append({"name": name, "note": note, "x": _short(places[back, 0]), "y": _short(places[back, 1])})
-        self.told["map"] = {"ways": ways, "rows": points.tolist(), "of": len(self._good)}
+            plots.append({"name": name, "note": note, "x": _short(places[back, 0]), "y": _short(places[back, 1])})
+        self.data["map"] = {"ways": plots, "rows": points.tolist(), "of": len(self._good)}
 
     def _alike(self) -> None:
         groups = copies(self._hashes, self._good)
         labels, splits = self._reader.labels, self._reader.splits
         for group in groups[:_SHOWN]:
             self._want(group[:1])
-        self.told["copies"] = {
+        self.data["copies"] = {
             "groups": [
                 {
                     "rows": group[:_OF_A_GROUP],
@@ -257,36 +258,36 @@ class _Content:
             return
         self._say(f"searching neighbours by {self._layer}")
         array = self._reader[self._layer]
-        found = alike(array, self._hashes, self._good, self._seed)
-        pairs, means = found.pairs(), found.means
+        neighbours = alike(array, self._hashes, self._good, self._seed)
+        pairs, means = neighbours.pairs(), neighbours.means
         random = np.random.default_rng(self._seed)
-        chosen = np.sort(random.permutation(found.queries)[:_QUERIES])
-        near = neighbours_of(array, chosen, found.among)
+        chosen = np.sort(random.permutation(neighbours.queries)[:_QUERIES])
+        near = neighbours_of(array, chosen, neighbours.among)
         queries = [
             {"row": row, "hits": [[int(hit), round(cosine, 4)] for hit, cosine in hits if hit >= 0]}
             for row, hits in zip(chosen.tolist(), np.stack([near.rows, near.cosines], 2).tolist(), strict=True)
         ]
         outliers = [place for place in np.argsort(means, kind="stable").tolist() if math.isfinite(means[place])]
-        outliers = outliers[:_SHOWN] if len(found.among) > K else []
-        first = found.near.cosines[:, 0] if found.near.cosines.size else np.empty(0)
+        outliers = outliers[:_SHOWN] if len(neighbours.among) > K else []
+        first = neighbours.near.cosines[:, 0] if neighbours.near.cosines.size else np.empty(0)
         counts, edges = np.histogram(first[np.isfinite(first)], _BINS)
-        self.told["alike"] = {
+        self.data["alike"] = {
             "k": K,
-            "among": len(found.among),
-            "queries": len(found.queries),
+            "among": len(neighbours.among),
+            "queries": len(neighbours.queries),
             "threshold": ALIKE,
-            "pairs": [[one, other, round(cosine, 6)] for one, other, cosine in pairs[:_SHOWN]],
+            "pairs": [[row, other_row, round(cosine, 6)] for row, other_row, cosine in pairs[:_SHOWN]],
             "n_pairs": len(pairs),
-            "outliers": [[int(found.queries[place]), round(float(means[place]), 4)] for place in outliers],
+            "outliers": [[int(neighbours.queries[place]), round(float(means[place]), 4)] for place in outliers],
             "gallery": queries,
             "counts": counts.tolist(),
             "edges": _short(edges),
-            **self._same_class(found.queries, found.near.rows),
+            **self._same_class(neighbours.queries, neighbours.near.rows),
         }
         for query in queries:
             self._want([query["row"], *(hit for hit, _ in query["hits"])])
         self._want(row for pair in pairs[:_SHOWN] for row in pair[:2])
-        self._want(row for row, _ in self.told["alike"]["outliers"])
+        self._want(row for row, _ in self.data["alike"]["outliers"])
 
     def _same_class(self, queries: NDArray[np.int64], near: NDArray[np.int64]) -> dict[str, float]:
         """Return the share of neighbours with the class of their query, and the share expected by chance."""
@@ -302,25 +303,28 @@ class _Content:
 
     def compare_with(self, out: Path, other: Path) -> None:
         """Fill in the differences between two data sets."""
-        found = comparison_as_json(compare(out, other))
+        comparison = comparison_as_json(compare(out, other))
         with FeatureReader(other, partial=True) as reader:
             layers = [(name, name) for name in self._reader.layers if name in reader.layers]
             pair = self._layer, "embedding" if "embedding" in reader.layers else reader.layers[-1]
             if pair not in layers:
                 layers.append(pair)
             count, shares = shared_neighbours(self._reader, reader, layers, self._seed)
-        self.told["other"] = {
+        self.data["other"] = {
             "name": printable(str(other)),
-            "changes": [[printable(str(one)) for one in (what, *both)] for what, both in found["changes"].items()],
-            "images": found["images"],
+            "changes": [
+                [printable(str(text)) for text in (setting, *values)]
+                for setting, values in comparison["changes"].items()
+            ],
+            "images": comparison["images"],
             "features": [
                 {"name": printable(name), **{key: printable(value) if isinstance(value, str) else value
-                                             for key, value in one.items()}}
-                for name, one in found["features"].items()
+                                             for key, value in similarity.items()}}
+                for name, similarity in comparison["features"].items()
             ],
             "neighbours": [
-                [printable(one if one == theirs else f"{one} | {theirs}"), share, chance]
-                for one, theirs, share, chance in shares
+                [printable(layer if layer == other_layer else f"{layer} | {other_layer}"), share, chance]
+                for layer, other_layer, share, chance in shares
             ],
             "compared": count,
             "k": K,
@@ -336,21 +340,21 @@ class _Content:
 
     def page(self, root: str, thumbnails: int) -> bytes:
         """Return the HTML file; thumbnails of images in `root` take the room that is left."""
-        points = self.told.get("map", {}).get("rows", [])
+        points = self.data.get("map", {}).get("rows", [])
         self._name(self.wanted)
         self._name(points)
         paths, labels, splits, numbers = (
             self._reader.paths, self._reader.labels, self._reader.splits, self._reader.rows,
         )  # fmt: skip
-        self.told["rows"] = {
+        self.data["rows"] = {
             str(row): [_shortened(printable(paths[row])), int(labels[row]), printable(splits[row]), int(numbers[row])]
             for row in self._named
         }
         self._want(points)
-        rest = len(_assembled(self.told))
-        found, about = self._thumbnails(root, thumbnails, PAGE_BYTES - rest - 100_000)
-        self.told |= {"thumbnails": found, "about_thumbnails": about}
-        return _assembled(self.told)
+        size = len(_assembled(self.data))
+        data_urls, about = self._thumbnails(root, thumbnails, PAGE_BYTES - size - 100_000)
+        self.data |= {"thumbnails": data_urls, "about_thumbnails": about}
+        return _assembled(self.data)
 
     def _thumbnails(self, root: str, most: int, room: int) -> tuple[dict[str, str], str]:
         """Return row -> data URL, for as many rows as there is room for, and a note about them."""
@@ -363,7 +367,7 @@ class _Content:
         if pictures.why_not:
             return {}, printable(f"No thumbnails: {pictures.why_not}")
         failed = {row for row, *_ in self._failed}
-        found: dict[str, str] = {}
+        data_urls: dict[str, str] = {}
         missing: Counter[str] = Counter()
         for row in rows[:most]:
             picture, why = (pictures.part_of(row), "") if row in failed else pictures.picture(row, _SIDE_PX)
@@ -375,14 +379,14 @@ class _Content:
             room -= len(text) + 16
             if room < 0:
                 break
-            found[str(row)] = text
-        shown = sum(int(row) not in failed for row in found)
+            data_urls[str(row)] = text
+        shown = sum(int(row) not in failed for row in data_urls)
         about = f"{shown:,} of {len(self._good):,} images have a thumbnail on this page: the images in its lists, "
         about += "and as many randomly drawn points of the map as fit."
         if missing:
             why, count = missing.most_common(1)[0]
             about += f" {sum(missing.values()):,} have none because their picture is not available ({why}: {count:,})."
-        return found, printable(about if shown < len(self._good) else "")
+        return data_urls, printable(about if shown < len(self._good) else "")
 
 
 def _shortened(path: str) -> str:
@@ -403,7 +407,7 @@ def _thumbnail(picture: Image.Image) -> str:
     return "data:image/webp;base64," + base64.b64encode(data.getvalue()).decode()
 
 
-def _assembled(told: dict[str, Any]) -> bytes:
+def _assembled(data: dict[str, Any]) -> bytes:
     """Return the page with this content."""
     from plotly.offline import get_plotlyjs
 
@@ -411,7 +415,7 @@ def _assembled(told: dict[str, Any]) -> bytes:
     page, style, script = ((here / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js"))
     scripts = {"PLOTLY": get_plotlyjs(), "SCRIPT": script}
     hashes = " ".join(f"'sha256-{_sha256(text)}'" for text in scripts.values())
-    parts = {**scripts, "STYLE": style, "HASHES": hashes, "DATA": _as_data(told)}
+    parts = {**scripts, "STYLE": style, "HASHES": hashes, "DATA": _as_data(data)}
     return _HEADER + b"".join(_filled(page, parts))
 
 
@@ -425,9 +429,9 @@ def _sha256(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
-def _as_data(told: dict[str, Any]) -> str:
+def _as_data(data: dict[str, Any]) -> str:
     """Return JSON that is safe inside a <script> element: it cannot end the element or start a comment or an entity."""
-    text = json.dumps(_finite(told), separators=(",", ":"), allow_nan=False)
+    text = json.dumps(_finite(data), separators=(",", ":"), allow_nan=False)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
