@@ -17,44 +17,44 @@ from pipelines.terminal.options import config_file, given, json_flag, option, pr
 
 __all__ = ["bench", "embed", "plan", "slurm"]
 
-_of_embed = partial(option, model=EmbedConfig)
+_embed_option = partial(option, model=EmbedConfig)
 
 
 @click.command()
 @click.argument("images", required=False)
-@_of_embed("-b", "--backbone")
-@_of_embed("-l", "--layers", multiple=True, metavar="LAYER[:POOLING]")
-@_of_embed("-o", "--out")
-@_of_embed("--weights")
-@_of_embed("--allow-missing-head/--no-allow-missing-head")
-@_of_embed("--size", metavar="PX|HxW")
-@_of_embed("--crop", metavar="PX|HxW")
-@_of_embed("--interpolation")
-@_of_embed("--mean", metavar="R,G,B")
-@_of_embed("--std", metavar="R,G,B")
-@_of_embed("--batch-size", type=int)
-@_of_embed("--workers", type=int)
-@_of_embed("--decode", type=click.Choice(["exact", "fast"]))
-@_of_embed("--device")
-@_of_embed("--dtype", type=click.Choice(["float32", "float16"]))
-@_of_embed("--precision", type=click.Choice(["float32", "bfloat16", "float16"]))
-@_of_embed("--compile", type=click.Choice(["auto", "on", "off", "inductor", "openvino"]))
-@_of_embed("--fast/--no-fast")
-@_of_embed("--min-cosine", type=float)
-@_of_embed("--limit", type=int)
-@_of_embed("--max-pixels", type=int)
-@_of_embed("--seed", type=int)
-@_of_embed("--shard-rows", type=int)
-@_of_embed("--compress", type=click.Choice(["gzip", "lzf", "blosc2"]))
-@_of_embed("--sync-s", type=float)
-@_of_embed("--retry-failed/--no-retry-failed")
-@_of_embed("--strict/--no-strict")
-@_of_embed("--engine", type=click.Choice(["processes", "ray"]))
-@_of_embed("--workers-per-gpu", type=int)
-@_of_embed("--cpus-per-worker", type=int)
-@_of_embed("--address")
-@_of_embed("--shards-of", metavar="I/N")
-@_of_embed("--scratch", type=click.Path(path_type=Path))
+@_embed_option("-b", "--backbone")
+@_embed_option("-l", "--layers", multiple=True, metavar="LAYER[:POOLING]")
+@_embed_option("-o", "--out")
+@_embed_option("--weights")
+@_embed_option("--allow-missing-head/--no-allow-missing-head")
+@_embed_option("--size", metavar="PX|HxW")
+@_embed_option("--crop", metavar="PX|HxW")
+@_embed_option("--interpolation")
+@_embed_option("--mean", metavar="R,G,B")
+@_embed_option("--std", metavar="R,G,B")
+@_embed_option("--batch-size", type=int)
+@_embed_option("--workers", type=int)
+@_embed_option("--decode", type=click.Choice(["exact", "fast"]))
+@_embed_option("--device")
+@_embed_option("--dtype", type=click.Choice(["float32", "float16"]))
+@_embed_option("--precision", type=click.Choice(["float32", "bfloat16", "float16"]))
+@_embed_option("--compile", type=click.Choice(["auto", "on", "off", "inductor", "openvino"]))
+@_embed_option("--fast/--no-fast")
+@_embed_option("--min-cosine", type=float)
+@_embed_option("--limit", type=int)
+@_embed_option("--max-pixels", type=int)
+@_embed_option("--seed", type=int)
+@_embed_option("--shard-rows", type=int)
+@_embed_option("--compress", type=click.Choice(["gzip", "lzf", "blosc2"]))
+@_embed_option("--sync-s", type=float)
+@_embed_option("--retry-failed/--no-retry-failed")
+@_embed_option("--strict/--no-strict")
+@_embed_option("--engine", type=click.Choice(["processes", "ray"]))
+@_embed_option("--workers-per-gpu", type=int)
+@_embed_option("--cpus-per-worker", type=int)
+@_embed_option("--address")
+@_embed_option("--shards-of", metavar="I/N")
+@_embed_option("--scratch", type=click.Path(path_type=Path))
 @config_file
 @json_flag
 @click.pass_context
@@ -77,9 +77,9 @@ def embed(ctx: click.Context, /, config: Path | None, as_json: bool, **flags: An
         from pipelines.embed.cluster.driver import as_json as shared_as_json
         from pipelines.embed.cluster.driver import embed_shared, exit_code, print_shared
 
-        made = embed_shared(resolved)
-        print_result(made, as_json, shared_as_json, print_shared)
-        ctx.exit(exit_code(made))
+        run = embed_shared(resolved)
+        print_result(run, as_json, shared_as_json, print_shared)
+        ctx.exit(exit_code(run))
     from pipelines.embed.job import embed, print_summary, summary_as_json
 
     outcome = embed(resolved)
@@ -148,10 +148,10 @@ def slurm(config: Path, **settings: Any) -> None:
 
 @click.command()
 @click.argument("images", required=False)
-@_of_embed("-b", "--backbone")
-@_of_embed("-l", "--layers", multiple=True, metavar="LAYER[:POOLING]")
-@_of_embed("--weights")
-@_of_embed("--device")
+@_embed_option("-b", "--backbone")
+@_embed_option("-l", "--layers", multiple=True, metavar="LAYER[:POOLING]")
+@_embed_option("--weights")
+@_embed_option("--device")
 @click.option("--thorough", is_flag=True, help="Also measure options that are rarely the fastest and slow to compile.")
 @json_flag
 def bench(images: str | None, thorough: bool, as_json: bool, **flags: Any) -> None:
@@ -167,7 +167,7 @@ def bench(images: str | None, thorough: bool, as_json: bool, **flags: Any) -> No
     from pipelines.embed.bench import bench as measure
     from pipelines.embed.bench import print_bench
 
-    found = measure(
+    result = measure(
         images, thorough=thorough, say=lambda text: click.echo(f"measuring {text} ...", err=True), **given(flags)
     )
-    print_result(found, as_json, bench_as_json, print_bench)
+    print_result(result, as_json, bench_as_json, print_bench)

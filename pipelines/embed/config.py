@@ -55,12 +55,12 @@ class FeaturesConfig(BackboneConfig):
 
     @field_validator("compile", mode="before")
     @classmethod
-    def _not_a_truth(cls, value: Any) -> Any:
+    def _read_yaml_boolean(cls, value: Any) -> Any:
         return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value  # YAML's on and off
 
     @field_validator("layers", mode="before")
     @classmethod
-    def _one_layer(cls, value: Any) -> Any:
+    def _to_list(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
 
     def settings(self, **changes: Any) -> ExtractionSettings:
@@ -106,13 +106,13 @@ class EmbedConfig(FeaturesConfig):
 
     @field_validator("shards_of", mode="before")
     @classmethod
-    def _a_part(cls, value: Any) -> Any:
+    def _parse_share(cls, value: Any) -> Any:
         if value is None:
             return None
-        found = re.fullmatch(r"(\d{1,7})/(\d{1,7})", str(value), re.ASCII)
-        if not found or int(found[1]) >= int(found[2]):
+        match = re.fullmatch(r"(\d{1,7})/(\d{1,7})", str(value), re.ASCII)
+        if not match or int(match[1]) >= int(match[2]):
             raise ValueError("expected I/N with I from 0 to N - 1, such as 0/8")
-        return found[0]
+        return match[0]
 
     @property
     def place(self) -> str:
@@ -127,11 +127,11 @@ class EmbedConfig(FeaturesConfig):
     @property
     def is_shared(self) -> bool:
         """Whether shards are built elsewhere and then published: by several workers, or for a bucket."""
-        several = self.engine or self.shards_of or self.device == "all" or "," in self.device
-        return bool(several) or is_url(self.place)
+        several_workers = self.engine or self.shards_of or self.device == "all" or "," in self.device
+        return bool(several_workers) or is_url(self.place)
 
     @model_validator(mode="after")
-    def _of_several_workers(self) -> Self:
+    def _check_single_process(self) -> Self:
         if self.is_shared and (self.fast or self.retry_failed):
             flag = "--fast" if self.fast else "--retry-failed"
             remedy = "`layertap bench` recommends the fastest flags" if self.fast else "run it later in one process"

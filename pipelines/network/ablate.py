@@ -27,31 +27,31 @@ from pipelines.terminal.output_paths import PICTURES, check_file
 from pipelines.terminal.progress import Progress
 from pipelines.terminal.tables import print_aligned, table_file
 
-__all__ = ["Ablated", "ablate", "as_json", "edit_named", "print_ablated"]
+__all__ = ["AblationResult", "ablate", "as_json", "edit_named", "print_ablated"]
 
 _EDITS: dict[str, Callable[[float], Edit]] = {"noise": edits.noise, "scale": edits.scale, "prune": edits.prune}
 
 
 @dataclass(frozen=True)
-class Ablated:
+class AblationResult:
     """Result of the job.
 
     Attributes:
-        found: all effects.
+        ablation: all effects.
         backbone: spec of the backbone.
         edit: the edit, as given.
         labels: source of the true classes; empty if they are unknown.
         written: files.
     """
 
-    found: Ablation
+    ablation: Ablation
     backbone: str
     edit: str
     labels: str
     written: list[Path]
 
 
-def ablate(config: AblateConfig) -> Ablated:
+def ablate(config: AblateConfig) -> AblationResult:
     """Run the job and print progress on stderr."""
     if config.layers is None:
         raise InputError("no layer named; expected -l LAYER, or a glob such as -l 'blocks.*'")
@@ -82,8 +82,8 @@ def ablate(config: AblateConfig) -> Ablated:
             backbone, batches(), layers, edit, channels=channels,
             on_forward=lambda images: progress.advance(images, False),
         )  # fmt: skip
-    sample.tell_failures()
-    ablated = Ablated(found, backbone.spec, config.edit, targets.source if targets else "", [])
+    sample.print_failures()
+    ablated = AblationResult(found, backbone.spec, config.edit, targets.source if targets else "", [])
     if config.csv is not None:
         _write_csv(link_target(config.csv), found)
         ablated.written.append(config.csv)
@@ -138,9 +138,9 @@ def _channels(config: AblateConfig, backbone: Backbone, layers: Sequence[str]) -
         raise InputError(f"channels {config.channels!r}: expected numbers such as 0,3,17, or all") from None
 
 
-def as_json(ablated: Ablated) -> dict[str, Any]:
+def as_json(ablated: AblationResult) -> dict[str, Any]:
     """Return the result as JSON-compatible data; missing numbers become None."""
-    found = ablated.found
+    found = ablated.ablation
     return {
         "backbone": ablated.backbone,
         "edit": ablated.edit,
@@ -173,9 +173,9 @@ def _write_csv(path: Path, found: Ablation) -> None:
             write([one.layer, channel, *("" if math.isnan(number) else f"{number:.6g}" for number in numbers)])
 
 
-def print_ablated(ablated: Ablated, echo: Callable[[str], None]) -> None:
+def print_ablated(ablated: AblationResult, echo: Callable[[str], None]) -> None:
     """Print the result as a table."""
-    found = ablated.found
+    found = ablated.ablation
     echo(f"{ablated.backbone} on {found.images:,} images, edit {ablated.edit}")
     if found.targets:
         labelled = f" of {found.targets:,} labelled images" if found.targets < found.images else ""

@@ -17,35 +17,35 @@ from pipelines.terminal.options import given, json_flag, option, print_result
 __all__ = ["ablate", "backbones", "draw", "inspect", "layers"]
 
 
-def _looking(command: Callable[..., Any], model: type[LookConfig] = LookConfig) -> Callable[..., Any]:
+def _with_sample_options(command: Callable[..., Any], model: type[LookConfig] = LookConfig) -> Callable[..., Any]:
     """Add the arguments and options that `inspect`, `draw` and `ablate` share."""
-    of_look = partial(option, model=model)
+    look_option = partial(option, model=model)
     options = [
         click.argument("backbone"),
         click.argument("images"),
-        of_look("-l", "--layers", multiple=True, metavar="LAYER"),
-        of_look("--sample", metavar="N|all"),
-        of_look("--weights"),
-        of_look("--allow-missing-head/--no-allow-missing-head"),
-        of_look("--batch-size", type=int),
-        of_look("--workers", type=int),
-        of_look("--device"),
-        of_look("--seed", type=int),
+        look_option("-l", "--layers", multiple=True, metavar="LAYER"),
+        look_option("--sample", metavar="N|all"),
+        look_option("--weights"),
+        look_option("--allow-missing-head/--no-allow-missing-head"),
+        look_option("--batch-size", type=int),
+        look_option("--workers", type=int),
+        look_option("--device"),
+        look_option("--seed", type=int),
     ]
     return reduce(lambda decorated, one: one(decorated), reversed(options), command)
 
 
-_of_inspect = partial(option, model=InspectConfig)
+_inspect_option = partial(option, model=InspectConfig)
 
 
 @click.command()
-@_looking
-@_of_inspect("--grad/--no-grad")
-@_of_inspect("--loss", metavar="cross_entropy|FILE.py:FUNCTION")
-@_of_inspect("--labels", metavar="FILE[:COLUMN]")
-@_of_inspect("--csv", type=click.Path(path_type=Path), metavar="FILE")
-@_of_inspect("--pictures", type=click.Path(path_type=Path), metavar="FOLDER")
-@_of_inspect("--format", type=click.Choice(["png", "svg", "pdf"]))
+@_with_sample_options
+@_inspect_option("--grad/--no-grad")
+@_inspect_option("--loss", metavar="cross_entropy|FILE.py:FUNCTION")
+@_inspect_option("--labels", metavar="FILE[:COLUMN]")
+@_inspect_option("--csv", type=click.Path(path_type=Path), metavar="FILE")
+@_inspect_option("--pictures", type=click.Path(path_type=Path), metavar="FOLDER")
+@_inspect_option("--format", type=click.Choice(["png", "svg", "pdf"]))
 @json_flag
 def inspect(as_json: bool, **flags: Any) -> None:
     """Inspect what the layers of BACKBONE do on IMAGES: print findings in words, then a table.
@@ -70,7 +70,7 @@ def inspect(as_json: bool, **flags: Any) -> None:
         click.echo("written: " + ", ".join(map(str, inspected.written)))
 
 
-_of_draw = partial(option, model=DrawConfig)
+_draw_option = partial(option, model=DrawConfig)
 
 
 @click.command()
@@ -78,11 +78,11 @@ _of_draw = partial(option, model=DrawConfig)
     "kind",
     type=click.Choice(["maps", "channels", "top", "filters", "attention", "rollout", "gradcam", "tokens"]),
 )
-@partial(_looking, model=DrawConfig)
-@_of_draw("--channels", metavar="0,3,17")
-@_of_draw("--target", type=int, metavar="CLASS")
-@_of_draw("-o", "--out", type=click.Path(path_type=Path), metavar="FOLDER")
-@_of_draw("--format", type=click.Choice(["png", "svg", "pdf"]))
+@partial(_with_sample_options, model=DrawConfig)
+@_draw_option("--channels", metavar="0,3,17")
+@_draw_option("--target", type=int, metavar="CLASS")
+@_draw_option("-o", "--out", type=click.Path(path_type=Path), metavar="FOLDER")
+@_draw_option("--format", type=click.Choice(["png", "svg", "pdf"]))
 def draw(kind: str, **flags: Any) -> None:
     """Draw what BACKBONE sees in IMAGES: one figure per layer.
 
@@ -108,16 +108,16 @@ def draw(kind: str, **flags: Any) -> None:
         click.echo(path)
 
 
-_of_ablate = partial(option, model=AblateConfig)
+_ablate_option = partial(option, model=AblateConfig)
 
 
 @click.command()
-@partial(_looking, model=AblateConfig)
-@_of_ablate("--edit", metavar="EDIT")
-@_of_ablate("--channels", metavar="0,3,17|all")
-@_of_ablate("--labels", metavar="FILE[:COLUMN]")
-@_of_ablate("--csv", type=click.Path(path_type=Path), metavar="FILE")
-@_of_ablate("--picture", type=click.Path(path_type=Path), metavar="FILE")
+@partial(_with_sample_options, model=AblateConfig)
+@_ablate_option("--edit", metavar="EDIT")
+@_ablate_option("--channels", metavar="0,3,17|all")
+@_ablate_option("--labels", metavar="FILE[:COLUMN]")
+@_ablate_option("--csv", type=click.Path(path_type=Path), metavar="FILE")
+@_ablate_option("--picture", type=click.Path(path_type=Path), metavar="FILE")
 @json_flag
 def ablate(as_json: bool, **flags: Any) -> None:
     """Measure the effect of removing or changing a layer of BACKBONE on IMAGES, by layer or by channel.

@@ -22,7 +22,7 @@ class LookConfig(BackboneConfig):
 
     @field_validator("sample", mode="before")
     @classmethod
-    def _a_number_or_all(cls, value: Any) -> Any:
+    def _parse_sample(cls, value: Any) -> Any:
         if value == "all":
             return None
         if not re.fullmatch(r"[1-9]\d*", str(value), re.ASCII):
@@ -46,7 +46,7 @@ class InspectConfig(LookConfig):
     format: Literal["png", "svg", "pdf"] = Field("png", description="Format of the figures.")
 
     @model_validator(mode="after")
-    def _of_gradients(self) -> Self:
+    def _check_gradient_options(self) -> Self:
         if not self.grad and {"loss", "labels"} & self.model_fields_set:
             raise ValueError("--loss and --labels need --grad")
         return self
@@ -82,5 +82,5 @@ class DrawConfig(LookConfig):
 
     @field_validator("channels", mode="before")
     @classmethod
-    def _several_numbers(cls, value: Any) -> Any:
+    def _split_channels(cls, value: Any) -> Any:
         return value.split(",") if isinstance(value, str) else value

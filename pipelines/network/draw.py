@@ -38,8 +38,8 @@ from pipelines.terminal.output_paths import check_folder
 
 __all__ = ["KINDS", "draw"]
 
-_SAMPLED = 256  # default number of images for kinds in `_OF_MANY`
-_TOP = 8  # images per channel, and channels
+_SAMPLED = 256  # default number of images for kinds in `_MANY_IMAGE_KINDS`
+_TOP_COUNT = 8  # images per channel, and channels
 _MOST_IMAGES = 64  # in a figure that shows every image
 _MOST_TILES = 600
 
@@ -50,20 +50,20 @@ def draw(kind: str, config: DrawConfig) -> list[Path]:
     if kind == "rollout" and config.layers is not None:
         raise InputError("rollout covers all layers; leave out -l")
     backbone = backbone_of(config)
-    if kind in _OF_MANY and "sample" not in config.model_fields_set:
+    if kind in _MANY_IMAGE_KINDS and "sample" not in config.model_fields_set:
         config = config.model_copy(update={"sample": _SAMPLED})
     sample = sample_of(config, backbone)
-    if kind not in _OF_MANY and len(sample.rows) > _MOST_IMAGES:
+    if kind not in _MANY_IMAGE_KINDS and len(sample.rows) > _MOST_IMAGES:
         raise InputError(f"{len(sample.rows)} images do not fit into one figure; use --sample {_MOST_IMAGES} or less")
     written = []
     for name, figure in KINDS[kind](config, backbone, sample):
         plain = re.sub(r"[^\w.-]+", "_", f"{kind}-{name}" if name else kind)
         written.append(save_figure(figure, config.out / f"{plain}.{config.format}"))
-    sample.tell_failures()
+    sample.print_failures()
     return written
 
 
-Drawn = Iterator[tuple[str, Figure]]  # layer, figure
+Figures = Iterator[tuple[str, Figure]]  # layer, figure
 
 
 def _layers(config: DrawConfig, backbone: Backbone, suits: Callable[[Feature], bool], *, last: bool) -> list[Choice]:
@@ -144,7 +144,7 @@ def _checked_channels(config: DrawConfig, count: int) -> list[int] | None:
     return config.channels
 
 
-def _feature_maps(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
+def _feature_maps(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
     for choice in _layers(config, backbone, _has_positions, last=False):
         maps, pixels, names = _all_maps(backbone, sample, choice)
         chosen = _checked_channels(config, maps.shape[-1])
@@ -158,7 +158,7 @@ def _feature_maps(config: DrawConfig, backbone: Backbone, sample: Sample) -> Dra
         yield layer, draw_figures.feature_maps(maps[..., chosen].float().numpy(), chosen, pixels, names, layer)
 
 
-def _tokens(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
+def _tokens(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
     for choice in _layers(config, backbone, _has_positions, last=True):
         maps, pixels, names = _all_maps(backbone, sample, choice)
         layer = choice.features[0].name
@@ -166,7 +166,7 @@ def _tokens(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
         yield layer, draw_figures.side_by_side(pixels, principal_colours(maps), names, title)
 
 
-def _channels(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
+def _channels(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
     for choice in _layers(config, backbone, _has_positions, last=True):
         means, names = [], []
         for maps, _, rows in _maps(backbone, sample, choice):
@@ -178,7 +178,7 @@ def _channels(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
         yield layer, draw_figures.channels_by_image(found[:, chosen], chosen, names, layer)
 
 
-def _top(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
+def _top(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
     for choice in _layers(config, backbone, _has_positions, last=True):
         peaks, rows = [], []
         for maps, _, here in _maps(backbone, sample, choice):
@@ -188,8 +188,8 @@ def _top(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
         chosen = _checked_channels(config, found.shape[1])
         if chosen is None:
             spread = (found.max(0) - found.mean(0)) / (found.std(0) + 1e-12)
-            chosen = np.sort(np.argsort(-np.where(found.std(0) > 0, spread, 0), kind="stable")[:_TOP]).tolist()
-        best = {c: [rows[i] for i in np.argsort(-found[:, c], kind="stable")[:_TOP]] for c in chosen}
+            chosen = np.sort(np.argsort(-np.where(found.std(0) > 0, spread, 0), kind="stable")[:_TOP_COUNT]).tolist()
+        best = {c: [rows[i] for i in np.argsort(-found[:, c], kind="stable")[:_TOP_COUNT]] for c in chosen}
         wanted = sorted({row for some in best.values() for row in some})
         few = dataclasses.replace(sample, rows=wanted, seen=[])
         shown: dict[int, tuple[NDArray[np.float32], NDArray[np.uint8]]] = {}
@@ -200,7 +200,7 @@ def _top(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
         yield layer, draw_figures.top_images(best, shown, layer, len(rows))
 
 
-def _filters(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
+def _filters(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
     named = named_layers(backbone.model)
     wanted = match_layers(named, config.layers, backbone.spec) if config.layers is not None else [
         name for name, module in named.items() if isinstance(module, nn.Conv2d)
@@ -233,7 +233,7 @@ def _as_map(values: Tensor, backbone: Backbone) -> Tensor:
     return maps.permute(0, 3, 1, 2)
 
 
-def _attention(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
+def _attention(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
     names = None if config.layers is None else match_layers(named_layers(backbone.model), config.layers, backbone.spec)
     source = "the class token" if backbone.class_token else "all patches"
     wanted: list[str | None] = [None] if names is None else [*names]
@@ -248,7 +248,7 @@ def _attention(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
         yield layer or "", draw_figures.attention(np.concatenate(heads), np.concatenate(pixels), shown, title)
 
 
-def _rollout(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
+def _rollout(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
     maps, pixels = [], []
     for batch in sample.batches():
         rolled = torch.from_numpy(rollout(attentions(backbone, batch.inputs)))[:, None]
@@ -260,7 +260,7 @@ def _rollout(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
     yield "", draw_figures.overlays(np.concatenate(maps), np.concatenate(pixels), names, title)
 
 
-def _gradcam(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
+def _gradcam(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
     for layer in _gradcam_layers(config, backbone):
         maps, pixels, captions = [], [], []
         for batch in sample.batches():
@@ -288,7 +288,7 @@ def _gradcam_layers(config: DrawConfig, backbone: Backbone) -> Sequence[str]:
     raise InputError(f"no layer of {backbone.spec} gives maps or patches on which class scores depend")
 
 
-KINDS: dict[str, Callable[[DrawConfig, Backbone, Sample], Drawn]] = {
+KINDS: dict[str, Callable[[DrawConfig, Backbone, Sample], Figures]] = {
     "maps": _feature_maps,
     "channels": _channels,
     "top": _top,
@@ -298,4 +298,4 @@ KINDS: dict[str, Callable[[DrawConfig, Backbone, Sample], Drawn]] = {
     "gradcam": _gradcam,
     "tokens": _tokens,
 }
-_OF_MANY = {"channels", "top"}
+_MANY_IMAGE_KINDS = {"channels", "top"}

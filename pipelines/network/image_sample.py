@@ -20,10 +20,10 @@ from extract.row_status import Status
 from pipelines.network.config import LookConfig
 from pipelines.terminal.text_output import SHOWN, printable
 
-__all__ = ["Sample", "Seen", "evenly", "sample_of"]
+__all__ = ["Sample", "SampleBatch", "evenly", "sample_of"]
 
 
-class Seen(NamedTuple):
+class SampleBatch(NamedTuple):
     """A batch of images that could be decoded.
 
     Attributes:
@@ -61,7 +61,7 @@ class Sample:
     seen: list[int] = field(default_factory=list)
     failed: dict[int, str] = field(default_factory=dict)
 
-    def batches(self) -> Iterator[Seen]:
+    def batches(self) -> Iterator[SampleBatch]:
         """Yield the batches; the next batch is decoded while the current batch is in use.
 
         Raises:
@@ -83,7 +83,7 @@ class Sample:
                 self.failed |= batch.reasons
                 if len(good):
                     inputs = preprocessing.to_input(batch.images.to(self.backbone.device))
-                    yield Seen(inputs, good, _pixels(batch.images, self.backbone))
+                    yield SampleBatch(inputs, good, _pixels(batch.images, self.backbone))
         if not self.seen:
             row, reason = next(iter(self.failed.items()))
             raise InputError(f"none of the images can be decoded; {printable(self.images.paths[row])}: {reason}")
@@ -92,7 +92,7 @@ class Sample:
         """Return the path of an image by its position among the decoded images."""
         return printable(self.images.paths[self.seen[position]])
 
-    def tell_failures(self) -> None:
+    def print_failures(self) -> None:
         """Print the images that could not be decoded on stderr."""
         for row, reason in list(self.failed.items())[:SHOWN]:
             click.echo(f"left out: {printable(self.images.paths[row])}: {reason}", err=True)

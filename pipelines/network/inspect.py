@@ -31,13 +31,13 @@ from pipelines.terminal.progress import Progress
 from pipelines.terminal.tables import print_aligned, table_file
 from pipelines.terminal.text_output import SHOWN
 
-__all__ = ["Inspected", "as_json", "inspect", "print_inspection"]
+__all__ = ["InspectionResult", "as_json", "inspect", "print_inspection"]
 
 QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
 
 
 @dataclass(frozen=True)
-class Inspected:
+class InspectionResult:
     """Result of the job.
 
     Attributes:
@@ -57,7 +57,7 @@ class Inspected:
     written: list[Path]
 
 
-def inspect(config: InspectConfig) -> Inspected:
+def inspect(config: InspectConfig) -> InspectionResult:
     """Run the job and print progress on stderr."""
     if config.csv is not None:
         check_file(config.csv)
@@ -78,7 +78,7 @@ def inspect(config: InspectConfig) -> Inspected:
             on_batch=lambda images: progress.advance(images, False),
             name_of=sample.name,
         )
-    sample.tell_failures()
+    sample.print_failures()
     written = []
     if config.csv is not None:
         _write_csv(link_target(config.csv), inspection)
@@ -88,7 +88,7 @@ def inspect(config: InspectConfig) -> Inspected:
 
         written += draw_inspection(inspection, backbone.spec, config.pictures, config.format)
     failed = {sample.images.paths[row]: reason for row, reason in sample.failed.items()}
-    return Inspected(inspection, backbone.spec, (inspection.images, sample.in_all), failed, described, written)
+    return InspectionResult(inspection, backbone.spec, (inspection.images, sample.in_all), failed, described, written)
 
 
 def _with_targets(sample: Sample, targets: NDArray[np.int64] | None) -> Iterator[tuple[Tensor, Tensor]]:
@@ -127,7 +127,7 @@ def _loss(config: InspectConfig, backbone: Backbone, sample: Sample) -> tuple[st
     return "cross-entropy of the model's own predictions", cross_entropy, None
 
 
-def as_json(inspected: Inspected) -> dict[str, Any]:
+def as_json(inspected: InspectionResult) -> dict[str, Any]:
     """Return the result as JSON-compatible data; numbers that are missing or not finite become None."""
     inspection = inspected.inspection
     return {
@@ -191,7 +191,7 @@ def _write_csv(path: Path, inspection: Inspection) -> None:
             write(["" if line.get(column) is None else line[column] for column in columns])
 
 
-def print_inspection(inspected: Inspected, echo: Callable[[str], None]) -> None:
+def print_inspection(inspected: InspectionResult, echo: Callable[[str], None]) -> None:
     """Print the findings in words, then the table."""
     inspection = inspected.inspection
     of_all = f" of {inspected.images[1]:,}" if inspected.images[0] < inspected.images[1] else ""

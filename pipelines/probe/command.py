@@ -16,25 +16,25 @@ from pipelines.terminal.options import BACKBONE_HELP, config_file, given, json_f
 __all__ = ["predict", "probe"]
 
 
-_of_probe = partial(option, model=ProbeConfig)
+_probe_option = partial(option, model=ProbeConfig)
 
 
 @click.command()
 @click.argument("out", nargs=-1, metavar="OUT...")
-@_of_probe("-p", "--protocol", type=click.Choice(list(get_args(ProbeConfig.model_fields["protocol"].annotation))))
-@_of_probe("-l", "--layers", multiple=True, metavar="LAYER")
-@_of_probe("--labels", metavar="FILE[:COLUMN]")
-@_of_probe("--multilabel/--no-multilabel")
-@_of_probe("--test-fraction", type=float)
-@_of_probe("--drop-leaks/--keep-leaks")
-@_of_probe("--scaling", type=click.Choice(["none", "l2", "standardise"]))
-@_of_probe("--class-weight", type=click.Choice(["balanced"]))
-@_of_probe("--seed", type=int)
-@_of_probe("--similarity/--no-similarity")
-@_of_probe("-o", "--results", metavar="FOLDER")
-@_of_probe("--save", metavar="FILE.safetensors")
-@_of_probe("--device")
-@_of_probe("--max-memory-mb", type=int)
+@_probe_option("-p", "--protocol", type=click.Choice(list(get_args(ProbeConfig.model_fields["protocol"].annotation))))
+@_probe_option("-l", "--layers", multiple=True, metavar="LAYER")
+@_probe_option("--labels", metavar="FILE[:COLUMN]")
+@_probe_option("--multilabel/--no-multilabel")
+@_probe_option("--test-fraction", type=float)
+@_probe_option("--drop-leaks/--keep-leaks")
+@_probe_option("--scaling", type=click.Choice(["none", "l2", "standardise"]))
+@_probe_option("--class-weight", type=click.Choice(["balanced"]))
+@_probe_option("--seed", type=int)
+@_probe_option("--similarity/--no-similarity")
+@_probe_option("-o", "--results", metavar="FOLDER")
+@_probe_option("--save", metavar="FILE.safetensors")
+@_probe_option("--device")
+@_probe_option("--max-memory-mb", type=int)
 @config_file
 @json_flag
 def probe(config: Path | None, as_json: bool, **flags: Any) -> None:

@@ -57,12 +57,12 @@ class ProbeConfig(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _one_task(self) -> Self:
+    def _check_task(self) -> Self:
         if self.multilabel and self.protocol == "ridge":
             raise ValueError("--multilabel: ridge predicts numbers, not labels")
         return self
 
     @field_validator("out", "layers", mode="before")
     @classmethod
-    def _one(cls, value: Any) -> Any:
+    def _to_list(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value

@@ -27,13 +27,13 @@ from extract.taps.layer_names import match_layers
 from pipelines.probe.config import ProbeConfig
 from pipelines.probe.labelling import Labelling, drop_leaks, image_hashes, label_rows
 
-__all__ = ["Comparison", "Outcome", "Probed", "data_sets", "features_described", "run_probe"]
+__all__ = ["Comparison", "ProbeRun", "ProbedFeature", "data_sets", "features_described", "run_probe"]
 
 _ALIKE_ROWS = 2000  # images on which representations are compared, drawn with the seed
 
 
 @dataclass(frozen=True)
-class Probed:
+class ProbedFeature:
     """A feature, or several concatenated features, and the result of its probe.
 
     Attributes:
@@ -79,7 +79,7 @@ class Comparison:
 
 
 @dataclass
-class Outcome:
+class ProbeRun:
     """Results of a run so far.
 
     Attributes:
@@ -97,7 +97,7 @@ class Outcome:
     labellings: dict[str, Labelling] = field(default_factory=dict)
     fingerprints: dict[str, str] = field(default_factory=dict)
     test_paths: dict[str, list[str]] = field(default_factory=dict)
-    probed: list[Probed] = field(default_factory=list)
+    probed: list[ProbedFeature] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)
     similarity: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
     complete: bool = False
@@ -108,7 +108,7 @@ class Outcome:
         return all(one.result.curve for one in self.probed)
 
     @property
-    def best(self) -> Probed:
+    def best(self) -> ProbedFeature:
         """The best feature on the validation rows; without validation rows, on the test rows. Ties: the first."""
         if self.by_validation:
             return max(self.probed, key=lambda one: one.chosen_by)
@@ -119,8 +119,8 @@ class Outcome:
 
 
 def run_probe(
-    config: ProbeConfig, say: Callable[[str], None], on_result: Callable[[Outcome], None] = lambda outcome: None
-) -> Outcome:
+    config: ProbeConfig, say: Callable[[str], None], on_result: Callable[[ProbeRun], None] = lambda outcome: None
+) -> ProbeRun:
     """Probe every requested layer of every data set.
 
     Args:
@@ -132,7 +132,7 @@ def run_probe(
         InputError: a path is not a data set, labels are missing, or the protocol does not fit the labels or `save`.
         UnknownNameError: a layer does not exist.
     """
-    outcome = Outcome(config)
+    outcome = ProbeRun(config)
     with contextlib.ExitStack() as stack:
         readers = {name: stack.enter_context(FeatureReader(path)) for name, path in data_sets(config.out).items()}
         columns: dict[tuple[str, tuple[str, ...]], list[Any]] = {}
@@ -208,7 +208,7 @@ def _layers(reader: FeatureReader, layers: Sequence[str] | None, where: str) -> 
 
 def _probed(
     config: ProbeConfig, labelling: Labelling, data_set: str, parts: tuple[str, ...], arrays: list[Any]
-) -> Probed:
+) -> ProbedFeature:
     sets = [Labelled(FeatureRows.of(arrays, rows), labelling.targets[rows])
             for rows in (labelling.train, labelling.val, labelling.test)]  # fmt: skip
     train, val, test = sets
@@ -219,10 +219,10 @@ def _probed(
     )  # fmt: skip
     # With many layers, arrays that are not reported would fill the memory.
     result = replace(result, probabilities=None, model=result.model if config.save else None)
-    return Probed(data_set, parts, train.rows.width, result)
+    return ProbedFeature(data_set, parts, train.rows.width, result)
 
 
-def _comparisons(outcome: Outcome, readers: dict[str, FeatureReader]) -> Iterator[Comparison]:
+def _comparisons(outcome: ProbeRun, readers: dict[str, FeatureReader]) -> Iterator[Comparison]:
     best = outcome.best
     for other in outcome.probed:
         right, others = best.result.right, other.result.right
@@ -269,7 +269,7 @@ def features_described(dataset: DataSet, layers: Sequence[str]) -> dict[str, Any
     return {**depends_on, "features": {name: depends_on["features"][name] for name in layers}}
 
 
-def _save(one: Probed, out: str, config: ProbeConfig) -> None:
+def _save(one: ProbedFeature, out: str, config: ProbeConfig) -> None:
     """Save the probe with all settings needed to compute the same features of other images."""
     model, dataset = one.result.model, data_set_at(out)
     assert model is not None

@@ -73,7 +73,9 @@ def label_rows(
     Raises:
         InputError: the file matches no row, a label is not a number, or no rows are left.
     """
-    texts, splits, notes = _own(reader) if labels is None else _from_file(reader, labels, keep_empty=multilabel)
+    texts, splits, notes = (
+        _from_data_set(reader) if labels is None else _from_file(reader, labels, keep_empty=multilabel)
+    )
     good, groups = reader.status == Status.OK, _groups(reader)
     task = "regression" if numbers else "multilabel" if multilabel else "classification"
     if task == "classification":
@@ -89,7 +91,7 @@ def label_rows(
     if test_fraction is not None or not there:
         fraction = TEST_FRACTION if test_fraction is None else test_fraction
         strata = targets if task == "classification" else np.zeros(len(targets), np.int64)
-        chosen = _drawn(strata, groups, used, fraction, seed)
+        chosen = _draw_test_rows(strata, groups, used, fraction, seed)
         names = np.where(chosen, "test", "train")
         of = "each class" if task == "classification" else "the rows"
         notes.append(f"{fraction:.0%} of {of} drawn for testing, with seed {seed}; copies stay together")
@@ -117,7 +119,7 @@ def label_rows(
     labelling = Labelling(
         task, classes, targets, sets["train"], sets["val"], sets["test"], counts=counts, leaks={}, notes=notes
     )
-    return _known_classes(replace(labelling, leaks=_leaks(groups, labelling)))
+    return _keep_trained_classes(replace(labelling, leaks=_leaks(groups, labelling)))
 
 
 def drop_leaks(reader: FeatureReader, labelling: Labelling) -> Labelling:
@@ -131,10 +133,10 @@ def drop_leaks(reader: FeatureReader, labelling: Labelling) -> Labelling:
         raise InputError("all training rows are copies of rows of val or test")
     dropped = len(labelling.train) - len(left.train) + len(labelling.val) - len(val)
     notes = [*labelling.notes, f"{dropped:,} rows of train and val left out: they are copies of rows of val or test"]
-    return _known_classes(replace(left, notes=notes))
+    return _keep_trained_classes(replace(left, notes=notes))
 
 
-def _own(reader: FeatureReader) -> tuple[list[str | None], list[str], list[str]]:
+def _from_data_set(reader: FeatureReader) -> tuple[list[str | None], list[str], list[str]]:
     names = [*reader.classes, None]  # label -1 gives the last item, None
     return [names[label] for label in reader.labels.tolist()], reader.splits, []
 
@@ -237,7 +239,7 @@ def image_hashes(reader: FeatureReader) -> NDArray[Any]:
     return np.ascontiguousarray(reader.column("source_hash")).view("V16")[:, 0]
 
 
-def _drawn(
+def _draw_test_rows(
     strata: NDArray[np.int64], groups: NDArray[np.int64], used: NDArray[np.bool_], fraction: float, seed: int
 ) -> NDArray[np.bool_]:
     """Draw rows for testing: the fraction of each stratum, but at least one of two or more; copies stay together."""
@@ -262,7 +264,7 @@ def _leaks(groups: NDArray[np.int64], labelling: Labelling) -> dict[str, int]:
     return found
 
 
-def _known_classes(labelling: Labelling) -> Labelling:
+def _keep_trained_classes(labelling: Labelling) -> Labelling:
     """Keep only the classes that training rows have.
 
     Rows of val with other classes are left out; rows of test with other classes count as wrong.

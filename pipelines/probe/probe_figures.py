@@ -11,7 +11,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from extract.analysis.probe.probing import PRIMARY
-from pipelines.probe.job import Outcome, Probed
+from pipelines.probe.job import ProbedFeature, ProbeRun
 from pipelines.terminal.figures import COLOURS, cycled, drawable, new_figure, save_figure
 
 __all__ = ["PICTURES", "draw"]
@@ -20,7 +20,7 @@ _AXIS = {"top1": "top-1 accuracy, %", "mAP": "mean average precision", "r2": "RÂ
 _NAMED_CLASSES = 40  # more names do not fit beside a matrix
 
 
-def draw(outcome: Outcome, folder: Path) -> list[Path]:
+def draw(outcome: ProbeRun, folder: Path) -> list[Path]:
     """Draw the figures that apply as PNG and return the files."""
     written = []
     for name, picture in PICTURES.items():
@@ -30,24 +30,24 @@ def draw(outcome: Outcome, folder: Path) -> list[Path]:
     return written
 
 
-def _by_data_set(outcome: Outcome) -> Iterator[tuple[str, str, list[Probed]]]:
+def _by_data_set(outcome: ProbeRun) -> Iterator[tuple[str, str, list[ProbedFeature]]]:
     for colour, name in zip(cycled(len(outcome.labellings)), outcome.labellings, strict=True):
         yield name, colour, [one for one in outcome.probed if one.data_set == name]
 
 
-def _scale(outcome: Outcome) -> tuple[str, float]:
+def _scale(outcome: ProbeRun) -> tuple[str, float]:
     """Return the axis label of the metric, and the factor of its values."""
     task = outcome.probed[0].result.task
     return _AXIS[PRIMARY[task]], 100.0 if task == "classification" else 1.0
 
 
-def _title(outcome: Outcome, text: str) -> str:
+def _title(outcome: ProbeRun, text: str) -> str:
     return f"{text}, {outcome.config.protocol}" + (
         f", {drawable(next(iter(outcome.labellings)))}" if len(outcome.labellings) == 1 else ""
     )
 
 
-def _layers(outcome: Outcome) -> Figure | None:
+def _layers(outcome: ProbeRun) -> Figure | None:
     """Plot the metric of each layer, in order, with its 95 % interval; one line per data set."""
     if len(outcome.probed) < 2:
         return None
@@ -81,7 +81,7 @@ def _layers(outcome: Outcome) -> Figure | None:
     return figure
 
 
-def _chance(outcome: Outcome, axes: Any) -> None:
+def _chance(outcome: ProbeRun, axes: Any) -> None:
     """Draw a line at the accuracy of always predicting the most frequent test class."""
     result = outcome.probed[0].result
     if result.task == "classification" and result.truth.max(initial=-1) >= 0:
@@ -91,7 +91,7 @@ def _chance(outcome: Outcome, axes: Any) -> None:
                       fontsize=8, color="0.4", va="bottom")  # fmt: skip
 
 
-def _curve(outcome: Outcome) -> Figure | None:
+def _curve(outcome: ProbeRun) -> Figure | None:
     """Plot the metric on the validation rows against the strength, and mark the chosen strength; one line per layer."""
     probed = [one for one in outcome.probed if len(one.result.curve) > 1]
     if not probed:
@@ -120,7 +120,7 @@ def _curve(outcome: Outcome) -> Figure | None:
     return figure
 
 
-def _lines(outcome: Outcome, probed: list[Probed]) -> Iterator[tuple[str, Any, str]]:
+def _lines(outcome: ProbeRun, probed: list[ProbedFeature]) -> Iterator[tuple[str, Any, str]]:
     """Yield name, colour and style of each line: one colour per layer, one style per data set."""
     layers, data_sets = list(dict.fromkeys(one.layer for one in probed)), list(outcome.labellings)
     shades = colormaps["viridis"](np.linspace(0, 0.9, len(layers))) if len(layers) > 1 else [COLOURS[0]]
@@ -143,7 +143,7 @@ def _legend(axes: Any, count: int) -> None:
         axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), ncols=columns)
 
 
-def _shots(outcome: Outcome) -> Figure | None:
+def _shots(outcome: ProbeRun) -> Figure | None:
     """Few-shot: plot mean and range of the draws against the training images per class; one line per layer."""
     probed = [one for one in outcome.probed if one.result.shots]
     if not probed:
@@ -167,7 +167,7 @@ def _shots(outcome: Outcome) -> Figure | None:
     return figure
 
 
-def _confusion(outcome: Outcome) -> Figure | None:
+def _confusion(outcome: ProbeRun) -> Figure | None:
     """Draw the confusion matrix of the best layer, in % of the test images of each class."""
     best = outcome.best
     if best.result.confusion is None:
@@ -195,7 +195,7 @@ def _confusion(outcome: Outcome) -> Figure | None:
     return figure
 
 
-def _similarity(outcome: Outcome) -> Figure | None:
+def _similarity(outcome: ProbeRun) -> Figure | None:
     """Draw linear CKA and RSA between all layers as two heat maps."""
     if outcome.similarity is None:
         return None
@@ -217,7 +217,7 @@ def _similarity(outcome: Outcome) -> Figure | None:
     return figure
 
 
-PICTURES: dict[str, Callable[[Outcome], Figure | None]] = {
+PICTURES: dict[str, Callable[[ProbeRun], Figure | None]] = {
     "layers.png": _layers,
     "curve.png": _curve,
     "shots.png": _shots,

@@ -19,7 +19,7 @@ from extract.errors import InputError
 from extract.system.atomic_files import own_folder, read_json, write_json
 from extract.system.urls import is_url
 from pipelines.probe.config import ProbeConfig
-from pipelines.probe.job import Outcome, Probed, data_sets, run_probe
+from pipelines.probe.job import ProbedFeature, ProbeRun, data_sets, run_probe
 from pipelines.probe.labelling import SEPARATOR
 from pipelines.probe.probe_figures import PICTURES, draw
 from pipelines.terminal.tables import table_file
@@ -37,7 +37,7 @@ _MOST_IN_JSON = 200  # most classes of a confusion matrix in results.json
 _SCALED = {"none": "features unscaled", "l2": "features scaled to length 1", "standardise": "features standardised"}
 
 
-def probe_and_write(config: ProbeConfig, say: Callable[[str], None]) -> tuple[Outcome, list[Path]]:
+def probe_and_write(config: ProbeConfig, say: Callable[[str], None]) -> tuple[ProbeRun, list[Path]]:
     """Probe, write the results after each layer, so that an interruption loses one layer, and draw figures at the end.
 
     Returns:
@@ -105,7 +105,7 @@ def _folder_for(config: ProbeConfig) -> tuple[Path, list[Path]]:
             folder.mkdir()  # succeeds in only one of two concurrent runs
             return folder, [folder, *made]
         except FileExistsError:
-            if _read(folder).get("configuration") == _what_is_asked(config):
+            if _read(folder).get("configuration") == _result_settings(config):
                 return own_folder(folder), made
     raise AssertionError("there is always a next number")
 
@@ -122,12 +122,12 @@ def _probes_in(folder: Path) -> bool:
     return bool(_read(folder).get("probes"))
 
 
-def _what_is_asked(config: ProbeConfig) -> dict[str, Any]:
+def _result_settings(config: ProbeConfig) -> dict[str, Any]:
     """Return the settings that the results depend on."""
     return config.model_dump(mode="json", exclude={"results", "save", "device", "max_memory_mb"})
 
 
-def print_outcome(outcome: Outcome, echo: Callable[[str], None]) -> None:
+def print_outcome(outcome: ProbeRun, echo: Callable[[str], None]) -> None:
     """Print the table with its notes."""
     for name, labelling in outcome.labellings.items():
         counts = labelling.counts
@@ -155,18 +155,20 @@ def print_outcome(outcome: Outcome, echo: Callable[[str], None]) -> None:
     several = len(outcome.probed) > 1
     if several:
         best = outcome.best
-        by = (f"best on validation rows ({_shown(best.result.primary, best.chosen_by)})" if outcome.by_validation
-              else "best on the test rows themselves")  # fmt: skip
-        name = _called(outcome, best.data_set, best.layer)
-        echo(f"{by}: {name}, {_shown(best.result.primary, best.result.value)} on test")
+        on_test = _format_metric(best.result.primary, best.result.value)
+        title = "best on the test rows themselves"
+        if outcome.by_validation:
+            title = f"best on validation rows ({_format_metric(best.result.primary, best.chosen_by)})"
+        name = _full_name(outcome, best.data_set, best.layer)
+        echo(f"{title}: {name}, {on_test} on test")
         for pair in sorted(outcome.comparisons, key=lambda pair: -pair.p)[:_NEAREST]:
             echo(
-                f"  against {_called(outcome, *pair.other)}: only the best is right on {pair.only_better:,} test "
+                f"  against {_full_name(outcome, *pair.other)}: only the best is right on {pair.only_better:,} test "
                 f"images, only the other on {pair.only_other:,}; p = {pair.p:.2g} (McNemar)"
             )
     notes = [(one, note) for one in outcome.probed for note in one.result.notes]
     for one, note in notes[:SHOWN]:
-        echo((f"{_called(outcome, one.data_set, one.layer)}: " if several else "") + note)
+        echo((f"{_full_name(outcome, one.data_set, one.layer)}: " if several else "") + note)
     if len(notes) > SHOWN:
         echo(f"... and {len(notes) - SHOWN} more notes in results.json")
 
@@ -175,11 +177,11 @@ def _kinds(task: str) -> str:
     return "labels" if task == "multilabel" else "classes"
 
 
-def _called(outcome: Outcome, data_set: str, layer: str) -> str:
+def _full_name(outcome: ProbeRun, data_set: str, layer: str) -> str:
     return printable(f"{data_set} {layer}" if len(outcome.labellings) > 1 else layer)
 
 
-def _table(outcome: Outcome) -> Iterator[str]:
+def _table(outcome: ProbeRun) -> Iterator[str]:
     """Yield the lines of a table: a row per layer, a column per metric, with intervals of the primary metric."""
     first = outcome.probed[0].result
     metrics = list(first.metrics)
@@ -191,12 +193,12 @@ def _table(outcome: Outcome) -> Iterator[str]:
                 cells.append("")
                 continue
             estimate = result.metrics[metric]
-            text = _shown(metric, estimate.value)
-            ends = f"{_shown(metric, estimate.low, False)} to {_shown(metric, estimate.high, False)}"
+            text = _format_metric(metric, estimate.value)
+            ends = f"{_format_metric(metric, estimate.low, False)} to {_format_metric(metric, estimate.high, False)}"
             told = (metric == result.primary or result.shots) and math.isfinite(estimate.low)
             cells.append(f"{text} ({ends})" if told else text)
         cells += [f"{result.chosen:.3g}"] if result.swept else []
-        rows.append([_called(outcome, one.data_set, one.layer), str(one.width), *cells])
+        rows.append([_full_name(outcome, one.data_set, one.layer), str(one.width), *cells])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -208,18 +210,18 @@ def _name(metric: str) -> str:
     return name + (f", {shots} per class" if shots else "")
 
 
-def _shown(metric: str, value: float, unit: bool = True) -> str:
+def _format_metric(metric: str, value: float, unit: bool = True) -> str:
     if metric.partition("@")[0] in _SHARES:
         return f"{100 * value:.1f}" + (" %" if unit else "")
     return f"{value:.3f}"
 
 
-def as_json(outcome: Outcome) -> dict[str, Any]:
+def as_json(outcome: ProbeRun) -> dict[str, Any]:
     """Return the results as JSON-compatible data; numbers that are not finite become None."""
     content = {
         "layertap": version("layertap"),
         "complete": outcome.complete,
-        "configuration": _what_is_asked(outcome.config),
+        "configuration": _result_settings(outcome.config),
         "data_sets": {
             name: {
                 "fingerprint": outcome.fingerprints[name],
@@ -241,7 +243,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
     return _finite(content)  # type: ignore[no-any-return]
 
 
-def _probe_as_json(one: Probed) -> dict[str, Any]:
+def _probe_as_json(one: ProbedFeature) -> dict[str, Any]:
     result = one.result
     classes = [str(name) for name in result.classes.tolist()]
     return {
@@ -272,7 +274,7 @@ def _finite(content: Any) -> Any:
     return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
-def _write_results(outcome: Outcome, folder: Path) -> None:
+def _write_results(outcome: ProbeRun, folder: Path) -> None:
     """Write results.json and results.csv atomically; delete predictions and figures of an earlier run."""
     if not outcome.probed:
         if not _probes_in(folder):  # reserve the folder; an earlier run's results stay until there are new results
@@ -297,7 +299,7 @@ def _numbers(metric: Estimate) -> list[str]:
     return [repr(float(value)) for value in (metric.value, metric.low, metric.high)]
 
 
-def _write_predictions(outcome: Outcome, path: Path) -> bool:
+def _write_predictions(outcome: ProbeRun, path: Path) -> bool:
     """Write a line for each test image and layer; return False if there are no predictions (few-shot)."""
     if all(one.result.predictions is None for one in outcome.probed):
         return False

@@ -42,10 +42,10 @@ def sync(ctx: click.Context, /, config: Path, only: tuple[str, ...], dry_run: bo
     def say(synced: Any) -> None:  # errors always go to stderr
         print_synced(synced, (lambda line: None) if as_json else click.echo)
 
-    found, signal_number = sync_all(data_sets, force=force, dry_run=dry_run, on_synced=say)
+    results, signal_number = sync_all(data_sets, force=force, dry_run=dry_run, on_synced=say)
     if as_json:
-        print_json([synced_as_json(one) for one in found])
-    ctx.exit(exit_code(found, signal_number))
+        print_json([synced_as_json(result) for result in results])
+    ctx.exit(exit_code(results, signal_number))
 
 
 @click.command()

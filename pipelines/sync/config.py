@@ -28,8 +28,8 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 def seconds(value: Any) -> Any:
     """Return the seconds of text such as 90, 90s, 15m, 36h or 30d; other types are returned unchanged."""
-    if isinstance(value, str) and (found := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", value.strip(), re.ASCII)):
-        return float(found[1]) * _UNITS[found[2] or "s"]
+    if isinstance(value, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", value.strip(), re.ASCII)):
+        return float(match[1]) * _UNITS[match[2] or "s"]
     if isinstance(value, str):
         raise ValueError("expected seconds, or a time such as 90s, 15m, 36h or 30d")
     return value
@@ -60,16 +60,16 @@ class SyncConfig(FeaturesConfig):
 
     @field_validator("max_vanish", "settle", "retry_after", "keep_gone")
     @classmethod
-    def _finite(cls, value: float) -> float:
+    def _check_finite(cls, value: float) -> float:
         return finite(value)
 
     @field_validator("settle", "retry_after", "keep_gone", mode="before")
     @classmethod
-    def _seconds(cls, value: Any) -> Any:
+    def _parse_seconds(cls, value: Any) -> Any:
         return seconds(value)
 
     @model_validator(mode="after")
-    def _apart(self) -> Self:
+    def _check_folders(self) -> Self:
         if "://" in self.images:
             raise ValueError("images: sync follows a folder on this machine, not a URL")
         if is_plan(self.images):
@@ -107,22 +107,22 @@ class ScheduleConfig(BaseModel):
 
     @field_validator("every", "jitter", mode="before")
     @classmethod
-    def _seconds(cls, value: Any) -> Any:
+    def _parse_seconds(cls, value: Any) -> Any:
         return seconds(value)
 
     @field_validator("every", "jitter")
     @classmethod
-    def _finite(cls, value: float | None) -> float | None:
+    def _check_finite(cls, value: float | None) -> float | None:
         return value if value is None else finite(value)
 
     @field_validator("on_success", "on_failure", mode="before")
     @classmethod
-    def _one(cls, value: Any) -> Any:
+    def _to_list(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
 
     @field_validator("timezone")
     @classmethod
-    def _a_zone(cls, value: str | None) -> str | None:
+    def _check_time_zone(cls, value: str | None) -> str | None:
         from zoneinfo import ZoneInfo
 
         try:
@@ -134,7 +134,7 @@ class ScheduleConfig(BaseModel):
 
     @field_validator("cron")
     @classmethod
-    def _a_cron_line(cls, value: str | None) -> str | None:
+    def _check_cron_line(cls, value: str | None) -> str | None:
         from cronsim import CronSim, CronSimError
 
         try:
@@ -147,7 +147,7 @@ class ScheduleConfig(BaseModel):
         return value
 
     @model_validator(mode="after")
-    def _one_of_two(self) -> Self:
+    def _check_cron_or_every(self) -> Self:
         if (self.cron is None) == (self.every is None):
             raise ValueError("expected exactly one of cron and every")
         return self
@@ -174,31 +174,31 @@ def load_sync_file(path: Path) -> SyncFile:
         UnknownNameError: the file has an unknown key.
     """
     values = read_yaml(path)
-    several, schedule = values.pop("data_sets", [{}]), values.pop("schedule", None)
-    if not isinstance(several, list) or not all(isinstance(one, dict) for one in several) or not several:
+    items, schedule = values.pop("data_sets", [{}]), values.pop("schedule", None)
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items) or not items:
         raise InputError(f"{path}: data_sets: expected a list, with the keys of one data set in each item")
     if schedule is not None and not isinstance(schedule, dict):
         raise InputError(f"{path}: schedule: expected keys such as `cron` or `every`")
-    found = []
-    for number, one in enumerate(several, 1):
-        where = f"{path}" + (f", data set {number}" if len(several) > 1 else "")
-        merged = {**values, **one}
+    data_sets = []
+    for number, item in enumerate(items, 1):
+        where = f"{path}" + (f", data set {number}" if len(items) > 1 else "")
+        merged = {**values, **item}
         for key in merged:
             if key not in SyncConfig.model_fields:
                 raise unknown_name("key", str(key), [*SyncConfig.model_fields, "data_sets", "schedule"], where)
-        found.append(checked(SyncConfig, merged, where))
+        data_sets.append(checked(SyncConfig, merged, where))
     for key in schedule or {}:
         if key not in ScheduleConfig.model_fields:
             raise unknown_name("key", str(key), ScheduleConfig.model_fields, f"{path}, schedule")
     outs: dict[Path, SyncConfig] = {}
-    for data_set in found:
+    for data_set in data_sets:
         if (other := outs.setdefault(data_set.folder.absolute(), data_set)) is not data_set:
             raise InputError(
                 f"{path}: {other.images} and {data_set.images} have the same out, {data_set.folder}; "
                 "each data set follows one folder"
             )
     timed = None if schedule is None else checked(ScheduleConfig, schedule, f"{path}, schedule")
-    return SyncFile(path=path, data_sets=found, schedule=timed)
+    return SyncFile(path=path, data_sets=data_sets, schedule=timed)
 
 
 def chosen(file: SyncFile, only: Sequence[str]) -> list[SyncConfig]:
@@ -207,7 +207,7 @@ def chosen(file: SyncFile, only: Sequence[str]) -> list[SyncConfig]:
     Raises:
         UnknownNameError: no data set has this `out`.
     """
-    by_name = {os.path.normpath(one.folder): one for one in file.data_sets}
+    by_name = {os.path.normpath(data_set.folder): data_set for data_set in file.data_sets}
     for name in only:
         if os.path.normpath(name) not in by_name:
             raise unknown_name("data set", name, by_name, str(file.path))

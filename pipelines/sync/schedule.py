@@ -118,7 +118,7 @@ class Scheduler:
             log.info("started: %s; a pass is overdue and starts now", describe_schedule(self.config))
         else:
             self.next_due = due_after(self.config, now, self._last_due)
-            log.info("started: %s; first pass %s", describe_schedule(self.config), _local(self.next_due))
+            log.info("started: %s; first pass %s", describe_schedule(self.config), _local_time(self.next_due))
         self._beat()
 
     def stop(self) -> None:
@@ -144,7 +144,7 @@ class Scheduler:
         self._last_due = self._last_started(now) or now
         self.next_due = due_after(self.config, now, self._last_due)
         self._note_next()
-        log.info("config read again: %s; next pass %s", describe_schedule(self.config), _local(self.next_due))
+        log.info("config read again: %s; next pass %s", describe_schedule(self.config), _local_time(self.next_due))
 
     def step(self) -> None:
         """Do everything that is due now, without waiting."""
@@ -251,7 +251,7 @@ class Scheduler:
         second = None if first is None else due_after(self.config, first, self._last_due)
         if second is not None and self.next_due is not None and self.next_due > second:
             self.next_due = first
-            log.warning("the clock was set back; the next pass is now due %s", _local(first))
+            log.warning("the clock was set back; the next pass is now due %s", _local_time(first))
             self._note_next()
 
     def _beat(self) -> None:
@@ -309,7 +309,7 @@ def _load_scheduled(path: Path) -> SyncFile:
     return file
 
 
-def _local(at: datetime | None) -> str:
+def _local_time(at: datetime | None) -> str:
     return "never" if at is None else at.astimezone().isoformat(" ", timespec="seconds")
 
 

@@ -23,10 +23,10 @@ from extract.sync.passes import Report
 from extract.sync.scan import Scan
 from extract.system.optional_libraries import library
 from pipelines.sync.config import SyncConfig
-from pipelines.sync.job import Synced, Telling, sync_all
+from pipelines.sync.job import PassReporter, SyncResult, sync_all
 from pipelines.terminal.graceful_stop import signals_held
 
-__all__ = ["tells_of_changes", "watch"]
+__all__ = ["reports_changes", "watch"]
 
 _FULL_PASS_S = 3600.0  # interval of full passes: changes may go unreported
 _SCAN_S = 2.0  # between scans of a folder that cannot be watched; scans take at most a tenth of the time
@@ -50,7 +50,7 @@ _SILENT = (
 )
 
 
-def watch(configs: Sequence[SyncConfig], on_synced: Callable[[Synced], None]) -> int:
+def watch(configs: Sequence[SyncConfig], on_synced: Callable[[SyncResult], None]) -> int:
     """Bring data sets into step now, and whenever something below their folders changes, until a signal arrives.
 
     The backbone stays in memory. Return the signal.
@@ -63,7 +63,7 @@ def watch(configs: Sequence[SyncConfig], on_synced: Callable[[Synced], None]) ->
         LayertapError: the library watchfiles is not installed.
     """
     watchfiles: Any = library("watchfiles", "watch", "layertap watch")
-    tellings = {id(config): Telling() for config in configs}
+    reporters = {id(config): PassReporter() for config in configs}
     due = dict.fromkeys(map(id, configs), 0.0)
     resting = dict.fromkeys(map(id, configs), 0.0)
     stop = threading.Event()
@@ -78,7 +78,7 @@ def watch(configs: Sequence[SyncConfig], on_synced: Callable[[Synced], None]) ->
                         continue
                     if changed.take(config) or due[id(config)] <= now:
                         began = time.monotonic()
-                        wait = _pass_of(config, tellings[id(config)], on_synced, received)
+                        wait = _pass_of(config, reporters[id(config)], on_synced, received)
                         due[id(config)] = time.monotonic() + wait
                         resting[id(config)] = time.monotonic() + (time.monotonic() - began)
                 changed.wait(_NOTHING_MS / 1000)
@@ -88,20 +88,22 @@ def watch(configs: Sequence[SyncConfig], on_synced: Callable[[Synced], None]) ->
     return received[0]
 
 
-def _pass_of(config: SyncConfig, telling: Telling, on_synced: Callable[[Synced], None], received: list[int]) -> float:
+def _pass_of(
+    config: SyncConfig, reporter: PassReporter, on_synced: Callable[[SyncResult], None], received: list[int]
+) -> float:
     """Run a pass of a data set; return the seconds until the next pass is due even without changes."""
-    (one,), number = sync_all([config], telling=telling)
+    (result,), number = sync_all([config], reporter=reporter)
     if number:
         received.append(number)
-    report = one.report
-    if report is None or one.exit_code or report.notes or report.stopped or _has_news(report):
-        on_synced(one)
+    report = result.report
+    if report is None or result.exit_code or report.notes or report.stopped or _has_changes(report):
+        on_synced(result)
     if report is not None and report.waiting:
         return max(0.5, config.settle)
     return _FULL_PASS_S if report is not None else min(_FULL_PASS_S, 60.0)
 
 
-def _has_news(report: Report) -> bool:
+def _has_changes(report: Report) -> bool:
     return bool(report.added or report.changed or report.renamed or report.deleted)
 
 
@@ -119,9 +121,9 @@ class _Changes:
     def take(self, config: SyncConfig) -> bool:
         """Return whether something has changed below the folder since the last call."""
         with self._guard:
-            found = id(config) in self._changed
+            has_changed = id(config) in self._changed
             self._changed.discard(id(config))
-            return found
+            return has_changed
 
     def wait(self, seconds: float) -> None:
         """Wait until something changes, at most `seconds`."""
@@ -135,7 +137,7 @@ class _Changes:
 
     def _watch(self, config: SyncConfig) -> None:
         why = "its file system does not report changes"
-        if tells_of_changes(Path(config.root)):
+        if reports_changes(Path(config.root)):
             why = self._follow(config)
         if not self._stop.is_set():
             click.echo(f"{config.images} cannot be watched: {why}. The folder is scanned every few seconds", err=True)
@@ -213,10 +215,10 @@ class _Changes:
 def _identity(root: str) -> tuple[int, int] | None:
     """Return device and inode of the folder, None if it does not exist."""
     try:
-        found = os.stat(root)  # noqa: PTH116
+        status = os.stat(root)  # noqa: PTH116
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def _reason(error: Exception) -> str:
@@ -224,7 +226,7 @@ def _reason(error: Exception) -> str:
     return first_line(error).partition(" (Error {")[0]
 
 
-def tells_of_changes(root: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
+def reports_changes(root: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
     """Return whether the kernel knows of all changes below a folder; False on network file systems."""
     try:
         lines = mounts.read_text(errors="surrogateescape").splitlines()
@@ -235,7 +237,7 @@ def tells_of_changes(root: Path, mounts: Path = Path("/proc/self/mountinfo")) ->
         root = root.resolve()
     for line in lines:
         fields, _, behind = line.partition(" - ")
-        point = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), fields.split()[4])
+        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields.split()[4])
         if root.is_relative_to(point) and len(point) >= len(best):
             best, kind = point, behind.split()[0]
     return not kind.startswith(_SILENT)

@@ -46,7 +46,7 @@ class BackboneConfig(BaseModel):
 
     @field_validator("images", "out", mode="before", check_fields=False)
     @classmethod
-    def _a_path(cls, value: Any) -> Any:
+    def _check_path(cls, value: Any) -> Any:
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
         if isinstance(value, str) and (not value or "\0" in value):
             raise ValueError("expected a path that is not empty and has no null characters")
@@ -54,16 +54,16 @@ class BackboneConfig(BaseModel):
 
     @field_validator("size", "crop", mode="before")
     @classmethod
-    def _a_size(cls, value: Any) -> Any:
-        if isinstance(value, str) and (found := re.fullmatch(r"(\d+)(?:x(\d+))?", value, re.ASCII)):
-            value = int(found[1]) if found[2] is None else [int(found[1]), int(found[2])]
+    def _parse_size(cls, value: Any) -> Any:
+        if isinstance(value, str) and (match := re.fullmatch(r"(\d+)(?:x(\d+))?", value, re.ASCII)):
+            value = int(match[1]) if match[2] is None else [int(match[1]), int(match[2])]
         if value is not None and (isinstance(value, str) or (isinstance(value, list) and len(value) != 2)):
             raise ValueError("expected pixels, such as 256 or 256x320")
         return value
 
     @field_validator("mean", "std", mode="before")
     @classmethod
-    def _three_numbers(cls, value: Any) -> Any:
+    def _split_numbers(cls, value: Any) -> Any:
         return value.split(",") if isinstance(value, str) else value
 
     @property

@@ -18,7 +18,7 @@ import yaml
 
 from extract import FeatureReader
 from pipelines.sync.config import load_sync_file
-from pipelines.sync.watch import tells_of_changes
+from pipelines.sync.watch import reports_changes
 from tests.conftest import make_picture
 from tests.pipelines.test_cli import fails, layertap
 
@@ -275,8 +275,8 @@ def test_folders_on_servers_are_polled(tmp_path: Path) -> None:
         "3 1 0:6 / /mnt/with\\040space rw - fuse.sshfs x rw\n"
         "4 2 8:2 / /mnt/nas/local rw - xfs /dev/sdb rw\n"
     )
-    assert tells_of_changes(Path("/home/photos"), mounts)
-    assert not tells_of_changes(Path("/mnt/nas/photos"), mounts)
-    assert not tells_of_changes(Path("/mnt/with space/photos"), mounts)
-    assert tells_of_changes(Path("/mnt/nas/local/photos"), mounts)
-    assert tells_of_changes(Path("/mnt/nasty"), mounts)
+    assert reports_changes(Path("/home/photos"), mounts)
+    assert not reports_changes(Path("/mnt/nas/photos"), mounts)
+    assert not reports_changes(Path("/mnt/with space/photos"), mounts)
+    assert reports_changes(Path("/mnt/nas/local/photos"), mounts)
+    assert reports_changes(Path("/mnt/nasty"), mounts)

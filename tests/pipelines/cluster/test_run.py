@@ -88,7 +88,7 @@ def test_tasks_of_an_array_make_a_part_each_and_other_features_are_refused(folde
     out, scratch = tmp_path / "out", tmp_path / "scratch"
     for part in ("1/2", "0/2"):
         made = embed_shared(config(folder, out, shards_of=part, scratch=scratch))
-        assert (made.asked, made.dispatched.done) == (2, 2)
+        assert (made.requested, made.dispatched.done) == (2, 2)
     assert made.failures == []
     assert list(scratch.iterdir()) == []
     assert files_of(out) == [
