@@ -51,7 +51,8 @@ def describe(out: Path) -> dict[str, Any]:
         content["provenance"] = {k: v for k, v in reader.provenance.items() if k != "depends_on"}
         content["rows_done"] = len(reader)
         content["compression"] = {
-            name: {"filter": how, "ratio": round(ratio, 3)} for name, (how, ratio) in reader.compression.items()
+            name: {"filter": filter_name, "ratio": round(ratio, 3)}
+            for name, (filter_name, ratio) in reader.compression.items()
         }
         if content["complete"]:
             status = Counter(Status(code).text for code in reader.status.tolist())

@@ -49,17 +49,17 @@ class ShardProgress:
     def read(self) -> dict[str, Any]:
         """Return everything that `status` prints, as JSON-compatible data."""
         dataset = self._dataset
-        without: list[int] = []
+        without_receipt: list[int] = []
         for name, shard, receipt in self._place.receipts(self._read):
             if receipt is None:
-                without.append(shard)  # it may follow
+                without_receipt.append(shard)  # it may follow
             else:
                 self._read[name] = shard
                 self._count(receipt)
-        done = len(set(self._read.values())) + len(without)
+        done = len(set(self._read.values())) + len(without_receipt)
         now = time.time()
         recent = [(when, rows) for when, rows in self._ended if when > now - _RECENT_S]
-        left = dataset.n_rows - self._rows - sum(len(dataset.shard_range(shard)) for shard in without)
+        left = dataset.n_rows - self._rows - sum(len(dataset.shard_range(shard)) for shard in without_receipt)
         rate = sum(rows for _, rows in recent) / (now - min(recent)[0]) if left and len(recent) > 1 else None
         return {
             "out": self._out,
@@ -68,7 +68,7 @@ class ShardProgress:
             "rows_done": dataset.n_rows - left,
             "shards": dataset.n_shards,
             "shards_done": done,
-            "shards_without_receipt": without,
+            "shards_without_receipt": without_receipt,
             "status": dict(self._status),
             "images_per_s": rate and round(rate, 2),
             "seconds_left": rate and round(left / rate),

@@ -32,7 +32,7 @@ def _with_sample_options(command: Callable[..., Any], model: type[LookConfig] = 
         look_option("--device"),
         look_option("--seed", type=int),
     ]
-    return reduce(lambda decorated, one: one(decorated), reversed(options), command)
+    return reduce(lambda decorated, add_option: add_option(decorated), reversed(options), command)
 
 
 _inspect_option = partial(option, model=InspectConfig)

@@ -74,7 +74,7 @@ def _layers(config: DrawConfig, backbone: Backbone, suits: Callable[[Feature], b
     """
     if config.layers is not None:
         names = match_layers(named_layers(backbone.model), config.layers, backbone.spec)
-        choices = [one for name in names for one in _chosen(backbone, name)]
+        choices = [choice for name in names for choice in _chosen(backbone, name)]
         for choice in choices:
             if not suits(choice.features[0]):
                 name, shape = choice.features[0].name, "x".join(map(str, choice.features[0].shape))
@@ -149,9 +149,9 @@ def _feature_maps(config: DrawConfig, backbone: Backbone, sample: Sample) -> Fig
         maps, pixels, names = _all_maps(backbone, sample, choice)
         chosen = _checked_channels(config, maps.shape[-1])
         if chosen is None:
-            most = draw_figures.MOST_CHANNELS if len(maps) == 1 else draw_figures.CHANNELS_IN_A_ROW
+            count = draw_figures.MOST_CHANNELS if len(maps) == 1 else draw_figures.CHANNELS_IN_A_ROW
             spread = maps.double().flatten(0, 2).std(0).nan_to_num(0)
-            chosen = sorted(spread.argsort(descending=True, stable=True)[:most].tolist())
+            chosen = sorted(spread.argsort(descending=True, stable=True)[:count].tolist())
         if len(maps) * len(chosen) > _MOST_TILES:
             raise InputError(f"{len(chosen)} channels of {len(maps)} images: a figure has at most {_MOST_TILES} tiles")
         layer = choice.features[0].name
@@ -172,42 +172,44 @@ def _channels(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures
         for maps, _, rows in _maps(backbone, sample, choice):
             means.append(maps.double().mean((1, 2)).numpy())
             names += [sample.images.paths[row] for row in rows]
-        found = np.concatenate(means)
-        chosen = _checked_channels(config, found.shape[1]) or list(range(found.shape[1]))
+        channel_means = np.concatenate(means)
+        chosen = _checked_channels(config, channel_means.shape[1]) or list(range(channel_means.shape[1]))
         layer = choice.features[0].name
-        yield layer, draw_figures.channels_by_image(found[:, chosen], chosen, names, layer)
+        yield layer, draw_figures.channels_by_image(channel_means[:, chosen], chosen, names, layer)
 
 
 def _top(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
     for choice in _layers(config, backbone, _has_positions, last=True):
         peaks, rows = [], []
-        for maps, _, here in _maps(backbone, sample, choice):
+        for maps, _, batch_rows in _maps(backbone, sample, choice):
             peaks.append(maps.float().amax((1, 2)).numpy())
-            rows += here
-        found = np.concatenate(peaks)
-        chosen = _checked_channels(config, found.shape[1])
+            rows += batch_rows
+        peak_values = np.concatenate(peaks)
+        chosen = _checked_channels(config, peak_values.shape[1])
         if chosen is None:
-            spread = (found.max(0) - found.mean(0)) / (found.std(0) + 1e-12)
-            chosen = np.sort(np.argsort(-np.where(found.std(0) > 0, spread, 0), kind="stable")[:_TOP_COUNT]).tolist()
-        best = {c: [rows[i] for i in np.argsort(-found[:, c], kind="stable")[:_TOP_COUNT]] for c in chosen}
-        wanted = sorted({row for some in best.values() for row in some})
-        few = dataclasses.replace(sample, rows=wanted, seen=[])
+            spread = (peak_values.max(0) - peak_values.mean(0)) / (peak_values.std(0) + 1e-12)
+            chosen = np.sort(
+                np.argsort(-np.where(peak_values.std(0) > 0, spread, 0), kind="stable")[:_TOP_COUNT]
+            ).tolist()
+        best = {c: [rows[i] for i in np.argsort(-peak_values[:, c], kind="stable")[:_TOP_COUNT]] for c in chosen}
+        shown_rows = sorted({row for images in best.values() for row in images})
+        shown_sample = dataclasses.replace(sample, rows=shown_rows, seen=[])
         shown: dict[int, tuple[NDArray[np.float32], NDArray[np.uint8]]] = {}
-        for maps, pixels, here in _maps(backbone, few, choice):
+        for maps, pixels, batch_rows in _maps(backbone, shown_sample, choice):
             part = maps[..., chosen].float().numpy()
-            shown |= {row: (part[i], pixels[i]) for i, row in enumerate(here)}
+            shown |= {row: (part[i], pixels[i]) for i, row in enumerate(batch_rows)}
         layer = choice.features[0].name
         yield layer, draw_figures.top_images(best, shown, layer, len(rows))
 
 
 def _filters(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
     named = named_layers(backbone.model)
-    wanted = match_layers(named, config.layers, backbone.spec) if config.layers is not None else [
+    layers = match_layers(named, config.layers, backbone.spec) if config.layers is not None else [
         name for name, module in named.items() if isinstance(module, nn.Conv2d)
     ][:1]  # fmt: skip
-    if not wanted:
+    if not layers:
         raise InputError(f"{backbone.spec} has no convolution")
-    for name in wanted:
+    for name in layers:
         weight = getattr(named[name], "weight", None)
         if not isinstance(weight, Tensor) or weight.ndim != 4:
             raise InputError(f"layer {name!r}: expected a 2D convolution, got {type(named[name]).__name__}")
@@ -236,8 +238,8 @@ def _as_map(values: Tensor, backbone: Backbone) -> Tensor:
 def _attention(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
     names = None if config.layers is None else match_layers(named_layers(backbone.model), config.layers, backbone.spec)
     source = "the class token" if backbone.class_token else "all patches"
-    wanted: list[str | None] = [None] if names is None else [*names]
-    for layer in wanted:
+    layers: list[str | None] = [None] if names is None else [*names]
+    for layer in layers:
         heads, pixels = [], []
         for batch in sample.batches():
             last = attentions(backbone, batch.inputs, layer)[-1]
@@ -252,8 +254,8 @@ def _rollout(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
     maps, pixels = [], []
     for batch in sample.batches():
         rolled = torch.from_numpy(rollout(attentions(backbone, batch.inputs)))[:, None]
-        found = _as_map(_from(rolled, backbone), backbone)[:, 0].numpy()
-        maps.append(found - found.min((1, 2), keepdims=True))  # remove the share that every patch gets
+        rollout_maps = _as_map(_from(rolled, backbone), backbone)[:, 0].numpy()
+        maps.append(rollout_maps - rollout_maps.min((1, 2), keepdims=True))  # remove the share that every patch gets
         pixels.append(batch.pixels)
     names = [sample.name(i) for i in range(len(sample.seen))]
     title = "attention rollout through all layers, each map from its least to its largest value"

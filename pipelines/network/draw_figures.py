@@ -80,10 +80,10 @@ def feature_maps(maps: Floats, channels: Sequence[int], pixels: Pixels, names: S
     rows = -(-(len(channels) + 1) // columns) if len(maps) == 1 else len(maps)
     figure, tiles = _grid(rows, columns, title)
     for row, (image, picture) in enumerate(zip(maps, pixels, strict=True)):
-        own = tiles.flat if len(maps) == 1 else tiles[row]
-        _show(own[0], picture, _caption(names[row]))
+        row_tiles = tiles.flat if len(maps) == 1 else tiles[row]
+        _show(row_tiles[0], picture, _caption(names[row]))
         for place, channel in enumerate(channels):
-            tile = own[place + 1]
+            tile = row_tiles[place + 1]
             tile.imshow(image[..., place], cmap="viridis", vmin=low[place], vmax=high[place], interpolation="nearest")
             tile.set_title(f"{channel}: {low[place]:.2g} to {high[place]:.2g}" if row == 0 else "", fontsize=6.5, pad=2)
     return figure

@@ -78,12 +78,12 @@ class Sample:
         self.seen.clear()
         with contextlib.closing(loaded):
             for batch in loaded:
-                good = batch.rows[batch.status == Status.OK]
-                self.seen += good.tolist()
+                decoded_rows = batch.rows[batch.status == Status.OK]
+                self.seen += decoded_rows.tolist()
                 self.failed |= batch.reasons
-                if len(good):
+                if len(decoded_rows):
                     inputs = preprocessing.to_input(batch.images.to(self.backbone.device))
-                    yield SampleBatch(inputs, good, _pixels(batch.images, self.backbone))
+                    yield SampleBatch(inputs, decoded_rows, _pixels(batch.images, self.backbone))
         if not self.seen:
             row, reason = next(iter(self.failed.items()))
             raise InputError(f"none of the images can be decoded; {printable(self.images.paths[row])}: {reason}")
@@ -122,12 +122,12 @@ def _pixels(prepared: Tensor, backbone: Backbone) -> NDArray[np.uint8]:
     low, high = prepared.amin((1, 2, 3), keepdim=True), prepared.amax((1, 2, 3), keepdim=True)
     if prepared.shape[1] == 3 and (means := backbone.preprocessing.mean):
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in (means, backbone.preprocessing.std))
-        back = prepared * std + mean
-        if bool(((back > -0.01) & (back < 1.01)).all()):
-            low, high, prepared = torch.tensor(0.0), torch.tensor(1.0), back
+        unscaled = prepared * std + mean
+        if bool(((unscaled > -0.01) & (unscaled < 1.01)).all()):
+            low, high, prepared = torch.tensor(0.0), torch.tensor(1.0), unscaled
     scaled = (prepared - low) / (high - low).clamp(min=1e-12)
-    found: NDArray[np.uint8] = (scaled * 255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).numpy()
-    return found
+    pixels: NDArray[np.uint8] = (scaled * 255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).numpy()
+    return pixels
 
 
 def evenly(total: int, count: int) -> list[int]:

@@ -93,8 +93,8 @@ def inspect(config: InspectConfig) -> InspectionResult:
 
 def _with_targets(sample: Sample, targets: NDArray[np.int64] | None) -> Iterator[tuple[Tensor, Tensor]]:
     for batch in sample.batches():
-        own = np.full(len(batch.rows), -1) if targets is None else targets[batch.rows]
-        yield batch.inputs, torch.from_numpy(own).to(batch.inputs.device)
+        batch_targets = np.full(len(batch.rows), -1) if targets is None else targets[batch.rows]
+        yield batch.inputs, torch.from_numpy(batch_targets).to(batch.inputs.device)
 
 
 def _loss(config: InspectConfig, backbone: Backbone, sample: Sample) -> tuple[str, Loss, NDArray[np.int64] | None]:
@@ -137,16 +137,20 @@ def as_json(inspected: InspectionResult) -> dict[str, Any]:
         "failed": inspected.failed,
         "loss": {"of": inspected.loss, "mean": _number(inspection.loss)} if inspected.loss else None,
         "findings": [
-            {"kind": one.kind, "layer": one.layer, "text": one.text, "grave": one.grave}
-            for one in inspection.findings
+            {"kind": finding.kind, "layer": finding.layer, "text": finding.text, "grave": finding.grave}
+            for finding in inspection.findings
         ],
-        "layers": [_numbers(one) for one in inspection.tensors],
+        "layers": [_numbers(report) for report in inspection.tensors],
         "parameters": [
             {
-                "name": one.name, "layer": one.layer, "trainable": one.trainable, "norm": _number(one.norm),
-                "gradient_norm": _number(one.gradient_norm), "gradient_to_weight": _number(one.gradient_to_weight),
+                "name": parameter.name,
+                "layer": parameter.layer,
+                "trainable": parameter.trainable,
+                "norm": _number(parameter.norm),
+                "gradient_norm": _number(parameter.gradient_norm),
+                "gradient_to_weight": _number(parameter.gradient_to_weight),
             }
-            for one in inspection.parameters
+            for parameter in inspection.parameters
         ],
         "never_ran": inspection.never_ran,
     }  # fmt: skip
@@ -156,14 +160,14 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _numbers(one: TensorReport) -> dict[str, Any]:
+def _numbers(report: TensorReport) -> dict[str, Any]:
     """Return a row of the table; numbers that are not finite become None."""
-    numbers, gradients = one.activations, one.gradients
+    numbers, gradients = report.activations, report.gradients
     line: dict[str, Any] = {
-        "layer": one.name,
-        "type": one.type,
-        "shape": "x".join(map(str, one.shape)),
-        "by_image": one.by_image,
+        "layer": report.name,
+        "type": report.type,
+        "shape": "x".join(map(str, report.shape)),
+        "by_image": report.by_image,
         "channels": numbers.channels,
         "mean": numbers.mean,
         "std": numbers.std,
@@ -171,19 +175,23 @@ def _numbers(one: TensorReport) -> dict[str, Any]:
         **{f"q{part * 100:02.0f}": numbers.quantile(part) for part in QUANTILES},
         "max": numbers.max,
         "zeros": numbers.zeros,
-        "dead": len(numbers.dead) if one.by_image else None,
-        "saturated": int((numbers.saturated >= 0.95).sum()) if one.bounded else None,
+        "dead": len(numbers.dead) if report.by_image else None,
+        "saturated": int((numbers.saturated >= 0.95).sum()) if report.bounded else None,
         "nan": numbers.nan,
         "infinite": numbers.infinite,
-        "norm_ratio": one.norm_ratio,
+        "norm_ratio": report.norm_ratio,
     }
     if gradients is not None:
-        line |= {"gradient_norm": one.gradient_norm, "gradient_std": gradients.std, "gradient_zeros": gradients.zeros}
+        line |= {
+            "gradient_norm": report.gradient_norm,
+            "gradient_std": gradients.std,
+            "gradient_zeros": gradients.zeros,
+        }
     return {name: _number(value) if isinstance(value, float) else value for name, value in line.items()}
 
 
 def _write_csv(path: Path, inspection: Inspection) -> None:
-    lines = [_numbers(one) for one in inspection.tensors]
+    lines = [_numbers(report) for report in inspection.tensors]
     columns = list(dict.fromkeys(name for line in lines for name in line))
     with table_file(path) as write:
         write(columns)
@@ -210,34 +218,34 @@ def print_inspection(inspected: InspectionResult, echo: Callable[[str], None]) -
 
 
 def _print_findings(findings: Sequence[Finding], echo: Callable[[str], None]) -> None:
-    grave = [one for one in findings if one.grave]
-    others = [one for one in findings if not one.grave]
-    echo(f"findings: {len(grave)} serious, {len(others)} minor" if findings else "findings: none")
-    for one in grave:
-        echo(f"  ! {one}")
-    for one in others[:SHOWN]:
-        echo(f"    {one}")
-    if len(others) > SHOWN:
-        echo(f"    ... and {len(others) - SHOWN} more; print them with --json")
+    grave = [finding for finding in findings if finding.grave]
+    minor = [finding for finding in findings if not finding.grave]
+    echo(f"findings: {len(grave)} serious, {len(minor)} minor" if findings else "findings: none")
+    for finding in grave:
+        echo(f"  ! {finding}")
+    for finding in minor[:SHOWN]:
+        echo(f"    {finding}")
+    if len(minor) > SHOWN:
+        echo(f"    ... and {len(minor) - SHOWN} more; print them with --json")
 
 
 def _print_table(inspection: Inspection, echo: Callable[[str], None]) -> None:
-    with_gradients = any(one.gradients is not None for one in inspection.tensors)
+    with_gradients = any(report.gradients is not None for report in inspection.tensors)
     head = ["layer", "type", "shape", "mean", "std", "min", "median", "max", "zeros", "dead", "out/in"]
     rows = [head + (["grad norm"] if with_gradients else [])]
-    for one in inspection.tensors:
-        shape, numbers = "x".join(map(str, one.shape)), one.activations
+    for report in inspection.tensors:
+        shape, numbers = "x".join(map(str, report.shape)), report.activations
         values = (numbers.mean, numbers.std, numbers.min, numbers.quantile(0.5), numbers.max)
-        row = [one.name, one.type, shape, *(f"{value:.3g}" for value in values), f"{numbers.zeros:.0%}",
-               f"{len(numbers.dead)}/{numbers.channels}" if one.by_image else "-",
-               f"{one.norm_ratio:.2g}" if math.isfinite(one.norm_ratio) else "-"]  # fmt: skip
-        rows.append(row + ([f"{one.gradient_norm:.2e}"] if with_gradients else []))
+        row = [report.name, report.type, shape, *(f"{value:.3g}" for value in values), f"{numbers.zeros:.0%}",
+               f"{len(numbers.dead)}/{numbers.channels}" if report.by_image else "-",
+               f"{report.norm_ratio:.2g}" if math.isfinite(report.norm_ratio) else "-"]  # fmt: skip
+        rows.append(row + ([f"{report.gradient_norm:.2e}"] if with_gradients else []))
     print_aligned(rows, "<<<" + ">" * (len(rows[0]) - 3), echo)
 
 
 def _print_parameters(inspection: Inspection, echo: Callable[[str], None]) -> None:
     rows = [["parameter", "norm", "grad norm", "grad/weight"]]
-    for one in inspection.parameters:
-        numbers = (one.norm, one.gradient_norm, one.gradient_to_weight)
-        rows.append([one.name, *(f"{value:.2e}" if math.isfinite(value) else "-" for value in numbers)])
+    for parameter in inspection.parameters:
+        numbers = (parameter.norm, parameter.gradient_norm, parameter.gradient_to_weight)
+        rows.append([parameter.name, *(f"{value:.2e}" if math.isfinite(value) else "-" for value in numbers)])
     print_aligned(rows, "<>>>", echo)

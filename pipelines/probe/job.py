@@ -105,16 +105,17 @@ class ProbeRun:
     @property
     def by_validation(self) -> bool:
         """Whether the best feature is chosen on validation rows, so that the test rows have no part in the choice."""
-        return all(one.result.curve for one in self.probed)
+        return all(feature.result.curve for feature in self.probed)
 
     @property
     def best(self) -> ProbedFeature:
         """The best feature on the validation rows; without validation rows, on the test rows. Ties: the first."""
         if self.by_validation:
-            return max(self.probed, key=lambda one: one.chosen_by)
-        shots = min((max(one.result.shots) for one in self.probed if one.result.shots), default=0)
+            return max(self.probed, key=lambda feature: feature.chosen_by)
+        shots = min((max(feature.result.shots) for feature in self.probed if feature.result.shots), default=0)
         return max(
-            self.probed, key=lambda one: one.result.metrics[f"top1@{shots}"].value if shots else one.result.value
+            self.probed,
+            key=lambda feature: feature.result.metrics[f"top1@{shots}"].value if shots else feature.result.value,
         )
 
 
@@ -166,8 +167,8 @@ def run_probe(
             outcome.similarity = similarities(_rows_in_order(arrays, alike[name])
                                               for (name, _), arrays in columns.items())  # fmt: skip
         if config.save is not None:
-            (one,) = outcome.probed
-            _save(one, config.out[0], config)
+            (feature,) = outcome.probed
+            _save(feature, config.out[0], config)
     outcome.complete = True
     on_result(outcome)
     return outcome
@@ -183,24 +184,26 @@ def data_sets(paths: Sequence[str]) -> dict[str, Path | str]:
         if not is_url(path) and not Path(path).is_dir():
             raise InputError(f"{path} is not a folder; expected a data set of `layertap embed`")
         data_set_at(path)
-    found = [path.rstrip("/") if is_url(path) else Path(path) for path in paths]
-    names = [one.rpartition("/")[2] if isinstance(one, str) else one.resolve().name for one in found]
+    locations = [path.rstrip("/") if is_url(path) else Path(path) for path in paths]
+    names = [
+        location.rpartition("/")[2] if isinstance(location, str) else location.resolve().name for location in locations
+    ]
     if len(set(names)) < len(names):
         names = list(paths)
-    if len({one if isinstance(one, str) else one.resolve() for one in found}) < len(found):
+    if len({location if isinstance(location, str) else location.resolve() for location in locations}) < len(locations):
         raise InputError(f"a data set is given twice: {', '.join(paths)}")
-    return dict(zip(names, found, strict=True))
+    return dict(zip(names, locations, strict=True))
 
 
 def _layers(reader: FeatureReader, layers: Sequence[str] | None, where: str) -> Iterator[tuple[str, ...]]:
     """Yield the features to probe: each a tuple of one name, or of several names to concatenate."""
     for text in reader.layers if layers is None else layers:
         if "+" in text and text not in reader:
-            found = [match_layers(reader.layers, part, where) for part in text.split("+")]
-            for part, names in zip(text.split("+"), found, strict=True):
+            matches = [match_layers(reader.layers, part, where) for part in text.split("+")]
+            for part, names in zip(text.split("+"), matches, strict=True):
                 if len(names) > 1:
                     raise InputError(f"{part!r} in {text!r} matches {len(names)} layers; name each: {'+'.join(names)}")
-            yield tuple(names[0] for names in found)
+            yield tuple(names[0] for names in matches)
         else:
             for name in match_layers(reader.layers, text, where):
                 yield (name,)
@@ -209,9 +212,9 @@ def _layers(reader: FeatureReader, layers: Sequence[str] | None, where: str) -> 
 def _probed(
     config: ProbeConfig, labelling: Labelling, data_set: str, parts: tuple[str, ...], arrays: list[Any]
 ) -> ProbedFeature:
-    sets = [Labelled(FeatureRows.of(arrays, rows), labelling.targets[rows])
+    subsets = [Labelled(FeatureRows.of(arrays, rows), labelling.targets[rows])
             for rows in (labelling.train, labelling.val, labelling.test)]  # fmt: skip
-    train, val, test = sets
+    train, val, test = subsets
     result = probe(
         train, val if len(val) else None, test, labelling.classes, labelling.task,
         protocol=config.protocol, scaling=config.scaling, balanced=config.class_weight == "balanced", seed=config.seed,
@@ -225,17 +228,18 @@ def _probed(
 def _comparisons(outcome: ProbeRun, readers: dict[str, FeatureReader]) -> Iterator[Comparison]:
     best = outcome.best
     for other in outcome.probed:
-        right, others = best.result.right, other.result.right
-        if other is best or right is None or others is None:
+        right, other_right = best.result.right, other.result.right
+        if other is best or right is None or other_right is None:
             continue
         if other.data_set != best.data_set:  # test images of both, matched by the hash of their bytes
             first, second = (
-                image_hashes(readers[one.data_set])[outcome.labellings[one.data_set].test] for one in (best, other)
+                image_hashes(readers[feature.data_set])[outcome.labellings[feature.data_set].test]
+                for feature in (best, other)
             )
-            _, here, there = np.intersect1d(first, second, return_indices=True)
-            right, others = right[here], others[there]
+            _, best_places, other_places = np.intersect1d(first, second, return_indices=True)
+            right, other_right = right[best_places], other_right[other_places]
         if len(right):
-            yield Comparison((best.data_set, best.layer), (other.data_set, other.layer), *mcnemar(right, others))
+            yield Comparison((best.data_set, best.layer), (other.data_set, other.layer), *mcnemar(right, other_right))
 
 
 def _common_rows(readers: dict[str, FeatureReader], seed: int) -> dict[str, NDArray[np.int64]]:
@@ -246,9 +250,9 @@ def _common_rows(readers: dict[str, FeatureReader], seed: int) -> dict[str, NDAr
     """
     rows_of = {}
     for name, reader in readers.items():
-        good = np.flatnonzero(reader.status == Status.OK)
-        hashes, first = np.unique(image_hashes(reader)[good], return_index=True)
-        rows_of[name] = dict(zip(hashes.tolist(), good[first].tolist(), strict=True))
+        good_rows = np.flatnonzero(reader.status == Status.OK)
+        hashes, first = np.unique(image_hashes(reader)[good_rows], return_index=True)
+        rows_of[name] = dict(zip(hashes.tolist(), good_rows[first].tolist(), strict=True))
     common = sorted(set.intersection(*(set(rows) for rows in rows_of.values())))
     if len(common) < 4:
         raise InputError(f"the data sets have {len(common)} images in common; --similarity needs at least 4")
@@ -269,27 +273,27 @@ def features_described(dataset: DataSet, layers: Sequence[str]) -> dict[str, Any
     return {**depends_on, "features": {name: depends_on["features"][name] for name in layers}}
 
 
-def _save(one: ProbedFeature, out: str, config: ProbeConfig) -> None:
+def _save(probed: ProbedFeature, out: str, config: ProbeConfig) -> None:
     """Save the probe with all settings needed to compute the same features of other images."""
-    model, dataset = one.result.model, data_set_at(out)
+    model, dataset = probed.result.model, data_set_at(out)
     assert model is not None
     assert config.save is not None
-    layers = list(one.parts)
+    layers = list(probed.parts)
     with FeatureReader(out) as reader:
         provenance = {key: reader.provenance.get(key) for key in ("backbone", "configuration", "versions")}
     about = {
-        "protocol": one.result.protocol,
-        "chosen": {one.result.swept: one.result.chosen} if one.result.swept else {},
+        "protocol": probed.result.protocol,
+        "chosen": {probed.result.swept: probed.result.chosen} if probed.result.swept else {},
         "layers": layers,
         "poolings": [feature.attributes["pooling"] for name in layers
                      for feature in dataset.features if feature.name == name],
         "depends_on": features_described(dataset, layers),
         "provenance": provenance,
-        "n_train": one.result.n_train,
-        "metrics": {name: metric.value for name, metric in one.result.metrics.items()},
+        "n_train": probed.result.n_train,
+        "metrics": {name: metric.value for name, metric in probed.result.metrics.items()},
     }  # fmt: skip
-    kept = LinearProbe(
+    saved = LinearProbe(
         model.coef_, model.intercept_, model.classes_, model.task, model.scaling, model.has_probabilities, about
     )
     config.save.parent.mkdir(parents=True, exist_ok=True)
-    kept.save(config.save)
+    saved.save(config.save)

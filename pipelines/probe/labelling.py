@@ -87,22 +87,22 @@ def label_rows(
         raise InputError(f"none of the {len(reader):,} rows has both features and a label: {_reasons(counts)}")
     classes, targets = _targets(texts, used, task, labels or "the data set")
     names = np.array(splits)
-    there = set(names[used].tolist()) - {""}
-    if test_fraction is not None or not there:
+    known_splits = set(names[used].tolist()) - {""}
+    if test_fraction is not None or not known_splits:
         fraction = TEST_FRACTION if test_fraction is None else test_fraction
         strata = targets if task == "classification" else np.zeros(len(targets), np.int64)
-        chosen = _draw_test_rows(strata, groups, used, fraction, seed)
-        names = np.where(chosen, "test", "train")
-        of = "each class" if task == "classification" else "the rows"
-        notes.append(f"{fraction:.0%} of {of} drawn for testing, with seed {seed}; copies stay together")
-        if there:
-            notes.append(f"the existing splits ({', '.join(sorted(there))}) are not used")
+        is_test = _draw_test_rows(strata, groups, used, fraction, seed)
+        names = np.where(is_test, "test", "train")
+        population = "each class" if task == "classification" else "the rows"
+        notes.append(f"{fraction:.0%} of {population} drawn for testing, with seed {seed}; copies stay together")
+        if known_splits:
+            notes.append(f"the existing splits ({', '.join(sorted(known_splits))}) are not used")
         elif any(reader.splits):
             notes.append("the splits of the data set are not used: the list of labels has others, or none for these")
-    elif "test" not in there:
-        if not there >= {"train", "val"}:
+    elif "test" not in known_splits:
+        if not known_splits >= {"train", "val"}:
             raise InputError(
-                f"labelled rows are in {' and '.join(sorted(there))} only; draw some for testing with --test-fraction"
+                f"labelled rows are in {' and '.join(sorted(known_splits))} only; draw test rows with --test-fraction"
             )
         names[names == "val"] = "test"
         notes.append("no labelled test images: val is used for testing, and nothing is chosen on it")
@@ -110,7 +110,7 @@ def label_rows(
         counts["without a split"] = without
     sets = {name: np.flatnonzero(used & (names == name)) for name in ("train", "val", "test")}
     for name in ("train", "test"):
-        if not len(sets[name]) and (test_fraction is not None or not there):
+        if not len(sets[name]) and (test_fraction is not None or not known_splits):
             raise InputError("each class has only one image; no test images can be drawn")
         if not len(sets[name]):
             raise InputError(
@@ -128,12 +128,12 @@ def drop_leaks(reader: FeatureReader, labelling: Labelling) -> Labelling:
     in_test = np.isin(groups[labelling.val], groups[labelling.test])
     val = labelling.val[~in_test]
     copied = np.isin(groups[labelling.train], np.concatenate([groups[labelling.test], groups[val]]))
-    left = replace(labelling, train=labelling.train[~copied], val=val)
-    if not len(left.train):
+    remaining = replace(labelling, train=labelling.train[~copied], val=val)
+    if not len(remaining.train):
         raise InputError("all training rows are copies of rows of val or test")
-    dropped = len(labelling.train) - len(left.train) + len(labelling.val) - len(val)
+    dropped = len(labelling.train) - len(remaining.train) + len(labelling.val) - len(val)
     notes = [*labelling.notes, f"{dropped:,} rows of train and val left out: they are copies of rows of val or test"]
-    return _keep_trained_classes(replace(left, notes=notes))
+    return _keep_trained_classes(replace(remaining, notes=notes))
 
 
 def _from_data_set(reader: FeatureReader) -> tuple[list[str | None], list[str], list[str]]:
@@ -158,23 +158,23 @@ def _from_file(
     if len(row_of) < len(table[key]):
         twice = next(name for name, count in Counter(map(str, table[key])).items() if count > 1)
         raise InputError(f"{where}: the {key} {twice!r} occurs twice")
-    found = [row_of.get(name) for name in names]
-    matched = {row for row in found if row is not None}
+    table_rows = [row_of.get(name) for name in names]
+    matched = {row for row in table_rows if row is not None}
     if not matched:
         raise InputError(
             f"{where}: none of its {len(row_of):,} values of {key!r} is in the data set; the table has "
             f"{printable(next(iter(row_of), 'none'))!r}, the data set has {printable(names[0])!r}"
         )
     notes = []
-    if left := len(row_of) - len(matched):
-        notes.append(f"{left:,} of the {len(row_of):,} rows of {where} are not in the data set")
+    if unmatched := len(row_of) - len(matched):
+        notes.append(f"{unmatched:,} of the {len(row_of):,} rows of {where} are not in the data set")
     values = table[column.strip().lower()]
     empty = "" if keep_empty else None
-    texts = [None if row is None else _text(values[row], empty) for row in found]
+    texts = [None if row is None else _text(values[row], empty) for row in table_rows]
     splits = reader.splits
     if "split" in table:
         splits = []
-        for row in found:
+        for row in table_rows:
             split = "" if row is None else str(table["split"][row] or "").strip().lower()
             if split and split not in SPLITS and row is not None:
                 place = f"line {lines[row]}" if lines else f"row {row}"
@@ -210,11 +210,11 @@ def _targets(texts: Sequence[str | None], used: NDArray[np.bool_], task: str, wh
             )
         return np.array(classes), targets
     if task == "multilabel":
-        sets = {row: {one.strip() for one in str(texts[row]).split(SEPARATOR)} - {""} for row in rows}
-        classes = sorted(set().union(*sets.values()))
+        labels_of = {row: {label.strip() for label in str(texts[row]).split(SEPARATOR)} - {""} for row in rows}
+        classes = sorted(set().union(*labels_of.values()))
         number = {name: i for i, name in enumerate(classes)}
         labels = np.zeros((len(texts), len(classes)), np.float32)
-        for row, names in sets.items():
+        for row, names in labels_of.items():
             labels[row, [number[name] for name in names]] = 1
         return np.array(classes), labels
     values = np.zeros((len(texts), 1))
@@ -230,8 +230,8 @@ def _targets(texts: Sequence[str | None], used: NDArray[np.bool_], task: str, wh
 
 def _groups(reader: FeatureReader) -> NDArray[np.int64]:
     """Return (N,) group numbers, equal for rows whose images have the same bytes."""
-    found: NDArray[np.int64] = np.unique(image_hashes(reader), return_inverse=True)[1]
-    return found
+    groups: NDArray[np.int64] = np.unique(image_hashes(reader), return_inverse=True)[1]
+    return groups
 
 
 def image_hashes(reader: FeatureReader) -> NDArray[Any]:
@@ -249,19 +249,19 @@ def _draw_test_rows(
     heads = rows[np.sort(first)]  # the first row of each group of copies
     taken = []
     for stratum in np.unique(strata[heads]):
-        here = generator.permutation(heads[strata[heads] == stratum])
-        count = max(round(fraction * len(here)), int(len(here) > 1))
-        taken.append(here[: min(count, len(here) - 1)])
+        candidates = generator.permutation(heads[strata[heads] == stratum])
+        count = max(round(fraction * len(candidates)), int(len(candidates) > 1))
+        taken.append(candidates[: min(count, len(candidates) - 1)])
     return np.isin(groups, groups[np.concatenate(taken)])
 
 
 def _leaks(groups: NDArray[np.int64], labelling: Labelling) -> dict[str, int]:
     sets = {"train": labelling.train, "val": labelling.val, "test": labelling.test}
-    found = {}
+    leaks = {}
     for later, earlier in (("test", "train"), ("test", "val"), ("val", "train")):
         if count := int(np.isin(groups[sets[later]], groups[sets[earlier]]).sum()):
-            found[f"{later} in {earlier}"] = count
-    return found
+            leaks[f"{later} in {earlier}"] = count
+    return leaks
 
 
 def _keep_trained_classes(labelling: Labelling) -> Labelling:
@@ -270,32 +270,32 @@ def _keep_trained_classes(labelling: Labelling) -> Labelling:
     Rows of val with other classes are left out; rows of test with other classes count as wrong.
     """
     if labelling.task == "multilabel":
-        there = labelling.targets[labelling.train].any(0)
-        if not there.any():
+        is_trained = labelling.targets[labelling.train].any(0)
+        if not is_trained.any():
             raise InputError("no training row has a label")
-        left = [str(name) for name in labelling.classes[~there]]
-        notes = [f"labels that no training row has are left out: {', '.join(left[:5])}"] if left else []
+        untrained = [str(name) for name in labelling.classes[~is_trained]]
+        notes = [f"labels that no training row has are left out: {', '.join(untrained[:5])}"] if untrained else []
         return replace(
             labelling,
-            classes=labelling.classes[there],
-            targets=labelling.targets[:, there],
+            classes=labelling.classes[is_trained],
+            targets=labelling.targets[:, is_trained],
             notes=labelling.notes + notes,
         )
     if labelling.task != "classification":
         return labelling
-    there = np.bincount(labelling.targets[labelling.train], minlength=len(labelling.classes)) > 0
-    unseen = np.cumsum(np.logical_not(there)) + len(labelling.unseen)
-    number = np.append(np.where(there, np.cumsum(there) - 1, -unseen), -1)
+    is_trained = np.bincount(labelling.targets[labelling.train], minlength=len(labelling.classes)) > 0
+    unseen = np.cumsum(np.logical_not(is_trained)) + len(labelling.unseen)
+    number = np.append(np.where(is_trained, np.cumsum(is_trained) - 1, -unseen), -1)
     # Classes that an earlier call has marked as unseen keep their negative targets.
     targets = np.where(labelling.targets >= 0, number[labelling.targets], labelling.targets)
     known = targets[labelling.val] >= 0
     notes = labelling.notes
     if not known.all():
         notes = [*notes, f"{int((~known).sum()):,} rows of val are left out: no training row has their class"]
-    names = (*labelling.unseen, *labelling.classes[np.logical_not(there)].tolist())
+    names = (*labelling.unseen, *labelling.classes[np.logical_not(is_trained)].tolist())
     return replace(
         labelling,
-        classes=labelling.classes[there],
+        classes=labelling.classes[is_trained],
         targets=targets,
         val=labelling.val[known],
         notes=notes,

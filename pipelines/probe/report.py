@@ -50,7 +50,7 @@ def probe_and_write(config: ProbeConfig, say: Callable[[str], None]) -> tuple[Pr
     try:
         if config.save is not None:
             _check_file(config.save)
-        folder, made = _folder_for(config)
+        folder, created = _folder_for(config)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
@@ -60,11 +60,11 @@ def probe_and_write(config: ProbeConfig, say: Callable[[str], None]) -> tuple[Pr
     try:
         outcome = run_probe(config, say, lambda outcome: _write_results(outcome, folder))
     except BaseException:
-        if made and not _probes_in(folder):  # a run without results leaves nothing behind
+        if created and not _probes_in(folder):  # a run without results leaves nothing behind
             (folder / "results.json").unlink(missing_ok=True)
-            for one in made:
+            for path in created:
                 with contextlib.suppress(OSError):
-                    one.rmdir()
+                    path.rmdir()
         raise
     files = [folder / name for name in ("results.json", "results.csv")]
     if _write_predictions(outcome, folder / "predictions.csv"):
@@ -91,22 +91,22 @@ def _folder_for(config: ProbeConfig) -> tuple[Path, list[Path]]:
     settings.
     """
     if config.results is not None:
-        made = [one for one in (config.results, config.results.parent) if not one.exists()]
+        created = [path for path in (config.results, config.results.parent) if not path.exists()]
         config.results.mkdir(parents=True, exist_ok=True)
-        return config.results, made
+        return config.results, created
     if is_url(config.out[0]):
         raise InputError(f"{config.out[0]} is in a bucket; name a folder on this machine for the results with -o")
     parent = Path(config.out[0]) / "probe"
-    made = [] if parent.exists() else [parent]
+    created = [] if parent.exists() else [parent]
     own_folder(parent)
     for number in itertools.count(1):
         folder = parent / (config.protocol + (f"-{number}" if number > 1 else ""))
         try:
             folder.mkdir()  # succeeds in only one of two concurrent runs
-            return folder, [folder, *made]
+            return folder, [folder, *created]
         except FileExistsError:
             if _read(folder).get("configuration") == _result_settings(config):
-                return own_folder(folder), made
+                return own_folder(folder), created
     raise AssertionError("there is always a next number")
 
 
@@ -131,22 +131,22 @@ def print_outcome(outcome: ProbeRun, echo: Callable[[str], None]) -> None:
     """Print the table with its notes."""
     for name, labelling in outcome.labellings.items():
         counts = labelling.counts
-        left = [f"{count:,} {why}" for why, count in counts.items() if why != "rows" and count]
+        left_out = [f"{count:,} {reason}" for reason, count in counts.items() if reason != "rows" and count]
         sets = ", ".join(
-            f"{len(rows):,} {what}"
-            for what, rows in (("train", labelling.train), ("val", labelling.val), ("test", labelling.test))
+            f"{len(rows):,} {subset}"
+            for subset, rows in (("train", labelling.train), ("val", labelling.val), ("test", labelling.test))
             if len(rows)
         )
         what = "numbers" if labelling.task == "regression" else f"{len(labelling.classes):,} {_kinds(labelling.task)}"
         echo(
             f"{printable(name)}: {counts['rows']:,} rows, {what}; {sets}"
-            + (f"; left out: {', '.join(left)}" if left else "")
+            + (f"; left out: {', '.join(left_out)}" if left_out else "")
         )
         for note in labelling.notes:
             echo(f"  {printable(note)}")
         if labelling.leaks and not outcome.config.drop_leaks:
-            found = ", ".join(f"{count:,} images of {what}" for what, count in labelling.leaks.items())
-            echo(f"  leakage: the same bytes in two sets: {found.replace(' in ', ' are also in ')}; --drop-leaks "
+            leaks = ", ".join(f"{count:,} images of {overlap}" for overlap, count in labelling.leaks.items())
+            echo(f"  leakage: the same bytes in two sets: {leaks.replace(' in ', ' are also in ')}; --drop-leaks "
                  "leaves them out of training")  # fmt: skip
     first = outcome.probed[0].result
     echo(f"{first.protocol}: {PROTOCOLS[first.protocol].about}; {_SCALED[first.scaling]}")
@@ -166,9 +166,9 @@ def print_outcome(outcome: ProbeRun, echo: Callable[[str], None]) -> None:
                 f"  against {_full_name(outcome, *pair.other)}: only the best is right on {pair.only_better:,} test "
                 f"images, only the other on {pair.only_other:,}; p = {pair.p:.2g} (McNemar)"
             )
-    notes = [(one, note) for one in outcome.probed for note in one.result.notes]
-    for one, note in notes[:SHOWN]:
-        echo((f"{_full_name(outcome, one.data_set, one.layer)}: " if several else "") + note)
+    notes = [(feature, note) for feature in outcome.probed for note in feature.result.notes]
+    for feature, note in notes[:SHOWN]:
+        echo((f"{_full_name(outcome, feature.data_set, feature.layer)}: " if several else "") + note)
     if len(notes) > SHOWN:
         echo(f"... and {len(notes) - SHOWN} more notes in results.json")
 
@@ -186,8 +186,8 @@ def _table(outcome: ProbeRun) -> Iterator[str]:
     first = outcome.probed[0].result
     metrics = list(first.metrics)
     rows = [["layer", "width", *(_name(metric) for metric in metrics), *([first.swept] if first.swept else [])]]
-    for one in outcome.probed:
-        result, cells = one.result, []
+    for feature in outcome.probed:
+        result, cells = feature.result, []
         for metric in metrics:
             if metric not in result.metrics:  # fewer classes, or too few rows for these shots
                 cells.append("")
@@ -195,10 +195,10 @@ def _table(outcome: ProbeRun) -> Iterator[str]:
             estimate = result.metrics[metric]
             text = _format_metric(metric, estimate.value)
             ends = f"{_format_metric(metric, estimate.low, False)} to {_format_metric(metric, estimate.high, False)}"
-            told = (metric == result.primary or result.shots) and math.isfinite(estimate.low)
-            cells.append(f"{text} ({ends})" if told else text)
+            has_interval = (metric == result.primary or result.shots) and math.isfinite(estimate.low)
+            cells.append(f"{text} ({ends})" if has_interval else text)
         cells += [f"{result.chosen:.3g}"] if result.swept else []
-        rows.append([_full_name(outcome, one.data_set, one.layer), str(one.width), *cells])
+        rows.append([_full_name(outcome, feature.data_set, feature.layer), str(feature.width), *cells])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -225,31 +225,31 @@ def as_json(outcome: ProbeRun) -> dict[str, Any]:
         "data_sets": {
             name: {
                 "fingerprint": outcome.fingerprints[name],
-                "task": one.task,
-                "counts": one.counts,
-                "rows": {"train": len(one.train), "val": len(one.val), "test": len(one.test)},
-                "leaks": one.leaks,
-                "notes": one.notes,
+                "task": labelling.task,
+                "counts": labelling.counts,
+                "rows": {"train": len(labelling.train), "val": len(labelling.val), "test": len(labelling.test)},
+                "leaks": labelling.leaks,
+                "notes": labelling.notes,
             }
-            for name, one in outcome.labellings.items()
+            for name, labelling in outcome.labellings.items()
         },
-        "probes": [_probe_as_json(one) for one in outcome.probed],
-        "mcnemar": [asdict(one) for one in outcome.comparisons],
+        "probes": [_probe_as_json(feature) for feature in outcome.probed],
+        "mcnemar": [asdict(feature) for feature in outcome.comparisons],
     }
     if outcome.similarity is not None:
-        names = [[one.data_set, one.layer] for one in outcome.probed]
+        names = [[feature.data_set, feature.layer] for feature in outcome.probed]
         cka, rsa = (matrix.tolist() for matrix in outcome.similarity)
         content["similarity"] = {"features": names, "linear_cka": cka, "rsa": rsa}
     return _finite(content)  # type: ignore[no-any-return]
 
 
-def _probe_as_json(one: ProbedFeature) -> dict[str, Any]:
-    result = one.result
+def _probe_as_json(feature: ProbedFeature) -> dict[str, Any]:
+    result = feature.result
     classes = [str(name) for name in result.classes.tolist()]
     return {
-        "data_set": one.data_set,
-        "layer": one.layer,
-        "width": one.width,
+        "data_set": feature.data_set,
+        "layer": feature.layer,
+        "width": feature.width,
         "protocol": result.protocol,
         "scaling": result.scaling,
         "rows": {"train": result.n_train, "val": result.n_val, "test": result.n_test},
@@ -287,12 +287,12 @@ def _write_results(outcome: ProbeRun, folder: Path) -> None:
     head = ["data_set", "layer", "width", "protocol", "scaling", "chosen", "value", "n_train", "n_val", "n_test"]
     with table_file(folder / "results.csv") as write:
         write([*head, "metric", "estimate", "low", "high"])
-        for one in outcome.probed:
-            result = one.result
+        for feature in outcome.probed:
+            result = feature.result
             chosen = repr(float(result.chosen)) if result.swept else ""
             for name, metric in result.metrics.items():
-                write([one.data_set, one.layer, one.width, result.protocol, result.scaling, result.swept, chosen,
-                       result.n_train, result.n_val, result.n_test, name, *_numbers(metric)])  # fmt: skip
+                write([feature.data_set, feature.layer, feature.width, result.protocol, result.scaling, result.swept,
+                       chosen, result.n_train, result.n_val, result.n_test, name, *_numbers(metric)])  # fmt: skip
 
 
 def _numbers(metric: Estimate) -> list[str]:
@@ -301,20 +301,20 @@ def _numbers(metric: Estimate) -> list[str]:
 
 def _write_predictions(outcome: ProbeRun, path: Path) -> bool:
     """Write a line for each test image and layer; return False if there are no predictions (few-shot)."""
-    if all(one.result.predictions is None for one in outcome.probed):
+    if all(feature.result.predictions is None for feature in outcome.probed):
         return False
     with table_file(path) as write:
         write(["data_set", "layer", "path", "label", "predicted"])
-        for one in outcome.probed:
-            result = one.result
+        for feature in outcome.probed:
+            result = feature.result
             if result.predictions is None:
                 continue
             names = [str(name) for name in result.classes.tolist()]
-            paths = outcome.test_paths[one.data_set]
-            for name, truth, found in zip(paths, result.truth, result.predictions, strict=True):
-                unseen = outcome.labellings[one.data_set].unseen
-                texts = [answer(value, names, result.task, unseen) for value in (truth, found)]
-                write([one.data_set, one.layer, name, *texts])
+            paths = outcome.test_paths[feature.data_set]
+            for name, truth, predicted in zip(paths, result.truth, result.predictions, strict=True):
+                unseen = outcome.labellings[feature.data_set].unseen
+                texts = [answer(value, names, result.task, unseen) for value in (truth, predicted)]
+                write([feature.data_set, feature.layer, name, *texts])
     return True
 
 
@@ -323,5 +323,5 @@ def answer(value: Any, names: list[str], task: str, unseen: Sequence[str] = ()) 
     if task == "classification":
         return str(names[value] if value >= 0 else unseen[-1 - value])
     if task == "multilabel":
-        return SEPARATOR.join(name for name, there in zip(names, value, strict=True) if there)
+        return SEPARATOR.join(name for name, is_set in zip(names, value, strict=True) if is_set)
     return repr(float(value[0]))

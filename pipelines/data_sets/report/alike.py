@@ -65,10 +65,10 @@ def alike(array: FeatureArray, hashes: NDArray[np.uint8], good: NDArray[np.int64
     """
     among = _first_of_each(hashes, good)
     width = max(1, int(np.prod(array.shape[1:])))
-    most = int(max(1, _PRODUCTS // max(1, len(among) * width)))
+    max_queries = int(max(1, _PRODUCTS // max(1, len(among) * width)))
     queries = among
-    if most < len(among):
-        queries = np.sort(np.random.default_rng(seed).permutation(among)[:most])
+    if max_queries < len(among):
+        queries = np.sort(np.random.default_rng(seed).permutation(among)[:max_queries])
     return Alike(among, queries, neighbours_of(array, queries, among))
 
 
@@ -122,16 +122,16 @@ def shared_neighbours(
         the number of images in the comparison, and (layer, layer, share, chance) for each pair: the mean share of
         the K nearest neighbours that are the same images, and the share expected for random neighbours.
     """
-    mine, theirs = shared_images(first, second)
-    order = np.random.default_rng(seed).permutation(len(mine))[:_SHARED_ROWS]
-    mine, theirs = mine[order], theirs[order]
+    first_rows, theirs = shared_images(first, second)
+    order = np.random.default_rng(seed).permutation(len(first_rows))[:_SHARED_ROWS]
+    first_rows, theirs = first_rows[order], theirs[order]
     shares = []
-    if len(mine) > 1:
-        k = min(K, len(mine) - 1)
+    if len(first_rows) > 1:
+        k = min(K, len(first_rows) - 1)
         for layer, other_layer in layers:
             tables = []
-            for array, rows in ((first[layer], mine), (second[other_layer], theirs)):
-                held = FeatureRows.of(array, np.sort(rows)).between(0, len(rows))[np.argsort(np.argsort(rows))]
-                tables.append(nearest(held, held, k, without=np.arange(len(held))).rows)
-            shares.append((layer, other_layer, float(overlap(*tables).mean()), k / (len(mine) - 1)))
-    return len(mine), shares
+            for array, rows in ((first[layer], first_rows), (second[other_layer], theirs)):
+                block = FeatureRows.of(array, np.sort(rows)).between(0, len(rows))[np.argsort(np.argsort(rows))]
+                tables.append(nearest(block, block, k, without=np.arange(len(block))).rows)
+            shares.append((layer, other_layer, float(overlap(*tables).mean()), k / (len(first_rows) - 1)))
+    return len(first_rows), shares

@@ -84,9 +84,9 @@ def _runs_of(file: Path) -> list[dict[str, Any]]:
             changed = [f"{line[name]:,} {name}" for name in ("added", "changed", "renamed", "deleted")
                        if isinstance(line.get(name), int) and line[name]]  # fmt: skip
             outcome = {"synced": "nothing new", "stopped": "stopped", "failed": f"failed: {line.get('error', '')}"}
-            how = ", ".join(changed) if changed and line["event"] == "synced" else outcome[line["event"]]
+            how_it_ended = ", ".join(changed) if changed and line["event"] == "synced" else outcome[line["event"]]
             numbers = _numbers({**line, "rows": line.get("computed")})
-            log.append({"started": started, "how": how, "where": "", **numbers})
+            log.append({"started": started, "how": how_it_ended, "where": "", **numbers})
     for started, places in workers.items():
         named = [f"{count} × {place}" if count > 1 else place for place, count in places.most_common(_PLACES)]
         unnamed = [f"{len(places) - _PLACES:,} more"] if len(places) > _PLACES else []

@@ -85,8 +85,8 @@ def run_report(
     """
     output, written_to = (out / "report.html",) * 2 if output is None else (output, link_target(output))
     if output.is_dir() or not output.resolve().parent.is_dir():
-        what = "it is a folder" if output.is_dir() else "no such folder"
-        raise InputError(f"{output} cannot be written: {what}")
+        problem = "it is a folder" if output.is_dir() else "no such folder"
+        raise InputError(f"{output} cannot be written: {problem}")
     if output.is_file() and not _is_report(output):
         raise InputError(f"{output} already exists and is not a layertap report; name another file")
     say("reading the description")
@@ -216,12 +216,12 @@ class _Content:
         plots = []
         for method in maps:
             self._say(f"map by {method}")
-            here = points if method == "pca" else points[:_MANIFOLD_POINTS]
-            order = np.argsort(here)
-            rows = FeatureRows.of(array, here[order])
+            shown_rows = points if method == "pca" else points[:_MANIFOLD_POINTS]
+            order = np.argsort(shown_rows)
+            rows = FeatureRows.of(array, shown_rows[order])
             if method == "pca":
                 projection = principal(FeatureRows.of(array, axes_rows), 2, self._seed)
-                places = np.zeros((len(here), 2), np.float32)
+                places = np.zeros((len(shown_rows), 2), np.float32)
                 places[:, : len(projection.axes)] = projection.project(rows)
                 shares = " and ".join(f"{100 * share:.1f} %" for share in projection.shares.tolist())
                 note = f"The first two principal axes explain {shares} of the variance of {projection.rows:,} rows."
@@ -261,11 +261,15 @@ class _Content:
         neighbours = alike(array, self._hashes, self._good, self._seed)
         pairs, means = neighbours.pairs(), neighbours.means
         random = np.random.default_rng(self._seed)
-        chosen = np.sort(random.permutation(neighbours.queries)[:_QUERIES])
-        near = neighbours_of(array, chosen, neighbours.among)
+        gallery_rows = np.sort(random.permutation(neighbours.queries)[:_QUERIES])
+        gallery_neighbours = neighbours_of(array, gallery_rows, neighbours.among)
         queries = [
             {"row": row, "hits": [[int(hit), round(cosine, 4)] for hit, cosine in hits if hit >= 0]}
-            for row, hits in zip(chosen.tolist(), np.stack([near.rows, near.cosines], 2).tolist(), strict=True)
+            for row, hits in zip(
+                gallery_rows.tolist(),
+                np.stack([gallery_neighbours.rows, gallery_neighbours.cosines], 2).tolist(),
+                strict=True,
+            )
         ]
         outliers = [place for place in np.argsort(means, kind="stable").tolist() if math.isfinite(means[place])]
         outliers = outliers[:_SHOWN] if len(neighbours.among) > K else []
@@ -292,14 +296,17 @@ class _Content:
     def _same_class(self, queries: NDArray[np.int64], near: NDArray[np.int64]) -> dict[str, float]:
         """Return the share of neighbours with the class of their query, and the share expected by chance."""
         labels = self._reader.labels
-        there = (near >= 0) & (labels[queries] >= 0)[:, None]
-        there &= labels[np.maximum(near, 0)] >= 0
+        both_labelled = (near >= 0) & (labels[queries] >= 0)[:, None]
+        both_labelled &= labels[np.maximum(near, 0)] >= 0
         sizes = np.bincount(labels[labels >= 0]).astype(np.float64)
         pairs = (sizes * (sizes - 1)).sum()  # pairs of different images of a class
-        if not there.any() or len(sizes) < 2 or not pairs:
+        if not both_labelled.any() or len(sizes) < 2 or not pairs:
             return {}
         same = labels[np.maximum(near, 0)] == labels[queries][:, None]
-        return {"same_class": float(same[there].mean()), "by_chance": float(pairs / sizes.sum() / (sizes.sum() - 1))}
+        return {
+            "same_class": float(same[both_labelled].mean()),
+            "by_chance": float(pairs / sizes.sum() / (sizes.sum() - 1)),
+        }
 
     def compare_with(self, out: Path, other: Path) -> None:
         """Fill in the differences between two data sets."""
@@ -356,20 +363,20 @@ class _Content:
         self.data |= {"thumbnails": data_urls, "about_thumbnails": about}
         return _assembled(self.data)
 
-    def _thumbnails(self, root: str, most: int, room: int) -> tuple[dict[str, str], str]:
+    def _thumbnails(self, root: str, limit: int, room: int) -> tuple[dict[str, str], str]:
         """Return row -> data URL, for as many rows as there is room for, and a note about them."""
         rows = list(self.wanted)
-        if not most or not rows:
-            return {}, "No thumbnails, as requested." if not most else ""
+        if not limit or not rows:
+            return {}, "No thumbnails, as requested." if not limit else ""
         if is_url(root):
-            most = min(most, 200)  # each image is downloaded
-        pictures = Pictures(self._reader, root, rows[:most])
+            limit = min(limit, 200)  # each image is downloaded
+        pictures = Pictures(self._reader, root, rows[:limit])
         if pictures.why_not:
             return {}, printable(f"No thumbnails: {pictures.why_not}")
         failed = {row for row, *_ in self._failed}
         data_urls: dict[str, str] = {}
         missing: Counter[str] = Counter()
-        for row in rows[:most]:
+        for row in rows[:limit]:
             picture, why = (pictures.part_of(row), "") if row in failed else pictures.picture(row, _SIDE_PX)
             if picture is None:
                 if row not in failed:
@@ -411,8 +418,8 @@ def _assembled(data: dict[str, Any]) -> bytes:
     """Return the page with this content."""
     from plotly.offline import get_plotlyjs
 
-    here = resources.files("pipelines.data_sets.report")
-    page, style, script = ((here / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js"))
+    folder = resources.files("pipelines.data_sets.report")
+    page, style, script = ((folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js"))
     scripts = {"PLOTLY": get_plotlyjs(), "SCRIPT": script}
     hashes = " ".join(f"'sha256-{_sha256(text)}'" for text in scripts.values())
     parts = {**scripts, "STYLE": style, "HASHES": hashes, "DATA": _as_data(data)}
