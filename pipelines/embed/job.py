@@ -30,8 +30,8 @@ from pipelines.terminal.text_output import print_failures, print_remedy
 __all__ = ["EmbedResult", "bottleneck", "describe_computation", "embed", "plan_of", "print_summary", "summary_as_json"]
 
 _TUNED_OPTIONS = ("precision", "compile", "decode", "batch_size")
-_WAITED = 0.2  # of the time: a stage above this share is the bottleneck
-_WORTH_A_WORD_S = 10.0  # in shorter runs, starting takes most of the time, and no bottleneck is printed
+_BOTTLENECK_SHARE = 0.2  # of the time: a stage above this share is the bottleneck
+_BOTTLENECK_MIN_S = 10.0  # in shorter runs, starting takes most of the time, and no bottleneck is printed
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def print_summary(outcome: EmbedResult, echo: Callable[[str], None]) -> None:
         if summary.duplicates:
             echo(f"{summary.duplicates:,} images are byte-identical to others: computed once, stored for each row")
         echo(f"{summary.seconds:.1f} s, {summary.images_per_s:.1f} images/s; time went to {shares}")
-        if summary.seconds >= _WORTH_A_WORD_S:
+        if summary.seconds >= _BOTTLENECK_MIN_S:
             echo(f"bound by {bottleneck(summary)}: {_advice(outcome)}")
     else:
         failed = f", {len(outcome.failures):,} of them without features" if outcome.failures else ""
@@ -212,7 +212,7 @@ def bottleneck(summary: Summary) -> str:
     total = sum(summary.stages.values())
     others = {stage: seconds for stage, seconds in summary.stages.items() if stage != "forward"}
     waited = max(others, key=others.__getitem__)
-    return waited if total and others[waited] > _WAITED * total else "forward"
+    return waited if total and others[waited] > _BOTTLENECK_SHARE * total else "forward"
 
 
 def _advice(outcome: EmbedResult) -> str:

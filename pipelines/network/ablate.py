@@ -147,19 +147,19 @@ def as_json(ablated: AblationResult) -> dict[str, Any]:
         "images": ablation_result.images,
         "labels": ablated.labels or None,
         "labelled": ablation_result.targets,
-        "accuracy": _number(ablation_result.accuracy),
+        "accuracy": _finite_or_none(ablation_result.accuracy),
         "effects": [
             {
-                "layer": effect.layer, "channel": effect.channel, "cosine": _number(effect.cosine),
-                "same_class": _number(effect.same_class), "accuracy": _number(effect.accuracy),
-                "later": {name: _number(value) for name, value in effect.later.items()},
+                "layer": effect.layer, "channel": effect.channel, "cosine": _finite_or_none(effect.cosine),
+                "same_class": _finite_or_none(effect.same_class), "accuracy": _finite_or_none(effect.accuracy),
+                "later": {name: _finite_or_none(value) for name, value in effect.later.items()},
             }
             for effect in ablation_result.effects
         ],
     }  # fmt: skip
 
 
-def _number(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 

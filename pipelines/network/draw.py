@@ -74,15 +74,15 @@ def _layers(config: DrawConfig, backbone: Backbone, suits: Callable[[Feature], b
     """
     if config.layers is not None:
         names = match_layers(named_layers(backbone.model), config.layers, backbone.spec)
-        choices = [choice for name in names for choice in _chosen(backbone, name)]
+        choices = [choice for name in names for choice in _choices_of(backbone, name)]
         for choice in choices:
             if not suits(choice.features[0]):
                 name, shape = choice.features[0].name, "x".join(map(str, choice.features[0].shape))
                 raise InputError(f"layer {name!r} gives {shape} per image; expected a map or patches")
         return choices
-    for name in _candidates(backbone, last=last):
+    for name in _suitable_layers(backbone, last=last):
         try:
-            choices = _chosen(backbone, name)
+            choices = _choices_of(backbone, name)
         except LayertapError:  # for example, its rows are not the images
             continue
         if suits(choices[-1].features[0]):
@@ -90,14 +90,14 @@ def _layers(config: DrawConfig, backbone: Backbone, suits: Callable[[Feature], b
     raise InputError(f"no layer of {backbone.spec} gives maps or patches")
 
 
-def _chosen(backbone: Backbone, name: str) -> list[Choice]:
+def _choices_of(backbone: Backbone, name: str) -> list[Choice]:
     """Return a separate choice for each tensor that a layer gives."""
     with evaluating(backbone.model), full_float32():
         choice = choose_features(backbone, [f"{name}:none"])
     return [dataclasses.replace(choice, features=[feature]) for feature in choice.features]
 
 
-def _candidates(backbone: Backbone, *, last: bool) -> list[str]:
+def _suitable_layers(backbone: Backbone, *, last: bool) -> list[str]:
     """Return the layers that seem to give maps or patches, in the order of computation; reversed if `last`."""
     size = backbone.preprocessing.crop_px
     taps = Taps(backbone.model, list(named_layers(backbone.model)))
@@ -193,7 +193,7 @@ def _top(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
             ).tolist()
         best = {c: [rows[i] for i in np.argsort(-peak_values[:, c], kind="stable")[:_TOP_COUNT]] for c in chosen}
         shown_rows = sorted({row for images in best.values() for row in images})
-        shown_sample = dataclasses.replace(sample, rows=shown_rows, seen=[])
+        shown_sample = dataclasses.replace(sample, rows=shown_rows, decoded=[])
         shown: dict[int, tuple[NDArray[np.float32], NDArray[np.uint8]]] = {}
         for maps, pixels, batch_rows in _maps(backbone, shown_sample, choice):
             part = maps[..., chosen].float().numpy()
@@ -216,7 +216,7 @@ def _filters(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
         yield name, draw_figures.filters(weight.detach().cpu().float().numpy(), name)
 
 
-def _from(weights: Tensor, backbone: Backbone) -> Tensor:
+def _attention_by_patch(weights: Tensor, backbone: Backbone) -> Tensor:
     """Return (B, heads, patches): attention of the class token or, without a class token, the mean over all patches.
 
     Raises:
@@ -243,9 +243,9 @@ def _attention(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figure
         heads, pixels = [], []
         for batch in sample.batches():
             last = attentions(backbone, batch.inputs, layer)[-1]
-            heads.append(_as_map(_from(last, backbone), backbone).numpy())
+            heads.append(_as_map(_attention_by_patch(last, backbone), backbone).numpy())
             pixels.append(batch.pixels)
-        shown = [sample.name(i) for i in range(len(sample.seen))]
+        shown = [sample.name(i) for i in range(len(sample.decoded))]
         title = f"{layer or 'last attention'}: attention of {source}"
         yield layer or "", draw_figures.attention(np.concatenate(heads), np.concatenate(pixels), shown, title)
 
@@ -254,10 +254,10 @@ def _rollout(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
     maps, pixels = [], []
     for batch in sample.batches():
         rolled = torch.from_numpy(rollout(attentions(backbone, batch.inputs)))[:, None]
-        rollout_maps = _as_map(_from(rolled, backbone), backbone)[:, 0].numpy()
+        rollout_maps = _as_map(_attention_by_patch(rolled, backbone), backbone)[:, 0].numpy()
         maps.append(rollout_maps - rollout_maps.min((1, 2), keepdims=True))  # remove the share that every patch gets
         pixels.append(batch.pixels)
-    names = [sample.name(i) for i in range(len(sample.seen))]
+    names = [sample.name(i) for i in range(len(sample.decoded))]
     title = "attention rollout through all layers, each map from its least to its largest value"
     yield "", draw_figures.overlays(np.concatenate(maps), np.concatenate(pixels), names, title)
 
@@ -280,9 +280,9 @@ def _gradcam_layers(config: DrawConfig, backbone: Backbone) -> Sequence[str]:
     if config.layers is not None:
         return match_layers(named_layers(backbone.model), config.layers, backbone.spec)
     grey = torch.zeros(1, 3, *backbone.preprocessing.crop_px, device=backbone.device)
-    for name in _candidates(backbone, last=True):
+    for name in _suitable_layers(backbone, last=True):
         try:
-            if _has_positions(_chosen(backbone, name)[0].features[0]):
+            if _has_positions(_choices_of(backbone, name)[0].features[0]):
                 grad_cam(backbone, grey, name)
                 return [name]
         except LayertapError:  # after pooling by class token, no gradient reaches the patches

@@ -43,22 +43,22 @@ class Sample:
 
     Attributes:
         images: all images; only the selected images if the list is a plan.
-        in_all: number of images in the list.
+        n_listed: number of images in the list.
         backbone: backbone whose preprocessing is applied.
         rows: selected rows of `images`.
         batch_size, workers, max_pixels: see `embed`.
-        seen: rows decoded so far, in order.
+        decoded: rows decoded so far, in order.
         failed: row -> why it could not be decoded.
     """
 
     images: Images
-    in_all: int
+    n_listed: int
     backbone: Backbone
     rows: list[int]
     batch_size: int
     workers: int
     max_pixels: int
-    seen: list[int] = field(default_factory=list)
+    decoded: list[int] = field(default_factory=list)
     failed: dict[int, str] = field(default_factory=dict)
 
     def batches(self) -> Iterator[SampleBatch]:
@@ -75,22 +75,22 @@ class Sample:
             [self.rows[start : start + self.batch_size] for start in starts],
             Decoding.for_preprocessing(preprocessing, self.max_pixels, workers, self.batch_size),
         )
-        self.seen.clear()
+        self.decoded.clear()
         with contextlib.closing(loaded):
             for batch in loaded:
                 decoded_rows = batch.rows[batch.status == Status.OK]
-                self.seen += decoded_rows.tolist()
+                self.decoded += decoded_rows.tolist()
                 self.failed |= batch.reasons
                 if len(decoded_rows):
                     inputs = preprocessing.to_input(batch.images.to(self.backbone.device))
                     yield SampleBatch(inputs, decoded_rows, _pixels(batch.images, self.backbone))
-        if not self.seen:
+        if not self.decoded:
             row, reason = next(iter(self.failed.items()))
             raise InputError(f"none of the images can be decoded; {printable(self.images.paths[row])}: {reason}")
 
     def name(self, position: int) -> str:
         """Return the path of an image by its position among the decoded images."""
-        return printable(self.images.paths[self.seen[position]])
+        return printable(self.images.paths[self.decoded[position]])
 
     def print_failures(self) -> None:
         """Print the images that could not be decoded on stderr."""
@@ -106,10 +106,10 @@ def sample_of(config: LookConfig, backbone: Backbone) -> Sample:
     for note in images.notes:
         click.secho(f"note: {note}", fg="yellow", err=True)
     count = len(images) if config.sample is None else min(config.sample, len(images))
-    in_all, rows = len(images), evenly(len(images), count)
+    n_listed, rows = len(images), evenly(len(images), count)
     if not isinstance(images, Images):
         images, rows = images.only(rows), list(range(count))
-    return Sample(images, in_all, backbone, rows, config.batch_size, config.workers, config.max_pixels)
+    return Sample(images, n_listed, backbone, rows, config.batch_size, config.workers, config.max_pixels)
 
 
 def _pixels(prepared: Tensor, backbone: Backbone) -> NDArray[np.uint8]:

@@ -88,7 +88,7 @@ def inspect(config: InspectConfig) -> InspectionResult:
 
         written += draw_inspection(inspection, backbone.spec, config.pictures, config.format)
     failed = {sample.images.paths[row]: reason for row, reason in sample.failed.items()}
-    return InspectionResult(inspection, backbone.spec, (inspection.images, sample.in_all), failed, described, written)
+    return InspectionResult(inspection, backbone.spec, (inspection.images, sample.n_listed), failed, described, written)
 
 
 def _with_targets(sample: Sample, targets: NDArray[np.int64] | None) -> Iterator[tuple[Tensor, Tensor]]:
@@ -135,20 +135,20 @@ def as_json(inspected: InspectionResult) -> dict[str, Any]:
         "images": inspected.images[0],
         "images_in_all": inspected.images[1],
         "failed": inspected.failed,
-        "loss": {"of": inspected.loss, "mean": _number(inspection.loss)} if inspected.loss else None,
+        "loss": {"of": inspected.loss, "mean": _finite_or_none(inspection.loss)} if inspected.loss else None,
         "findings": [
             {"kind": finding.kind, "layer": finding.layer, "text": finding.text, "grave": finding.grave}
             for finding in inspection.findings
         ],
-        "layers": [_numbers(report) for report in inspection.tensors],
+        "layers": [_table_row(report) for report in inspection.tensors],
         "parameters": [
             {
                 "name": parameter.name,
                 "layer": parameter.layer,
                 "trainable": parameter.trainable,
-                "norm": _number(parameter.norm),
-                "gradient_norm": _number(parameter.gradient_norm),
-                "gradient_to_weight": _number(parameter.gradient_to_weight),
+                "norm": _finite_or_none(parameter.norm),
+                "gradient_norm": _finite_or_none(parameter.gradient_norm),
+                "gradient_to_weight": _finite_or_none(parameter.gradient_to_weight),
             }
             for parameter in inspection.parameters
         ],
@@ -156,11 +156,11 @@ def as_json(inspected: InspectionResult) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _number(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _numbers(report: TensorReport) -> dict[str, Any]:
+def _table_row(report: TensorReport) -> dict[str, Any]:
     """Return a row of the table; numbers that are not finite become None."""
     numbers, gradients = report.activations, report.gradients
     line: dict[str, Any] = {
@@ -187,11 +187,11 @@ def _numbers(report: TensorReport) -> dict[str, Any]:
             "gradient_std": gradients.std,
             "gradient_zeros": gradients.zeros,
         }
-    return {name: _number(value) if isinstance(value, float) else value for name, value in line.items()}
+    return {name: _finite_or_none(value) if isinstance(value, float) else value for name, value in line.items()}
 
 
 def _write_csv(path: Path, inspection: Inspection) -> None:
-    lines = [_numbers(report) for report in inspection.tensors]
+    lines = [_table_row(report) for report in inspection.tensors]
     columns = list(dict.fromkeys(name for line in lines for name in line))
     with table_file(path) as write:
         write(columns)

@@ -27,9 +27,9 @@ from extract.taps.layer_names import match_layers
 from pipelines.probe.config import ProbeConfig
 from pipelines.probe.labelling import Labelling, drop_leaks, image_hashes, label_rows
 
-__all__ = ["Comparison", "ProbeRun", "ProbedFeature", "data_sets", "features_described", "run_probe"]
+__all__ = ["Comparison", "ProbeRun", "ProbedFeature", "data_sets", "description_of", "run_probe"]
 
-_ALIKE_ROWS = 2000  # images on which representations are compared, drawn with the seed
+_SIMILARITY_ROWS = 2000  # images on which representations are compared, drawn with the seed
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def run_probe(
             )
         if config.save is not None and config.protocol in ("knn", "fewshot"):
             raise InputError(f"the protocol {config.protocol} has no probe that can be saved; use another protocol")
-        alike = _common_rows(readers, config.seed) if config.similarity else {}
+        common_rows = _common_rows(readers, config.seed) if config.similarity else {}
         on_result(outcome)
         for number, ((name, parts), arrays) in enumerate(columns.items(), 1):
             layer = "+".join(parts)
@@ -164,7 +164,7 @@ def run_probe(
         outcome.comparisons = list(_comparisons(outcome, readers))
         if config.similarity:
             say("comparing representations")
-            outcome.similarity = similarities(_rows_in_order(arrays, alike[name])
+            outcome.similarity = similarities(_rows_in_order(arrays, common_rows[name])
                                               for (name, _), arrays in columns.items())  # fmt: skip
         if config.save is not None:
             (feature,) = outcome.probed
@@ -243,7 +243,7 @@ def _comparisons(outcome: ProbeRun, readers: dict[str, FeatureReader]) -> Iterat
 
 
 def _common_rows(readers: dict[str, FeatureReader], seed: int) -> dict[str, NDArray[np.int64]]:
-    """Draw up to `_ALIKE_ROWS` of the images that have features in all data sets.
+    """Draw up to `_SIMILARITY_ROWS` of the images that have features in all data sets.
 
     Returns:
         data set -> rows of these images, in the same order.
@@ -256,7 +256,7 @@ def _common_rows(readers: dict[str, FeatureReader], seed: int) -> dict[str, NDAr
     common = sorted(set.intersection(*(set(rows) for rows in rows_of.values())))
     if len(common) < 4:
         raise InputError(f"the data sets have {len(common)} images in common; --similarity needs at least 4")
-    drawn = np.random.default_rng(seed).permutation(len(common))[:_ALIKE_ROWS]
+    drawn = np.random.default_rng(seed).permutation(len(common))[:_SIMILARITY_ROWS]
     return {name: np.array([rows[common[i]] for i in drawn], np.int64) for name, rows in rows_of.items()}
 
 
@@ -267,7 +267,7 @@ def _rows_in_order(arrays: list[Any], rows: NDArray[np.int64]) -> FeatureRows:
     return FeatureRows.of(array[np.argsort(order)])
 
 
-def features_described(dataset: DataSet, layers: Sequence[str]) -> dict[str, Any]:
+def description_of(dataset: DataSet, layers: Sequence[str]) -> dict[str, Any]:
     """Return what the features of `layers` depend on, without the other features of the data set."""
     depends_on = dict(dataset.depends_on)
     return {**depends_on, "features": {name: depends_on["features"][name] for name in layers}}
@@ -287,7 +287,7 @@ def _save(probed: ProbedFeature, out: str, config: ProbeConfig) -> None:
         "layers": layers,
         "poolings": [feature.attributes["pooling"] for name in layers
                      for feature in dataset.features if feature.name == name],
-        "depends_on": features_described(dataset, layers),
+        "depends_on": description_of(dataset, layers),
         "provenance": provenance,
         "n_train": probed.result.n_train,
         "metrics": {name: metric.value for name, metric in probed.result.metrics.items()},

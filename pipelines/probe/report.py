@@ -32,7 +32,7 @@ _NAMES = {
     "calibration_error": "ECE", "r2": "R²", "rmse": "RMSE", "mae": "MAE",
 }  # fmt: skip
 _NEAREST = 3  # comparisons printed, those with the largest p; results.json has all
-_SHARES = {"top1", "top5", "balanced_accuracy"}
+_PERCENT_METRICS = {"top1", "top5", "balanced_accuracy"}
 _MOST_IN_JSON = 200  # most classes of a confusion matrix in results.json
 _SCALED = {"none": "features unscaled", "l2": "features scaled to length 1", "standardise": "features standardised"}
 
@@ -60,7 +60,7 @@ def probe_and_write(config: ProbeConfig, say: Callable[[str], None]) -> tuple[Pr
     try:
         outcome = run_probe(config, say, lambda outcome: _write_results(outcome, folder))
     except BaseException:
-        if created and not _probes_in(folder):  # a run without results leaves nothing behind
+        if created and not _has_results(folder):  # a run without results leaves nothing behind
             (folder / "results.json").unlink(missing_ok=True)
             for path in created:
                 with contextlib.suppress(OSError):
@@ -105,12 +105,12 @@ def _folder_for(config: ProbeConfig) -> tuple[Path, list[Path]]:
             folder.mkdir()  # succeeds in only one of two concurrent runs
             return folder, [folder, *created]
         except FileExistsError:
-            if _read(folder).get("configuration") == _result_settings(config):
+            if _read_results(folder).get("configuration") == _result_settings(config):
                 return own_folder(folder), created
     raise AssertionError("there is always a next number")
 
 
-def _read(folder: Path) -> dict[str, Any]:
+def _read_results(folder: Path) -> dict[str, Any]:
     """Return the content of results.json; empty if it cannot be read."""
     try:
         return read_json(folder / "results.json")
@@ -118,8 +118,8 @@ def _read(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _probes_in(folder: Path) -> bool:
-    return bool(_read(folder).get("probes"))
+def _has_results(folder: Path) -> bool:
+    return bool(_read_results(folder).get("probes"))
 
 
 def _result_settings(config: ProbeConfig) -> dict[str, Any]:
@@ -137,7 +137,9 @@ def print_outcome(outcome: ProbeRun, echo: Callable[[str], None]) -> None:
             for subset, rows in (("train", labelling.train), ("val", labelling.val), ("test", labelling.test))
             if len(rows)
         )
-        what = "numbers" if labelling.task == "regression" else f"{len(labelling.classes):,} {_kinds(labelling.task)}"
+        what = (
+            "numbers" if labelling.task == "regression" else f"{len(labelling.classes):,} {_label_noun(labelling.task)}"
+        )
         echo(
             f"{printable(name)}: {counts['rows']:,} rows, {what}; {sets}"
             + (f"; left out: {', '.join(left_out)}" if left_out else "")
@@ -173,7 +175,7 @@ def print_outcome(outcome: ProbeRun, echo: Callable[[str], None]) -> None:
         echo(f"... and {len(notes) - SHOWN} more notes in results.json")
 
 
-def _kinds(task: str) -> str:
+def _label_noun(task: str) -> str:
     return "labels" if task == "multilabel" else "classes"
 
 
@@ -185,7 +187,7 @@ def _table(outcome: ProbeRun) -> Iterator[str]:
     """Yield the lines of a table: a row per layer, a column per metric, with intervals of the primary metric."""
     first = outcome.probed[0].result
     metrics = list(first.metrics)
-    rows = [["layer", "width", *(_name(metric) for metric in metrics), *([first.swept] if first.swept else [])]]
+    rows = [["layer", "width", *(_metric_name(metric) for metric in metrics), *([first.swept] if first.swept else [])]]
     for feature in outcome.probed:
         result, cells = feature.result, []
         for metric in metrics:
@@ -204,14 +206,14 @@ def _table(outcome: ProbeRun) -> Iterator[str]:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
-def _name(metric: str) -> str:
+def _metric_name(metric: str) -> str:
     base, _, shots = metric.partition("@")
     name = _NAMES.get(base, base)
     return name + (f", {shots} per class" if shots else "")
 
 
 def _format_metric(metric: str, value: float, unit: bool = True) -> str:
-    if metric.partition("@")[0] in _SHARES:
+    if metric.partition("@")[0] in _PERCENT_METRICS:
         return f"{100 * value:.1f}" + (" %" if unit else "")
     return f"{value:.3f}"
 
@@ -277,7 +279,7 @@ def _finite(content: Any) -> Any:
 def _write_results(outcome: ProbeRun, folder: Path) -> None:
     """Write results.json and results.csv atomically; delete predictions and figures of an earlier run."""
     if not outcome.probed:
-        if not _probes_in(folder):  # reserve the folder; an earlier run's results stay until there are new results
+        if not _has_results(folder):  # reserve the folder; an earlier run's results stay until there are new results
             write_json(folder / "results.json", as_json(outcome))
         return
     if len(outcome.probed) == 1 and not outcome.complete:

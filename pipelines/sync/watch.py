@@ -30,7 +30,7 @@ __all__ = ["reports_changes", "watch"]
 
 _FULL_PASS_S = 3600.0  # interval of full passes: changes may go unreported
 _SCAN_S = 2.0  # between scans of a folder that cannot be watched; scans take at most a tenth of the time
-_NOTHING_MS = 1000  # interval of checks whether a pass is due, and whether the folder was replaced
+_CHECK_MS = 1000  # interval of checks whether a pass is due, and whether the folder was replaced
 _GONE_S = 5.0  # after which a missing folder is tried again
 # File systems whose servers or other clients change files unnoticed by this machine's kernel.
 _SILENT = (
@@ -81,7 +81,7 @@ def watch(configs: Sequence[SyncConfig], on_synced: Callable[[SyncResult], None]
                         wait = _pass_of(config, reporters[id(config)], on_synced, received)
                         due[id(config)] = time.monotonic() + wait
                         resting[id(config)] = time.monotonic() + (time.monotonic() - began)
-                changed.wait(_NOTHING_MS / 1000)
+                changed.wait(_CHECK_MS / 1000)
         finally:
             stop.set()
             changed.join()
@@ -112,7 +112,7 @@ class _Changes:
 
     def __init__(self, watchfiles: Any, configs: Sequence[SyncConfig], stop: threading.Event):
         self._watchfiles, self._stop = watchfiles, stop
-        self._guard, self._news = threading.Lock(), threading.Event()
+        self._lock, self._change_event = threading.Lock(), threading.Event()
         self._changed: set[int] = set()
         self._threads = [threading.Thread(target=self._watch, args=(config,), daemon=True) for config in configs]
         for thread in self._threads:
@@ -120,20 +120,20 @@ class _Changes:
 
     def take(self, config: SyncConfig) -> bool:
         """Return whether something has changed below the folder since the last call."""
-        with self._guard:
+        with self._lock:
             has_changed = id(config) in self._changed
             self._changed.discard(id(config))
             return has_changed
 
     def wait(self, seconds: float) -> None:
         """Wait until something changes, at most `seconds`."""
-        self._news.wait(seconds)
-        self._news.clear()
+        self._change_event.wait(seconds)
+        self._change_event.clear()
 
     def join(self) -> None:
         """Wait for the threads, which end when `stop` is set."""
         for thread in self._threads:
-            thread.join(_NOTHING_MS / 1000 * 3)
+            thread.join(_CHECK_MS / 1000 * 3)
 
     def _watch(self, config: SyncConfig) -> None:
         why = "its file system does not report changes"
@@ -143,10 +143,10 @@ class _Changes:
             click.echo(f"{config.images} cannot be watched: {why}. The folder is scanned every few seconds", err=True)
             self._scan(config)
 
-    def _has_changed(self, config: SyncConfig) -> None:
-        with self._guard:
+    def _mark_changed(self, config: SyncConfig) -> None:
+        with self._lock:
             self._changed.add(id(config))
-        self._news.set()
+        self._change_event.set()
 
     def _follow(self, config: SyncConfig) -> str:
         """Follow the kernel's reports until `stop` is set; return the reason if that is not possible."""
@@ -156,10 +156,10 @@ class _Changes:
                 root, is_first = _identity(config.root), True
                 for changes in self._reports(config, one_by_one):
                     if changes or is_first:  # a change before all folders were watched was not reported
-                        self._has_changed(config)
+                        self._mark_changed(config)
                     is_first = False
                     if _identity(config.root) != root:  # a disk was unmounted, or the folder was replaced
-                        self._has_changed(config)
+                        self._mark_changed(config)
                         break
                     if one_by_one and any(Path(path).is_dir() for _, path in changes):  # new folders are not watched
                         break
@@ -183,7 +183,7 @@ class _Changes:
             watch_filter=lambda change, path: not is_litter(path.rpartition("/")[2]),
             stop_event=self._stop,
             force_polling=False,
-            rust_timeout=_NOTHING_MS,
+            rust_timeout=_CHECK_MS,
             yield_on_timeout=True,
             raise_interrupt=False,
             # Ignoring it would end the watch of a tree at the first folder that cannot be read, and would also hide the
@@ -207,7 +207,7 @@ class _Changes:
             except LayertapError:  # the folder is missing; the passes report it
                 now = None
             if now is None or now != before:
-                self._has_changed(config)
+                self._mark_changed(config)
             before = now
             wait = max(_SCAN_S if now is not None else _GONE_S, 9 * (time.monotonic() - began))
 

@@ -35,8 +35,15 @@ from extract.store.reader import FeatureReader
 from extract.system.atomic_files import atomic_write, link_target
 from extract.system.urls import is_url
 from pipelines.data_sets.diff import as_json as comparison_as_json
-from pipelines.data_sets.report.alike import ALIKE, K, alike, copies, neighbours_of, shared_neighbours
 from pipelines.data_sets.report.facts import facts, probes, runs, stages
+from pipelines.data_sets.report.similar_images import (
+    NEAR_DUPLICATE_COSINE,
+    K,
+    copies,
+    neighbours_of,
+    shared_neighbours,
+    similar_images,
+)
 from pipelines.data_sets.show import describe
 from pipelines.data_sets.thumbnails import Pictures
 from pipelines.terminal.text_output import printable
@@ -50,7 +57,7 @@ _MANIFOLD_POINTS = 1500  # per map by t-SNE or UMAP, which take about 15 s for t
 _PRINCIPAL_ROWS = 100_000  # from which principal axes are computed
 _QUERIES = 6  # images whose neighbours are shown
 _SHOWN = 24  # pairs, outliers, groups of copies
-_OF_A_GROUP = 8  # copies of one image
+_SHOWN_COPIES = 8  # copies of one image
 _FAILURES = 500
 _CLASSES = 2000
 _LONGEST = 160  # characters of a path
@@ -118,7 +125,7 @@ class _Content:
 
     Attributes:
         data: content of the page, written as JSON.
-        wanted: rows that should have thumbnails, most important first.
+        thumbnail_rows: rows that should have thumbnails, most important first.
     """
 
     def __init__(
@@ -130,7 +137,7 @@ class _Content:
         self._good = np.flatnonzero(reader.status == Status.OK)
         self._hashes = reader.column("source_hash")
         self._failed: list[tuple[int, str, str, str]] = reader.failures
-        self.wanted: dict[int, None] = {}
+        self.thumbnail_rows: dict[int, None] = {}
         self.data: dict[str, Any] = {"notes": []}
         self._layer = self._layer_to_show(layer)
 
@@ -168,7 +175,7 @@ class _Content:
         self._failures()
         self._layers()
         self._map(maps)
-        self._alike()
+        self._similar_images()
 
     def _classes(self) -> None:
         labels, classes = self._reader.labels, self._reader.classes
@@ -184,9 +191,9 @@ class _Content:
 
     def _failures(self) -> None:
         shown = self._failed[:_FAILURES]
-        self._want(row for row, *_ in shown[:_SHOWN])
+        self._request_thumbnails(row for row, *_ in shown[:_SHOWN])
         self.data["failures"] = [[row, status, printable(reason)] for row, _, status, reason in shown]
-        self._named = {row: None for row, *_ in shown}
+        self._listed_rows = {row: None for row, *_ in shown}
 
     def _layers(self) -> None:
         layers = []
@@ -235,15 +242,15 @@ class _Content:
             plots.append({"name": name, "note": note, "x": _short(places[back, 0]), "y": _short(places[back, 1])})
         self.data["map"] = {"ways": plots, "rows": points.tolist(), "of": len(self._good)}
 
-    def _alike(self) -> None:
+    def _similar_images(self) -> None:
         groups = copies(self._hashes, self._good)
         labels, splits = self._reader.labels, self._reader.splits
         for group in groups[:_SHOWN]:
-            self._want(group[:1])
+            self._request_thumbnails(group[:1])
         self.data["copies"] = {
             "groups": [
                 {
-                    "rows": group[:_OF_A_GROUP],
+                    "rows": group[:_SHOWN_COPIES],
                     "count": len(group),
                     "classes": len({int(labels[row]) for row in group}),
                     "splits": len({splits[row] for row in group}),
@@ -253,12 +260,12 @@ class _Content:
             "images": len(groups),
             "rows": sum(map(len, groups)),
         }
-        self._name(row for group in groups[:_SHOWN] for row in group[:_OF_A_GROUP])
+        self._list_rows(row for group in groups[:_SHOWN] for row in group[:_SHOWN_COPIES])
         if not len(self._good):
             return
         self._say(f"searching neighbours by {self._layer}")
         array = self._reader[self._layer]
-        neighbours = alike(array, self._hashes, self._good, self._seed)
+        neighbours = similar_images(array, self._hashes, self._good, self._seed)
         pairs, means = neighbours.pairs(), neighbours.means
         random = np.random.default_rng(self._seed)
         gallery_rows = np.sort(random.permutation(neighbours.queries)[:_QUERIES])
@@ -279,7 +286,7 @@ class _Content:
             "k": K,
             "among": len(neighbours.among),
             "queries": len(neighbours.queries),
-            "threshold": ALIKE,
+            "threshold": NEAR_DUPLICATE_COSINE,
             "pairs": [[row, other_row, round(cosine, 6)] for row, other_row, cosine in pairs[:_SHOWN]],
             "n_pairs": len(pairs),
             "outliers": [[int(neighbours.queries[place]), round(float(means[place]), 4)] for place in outliers],
@@ -289,9 +296,9 @@ class _Content:
             **self._same_class(neighbours.queries, neighbours.near.rows),
         }
         for query in queries:
-            self._want([query["row"], *(hit for hit, _ in query["hits"])])
-        self._want(row for pair in pairs[:_SHOWN] for row in pair[:2])
-        self._want(row for row, _ in self.data["alike"]["outliers"])
+            self._request_thumbnails([query["row"], *(hit for hit, _ in query["hits"])])
+        self._request_thumbnails(row for pair in pairs[:_SHOWN] for row in pair[:2])
+        self._request_thumbnails(row for row, _ in self.data["alike"]["outliers"])
 
     def _same_class(self, queries: NDArray[np.int64], near: NDArray[np.int64]) -> dict[str, float]:
         """Return the share of neighbours with the class of their query, and the share expected by chance."""
@@ -337,27 +344,27 @@ class _Content:
             "k": K,
         }  # fmt: skip
 
-    def _want(self, rows: Any) -> None:
-        self.wanted |= dict.fromkeys(rows)
+    def _request_thumbnails(self, rows: Any) -> None:
+        self.thumbnail_rows |= dict.fromkeys(rows)
 
-    def _name(self, rows: Any) -> None:
-        self._named |= dict.fromkeys(rows)
+    def _list_rows(self, rows: Any) -> None:
+        self._listed_rows |= dict.fromkeys(rows)
 
     # Page
 
     def page(self, root: str, thumbnails: int) -> bytes:
         """Return the HTML file; thumbnails of images in `root` take the room that is left."""
         points = self.data.get("map", {}).get("rows", [])
-        self._name(self.wanted)
-        self._name(points)
+        self._list_rows(self.thumbnail_rows)
+        self._list_rows(points)
         paths, labels, splits, numbers = (
             self._reader.paths, self._reader.labels, self._reader.splits, self._reader.rows,
         )  # fmt: skip
         self.data["rows"] = {
             str(row): [_shortened(printable(paths[row])), int(labels[row]), printable(splits[row]), int(numbers[row])]
-            for row in self._named
+            for row in self._listed_rows
         }
-        self._want(points)
+        self._request_thumbnails(points)
         size = len(_assembled(self.data))
         data_urls, about = self._thumbnails(root, thumbnails, PAGE_BYTES - size - 100_000)
         self.data |= {"thumbnails": data_urls, "about_thumbnails": about}
@@ -365,7 +372,7 @@ class _Content:
 
     def _thumbnails(self, root: str, limit: int, room: int) -> tuple[dict[str, str], str]:
         """Return row -> data URL, for as many rows as there is room for, and a note about them."""
-        rows = list(self.wanted)
+        rows = list(self.thumbnail_rows)
         if not limit or not rows:
             return {}, "No thumbnails, as requested." if not limit else ""
         if is_url(root):
@@ -377,7 +384,7 @@ class _Content:
         data_urls: dict[str, str] = {}
         missing: Counter[str] = Counter()
         for row in rows[:limit]:
-            picture, why = (pictures.part_of(row), "") if row in failed else pictures.picture(row, _SIDE_PX)
+            picture, why = (pictures.partial_picture(row), "") if row in failed else pictures.picture(row, _SIDE_PX)
             if picture is None:
                 if row not in failed:
                     missing[why] += 1

@@ -14,16 +14,24 @@ from extract.analysis.nearest_rows import MEMORY_BYTES, Neighbours, nearest, ove
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.store.reader import FeatureArray, FeatureReader
 
-__all__ = ["ALIKE", "Alike", "K", "alike", "copies", "neighbours_of", "shared_neighbours"]
+__all__ = [
+    "NEAR_DUPLICATE_COSINE",
+    "K",
+    "SimilarImages",
+    "copies",
+    "neighbours_of",
+    "shared_neighbours",
+    "similar_images",
+]
 
 K = 10  # neighbours per image
-ALIKE = 0.95  # minimum cosine of near-duplicates
+NEAR_DUPLICATE_COSINE = 0.95  # minimum cosine of near-duplicates
 _PRODUCTS = 5e11  # multiplications of a search: about 15 s on two cores
 _SHARED_ROWS = 2000  # images on which two data sets are compared, drawn at random
 
 
 @dataclass(frozen=True)
-class Alike:
+class SimilarImages:
     """Neighbours of images; byte-identical images count as a single image.
 
     Attributes:
@@ -47,14 +55,14 @@ class Alike:
     def pairs(self) -> list[tuple[int, int, float]]:
         """Return near-duplicates as (row, row, cosine): each pair once, largest cosine first."""
         cosines: dict[tuple[int, int], float] = {}
-        for place, rank in np.argwhere(self.near.cosines >= ALIKE).tolist():
+        for place, rank in np.argwhere(self.near.cosines >= NEAR_DUPLICATE_COSINE).tolist():
             row, other_row = int(self.queries[place]), int(self.near.rows[place, rank])
             cosines[min(row, other_row), max(row, other_row)] = float(self.near.cosines[place, rank])
         pairs = [(row, other_row, cosine) for (row, other_row), cosine in cosines.items()]
         return sorted(pairs, key=lambda pair: (-pair[2], pair))
 
 
-def alike(array: FeatureArray, hashes: NDArray[np.uint8], good: NDArray[np.int64], seed: int) -> Alike:
+def similar_images(array: FeatureArray, hashes: NDArray[np.uint8], good: NDArray[np.int64], seed: int) -> SimilarImages:
     """Find the neighbours of as many images as can be compared with all others in about 15 s on two cores.
 
     Args:
@@ -69,7 +77,7 @@ def alike(array: FeatureArray, hashes: NDArray[np.uint8], good: NDArray[np.int64
     queries = among
     if max_queries < len(among):
         queries = np.sort(np.random.default_rng(seed).permutation(among)[:max_queries])
-    return Alike(among, queries, neighbours_of(array, queries, among))
+    return SimilarImages(among, queries, neighbours_of(array, queries, among))
 
 
 def neighbours_of(array: FeatureArray, queries: NDArray[np.int64], among: NDArray[np.int64], k: int = K) -> Neighbours:
