@@ -35,14 +35,17 @@ class FeaturesConfig(BackboneConfig):
     dtype: Literal["float32", "float16"] = Field(defaults.DTYPE, description="Type of the stored features.")
     precision: Literal["float32", "bfloat16", "float16"] = Field(
         defaults.PRECISION,
-        description="Of the computation; bfloat16 and float16 are compared with float32 on the first batch.",
+        description="Precision of the computation; bfloat16 and float16 are compared with float32 on the first batch.",
     )
     compile: Literal["auto", "on", "off", "inductor", "openvino"] = Field(
         defaults.COMPILE,
         description="Compile the forward. auto: if it saves time. on: with OpenVINO on a CPU, else inductor.",
     )
     min_cosine: float = Field(
-        defaults.MIN_COSINE, ge=-1, le=1, description="Least cosine in comparisons; features below it are refused."
+        defaults.MIN_COSINE,
+        ge=-1,
+        le=1,
+        description="Minimum cosine in these comparisons; features below it are refused.",
     )
     shard_rows: int | None = Field(None, strict=True, ge=1, description=SHARD_ROWS_HELP)
     compress: Literal["gzip", "lzf", "blosc2"] | None = Field(None, description=COMPRESS_HELP)
@@ -83,8 +86,8 @@ class EmbedConfig(FeaturesConfig):
         None, description="Folder of the data set, or s3://BUCKET/NAME. [default: outputs/<name of IMAGES>]"
     )
 
-    fast: bool = Field(False, description="Measure precision, compile and decode; use the fastest that agree.")
-    limit: int | None = Field(None, strict=True, ge=1, description="Use only this many images, the first ones.")
+    fast: bool = Field(False, description="Measure precision, compile and decode; use the fastest that agrees.")
+    limit: int | None = Field(None, strict=True, ge=1, description="Use only the first LIMIT images.")
     retry_failed: bool = Field(False, description="Retry images that failed in an earlier run.")
     device: str = Field(
         defaults.DEVICE, description="auto, cpu, cuda, cuda:N or mps; for several workers cuda:0,cuda:1 or all."

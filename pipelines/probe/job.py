@@ -150,7 +150,7 @@ def run_probe(
         if config.save is not None and len(columns) > 1:
             raise InputError(
                 f"--save keeps the probe of one layer, and there are {len(columns)}: name one with -l. "
-                "To take the layer that is best on the test images would be a choice on these images"
+                "A choice of the best layer on the test images would bias its result"
             )
         if config.save is not None and config.protocol in ("knn", "fewshot"):
             raise InputError(f"the protocol {config.protocol} has no probe that can be saved; use another protocol")

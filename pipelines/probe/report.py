@@ -137,11 +137,11 @@ def print_outcome(outcome: ProbeRun, echo: Callable[[str], None]) -> None:
             for subset, rows in (("train", labelling.train), ("val", labelling.val), ("test", labelling.test))
             if len(rows)
         )
-        what = (
+        targets = (
             "numbers" if labelling.task == "regression" else f"{len(labelling.classes):,} {_label_noun(labelling.task)}"
         )
         echo(
-            f"{printable(name)}: {counts['rows']:,} rows, {what}; {sets}"
+            f"{printable(name)}: {counts['rows']:,} rows, {targets}; {sets}"
             + (f"; left out: {', '.join(left_out)}" if left_out else "")
         )
         for note in labelling.notes:
