@@ -275,7 +275,7 @@ def test_sync_tries_an_image_with_an_io_error_again_in_the_next_pass(
                 for seen, found in zip(files, hashes_of(root, files), strict=True)
             ],
         )
-        patched.setattr("pipelines.sync.job.Telling.plan", lambda *_: pytest.fail("a backbone was loaded"))
+        patched.setattr("pipelines.sync.job.PassReporter.plan", lambda *_: pytest.fail("a backbone was loaded"))
         assert layertap("sync", config).exit_code == 0
     failing.clear()
     assert layertap("sync", config).exit_code == 0

@@ -101,7 +101,7 @@ def test_status_and_compact_tell_what_kind_of_data_set_they_are_given(folder: Pa
     assert "does not exist" in fails("status", tmp_path / "nothing")
     layertap("embed", folder, "-o", tmp_path / "out", "-b", "timm/test_resnet", "--weights", "random", "--workers", 0)
     assert "complete" in layertap("status", tmp_path / "out").stdout
-    assert "is not a data set of `layertap sync`" in fails("compact", tmp_path / "out")
+    assert "not kept in step" in fails("compact", tmp_path / "out")
 
 
 def test_one_folder_that_fails_does_not_keep_the_others_from_their_pass(folder: Path, tmp_path: Path) -> None:
