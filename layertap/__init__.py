@@ -29,13 +29,13 @@ def _check_not_hidden(package: str) -> None:
     """
     own = Path(__file__).resolve().parents[1] / package / "__init__.py"
     spec = importlib.util.find_spec(package)
-    found = spec.origin if spec is not None and spec.origin is not None else "no such package"
-    if Path(found).resolve() != own:
+    origin = spec.origin if spec is not None and spec.origin is not None else "no such package"
+    if Path(origin).resolve() != own:
         raise ImportError(
-            f"layertap needs its package {package!r} in {own.parent}, but Python finds {found}. Rename that module, or "
-            "run where its folder is not on sys.path (the folder of the script, or PYTHONPATH)",
+            f"layertap needs its package {package!r} in {own.parent}, but Python finds {origin}. Rename that module, "
+            "or run where its folder is not on sys.path (the folder of the script, or an entry of PYTHONPATH)",
             name=package,
-            path=found,
+            path=origin,
         )
 
 

@@ -26,8 +26,8 @@ from pipelines.sync import command as sync
 
 __all__ = ["main"]
 
-_OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
-_OF_FILES = {errno.EMFILE, errno.ENFILE}
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+_OPEN_FILES_ERRORS = {errno.EMFILE, errno.ENFILE}
 
 
 class _Terminated(KeyboardInterrupt):
@@ -38,10 +38,10 @@ def _terminate(number: int, frame: FrameType | None) -> None:
     raise _Terminated
 
 
-def _tell_of_memory(error: BaseException) -> None:
-    what = f" ({first_line(error)})" if str(error) else ""
-    remedy = "What was stored is safe. Free or add memory, or lower --workers and --batch-size"
-    click.secho(f"error: the memory does not suffice{what}. {remedy}", fg="red", err=True)
+def _print_memory_error(error: BaseException) -> None:
+    detail = f" ({first_line(error)})" if str(error) else ""
+    remedy = "Stored rows are safe. Free or add memory, or lower --workers and --batch-size"
+    click.secho(f"error: out of memory{detail}. {remedy}", fg="red", err=True)
 
 
 class _Commands(click.Group):
@@ -62,15 +62,15 @@ class _Commands(click.Group):
             )
         except OSError as error:
             if error.errno == errno.ENOMEM:
-                _tell_of_memory(error)
+                _print_memory_error(error)
                 ctx.exit(1)
-            if error.errno not in _OF_THE_DISK | _OF_FILES:
+            if error.errno not in _DISK_ERRORS | _OPEN_FILES_ERRORS:
                 raise
-            remedy = "; raise the limit of open files (ulimit -n)" if error.errno in _OF_FILES else ""
+            remedy = "; raise the limit of open files (ulimit -n)" if error.errno in _OPEN_FILES_ERRORS else ""
             click.secho(f"error: {error.filename or 'writing'}: {error.strerror}{remedy}", fg="red", err=True)
             ctx.exit(1)
         except MemoryError as error:
-            _tell_of_memory(error)
+            _print_memory_error(error)
             ctx.exit(1)
         except KeyboardInterrupt as stop:
             terminated = isinstance(stop, _Terminated)
@@ -81,7 +81,7 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="layertap")
 def main() -> None:
-    """Features of images, under any backbone, on disk: right, in order, crash-proof."""
+    """Compute features of images with any backbone, and store them on disk: checked, in order, crash-safe."""
 
 
 # Each click command defined in these modules becomes a command of `layertap`.

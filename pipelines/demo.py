@@ -65,7 +65,7 @@ def write_digits(folder: Path) -> int:
 def demo(ctx: click.Context, out: Path) -> None:
     """Run `embed`, `probe` and `report` on 1,797 scans of handwritten digits, offline, with real weights.
 
-    A minute on 2 cores.
+    Takes about a minute on 2 cores.
     """
     for module in ("sklearn", "matplotlib", "plotly"):
         library(module, "demo", "layertap demo")
@@ -78,8 +78,8 @@ def demo(ctx: click.Context, out: Path) -> None:
     print_summary(outcome, click.echo)
     if outcome.signal:
         ctx.exit(128 + outcome.signal)
-    found, files = probe_and_write(demo_probe(out), lambda text: click.echo(text, err=True))
-    print_outcome(found, click.echo)
-    click.echo("pictures: " + ", ".join(str(file) for file in files if file.suffix == ".png"))
-    click.echo(f"a page of it all, to be opened in a browser: {demo_report(out)}")
-    click.echo("To read it:\n\n" + READING.format(out=config.folder))
+    probe_outcome, files = probe_and_write(demo_probe(out), lambda text: click.echo(text, err=True))
+    print_outcome(probe_outcome, click.echo)
+    click.echo("figures: " + ", ".join(str(file) for file in files if file.suffix == ".png"))
+    click.echo(f"report, to be opened in a browser: {demo_report(out)}")
+    click.echo("To read the features:\n\n" + READING.format(out=config.folder))

@@ -23,8 +23,8 @@ from extract.backbones.text_tower import TextTower
 from extract.backbones.weights import Weights
 from extract.compute.pooling import POOLINGS, Layout, Pooling
 from extract.store.export import FORMATS, Format, export
-from pipelines.embed.cluster.launch import of_an_actor
-from pipelines.embed.cluster.ray_actors import Room
+from pipelines.embed.cluster.launch import start_of_actor
+from pipelines.embed.cluster.ray_actors import ActorResources
 from pipelines.embed.config import EmbedConfig
 from tests.conftest import make_picture
 from tests.pipelines.test_cli import fails, layertap
@@ -119,7 +119,7 @@ def test_a_name_that_is_a_path_is_whole_for_workers_elsewhere(tmp_path: Path, mo
     (tmp_path / "net").touch()
     for source, backbone in {"toy": f"toy/{tmp_path}/net:x", "timm": "timm/net:x", "none": "none/net:x"}.items():
         config = EmbedConfig(images="pictures", backbone=f"{source}/net:x", engine="ray")
-        assert of_an_actor(config, Room(4, 0)).config.backbone == backbone
+        assert start_of_actor(config, ActorResources(4, 0)).config.backbone == backbone
 
 
 # A pooling: an entry of `POOLINGS` in `extract/compute/pooling.py`.

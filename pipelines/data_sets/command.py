@@ -12,7 +12,7 @@ import click
 from extract.errors import InputError
 from extract.system.optional_libraries import library
 from pipelines.terminal.config import COMPRESS_HELP, SHARD_ROWS_HELP
-from pipelines.terminal.options import DATA_SET, FOLDER, LateChoice, json_flag, tell
+from pipelines.terminal.options import BACKBONE_HELP, DATA_SET, FOLDER, LateChoice, json_flag, print_result
 
 __all__ = ["diff", "export", "merge", "report", "search", "show", "status", "verify"]
 
@@ -21,41 +21,41 @@ __all__ = ["diff", "export", "merge", "report", "search", "show", "status", "ver
 @click.argument("out", type=FOLDER)
 @json_flag
 def show(out: Path, as_json: bool) -> None:
-    """Tell what is inside the data set OUT."""
+    """Describe the data set OUT: its features, images, backbone and settings."""
     from pipelines.data_sets.show import describe, print_description
 
-    tell(describe(out), as_json, dict, print_description)
+    print_result(describe(out), as_json, dict, print_description)
 
 
 @click.command()
 @click.argument("out")
-@click.option("--watch", is_flag=True, help="Tell it again every few seconds, until all is done.")
+@click.option("--watch", is_flag=True, help="Print the status again every few seconds, until the data set is complete.")
 @json_flag
 def status(out: str, watch: bool, as_json: bool) -> None:
-    """Tell how far the data set OUT is: shards, rows, rates by machine, from the receipts of its shards alone.
+    """Show the progress of the data set OUT: shards, rows and rates by machine, read from its receipts alone.
 
-    Of one of `layertap sync`: its runs, rows, failing images, disk and drift.
+    For a data set of `layertap sync`, show its runs, rows, failing images, disk usage and drift.
     """
-    from pipelines.data_sets.status import Making, is_made_in_shards, print_making
-    from pipelines.data_sets.status import watch as watch_making
+    from pipelines.data_sets.status import ShardProgress, is_built_in_shards, print_progress
+    from pipelines.data_sets.status import watch as watch_progress
     from pipelines.sync.status import describe_status, print_status
 
-    if is_made_in_shards(out):
-        for content in watch_making(out) if watch else [Making(out).look()]:
+    if is_built_in_shards(out):
+        for content in watch_progress(out) if watch else [ShardProgress(out).read()]:
             if watch and not as_json and sys.stdout.isatty():
                 click.clear()
-            tell(content, as_json, dict, print_making, indent=None if watch else 1)
+            print_result(content, as_json, dict, print_progress, indent=None if watch else 1)
         return
     if watch:
-        raise InputError(f"--watch: {out} is no data set of `layertap embed`")
-    tell(describe_status(Path(out)), as_json, dict, print_status)
+        raise InputError(f"--watch: {out} is not a data set of `layertap embed`; leave out --watch")
+    print_result(describe_status(Path(out)), as_json, dict, print_status)
 
 
 @click.command()
 @click.argument("out", type=FOLDER)
 @click.argument("other", required=False, type=FOLDER)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="HTML file. [default: OUT/report.html]")
-@click.option("-l", "--layer", help="That images are compared by. [default: embedding, or the last]")
+@click.option("-l", "--layer", help="Layer to compare images by. [default: embedding, or the last layer]")
 @click.option(
     "--map",
     "maps",
@@ -63,7 +63,7 @@ def status(out: str, watch: bool, as_json: bool) -> None:
     type=click.Choice(["pca", "tsne", "umap"]),
     default=["pca"],
     show_default=True,
-    help="Maps of the images; repeats. tsne needs scikit-learn, umap umap-learn.",
+    help="Map of the images; may be repeated. tsne needs scikit-learn, umap needs umap-learn.",
 )
 @click.option(
     "--probe",
@@ -71,15 +71,15 @@ def status(out: str, watch: bool, as_json: bool) -> None:
     multiple=True,
     type=click.Path(path_type=Path),
     metavar="FOLDER",
-    help="Results of `layertap probe` besides OUT/probe; repeats.",
+    help="More results of `layertap probe`, besides OUT/probe; may be repeated.",
 )
-@click.option("--images", help="Where the images lie, if they were moved.")
-@click.option("--thumbnails", type=click.IntRange(min=0), default=1500, show_default=True, help="At most so many.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of what is drawn at random.")
+@click.option("--images", help="Location of the images, if they were moved.")
+@click.option("--thumbnails", type=click.IntRange(min=0), default=1500, show_default=True, help="Maximum number.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of random choices.")
 def report(out: Path, other: Path | None, **settings: Any) -> None:
-    """Write one HTML page that tells what is in the data set OUT, and how it differs from OTHER.
+    """Write an HTML page that describes the data set OUT, and how it differs from OTHER.
 
-    The page has everything in it, thumbnails of images as well: it loads nothing, and can be opened anywhere.
+    The page is a single file that includes thumbnails of the images. It loads nothing, and can be opened anywhere.
 
     \b
     layertap report outputs/photos
@@ -95,21 +95,21 @@ def report(out: Path, other: Path | None, **settings: Any) -> None:
 @click.command()
 @click.argument("out", type=DATA_SET)
 @click.argument("query", metavar="[ROW|PATH|IMAGE]", required=False)
-@click.option("--text", help="Search for a text, in a data set of a backbone with a text tower (CLIP, SigLIP).")
-@click.option("-k", type=click.IntRange(min=1), default=10, show_default=True, help="Images to find.")
-@click.option("-l", "--layer", help="By its features. [default: embedding, or the only one]")
-@click.option("--itself", is_flag=True, help="A row of the data set may find itself, too.")
-@click.option("-b", "--backbone", help="Its spec: to be given where it is code (python/, hub/), which will be run.")
+@click.option("--text", help="Text to search for, if the backbone of OUT has a text tower (CLIP, SigLIP).")
+@click.option("-k", type=click.IntRange(min=1), default=10, show_default=True, help="Number of images to find.")
+@click.option("-l", "--layer", help="Layer to compare. [default: embedding, or the only layer]")
+@click.option("--itself", is_flag=True, help="Include the query row in the results.")
+@click.option("-b", "--backbone", help=BACKBONE_HELP)
 @click.option("--weights", help="Name or file of the backbone's weights, if the file was moved.")
-@click.option("--images", help="Where the images lie, if they were moved; for the picture.")
+@click.option("--images", help="Location of the images, if they were moved; for --output.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N or mps.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Draw the images found: a .png, .svg or .pdf.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Draw the results; .png, .svg or .pdf.")
 @json_flag
 def search(out: Path | str, query: str | None, as_json: bool, **settings: Any) -> None:
-    """Find the images of the data set OUT that are nearest to an image or a text, by cosine, exactly.
+    """Find the images of the data set OUT that are nearest to an image or a text, by exact cosine search.
 
-    What is searched for is the number of a row, the path of an image in the data set, or else an image file, whose
-    features are computed as those of the data set were; or --text.
+    The query is a row number, the path of an image in the data set, or an image file, whose features are computed with
+    the data set's recorded settings; or --text.
 
     \b
     layertap search outputs/photos 17
@@ -118,13 +118,13 @@ def search(out: Path | str, query: str | None, as_json: bool, **settings: Any) -
     """
     if settings["output"] is not None:
         library("matplotlib", "figures", "--output")
-    from pipelines.data_sets.search import as_json as found_as_json
-    from pipelines.data_sets.search import print_found, run_search
+    from pipelines.data_sets.search import as_json as results_as_json
+    from pipelines.data_sets.search import print_results, run_search
 
-    found = run_search(out, query, **settings)
-    tell(found, as_json, found_as_json, print_found)
+    results = run_search(out, query, **settings)
+    print_result(results, as_json, results_as_json, print_results)
     if settings["output"] and not as_json:
-        click.echo(f"drawn: {settings['output']}")
+        click.echo(f"written: {settings['output']}")
 
 
 @click.command()
@@ -132,40 +132,43 @@ def search(out: Path | str, query: str | None, as_json: bool, **settings: Any) -
 @click.argument("second", metavar="B", type=FOLDER)
 @json_flag
 def diff(first: Path, second: Path, as_json: bool) -> None:
-    """Tell how the data sets A and B differ: what their numbers depend on, and the features of images in both.
+    """Compare the data sets A and B: the settings that features depend on, and the features of images in both.
 
-    Images are the same if their bytes are, whatever they are called.
+    Images are the same if their bytes are the same, whatever their names are.
     """
     from extract.analysis.dataset_diff import compare
     from pipelines.data_sets.diff import as_json as diff_as_json
     from pipelines.data_sets.diff import print_diff
 
-    tell(compare(first, second), as_json, diff_as_json, lambda found, echo: print_diff(found, first, second, echo))
+    print_result(
+        compare(first, second),
+        as_json,
+        diff_as_json,
+        lambda comparison, echo: print_diff(comparison, first, second, echo),
+    )
 
 
 @click.command()
 @click.argument("out", type=FOLDER)
-@click.option("--sample", type=click.IntRange(min=1), help="Also compute so many random rows again, and compare.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the choice of those rows.")
-@click.option("--images", help="Where the images lie, if they were moved.")
-@click.option("-b", "--backbone", help="Its spec: to be given where it is code (python/, hub/), which will be run.")
+@click.option("--sample", type=click.IntRange(min=1), help="Also compute this many random rows again, and compare.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the choice of rows.")
+@click.option("--images", help="Location of the images, if they were moved.")
+@click.option("-b", "--backbone", help=BACKBONE_HELP)
 @click.option("--weights", help="Name or file of the backbone's weights, if the file was moved.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N or mps.")
-@click.option(
-    "--repair", "mend", is_flag=True, help="Make rows that are wrong pending, so that `embed` fills them again."
-)
+@click.option("--repair", is_flag=True, help="Set wrong rows to pending, so that `embed` computes them again.")
 @json_flag
 @click.pass_context
 def verify(ctx: click.Context, /, out: Path, as_json: bool, **settings: Any) -> None:
     """Check every hash, receipt and count of the data set OUT; exit with 1 if anything is wrong.
 
-    With --sample, also whether the features are really of these images, with these weights.
+    With --sample, also check that the features belong to these images and these weights.
     """
     from pipelines.data_sets.verify import as_json as check_as_json
     from pipelines.data_sets.verify import check, print_check
 
     result = check(out, **settings)
-    tell(result, as_json, check_as_json, print_check)
+    print_result(result, as_json, check_as_json, print_check)
     if result.faults:
         ctx.exit(1)
 
@@ -178,15 +181,15 @@ def _formats() -> Iterable[str]:
 
 @click.command()
 @click.argument("out", type=DATA_SET)
-@click.option("--to", type=LateChoice(_formats), required=True, help="What to write.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="File or folder. [default: beside OUT]")
-@click.option("-l", "--layers", multiple=True, metavar="LAYER", help="Only these; repeats. [default: all]")
+@click.option("--to", type=LateChoice(_formats), required=True, help="Format.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Output file or folder. [default: beside OUT]")
+@click.option("-l", "--layers", multiple=True, metavar="LAYER", help="Layer to export; may be repeated. [default: all]")
 def export(out: Path | str, to: str, output: Path | None, layers: tuple[str, ...]) -> None:
     """Write the data set OUT as plain files for other tools: HDF5, NumPy, Parquet or MATLAB.
 
     \b
     layertap export outputs/photos --to parquet      # outputs/photos.parquet: pandas, DuckDB, embedding-atlas
-    layertap export outputs/photos --to npy          # outputs/photos-npy/: a file for each layer, and rows.csv
+    layertap export outputs/photos --to npy          # outputs/photos-npy/: a file per layer, and rows.csv
     """
     from pipelines.data_sets.export import run_export
 
@@ -199,9 +202,9 @@ def export(out: Path | str, to: str, output: Path | None, layers: tuple[str, ...
 @click.option("--shard-rows", type=int, help=SHARD_ROWS_HELP)
 @click.option("--compress", type=click.Choice(["gzip", "lzf", "blosc2"]), help=COMPRESS_HELP)
 def merge(sources: tuple[Path, ...], out: Path, shard_rows: int | None, compress: str | None) -> None:
-    """Copy the rows of complete data sets of one fingerprint into a new one, sorted by path.
+    """Copy the rows of complete data sets with the same fingerprint into a new data set, sorted by path.
 
-    Run again, it goes on where it was.
+    To resume an interrupted merge, run the same command again.
     """
     from pipelines.data_sets.merge import run_merge
 

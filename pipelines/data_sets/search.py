@@ -19,19 +19,19 @@ from extract.row_status import Status
 from extract.store.places.destination import data_set_at
 from extract.store.reader import FeatureReader
 from extract.system.atomic_files import link_target
-from pipelines.data_sets.search_results import Found, Hit
+from pipelines.data_sets.search_results import Hit, SearchResults
 from pipelines.data_sets.thumbnails import Pictures
 from pipelines.terminal.output_paths import PICTURES, check_file
 from pipelines.terminal.text_output import printable
 
-__all__ = ["as_json", "print_found", "run_search"]
+__all__ = ["as_json", "print_results", "run_search"]
 
 
 def run_search(
     out: Path | str, query: str | None = None, *, text: str | None = None, k: int = 10, layer: str | None = None,
     itself: bool = False, backbone: str | None = None, weights: str | None = None, images: str | None = None,
     device: str = defaults.DEVICE, output: Path | None = None,
-) -> Found:  # fmt: skip
+) -> SearchResults:  # fmt: skip
     """Search a data set, and draw the results if `output` is given.
 
     Args:
@@ -58,7 +58,7 @@ def run_search(
     if output is not None:
         check_file(output, PICTURES)
     if (query is None) == (text is None):
-        raise InputError("search for one thing: a row, path or image file, or --text TEXT")
+        raise InputError("expected exactly one query: a row number, a path, an image file, or --text TEXT")
     dataset = data_set_at(out)
     with FeatureReader(out) as reader:
         name, row, path, note = "embedding", None, "", ""
@@ -76,17 +76,17 @@ def run_search(
                 feature = _feature_of_row(reader, name, row)
         good = np.flatnonzero(reader.status == Status.OK)
         without = None if row is None or itself else np.array([row])
-        near = nearest(reader[name], feature[None], k, among=good, without=without, device=_device(device))
+        neighbours = nearest(reader[name], feature[None], k, among=good, without=without, device=_device(device))
         classes, labels, splits = reader.classes, reader.labels, reader.splits
         hits = [
-            Hit(one, cosine, reader.paths[one], classes[labels[one]] if labels[one] >= 0 else "", splits[one])
-            for one, cosine in zip(near.rows[0].tolist(), near.cosines[0].tolist(), strict=True)
-            if one >= 0
+            Hit(near, cosine, reader.paths[near], classes[labels[near]] if labels[near] >= 0 else "", splits[near])
+            for near, cosine in zip(neighbours.rows[0].tolist(), neighbours.cosines[0].tolist(), strict=True)
+            if near >= 0
         ]
-        found = Found(out, name, row, path, text or "", note, hits, len(good) - (without is not None))
+        results = SearchResults(out, name, row, path, text or "", note, hits, len(good) - (without is not None))
         if output is not None:
-            _draw(found, reader, images or dataset.images["root"], link_target(output))
-    return found
+            _draw(results, reader, images or dataset.images["root"], link_target(output))
+    return results
 
 
 def _feature_of_row(reader: FeatureReader, layer: str, row: int) -> NDArray[Any]:
@@ -101,26 +101,26 @@ def _feature_of_row(reader: FeatureReader, layer: str, row: int) -> NDArray[Any]
 def _row_of(reader: FeatureReader, query: str, out: Path | str) -> tuple[int | None, str]:
     """Return the row that a query names, None for a file; and a note on what else the query may mean."""
     is_file = Path(query).is_file()
-    file = f"there is a file of this name, too, which ./{query} would mean" if is_file else ""
+    file = f"a file has this name, too; to search for the file, write ./{query}" if is_file else ""
     if query.isascii() and query.isdigit():
         row = int(query)
         if row >= len(reader):
-            there = f"it has rows 0 to {len(reader) - 1:,}" if len(reader) else "it has none"
-            raise InputError(f"{out} has no row {row}: {there}" + (f"; {file}" if file else ""))
+            expected = f"expected a row from 0 to {len(reader) - 1:,}" if len(reader) else "the data set is empty"
+            raise InputError(f"{out} has no row {row}: {expected}" + (f"; {file}" if file else ""))
         return row, file
     rows = np.flatnonzero(_equal(reader.paths, query))
     if len(rows):
-        several = f"{len(rows)} rows have this path, and the first was taken" if len(rows) > 1 else ""
+        several = f"{len(rows)} rows have this path; the first row is used" if len(rows) > 1 else ""
         return int(rows[0]), "; ".join(text for text in (several, file) if text)
     if not is_file:
-        what = "a folder; name one image" if Path(query).is_dir() else "no row, no path of an image in it, and no file"
-        raise InputError(f"{out}: {printable(query)} is {what}")
+        problem = "a folder; name one image" if Path(query).is_dir() else "not a row number, a path in it, or a file"
+        raise InputError(f"{out}: {printable(query)} is {problem}")
     return None, ""
 
 
 def _equal(paths: list[str], query: str) -> NDArray[np.bool_]:
-    wanted = os.fsencode(query)
-    return np.fromiter((os.fsencode(path) == wanted for path in paths), np.bool_, len(paths))
+    encoded = os.fsencode(query)
+    return np.fromiter((os.fsencode(path) == encoded for path in paths), np.bool_, len(paths))
 
 
 def _device(device: str) -> str:
@@ -128,42 +128,47 @@ def _device(device: str) -> str:
     return device if device != "auto" else "cpu"  # reading rows takes longer than comparing them
 
 
-def _draw(found: Found, reader: FeatureReader, root: str, output: Path) -> None:
+def _draw(results: SearchResults, reader: FeatureReader, root: str, output: Path) -> None:
     from pipelines.data_sets.search_gallery import draw
 
-    rows = [hit.row for hit in found.hits] + ([] if found.query is None else [found.query])
+    rows = [hit.row for hit in results.hits] + ([] if results.query is None else [results.query])
     pictures = Pictures(reader, root, rows)
-    if found.query is not None:
-        query = pictures.picture(found.query)
+    if results.query is not None:
+        query = pictures.picture(results.query)
     else:
-        query = (None, "") if found.text else (decode(Path(found.path).read_bytes()), "")
-    draw(found, query, [pictures.picture(hit.row) for hit in found.hits], output)
+        query = (None, "") if results.text else (decode(Path(results.path).read_bytes()), "")
+    draw(results, query, [pictures.picture(hit.row) for hit in results.hits], output)
 
 
-def print_found(found: Found, echo: Callable[[str], None]) -> None:
+def print_results(results: SearchResults, echo: Callable[[str], None]) -> None:
     """Print the results."""
-    taken = f"the file {found.path}" if found.query is None else f"row {found.query} ({printable(found.path)})"
-    if found.text:
-        taken = f'the text "{printable(found.text)}"'
-    echo(f"{found.out}: nearest to {taken} by cosine of {found.layer}, of {found.searched:,} rows")
-    if found.note:
-        echo(f"  note: {printable(found.note)}")
-    if not found.hits:
+    query = f"the file {results.path}" if results.query is None else f"row {results.query} ({printable(results.path)})"
+    if results.text:
+        query = f'the text "{printable(results.text)}"'
+    echo(f"{results.out}: nearest to {query} by cosine of {results.layer}, among {results.searched:,} rows")
+    if results.note:
+        echo(f"  note: {printable(results.note)}")
+    if not results.hits:
         echo("  no other row has features")
-    width = max((len(str(hit.row)) for hit in found.hits), default=0)
-    for rank, hit in enumerate(found.hits, 1):
+    width = max((len(str(hit.row)) for hit in results.hits), default=0)
+    for rank, hit in enumerate(results.hits, 1):
         name = f"  [{printable(hit.name)}]" if hit.name else ""
-        number = f"{rank:>{len(str(len(found.hits)))}}"
+        number = f"{rank:>{len(str(len(results.hits)))}}"
         echo(f"  {number}  {hit.cosine:.6f}  row {hit.row:<{width}}  {printable(hit.path)}{name}")
 
 
-def as_json(found: Found) -> dict[str, Any]:
+def as_json(results: SearchResults) -> dict[str, Any]:
     """Return the results as JSON-compatible data."""
     return {
-        "out": str(found.out),
-        "layer": found.layer,
-        "query": {"row": found.query, "path": found.path or None, "text": found.text or None, "note": found.note},
-        "searched": found.searched,
+        "out": str(results.out),
+        "layer": results.layer,
+        "query": {
+            "row": results.query,
+            "path": results.path or None,
+            "text": results.text or None,
+            "note": results.note,
+        },
+        "searched": results.searched,
         "results": [
             {
                 "rank": rank,
@@ -173,6 +178,6 @@ def as_json(found: Found) -> dict[str, Any]:
                 "class": hit.name or None,
                 "split": hit.split or None,
             }
-            for rank, hit in enumerate(found.hits, 1)
+            for rank, hit in enumerate(results.hits, 1)
         ],
     }

@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image
 
-from pipelines.data_sets.search_results import Found
+from pipelines.data_sets.search_results import SearchResults
 from pipelines.terminal.figures import drawable, save_figure
 
 __all__ = ["draw"]
@@ -22,32 +22,35 @@ _SIDE_PX = 320  # of a picture in the gallery
 
 
 def draw(
-    found: Found, query: tuple[Image.Image | None, str], hits: Sequence[tuple[Image.Image | None, str]], output: Path
+    results: SearchResults,
+    query: tuple[Image.Image | None, str],
+    hits: Sequence[tuple[Image.Image | None, str]],
+    output: Path,
 ) -> None:
     """Draw the query and the results.
 
     Args:
-        found: the results.
+        results: the results.
         query: the picture of the query, or None, and why it is missing; for a text, None and "".
         hits: the picture of each result, likewise.
         output: PNG, SVG or PDF file to write.
     """
-    shown = list(zip(found.hits, hits, strict=True))[:_SHOWN]
+    shown = list(zip(results.hits, hits, strict=True))[:_SHOWN]
     lines = -(-(len(shown) + 1) // _COLUMNS)
     figure = Figure(figsize=(2.1 * _COLUMNS, 2.55 * lines + 0.5), layout="constrained")
     axes = figure.subplots(lines, _COLUMNS, squeeze=False).reshape(-1)
-    for one in axes:
-        one.axis("off")
-    if found.text:
-        _frame(axes[0], found.text if len(found.text) <= 200 else found.text[:199] + "…", fontsize=9)
+    for tile in axes:
+        tile.axis("off")
+    if results.text:
+        _frame(axes[0], results.text if len(results.text) <= 200 else results.text[:199] + "…", fontsize=9)
         axes[0].set_title("query", fontsize=7.5, fontweight="bold")
     else:
-        _place(axes[0], query, f"query\n{_tail(found.path)}", bold=True)
-    for one, (hit, picture) in zip(axes[1:], shown, strict=False):
+        _place(axes[0], query, f"query\n{_tail(results.path)}", bold=True)
+    for tile, (hit, picture) in zip(axes[1:], shown, strict=False):
         name = f"\n[{drawable(hit.name)}]" if hit.name else ""
-        _place(one, picture, f"{hit.cosine:.4f}\n{_tail(hit.path)}{name}")
-    more = f"; the first {len(shown)} of {len(found.hits)}" if len(shown) < len(found.hits) else ""
-    figure.suptitle(f"Nearest by cosine of {drawable(found.layer)}{more}", fontsize=10)
+        _place(tile, picture, f"{hit.cosine:.4f}\n{_tail(hit.path)}{name}")
+    more = f"; the first {len(shown)} of {len(results.hits)}" if len(shown) < len(results.hits) else ""
+    figure.suptitle(f"Nearest by cosine of {drawable(results.layer)}{more}", fontsize=10)
     save_figure(figure, output)
 
 

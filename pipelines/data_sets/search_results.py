@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Found", "Hit"]
+__all__ = ["Hit", "SearchResults"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Hit:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResults:
     """All results of a search.
 
     Attributes:

@@ -51,7 +51,8 @@ def describe(out: Path) -> dict[str, Any]:
         content["provenance"] = {k: v for k, v in reader.provenance.items() if k != "depends_on"}
         content["rows_done"] = len(reader)
         content["compression"] = {
-            name: {"filter": how, "ratio": round(ratio, 3)} for name, (how, ratio) in reader.compression.items()
+            name: {"filter": filter_name, "ratio": round(ratio, 3)}
+            for name, (filter_name, ratio) in reader.compression.items()
         }
         if content["complete"]:
             status = Counter(Status(code).text for code in reader.status.tolist())
@@ -76,14 +77,14 @@ def print_description(content: dict[str, Any], echo: Callable[[str], None]) -> N
     echo(f"{content['out']}: {content['rows']:,} rows in {shards}, {content['bytes'] / 1e6:,.1f} MB, {state}")
     if content["put_aside"]:
         names = ", ".join(content["put_aside"][:SHOWN])
-        echo(f"  put aside by a repair, to be deleted when nobody wants to look at them: {names}")
+        echo(f"  damaged files that a repair put aside; delete them when they are not needed: {names}")
     echo("features")
     for name, feature in content["features"].items():
         shape = ", ".join(map(str, feature["shape"]))
         source = f"{feature['layer']} {feature['pooling']}"
         packed = content["compression"].get(name)
-        how = f", {packed['filter']} made it {packed['ratio']:.2f} times smaller" if packed else ""
-        echo(f"  {name}  ({shape}) {feature['dtype']}, {feature['bytes'] / 1e6:,.1f} MB{how}, from {source}")
+        ratio = f", {packed['filter']} compression ratio {packed['ratio']:.2f}" if packed else ""
+        echo(f"  {name}  ({shape}) {feature['dtype']}, {feature['bytes'] / 1e6:,.1f} MB{ratio}, from {source}")
     depends_on, provenance = content["depends_on"], content.get("provenance", {})
     echo("images")
     echo(f"  from {printable(content['images']['root'])}")
@@ -98,13 +99,13 @@ def print_description(content: dict[str, Any], echo: Callable[[str], None]) -> N
     echo("backbone")
     echo(f"  {provenance.get('backbone', depends_on['architecture'])}, weights {provenance.get('weights', '')}")
     echo(f"  weights sha256 {depends_on['weights_sha256']}")
-    yours = " ".join(provenance.get("configuration", {}).get("preprocessing") or {})
+    user_set = " ".join(provenance.get("configuration", {}).get("preprocessing") or {})
     preprocessing = ", ".join(f"{key} {value}" for key, value in depends_on["preprocessing"].items())
-    echo(f"  preprocessing {preprocessing}" + (f" (asked for: {yours})" if yours else ""))
+    echo(f"  preprocessing {preprocessing}" + (f" (set by the user: {user_set})" if user_set else ""))
     echo(f"  {depends_on['precision']}, stored as {depends_on['stored_as']}, decoded by {depends_on['decoder']}")
     if provenance:
         versions = ", ".join(f"{name} {number}" for name, number in provenance["versions"].items())
-        echo(f"made {provenance['started']} on {provenance['device']} with {versions}")
+        echo(f"computed {provenance['started']} on {provenance['device']} with {versions}")
     echo(f"fingerprint {content['fingerprint']}")
 
 

@@ -16,18 +16,18 @@ from extract.store.places.destination import destination_of
 from extract.system.urls import is_url
 from pipelines.terminal.text_output import printable
 
-__all__ = ["Making", "is_made_in_shards", "print_making", "watch"]
+__all__ = ["ShardProgress", "is_built_in_shards", "print_progress", "watch"]
 
 _RECENT_S = 600.0  # period of the printed rate
 _WATCH_S = 5.0
 
 
-def is_made_in_shards(out: str) -> bool:
+def is_built_in_shards(out: str) -> bool:
     """Return whether `out` is a data set of `layertap embed` or a URL; data sets of `layertap sync` have passes."""
     return is_url(out) or ((Path(out) / "dataset.json").exists() and DataSet.open(Path(out)).version is None)
 
 
-class Making:
+class ShardProgress:
     """Progress of a data set; each receipt is read only once.
 
     Args:
@@ -46,20 +46,20 @@ class Making:
         self._stages: defaultdict[str, float] = defaultdict(float)
         self._ended: list[tuple[float, int]] = []  # Unix time, rows
 
-    def look(self) -> dict[str, Any]:
+    def read(self) -> dict[str, Any]:
         """Return everything that `status` prints, as JSON-compatible data."""
         dataset = self._dataset
-        without: list[int] = []
+        without_receipt: list[int] = []
         for name, shard, receipt in self._place.receipts(self._read):
             if receipt is None:
-                without.append(shard)  # it may follow
+                without_receipt.append(shard)  # it may follow
             else:
                 self._read[name] = shard
                 self._count(receipt)
-        done = len(set(self._read.values())) + len(without)
+        done = len(set(self._read.values())) + len(without_receipt)
         now = time.time()
         recent = [(when, rows) for when, rows in self._ended if when > now - _RECENT_S]
-        left = dataset.n_rows - self._rows - sum(len(dataset.shard_range(shard)) for shard in without)
+        left = dataset.n_rows - self._rows - sum(len(dataset.shard_range(shard)) for shard in without_receipt)
         rate = sum(rows for _, rows in recent) / (now - min(recent)[0]) if left and len(recent) > 1 else None
         return {
             "out": self._out,
@@ -68,7 +68,7 @@ class Making:
             "rows_done": dataset.n_rows - left,
             "shards": dataset.n_shards,
             "shards_done": done,
-            "shards_without_receipt": without,
+            "shards_without_receipt": without_receipt,
             "status": dict(self._status),
             "images_per_s": rate and round(rate, 2),
             "seconds_left": rate and round(left / rate),
@@ -88,34 +88,34 @@ class Making:
     def _count(self, receipt: dict[str, Any]) -> None:
         self._rows += int(receipt["n_rows"])
         self._status.update({str(name): int(count) for name, count in receipt["status"].items()})
-        made = receipt.get("made")
-        if not made:
+        built = receipt.get("made")
+        if not built:
             return
-        who = str(made["host"]), str(made["device"])
-        self._shards[who] += 1
-        self._computed[who] += int(made["computed"])
-        self._seconds[who] += float(made["seconds"])
-        for stage, seconds in made["stages"].items():
+        worker = str(built["host"]), str(built["device"])
+        self._shards[worker] += 1
+        self._computed[worker] += int(built["computed"])
+        self._seconds[worker] += float(built["seconds"])
+        for stage, seconds in built["stages"].items():
             self._stages[str(stage)] += float(seconds)
-        self._ended.append((datetime.fromisoformat(made["ended"]).astimezone(UTC).timestamp(), int(made["computed"])))
+        self._ended.append((datetime.fromisoformat(built["ended"]).astimezone(UTC).timestamp(), int(built["computed"])))
 
 
 def watch(out: str, wait: Callable[[float], None] = time.sleep) -> Iterator[dict[str, Any]]:
     """Yield the progress every few seconds, until the data set is complete."""
-    making = Making(out)
+    progress = ShardProgress(out)
     while True:
-        content = making.look()
+        content = progress.read()
         yield content
         if content["rows_done"] == content["rows"]:
             return
         wait(_WATCH_S)
 
 
-def print_making(content: dict[str, Any], echo: Callable[[str], None]) -> None:
+def print_progress(content: dict[str, Any], echo: Callable[[str], None]) -> None:
     """Print the progress."""
     out, done, rows = content["out"], content["rows_done"], content["rows"]
     state = "complete" if done == rows else f"{done / rows:.1%} done"
-    echo(f"{out}: {state}, of images in {printable(content['images'])}")
+    echo(f"{out}: {state}, images in {printable(content['images'])}")
     echo(f"shards    {content['shards_done']:,} of {content['shards']:,}")
     counts = ", ".join(f"{count:,} {status}" for status, count in content["status"].items()) or "none yet"
     echo(f"rows      {done:,} of {rows:,}: {counts}")
@@ -123,15 +123,15 @@ def print_making(content: dict[str, Any], echo: Callable[[str], None]) -> None:
         left = tqdm.format_interval(content["seconds_left"])
         echo(f"rate      {content['images_per_s']:.1f} images/s in the last ten minutes, {left} left")
     if content["workers"]:
-        echo("made by")
-        wide = max(len(printable(one["host"])) for one in content["workers"])
-        for one in content["workers"]:
+        echo("built by")
+        width = max(len(printable(worker["host"])) for worker in content["workers"])
+        for worker in content["workers"]:
             echo(
-                f"  {printable(one['host']):{wide}}  {printable(one['device'])}: {one['shards']:,} shards, "
-                f"{one['rows']:,} rows, {one['images_per_s']:.1f} images/s each worker"
+                f"  {printable(worker['host']):{width}}  {printable(worker['device'])}: {worker['shards']:,} shards, "
+                f"{worker['rows']:,} rows, {worker['images_per_s']:.1f} images/s per worker"
             )
     if content["shards_without_receipt"]:
         few = ", ".join(map(str, content["shards_without_receipt"][:8]))
-        echo(f"without a receipt: shards {few}; if that stays, `layertap verify --repair` writes them")
+        echo(f"shards without a receipt: {few}; if receipts stay missing, `layertap verify --repair` writes them")
     if done < rows:
-        echo("`layertap embed` with the same words goes on with it")
+        echo("to resume, run `layertap embed` with the same arguments again")

@@ -53,7 +53,7 @@ class Pictures:
         except (ValueError, OSError, MemoryError) as error:
             return None, first_line(error)
 
-    def part_of(self, row: int) -> Image.Image | None:
+    def partial_picture(self, row: int) -> Image.Image | None:
         """Return the part of a failed row's picture that can be decoded; None if nothing can."""
         data, _ = self._read(row)
         return None if data is None else decode_partly(data, _MOST_PIXELS)
@@ -69,4 +69,4 @@ class Pictures:
         except (OSError, ValueError, LayertapError) as error:
             return None, first_line(error)
         same = xxhash.xxh3_128_digest(data) == self._hashes[row].tobytes()
-        return (data, "") if same else (None, "its file has changed since")
+        return (data, "") if same else (None, "its file has changed")

@@ -11,7 +11,8 @@ from typing import Any
 from extract.errors import InputError
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet
-from extract.store.verify import Fault, Remedy, repair, verify
+from extract.store.verify import Fault, Remedy, verify
+from extract.store.verify import repair as repair_data_set
 from pipelines.terminal.progress import Progress
 from pipelines.terminal.text_output import SHOWN, printable
 
@@ -50,7 +51,7 @@ def check(
     backbone: str | None = None,
     weights: str | None = None,
     device: str = "auto",
-    mend: bool = False,
+    repair: bool = False,
 ) -> Check:
     """Run the job and print progress on stderr.
 
@@ -62,7 +63,7 @@ def check(
         backbone: spec of the backbone; required if the backbone is code.
         weights: name or file of the weights; None: the recorded weights.
         device: device to compute on.
-        mend: whether to set wrong rows to pending.
+        repair: whether to set wrong rows to pending.
 
     Raises:
         InputError: `out` is not a data set.
@@ -74,21 +75,23 @@ def check(
     except InputError as error:
         if not (out / "dataset.json").exists():
             raise
-        what = str(error).removeprefix(f"{out / 'dataset.json'} ")
-        return Check(out, [Fault(what, Remedy.NONE, file="dataset.json")], {})
+        problem = str(error).removeprefix(f"{out / 'dataset.json'} ")
+        return Check(out, [Fault(problem, Remedy.NONE, file="dataset.json")], {})
     with Progress(dataset.n_rows, "rows") as progress:
-        found = verify(out, on_rows=lambda rows: progress.advance(rows, False))
+        report = verify(out, on_rows=lambda rows: progress.advance(rows, False))
     sampled, largest, skipped = 0, 0.0, ""
-    if sample and found.faults:
-        skipped = "no rows were computed again: what is wrong already comes first"
-    elif sample and found.rows[Status.OK.text]:
+    if sample and report.faults:
+        skipped = "no rows were computed again: fix the reported faults first"
+    elif sample and report.rows[Status.OK.text]:
         from extract.extraction.recheck import recheck
 
-        again = recheck(out, sample, seed=seed, images=images, backbone=backbone, weights=weights, device=device)
-        sampled, largest = again.n_rows, again.largest
-        found.faults += again.faults
-    made_pending = repair(found) if mend else None
-    return Check(out, found.faults, dict(found.rows), sampled, largest, skipped, made_pending)
+        recheck_result = recheck(
+            out, sample, seed=seed, images=images, backbone=backbone, weights=weights, device=device
+        )
+        sampled, largest = recheck_result.n_rows, recheck_result.largest
+        report.faults += recheck_result.faults
+    made_pending = repair_data_set(report) if repair else None
+    return Check(out, report.faults, dict(report.rows), sampled, largest, skipped, made_pending)
 
 
 def print_check(result: Check, echo: Callable[[str], None]) -> None:
@@ -99,15 +102,15 @@ def print_check(result: Check, echo: Callable[[str], None]) -> None:
         echo(printable(f"{fault.file or result.out}{row}: {fault.what}"))
     if len(result.faults) > SHOWN:
         echo(f"... and {len(result.faults) - SHOWN:,} more: layertap verify {shlex.quote(str(result.out))} --json")
-    faults = f"{len(result.faults):,} fault{'s' if len(result.faults) > 1 else ''}" if result.faults else "no fault"
+    faults = f"{len(result.faults):,} fault{'s' if len(result.faults) > 1 else ''}" if result.faults else "no faults"
     echo(f"{result.out}: {faults}" + (f"; rows: {counts}" if counts else ""))
     if result.sampled:
-        echo(f"{result.sampled:,} rows computed again differ by {result.largest:.1e} of their largest value at most")
+        echo(f"{result.sampled:,} rows computed again differ by at most {result.largest:.1e} of their largest value")
     if result.skipped:
         echo(result.skipped)
     if result.made_pending is not None:
-        filled = "; run the command that made the data set again to fill them" if result.made_pending else ""
-        echo(f"{result.made_pending:,} rows made pending{filled}")
+        remedy = "; to compute them again, run the command that created the data set" if result.made_pending else ""
+        echo(f"{result.made_pending:,} rows set to pending{remedy}")
 
 
 def as_json(result: Check) -> dict[str, Any]:

@@ -118,21 +118,21 @@ def bench(
         LayertapError: the working directory cannot be written to.
     """
     if not os.access(".", os.W_OK):
-        raise LayertapError("the working directory cannot be written to; bench writes there for a while, to measure it")
+        raise LayertapError("bench measures writing to the working directory, which is not writable; run it elsewhere")
     loaded = load_backbone(backbone, weights=weights, device=device)
     preprocessing = loaded.preprocessing
     with _images(images) as where:
-        found = list_images(where)
+        image_list = list_images(where)
         with evaluating(loaded.model), full_float32():
             choice = choose_features(loaded, list(layers))
         say("decoding")
-        decode = {"exact": decode_rate(found, preprocessing, _DECODED)}
+        decode = {"exact": decode_rate(image_list, preprocessing, _DECODED)}
         if preprocessing.can_be_faster:
-            decode["fast"] = decode_rate(found, preprocessing.faster(), _DECODED)
+            decode["fast"] = decode_rate(image_list, preprocessing.faster(), _DECODED)
         say("batch sizes")
-        batches = batch_rates(loaded, choice, pictures_of(found, preprocessing, defaults.BATCH_SIZE)[0])
+        batches = batch_rates(loaded, choice, pictures_of(image_list, preprocessing, defaults.BATCH_SIZE)[0])
         batch_size = best_batch_size(batches)
-        pictures, fast = pictures_of(found, preprocessing, batch_size, both_ways=preprocessing.can_be_faster)
+        pictures, fast = pictures_of(image_list, preprocessing, batch_size, both_ways=preprocessing.can_be_faster)
         measured = []
         for way in ways_for(loaded.device, thorough=thorough):
             say(f"forward: {way}")
@@ -142,26 +142,26 @@ def bench(
         write = _write_rate(row_bytes)
         plain, best = measured[0], ranked(measured)[0]
         pipelines = []
-        for (way, how), one in {(plain.way, "exact"): plain, (best.way, best.decode): best}.items():
-            say(f"the whole pipeline: {way}, {how} decoding")
-            bound = _bound(one.images_per_s, decode[how], write, loaded.device.type == "cpu")
-            rate = _pipeline_rate(loaded, found, layers, way, how, batch_size, bound)
-            pipelines.append(PipelineRate(way, how, rate, bound))
+        for (way, decoding), measurement in {(plain.way, "exact"): plain, (best.way, best.decode): best}.items():
+            say(f"the whole pipeline: {way}, {decoding} decoding")
+            bound = _bound(measurement.images_per_s, decode[decoding], write, loaded.device.type == "cpu")
+            rate = _pipeline_rate(loaded, image_list, layers, way, decoding, batch_size, bound)
+            pipelines.append(PipelineRate(way, decoding, rate, bound))
     recommended = {
         "batch_size": batch_size, "workers": defaults.WORKERS, "precision": best.way.precision,
         "compile": best.way.compile, "decode": best.decode,
     }  # fmt: skip
     return Bench(
-        images or "pictures of noise, 500x375, as JPEG", backbone, str(loaded.device), defaults.CORES, decode, measured,
+        images or "noise, 500x375, as JPEG", backbone, str(loaded.device), defaults.CORES, decode, measured,
         batches, write, row_bytes, pipelines, recommended,
     )  # fmt: skip
 
 
 @contextlib.contextmanager
-def _images(given: str | None) -> Iterator[str]:
+def _images(images: str | None) -> Iterator[str]:
     """Context manager: yield the location of the images; if None is given, write noise to a temporary folder."""
-    if given is not None:
-        yield given
+    if images is not None:
+        yield images
         return
     with tempfile.TemporaryDirectory(prefix="layertap-bench-") as folder:
         for number in range(_SYNTHETIC):
@@ -186,8 +186,8 @@ def _write_rate(row_bytes: int) -> float:
 def _bound(forward: float, decode: float, write: float, on_cpu: bool) -> float:
     """Return the rate that stages of these rates allow together; on a CPU, decoding and the forward share the cores."""
     decoding = decode * min(defaults.CORES, defaults.WORKERS)
-    both = 1 / (1 / forward + 1 / (decode * defaults.CORES)) if on_cpu else forward
-    return min(both, decoding, write)
+    compute = 1 / (1 / forward + 1 / (decode * defaults.CORES)) if on_cpu else forward
+    return min(compute, decoding, write)
 
 
 def _pipeline_rate(
@@ -238,37 +238,39 @@ class _Repeated:
         self._source.check_there()
 
 
-def print_bench(found: Bench, echo: Callable[[str], None]) -> None:
+def print_bench(result: Bench, echo: Callable[[str], None]) -> None:
     """Print the rates."""
-    echo(f"{found.backbone} on {found.device}, {found.cores} cores; {found.images}")
-    echo("images/s of each stage by itself:")
-    for name, rate in found.decode.items():
-        echo(f"  decode, {name:6}             {rate:9.1f} a core")
-    for one in found.forward:
-        rate_text = f"{one.images_per_s:9.1f}" if one.images_per_s else "        -"
-        note = f"  (starts in {one.start_s:.0f} s)" if one.way.engine != "eager" and one.images_per_s else ""
-        if one.agreement:
-            cosine = min(each.min_cosine for each in one.agreement.values())
-            off = max(each.max_deviation for each in one.agreement.values())
-            note += f"  cosine at least {cosine:.6f}, off by {off:.1e}"
-        if one.why_not:
-            note += f"  not taken: {one.why_not}"
-        elif one.why_not_fast:
-            note += f"  not with fast decoding, where {one.why_not_fast}"
-        echo(f"  forward, {one.way!s:18} {rate_text}{note}")
-    echo(f"  write, {found.row_bytes / 1e3:.1f} kB a row       {found.write:9.0f}")
-    echo("batch size -> forward: " + ", ".join(f"{size} {rate:.1f}" for size, rate in found.batches.items()))
+    echo(f"{result.backbone} on {result.device}, {result.cores} cores; {result.images}")
+    echo("images/s of each stage alone:")
+    for name, rate in result.decode.items():
+        echo(f"  decode, {name:6}             {rate:9.1f} per core")
+    for measurement in result.forward:
+        rate_text = f"{measurement.images_per_s:9.1f}" if measurement.images_per_s else "        -"
+        note = ""
+        if measurement.way.engine != "eager" and measurement.images_per_s:
+            note = f"  (starts in {measurement.start_s:.0f} s)"
+        if measurement.agreement:
+            cosine = min(agreement.min_cosine for agreement in measurement.agreement.values())
+            off = max(agreement.max_deviation for agreement in measurement.agreement.values())
+            note += f"  minimum cosine {cosine:.6f}, largest difference {off:.1e}"
+        if measurement.why_not:
+            note += f"  rejected: {measurement.why_not}"
+        elif measurement.why_not_fast:
+            note += f"  without fast decoding: {measurement.why_not_fast}"
+        echo(f"  forward, {measurement.way!s:18} {rate_text}{note}")
+    echo(f"  write, {result.row_bytes / 1e3:.1f} kB per row     {result.write:9.0f}")
+    echo("batch size -> forward: " + ", ".join(f"{size} {rate:.1f}" for size, rate in result.batches.items()))
     echo("the whole pipeline:")
-    for pipeline in found.pipelines:
+    for pipeline in result.pipelines:
         share = pipeline.images_per_s / pipeline.bound
         echo(
             f"  {pipeline.way!s:20} {pipeline.decode:6} decoding {pipeline.images_per_s:9.1f}, {share:.2f} of the "
             f"bound {pipeline.bound:.1f}"
         )
-    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in found.recommended.items())
+    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in result.recommended.items())
     echo(f"recommended: {flags}")
 
 
-def as_json(found: Bench) -> dict[str, Any]:
+def as_json(result: Bench) -> dict[str, Any]:
     """Return the rates as JSON-compatible data."""
-    return dataclasses.asdict(found)
+    return dataclasses.asdict(result)

@@ -13,48 +13,48 @@ import click
 from extract.errors import LayertapError
 from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.config import load_config
-from pipelines.terminal.options import config_file, given, json_flag, option, tell
+from pipelines.terminal.options import config_file, given, json_flag, option, print_result
 
 __all__ = ["bench", "embed", "plan", "slurm"]
 
-_of_embed = partial(option, model=EmbedConfig)
+_embed_option = partial(option, model=EmbedConfig)
 
 
 @click.command()
 @click.argument("images", required=False)
-@_of_embed("-b", "--backbone")
-@_of_embed("-l", "--layers", multiple=True, metavar="LAYER[:POOLING]")
-@_of_embed("-o", "--out")
-@_of_embed("--weights")
-@_of_embed("--allow-missing-head/--no-allow-missing-head")
-@_of_embed("--size", metavar="PX|HxW")
-@_of_embed("--crop", metavar="PX|HxW")
-@_of_embed("--interpolation")
-@_of_embed("--mean", metavar="R,G,B")
-@_of_embed("--std", metavar="R,G,B")
-@_of_embed("--batch-size", type=int)
-@_of_embed("--workers", type=int)
-@_of_embed("--decode", type=click.Choice(["exact", "fast"]))
-@_of_embed("--device")
-@_of_embed("--dtype", type=click.Choice(["float32", "float16"]))
-@_of_embed("--precision", type=click.Choice(["float32", "bfloat16", "float16"]))
-@_of_embed("--compile", type=click.Choice(["auto", "on", "off", "inductor", "openvino"]))
-@_of_embed("--fast/--no-fast")
-@_of_embed("--min-cosine", type=float)
-@_of_embed("--limit", type=int)
-@_of_embed("--max-pixels", type=int)
-@_of_embed("--seed", type=int)
-@_of_embed("--shard-rows", type=int)
-@_of_embed("--compress", type=click.Choice(["gzip", "lzf", "blosc2"]))
-@_of_embed("--sync-s", type=float)
-@_of_embed("--retry-failed/--no-retry-failed")
-@_of_embed("--strict/--no-strict")
-@_of_embed("--engine", type=click.Choice(["processes", "ray"]))
-@_of_embed("--workers-per-gpu", type=int)
-@_of_embed("--cpus-per-worker", type=int)
-@_of_embed("--address")
-@_of_embed("--shards-of", metavar="I/N")
-@_of_embed("--scratch", type=click.Path(path_type=Path))
+@_embed_option("-b", "--backbone")
+@_embed_option("-l", "--layers", multiple=True, metavar="LAYER[:POOLING]")
+@_embed_option("-o", "--out")
+@_embed_option("--weights")
+@_embed_option("--allow-missing-head/--no-allow-missing-head")
+@_embed_option("--size", metavar="PX|HxW")
+@_embed_option("--crop", metavar="PX|HxW")
+@_embed_option("--interpolation")
+@_embed_option("--mean", metavar="R,G,B")
+@_embed_option("--std", metavar="R,G,B")
+@_embed_option("--batch-size", type=int)
+@_embed_option("--workers", type=int)
+@_embed_option("--decode", type=click.Choice(["exact", "fast"]))
+@_embed_option("--device")
+@_embed_option("--dtype", type=click.Choice(["float32", "float16"]))
+@_embed_option("--precision", type=click.Choice(["float32", "bfloat16", "float16"]))
+@_embed_option("--compile", type=click.Choice(["auto", "on", "off", "inductor", "openvino"]))
+@_embed_option("--fast/--no-fast")
+@_embed_option("--min-cosine", type=float)
+@_embed_option("--limit", type=int)
+@_embed_option("--max-pixels", type=int)
+@_embed_option("--seed", type=int)
+@_embed_option("--shard-rows", type=int)
+@_embed_option("--compress", type=click.Choice(["gzip", "lzf", "blosc2"]))
+@_embed_option("--sync-s", type=float)
+@_embed_option("--retry-failed/--no-retry-failed")
+@_embed_option("--strict/--no-strict")
+@_embed_option("--engine", type=click.Choice(["processes", "ray"]))
+@_embed_option("--workers-per-gpu", type=int)
+@_embed_option("--cpus-per-worker", type=int)
+@_embed_option("--address")
+@_embed_option("--shards-of", metavar="I/N")
+@_embed_option("--scratch", type=click.Path(path_type=Path))
 @config_file
 @json_flag
 @click.pass_context
@@ -62,10 +62,11 @@ def embed(ctx: click.Context, /, config: Path | None, as_json: bool, **flags: An
     """Compute features of IMAGES, and store them in HDF5.
 
     IMAGES is a folder, a .csv or .parquet list with a column `path`, a .tar or .zip archive (or a pattern of several:
-    'shards-{000..099}.tar'), an .npy array or FILE.h5:NAME of uint8 pictures, or a URL (s3://, gs://, https://). Or a
-    plan of a folder or list: see `layertap plan`.
+    'shards-{000..099}.tar'), an .npy array or FILE.h5:NAME of uint8 pictures, a URL (s3://, gs://, https://),
+    or a plan (see `layertap plan`).
 
-    Run again, it goes on where it was, or says that all is done. A file that cannot be decoded is a row with a status.
+    To resume an interrupted run, run the same command again. A file that cannot be decoded is stored as a row with an
+    error status.
 
     \b
     layertap embed photos                                     # embedding of the bundled backbone
@@ -76,13 +77,13 @@ def embed(ctx: click.Context, /, config: Path | None, as_json: bool, **flags: An
         from pipelines.embed.cluster.driver import as_json as shared_as_json
         from pipelines.embed.cluster.driver import embed_shared, exit_code, print_shared
 
-        made = embed_shared(resolved)
-        tell(made, as_json, shared_as_json, print_shared)
-        ctx.exit(exit_code(made))
+        run = embed_shared(resolved)
+        print_result(run, as_json, shared_as_json, print_shared)
+        ctx.exit(exit_code(run))
     from pipelines.embed.job import embed, print_summary, summary_as_json
 
     outcome = embed(resolved)
-    tell(outcome, as_json, summary_as_json, print_summary)
+    print_result(outcome, as_json, summary_as_json, print_summary)
     if outcome.signal:
         ctx.exit(128 + outcome.signal)
     if len(outcome.failures) == outcome.summary.n_rows:
@@ -98,13 +99,13 @@ def embed(ctx: click.Context, /, config: Path | None, as_json: bool, **flags: An
 )
 @json_flag
 def plan(images: str, out: Path | None, as_json: bool) -> None:
-    """List IMAGES once, into a folder that is then given in their place.
+    """List IMAGES once, and write a plan: a folder that other commands accept in place of IMAGES.
 
-    For a hundred million images: neither this command nor those that are given the plan hold all names in memory, and
-    no job has to list them again. IMAGES is a folder, the URL of one, or a .csv, .tsv or .parquet list. The rows are
-    those of IMAGES itself: a data set that was begun with either goes on with the other.
+    For many images, up to a hundred million: no command holds all names in memory, and no job lists the images again.
+    IMAGES is a folder, the URL of a folder, or a .csv, .tsv or .parquet list. The plan gives the same rows as IMAGES:
+    a data set that was started with IMAGES can be resumed with the plan, and vice versa.
 
-    Run again, it goes on where it was, or says that the plan is there.
+    To resume an interrupted listing, run the same command again. A complete plan is left as it is.
 
     \b
     layertap plan photos -o outputs/photos-plan
@@ -120,22 +121,22 @@ def plan(images: str, out: Path | None, as_json: bool) -> None:
         planned = make_plan(images, out)
     except KeyboardInterrupt:
         command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-        click.echo(f"\nstopped: what was listed is kept in {out}. To go on:\n  {command}", err=True)
+        click.echo(f"\nstopped: the images listed so far are kept in {out}. To resume:\n  {command}", err=True)
         raise
-    tell(planned, as_json, plan_as_json, print_plan)
+    print_result(planned, as_json, plan_as_json, print_plan)
 
 
 @click.command()
 @click.argument("config", type=click.Path(path_type=Path))
-@click.option("--tasks", type=click.IntRange(1, 1_000_000), required=True, help="Of the array.")
-@click.option("--gpus", type=click.IntRange(min=0), default=1, show_default=True, help="Of each task.")
-@click.option("--cpus", type=click.IntRange(min=1), default=8, show_default=True, help="Of each task.")
-@click.option("--time", metavar="[D-]HH:MM:SS", help="Limit of each task. [default: the partition's]")
-@click.option("--partition", help="[default: the cluster's]")
+@click.option("--tasks", type=click.IntRange(1, 1_000_000), required=True, help="Number of tasks.")
+@click.option("--gpus", type=click.IntRange(min=0), default=1, show_default=True, help="GPUs per task.")
+@click.option("--cpus", type=click.IntRange(min=1), default=8, show_default=True, help="CPU cores per task.")
+@click.option("--time", metavar="[D-]HH:MM:SS", help="Time limit per task. [default: the partition's]")
+@click.option("--partition", help="SLURM partition. [default: the cluster's]")
 def slurm(config: Path, **settings: Any) -> None:
-    """Print an sbatch file that runs `layertap embed --config CONFIG` as an array, whose tasks share the shards.
+    """Print an sbatch file that runs `layertap embed --config CONFIG` as an array whose tasks share the shards.
 
-    What a task leaves undone, the same file makes when it is submitted again.
+    To build shards that are still missing, submit the same file again.
 
     \b
     layertap slurm configs/photos.yaml --tasks 16 > photos.sbatch && sbatch photos.sbatch
@@ -147,17 +148,17 @@ def slurm(config: Path, **settings: Any) -> None:
 
 @click.command()
 @click.argument("images", required=False)
-@_of_embed("-b", "--backbone")
-@_of_embed("-l", "--layers", multiple=True, metavar="LAYER[:POOLING]")
-@_of_embed("--weights")
-@_of_embed("--device")
-@click.option("--thorough", is_flag=True, help="Also ways that are seldom the fastest and take long to compile.")
+@_embed_option("-b", "--backbone")
+@_embed_option("-l", "--layers", multiple=True, metavar="LAYER[:POOLING]")
+@_embed_option("--weights")
+@_embed_option("--device")
+@click.option("--thorough", is_flag=True, help="Also measure options that are rarely the fastest and slow to compile.")
 @json_flag
 def bench(images: str | None, thorough: bool, as_json: bool, **flags: Any) -> None:
-    """Measure what this machine can do for a backbone, and what the pipeline makes of it.
+    """Measure how fast this machine computes features with a backbone.
 
-    Decoding on one core, the forward in each way there is, writing; then the whole pipeline against the bound that they
-    give together. Without IMAGES, pictures of noise are taken. Recommends flags for `layertap embed`. Takes minutes.
+    Measure decoding on one core, the forward with each option, and writing; then compare the whole pipeline with the
+    bound that these rates allow. Without IMAGES, noise is used. Recommends flags for `layertap embed`. Takes minutes.
 
     \b
     layertap bench photos -b torchvision/resnet50
@@ -166,7 +167,7 @@ def bench(images: str | None, thorough: bool, as_json: bool, **flags: Any) -> No
     from pipelines.embed.bench import bench as measure
     from pipelines.embed.bench import print_bench
 
-    found = measure(
+    result = measure(
         images, thorough=thorough, say=lambda text: click.echo(f"measuring {text} ...", err=True), **given(flags)
     )
-    tell(found, as_json, bench_as_json, print_bench)
+    print_result(result, as_json, bench_as_json, print_bench)

@@ -27,39 +27,43 @@ class FeaturesConfig(BackboneConfig):
     layers: list[str] = Field(
         list(defaults.LAYERS),
         min_length=1,
-        description=f"Repeats, takes globs. Poolings: {' '.join(pooling_names())}.",
+        description=f"May be repeated; globs allowed. Poolings: {' '.join(pooling_names())}.",
     )
     decode: Literal["exact", "fast"] = Field(
-        defaults.DECODE, description="fast: resized by torchvision, large JPEGs decoded smaller; compared with exact."
+        defaults.DECODE, description="fast: resize with torchvision, decode large JPEGs smaller; compared with exact."
     )
-    dtype: Literal["float32", "float16"] = Field(defaults.DTYPE, description="Of the stored features.")
+    dtype: Literal["float32", "float16"] = Field(defaults.DTYPE, description="Type of the stored features.")
     precision: Literal["float32", "bfloat16", "float16"] = Field(
-        defaults.PRECISION, description="Of the computation. Other than float32 is compared with it on the first batch."
+        defaults.PRECISION,
+        description="Precision of the computation; bfloat16 and float16 are compared with float32 on the first batch.",
     )
     compile: Literal["auto", "on", "off", "inductor", "openvino"] = Field(
         defaults.COMPILE,
-        description="Compile the forward; auto: if that pays. on: by OpenVINO on a CPU, else inductor.",
+        description="Compile the forward. auto: if it saves time. on: with OpenVINO on a CPU, else inductor.",
     )
     min_cosine: float = Field(
-        defaults.MIN_COSINE, ge=-1, le=1, description="Features that are less alike then are refused."
+        defaults.MIN_COSINE,
+        ge=-1,
+        le=1,
+        description="Minimum cosine in these comparisons; features below it are refused.",
     )
     shard_rows: int | None = Field(None, strict=True, ge=1, description=SHARD_ROWS_HELP)
     compress: Literal["gzip", "lzf", "blosc2"] | None = Field(None, description=COMPRESS_HELP)
     sync_s: float = Field(
         defaults.SYNC_S,
         ge=0,
-        description="Seconds of work that a power cut may cost; 0: each batch is forced to the disk.",
+        description="Seconds of work that a power cut may lose; 0: sync each batch to the disk.",
     )
-    strict: bool = Field(False, description="Exit with 3 if a row failed.")
+    strict: bool = Field(False, description="Exit with code 3 if a row failed.")
 
     @field_validator("compile", mode="before")
     @classmethod
-    def _not_a_truth(cls, value: Any) -> Any:
+    def _read_yaml_boolean(cls, value: Any) -> Any:
         return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value  # YAML's on and off
 
     @field_validator("layers", mode="before")
     @classmethod
-    def _one_layer(cls, value: Any) -> Any:
+    def _to_list(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
 
     def settings(self, **changes: Any) -> ExtractionSettings:
@@ -82,36 +86,36 @@ class EmbedConfig(FeaturesConfig):
         None, description="Folder of the data set, or s3://BUCKET/NAME. [default: outputs/<name of IMAGES>]"
     )
 
-    fast: bool = Field(False, description="Measure precision, compile and decode, and take the fastest that agree.")
-    limit: int | None = Field(None, strict=True, ge=1, description="Only the first so many images.")
-    retry_failed: bool = Field(False, description="Try images again that failed in an earlier run.")
+    fast: bool = Field(False, description="Measure precision, compile and decode; use the fastest that agrees.")
+    limit: int | None = Field(None, strict=True, ge=1, description="Use only the first LIMIT images.")
+    retry_failed: bool = Field(False, description="Retry images that failed in an earlier run.")
     device: str = Field(
-        defaults.DEVICE, description="auto, cpu, cuda, cuda:N or mps; of several workers cuda:0,cuda:1 or all."
+        defaults.DEVICE, description="auto, cpu, cuda, cuda:N or mps; for several workers cuda:0,cuda:1 or all."
     )
     engine: Literal["processes", "ray"] | None = Field(
-        None, description="Several workers at once: processes of this machine, or actors on a Ray cluster."
+        None, description="Run several workers: processes on this machine, or actors on a Ray cluster."
     )
-    workers_per_gpu: int = Field(1, strict=True, ge=1, description="Of these workers.")
+    workers_per_gpu: int = Field(1, strict=True, ge=1, description="Number of workers per GPU.")
     cpus_per_worker: int | None = Field(
-        None, strict=True, ge=1, description="Cores of each worker. [default: all of the machine, shared evenly]"
+        None, strict=True, ge=1, description="Cores per worker. [default: all cores, shared evenly]"
     )
-    address: str = Field("auto", min_length=1, description="Of the Ray cluster; local: begin one here.")
+    address: str = Field("auto", min_length=1, description="Address of the Ray cluster; local: start a cluster here.")
     shards_of: str | None = Field(
-        None, description="I/N: of every N shards, make the one with the remainder I; a task of a SLURM array."
+        None, description="I/N: build shards I, I + N, I + 2N and so on; for a task of a SLURM array."
     )
     scratch: Path | None = Field(
-        None, description="Where several workers build shards. [default: in OUT, or of several machines in TMPDIR]"
+        None, description="Folder in which workers build shards. [default: in OUT; on several machines TMPDIR]"
     )
 
     @field_validator("shards_of", mode="before")
     @classmethod
-    def _a_part(cls, value: Any) -> Any:
+    def _parse_share(cls, value: Any) -> Any:
         if value is None:
             return None
-        found = re.fullmatch(r"(\d{1,7})/(\d{1,7})", str(value), re.ASCII)
-        if not found or int(found[1]) >= int(found[2]):
-            raise ValueError("expected I/N with I from 0 to N - 1, as 0/8")
-        return found[0]
+        match = re.fullmatch(r"(\d{1,7})/(\d{1,7})", str(value), re.ASCII)
+        if not match or int(match[1]) >= int(match[2]):
+            raise ValueError("expected I/N with I from 0 to N - 1, such as 0/8")
+        return match[0]
 
     @property
     def place(self) -> str:
@@ -126,13 +130,13 @@ class EmbedConfig(FeaturesConfig):
     @property
     def is_shared(self) -> bool:
         """Whether shards are built elsewhere and then published: by several workers, or for a bucket."""
-        several = self.engine or self.shards_of or self.device == "all" or "," in self.device
-        return bool(several) or is_url(self.place)
+        several_workers = self.engine or self.shards_of or self.device == "all" or "," in self.device
+        return bool(several_workers) or is_url(self.place)
 
     @model_validator(mode="after")
-    def _of_several_workers(self) -> Self:
+    def _check_single_process(self) -> Self:
         if self.is_shared and (self.fast or self.retry_failed):
-            what = "--fast" if self.fast else "--retry-failed"
-            instead = "`layertap bench` names the flags that are fastest" if self.fast else "run it afterwards in one"
-            raise ValueError(f"{what} is for one process and a folder; {instead}")
+            flag = "--fast" if self.fast else "--retry-failed"
+            remedy = "`layertap bench` recommends the fastest flags" if self.fast else "run it later in one process"
+            raise ValueError(f"{flag} works in one process and on a folder only; {remedy}")
         return self

@@ -15,19 +15,19 @@ from extract.system.atomic_files import bytes_below
 from pipelines.terminal.progress import Progress
 from pipelines.terminal.text_output import printable
 
-__all__ = ["Planned", "as_json", "plan", "print_plan"]
+__all__ = ["PlanResult", "as_json", "plan", "print_plan"]
 
 _SHOWN = 5  # kinds of skipped files
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlanResult:
     """A finished plan.
 
     Attributes:
         images: the planned images.
         out: folder of the plan, as given.
-        found: whether it was finished before this run.
+        was_complete: whether it was finished before this run.
         bytes: size on disk.
         seconds: duration of this run.
         listed: number of images that this run listed, without those of earlier runs.
@@ -35,37 +35,37 @@ class Planned:
 
     images: PlannedImages
     out: Path
-    found: bool
+    was_complete: bool
     bytes: int
     seconds: float
     listed: int
 
 
-def plan(images: str, out: Path) -> Planned:
+def plan(images: str, out: Path) -> PlanResult:
     """Create or resume the plan, and print progress on stderr.
 
     Raises:
         InputError, LayertapError: see `write_plan`.
     """
-    found, listed, start = is_finished(out), 0, time.perf_counter()
+    was_complete, listed, start = is_finished(out), 0, time.perf_counter()
     with Progress(None) as listing, Progress(None, "images written") as writing:
 
         def on_rows(stage: str, rows: int) -> None:
             nonlocal listed
             if stage == "found" and rows:
-                listing.say(f"going on: {rows:,} images were listed before")
+                listing.say(f"resuming: {rows:,} images were listed before")
             listed += rows if stage == "listed" else 0
             (listing if stage in ("found", "listed") else writing).advance(rows, stage == "found")
 
         written = write_plan(images, out, on_rows)
-    return Planned(written, out, found, bytes_below(out), time.perf_counter() - start, listed)
+    return PlanResult(written, out, was_complete, bytes_below(out), time.perf_counter() - start, listed)
 
 
-def print_plan(planned: Planned, echo: Callable[[str], None]) -> None:
+def print_plan(planned: PlanResult, echo: Callable[[str], None]) -> None:
     """Print a summary of the plan."""
     images = planned.images
-    if planned.found:
-        echo(f"{planned.out} was there already; nothing was listed. To list anew, delete it")
+    if planned.was_complete:
+        echo(f"{planned.out} was complete before; nothing was listed. To list the images again, delete it")
     splits = f", splits {' '.join(images.split_names)}" if images.split_names else ""
     classes = f", {len(images.classes):,} classes" if images.classes else ""
     echo(f"{planned.out}: {len(images):,} images in {printable(images.root)}{classes}{splits}")
@@ -73,12 +73,14 @@ def print_plan(planned: Planned, echo: Callable[[str], None]) -> None:
         kinds = ", ".join(f"{printable(kind)} {count:,}" for kind, count in images.left_out.most_common(_SHOWN))
         echo(f"{images.left_out.total():,} other files left out ({kinds})")
     parts = -(-len(images) // images.part_rows)
-    rate = "" if planned.found else f"; {planned.seconds:.1f} s, {planned.listed / planned.seconds:,.0f} images/s"
+    rate = (
+        "" if planned.was_complete else f"; {planned.seconds:.1f} s, {planned.listed / planned.seconds:,.0f} images/s"
+    )
     echo(f"{planned.bytes / 1e6:,.1f} MB in {parts:,} part{'s' if parts > 1 else ''}{rate}")
-    echo(f"to be given in place of the images: layertap embed {shlex.quote(str(planned.out))}")
+    echo(f"to use the plan in place of the images: layertap embed {shlex.quote(str(planned.out))}")
 
 
-def as_json(planned: Planned) -> dict[str, Any]:
+def as_json(planned: PlanResult) -> dict[str, Any]:
     """Return a summary of the plan as JSON-compatible data."""
     images = planned.images
     return {
@@ -89,7 +91,7 @@ def as_json(planned: Planned) -> dict[str, Any]:
         "splits": images.split_names,
         "left_out": dict(images.left_out),
         "paths_xxh3": images.paths_xxh3,
-        "found_done": planned.found,
+        "found_done": planned.was_complete,
         "listed": planned.listed,
         "bytes": planned.bytes,
         "seconds": round(planned.seconds, 3),

@@ -27,15 +27,15 @@ from pipelines.terminal.graceful_stop import signals_held
 from pipelines.terminal.progress import Progress
 from pipelines.terminal.text_output import print_failures, print_remedy
 
-__all__ = ["Outcome", "bottleneck", "described", "embed", "plan_of", "print_summary", "summary_as_json"]
+__all__ = ["EmbedResult", "bottleneck", "describe_computation", "embed", "plan_of", "print_summary", "summary_as_json"]
 
-_WAY = ("precision", "compile", "decode", "batch_size")
-_WAITED = 0.2  # of the time: a stage above this share is the bottleneck
-_WORTH_A_WORD_S = 10.0  # in shorter runs, starting takes most of the time, and no bottleneck is printed
+_TUNED_OPTIONS = ("precision", "compile", "decode", "batch_size")
+_BOTTLENECK_SHARE = 0.2  # of the time: a stage above this share is the bottleneck
+_BOTTLENECK_MIN_S = 10.0  # in shorter runs, starting takes most of the time, and no bottleneck is printed
 
 
 @dataclass(frozen=True)
-class Outcome:
+class EmbedResult:
     """Result of a run.
 
     Attributes:
@@ -53,59 +53,61 @@ class Outcome:
     signal: int
 
 
-def embed(config: EmbedConfig) -> Outcome:
+def embed(config: EmbedConfig) -> EmbedResult:
     """Run the job and print progress on stderr."""
     backbone = backbone_of(config)
     images = list_images(config.images, config.limit)
     if not config.fast:
         return _run(config, plan_of(config, images, backbone))
-    ways = _fastest(config, images, backbone)
+    options = _fastest(config, images, backbone)
     while True:
         try:
-            return _run(config, plan_of(config, images, backbone, ways.pop(0)))
+            return _run(config, plan_of(config, images, backbone, options.pop(0)))
         except DisagreementError as error:
-            if not ways:
+            if not options:
                 raise
-            click.secho(f"not taken: {error.reason}. The next fastest instead:", fg="yellow", err=True)
+            click.secho(f"rejected: {error.reason}. Trying the next fastest:", fg="yellow", err=True)
 
 
-def _run(config: EmbedConfig, planned: Plan) -> Outcome:
-    _tell(planned)
+def _run(config: EmbedConfig, planned: Plan) -> EmbedResult:
+    _print_plan(planned)
     with Progress(len(planned.images)) as progress, signals_held() as received:
 
-        def on_rows(rows: int, found: bool) -> None:
-            if found and rows < len(planned.images):
+        def on_rows(rows: int, resumed: bool) -> None:
+            if resumed and rows < len(planned.images):
                 click.echo(f"resuming: {rows:,} of {len(planned.images):,} rows done", err=True)
-            progress.advance(rows, found)
+            progress.advance(rows, resumed)
 
         summary = extract(
             planned,
             retry_failed=config.retry_failed,
             on_rows=on_rows,
-            on_computation=lambda computation: progress.say(described(computation, planned.settings.precision)),
+            on_computation=lambda computation: progress.say(
+                describe_computation(computation, planned.settings.precision)
+            ),
             stop=lambda: bool(received),
         )
     if summary.stopped:
-        return Outcome(planned, summary, [], {}, received[0])
+        return EmbedResult(planned, summary, [], {}, received[0])
     with FeatureReader(config.folder) as reader:
-        return Outcome(planned, summary, reader.failures, reader.compression, 0)
+        return EmbedResult(planned, summary, reader.failures, reader.compression, 0)
 
 
-def plan_of(config: EmbedConfig, images: ImageList, backbone: Backbone, way: dict[str, Any] | None = None) -> Plan:
+def plan_of(config: EmbedConfig, images: ImageList, backbone: Backbone, options: dict[str, Any] | None = None) -> Plan:
     """Return the plan of a job.
 
     Args:
         config: configuration of the job.
         images: the listed images.
         backbone: the loaded backbone.
-        way: `precision`, `compile`, `decode` and `batch_size` that replace those of `config`.
+        options: `precision`, `compile`, `decode` and `batch_size` that replace those of `config`.
     """
-    return plan(images, out=config.place, backbone=backbone, settings=config.settings(**(way or {})))
+    return plan(images, out=config.place, backbone=backbone, settings=config.settings(**(options or {})))
 
 
 def _fastest(config: EmbedConfig, images: ImageList, backbone: Backbone) -> list[dict[str, Any]]:
     """Return the ways that agree with eager float32, fastest first; settings given by the user are kept."""
-    click.echo("measuring what is fastest ...", err=True)
+    click.echo("measuring which options are fastest ...", err=True)
     settings, measured = fastest(
         images,
         backbone=backbone,
@@ -113,27 +115,27 @@ def _fastest(config: EmbedConfig, images: ImageList, backbone: Backbone) -> list
         out=config.folder,
         min_cosine=config.min_cosine,
         max_pixels=config.max_pixels,
-        **{name: getattr(config, name) for name in _WAY if name in config.model_fields_set},
+        **{name: getattr(config, name) for name in _TUNED_OPTIONS if name in config.model_fields_set},
     )
-    for one in measured:
-        rate = f"{one.images_per_s:8.1f} images/s" if one.images_per_s else "        -         "
-        why = f"  not taken: {one.why_not}" if one.why_not else ""
-        if one.why_not_fast and not one.why_not:
-            why = f"  not with fast decoding: {one.why_not_fast}"
-        click.echo(f"          {one.way!s:20} {rate}{why}", err=True)
+    for measurement in measured:
+        rate = f"{measurement.images_per_s:8.1f} images/s" if measurement.images_per_s else "        -         "
+        note = f"  rejected: {measurement.why_not}" if measurement.why_not else ""
+        if measurement.why_not_fast and not measurement.why_not:
+            note = f"  without fast decoding: {measurement.why_not_fast}"
+        click.echo(f"          {measurement.way!s:20} {rate}{note}", err=True)
     return settings
 
 
-def _tell(planned: Plan) -> None:
+def _print_plan(planned: Plan) -> None:
     """Print the resolved plan before the work starts."""
     images, backbone, choice = planned.images, planned.backbone, planned.choice
-    yours = backbone.asked.get("preprocessing", {})
+    user_set = backbone.asked.get("preprocessing", {})
     lines = [
         f"images    {len(images):,} in {images.root}"
         + (f", {len(images.classes)} classes" if images.classes else "")
         + (f", splits {' '.join(images.split_names)}" if images.split_names else ""),
         f"backbone  {backbone.spec}, weights {backbone.weights.source}, on {backbone.device}",
-        f"input     {backbone.preprocessing}" + (f" (yours: {' '.join(yours)})" if yours else ""),
+        f"input     {backbone.preprocessing}" + (f" (set by the user: {' '.join(user_set)})" if user_set else ""),
     ]
     for note in images.notes:
         click.secho(f"note: {note}", fg="yellow", err=True)
@@ -142,61 +144,61 @@ def _tell(planned: Plan) -> None:
         lines.insert(1, f"          {images.left_out.total():,} other files left out ({kinds})")
     for i, feature in enumerate(choice.features):
         size = "x".join(map(str, feature.activation_shape))
-        by = ", chosen by auto" if feature.automatic and feature.pooling != "none" else ""
-        source = f"{feature.site} {size}, {feature.pooling}{by}"
+        chosen_by = ", chosen by auto" if feature.automatic and feature.pooling != "none" else ""
+        source = f"{feature.site} {size}, {feature.pooling}{chosen_by}"
         shape = "(" + ", ".join(map(str, feature.shape)) + ")"
         lines.append(f"{'features' if i == 0 else '':10}{feature.name} {shape} from {source}")
     if choice.never_run:
-        lines.append(f"          left out, for they never run: {', '.join(choice.never_run)}")
+        lines.append(f"          left out, since they never run: {', '.join(choice.never_run)}")
     click.echo("\n".join(lines), err=True)
 
 
 _ENGINES = {"eager": "PyTorch, eager", "inductor": "PyTorch, compiled by inductor", "openvino": "OpenVINO, compiled"}
 
 
-def described(computation: Computation, precision: str) -> str:
+def describe_computation(computation: Computation, precision: str) -> str:
     """Return how the features are computed, which is known after the first batch."""
     text = f"computed  by {_ENGINES[computation.engine]}, in {precision}"
     if computation.why:
         text += f" ({computation.why})"
     for other, compared in (
-        ("eager float32, of the first batch", computation.agreement),
-        ("eager float32 of exactly decoded images, of the first few,", computation.decoding),
+        ("eager float32 on the first batch", computation.agreement),
+        ("eager float32 and exact decoding on the first few images", computation.decoding),
     ):
-        for name, found in compared.items():
+        for name, agreement in compared.items():
             text += (
-                f"\n          {name}: cosine to {other} at least {found.min_cosine:.6f}, off by at most "
-                f"{found.max_deviation:.1e} of the largest value"
+                f"\n          {name}: compared with {other}, minimum cosine {agreement.min_cosine:.6f}, "
+                f"largest difference {agreement.max_deviation:.1e} of the largest value"
             )
     return text
 
 
-def print_summary(outcome: Outcome, echo: Callable[[str], None]) -> None:
+def print_summary(outcome: EmbedResult, echo: Callable[[str], None]) -> None:
     """Print the result of a run."""
     dataset, summary = outcome.plan.dataset, outcome.summary
     if summary.stopped:
         done = summary.found + summary.computed
-        echo(f"stopped: {done:,} of {summary.n_rows:,} rows are stored in {dataset.out}. To go on:\n  {_command()}")
+        echo(f"stopped: {done:,} of {summary.n_rows:,} rows are stored in {dataset.out}. To resume:\n  {_command()}")
         return
     if summary.computed:
-        found = f", {summary.found:,} of them found done" if summary.found else ""
-        echo(f"{dataset.out}: {summary.n_rows:,} rows{found}")
+        resumed = f", {summary.found:,} of them from earlier runs" if summary.found else ""
+        echo(f"{dataset.out}: {summary.n_rows:,} rows{resumed}")
         for feature in dataset.features:
             shape = ", ".join(map(str, (summary.n_rows, *feature.shape)))
             packed = outcome.compression.get(feature.name)
-            how = f", {packed[0]} made it {packed[1]:.2f} times smaller" if packed else ""
-            echo(f"  {feature.name}  ({shape}) {feature.dtype}{how}")
+            ratio = f", {packed[0]} compression ratio {packed[1]:.2f}" if packed else ""
+            echo(f"  {feature.name}  ({shape}) {feature.dtype}{ratio}")
         total = sum(summary.stages.values()) or 1
         shares = ", ".join(f"{stage} {seconds / total:.0%}" for stage, seconds in summary.stages.items())
         if summary.images_at_once:
             echo(
-                f"the memory was short: {summary.images_at_once} images were computed at once; "
-                f"--batch-size {summary.images_at_once}"
+                f"memory ran short: only {summary.images_at_once} images fitted into a forward; "
+                f"next time, use --batch-size {summary.images_at_once}"
             )
         if summary.duplicates:
-            echo(f"{summary.duplicates:,} images are others byte for byte: computed once, stored for each")
+            echo(f"{summary.duplicates:,} images are byte-identical to others: computed once, stored for each row")
         echo(f"{summary.seconds:.1f} s, {summary.images_per_s:.1f} images/s; time went to {shares}")
-        if summary.seconds >= _WORTH_A_WORD_S:
+        if summary.seconds >= _BOTTLENECK_MIN_S:
             echo(f"bound by {bottleneck(summary)}: {_advice(outcome)}")
     else:
         failed = f", {len(outcome.failures):,} of them without features" if outcome.failures else ""
@@ -210,10 +212,10 @@ def bottleneck(summary: Summary) -> str:
     total = sum(summary.stages.values())
     others = {stage: seconds for stage, seconds in summary.stages.items() if stage != "forward"}
     waited = max(others, key=others.__getitem__)
-    return waited if total and others[waited] > _WAITED * total else "forward"
+    return waited if total and others[waited] > _BOTTLENECK_SHARE * total else "forward"
 
 
-def _advice(outcome: Outcome) -> str:
+def _advice(outcome: EmbedResult) -> str:
     """Return what would make the run faster."""
     plan, stage = outcome.plan, bottleneck(outcome.summary)
     if stage == "write":
@@ -238,7 +240,7 @@ def _advice(outcome: Outcome) -> str:
     return "a GPU" if on_cpu else "the device is busy; a larger --batch-size may help"
 
 
-def summary_as_json(outcome: Outcome) -> dict[str, Any]:
+def summary_as_json(outcome: EmbedResult) -> dict[str, Any]:
     """Return the result of a run as JSON-compatible data."""
     dataset, summary, backbone = outcome.plan.dataset, outcome.summary, outcome.plan.backbone
     return {
@@ -259,7 +261,8 @@ def summary_as_json(outcome: Outcome) -> dict[str, Any]:
             for feature in dataset.features
         },
         "compression": {
-            name: {"filter": how, "ratio": round(ratio, 3)} for name, (how, ratio) in outcome.compression.items()
+            name: {"filter": filter_name, "ratio": round(ratio, 3)}
+            for name, (filter_name, ratio) in outcome.compression.items()
         },
         "backbone": backbone.spec,
         "weights": backbone.weights.source,

@@ -27,34 +27,34 @@ from pipelines.terminal.output_paths import PICTURES, check_file
 from pipelines.terminal.progress import Progress
 from pipelines.terminal.tables import print_aligned, table_file
 
-__all__ = ["Ablated", "ablate", "as_json", "edit_named", "print_ablated"]
+__all__ = ["AblationResult", "ablate", "as_json", "edit_named", "print_ablated"]
 
 _EDITS: dict[str, Callable[[float], Edit]] = {"noise": edits.noise, "scale": edits.scale, "prune": edits.prune}
 
 
 @dataclass(frozen=True)
-class Ablated:
+class AblationResult:
     """Result of the job.
 
     Attributes:
-        found: all effects.
+        ablation: all effects.
         backbone: spec of the backbone.
         edit: the edit, as given.
         labels: source of the true classes; empty if they are unknown.
         written: files.
     """
 
-    found: Ablation
+    ablation: Ablation
     backbone: str
     edit: str
     labels: str
     written: list[Path]
 
 
-def ablate(config: AblateConfig) -> Ablated:
+def ablate(config: AblateConfig) -> AblationResult:
     """Run the job and print progress on stderr."""
     if config.layers is None:
-        raise InputError("no layer named: -l LAYER, or a glob such as -l 'blocks.*'")
+        raise InputError("no layer named; expected -l LAYER, or a glob such as -l 'blocks.*'")
     if config.picture is not None:
         check_file(config.picture, PICTURES)
     if config.csv is not None:
@@ -68,8 +68,8 @@ def ablate(config: AblateConfig) -> Ablated:
 
     def batches() -> Iterator[tuple[Tensor, Tensor | None]]:
         for batch in sample.batches():
-            own = None if targets is None else torch.from_numpy(targets.numbers[batch.rows])
-            yield batch.inputs, own
+            targets_of_batch = None if targets is None else torch.from_numpy(targets.numbers[batch.rows])
+            yield batch.inputs, targets_of_batch
 
     if config.edit == "mean":
         means = mean_activations(backbone, batches(), layers)
@@ -78,21 +78,21 @@ def ablate(config: AblateConfig) -> Ablated:
         edit = edit_named(config.edit)
     trials = len(layers) * (1 if channels is None else len(channels))
     with Progress(len(sample.rows) * (trials + 1), "forwards") as progress:
-        found = ablation(
+        result = ablation(
             backbone, batches(), layers, edit, channels=channels,
             on_forward=lambda images: progress.advance(images, False),
         )  # fmt: skip
-    sample.tell_failures()
-    ablated = Ablated(found, backbone.spec, config.edit, targets.source if targets else "", [])
+    sample.print_failures()
+    ablated = AblationResult(result, backbone.spec, config.edit, targets.source if targets else "", [])
     if config.csv is not None:
-        _write_csv(link_target(config.csv), found)
+        _write_csv(link_target(config.csv), result)
         ablated.written.append(config.csv)
     if config.picture is not None:
         from pipelines.network.ablate_figures import draw_ablation
         from pipelines.terminal.figures import drawable, save_figure
 
-        title = f"{drawable(backbone.spec, 60)}, {found.images:,} images, edit {config.edit}"
-        save_figure(draw_ablation(found, title), link_target(config.picture))
+        title = f"{drawable(backbone.spec, 60)}, {result.images:,} images, edit {config.edit}"
+        save_figure(draw_ablation(result, title), link_target(config.picture))
         ablated.written.append(config.picture)
     return ablated
 
@@ -111,9 +111,10 @@ def edit_named(text: str) -> Edit:
     try:
         value = float(number)
     except ValueError:
-        raise InputError(f"edit {text!r}: {number!r} is no number") from None
+        raise InputError(f"edit {text!r}: {number!r} is not a number") from None
     if not math.isfinite(value) or (name == "noise" and value < 0):
-        raise InputError(f"edit {text!r}: {number} makes no sense")
+        expected = "a finite number of at least 0" if name == "noise" else "a finite number"
+        raise InputError(f"edit {text!r}: expected {expected}, got {number}")
     return _EDITS[name](value)
 
 
@@ -126,10 +127,10 @@ def _channels(config: AblateConfig, backbone: Backbone, layers: Sequence[str]) -
         return None
     if config.channels == "all":
         if len(layers) > 1:
-            raise InputError(f"--channels all is for one layer, and {len(layers)} are named")
+            raise InputError(f"--channels all needs exactly one layer; {len(layers)} layers match -l")
         [feature, *_] = choose_features(backbone, [f"{layers[0]}:none"]).features
         if "C" not in feature.layout.axes:
-            raise InputError(f"layer {layers[0]!r} has no axis that is known to be of channels")
+            raise InputError(f"layer {layers[0]!r} has no axis that is known to hold channels")
         return list(range(feature.activation_shape[feature.layout.axes.index("C")]))
     try:
         return [int(number) for number in config.channels.split(",")]
@@ -137,53 +138,58 @@ def _channels(config: AblateConfig, backbone: Backbone, layers: Sequence[str]) -
         raise InputError(f"channels {config.channels!r}: expected numbers such as 0,3,17, or all") from None
 
 
-def as_json(ablated: Ablated) -> dict[str, Any]:
+def as_json(ablated: AblationResult) -> dict[str, Any]:
     """Return the result as JSON-compatible data; missing numbers become None."""
-    found = ablated.found
+    ablation_result = ablated.ablation
     return {
         "backbone": ablated.backbone,
         "edit": ablated.edit,
-        "images": found.images,
+        "images": ablation_result.images,
         "labels": ablated.labels or None,
-        "labelled": found.targets,
-        "accuracy": _number(found.accuracy),
+        "labelled": ablation_result.targets,
+        "accuracy": _finite_or_none(ablation_result.accuracy),
         "effects": [
             {
-                "layer": one.layer, "channel": one.channel, "cosine": _number(one.cosine),
-                "same_class": _number(one.same_class), "accuracy": _number(one.accuracy),
-                "later": {name: _number(value) for name, value in one.later.items()},
+                "layer": effect.layer, "channel": effect.channel, "cosine": _finite_or_none(effect.cosine),
+                "same_class": _finite_or_none(effect.same_class), "accuracy": _finite_or_none(effect.accuracy),
+                "later": {name: _finite_or_none(value) for name, value in effect.later.items()},
             }
-            for one in found.effects
+            for effect in ablation_result.effects
         ],
     }  # fmt: skip
 
 
-def _number(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _write_csv(path: Path, found: Ablation) -> None:
-    later = list(dict.fromkeys(name for one in found.effects for name in one.later))
+def _write_csv(path: Path, result: Ablation) -> None:
+    later = list(dict.fromkeys(name for effect in result.effects for name in effect.later))
     with table_file(path) as write:
         write(["layer", "channel", "cosine", "same_class", "accuracy", *(f"cosine of {name}" for name in later)])
-        for one in found.effects:
-            numbers = [one.cosine, one.same_class, one.accuracy, *(one.later.get(name, math.nan) for name in later)]
-            channel = "" if one.channel is None else one.channel
-            write([one.layer, channel, *("" if math.isnan(number) else f"{number:.6g}" for number in numbers)])
+        for effect in result.effects:
+            numbers = [
+                effect.cosine,
+                effect.same_class,
+                effect.accuracy,
+                *(effect.later.get(name, math.nan) for name in later),
+            ]
+            channel = "" if effect.channel is None else effect.channel
+            write([effect.layer, channel, *("" if math.isnan(number) else f"{number:.6g}" for number in numbers)])
 
 
-def print_ablated(ablated: Ablated, echo: Callable[[str], None]) -> None:
+def print_ablated(ablated: AblationResult, echo: Callable[[str], None]) -> None:
     """Print the result as a table."""
-    found = ablated.found
-    echo(f"{ablated.backbone} on {found.images:,} images, edit {ablated.edit}")
-    if found.targets:
-        of = f" of {found.targets:,} labelled" if found.targets < found.images else ""
-        echo(f"as it is: top-1 {found.accuracy:.1%}{of}, by {ablated.labels}")
+    result = ablated.ablation
+    echo(f"{ablated.backbone} on {result.images:,} images, edit {ablated.edit}")
+    if result.targets:
+        labelled = f" of {result.targets:,} labelled images" if result.targets < result.images else ""
+        echo(f"unedited: top-1 {result.accuracy:.1%}{labelled}, labels from {ablated.labels}")
     rows = [["edited", "cosine", "same class", "top-1", "next layer"]]
-    for one in found.effects:
-        following = next(iter(one.later.items()), None)
+    for effect in result.effects:
+        following = next(iter(effect.later.items()), None)
         rows.append([
-            one.target, _text(one.cosine), _text(one.same_class, ".1%"), _text(one.accuracy, ".1%"),
+            effect.target, _text(effect.cosine), _text(effect.same_class, ".1%"), _text(effect.accuracy, ".1%"),
             f"{following[0]} {_text(following[1])}" if following else "-",
         ])  # fmt: skip
     shown = [column for column in range(5) if any(row[column] != "-" for row in rows[1:])]
@@ -192,5 +198,5 @@ def print_ablated(ablated: Ablated, echo: Callable[[str], None]) -> None:
         echo("written: " + ", ".join(map(str, ablated.written)))
 
 
-def _text(value: float, how: str = ".4f") -> str:
-    return format(value, how) if math.isfinite(value) else "-"
+def _text(value: float, format_spec: str = ".4f") -> str:
+    return format(value, format_spec) if math.isfinite(value) else "-"

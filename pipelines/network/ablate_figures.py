@@ -17,10 +17,10 @@ __all__ = ["draw_ablation"]
 _MAX_NAMES = 40  # names along the axis
 
 
-def draw_ablation(found: Ablation, title: str) -> Figure:
+def draw_ablation(ablation: Ablation, title: str) -> Figure:
     """Plot the effect on the embedding and the classes and, for several layers, on each later layer."""
-    effects = found.effects
-    layers = list(dict.fromkeys([one.layer for one in effects]))
+    effects = ablation.effects
+    layers = list(dict.fromkeys([effect.layer for effect in effects]))
     by_channel = effects[0].channel is not None
     if by_channel or len(layers) < 2:
         figure, axes = new_figure(min(16.0, max(5.0, 1.6 + 0.3 * len(effects))), 4.0)
@@ -31,16 +31,16 @@ def draw_ablation(found: Ablation, title: str) -> Figure:
         _later(figure, matrix, effects, layers)
     places = np.arange(len(effects))
     lines = {
-        "cosine of the embedding, or output": [one.cosine for one in effects],
-        "same class as before": [one.same_class for one in effects],
-        "top-1 accuracy": [one.accuracy for one in effects],
+        "cosine of the embedding, or output": [effect.cosine for effect in effects],
+        "same class as before": [effect.same_class for effect in effects],
+        "top-1 accuracy": [effect.accuracy for effect in effects],
     }
     for (label, values), colour in zip(lines.items(), COLOURS, strict=False):
         if np.isfinite(values).any():
             axes.plot(places, values, marker="o", markersize=3, color=colour, label=label)
-    if math.isfinite(found.accuracy):
-        axes.axhline(found.accuracy, color=COLOURS[2], linestyle=":", label="top-1 accuracy as it is")
-    names = [str(one.channel) if by_channel and len(layers) == 1 else drawable(one.target) for one in effects]
+    if math.isfinite(ablation.accuracy):
+        axes.axhline(ablation.accuracy, color=COLOURS[2], linestyle=":", label="top-1 accuracy, unedited")
+    names = [str(effect.channel) if by_channel and len(layers) == 1 else drawable(effect.target) for effect in effects]
     step = -(-len(effects) // _MAX_NAMES)
     axes.set_xticks(places[::step], names[::step], fontsize=7)
     if max(map(len, names)) > 4:
@@ -54,11 +54,11 @@ def draw_ablation(found: Ablation, title: str) -> Figure:
 
 
 def _later(figure: Figure, axes: Any, effects: Sequence[Effect], layers: Sequence[str]) -> None:
-    table = np.array([[one.later.get(name, np.nan) for name in layers] for one in effects])
+    table = np.array([[effect.later.get(name, np.nan) for name in layers] for effect in effects])
     image = axes.imshow(table, cmap="magma", vmin=0, vmax=1)
     names = [drawable(name) for name in layers]
     axes.set_xticks(range(len(layers)), names, rotation=60, ha="right", fontsize=7)
-    axes.set_yticks(range(len(effects)), [drawable(one.target) for one in effects], fontsize=7)
+    axes.set_yticks(range(len(effects)), [drawable(effect.target) for effect in effects], fontsize=7)
     axes.set_ylabel("edited")
-    axes.set_title("cosine of later layers to what they were", fontsize=9)
+    axes.set_title("cosine of later layers to their unedited values", fontsize=9)
     figure.colorbar(image, ax=axes, shrink=0.7)

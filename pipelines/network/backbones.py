@@ -15,14 +15,17 @@ _SHOWN = 4  # names of weights per line
 
 def sources() -> dict[str, Any]:
     """Return source -> number of its backbones, and its note for the user."""
-    return {source: {"models": len(one.names), "note": one.note} for source, one in list_sources().items()}
+    return {
+        source: {"models": len(catalogue.names), "note": catalogue.note} for source, catalogue in list_sources().items()
+    }
 
 
-def print_sources(found: dict[str, Any], echo: Callable[[str], None]) -> None:
+def print_sources(listing: dict[str, Any], echo: Callable[[str], None]) -> None:
     """Print the sources."""
-    for source, one in found.items():
-        echo(f"{source:12} {one['models']:>5,} {'model ' if one['models'] == 1 else 'models'}  {one['note']}".rstrip())
-    echo("\nlayertap backbones 'timm/vit_*' lists those that match, with width, input, parameters and licence")
+    for source, entry in listing.items():
+        models = f"{entry['models']:>5,} {'model ' if entry['models'] == 1 else 'models'}"
+        echo(f"{source:12} {models}  {entry['note']}".rstrip())
+    echo("\nlayertap backbones 'timm/vit_*' lists the matching backbones with width, input, parameters and licence")
 
 
 def entries(pattern: str) -> Iterator[Entry]:
@@ -30,17 +33,18 @@ def entries(pattern: str) -> Iterator[Entry]:
     return map(describe, match_specs(pattern))
 
 
-def print_entries(found: Iterator[Entry], echo: Callable[[str], None]) -> None:
+def print_entries(entries: Iterator[Entry], echo: Callable[[str], None]) -> None:
     """Print the entries."""
     echo(f"{'backbone':48} {'width':>6} {'input':>9} {'parameters':>14}  {'licence':16} weights")
-    for one in found:
-        size = "x".join(map(str, one.input_px)) if one.input_px else "?"
-        more = ", ..." if len(one.weights) > _SHOWN else ""
-        weights = ", ".join(one.weights[:_SHOWN]) + more
-        licence = one.licence or "-"
-        echo(f"{one.spec:48} {one.width or '-':>6} {size:>9} {one.parameters:>14,}  {licence:16} {weights}".rstrip())
+    for entry in entries:
+        size = "x".join(map(str, entry.input_px)) if entry.input_px else "?"
+        more = ", ..." if len(entry.weights) > _SHOWN else ""
+        weights = ", ".join(entry.weights[:_SHOWN]) + more
+        licence = entry.licence or "-"
+        numbers = f"{entry.width or '-':>6} {size:>9} {entry.parameters:>14,}"
+        echo(f"{entry.spec:48} {numbers}  {licence:16} {weights}".rstrip())
 
 
-def as_json(found: Iterator[Entry]) -> list[dict[str, Any]]:
+def as_json(entries: Iterator[Entry]) -> list[dict[str, Any]]:
     """Return the entries as JSON-compatible data."""
-    return [asdict(one) for one in found]
+    return [asdict(entry) for entry in entries]

@@ -12,46 +12,46 @@ import click
 from extract.system.optional_libraries import library
 from pipelines.network.config import AblateConfig, DrawConfig, InspectConfig, LookConfig
 from pipelines.terminal.config import checked
-from pipelines.terminal.options import given, json_flag, option, tell
+from pipelines.terminal.options import given, json_flag, option, print_result
 
 __all__ = ["ablate", "backbones", "draw", "inspect", "layers"]
 
 
-def _looking(command: Callable[..., Any], model: type[LookConfig] = LookConfig) -> Callable[..., Any]:
+def _with_sample_options(command: Callable[..., Any], model: type[LookConfig] = LookConfig) -> Callable[..., Any]:
     """Add the arguments and options that `inspect`, `draw` and `ablate` share."""
-    of_look = partial(option, model=model)
+    look_option = partial(option, model=model)
     options = [
         click.argument("backbone"),
         click.argument("images"),
-        of_look("-l", "--layers", multiple=True, metavar="LAYER"),
-        of_look("--sample", metavar="N|all"),
-        of_look("--weights"),
-        of_look("--allow-missing-head/--no-allow-missing-head"),
-        of_look("--batch-size", type=int),
-        of_look("--workers", type=int),
-        of_look("--device"),
-        of_look("--seed", type=int),
+        look_option("-l", "--layers", multiple=True, metavar="LAYER"),
+        look_option("--sample", metavar="N|all"),
+        look_option("--weights"),
+        look_option("--allow-missing-head/--no-allow-missing-head"),
+        look_option("--batch-size", type=int),
+        look_option("--workers", type=int),
+        look_option("--device"),
+        look_option("--seed", type=int),
     ]
-    return reduce(lambda decorated, one: one(decorated), reversed(options), command)
+    return reduce(lambda decorated, add_option: add_option(decorated), reversed(options), command)
 
 
-_of_inspect = partial(option, model=InspectConfig)
+_inspect_option = partial(option, model=InspectConfig)
 
 
 @click.command()
-@_looking
-@_of_inspect("--grad/--no-grad")
-@_of_inspect("--loss", metavar="cross_entropy|FILE.py:FUNCTION")
-@_of_inspect("--labels", metavar="FILE[:COLUMN]")
-@_of_inspect("--csv", type=click.Path(path_type=Path), metavar="FILE")
-@_of_inspect("--pictures", type=click.Path(path_type=Path), metavar="FOLDER")
-@_of_inspect("--format", type=click.Choice(["png", "svg", "pdf"]))
+@_with_sample_options
+@_inspect_option("--grad/--no-grad")
+@_inspect_option("--loss", metavar="cross_entropy|FILE.py:FUNCTION")
+@_inspect_option("--labels", metavar="FILE[:COLUMN]")
+@_inspect_option("--csv", type=click.Path(path_type=Path), metavar="FILE")
+@_inspect_option("--pictures", type=click.Path(path_type=Path), metavar="FOLDER")
+@_inspect_option("--format", type=click.Choice(["png", "svg", "pdf"]))
 @json_flag
 def inspect(as_json: bool, **flags: Any) -> None:
-    """Tell what the layers of BACKBONE do on IMAGES: what is wrong, in words, then a table.
+    """Inspect what the layers of BACKBONE do on IMAGES: print findings in words, then a table.
 
-    Dead channels, saturated units, NaN and the first image that gives one, activations that explode; with --grad,
-    gradients that vanish or explode, and layers that take none. Nothing is stored.
+    Finds dead channels, saturated units, NaN and the first image that causes it, and exploding activations; with
+    --grad, also vanishing and exploding gradients, and layers without gradients. Features are not stored.
 
     \b
     layertap inspect bundled/efficientnet_lite0 photos
@@ -65,12 +65,12 @@ def inspect(as_json: bool, **flags: Any) -> None:
     from pipelines.network.inspect import print_inspection
 
     inspected = run_inspect(checked(InspectConfig, given(flags)))
-    tell(inspected, as_json, inspected_as_json, print_inspection)
+    print_result(inspected, as_json, inspected_as_json, print_inspection)
     if inspected.written and not as_json:
         click.echo("written: " + ", ".join(map(str, inspected.written)))
 
 
-_of_draw = partial(option, model=DrawConfig)
+_draw_option = partial(option, model=DrawConfig)
 
 
 @click.command()
@@ -78,22 +78,22 @@ _of_draw = partial(option, model=DrawConfig)
     "kind",
     type=click.Choice(["maps", "channels", "top", "filters", "attention", "rollout", "gradcam", "tokens"]),
 )
-@partial(_looking, model=DrawConfig)
-@_of_draw("--channels", metavar="0,3,17")
-@_of_draw("--target", type=int, metavar="CLASS")
-@_of_draw("-o", "--out", type=click.Path(path_type=Path), metavar="FOLDER")
-@_of_draw("--format", type=click.Choice(["png", "svg", "pdf"]))
+@partial(_with_sample_options, model=DrawConfig)
+@_draw_option("--channels", metavar="0,3,17")
+@_draw_option("--target", type=int, metavar="CLASS")
+@_draw_option("-o", "--out", type=click.Path(path_type=Path), metavar="FOLDER")
+@_draw_option("--format", type=click.Choice(["png", "svg", "pdf"]))
 def draw(kind: str, **flags: Any) -> None:
-    """Draw what BACKBONE sees in IMAGES: a picture for each layer.
+    """Draw what BACKBONE sees in IMAGES: one figure per layer.
 
     \b
     maps       channels of a layer, beside the image
     channels   the mean of each channel on each image, as a heat map
-    top        the images that excite a channel most
-    filters    of the first convolution
-    attention  what the class token looks at, head by head
-    rollout    the same through all layers
-    gradcam    what speaks for a class, over the image
+    top        the images with the largest values of a channel
+    filters    filters of the first convolution
+    attention  attention of the class token, head by head
+    rollout    attention rollout through all layers
+    gradcam    evidence for a class, over the image
     tokens     main directions of patches or positions, as colours
 
     \b
@@ -108,22 +108,22 @@ def draw(kind: str, **flags: Any) -> None:
         click.echo(path)
 
 
-_of_ablate = partial(option, model=AblateConfig)
+_ablate_option = partial(option, model=AblateConfig)
 
 
 @click.command()
-@partial(_looking, model=AblateConfig)
-@_of_ablate("--edit", metavar="EDIT")
-@_of_ablate("--channels", metavar="0,3,17|all")
-@_of_ablate("--labels", metavar="FILE[:COLUMN]")
-@_of_ablate("--csv", type=click.Path(path_type=Path), metavar="FILE")
-@_of_ablate("--picture", type=click.Path(path_type=Path), metavar="FILE")
+@partial(_with_sample_options, model=AblateConfig)
+@_ablate_option("--edit", metavar="EDIT")
+@_ablate_option("--channels", metavar="0,3,17|all")
+@_ablate_option("--labels", metavar="FILE[:COLUMN]")
+@_ablate_option("--csv", type=click.Path(path_type=Path), metavar="FILE")
+@_ablate_option("--picture", type=click.Path(path_type=Path), metavar="FILE")
 @json_flag
 def ablate(as_json: bool, **flags: Any) -> None:
-    """Tell what BACKBONE does on IMAGES without a layer, or with it changed: layer by layer, or channel by channel.
+    """Measure the effect of removing or changing a layer of BACKBONE on IMAGES, by layer or by channel.
 
-    The effect on the embedding and on later layers (cosine to what they were), on the class that is found, and on
-    accuracy, where it is known which classes are right.
+    Prints the effect on the embedding and on later layers (cosine to their unedited values), on the predicted class,
+    and on the accuracy if the true classes are known.
 
     \b
     layertap ablate bundled/efficientnet_lite0 photos -l 'blocks.*'
@@ -136,16 +136,16 @@ def ablate(as_json: bool, **flags: Any) -> None:
     from pipelines.network.ablate import as_json as ablated_as_json
     from pipelines.network.ablate import print_ablated
 
-    tell(run_ablate(checked(AblateConfig, given(flags))), as_json, ablated_as_json, print_ablated)
+    print_result(run_ablate(checked(AblateConfig, given(flags))), as_json, ablated_as_json, print_ablated)
 
 
 @click.command()
 @click.argument("pattern", required=False, metavar="[GLOB]")
 @json_flag
 def backbones(pattern: str | None, as_json: bool) -> None:
-    """List the backbones that can be named, or those that match GLOB.
+    """List the sources of backbones, or the backbones that match GLOB.
 
-    Their weights are not loaded. The licence is that of the default weights, where their source states it.
+    No weights are loaded. The licence applies to the default weights, and is listed if their source states it.
 
     \b
     layertap backbones                        # the sources
@@ -155,20 +155,20 @@ def backbones(pattern: str | None, as_json: bool) -> None:
     from pipelines.network.backbones import entries, print_entries, print_sources, sources
 
     if pattern is None:
-        tell(sources(), as_json, dict, print_sources)
+        print_result(sources(), as_json, dict, print_sources)
     else:
-        tell(entries(pattern), as_json, entries_as_json, print_entries)
+        print_result(entries(pattern), as_json, entries_as_json, print_entries)
 
 
 @click.command()
 @click.argument("backbone")
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
-@click.option("--ops", is_flag=True, help="Functions without a module too: layer1.0/add, /flatten.")
+@click.option("--ops", is_flag=True, help="Also list functions without a module: layer1.0/add, /flatten.")
 @json_flag
 def layers(backbone: str, patterns: tuple[str, ...], ops: bool, as_json: bool) -> None:
-    """List the layers of BACKBONE, or those that match a PATTERN, with what they give for one image.
+    """List the layers of BACKBONE, or the layers that match a PATTERN, with their output shapes for one image.
 
-    A note tells where a hook cannot be trusted, or not simply.
+    Notes mark layers on which hooks do not work, or work only with care.
 
     \b
     layertap layers torchvision/resnet50 'layer?' 'layer4.*'
@@ -178,4 +178,4 @@ def layers(backbone: str, patterns: tuple[str, ...], ops: bool, as_json: bool) -
     from pipelines.network.layers import list_layers, print_table
 
     rows = list_layers(backbone, patterns, operations=ops)
-    tell(rows, as_json, table_as_json, print_table)
+    print_result(rows, as_json, table_as_json, print_table)

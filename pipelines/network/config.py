@@ -16,13 +16,13 @@ __all__ = ["AblateConfig", "DrawConfig", "InspectConfig", "LookConfig"]
 class LookConfig(BackboneConfig):
     """Configuration that `inspect`, `draw` and `ablate` share."""
 
-    layers: list[str] | None = Field(None, min_length=1, description="Repeats, takes globs. [default: all]")
-    batch_size: int = Field(16, strict=True, ge=1, description="Images a forward.")
-    sample: int | None = Field(256, description="So many images, evenly spread; or 'all'.")
+    layers: list[str] | None = Field(None, min_length=1, description="May be repeated; globs allowed. [default: all]")
+    batch_size: int = Field(16, strict=True, ge=1, description="Images per forward.")
+    sample: int | None = Field(256, description="Number of images, evenly spread; or 'all'.")
 
     @field_validator("sample", mode="before")
     @classmethod
-    def _a_number_or_all(cls, value: Any) -> Any:
+    def _parse_sample(cls, value: Any) -> Any:
         if value == "all":
             return None
         if not re.fullmatch(r"[1-9]\d*", str(value), re.ASCII):
@@ -33,52 +33,54 @@ class LookConfig(BackboneConfig):
 class InspectConfig(LookConfig):
     """Configuration of `layertap inspect`."""
 
-    grad: bool = Field(False, description="Gradients too, of a loss.")
+    grad: bool = Field(False, description="Also inspect the gradients of a loss.")
     loss: str = Field(
         "cross_entropy",
-        description="Or FILE.py:FUNCTION, of what the model returns and the labels (B,), -1 for none.",
+        description="Or FILE.py:FUNCTION, called with the model's output and the labels (B,), -1 if unlabelled.",
     )
     labels: str | None = Field(
-        None, description="FILE.csv[:COLUMN] with `path`; numbers of outputs. [default: the images' classes]"
+        None, description="FILE.csv[:COLUMN] with `path` and output numbers. [default: the images' classes]"
     )
-    csv: Path | None = Field(None, description="Write the table to this file, too.")
-    pictures: Path | None = Field(None, description="Draw pictures into this folder.")
-    format: Literal["png", "svg", "pdf"] = Field("png", description="Of pictures.")
+    csv: Path | None = Field(None, description="Also write the table to this file.")
+    pictures: Path | None = Field(None, description="Draw figures into this folder.")
+    format: Literal["png", "svg", "pdf"] = Field("png", description="Format of the figures.")
 
     @model_validator(mode="after")
-    def _of_gradients(self) -> Self:
+    def _check_gradient_options(self) -> Self:
         if not self.grad and {"loss", "labels"} & self.model_fields_set:
-            raise ValueError("--loss and --labels are of gradients: --grad")
+            raise ValueError("--loss and --labels need --grad")
         return self
 
 
 class AblateConfig(LookConfig):
     """Configuration of `layertap ablate`."""
 
-    layers: list[str] | None = Field(None, min_length=1, description="To edit, one by one; repeats, takes globs.")
-    sample: int | None = Field(64, description="So many images, evenly spread; or 'all'.")
-    edit: str = Field("zero", description="zero, mean (of all images), noise:STD, scale:FACTOR or prune:FRACTION.")
-    channels: str | None = Field(None, description="0,3,17 or all: these channels, one by one. [default: whole layers]")
-    labels: str | None = Field(
-        None, description="FILE.csv[:COLUMN] with `path`; numbers of outputs. [default: the images' classes]"
+    layers: list[str] | None = Field(
+        None, min_length=1, description="Layers to edit, one at a time; may be repeated, globs allowed."
     )
-    csv: Path | None = Field(None, description="Write the table to this file, too.")
-    picture: Path | None = Field(None, description="Draw it; .png, .svg or .pdf.")
+    sample: int | None = Field(64, description="Number of images, evenly spread; or 'all'.")
+    edit: str = Field("zero", description="zero, mean (of all images), noise:STD, scale:FACTOR or prune:FRACTION.")
+    channels: str | None = Field(None, description="0,3,17 or all: edit channels one at a time. [default: layers]")
+    labels: str | None = Field(
+        None, description="FILE.csv[:COLUMN] with `path` and output numbers. [default: the images' classes]"
+    )
+    csv: Path | None = Field(None, description="Also write the table to this file.")
+    picture: Path | None = Field(None, description="Draw the result; .png, .svg or .pdf.")
 
 
 class DrawConfig(LookConfig):
     """Configuration of `layertap draw`."""
 
     layers: list[str] | None = Field(
-        None, min_length=1, description="Of which to draw. [default: the first or last that suits]"
+        None, min_length=1, description="May be repeated; globs allowed. [default: the first or last suitable layer]"
     )
-    sample: int | None = Field(9, description="So many images, evenly spread; or 'all'.")
-    channels: list[int] | None = Field(None, description="0,3,17: only these. [default: those that differ most]")
+    sample: int | None = Field(9, description="Number of images, evenly spread; or 'all'.")
+    channels: list[int] | None = Field(None, description="0,3,17: draw only these. [default: those that vary most]")
     target: int | None = Field(None, ge=0, description="Class to explain. [default: the most likely of each image]")
-    out: Path = Field(Path("outputs/pictures"), description="Folder.")
-    format: Literal["png", "svg", "pdf"] = Field("png", description="Of the picture.")
+    out: Path = Field(Path("outputs/pictures"), description="Folder of the figures.")
+    format: Literal["png", "svg", "pdf"] = Field("png", description="Format of the figures.")
 
     @field_validator("channels", mode="before")
     @classmethod
-    def _several_numbers(cls, value: Any) -> Any:
+    def _split_channels(cls, value: Any) -> Any:
         return value.split(",") if isinstance(value, str) else value

@@ -38,8 +38,8 @@ from pipelines.terminal.output_paths import check_folder
 
 __all__ = ["KINDS", "draw"]
 
-_SAMPLED = 256  # default number of images for kinds in `_OF_MANY`
-_TOP = 8  # images per channel, and channels
+_SAMPLED = 256  # default number of images for kinds in `_MANY_IMAGE_KINDS`
+_TOP_COUNT = 8  # images per channel, and channels
 _MOST_IMAGES = 64  # in a figure that shows every image
 _MOST_TILES = 600
 
@@ -48,22 +48,22 @@ def draw(kind: str, config: DrawConfig) -> list[Path]:
     """Draw one figure per layer and return the files."""
     check_folder(config.out)
     if kind == "rollout" and config.layers is not None:
-        raise InputError("rollout goes through all layers; leave -l off")
+        raise InputError("rollout covers all layers; leave out -l")
     backbone = backbone_of(config)
-    if kind in _OF_MANY and "sample" not in config.model_fields_set:
+    if kind in _MANY_IMAGE_KINDS and "sample" not in config.model_fields_set:
         config = config.model_copy(update={"sample": _SAMPLED})
     sample = sample_of(config, backbone)
-    if kind not in _OF_MANY and len(sample.rows) > _MOST_IMAGES:
-        raise InputError(f"{len(sample.rows)} images do not fit into one picture; --sample {_MOST_IMAGES} at most")
+    if kind not in _MANY_IMAGE_KINDS and len(sample.rows) > _MOST_IMAGES:
+        raise InputError(f"{len(sample.rows)} images do not fit into one figure; use --sample {_MOST_IMAGES} or less")
     written = []
     for name, figure in KINDS[kind](config, backbone, sample):
         plain = re.sub(r"[^\w.-]+", "_", f"{kind}-{name}" if name else kind)
         written.append(save_figure(figure, config.out / f"{plain}.{config.format}"))
-    sample.tell_failures()
+    sample.print_failures()
     return written
 
 
-Drawn = Iterator[tuple[str, Figure]]  # layer, figure
+Figures = Iterator[tuple[str, Figure]]  # layer, figure
 
 
 def _layers(config: DrawConfig, backbone: Backbone, suits: Callable[[Feature], bool], *, last: bool) -> list[Choice]:
@@ -74,15 +74,15 @@ def _layers(config: DrawConfig, backbone: Backbone, suits: Callable[[Feature], b
     """
     if config.layers is not None:
         names = match_layers(named_layers(backbone.model), config.layers, backbone.spec)
-        choices = [one for name in names for one in _chosen(backbone, name)]
+        choices = [choice for name in names for choice in _choices_of(backbone, name)]
         for choice in choices:
             if not suits(choice.features[0]):
-                shape = "x".join(map(str, choice.features[0].shape))
-                raise InputError(f"layer {choice.features[0].name!r} gives {shape} an image: no map, and no patches")
+                name, shape = choice.features[0].name, "x".join(map(str, choice.features[0].shape))
+                raise InputError(f"layer {name!r} gives {shape} per image; expected a map or patches")
         return choices
-    for name in _candidates(backbone, last=last):
+    for name in _suitable_layers(backbone, last=last):
         try:
-            choices = _chosen(backbone, name)
+            choices = _choices_of(backbone, name)
         except LayertapError:  # for example, its rows are not the images
             continue
         if suits(choices[-1].features[0]):
@@ -90,14 +90,14 @@ def _layers(config: DrawConfig, backbone: Backbone, suits: Callable[[Feature], b
     raise InputError(f"no layer of {backbone.spec} gives maps or patches")
 
 
-def _chosen(backbone: Backbone, name: str) -> list[Choice]:
+def _choices_of(backbone: Backbone, name: str) -> list[Choice]:
     """Return a separate choice for each tensor that a layer gives."""
     with evaluating(backbone.model), full_float32():
         choice = choose_features(backbone, [f"{name}:none"])
     return [dataclasses.replace(choice, features=[feature]) for feature in choice.features]
 
 
-def _candidates(backbone: Backbone, *, last: bool) -> list[str]:
+def _suitable_layers(backbone: Backbone, *, last: bool) -> list[str]:
     """Return the layers that seem to give maps or patches, in the order of computation; reversed if `last`."""
     size = backbone.preprocessing.crop_px
     taps = Taps(backbone.model, list(named_layers(backbone.model)))
@@ -140,25 +140,25 @@ def _all_maps(backbone: Backbone, sample: Sample, choice: Choice) -> tuple[Tenso
 
 def _checked_channels(config: DrawConfig, count: int) -> list[int] | None:
     if config.channels is not None and (wrong := [c for c in config.channels if not 0 <= c < count]):
-        raise InputError(f"channel {wrong[0]}: there are channels 0 to {count - 1}")
+        raise InputError(f"channel {wrong[0]}: expected channels 0 to {count - 1}")
     return config.channels
 
 
-def _feature_maps(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
+def _feature_maps(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
     for choice in _layers(config, backbone, _has_positions, last=False):
         maps, pixels, names = _all_maps(backbone, sample, choice)
         chosen = _checked_channels(config, maps.shape[-1])
         if chosen is None:
-            most = draw_figures.MOST_CHANNELS if len(maps) == 1 else draw_figures.CHANNELS_IN_A_ROW
+            count = draw_figures.MOST_CHANNELS if len(maps) == 1 else draw_figures.CHANNELS_IN_A_ROW
             spread = maps.double().flatten(0, 2).std(0).nan_to_num(0)
-            chosen = sorted(spread.argsort(descending=True, stable=True)[:most].tolist())
+            chosen = sorted(spread.argsort(descending=True, stable=True)[:count].tolist())
         if len(maps) * len(chosen) > _MOST_TILES:
-            raise InputError(f"{len(chosen)} channels of {len(maps)} images: {_MOST_TILES} tiles at most in a picture")
+            raise InputError(f"{len(chosen)} channels of {len(maps)} images: a figure has at most {_MOST_TILES} tiles")
         layer = choice.features[0].name
         yield layer, draw_figures.feature_maps(maps[..., chosen].float().numpy(), chosen, pixels, names, layer)
 
 
-def _tokens(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
+def _tokens(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
     for choice in _layers(config, backbone, _has_positions, last=True):
         maps, pixels, names = _all_maps(backbone, sample, choice)
         layer = choice.features[0].name
@@ -166,55 +166,57 @@ def _tokens(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
         yield layer, draw_figures.side_by_side(pixels, principal_colours(maps), names, title)
 
 
-def _channels(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
+def _channels(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
     for choice in _layers(config, backbone, _has_positions, last=True):
         means, names = [], []
         for maps, _, rows in _maps(backbone, sample, choice):
             means.append(maps.double().mean((1, 2)).numpy())
             names += [sample.images.paths[row] for row in rows]
-        found = np.concatenate(means)
-        chosen = _checked_channels(config, found.shape[1]) or list(range(found.shape[1]))
+        channel_means = np.concatenate(means)
+        chosen = _checked_channels(config, channel_means.shape[1]) or list(range(channel_means.shape[1]))
         layer = choice.features[0].name
-        yield layer, draw_figures.channels_by_image(found[:, chosen], chosen, names, layer)
+        yield layer, draw_figures.channels_by_image(channel_means[:, chosen], chosen, names, layer)
 
 
-def _top(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
+def _top(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
     for choice in _layers(config, backbone, _has_positions, last=True):
         peaks, rows = [], []
-        for maps, _, here in _maps(backbone, sample, choice):
+        for maps, _, batch_rows in _maps(backbone, sample, choice):
             peaks.append(maps.float().amax((1, 2)).numpy())
-            rows += here
-        found = np.concatenate(peaks)
-        chosen = _checked_channels(config, found.shape[1])
+            rows += batch_rows
+        peak_values = np.concatenate(peaks)
+        chosen = _checked_channels(config, peak_values.shape[1])
         if chosen is None:
-            spread = (found.max(0) - found.mean(0)) / (found.std(0) + 1e-12)
-            chosen = np.sort(np.argsort(-np.where(found.std(0) > 0, spread, 0), kind="stable")[:_TOP]).tolist()
-        best = {c: [rows[i] for i in np.argsort(-found[:, c], kind="stable")[:_TOP]] for c in chosen}
-        wanted = sorted({row for some in best.values() for row in some})
-        few = dataclasses.replace(sample, rows=wanted, seen=[])
+            spread = (peak_values.max(0) - peak_values.mean(0)) / (peak_values.std(0) + 1e-12)
+            chosen = np.sort(
+                np.argsort(-np.where(peak_values.std(0) > 0, spread, 0), kind="stable")[:_TOP_COUNT]
+            ).tolist()
+        best = {c: [rows[i] for i in np.argsort(-peak_values[:, c], kind="stable")[:_TOP_COUNT]] for c in chosen}
+        shown_rows = sorted({row for images in best.values() for row in images})
+        shown_sample = dataclasses.replace(sample, rows=shown_rows, decoded=[])
         shown: dict[int, tuple[NDArray[np.float32], NDArray[np.uint8]]] = {}
-        for maps, pixels, here in _maps(backbone, few, choice):
+        for maps, pixels, batch_rows in _maps(backbone, shown_sample, choice):
             part = maps[..., chosen].float().numpy()
-            shown |= {row: (part[i], pixels[i]) for i, row in enumerate(here)}
+            shown |= {row: (part[i], pixels[i]) for i, row in enumerate(batch_rows)}
         layer = choice.features[0].name
         yield layer, draw_figures.top_images(best, shown, layer, len(rows))
 
 
-def _filters(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
+def _filters(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
     named = named_layers(backbone.model)
-    wanted = match_layers(named, config.layers, backbone.spec) if config.layers is not None else [
+    layers = match_layers(named, config.layers, backbone.spec) if config.layers is not None else [
         name for name, module in named.items() if isinstance(module, nn.Conv2d)
     ][:1]  # fmt: skip
-    if not wanted:
+    if not layers:
         raise InputError(f"{backbone.spec} has no convolution")
-    for name in wanted:
+    for name in layers:
         weight = getattr(named[name], "weight", None)
         if not isinstance(weight, Tensor) or weight.ndim != 4:
-            raise InputError(f"layer {name!r} is {type(named[name]).__name__}, not a convolution of pictures")
+            raise InputError(f"layer {name!r}: expected a 2D convolution, got {type(named[name]).__name__}")
         yield name, draw_figures.filters(weight.detach().cpu().float().numpy(), name)
 
 
-def _from(weights: Tensor, backbone: Backbone) -> Tensor:
+def _attention_by_patch(weights: Tensor, backbone: Backbone) -> Tensor:
     """Return (B, heads, patches): attention of the class token or, without a class token, the mean over all patches.
 
     Raises:
@@ -222,7 +224,7 @@ def _from(weights: Tensor, backbone: Backbone) -> Tensor:
     """
     prefix = backbone.prefix_tokens
     if backbone.patches is not None and weights.shape[-1] != backbone.patches + prefix:
-        raise InputError(f"attention over {weights.shape[-1]} tokens is not over the patches of whole images")
+        raise InputError(f"attention over {weights.shape[-1]} tokens; expected the patches of whole images")
     rows = weights[..., 0, :] if backbone.class_token else weights[..., prefix:, :].mean(-2)
     return rows[..., prefix:]
 
@@ -233,34 +235,34 @@ def _as_map(values: Tensor, backbone: Backbone) -> Tensor:
     return maps.permute(0, 3, 1, 2)
 
 
-def _attention(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
+def _attention(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
     names = None if config.layers is None else match_layers(named_layers(backbone.model), config.layers, backbone.spec)
-    who = "the class token" if backbone.class_token else "all patches"
-    wanted: list[str | None] = [None] if names is None else [*names]
-    for layer in wanted:
+    source = "the class token" if backbone.class_token else "all patches"
+    layers: list[str | None] = [None] if names is None else [*names]
+    for layer in layers:
         heads, pixels = [], []
         for batch in sample.batches():
             last = attentions(backbone, batch.inputs, layer)[-1]
-            heads.append(_as_map(_from(last, backbone), backbone).numpy())
+            heads.append(_as_map(_attention_by_patch(last, backbone), backbone).numpy())
             pixels.append(batch.pixels)
-        shown = [sample.name(i) for i in range(len(sample.seen))]
-        title = f"{layer or 'last attention'}: what {who} looks at"
+        shown = [sample.name(i) for i in range(len(sample.decoded))]
+        title = f"{layer or 'last attention'}: attention of {source}"
         yield layer or "", draw_figures.attention(np.concatenate(heads), np.concatenate(pixels), shown, title)
 
 
-def _rollout(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
+def _rollout(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
     maps, pixels = [], []
     for batch in sample.batches():
         rolled = torch.from_numpy(rollout(attentions(backbone, batch.inputs)))[:, None]
-        found = _as_map(_from(rolled, backbone), backbone)[:, 0].numpy()
-        maps.append(found - found.min((1, 2), keepdims=True))  # remove the share that every patch gets
+        rollout_maps = _as_map(_attention_by_patch(rolled, backbone), backbone)[:, 0].numpy()
+        maps.append(rollout_maps - rollout_maps.min((1, 2), keepdims=True))  # remove the share that every patch gets
         pixels.append(batch.pixels)
-    names = [sample.name(i) for i in range(len(sample.seen))]
-    title = "attention rollout, through all layers, from its least to its largest value"
+    names = [sample.name(i) for i in range(len(sample.decoded))]
+    title = "attention rollout through all layers, each map from its least to its largest value"
     yield "", draw_figures.overlays(np.concatenate(maps), np.concatenate(pixels), names, title)
 
 
-def _gradcam(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
+def _gradcam(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
     for layer in _gradcam_layers(config, backbone):
         maps, pixels, captions = [], [], []
         for batch in sample.batches():
@@ -270,7 +272,7 @@ def _gradcam(config: DrawConfig, backbone: Backbone, sample: Sample) -> Drawn:
             pixels.append(batch.pixels)
             for row, number in zip(batch.rows.tolist(), classes.tolist(), strict=True):
                 captions.append(f"{sample.images.paths[row].rpartition('/')[2]}\n{class_name(backbone, number)}")
-        title = f"{layer}: Grad-CAM of the class named, each picture by its own maximum"
+        title = f"{layer}: Grad-CAM of the named class, each map scaled to its own maximum"
         yield layer, draw_figures.overlays(np.concatenate(maps), np.concatenate(pixels), captions, title)
 
 
@@ -278,17 +280,17 @@ def _gradcam_layers(config: DrawConfig, backbone: Backbone) -> Sequence[str]:
     if config.layers is not None:
         return match_layers(named_layers(backbone.model), config.layers, backbone.spec)
     grey = torch.zeros(1, 3, *backbone.preprocessing.crop_px, device=backbone.device)
-    for name in _candidates(backbone, last=True):
+    for name in _suitable_layers(backbone, last=True):
         try:
-            if _has_positions(_chosen(backbone, name)[0].features[0]):
+            if _has_positions(_choices_of(backbone, name)[0].features[0]):
                 grad_cam(backbone, grey, name)
                 return [name]
         except LayertapError:  # after pooling by class token, no gradient reaches the patches
             continue
-    raise InputError(f"no layer of {backbone.spec} gives maps or patches that scores of classes depend on")
+    raise InputError(f"no layer of {backbone.spec} gives maps or patches on which class scores depend")
 
 
-KINDS: dict[str, Callable[[DrawConfig, Backbone, Sample], Drawn]] = {
+KINDS: dict[str, Callable[[DrawConfig, Backbone, Sample], Figures]] = {
     "maps": _feature_maps,
     "channels": _channels,
     "top": _top,
@@ -298,4 +300,4 @@ KINDS: dict[str, Callable[[DrawConfig, Backbone, Sample], Drawn]] = {
     "gradcam": _gradcam,
     "tokens": _tokens,
 }
-_OF_MANY = {"channels", "top"}
+_MANY_IMAGE_KINDS = {"channels", "top"}

@@ -80,10 +80,10 @@ def feature_maps(maps: Floats, channels: Sequence[int], pixels: Pixels, names: S
     rows = -(-(len(channels) + 1) // columns) if len(maps) == 1 else len(maps)
     figure, tiles = _grid(rows, columns, title)
     for row, (image, picture) in enumerate(zip(maps, pixels, strict=True)):
-        own = tiles.flat if len(maps) == 1 else tiles[row]
-        _show(own[0], picture, _caption(names[row]))
+        row_tiles = tiles.flat if len(maps) == 1 else tiles[row]
+        _show(row_tiles[0], picture, _caption(names[row]))
         for place, channel in enumerate(channels):
-            tile = own[place + 1]
+            tile = row_tiles[place + 1]
             tile.imshow(image[..., place], cmap="viridis", vmin=low[place], vmax=high[place], interpolation="nearest")
             tile.set_title(f"{channel}: {low[place]:.2g} to {high[place]:.2g}" if row == 0 else "", fontsize=6.5, pad=2)
     return figure
@@ -142,7 +142,7 @@ def channels_by_image(means: Floats, channels: Sequence[int], names: Sequence[st
     if len(names) <= _NAMED_IMAGES:
         axes.set_yticks(range(len(names)), [_caption(name) for name in names], fontsize=6)
     else:
-        axes.set_ylabel("image, in the order of their paths")
+        axes.set_ylabel("image, in order of path")
     if len(channels) <= 40:
         axes.set_xticks(range(len(channels)), [str(channel) for channel in channels], fontsize=6, rotation=90)
     axes.set_xlabel("channel")
@@ -162,7 +162,7 @@ def top_images(
         layer: name of the layer.
         total: number of images compared.
     """
-    title = f"{drawable(layer, 60)}: of {total:,} images, those with the largest value in a channel; bright: where"
+    title = f"{drawable(layer, 60)}: images with the largest value of each channel, of {total:,}; bright: where"
     figure, tiles = _grid(len(best), max(len(rows) for rows in best.values()), title)
     for line, (channel, rows) in enumerate(best.items()):
         place = list(best).index(channel)
@@ -188,10 +188,10 @@ def filters(weights: Floats, layer: str) -> Figure:
     count = min(_MOST_FILTERS, len(weights))
     columns = min(16, count)
     colour = weights.shape[1] == 3
-    what = "in colour" if colour else "of input 0"
+    shown = "in colour" if colour else "of input 0"
     size = "x".join(map(str, weights.shape[2:]))
     largest = float(np.abs(weights).max()) or 1.0
-    title = f"{drawable(layer, 60)}: {count} of {len(weights)} filters, {size}, {what}; grey is 0, ends ±{largest:.2g}"
+    title = f"{drawable(layer, 60)}: {count} of {len(weights)} filters, {size}, {shown}; grey: 0, range ±{largest:.2g}"
     figure, tiles = _grid(-(-count // columns), columns, title, 0.7)
     for tile, weight in zip(tiles.flat, weights[:count], strict=False):
         if colour:

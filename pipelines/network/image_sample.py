@@ -20,10 +20,10 @@ from extract.row_status import Status
 from pipelines.network.config import LookConfig
 from pipelines.terminal.text_output import SHOWN, printable
 
-__all__ = ["Sample", "Seen", "evenly", "sample_of"]
+__all__ = ["Sample", "SampleBatch", "evenly", "sample_of"]
 
 
-class Seen(NamedTuple):
+class SampleBatch(NamedTuple):
     """A batch of images that could be decoded.
 
     Attributes:
@@ -43,25 +43,25 @@ class Sample:
 
     Attributes:
         images: all images; only the selected images if the list is a plan.
-        in_all: number of images in the list.
+        n_listed: number of images in the list.
         backbone: backbone whose preprocessing is applied.
         rows: selected rows of `images`.
         batch_size, workers, max_pixels: see `embed`.
-        seen: rows decoded so far, in order.
+        decoded: rows decoded so far, in order.
         failed: row -> why it could not be decoded.
     """
 
     images: Images
-    in_all: int
+    n_listed: int
     backbone: Backbone
     rows: list[int]
     batch_size: int
     workers: int
     max_pixels: int
-    seen: list[int] = field(default_factory=list)
+    decoded: list[int] = field(default_factory=list)
     failed: dict[int, str] = field(default_factory=dict)
 
-    def batches(self) -> Iterator[Seen]:
+    def batches(self) -> Iterator[SampleBatch]:
         """Yield the batches; the next batch is decoded while the current batch is in use.
 
         Raises:
@@ -75,24 +75,24 @@ class Sample:
             [self.rows[start : start + self.batch_size] for start in starts],
             Decoding.for_preprocessing(preprocessing, self.max_pixels, workers, self.batch_size),
         )
-        self.seen.clear()
+        self.decoded.clear()
         with contextlib.closing(loaded):
             for batch in loaded:
-                good = batch.rows[batch.status == Status.OK]
-                self.seen += good.tolist()
+                decoded_rows = batch.rows[batch.status == Status.OK]
+                self.decoded += decoded_rows.tolist()
                 self.failed |= batch.reasons
-                if len(good):
+                if len(decoded_rows):
                     inputs = preprocessing.to_input(batch.images.to(self.backbone.device))
-                    yield Seen(inputs, good, _pixels(batch.images, self.backbone))
-        if not self.seen:
+                    yield SampleBatch(inputs, decoded_rows, _pixels(batch.images, self.backbone))
+        if not self.decoded:
             row, reason = next(iter(self.failed.items()))
             raise InputError(f"none of the images can be decoded; {printable(self.images.paths[row])}: {reason}")
 
     def name(self, position: int) -> str:
         """Return the path of an image by its position among the decoded images."""
-        return printable(self.images.paths[self.seen[position]])
+        return printable(self.images.paths[self.decoded[position]])
 
-    def tell_failures(self) -> None:
+    def print_failures(self) -> None:
         """Print the images that could not be decoded on stderr."""
         for row, reason in list(self.failed.items())[:SHOWN]:
             click.echo(f"left out: {printable(self.images.paths[row])}: {reason}", err=True)
@@ -106,10 +106,10 @@ def sample_of(config: LookConfig, backbone: Backbone) -> Sample:
     for note in images.notes:
         click.secho(f"note: {note}", fg="yellow", err=True)
     count = len(images) if config.sample is None else min(config.sample, len(images))
-    in_all, rows = len(images), evenly(len(images), count)
+    n_listed, rows = len(images), evenly(len(images), count)
     if not isinstance(images, Images):
         images, rows = images.only(rows), list(range(count))
-    return Sample(images, in_all, backbone, rows, config.batch_size, config.workers, config.max_pixels)
+    return Sample(images, n_listed, backbone, rows, config.batch_size, config.workers, config.max_pixels)
 
 
 def _pixels(prepared: Tensor, backbone: Backbone) -> NDArray[np.uint8]:
@@ -122,12 +122,12 @@ def _pixels(prepared: Tensor, backbone: Backbone) -> NDArray[np.uint8]:
     low, high = prepared.amin((1, 2, 3), keepdim=True), prepared.amax((1, 2, 3), keepdim=True)
     if prepared.shape[1] == 3 and (means := backbone.preprocessing.mean):
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in (means, backbone.preprocessing.std))
-        back = prepared * std + mean
-        if bool(((back > -0.01) & (back < 1.01)).all()):
-            low, high, prepared = torch.tensor(0.0), torch.tensor(1.0), back
+        unscaled = prepared * std + mean
+        if bool(((unscaled > -0.01) & (unscaled < 1.01)).all()):
+            low, high, prepared = torch.tensor(0.0), torch.tensor(1.0), unscaled
     scaled = (prepared - low) / (high - low).clamp(min=1e-12)
-    found: NDArray[np.uint8] = (scaled * 255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).numpy()
-    return found
+    pixels: NDArray[np.uint8] = (scaled * 255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).numpy()
+    return pixels
 
 
 def evenly(total: int, count: int) -> list[int]:

@@ -69,8 +69,8 @@ def targets_of(backbone: Backbone, images: Images, labels: str | None = None) ->
         number_of = {name: number for number, name in enumerate(images.classes)}
     if labels is None and (not known or not known <= set(number_of)):
         return None
-    if strange := sorted(known - set(number_of)):
-        raise InputError(f"{labels}: {strange[0]!r} is none of the {width:,} classes of {backbone.spec}, by number")
+    if unknown := sorted(known - set(number_of)):
+        raise InputError(f"{labels}: {unknown[0]!r} is not an output number of {backbone.spec} (0 to {width - 1:,})")
     return Targets(np.array([-1 if name is None else number_of[name] for name in names], np.int64), source)
 
 
@@ -81,9 +81,9 @@ def _of_file(images: Images, labels: str) -> list[str | None]:
         raise InputError(f"{where} has no column 'path'")
     value_of = {str(path): value for path, value in zip(table["path"], table[column.strip().lower()], strict=True)}
     if not any(path in value_of for path in images.paths):
-        raise InputError(f"{where}: none of its paths is that of an image; they are relative to {images.root}")
-    found = (value_of.get(path) for path in images.paths)
-    return [None if value in (None, "") else str(value) for value in found]
+        raise InputError(f"{where}: no path matches an image; expected paths relative to {images.root}")
+    values = (value_of.get(path) for path in images.paths)
+    return [None if value in (None, "") else str(value) for value in values]
 
 
 def class_name(backbone: Backbone, number: int) -> str:

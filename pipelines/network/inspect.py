@@ -31,13 +31,13 @@ from pipelines.terminal.progress import Progress
 from pipelines.terminal.tables import print_aligned, table_file
 from pipelines.terminal.text_output import SHOWN
 
-__all__ = ["Inspected", "as_json", "inspect", "print_inspection"]
+__all__ = ["InspectionResult", "as_json", "inspect", "print_inspection"]
 
 QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
 
 
 @dataclass(frozen=True)
-class Inspected:
+class InspectionResult:
     """Result of the job.
 
     Attributes:
@@ -57,7 +57,7 @@ class Inspected:
     written: list[Path]
 
 
-def inspect(config: InspectConfig) -> Inspected:
+def inspect(config: InspectConfig) -> InspectionResult:
     """Run the job and print progress on stderr."""
     if config.csv is not None:
         check_file(config.csv)
@@ -78,7 +78,7 @@ def inspect(config: InspectConfig) -> Inspected:
             on_batch=lambda images: progress.advance(images, False),
             name_of=sample.name,
         )
-    sample.tell_failures()
+    sample.print_failures()
     written = []
     if config.csv is not None:
         _write_csv(link_target(config.csv), inspection)
@@ -88,13 +88,13 @@ def inspect(config: InspectConfig) -> Inspected:
 
         written += draw_inspection(inspection, backbone.spec, config.pictures, config.format)
     failed = {sample.images.paths[row]: reason for row, reason in sample.failed.items()}
-    return Inspected(inspection, backbone.spec, (inspection.images, sample.in_all), failed, described, written)
+    return InspectionResult(inspection, backbone.spec, (inspection.images, sample.n_listed), failed, described, written)
 
 
 def _with_targets(sample: Sample, targets: NDArray[np.int64] | None) -> Iterator[tuple[Tensor, Tensor]]:
     for batch in sample.batches():
-        own = np.full(len(batch.rows), -1) if targets is None else targets[batch.rows]
-        yield batch.inputs, torch.from_numpy(own).to(batch.inputs.device)
+        batch_targets = np.full(len(batch.rows), -1) if targets is None else targets[batch.rows]
+        yield batch.inputs, torch.from_numpy(batch_targets).to(batch.inputs.device)
 
 
 def _loss(config: InspectConfig, backbone: Backbone, sample: Sample) -> tuple[str, Loss, NDArray[np.int64] | None]:
@@ -113,21 +113,21 @@ def _loss(config: InspectConfig, backbone: Backbone, sample: Sample) -> tuple[st
         targets = targets_of(backbone, sample.images, config.labels) if config.labels else None
         return f"{path.name}:{name}", function, targets.numbers if targets else sample.images.labels
     if not n_outputs(backbone):
-        raise InputError(f"{backbone.spec} gives no classes, so cross_entropy is not defined; --loss FILE.py:FUNCTION")
+        raise InputError(f"{backbone.spec} gives no classes, which cross_entropy needs; use --loss FILE.py:FUNCTION")
 
     def cross_entropy(output: Tensor, targets: Tensor) -> Tensor:
         if not isinstance(output, Tensor) or output.ndim != 2:
-            raise InputError(f"{backbone.spec} does not give (images, classes); --loss FILE.py:FUNCTION")
+            raise InputError(f"{backbone.spec} does not give (images, classes); use --loss FILE.py:FUNCTION")
         # The target of an unlabelled image is the class that the model predicts.
         return F.cross_entropy(output, torch.where(targets >= 0, targets, output.detach().argmax(1)))
 
     targets = targets_of(backbone, sample.images, config.labels)
     if targets is not None and (targets.numbers[sample.rows] >= 0).any():
         return f"cross-entropy of {targets.source}", cross_entropy, targets.numbers
-    return "cross-entropy of the classes that the model itself finds", cross_entropy, None
+    return "cross-entropy of the model's own predictions", cross_entropy, None
 
 
-def as_json(inspected: Inspected) -> dict[str, Any]:
+def as_json(inspected: InspectionResult) -> dict[str, Any]:
     """Return the result as JSON-compatible data; numbers that are missing or not finite become None."""
     inspection = inspected.inspection
     return {
@@ -135,35 +135,39 @@ def as_json(inspected: Inspected) -> dict[str, Any]:
         "images": inspected.images[0],
         "images_in_all": inspected.images[1],
         "failed": inspected.failed,
-        "loss": {"of": inspected.loss, "mean": _number(inspection.loss)} if inspected.loss else None,
+        "loss": {"of": inspected.loss, "mean": _finite_or_none(inspection.loss)} if inspected.loss else None,
         "findings": [
-            {"kind": one.kind, "layer": one.layer, "text": one.text, "grave": one.grave}
-            for one in inspection.findings
+            {"kind": finding.kind, "layer": finding.layer, "text": finding.text, "grave": finding.grave}
+            for finding in inspection.findings
         ],
-        "layers": [_numbers(one) for one in inspection.tensors],
+        "layers": [_table_row(report) for report in inspection.tensors],
         "parameters": [
             {
-                "name": one.name, "layer": one.layer, "trainable": one.trainable, "norm": _number(one.norm),
-                "gradient_norm": _number(one.gradient_norm), "gradient_to_weight": _number(one.gradient_to_weight),
+                "name": parameter.name,
+                "layer": parameter.layer,
+                "trainable": parameter.trainable,
+                "norm": _finite_or_none(parameter.norm),
+                "gradient_norm": _finite_or_none(parameter.gradient_norm),
+                "gradient_to_weight": _finite_or_none(parameter.gradient_to_weight),
             }
-            for one in inspection.parameters
+            for parameter in inspection.parameters
         ],
         "never_ran": inspection.never_ran,
     }  # fmt: skip
 
 
-def _number(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _numbers(one: TensorReport) -> dict[str, Any]:
+def _table_row(report: TensorReport) -> dict[str, Any]:
     """Return a row of the table; numbers that are not finite become None."""
-    numbers, gradients = one.activations, one.gradients
+    numbers, gradients = report.activations, report.gradients
     line: dict[str, Any] = {
-        "layer": one.name,
-        "type": one.type,
-        "shape": "x".join(map(str, one.shape)),
-        "by_image": one.by_image,
+        "layer": report.name,
+        "type": report.type,
+        "shape": "x".join(map(str, report.shape)),
+        "by_image": report.by_image,
         "channels": numbers.channels,
         "mean": numbers.mean,
         "std": numbers.std,
@@ -171,19 +175,23 @@ def _numbers(one: TensorReport) -> dict[str, Any]:
         **{f"q{part * 100:02.0f}": numbers.quantile(part) for part in QUANTILES},
         "max": numbers.max,
         "zeros": numbers.zeros,
-        "dead": len(numbers.dead) if one.by_image else None,
-        "saturated": int((numbers.saturated >= 0.95).sum()) if one.bounded else None,
+        "dead": len(numbers.dead) if report.by_image else None,
+        "saturated": int((numbers.saturated >= 0.95).sum()) if report.bounded else None,
         "nan": numbers.nan,
         "infinite": numbers.infinite,
-        "norm_ratio": one.norm_ratio,
+        "norm_ratio": report.norm_ratio,
     }
     if gradients is not None:
-        line |= {"gradient_norm": one.gradient_norm, "gradient_std": gradients.std, "gradient_zeros": gradients.zeros}
-    return {name: _number(value) if isinstance(value, float) else value for name, value in line.items()}
+        line |= {
+            "gradient_norm": report.gradient_norm,
+            "gradient_std": gradients.std,
+            "gradient_zeros": gradients.zeros,
+        }
+    return {name: _finite_or_none(value) if isinstance(value, float) else value for name, value in line.items()}
 
 
 def _write_csv(path: Path, inspection: Inspection) -> None:
-    lines = [_numbers(one) for one in inspection.tensors]
+    lines = [_table_row(report) for report in inspection.tensors]
     columns = list(dict.fromkeys(name for line in lines for name in line))
     with table_file(path) as write:
         write(columns)
@@ -191,17 +199,17 @@ def _write_csv(path: Path, inspection: Inspection) -> None:
             write(["" if line.get(column) is None else line[column] for column in columns])
 
 
-def print_inspection(inspected: Inspected, echo: Callable[[str], None]) -> None:
+def print_inspection(inspected: InspectionResult, echo: Callable[[str], None]) -> None:
     """Print the findings in words, then the table."""
     inspection = inspected.inspection
     of_all = f" of {inspected.images[1]:,}" if inspected.images[0] < inspected.images[1] else ""
     echo(f"{inspected.backbone}: {len(inspection.tensors):,} layers on {inspected.images[0]:,}{of_all} images")
     if inspected.loss:
-        echo(f"gradients of {inspected.loss}: {inspection.loss:.4g}")
+        echo(f"gradients of {inspected.loss}; mean loss {inspection.loss:.4g}")
     _print_findings(inspection.findings, echo)
     if inspection.never_ran:
         names = ", ".join(inspection.never_ran[:SHOWN]) + (", ..." if len(inspection.never_ran) > SHOWN else "")
-        echo(f"{len(inspection.never_ran)} layers never ran, or gave no tensor: {names}")
+        echo(f"{len(inspection.never_ran)} layers never ran, or returned no tensor: {names}")
     echo("")
     _print_table(inspection, echo)
     if inspection.parameters:
@@ -210,34 +218,34 @@ def print_inspection(inspected: Inspected, echo: Callable[[str], None]) -> None:
 
 
 def _print_findings(findings: Sequence[Finding], echo: Callable[[str], None]) -> None:
-    grave = [one for one in findings if one.grave]
-    others = [one for one in findings if not one.grave]
-    echo(f"found: {len(grave)} to look into, {len(others)} to know of" if findings else "found: nothing")
-    for one in grave:
-        echo(f"  ! {one}")
-    for one in others[:SHOWN]:
-        echo(f"    {one}")
-    if len(others) > SHOWN:
-        echo(f"    ... and {len(others) - SHOWN} more: --json")
+    grave = [finding for finding in findings if finding.grave]
+    minor = [finding for finding in findings if not finding.grave]
+    echo(f"findings: {len(grave)} serious, {len(minor)} minor" if findings else "findings: none")
+    for finding in grave:
+        echo(f"  ! {finding}")
+    for finding in minor[:SHOWN]:
+        echo(f"    {finding}")
+    if len(minor) > SHOWN:
+        echo(f"    ... and {len(minor) - SHOWN} more; print them with --json")
 
 
 def _print_table(inspection: Inspection, echo: Callable[[str], None]) -> None:
-    with_gradients = any(one.gradients is not None for one in inspection.tensors)
+    with_gradients = any(report.gradients is not None for report in inspection.tensors)
     head = ["layer", "type", "shape", "mean", "std", "min", "median", "max", "zeros", "dead", "out/in"]
     rows = [head + (["grad norm"] if with_gradients else [])]
-    for one in inspection.tensors:
-        shape, numbers = "x".join(map(str, one.shape)), one.activations
+    for report in inspection.tensors:
+        shape, numbers = "x".join(map(str, report.shape)), report.activations
         values = (numbers.mean, numbers.std, numbers.min, numbers.quantile(0.5), numbers.max)
-        row = [one.name, one.type, shape, *(f"{value:.3g}" for value in values), f"{numbers.zeros:.0%}",
-               f"{len(numbers.dead)}/{numbers.channels}" if one.by_image else "-",
-               f"{one.norm_ratio:.2g}" if math.isfinite(one.norm_ratio) else "-"]  # fmt: skip
-        rows.append(row + ([f"{one.gradient_norm:.2e}"] if with_gradients else []))
+        row = [report.name, report.type, shape, *(f"{value:.3g}" for value in values), f"{numbers.zeros:.0%}",
+               f"{len(numbers.dead)}/{numbers.channels}" if report.by_image else "-",
+               f"{report.norm_ratio:.2g}" if math.isfinite(report.norm_ratio) else "-"]  # fmt: skip
+        rows.append(row + ([f"{report.gradient_norm:.2e}"] if with_gradients else []))
     print_aligned(rows, "<<<" + ">" * (len(rows[0]) - 3), echo)
 
 
 def _print_parameters(inspection: Inspection, echo: Callable[[str], None]) -> None:
     rows = [["parameter", "norm", "grad norm", "grad/weight"]]
-    for one in inspection.parameters:
-        numbers = (one.norm, one.gradient_norm, one.gradient_to_weight)
-        rows.append([one.name, *(f"{value:.2e}" if math.isfinite(value) else "-" for value in numbers)])
+    for parameter in inspection.parameters:
+        numbers = (parameter.norm, parameter.gradient_norm, parameter.gradient_to_weight)
+        rows.append([parameter.name, *(f"{value:.2e}" if math.isfinite(value) else "-" for value in numbers)])
     print_aligned(rows, "<>>>", echo)

@@ -45,7 +45,7 @@ def draw_inspection(inspection: Inspection, backbone: str, folder: Path, suffix:
 
 def _tensors(inspection: Inspection) -> list[TensorReport]:
     """Return the reports of layers inside which no other layer ran; all reports if there are none."""
-    leaves = [one for one in inspection.tensors if one.leaf]
+    leaves = [report for report in inspection.tensors if report.leaf]
     return leaves or inspection.tensors
 
 
@@ -57,95 +57,102 @@ def _stacked(count: int, panels: int, names: Sequence[str], width: float) -> tup
     step = -(-count // int((height - 1) / _NAME_IN))
     axes[0].set_yticks(range(0, count, step), [drawable(name) for name in names[::step]], fontsize=7)
     axes[0].set_ylim(count - 0.5, -0.5)
-    for one in axes:
-        one.spines[["top", "right"]].set_visible(False)
-        one.grid(axis="x", alpha=0.3)
+    for panel in axes:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis="x", alpha=0.3)
     return figure, axes
 
 
 def _layers(inspection: Inspection) -> Figure:
     """Plot range, mean and spread of each layer's values, and the percentages of zeros and dead channels."""
     tensors = _tensors(inspection)
-    figure, (values, zeros) = _stacked(len(tensors), 2, [one.name for one in tensors], 3.6)
+    figure, (values, zeros) = _stacked(len(tensors), 2, [report.name for report in tensors], 3.6)
     places = np.arange(len(tensors))
-    numbers = [one.activations for one in tensors]
+    numbers = [report.activations for report in tensors]
     mean, std = np.array([n.mean for n in numbers]), np.array([n.std for n in numbers])
     values.hlines(places, [n.min for n in numbers], [n.max for n in numbers], color="0.75", linewidth=1)
     values.hlines(places, mean - std, mean + std, color=COLOURS[0], linewidth=3)
     values.plot(mean, places, "o", color="black", markersize=2.5)
     values.set_xscale("symlog", linthresh=1)
     values.set_title("values: range, mean ± standard deviation", fontsize=9)
-    zeros.barh(places, [100 * n.zeros for n in numbers], color=COLOURS[5], height=0.8, label="values that are zero")
-    dead = [100 * len(one.activations.dead) / one.activations.channels if one.by_image else 0 for one in tensors]
-    zeros.barh(places, dead, color=COLOURS[1], height=0.4, label="channels that are constant")
+    zeros.barh(places, [100 * n.zeros for n in numbers], color=COLOURS[5], height=0.8, label="zero values")
+    dead = [
+        100 * len(report.activations.dead) / report.activations.channels if report.by_image else 0 for report in tensors
+    ]
+    zeros.barh(places, dead, color=COLOURS[1], height=0.4, label="constant channels")
     zeros.set_xlim(0, 100)
     zeros.set_xlabel("%")
     zeros.legend(frameon=False, fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
     return figure
 
 
-def _density(found: Sequence[tuple[str, Statistics]], title: str, *, own_scale: bool) -> Figure | None:
+def _density(statistics_by_layer: Sequence[tuple[str, Statistics]], title: str, *, own_scale: bool) -> Figure | None:
     """Draw histograms as rows of an image, darker where there are more values.
 
     Args:
-        found: name and statistics of each layer.
+        statistics_by_layer: name and statistics of each layer.
         title: title of the figure.
         own_scale: whether each row spans minus to plus its own largest value (gradients differ by orders of
             magnitude); otherwise all rows share a scale.
     """
-    found = [(name, numbers) for name, numbers in found if numbers.total]
-    if not found:
+    statistics_by_layer = [(name, numbers) for name, numbers in statistics_by_layer if numbers.total]
+    if not statistics_by_layer:
         return None
-    reach = np.array([max(abs(n.quantile(_OUTER)), abs(n.quantile(1 - _OUTER))) for _, n in found])
+    reach = np.array([max(abs(n.quantile(_OUTER)), abs(n.quantile(1 - _OUTER))) for _, n in statistics_by_layer])
     reach = np.where(reach > 0, reach, 1.0)
     if not own_scale:
-        reach = np.full(len(found), np.quantile(reach, 0.9))
+        reach = np.full(len(statistics_by_layer), np.quantile(reach, 0.9))
     rows = np.array([
         numbers.histogram(np.linspace(-far, far, _BINS + 1)) / numbers.total
-        for (_, numbers), far in zip(found, reach, strict=True)
+        for (_, numbers), far in zip(statistics_by_layer, reach, strict=True)
     ])  # fmt: skip
-    figure, (axes,) = _stacked(len(found), 1, [name for name, _ in found], 5.0)
+    figure, (axes,) = _stacked(len(statistics_by_layer), 1, [name for name, _ in statistics_by_layer], 5.0)
     far = 1.0 if own_scale else float(reach[0])
     image = axes.imshow(
-        np.clip(rows, 1e-5, None), aspect="auto", extent=(-far, far, len(found) - 0.5, -0.5), cmap="magma_r",
+        np.clip(rows, 1e-5, None), aspect="auto", extent=(-far, far, len(rows) - 0.5, -0.5), cmap="magma_r",
         norm=LogNorm(1e-5, 1), interpolation="nearest",
     )  # fmt: skip
-    axes.set_xlabel("value, as a part of the largest of its layer" if own_scale else "value")
+    axes.set_xlabel("value, relative to the largest of its layer" if own_scale else "value")
     axes.set_title(title, fontsize=9)
-    figure.colorbar(image, ax=axes, shrink=min(1.0, 12 / figure.get_size_inches()[1]), label="part of the values")
+    figure.colorbar(image, ax=axes, shrink=min(1.0, 12 / figure.get_size_inches()[1]), label="fraction of the values")
     return figure
 
 
 def _activations(inspection: Inspection) -> Figure | None:
-    found = [(one.name, one.activations) for one in _tensors(inspection)]
-    return _density(found, "histograms of activations", own_scale=False)
+    statistics = [(report.name, report.activations) for report in _tensors(inspection)]
+    return _density(statistics, "histograms of activations", own_scale=False)
 
 
 def _gradients(inspection: Inspection) -> Figure | None:
-    found = [(one.name, one.gradients) for one in _tensors(inspection) if one.gradients is not None]
-    return _density(found, "histograms of gradients", own_scale=True)
+    statistics = [(report.name, report.gradients) for report in _tensors(inspection) if report.gradients is not None]
+    return _density(statistics, "histograms of gradients", own_scale=True)
 
 
 def _gradient_flow(inspection: Inspection) -> Figure | None:
     """Plot the norms of gradients through the network, and of parameter gradients relative to the parameters."""
-    tensors = [one for one in _tensors(inspection) if one.gradients is not None]
+    tensors = [report for report in _tensors(inspection) if report.gradients is not None]
     if not tensors:
         return None
-    places = {one.layer: place for place, one in enumerate(tensors)}
-    figure, (flow, ratio) = _stacked(len(tensors), 2, [one.name for one in tensors], 3.6)
-    norms = np.array([one.gradient_norm for one in tensors])
+    places = {report.layer: place for place, report in enumerate(tensors)}
+    figure, (flow, ratio) = _stacked(len(tensors), 2, [report.name for report in tensors], 3.6)
+    norms = np.array([report.gradient_norm for report in tensors])
     flow.plot(np.where(norms > 0, norms, np.nan), range(len(tensors)), color=COLOURS[0], marker="o", markersize=3)
     flow.set_xscale("log")
-    flow.set_title("norm of the gradient of an image's activation", fontsize=9)
-    shown = [one for one in inspection.parameters if one.layer in places and one.gradient_to_weight > 0]
+    flow.set_title("gradient norm of the activation of an image", fontsize=9)
+    shown = [
+        parameter
+        for parameter in inspection.parameters
+        if parameter.layer in places and parameter.gradient_to_weight > 0
+    ]
     for kind, colour in (("weight", COLOURS[1]), ("bias", COLOURS[2])):
-        some = [one for one in shown if one.name.rpartition(".")[2] == kind]
-        ratio.plot([one.gradient_to_weight for one in some], [places[one.layer] for one in some], "o", color=colour,
-                   markersize=3, label=kind)  # fmt: skip
+        parameters = [parameter for parameter in shown if parameter.name.rpartition(".")[2] == kind]
+        ratios = [parameter.gradient_to_weight for parameter in parameters]
+        rows = [places[parameter.layer] for parameter in parameters]
+        ratio.plot(ratios, rows, "o", color=colour, markersize=3, label=kind)
     ratio.set_xscale("log")
-    for one in (flow, ratio):
-        one.xaxis.set_minor_formatter(NullFormatter())
-    ratio.set_title("norm of a parameter's gradient / of the parameter", fontsize=9)
+    for axes in (flow, ratio):
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    ratio.set_title("gradient norm / norm of a parameter", fontsize=9)
     ratio.legend(frameon=False, fontsize=7)
     return figure
 

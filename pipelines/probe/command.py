@@ -11,40 +11,40 @@ import click
 from extract.system.optional_libraries import library
 from pipelines.probe.config import ProbeConfig
 from pipelines.terminal.config import load_config
-from pipelines.terminal.options import config_file, given, json_flag, option, tell
+from pipelines.terminal.options import BACKBONE_HELP, config_file, given, json_flag, option, print_result
 
 __all__ = ["predict", "probe"]
 
 
-_of_probe = partial(option, model=ProbeConfig)
+_probe_option = partial(option, model=ProbeConfig)
 
 
 @click.command()
 @click.argument("out", nargs=-1, metavar="OUT...")
-@_of_probe("-p", "--protocol", type=click.Choice(list(get_args(ProbeConfig.model_fields["protocol"].annotation))))
-@_of_probe("-l", "--layers", multiple=True, metavar="LAYER")
-@_of_probe("--labels", metavar="FILE[:COLUMN]")
-@_of_probe("--multilabel/--no-multilabel")
-@_of_probe("--test-fraction", type=float)
-@_of_probe("--drop-leaks/--keep-leaks")
-@_of_probe("--scaling", type=click.Choice(["none", "l2", "standardise"]))
-@_of_probe("--class-weight", type=click.Choice(["balanced"]))
-@_of_probe("--seed", type=int)
-@_of_probe("--similarity/--no-similarity")
-@_of_probe("-o", "--results", metavar="FOLDER")
-@_of_probe("--save", metavar="FILE.safetensors")
-@_of_probe("--device")
-@_of_probe("--max-memory-mb", type=int)
+@_probe_option("-p", "--protocol", type=click.Choice(list(get_args(ProbeConfig.model_fields["protocol"].annotation))))
+@_probe_option("-l", "--layers", multiple=True, metavar="LAYER")
+@_probe_option("--labels", metavar="FILE[:COLUMN]")
+@_probe_option("--multilabel/--no-multilabel")
+@_probe_option("--test-fraction", type=float)
+@_probe_option("--drop-leaks/--keep-leaks")
+@_probe_option("--scaling", type=click.Choice(["none", "l2", "standardise"]))
+@_probe_option("--class-weight", type=click.Choice(["balanced"]))
+@_probe_option("--seed", type=int)
+@_probe_option("--similarity/--no-similarity")
+@_probe_option("-o", "--results", metavar="FOLDER")
+@_probe_option("--save", metavar="FILE.safetensors")
+@_probe_option("--device")
+@_probe_option("--max-memory-mb", type=int)
 @config_file
 @json_flag
 def probe(config: Path | None, as_json: bool, **flags: Any) -> None:
-    """Tell how good the features of the data sets OUT are, layer by layer, by a protocol of the literature.
+    """Measure how good the features of the data sets OUT are, layer by layer, with a published protocol.
 
-    Strengths are chosen on validation images; test images are predicted by what was chosen without them. Writes
-    results.json, results.csv, predictions.csv and pictures.
+    Hyperparameters are chosen on validation images; test images have no part in the choice. Writes results.json,
+    results.csv, predictions.csv and figures.
 
     \b
-    layertap probe outputs/photos                                # every layer that is stored
+    layertap probe outputs/photos                                # every stored layer
     layertap probe outputs/photos -p knn -l 'blocks.*' -l blocks.5+blocks.6
     layertap probe outputs/photos -p ridge --labels ages.csv:age
     layertap probe outputs/photos -l embedding --save probe.safetensors
@@ -55,7 +55,7 @@ def probe(config: Path | None, as_json: bool, **flags: Any) -> None:
 
     resolved = load_config(ProbeConfig, config, given(flags))
     outcome, files = probe_and_write(resolved, lambda text: click.echo(text, err=True))
-    tell(outcome, as_json, outcome_as_json, print_outcome)
+    print_result(outcome, as_json, outcome_as_json, print_outcome)
     if not as_json:
         click.echo("written: " + ", ".join(map(str, files)))
 
@@ -64,14 +64,14 @@ def probe(config: Path | None, as_json: bool, **flags: Any) -> None:
 @click.argument("probe", type=click.Path(path_type=Path))
 @click.argument("images", metavar="IMAGES|OUT")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="CSV file to write.")
-@click.option("-b", "--backbone", help="Its spec: to be given where it is code (python/, hub/), which will be run.")
+@click.option("-b", "--backbone", help=BACKBONE_HELP)
 @click.option("--weights", help="Name or file of the backbone's weights, if the file was moved.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N or mps.")
 def predict(probe: Path, images: str, output: Path, **settings: Any) -> None:
-    """Predict classes of images with a PROBE that `layertap probe --save` has kept.
+    """Predict classes of images with a PROBE that `layertap probe --save` has written.
 
-    The features of IMAGES are computed as those were that the probe was fitted on; those of a data set OUT must have
-    been.
+    Features of IMAGES are computed with the recorded settings of the probe. Features of a data set OUT must have been
+    computed with the same settings.
 
     \b
     layertap predict probe.safetensors new-photos -o predictions.csv

@@ -21,44 +21,48 @@ class ProbeConfig(BaseModel):
     layers: list[str] | None = Field(
         None,
         min_length=1,
-        description="Repeats, takes globs; a+b: two side by side. [default: all that are stored]",
+        description="May be repeated; globs allowed; a+b concatenates two layers. [default: all stored layers]",
     )
     protocol: Literal["clip", "simclr", "dinov2-logreg", "knn", "centroid", "fewshot", "ridge"] = Field(
-        "clip", description="What is fitted, and how its strength is chosen."
+        "clip", description="Classifier or regression, and how its hyperparameter is chosen."
     )
     labels: str | None = Field(
-        None, description="FILE.csv[:COLUMN] with `path` or `id`; column label. [default: the data set's own classes]"
+        None,
+        description="FILE.csv[:COLUMN] with `path` or `id`; column `label` if omitted. [default: the data set's own]",
     )
-    multilabel: bool = Field(False, description="An image has any number of labels, with | between them.")
+    multilabel: bool = Field(False, description="Images have any number of labels, separated by |.")
     test_fraction: float | None = Field(
-        None, gt=0, lt=1, description="Draw test images. [default: the data set's splits, or 0.2 if it has none]"
+        None,
+        gt=0,
+        lt=1,
+        description="Fraction to draw for testing. [default: the data set's splits, or 0.2 if it has none]",
     )
-    drop_leaks: bool = Field(False, description="Leave images out of training whose bytes are in val or test.")
+    drop_leaks: bool = Field(False, description="Drop training images whose bytes are also in val or test.")
     scaling: Literal["none", "l2", "standardise"] | None = Field(
-        None, description="Of the features. [default: the protocol's own]"
+        None, description="Scaling of the features. [default: the protocol's own]"
     )
-    class_weight: Literal["balanced"] | None = Field(None, description="Each class weighs the same.")
-    seed: int = Field(defaults.SEED, strict=True, ge=0, lt=1 << 32, description="Of all that is drawn.")
-    similarity: bool = Field(False, description="Also how alike the layers are: linear CKA and RSA.")
+    class_weight: Literal["balanced"] | None = Field(None, description="Weigh each class the same.")
+    seed: int = Field(defaults.SEED, strict=True, ge=0, lt=1 << 32, description="Seed of random choices.")
+    similarity: bool = Field(False, description="Also compare the layers: linear CKA and RSA.")
     results: Path | None = Field(
         None, description="Folder of the results. [default: OUT/probe/PROTOCOL, or PROTOCOL-2 for other settings]"
     )
-    save: Path | None = Field(None, description="Keep the probe, for `layertap predict`; of one layer.")
+    save: Path | None = Field(None, description="Save the probe of a single layer, for `layertap predict`.")
     device: str = Field(defaults.DEVICE, description="auto, cpu, cuda, cuda:N or mps.")
     max_memory_mb: int | None = Field(
         None,
         strict=True,
         ge=64,
-        description="Held at once; larger features are streamed. [default: half of what is free]",
+        description="Limit in MB; larger features are streamed. [default: half of the free memory]",
     )
 
     @model_validator(mode="after")
-    def _one_task(self) -> Self:
+    def _check_task(self) -> Self:
         if self.multilabel and self.protocol == "ridge":
             raise ValueError("--multilabel: ridge predicts numbers, not labels")
         return self
 
     @field_validator("out", "layers", mode="before")
     @classmethod
-    def _one(cls, value: Any) -> Any:
+    def _to_list(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value

@@ -27,13 +27,13 @@ from extract.taps.layer_names import match_layers
 from pipelines.probe.config import ProbeConfig
 from pipelines.probe.labelling import Labelling, drop_leaks, image_hashes, label_rows
 
-__all__ = ["Comparison", "Outcome", "Probed", "data_sets", "features_described", "run_probe"]
+__all__ = ["Comparison", "ProbeRun", "ProbedFeature", "data_sets", "description_of", "run_probe"]
 
-_ALIKE_ROWS = 2000  # images on which representations are compared, drawn with the seed
+_SIMILARITY_ROWS = 2000  # images on which representations are compared, drawn with the seed
 
 
 @dataclass(frozen=True)
-class Probed:
+class ProbedFeature:
     """A feature, or several concatenated features, and the result of its probe.
 
     Attributes:
@@ -79,7 +79,7 @@ class Comparison:
 
 
 @dataclass
-class Outcome:
+class ProbeRun:
     """Results of a run so far.
 
     Attributes:
@@ -97,7 +97,7 @@ class Outcome:
     labellings: dict[str, Labelling] = field(default_factory=dict)
     fingerprints: dict[str, str] = field(default_factory=dict)
     test_paths: dict[str, list[str]] = field(default_factory=dict)
-    probed: list[Probed] = field(default_factory=list)
+    probed: list[ProbedFeature] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)
     similarity: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
     complete: bool = False
@@ -105,22 +105,23 @@ class Outcome:
     @property
     def by_validation(self) -> bool:
         """Whether the best feature is chosen on validation rows, so that the test rows have no part in the choice."""
-        return all(one.result.curve for one in self.probed)
+        return all(feature.result.curve for feature in self.probed)
 
     @property
-    def best(self) -> Probed:
+    def best(self) -> ProbedFeature:
         """The best feature on the validation rows; without validation rows, on the test rows. Ties: the first."""
         if self.by_validation:
-            return max(self.probed, key=lambda one: one.chosen_by)
-        shots = min((max(one.result.shots) for one in self.probed if one.result.shots), default=0)
+            return max(self.probed, key=lambda feature: feature.chosen_by)
+        shots = min((max(feature.result.shots) for feature in self.probed if feature.result.shots), default=0)
         return max(
-            self.probed, key=lambda one: one.result.metrics[f"top1@{shots}"].value if shots else one.result.value
+            self.probed,
+            key=lambda feature: feature.result.metrics[f"top1@{shots}"].value if shots else feature.result.value,
         )
 
 
 def run_probe(
-    config: ProbeConfig, say: Callable[[str], None], on_result: Callable[[Outcome], None] = lambda outcome: None
-) -> Outcome:
+    config: ProbeConfig, say: Callable[[str], None], on_result: Callable[[ProbeRun], None] = lambda outcome: None
+) -> ProbeRun:
     """Probe every requested layer of every data set.
 
     Args:
@@ -132,7 +133,7 @@ def run_probe(
         InputError: a path is not a data set, labels are missing, or the protocol does not fit the labels or `save`.
         UnknownNameError: a layer does not exist.
     """
-    outcome = Outcome(config)
+    outcome = ProbeRun(config)
     with contextlib.ExitStack() as stack:
         readers = {name: stack.enter_context(FeatureReader(path)) for name, path in data_sets(config.out).items()}
         columns: dict[tuple[str, tuple[str, ...]], list[Any]] = {}
@@ -148,12 +149,12 @@ def run_probe(
                         for parts in _layers(reader, config.layers, name)}  # fmt: skip
         if config.save is not None and len(columns) > 1:
             raise InputError(
-                f"--save keeps the probe of one layer, and there are {len(columns)}: name one with -l; taking the best "
-                "on the test images would be choosing on them"
+                f"--save keeps the probe of one layer, and there are {len(columns)}: name one with -l. "
+                "A choice of the best layer on the test images would bias its result"
             )
         if config.save is not None and config.protocol in ("knn", "fewshot"):
-            raise InputError(f"the protocol {config.protocol} has no probe that could be kept; take another to --save")
-        alike = _common_rows(readers, config.seed) if config.similarity else {}
+            raise InputError(f"the protocol {config.protocol} has no probe that can be saved; use another protocol")
+        common_rows = _common_rows(readers, config.seed) if config.similarity else {}
         on_result(outcome)
         for number, ((name, parts), arrays) in enumerate(columns.items(), 1):
             layer = "+".join(parts)
@@ -163,11 +164,11 @@ def run_probe(
         outcome.comparisons = list(_comparisons(outcome, readers))
         if config.similarity:
             say("comparing representations")
-            outcome.similarity = similarities(_rows_in_order(arrays, alike[name])
+            outcome.similarity = similarities(_rows_in_order(arrays, common_rows[name])
                                               for (name, _), arrays in columns.items())  # fmt: skip
         if config.save is not None:
-            (one,) = outcome.probed
-            _save(one, config.out[0], config)
+            (feature,) = outcome.probed
+            _save(feature, config.out[0], config)
     outcome.complete = True
     on_result(outcome)
     return outcome
@@ -181,26 +182,28 @@ def data_sets(paths: Sequence[str]) -> dict[str, Path | str]:
     """
     for path in paths:
         if not is_url(path) and not Path(path).is_dir():
-            raise InputError(f"{path} is no folder; expected a data set of `layertap embed`")
+            raise InputError(f"{path} is not a folder; expected a data set of `layertap embed`")
         data_set_at(path)
-    found = [path.rstrip("/") if is_url(path) else Path(path) for path in paths]
-    names = [one.rpartition("/")[2] if isinstance(one, str) else one.resolve().name for one in found]
+    locations = [path.rstrip("/") if is_url(path) else Path(path) for path in paths]
+    names = [
+        location.rpartition("/")[2] if isinstance(location, str) else location.resolve().name for location in locations
+    ]
     if len(set(names)) < len(names):
         names = list(paths)
-    if len({one if isinstance(one, str) else one.resolve() for one in found}) < len(found):
+    if len({location if isinstance(location, str) else location.resolve() for location in locations}) < len(locations):
         raise InputError(f"a data set is given twice: {', '.join(paths)}")
-    return dict(zip(names, found, strict=True))
+    return dict(zip(names, locations, strict=True))
 
 
 def _layers(reader: FeatureReader, layers: Sequence[str] | None, where: str) -> Iterator[tuple[str, ...]]:
     """Yield the features to probe: each a tuple of one name, or of several names to concatenate."""
     for text in reader.layers if layers is None else layers:
         if "+" in text and text not in reader:
-            found = [match_layers(reader.layers, part, where) for part in text.split("+")]
-            for part, names in zip(text.split("+"), found, strict=True):
+            matches = [match_layers(reader.layers, part, where) for part in text.split("+")]
+            for part, names in zip(text.split("+"), matches, strict=True):
                 if len(names) > 1:
-                    raise InputError(f"{part!r} in {text!r} means {len(names)} layers; name each: {'+'.join(names)}")
-            yield tuple(names[0] for names in found)
+                    raise InputError(f"{part!r} in {text!r} matches {len(names)} layers; name each: {'+'.join(names)}")
+            yield tuple(names[0] for names in matches)
         else:
             for name in match_layers(reader.layers, text, where):
                 yield (name,)
@@ -208,10 +211,10 @@ def _layers(reader: FeatureReader, layers: Sequence[str] | None, where: str) -> 
 
 def _probed(
     config: ProbeConfig, labelling: Labelling, data_set: str, parts: tuple[str, ...], arrays: list[Any]
-) -> Probed:
-    sets = [Labelled(FeatureRows.of(arrays, rows), labelling.targets[rows])
+) -> ProbedFeature:
+    subsets = [Labelled(FeatureRows.of(arrays, rows), labelling.targets[rows])
             for rows in (labelling.train, labelling.val, labelling.test)]  # fmt: skip
-    train, val, test = sets
+    train, val, test = subsets
     result = probe(
         train, val if len(val) else None, test, labelling.classes, labelling.task,
         protocol=config.protocol, scaling=config.scaling, balanced=config.class_weight == "balanced", seed=config.seed,
@@ -219,40 +222,41 @@ def _probed(
     )  # fmt: skip
     # With many layers, arrays that are not reported would fill the memory.
     result = replace(result, probabilities=None, model=result.model if config.save else None)
-    return Probed(data_set, parts, train.rows.width, result)
+    return ProbedFeature(data_set, parts, train.rows.width, result)
 
 
-def _comparisons(outcome: Outcome, readers: dict[str, FeatureReader]) -> Iterator[Comparison]:
+def _comparisons(outcome: ProbeRun, readers: dict[str, FeatureReader]) -> Iterator[Comparison]:
     best = outcome.best
     for other in outcome.probed:
-        right, others = best.result.right, other.result.right
-        if other is best or right is None or others is None:
+        right, other_right = best.result.right, other.result.right
+        if other is best or right is None or other_right is None:
             continue
         if other.data_set != best.data_set:  # test images of both, matched by the hash of their bytes
             first, second = (
-                image_hashes(readers[one.data_set])[outcome.labellings[one.data_set].test] for one in (best, other)
+                image_hashes(readers[feature.data_set])[outcome.labellings[feature.data_set].test]
+                for feature in (best, other)
             )
-            _, here, there = np.intersect1d(first, second, return_indices=True)
-            right, others = right[here], others[there]
+            _, best_places, other_places = np.intersect1d(first, second, return_indices=True)
+            right, other_right = right[best_places], other_right[other_places]
         if len(right):
-            yield Comparison((best.data_set, best.layer), (other.data_set, other.layer), *mcnemar(right, others))
+            yield Comparison((best.data_set, best.layer), (other.data_set, other.layer), *mcnemar(right, other_right))
 
 
 def _common_rows(readers: dict[str, FeatureReader], seed: int) -> dict[str, NDArray[np.int64]]:
-    """Draw up to `_ALIKE_ROWS` of the images that have features in all data sets.
+    """Draw up to `_SIMILARITY_ROWS` of the images that have features in all data sets.
 
     Returns:
         data set -> rows of these images, in the same order.
     """
     rows_of = {}
     for name, reader in readers.items():
-        good = np.flatnonzero(reader.status == Status.OK)
-        hashes, first = np.unique(image_hashes(reader)[good], return_index=True)
-        rows_of[name] = dict(zip(hashes.tolist(), good[first].tolist(), strict=True))
+        good_rows = np.flatnonzero(reader.status == Status.OK)
+        hashes, first = np.unique(image_hashes(reader)[good_rows], return_index=True)
+        rows_of[name] = dict(zip(hashes.tolist(), good_rows[first].tolist(), strict=True))
     common = sorted(set.intersection(*(set(rows) for rows in rows_of.values())))
     if len(common) < 4:
         raise InputError(f"the data sets have {len(common)} images in common; --similarity needs at least 4")
-    drawn = np.random.default_rng(seed).permutation(len(common))[:_ALIKE_ROWS]
+    drawn = np.random.default_rng(seed).permutation(len(common))[:_SIMILARITY_ROWS]
     return {name: np.array([rows[common[i]] for i in drawn], np.int64) for name, rows in rows_of.items()}
 
 
@@ -263,33 +267,33 @@ def _rows_in_order(arrays: list[Any], rows: NDArray[np.int64]) -> FeatureRows:
     return FeatureRows.of(array[np.argsort(order)])
 
 
-def features_described(dataset: DataSet, layers: Sequence[str]) -> dict[str, Any]:
+def description_of(dataset: DataSet, layers: Sequence[str]) -> dict[str, Any]:
     """Return what the features of `layers` depend on, without the other features of the data set."""
     depends_on = dict(dataset.depends_on)
     return {**depends_on, "features": {name: depends_on["features"][name] for name in layers}}
 
 
-def _save(one: Probed, out: str, config: ProbeConfig) -> None:
+def _save(probed: ProbedFeature, out: str, config: ProbeConfig) -> None:
     """Save the probe with all settings needed to compute the same features of other images."""
-    model, dataset = one.result.model, data_set_at(out)
+    model, dataset = probed.result.model, data_set_at(out)
     assert model is not None
     assert config.save is not None
-    layers = list(one.parts)
+    layers = list(probed.parts)
     with FeatureReader(out) as reader:
         provenance = {key: reader.provenance.get(key) for key in ("backbone", "configuration", "versions")}
     about = {
-        "protocol": one.result.protocol,
-        "chosen": {one.result.swept: one.result.chosen} if one.result.swept else {},
+        "protocol": probed.result.protocol,
+        "chosen": {probed.result.swept: probed.result.chosen} if probed.result.swept else {},
         "layers": layers,
         "poolings": [feature.attributes["pooling"] for name in layers
                      for feature in dataset.features if feature.name == name],
-        "depends_on": features_described(dataset, layers),
+        "depends_on": description_of(dataset, layers),
         "provenance": provenance,
-        "n_train": one.result.n_train,
-        "metrics": {name: metric.value for name, metric in one.result.metrics.items()},
+        "n_train": probed.result.n_train,
+        "metrics": {name: metric.value for name, metric in probed.result.metrics.items()},
     }  # fmt: skip
-    kept = LinearProbe(
+    saved = LinearProbe(
         model.coef_, model.intercept_, model.classes_, model.task, model.scaling, model.has_probabilities, about
     )
     config.save.parent.mkdir(parents=True, exist_ok=True)
-    kept.save(config.save)
+    saved.save(config.save)

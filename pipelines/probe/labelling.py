@@ -73,7 +73,9 @@ def label_rows(
     Raises:
         InputError: the file matches no row, a label is not a number, or no rows are left.
     """
-    texts, splits, notes = _own(reader) if labels is None else _from_file(reader, labels, keep_empty=multilabel)
+    texts, splits, notes = (
+        _from_data_set(reader) if labels is None else _from_file(reader, labels, keep_empty=multilabel)
+    )
     good, groups = reader.status == Status.OK, _groups(reader)
     task = "regression" if numbers else "multilabel" if multilabel else "classification"
     if task == "classification":
@@ -85,31 +87,31 @@ def label_rows(
         raise InputError(f"none of the {len(reader):,} rows has both features and a label: {_reasons(counts)}")
     classes, targets = _targets(texts, used, task, labels or "the data set")
     names = np.array(splits)
-    there = set(names[used].tolist()) - {""}
-    if test_fraction is not None or not there:
+    known_splits = set(names[used].tolist()) - {""}
+    if test_fraction is not None or not known_splits:
         fraction = TEST_FRACTION if test_fraction is None else test_fraction
         strata = targets if task == "classification" else np.zeros(len(targets), np.int64)
-        chosen = _drawn(strata, groups, used, fraction, seed)
-        names = np.where(chosen, "test", "train")
-        of = "each class" if task == "classification" else "the rows"
-        notes.append(f"{fraction:.0%} of {of} drawn for testing, with seed {seed}; copies stay together")
-        if there:
-            notes.append(f"the splits that there are ({', '.join(sorted(there))}) are not used")
+        is_test = _draw_test_rows(strata, groups, used, fraction, seed)
+        names = np.where(is_test, "test", "train")
+        population = "each class" if task == "classification" else "the rows"
+        notes.append(f"{fraction:.0%} of {population} drawn for testing, with seed {seed}; copies stay together")
+        if known_splits:
+            notes.append(f"the existing splits ({', '.join(sorted(known_splits))}) are not used")
         elif any(reader.splits):
             notes.append("the splits of the data set are not used: the list of labels has others, or none for these")
-    elif "test" not in there:
-        if not there >= {"train", "val"}:
+    elif "test" not in known_splits:
+        if not known_splits >= {"train", "val"}:
             raise InputError(
-                f"labelled rows are in {' and '.join(sorted(there))} only; draw some for testing with --test-fraction"
+                f"labelled rows are in {' and '.join(sorted(known_splits))} only; draw test rows with --test-fraction"
             )
         names[names == "val"] = "test"
-        notes.append("no labelled test images: val is tested on, and nothing is chosen on it")
+        notes.append("no labelled test images: val is used for testing, and nothing is chosen on it")
     if without := int((used & (names == "")).sum()):
         counts["without a split"] = without
     sets = {name: np.flatnonzero(used & (names == name)) for name in ("train", "val", "test")}
     for name in ("train", "test"):
-        if not len(sets[name]) and (test_fraction is not None or not there):
-            raise InputError("each class has one image only; none can be drawn for testing")
+        if not len(sets[name]) and (test_fraction is not None or not known_splits):
+            raise InputError("each class has only one image; no test images can be drawn")
         if not len(sets[name]):
             raise InputError(
                 f"no row of {name} has both features and a label: {_reasons(counts)}; draw rows with --test-fraction"
@@ -117,7 +119,7 @@ def label_rows(
     labelling = Labelling(
         task, classes, targets, sets["train"], sets["val"], sets["test"], counts=counts, leaks={}, notes=notes
     )
-    return _known_classes(replace(labelling, leaks=_leaks(groups, labelling)))
+    return _keep_trained_classes(replace(labelling, leaks=_leaks(groups, labelling)))
 
 
 def drop_leaks(reader: FeatureReader, labelling: Labelling) -> Labelling:
@@ -126,15 +128,15 @@ def drop_leaks(reader: FeatureReader, labelling: Labelling) -> Labelling:
     in_test = np.isin(groups[labelling.val], groups[labelling.test])
     val = labelling.val[~in_test]
     copied = np.isin(groups[labelling.train], np.concatenate([groups[labelling.test], groups[val]]))
-    left = replace(labelling, train=labelling.train[~copied], val=val)
-    if not len(left.train):
+    remaining = replace(labelling, train=labelling.train[~copied], val=val)
+    if not len(remaining.train):
         raise InputError("all training rows are copies of rows of val or test")
-    dropped = len(labelling.train) - len(left.train) + len(labelling.val) - len(val)
-    notes = [*labelling.notes, f"{dropped:,} rows of train and val left out, which are copies of others"]
-    return _known_classes(replace(left, notes=notes))
+    dropped = len(labelling.train) - len(remaining.train) + len(labelling.val) - len(val)
+    notes = [*labelling.notes, f"{dropped:,} rows of train and val left out: they are copies of rows of val or test"]
+    return _keep_trained_classes(replace(remaining, notes=notes))
 
 
-def _own(reader: FeatureReader) -> tuple[list[str | None], list[str], list[str]]:
+def _from_data_set(reader: FeatureReader) -> tuple[list[str | None], list[str], list[str]]:
     names = [*reader.classes, None]  # label -1 gives the last item, None
     return [names[label] for label in reader.labels.tolist()], reader.splits, []
 
@@ -151,32 +153,32 @@ def _from_file(
     key = "path" if "path" in table else "id"
     names = reader.paths if key == "path" else reader.ids
     if names is None:
-        raise InputError(f"{where} has ids, but the data set has none; give it a column 'path'")
+        raise InputError(f"{where} has ids, but the data set has none; add a column 'path'")
     row_of = {_relative(reader, str(name)) if key == "path" else str(name): row for row, name in enumerate(table[key])}
     if len(row_of) < len(table[key]):
         twice = next(name for name, count in Counter(map(str, table[key])).items() if count > 1)
-        raise InputError(f"{where}: the {key} {twice!r} is there twice")
-    found = [row_of.get(name) for name in names]
-    matched = {row for row in found if row is not None}
+        raise InputError(f"{where}: the {key} {twice!r} occurs twice")
+    table_rows = [row_of.get(name) for name in names]
+    matched = {row for row in table_rows if row is not None}
     if not matched:
         raise InputError(
-            f"{where}: none of its {len(row_of):,} values of {key!r} is one of the data set; it has "
-            f"{printable(next(iter(row_of), 'none'))!r}, the data set {printable(names[0])!r}"
+            f"{where}: none of its {len(row_of):,} values of {key!r} is in the data set; the table has "
+            f"{printable(next(iter(row_of), 'none'))!r}, the data set has {printable(names[0])!r}"
         )
     notes = []
-    if left := len(row_of) - len(matched):
-        notes.append(f"{left:,} of the {len(row_of):,} rows of {where} are not in the data set")
+    if unmatched := len(row_of) - len(matched):
+        notes.append(f"{unmatched:,} of the {len(row_of):,} rows of {where} are not in the data set")
     values = table[column.strip().lower()]
     empty = "" if keep_empty else None
-    texts = [None if row is None else _text(values[row], empty) for row in found]
+    texts = [None if row is None else _text(values[row], empty) for row in table_rows]
     splits = reader.splits
     if "split" in table:
         splits = []
-        for row in found:
+        for row in table_rows:
             split = "" if row is None else str(table["split"][row] or "").strip().lower()
             if split and split not in SPLITS and row is not None:
                 place = f"line {lines[row]}" if lines else f"row {row}"
-                raise InputError(f"{where}: {place}: split {split!r}; expected train, val, test or nothing")
+                raise InputError(f"{where}: {place}: split {split!r}; expected train, val, test or no text")
             splits.append(SPLITS.get(split, ""))
     return texts, splits, notes
 
@@ -203,16 +205,16 @@ def _targets(texts: Sequence[str | None], used: NDArray[np.bool_], task: str, wh
         kinds = len(np.unique(targets[rows]))
         if kinds > max(_MOST_CLASSES, len(rows) // 2):
             raise InputError(
-                f"{where} gives {kinds:,} classes to {len(rows):,} rows; is it the right column? Numbers are predicted "
-                "with the protocol ridge"
+                f"{where} gives {kinds:,} classes to {len(rows):,} rows; is it the right column? To predict "
+                "numbers, use the protocol ridge"
             )
         return np.array(classes), targets
     if task == "multilabel":
-        sets = {row: {one.strip() for one in str(texts[row]).split(SEPARATOR)} - {""} for row in rows}
-        classes = sorted(set().union(*sets.values()))
+        labels_of = {row: {label.strip() for label in str(texts[row]).split(SEPARATOR)} - {""} for row in rows}
+        classes = sorted(set().union(*labels_of.values()))
         number = {name: i for i, name in enumerate(classes)}
         labels = np.zeros((len(texts), len(classes)), np.float32)
-        for row, names in sets.items():
+        for row, names in labels_of.items():
             labels[row, [number[name] for name in names]] = 1
         return np.array(classes), labels
     values = np.zeros((len(texts), 1))
@@ -222,14 +224,14 @@ def _targets(texts: Sequence[str | None], used: NDArray[np.bool_], task: str, wh
         except ValueError:
             values[row] = np.nan
         if not np.isfinite(values[row, 0]):
-            raise InputError(f"{where}: the label {texts[row]!r} is no number, which the protocol ridge predicts")
+            raise InputError(f"{where}: the label {texts[row]!r} is not a number; the protocol ridge predicts numbers")
     return np.array(["target"]), values
 
 
 def _groups(reader: FeatureReader) -> NDArray[np.int64]:
     """Return (N,) group numbers, equal for rows whose images have the same bytes."""
-    found: NDArray[np.int64] = np.unique(image_hashes(reader), return_inverse=True)[1]
-    return found
+    groups: NDArray[np.int64] = np.unique(image_hashes(reader), return_inverse=True)[1]
+    return groups
 
 
 def image_hashes(reader: FeatureReader) -> NDArray[Any]:
@@ -237,7 +239,7 @@ def image_hashes(reader: FeatureReader) -> NDArray[Any]:
     return np.ascontiguousarray(reader.column("source_hash")).view("V16")[:, 0]
 
 
-def _drawn(
+def _draw_test_rows(
     strata: NDArray[np.int64], groups: NDArray[np.int64], used: NDArray[np.bool_], fraction: float, seed: int
 ) -> NDArray[np.bool_]:
     """Draw rows for testing: the fraction of each stratum, but at least one of two or more; copies stay together."""
@@ -247,53 +249,53 @@ def _drawn(
     heads = rows[np.sort(first)]  # the first row of each group of copies
     taken = []
     for stratum in np.unique(strata[heads]):
-        here = generator.permutation(heads[strata[heads] == stratum])
-        count = max(round(fraction * len(here)), int(len(here) > 1))
-        taken.append(here[: min(count, len(here) - 1)])
+        candidates = generator.permutation(heads[strata[heads] == stratum])
+        count = max(round(fraction * len(candidates)), int(len(candidates) > 1))
+        taken.append(candidates[: min(count, len(candidates) - 1)])
     return np.isin(groups, groups[np.concatenate(taken)])
 
 
 def _leaks(groups: NDArray[np.int64], labelling: Labelling) -> dict[str, int]:
     sets = {"train": labelling.train, "val": labelling.val, "test": labelling.test}
-    found = {}
+    leaks = {}
     for later, earlier in (("test", "train"), ("test", "val"), ("val", "train")):
         if count := int(np.isin(groups[sets[later]], groups[sets[earlier]]).sum()):
-            found[f"{later} in {earlier}"] = count
-    return found
+            leaks[f"{later} in {earlier}"] = count
+    return leaks
 
 
-def _known_classes(labelling: Labelling) -> Labelling:
+def _keep_trained_classes(labelling: Labelling) -> Labelling:
     """Keep only the classes that training rows have.
 
     Rows of val with other classes are left out; rows of test with other classes count as wrong.
     """
     if labelling.task == "multilabel":
-        there = labelling.targets[labelling.train].any(0)
-        if not there.any():
+        is_trained = labelling.targets[labelling.train].any(0)
+        if not is_trained.any():
             raise InputError("no training row has a label")
-        left = [str(name) for name in labelling.classes[~there]]
-        notes = [f"labels that no training row has are left out: {', '.join(left[:5])}"] if left else []
+        untrained = [str(name) for name in labelling.classes[~is_trained]]
+        notes = [f"labels that no training row has are left out: {', '.join(untrained[:5])}"] if untrained else []
         return replace(
             labelling,
-            classes=labelling.classes[there],
-            targets=labelling.targets[:, there],
+            classes=labelling.classes[is_trained],
+            targets=labelling.targets[:, is_trained],
             notes=labelling.notes + notes,
         )
     if labelling.task != "classification":
         return labelling
-    there = np.bincount(labelling.targets[labelling.train], minlength=len(labelling.classes)) > 0
-    unseen = np.cumsum(np.logical_not(there)) + len(labelling.unseen)
-    number = np.append(np.where(there, np.cumsum(there) - 1, -unseen), -1)
+    is_trained = np.bincount(labelling.targets[labelling.train], minlength=len(labelling.classes)) > 0
+    unseen = np.cumsum(np.logical_not(is_trained)) + len(labelling.unseen)
+    number = np.append(np.where(is_trained, np.cumsum(is_trained) - 1, -unseen), -1)
     # Classes that an earlier call has marked as unseen keep their negative targets.
     targets = np.where(labelling.targets >= 0, number[labelling.targets], labelling.targets)
     known = targets[labelling.val] >= 0
     notes = labelling.notes
     if not known.all():
-        notes = [*notes, f"{int((~known).sum()):,} rows of val have a class that train has not, and are left out"]
-    names = (*labelling.unseen, *labelling.classes[np.logical_not(there)].tolist())
+        notes = [*notes, f"{int((~known).sum()):,} rows of val are left out: no training row has their class"]
+    names = (*labelling.unseen, *labelling.classes[np.logical_not(is_trained)].tolist())
     return replace(
         labelling,
-        classes=labelling.classes[there],
+        classes=labelling.classes[is_trained],
         targets=targets,
         val=labelling.val[known],
         notes=notes,

@@ -57,31 +57,31 @@ def run_predict(
     probe = LinearProbe.load(path)
     try:
         described = dict(probe.about["depends_on"])
-        wanted = [(str(name), str(described["features"][name])) for name in probe.about["layers"]]
+        fitted_on = [(str(name), str(described["features"][name])) for name in probe.about["layers"]]
         poolings = [str(pooling) for pooling in probe.about["poolings"]]
         asked = asked_of(dict(probe.about["provenance"]["configuration"]), weights)
-        named, made = str(probe.about["provenance"]["backbone"]), dict[str, Any](how_made(described))
-        dtype, most = str(described["stored_as"]), int(probe.about["provenance"]["configuration"]["max_pixels"])
+        named, computation = str(probe.about["provenance"]["backbone"]), dict[str, Any](how_made(described))
+        dtype, max_pixels = str(described["stored_as"]), int(probe.about["provenance"]["configuration"]["max_pixels"])
         layers = [name if name.rpartition(":")[2] in pooling_names() else f"{name}:{pooling}"
-                  for (name, _), pooling in zip(wanted, poolings, strict=True)]  # fmt: skip
+                  for (name, _), pooling in zip(fitted_on, poolings, strict=True)]  # fmt: skip
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise InputError(f"{path} does not say what features it is for: {what}") from error
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise InputError(f"{path} does not describe the features that it was fitted on: {reason}") from error
     if output.is_file() and not _holds_predictions(output):
-        raise InputError(f"{output} is there already, and holds no predictions; name another file")
+        raise InputError(f"{output} already exists and holds no predictions; name another file")
     if output.is_dir() or not output.parent.is_dir():
         raise InputError(f"{output} cannot be written: " + ("it is a folder" if output.is_dir() else "no such folder"))
     if (Path(images) / "dataset.json").is_file():
         dataset = DataSet.open(Path(images))
-        return _predict(probe, Path(images), _same_features(path, described, wanted, dataset, images), output)
-    if made["compile"] == "openvino" and device == "auto":
+        return _predict(probe, Path(images), _same_features(path, described, fitted_on, dataset, images), output)
+    if computation["compile"] == "openvino" and device == "auto":
         device = "cpu"
     loaded = load_backbone(permitted(named, backbone, path), device=device, **asked)
     with tempfile.TemporaryDirectory(prefix=".predict-", dir=output.parent) as folder:
         out = Path(folder) / "features"
-        settings = ExtractionSettings(layers=layers, dtype=dtype, max_pixels=most, **made)
+        settings = ExtractionSettings(layers=layers, dtype=dtype, max_pixels=max_pixels, **computation)
         planned = plan(images, out=out, backbone=loaded, settings=settings)
-        names = _same_features(path, described, wanted, planned.dataset, images)
+        names = _same_features(path, described, fitted_on, planned.dataset, images)
         with Progress(len(planned.images)) as progress:
             extract(planned, on_rows=progress.advance)
         return _predict(probe, out, names, output)
@@ -93,23 +93,23 @@ def _holds_predictions(path: Path) -> bool:
 
 
 def _same_features(
-    path: Path, described: dict[str, Any], wanted: list[tuple[str, str]], dataset: DataSet, images: str
+    path: Path, described: dict[str, Any], fitted_on: list[tuple[str, str]], dataset: DataSet, images: str
 ) -> list[str]:
     """Return the names of the probe's features in a data set; the names may differ in a pooling suffix."""
     names = []
-    for name, what in wanted:
-        there = dataset.depends_on["features"]
-        same = [other for other, is_what in there.items() if is_what == what]
+    for name, description in fitted_on:
+        features = dataset.depends_on["features"]
+        same = [other for other, other_description in features.items() if other_description == description]
         if not same:
             raise InputError(
-                f"{path} was fitted on {name} ({what}); {images} has no such feature, but "
-                + ", ".join(f"{other} ({is_what})" for other, is_what in list(there.items())[:5])
+                f"{path} was fitted on {name} ({description}); {images} has no such feature, but "
+                + ", ".join(f"{other} ({other_description})" for other, other_description in list(features.items())[:5])
             )
         names.append(same[0])
     others = {key: value for key, value in described.items() if key != "features"}
     if changed := differences(others, {k: v for k, v in dataset.depends_on.items() if k != "features"}):
         raise InputError(
-            f"{path} was fitted on features that were made otherwise than those of {images}: " + "; ".join(changed)
+            f"{path} was fitted on features with other settings than the features of {images}: " + "; ".join(changed)
         )
     return names
 
@@ -124,9 +124,11 @@ def _predict(probe: LinearProbe, out: Path, layers: list[str], output: Path) -> 
             counts[line[2] if line[1] == Status.OK.text else "\0"] += 1
             write(line)
     failed = counts.pop("\0", 0)
-    most = ", ".join(f"{printable(name)} {count:,}" for name, count in counts.most_common(5))
+    most_frequent = ", ".join(f"{printable(name)} {count:,}" for name, count in counts.most_common(5))
     summary = f"{sum(counts.values()):,} images predicted" + (f", {failed:,} without features" if failed else "")
-    return f"{summary}; written: {output}" + (f"\n{most}" if probe.task == "classification" and most else "")
+    return f"{summary}; written: {output}" + (
+        f"\n{most_frequent}" if probe.task == "classification" and most_frequent else ""
+    )
 
 
 def _lines(
@@ -135,10 +137,10 @@ def _lines(
     good = reader.status == Status.OK
     for start in range(0, len(reader), _ROWS):
         rows = np.arange(start, min(start + _ROWS, len(reader)))
-        there = rows[good[rows]]
-        scores = probe.scores(FeatureRows.of([reader[name] for name in layers], there)) if len(there) else None
+        good_rows = rows[good[rows]]
+        scores = probe.scores(FeatureRows.of([reader[name] for name in layers], good_rows)) if len(good_rows) else None
         probabilities = probe.probabilities(scores) if shown and scores is not None else None
-        place = {row: i for i, row in enumerate(there.tolist())}
+        place = {row: i for i, row in enumerate(good_rows.tolist())}
         for row in rows.tolist():
             status = Status(reader.status[row]).text
             if row not in place or scores is None:
@@ -147,5 +149,5 @@ def _lines(
             i = place[row]
             value = scores[i].argmax() if probe.task == "classification" else scores[i]
             predicted = answer(value > 0 if probe.task == "multilabel" else value, classes, probe.task)
-            each = [] if probabilities is None else [f"{p:.6g}" for p in probabilities[i].tolist()]
-            yield [reader.paths[row], status, predicted, *each]
+            probabilities_text = [] if probabilities is None else [f"{p:.6g}" for p in probabilities[i].tolist()]
+            yield [reader.paths[row], status, predicted, *probabilities_text]

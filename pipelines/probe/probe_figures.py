@@ -11,7 +11,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from extract.analysis.probe.probing import PRIMARY
-from pipelines.probe.job import Outcome, Probed
+from pipelines.probe.job import ProbedFeature, ProbeRun
 from pipelines.terminal.figures import COLOURS, cycled, drawable, new_figure, save_figure
 
 __all__ = ["PICTURES", "draw"]
@@ -20,7 +20,7 @@ _AXIS = {"top1": "top-1 accuracy, %", "mAP": "mean average precision", "r2": "RÂ
 _NAMED_CLASSES = 40  # more names do not fit beside a matrix
 
 
-def draw(outcome: Outcome, folder: Path) -> list[Path]:
+def draw(outcome: ProbeRun, folder: Path) -> list[Path]:
     """Draw the figures that apply as PNG and return the files."""
     written = []
     for name, picture in PICTURES.items():
@@ -30,35 +30,37 @@ def draw(outcome: Outcome, folder: Path) -> list[Path]:
     return written
 
 
-def _by_data_set(outcome: Outcome) -> Iterator[tuple[str, str, list[Probed]]]:
+def _by_data_set(outcome: ProbeRun) -> Iterator[tuple[str, str, list[ProbedFeature]]]:
     for colour, name in zip(cycled(len(outcome.labellings)), outcome.labellings, strict=True):
-        yield name, colour, [one for one in outcome.probed if one.data_set == name]
+        yield name, colour, [feature for feature in outcome.probed if feature.data_set == name]
 
 
-def _scale(outcome: Outcome) -> tuple[str, float]:
+def _scale(outcome: ProbeRun) -> tuple[str, float]:
     """Return the axis label of the metric, and the factor of its values."""
     task = outcome.probed[0].result.task
     return _AXIS[PRIMARY[task]], 100.0 if task == "classification" else 1.0
 
 
-def _title(outcome: Outcome, text: str) -> str:
+def _title(outcome: ProbeRun, text: str) -> str:
     return f"{text}, {outcome.config.protocol}" + (
         f", {drawable(next(iter(outcome.labellings)))}" if len(outcome.labellings) == 1 else ""
     )
 
 
-def _layers(outcome: Outcome) -> Figure | None:
+def _layers(outcome: ProbeRun) -> Figure | None:
     """Plot the metric of each layer, in order, with its 95 % interval; one line per data set."""
     if len(outcome.probed) < 2:
         return None
-    names = list(dict.fromkeys(one.layer for one in outcome.probed))
+    names = list(dict.fromkeys(feature.layer for feature in outcome.probed))
     figure, axes = new_figure(min(16.0, max(5.0, 1.6 + 0.55 * len(names))), 4.2)
     label, factor = _scale(outcome)
     for name, colour, probed in _by_data_set(outcome):
-        places = [names.index(one.layer) for one in probed]
-        estimates = [one.result.metrics[one.result.primary] for one in probed]
-        values = factor * np.array([one.value for one in estimates])
-        ends = factor * np.array([[one.value - one.low, one.high - one.value] for one in estimates]).T
+        places = [names.index(feature.layer) for feature in probed]
+        estimates = [feature.result.metrics[feature.result.primary] for feature in probed]
+        values = factor * np.array([feature.value for feature in estimates])
+        ends = (
+            factor * np.array([[feature.value - feature.low, feature.high - feature.value] for feature in estimates]).T
+        )
         axes.errorbar(
             places, values, np.maximum(np.nan_to_num(ends), 0), color=colour, marker="o", markersize=5, capsize=3,
             linewidth=1.8, label=drawable(name),
@@ -81,7 +83,7 @@ def _layers(outcome: Outcome) -> Figure | None:
     return figure
 
 
-def _chance(outcome: Outcome, axes: Any) -> None:
+def _chance(outcome: ProbeRun, axes: Any) -> None:
     """Draw a line at the accuracy of always predicting the most frequent test class."""
     result = outcome.probed[0].result
     if result.task == "classification" and result.truth.max(initial=-1) >= 0:
@@ -91,25 +93,25 @@ def _chance(outcome: Outcome, axes: Any) -> None:
                       fontsize=8, color="0.4", va="bottom")  # fmt: skip
 
 
-def _curve(outcome: Outcome) -> Figure | None:
+def _curve(outcome: ProbeRun) -> Figure | None:
     """Plot the metric on the validation rows against the strength, and mark the chosen strength; one line per layer."""
-    probed = [one for one in outcome.probed if len(one.result.curve) > 1]
+    probed = [feature for feature in outcome.probed if len(feature.result.curve) > 1]
     if not probed:
         return None
     figure, axes = new_figure(*_size_with_legend(len(probed)))
     label, factor = _scale(outcome)
-    for (name, colour, style), one in zip(_lines(outcome, probed), probed, strict=True):
-        strengths, values = np.array(one.result.curve).T
+    for (name, colour, style), feature in zip(_lines(outcome, probed), probed, strict=True):
+        strengths, values = np.array(feature.result.curve).T
         order = np.argsort(strengths)
         axes.plot(
             strengths[order], factor * values[order], color=colour, linestyle=style, linewidth=1.5, marker=".",
             markersize=4, label=name,
         )  # fmt: skip
-        chosen = int(np.argmin(np.abs(np.log(strengths / one.result.chosen))))
+        chosen = int(np.argmin(np.abs(np.log(strengths / feature.result.chosen))))
         axes.plot(strengths[chosen], factor * values[chosen], "o", color=colour, markersize=8, markeredgecolor="white")
     axes.set_xscale("log")
     if probed[0].result.swept == "k":
-        ks = sorted({int(k) for one in probed for k, _ in one.result.curve})
+        ks = sorted({int(k) for feature in probed for k, _ in feature.result.curve})
         axes.set_xticks(ks, [str(k) for k in ks])
         axes.minorticks_off()
     axes.set_xlabel(probed[0].result.swept)
@@ -120,14 +122,14 @@ def _curve(outcome: Outcome) -> Figure | None:
     return figure
 
 
-def _lines(outcome: Outcome, probed: list[Probed]) -> Iterator[tuple[str, Any, str]]:
+def _lines(outcome: ProbeRun, probed: list[ProbedFeature]) -> Iterator[tuple[str, Any, str]]:
     """Yield name, colour and style of each line: one colour per layer, one style per data set."""
-    layers, data_sets = list(dict.fromkeys(one.layer for one in probed)), list(outcome.labellings)
+    layers, data_sets = list(dict.fromkeys(feature.layer for feature in probed)), list(outcome.labellings)
     shades = colormaps["viridis"](np.linspace(0, 0.9, len(layers))) if len(layers) > 1 else [COLOURS[0]]
-    for one in probed:
-        name = one.layer if len(data_sets) == 1 else f"{one.data_set} {one.layer}"
-        style = ("-", "--", "-.", ":")[data_sets.index(one.data_set) % 4]
-        yield drawable(name), shades[layers.index(one.layer)], style
+    for feature in probed:
+        name = feature.layer if len(data_sets) == 1 else f"{feature.data_set} {feature.layer}"
+        style = ("-", "--", "-.", ":")[data_sets.index(feature.data_set) % 4]
+        yield drawable(name), shades[layers.index(feature.layer)], style
 
 
 _IN_A_COLUMN = 20  # names in a legend column
@@ -143,15 +145,15 @@ def _legend(axes: Any, count: int) -> None:
         axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), ncols=columns)
 
 
-def _shots(outcome: Outcome) -> Figure | None:
+def _shots(outcome: ProbeRun) -> Figure | None:
     """Few-shot: plot mean and range of the draws against the training images per class; one line per layer."""
-    probed = [one for one in outcome.probed if one.result.shots]
+    probed = [feature for feature in outcome.probed if feature.result.shots]
     if not probed:
         return None
     figure, axes = new_figure(*_size_with_legend(len(probed)))
-    for (name, colour, style), one in zip(_lines(outcome, probed), probed, strict=True):
-        shots = np.array(list(one.result.shots))
-        values = 100 * np.array([one.result.shots[n] for n in shots.tolist()])
+    for (name, colour, style), feature in zip(_lines(outcome, probed), probed, strict=True):
+        shots = np.array(list(feature.result.shots))
+        values = 100 * np.array([feature.result.shots[n] for n in shots.tolist()])
         axes.plot(
             shots, values.mean(1), color=colour, marker="o", markersize=5, linewidth=1.8, linestyle=style, label=name
         )
@@ -159,7 +161,7 @@ def _shots(outcome: Outcome) -> Figure | None:
     axes.set_xscale("log")
     axes.set_xticks(shots, [str(n) for n in shots])
     axes.minorticks_off()
-    axes.set_xlabel("training images of a class")
+    axes.set_xlabel("training images per class")
     axes.set_ylabel(_AXIS["top1"])
     axes.set_title(_title(outcome, "By shots") + "; mean and range of draws", fontsize=11)
     axes.grid(alpha=0.3)
@@ -167,7 +169,7 @@ def _shots(outcome: Outcome) -> Figure | None:
     return figure
 
 
-def _confusion(outcome: Outcome) -> Figure | None:
+def _confusion(outcome: ProbeRun) -> Figure | None:
     """Draw the confusion matrix of the best layer, in % of the test images of each class."""
     best = outcome.best
     if best.result.confusion is None:
@@ -186,25 +188,27 @@ def _confusion(outcome: Outcome) -> Figure | None:
             if shares[i, j] >= 0.5:
                 axes.text(j, i, f"{shares[i, j]:.0f}", ha="center", va="center", fontsize=8,
                           color="white" if shares[i, j] > 55 else "black")  # fmt: skip
-    number = "" if len(names) <= _NAMED_CLASSES else ", by its place in `classes` of results.json"
+    number = "" if len(names) <= _NAMED_CLASSES else ", as index of `classes` in results.json"
     axes.set_xlabel("predicted" + number)
     axes.set_ylabel("class" + number)
-    called = best.layer if len(outcome.labellings) == 1 else f"{best.data_set} {best.layer}"
-    axes.set_title(_title(outcome, f"{drawable(called)}: % of the test images of a class"), fontsize=10)
+    name = best.layer if len(outcome.labellings) == 1 else f"{best.data_set} {best.layer}"
+    axes.set_title(_title(outcome, f"{drawable(name)}: % of the test images of each class"), fontsize=10)
     figure.colorbar(image, ax=axes, shrink=0.7)
     return figure
 
 
-def _similarity(outcome: Outcome) -> Figure | None:
+def _similarity(outcome: ProbeRun) -> Figure | None:
     """Draw linear CKA and RSA between all layers as two heat maps."""
     if outcome.similarity is None:
         return None
     several = len(outcome.labellings) > 1
-    names = [drawable(f"{one.data_set} {one.layer}" if several else one.layer) for one in outcome.probed]
+    names = [
+        drawable(f"{feature.data_set} {feature.layer}" if several else feature.layer) for feature in outcome.probed
+    ]
     side = min(9.0, max(3.6, 1.8 + 0.34 * len(names)))
     figure = Figure(figsize=(2 * side + 0.8, side), layout="constrained")
-    both = figure.subplots(1, 2)
-    for axes, matrix, title in zip(both, outcome.similarity, ("linear CKA", "RSA (Spearman)"), strict=True):
+    panels = figure.subplots(1, 2)
+    for axes, matrix, title in zip(panels, outcome.similarity, ("linear CKA", "RSA (Spearman)"), strict=True):
         image = axes.imshow(matrix, cmap="magma", vmin=min(0.0, float(np.nanmin(matrix))), vmax=1)
         axes.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=8)
         axes.set_yticks(range(len(names)), names, fontsize=8)
@@ -217,7 +221,7 @@ def _similarity(outcome: Outcome) -> Figure | None:
     return figure
 
 
-PICTURES: dict[str, Callable[[Outcome], Figure | None]] = {
+PICTURES: dict[str, Callable[[ProbeRun], Figure | None]] = {
     "layers.png": _layers,
     "curve.png": _curve,
     "shots.png": _shots,

@@ -19,7 +19,7 @@ from extract.errors import InputError
 from extract.system.atomic_files import own_folder, read_json, write_json
 from extract.system.urls import is_url
 from pipelines.probe.config import ProbeConfig
-from pipelines.probe.job import Outcome, Probed, data_sets, run_probe
+from pipelines.probe.job import ProbedFeature, ProbeRun, data_sets, run_probe
 from pipelines.probe.labelling import SEPARATOR
 from pipelines.probe.probe_figures import PICTURES, draw
 from pipelines.terminal.tables import table_file
@@ -32,12 +32,12 @@ _NAMES = {
     "calibration_error": "ECE", "r2": "R²", "rmse": "RMSE", "mae": "MAE",
 }  # fmt: skip
 _NEAREST = 3  # comparisons printed, those with the largest p; results.json has all
-_SHARES = {"top1", "top5", "balanced_accuracy"}
+_PERCENT_METRICS = {"top1", "top5", "balanced_accuracy"}
 _MOST_IN_JSON = 200  # most classes of a confusion matrix in results.json
-_SCALED = {"none": "features as they are", "l2": "features of length 1", "standardise": "features standardised"}
+_SCALED = {"none": "features unscaled", "l2": "features scaled to length 1", "standardise": "features standardised"}
 
 
-def probe_and_write(config: ProbeConfig, say: Callable[[str], None]) -> tuple[Outcome, list[Path]]:
+def probe_and_write(config: ProbeConfig, say: Callable[[str], None]) -> tuple[ProbeRun, list[Path]]:
     """Probe, write the results after each layer, so that an interruption loses one layer, and draw figures at the end.
 
     Returns:
@@ -50,21 +50,21 @@ def probe_and_write(config: ProbeConfig, say: Callable[[str], None]) -> tuple[Ou
     try:
         if config.save is not None:
             _check_file(config.save)
-        folder, made = _folder_for(config)
+        folder, created = _folder_for(config)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise InputError(
-            f"results cannot be written to {error.filename}: {error.strerror}; name a folder by -o"
+            f"results cannot be written to {error.filename}: {error.strerror}; name another folder with -o"
         ) from error
     try:
         outcome = run_probe(config, say, lambda outcome: _write_results(outcome, folder))
     except BaseException:
-        if made and not _probes_in(folder):  # a run without results leaves nothing behind
+        if created and not _has_results(folder):  # a run without results leaves nothing behind
             (folder / "results.json").unlink(missing_ok=True)
-            for one in made:
+            for path in created:
                 with contextlib.suppress(OSError):
-                    one.rmdir()
+                    path.rmdir()
         raise
     files = [folder / name for name in ("results.json", "results.csv")]
     if _write_predictions(outcome, folder / "predictions.csv"):
@@ -91,26 +91,26 @@ def _folder_for(config: ProbeConfig) -> tuple[Path, list[Path]]:
     settings.
     """
     if config.results is not None:
-        made = [one for one in (config.results, config.results.parent) if not one.exists()]
+        created = [path for path in (config.results, config.results.parent) if not path.exists()]
         config.results.mkdir(parents=True, exist_ok=True)
-        return config.results, made
+        return config.results, created
     if is_url(config.out[0]):
-        raise InputError(f"{config.out[0]} is in a bucket; name a folder on this machine for the results by -o")
+        raise InputError(f"{config.out[0]} is in a bucket; name a folder on this machine for the results with -o")
     parent = Path(config.out[0]) / "probe"
-    made = [] if parent.exists() else [parent]
+    created = [] if parent.exists() else [parent]
     own_folder(parent)
     for number in itertools.count(1):
         folder = parent / (config.protocol + (f"-{number}" if number > 1 else ""))
         try:
             folder.mkdir()  # succeeds in only one of two concurrent runs
-            return folder, [folder, *made]
+            return folder, [folder, *created]
         except FileExistsError:
-            if _read(folder).get("configuration") == _what_is_asked(config):
-                return own_folder(folder), made
+            if _read_results(folder).get("configuration") == _result_settings(config):
+                return own_folder(folder), created
     raise AssertionError("there is always a next number")
 
 
-def _read(folder: Path) -> dict[str, Any]:
+def _read_results(folder: Path) -> dict[str, Any]:
     """Return the content of results.json; empty if it cannot be read."""
     try:
         return read_json(folder / "results.json")
@@ -118,35 +118,37 @@ def _read(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _probes_in(folder: Path) -> bool:
-    return bool(_read(folder).get("probes"))
+def _has_results(folder: Path) -> bool:
+    return bool(_read_results(folder).get("probes"))
 
 
-def _what_is_asked(config: ProbeConfig) -> dict[str, Any]:
+def _result_settings(config: ProbeConfig) -> dict[str, Any]:
     """Return the settings that the results depend on."""
     return config.model_dump(mode="json", exclude={"results", "save", "device", "max_memory_mb"})
 
 
-def print_outcome(outcome: Outcome, echo: Callable[[str], None]) -> None:
+def print_outcome(outcome: ProbeRun, echo: Callable[[str], None]) -> None:
     """Print the table with its notes."""
     for name, labelling in outcome.labellings.items():
         counts = labelling.counts
-        left = [f"{count:,} {why}" for why, count in counts.items() if why != "rows" and count]
+        left_out = [f"{count:,} {reason}" for reason, count in counts.items() if reason != "rows" and count]
         sets = ", ".join(
-            f"{len(rows):,} {what}"
-            for what, rows in (("train", labelling.train), ("val", labelling.val), ("test", labelling.test))
+            f"{len(rows):,} {subset}"
+            for subset, rows in (("train", labelling.train), ("val", labelling.val), ("test", labelling.test))
             if len(rows)
         )
-        what = "numbers" if labelling.task == "regression" else f"{len(labelling.classes):,} {_kinds(labelling.task)}"
+        targets = (
+            "numbers" if labelling.task == "regression" else f"{len(labelling.classes):,} {_label_noun(labelling.task)}"
+        )
         echo(
-            f"{printable(name)}: {counts['rows']:,} rows, {what}; {sets}"
-            + (f"; left out: {', '.join(left)}" if left else "")
+            f"{printable(name)}: {counts['rows']:,} rows, {targets}; {sets}"
+            + (f"; left out: {', '.join(left_out)}" if left_out else "")
         )
         for note in labelling.notes:
             echo(f"  {printable(note)}")
         if labelling.leaks and not outcome.config.drop_leaks:
-            found = ", ".join(f"{count:,} images of {what}" for what, count in labelling.leaks.items())
-            echo(f"  leakage: the same bytes in two sets: {found.replace(' in ', ' are in ')} as well; --drop-leaks "
+            leaks = ", ".join(f"{count:,} images of {overlap}" for overlap, count in labelling.leaks.items())
+            echo(f"  leakage: the same bytes in two sets: {leaks.replace(' in ', ' are also in ')}; --drop-leaks "
                  "leaves them out of training")  # fmt: skip
     first = outcome.probed[0].result
     echo(f"{first.protocol}: {PROTOCOLS[first.protocol].about}; {_SCALED[first.scaling]}")
@@ -155,99 +157,101 @@ def print_outcome(outcome: Outcome, echo: Callable[[str], None]) -> None:
     several = len(outcome.probed) > 1
     if several:
         best = outcome.best
-        by = (f"best on validation rows ({_shown(best.result.primary, best.chosen_by)})" if outcome.by_validation
-              else "best on the test rows themselves")  # fmt: skip
-        name = _called(outcome, best.data_set, best.layer)
-        echo(f"{by}: {name}, {_shown(best.result.primary, best.result.value)} on test")
+        on_test = _format_metric(best.result.primary, best.result.value)
+        title = "best on the test rows themselves"
+        if outcome.by_validation:
+            title = f"best on validation rows ({_format_metric(best.result.primary, best.chosen_by)})"
+        name = _full_name(outcome, best.data_set, best.layer)
+        echo(f"{title}: {name}, {on_test} on test")
         for pair in sorted(outcome.comparisons, key=lambda pair: -pair.p)[:_NEAREST]:
             echo(
-                f"  against {_called(outcome, *pair.other)}: it alone is right on {pair.only_better:,} test images, "
-                f"the other on {pair.only_other:,}; p = {pair.p:.2g} (McNemar)"
+                f"  against {_full_name(outcome, *pair.other)}: only the best is right on {pair.only_better:,} test "
+                f"images, only the other on {pair.only_other:,}; p = {pair.p:.2g} (McNemar)"
             )
-    notes = [(one, note) for one in outcome.probed for note in one.result.notes]
-    for one, note in notes[:SHOWN]:
-        echo((f"{_called(outcome, one.data_set, one.layer)}: " if several else "") + note)
+    notes = [(feature, note) for feature in outcome.probed for note in feature.result.notes]
+    for feature, note in notes[:SHOWN]:
+        echo((f"{_full_name(outcome, feature.data_set, feature.layer)}: " if several else "") + note)
     if len(notes) > SHOWN:
         echo(f"... and {len(notes) - SHOWN} more notes in results.json")
 
 
-def _kinds(task: str) -> str:
+def _label_noun(task: str) -> str:
     return "labels" if task == "multilabel" else "classes"
 
 
-def _called(outcome: Outcome, data_set: str, layer: str) -> str:
+def _full_name(outcome: ProbeRun, data_set: str, layer: str) -> str:
     return printable(f"{data_set} {layer}" if len(outcome.labellings) > 1 else layer)
 
 
-def _table(outcome: Outcome) -> Iterator[str]:
+def _table(outcome: ProbeRun) -> Iterator[str]:
     """Yield the lines of a table: a row per layer, a column per metric, with intervals of the primary metric."""
     first = outcome.probed[0].result
     metrics = list(first.metrics)
-    rows = [["layer", "width", *(_name(metric) for metric in metrics), *([first.swept] if first.swept else [])]]
-    for one in outcome.probed:
-        result, cells = one.result, []
+    rows = [["layer", "width", *(_metric_name(metric) for metric in metrics), *([first.swept] if first.swept else [])]]
+    for feature in outcome.probed:
+        result, cells = feature.result, []
         for metric in metrics:
             if metric not in result.metrics:  # fewer classes, or too few rows for these shots
                 cells.append("")
                 continue
             estimate = result.metrics[metric]
-            text = _shown(metric, estimate.value)
-            ends = f"{_shown(metric, estimate.low, False)} to {_shown(metric, estimate.high, False)}"
-            told = (metric == result.primary or result.shots) and math.isfinite(estimate.low)
-            cells.append(f"{text} ({ends})" if told else text)
+            text = _format_metric(metric, estimate.value)
+            ends = f"{_format_metric(metric, estimate.low, False)} to {_format_metric(metric, estimate.high, False)}"
+            has_interval = (metric == result.primary or result.shots) and math.isfinite(estimate.low)
+            cells.append(f"{text} ({ends})" if has_interval else text)
         cells += [f"{result.chosen:.3g}"] if result.swept else []
-        rows.append([_called(outcome, one.data_set, one.layer), str(one.width), *cells])
+        rows.append([_full_name(outcome, feature.data_set, feature.layer), str(feature.width), *cells])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
-def _name(metric: str) -> str:
+def _metric_name(metric: str) -> str:
     base, _, shots = metric.partition("@")
     name = _NAMES.get(base, base)
-    return name + (f", {shots} a class" if shots else "")
+    return name + (f", {shots} per class" if shots else "")
 
 
-def _shown(metric: str, value: float, unit: bool = True) -> str:
-    if metric.partition("@")[0] in _SHARES:
+def _format_metric(metric: str, value: float, unit: bool = True) -> str:
+    if metric.partition("@")[0] in _PERCENT_METRICS:
         return f"{100 * value:.1f}" + (" %" if unit else "")
     return f"{value:.3f}"
 
 
-def as_json(outcome: Outcome) -> dict[str, Any]:
+def as_json(outcome: ProbeRun) -> dict[str, Any]:
     """Return the results as JSON-compatible data; numbers that are not finite become None."""
     content = {
         "layertap": version("layertap"),
         "complete": outcome.complete,
-        "configuration": _what_is_asked(outcome.config),
+        "configuration": _result_settings(outcome.config),
         "data_sets": {
             name: {
                 "fingerprint": outcome.fingerprints[name],
-                "task": one.task,
-                "counts": one.counts,
-                "rows": {"train": len(one.train), "val": len(one.val), "test": len(one.test)},
-                "leaks": one.leaks,
-                "notes": one.notes,
+                "task": labelling.task,
+                "counts": labelling.counts,
+                "rows": {"train": len(labelling.train), "val": len(labelling.val), "test": len(labelling.test)},
+                "leaks": labelling.leaks,
+                "notes": labelling.notes,
             }
-            for name, one in outcome.labellings.items()
+            for name, labelling in outcome.labellings.items()
         },
-        "probes": [_probe_as_json(one) for one in outcome.probed],
-        "mcnemar": [asdict(one) for one in outcome.comparisons],
+        "probes": [_probe_as_json(feature) for feature in outcome.probed],
+        "mcnemar": [asdict(feature) for feature in outcome.comparisons],
     }
     if outcome.similarity is not None:
-        names = [[one.data_set, one.layer] for one in outcome.probed]
+        names = [[feature.data_set, feature.layer] for feature in outcome.probed]
         cka, rsa = (matrix.tolist() for matrix in outcome.similarity)
         content["similarity"] = {"features": names, "linear_cka": cka, "rsa": rsa}
     return _finite(content)  # type: ignore[no-any-return]
 
 
-def _probe_as_json(one: Probed) -> dict[str, Any]:
-    result = one.result
+def _probe_as_json(feature: ProbedFeature) -> dict[str, Any]:
+    result = feature.result
     classes = [str(name) for name in result.classes.tolist()]
     return {
-        "data_set": one.data_set,
-        "layer": one.layer,
-        "width": one.width,
+        "data_set": feature.data_set,
+        "layer": feature.layer,
+        "width": feature.width,
         "protocol": result.protocol,
         "scaling": result.scaling,
         "rows": {"train": result.n_train, "val": result.n_val, "test": result.n_test},
@@ -272,10 +276,10 @@ def _finite(content: Any) -> Any:
     return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
-def _write_results(outcome: Outcome, folder: Path) -> None:
+def _write_results(outcome: ProbeRun, folder: Path) -> None:
     """Write results.json and results.csv atomically; delete predictions and figures of an earlier run."""
     if not outcome.probed:
-        if not _probes_in(folder):  # reserve the folder; an earlier run's results stay until there are new results
+        if not _has_results(folder):  # reserve the folder; an earlier run's results stay until there are new results
             write_json(folder / "results.json", as_json(outcome))
         return
     if len(outcome.probed) == 1 and not outcome.complete:
@@ -285,34 +289,34 @@ def _write_results(outcome: Outcome, folder: Path) -> None:
     head = ["data_set", "layer", "width", "protocol", "scaling", "chosen", "value", "n_train", "n_val", "n_test"]
     with table_file(folder / "results.csv") as write:
         write([*head, "metric", "estimate", "low", "high"])
-        for one in outcome.probed:
-            result = one.result
+        for feature in outcome.probed:
+            result = feature.result
             chosen = repr(float(result.chosen)) if result.swept else ""
             for name, metric in result.metrics.items():
-                write([one.data_set, one.layer, one.width, result.protocol, result.scaling, result.swept, chosen,
-                       result.n_train, result.n_val, result.n_test, name, *_numbers(metric)])  # fmt: skip
+                write([feature.data_set, feature.layer, feature.width, result.protocol, result.scaling, result.swept,
+                       chosen, result.n_train, result.n_val, result.n_test, name, *_numbers(metric)])  # fmt: skip
 
 
 def _numbers(metric: Estimate) -> list[str]:
     return [repr(float(value)) for value in (metric.value, metric.low, metric.high)]
 
 
-def _write_predictions(outcome: Outcome, path: Path) -> bool:
+def _write_predictions(outcome: ProbeRun, path: Path) -> bool:
     """Write a line for each test image and layer; return False if there are no predictions (few-shot)."""
-    if all(one.result.predictions is None for one in outcome.probed):
+    if all(feature.result.predictions is None for feature in outcome.probed):
         return False
     with table_file(path) as write:
         write(["data_set", "layer", "path", "label", "predicted"])
-        for one in outcome.probed:
-            result = one.result
+        for feature in outcome.probed:
+            result = feature.result
             if result.predictions is None:
                 continue
             names = [str(name) for name in result.classes.tolist()]
-            paths = outcome.test_paths[one.data_set]
-            for name, truth, found in zip(paths, result.truth, result.predictions, strict=True):
-                unseen = outcome.labellings[one.data_set].unseen
-                texts = [answer(value, names, result.task, unseen) for value in (truth, found)]
-                write([one.data_set, one.layer, name, *texts])
+            paths = outcome.test_paths[feature.data_set]
+            for name, truth, predicted in zip(paths, result.truth, result.predictions, strict=True):
+                unseen = outcome.labellings[feature.data_set].unseen
+                texts = [answer(value, names, result.task, unseen) for value in (truth, predicted)]
+                write([feature.data_set, feature.layer, name, *texts])
     return True
 
 
@@ -321,5 +325,5 @@ def answer(value: Any, names: list[str], task: str, unseen: Sequence[str] = ()) 
     if task == "classification":
         return str(names[value] if value >= 0 else unseen[-1 - value])
     if task == "multilabel":
-        return SEPARATOR.join(name for name, there in zip(names, value, strict=True) if there)
+        return SEPARATOR.join(name for name, is_set in zip(names, value, strict=True) if is_set)
     return repr(float(value[0]))

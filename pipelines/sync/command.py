@@ -15,17 +15,17 @@ __all__ = ["compact", "schedule", "sync", "watch"]
 
 @click.command()
 @click.argument("config", type=click.Path(path_type=Path))
-@click.option("--only", multiple=True, metavar="OUT", help="Only this data set of several; repeats.")
-@click.option("--dry-run", is_flag=True, help="Only tell what there is to do.")
-@click.option("--force", is_flag=True, help="Go on though most images are gone, or the folder is another one.")
+@click.option("--only", multiple=True, metavar="OUT", help="Process only this data set; may be repeated.")
+@click.option("--dry-run", is_flag=True, help="Only print what would change.")
+@click.option("--force", is_flag=True, help="Proceed although most images are gone, or the folder is another one.")
 @json_flag
 @click.pass_context
 def sync(ctx: click.Context, /, config: Path, only: tuple[str, ...], dry_run: bool, force: bool, as_json: bool) -> None:
-    """Bring data sets into step with folders, as the file CONFIG says.
+    """Synchronise data sets with folders, as configured in the file CONFIG.
 
-    What is new or has changed is computed; renamed and touched files are not. A file that is gone takes its row with
-    it. If a large part of them is gone, nothing is done: it may be the disk that is gone. Readers see the data set as
-    it was, or as it is, and nothing in between.
+    New and changed files are computed; renamed and touched files are not. Rows of deleted files are removed. If a
+    large part of the files is gone, nothing is changed, since the disk may be unmounted. Readers see the data set
+    before or after a pass, and no state in between.
 
     \b
     layertap sync configs/nightly.yaml
@@ -37,15 +37,15 @@ def sync(ctx: click.Context, /, config: Path, only: tuple[str, ...], dry_run: bo
 
     data_sets = chosen(load_sync_file(config), only)
     if force and len(data_sets) > 1:
-        raise InputError("--force is for one data set: name it by --only OUT")
+        raise InputError("--force works on one data set only; name it with --only OUT")
 
     def say(synced: Any) -> None:  # errors always go to stderr
         print_synced(synced, (lambda line: None) if as_json else click.echo)
 
-    found, signal_number = sync_all(data_sets, force=force, dry_run=dry_run, on_synced=say)
+    results, signal_number = sync_all(data_sets, force=force, dry_run=dry_run, on_synced=say)
     if as_json:
-        print_json([synced_as_json(one) for one in found])
-    ctx.exit(exit_code(found, signal_number))
+        print_json([synced_as_json(result) for result in results])
+    ctx.exit(exit_code(results, signal_number))
 
 
 @click.command()
@@ -54,14 +54,14 @@ def sync(ctx: click.Context, /, config: Path, only: tuple[str, ...], dry_run: bo
     "--print",
     "system",
     type=click.Choice(["systemd", "cron"]),
-    help="Only print it, for a scheduler that you have.",
+    help="Only print the schedule, in the format of another scheduler.",
 )
 @click.pass_context
 def schedule(ctx: click.Context, /, config: Path, system: str | None) -> None:
-    """Run `layertap sync CONFIG` at the times that CONFIG says under `schedule`, until it is stopped.
+    """Run `layertap sync CONFIG` at the times under `schedule` in CONFIG, until it is stopped.
 
-    A pass that was due while nothing ran begins at once. SIGTERM and Ctrl-C finish the batch in flight; SIGHUP reads
-    CONFIG again.
+    A pass that was due while no scheduler ran starts at once. SIGTERM and Ctrl-C stop after the batch in flight; SIGHUP
+    reads CONFIG again.
 
     \b
     layertap schedule configs/nightly.yaml
@@ -82,10 +82,10 @@ def schedule(ctx: click.Context, /, config: Path, system: str | None) -> None:
 @click.argument("config", type=click.Path(path_type=Path))
 @click.pass_context
 def watch(ctx: click.Context, /, config: Path) -> None:
-    """Bring data sets into step with folders as soon as something changes there, until it is stopped.
+    """Synchronise data sets with folders as soon as files change, until it is stopped.
 
-    As `layertap sync CONFIG`, but the backbone stays in memory. Folders whose changes the kernel does not report, as on
-    network file systems, are scanned every few seconds.
+    Like `layertap sync CONFIG`, but the backbone stays in memory. Folders whose changes the kernel does not report,
+    such as network file systems, are scanned every few seconds.
     """
     from pipelines.sync.config import load_sync_file
     from pipelines.sync.job import print_synced
@@ -102,12 +102,12 @@ def watch(ctx: click.Context, /, config: Path) -> None:
     type=click.FloatRange(0, 1),
     default=0.2,
     show_default=True,
-    help="Only passes of which a larger part of the rows is not needed.",
+    help="Compact passes with a larger fraction of unused rows.",
 )
 def compact(out: Path, max_dead: float) -> None:
-    """Remove features of images that are gone or replaced from the data set OUT of `layertap sync`.
+    """Remove features of deleted and replaced images from the data set OUT of `layertap sync`.
 
-    Who has it open goes on reading what there was.
+    Readers that are open continue to read the old files.
     """
     from extract.sync.compaction import compact as compact_out
     from extract.system.atomic_files import bytes_below

@@ -28,8 +28,8 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 def seconds(value: Any) -> Any:
     """Return the seconds of text such as 90, 90s, 15m, 36h or 30d; other types are returned unchanged."""
-    if isinstance(value, str) and (found := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", value.strip(), re.ASCII)):
-        return float(found[1]) * _UNITS[found[2] or "s"]
+    if isinstance(value, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", value.strip(), re.ASCII)):
+        return float(match[1]) * _UNITS[match[2] or "s"]
     if isinstance(value, str):
         raise ValueError("expected seconds, or a time such as 90s, 15m, 36h or 30d")
     return value
@@ -46,36 +46,36 @@ class SyncConfig(FeaturesConfig):
     """Configuration of a data set and the folder that it follows."""
 
     settle: float = Field(
-        Guards.settle_s, ge=0, description="A file changed more recently may still be being written, and waits."
+        Guards.settle_s, ge=0, description="Files changed more recently wait, since they may still be being written."
     )
     max_vanish: float = Field(
-        Guards.max_vanish, ge=0, le=1, description="If a larger part of the files is gone, nothing is done."
+        Guards.max_vanish, ge=0, le=1, description="If a larger fraction of the files is gone, nothing is changed."
     )
     retry_after: float = Field(
-        Guards.retry_after_s, ge=0, description="Images that failed are tried again, though they have not changed."
+        Guards.retry_after_s, ge=0, description="Retry failed images after this time, even if they have not changed."
     )
     keep_gone: float = Field(
-        Guards.keep_gone_s, ge=0, description="Features that no file needs are kept, for files that come back."
+        Guards.keep_gone_s, ge=0, description="Keep unused features for this time, for files that come back."
     )
 
     @field_validator("max_vanish", "settle", "retry_after", "keep_gone")
     @classmethod
-    def _finite(cls, value: float) -> float:
+    def _check_finite(cls, value: float) -> float:
         return finite(value)
 
     @field_validator("settle", "retry_after", "keep_gone", mode="before")
     @classmethod
-    def _seconds(cls, value: Any) -> Any:
+    def _parse_seconds(cls, value: Any) -> Any:
         return seconds(value)
 
     @model_validator(mode="after")
-    def _apart(self) -> Self:
+    def _check_folders(self) -> Self:
         if "://" in self.images:
-            raise ValueError("images: sync follows a folder of this machine, not a URL")
+            raise ValueError("images: sync follows a folder on this machine, not a URL")
         if is_plan(self.images):
             raise ValueError(f"images: {self.images} is a plan, which does not change; name the folder itself")
         if self.folder.resolve().is_relative_to(Path(self.images).resolve()):
-            raise ValueError(f"out: {self.folder} lies inside {self.images}, which would look for images there")
+            raise ValueError(f"out: {self.folder} lies inside {self.images}; name a folder outside the images")
         return self
 
     @property
@@ -95,34 +95,34 @@ class ScheduleConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     cron: str | None = Field(None, description="minute hour day month weekday, in local time.")
-    every: float | None = Field(None, gt=0, description="The time from one start to the next: 90s, 15m, 6h, 1d.")
-    timezone: str | None = Field(None, description="Of cron, as Europe/Berlin. [default: this machine's]")
-    jitter: float = Field(0, ge=0, description="Each pass begins up to so much later, by chance.")
-    catch_up: bool = Field(True, description="Begin at once, if a pass was due while nothing ran.")
-    log: Path | None = Field(None, description="File of the log, begun anew at 10 MB; 5 are kept. [default: stderr]")
+    every: float | None = Field(None, gt=0, description="Time from one start to the next: 90s, 15m, 6h, 1d.")
+    timezone: str | None = Field(None, description="Time zone of cron, as Europe/Berlin. [default: this machine's]")
+    jitter: float = Field(0, ge=0, description="Delay each pass by a random time of at most this.")
+    catch_up: bool = Field(True, description="Start at once if a pass was due while no scheduler ran.")
+    log: Path | None = Field(None, description="Log file, rotated at 10 MB; 5 files are kept. [default: stderr]")
     log_json: bool = Field(False, description="Each line of the log is a JSON object.")
     heartbeat: Path | None = Field(None, description="File that is touched every 30 s, for a watchdog.")
-    on_success: list[str] = Field([], description="Commands, or URLs that are posted to, after a pass without errors.")
+    on_success: list[str] = Field([], description="Commands to run, or URLs to post to, after a pass without errors.")
     on_failure: list[str] = Field([], description="The same, after a pass that failed.")
 
     @field_validator("every", "jitter", mode="before")
     @classmethod
-    def _seconds(cls, value: Any) -> Any:
+    def _parse_seconds(cls, value: Any) -> Any:
         return seconds(value)
 
     @field_validator("every", "jitter")
     @classmethod
-    def _finite(cls, value: float | None) -> float | None:
+    def _check_finite(cls, value: float | None) -> float | None:
         return value if value is None else finite(value)
 
     @field_validator("on_success", "on_failure", mode="before")
     @classmethod
-    def _one(cls, value: Any) -> Any:
+    def _to_list(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
 
     @field_validator("timezone")
     @classmethod
-    def _a_zone(cls, value: str | None) -> str | None:
+    def _check_time_zone(cls, value: str | None) -> str | None:
         from zoneinfo import ZoneInfo
 
         try:
@@ -134,7 +134,7 @@ class ScheduleConfig(BaseModel):
 
     @field_validator("cron")
     @classmethod
-    def _a_cron_line(cls, value: str | None) -> str | None:
+    def _check_cron_line(cls, value: str | None) -> str | None:
         from cronsim import CronSim, CronSimError
 
         try:
@@ -143,13 +143,13 @@ class ScheduleConfig(BaseModel):
                 if len(value.split()) != 5:
                     raise CronSimError("seconds")
         except CronSimError as error:
-            raise ValueError("no cron line; expected minute, hour, day, month and weekday, as 30 2 * * *") from error
+            raise ValueError("expected minute, hour, day, month and weekday, such as 30 2 * * *") from error
         return value
 
     @model_validator(mode="after")
-    def _one_of_two(self) -> Self:
+    def _check_cron_or_every(self) -> Self:
         if (self.cron is None) == (self.every is None):
-            raise ValueError("expected either cron or every")
+            raise ValueError("expected exactly one of cron and every")
         return self
 
 
@@ -174,31 +174,31 @@ def load_sync_file(path: Path) -> SyncFile:
         UnknownNameError: the file has an unknown key.
     """
     values = read_yaml(path)
-    several, schedule = values.pop("data_sets", [{}]), values.pop("schedule", None)
-    if not isinstance(several, list) or not all(isinstance(one, dict) for one in several) or not several:
+    items, schedule = values.pop("data_sets", [{}]), values.pop("schedule", None)
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items) or not items:
         raise InputError(f"{path}: data_sets: expected a list, with the keys of one data set in each item")
     if schedule is not None and not isinstance(schedule, dict):
         raise InputError(f"{path}: schedule: expected keys such as `cron` or `every`")
-    found = []
-    for number, one in enumerate(several, 1):
-        where = f"{path}" + (f", data set {number}" if len(several) > 1 else "")
-        merged = {**values, **one}
+    data_sets = []
+    for number, item in enumerate(items, 1):
+        where = f"{path}" + (f", data set {number}" if len(items) > 1 else "")
+        merged = {**values, **item}
         for key in merged:
             if key not in SyncConfig.model_fields:
                 raise unknown_name("key", str(key), [*SyncConfig.model_fields, "data_sets", "schedule"], where)
-        found.append(checked(SyncConfig, merged, where))
+        data_sets.append(checked(SyncConfig, merged, where))
     for key in schedule or {}:
         if key not in ScheduleConfig.model_fields:
             raise unknown_name("key", str(key), ScheduleConfig.model_fields, f"{path}, schedule")
     outs: dict[Path, SyncConfig] = {}
-    for data_set in found:
+    for data_set in data_sets:
         if (other := outs.setdefault(data_set.folder.absolute(), data_set)) is not data_set:
             raise InputError(
                 f"{path}: {other.images} and {data_set.images} have the same out, {data_set.folder}; "
                 "each data set follows one folder"
             )
     timed = None if schedule is None else checked(ScheduleConfig, schedule, f"{path}, schedule")
-    return SyncFile(path=path, data_sets=found, schedule=timed)
+    return SyncFile(path=path, data_sets=data_sets, schedule=timed)
 
 
 def chosen(file: SyncFile, only: Sequence[str]) -> list[SyncConfig]:
@@ -207,7 +207,7 @@ def chosen(file: SyncFile, only: Sequence[str]) -> list[SyncConfig]:
     Raises:
         UnknownNameError: no data set has this `out`.
     """
-    by_name = {os.path.normpath(one.folder): one for one in file.data_sets}
+    by_name = {os.path.normpath(data_set.folder): data_set for data_set in file.data_sets}
     for name in only:
         if os.path.normpath(name) not in by_name:
             raise unknown_name("data set", name, by_name, str(file.path))

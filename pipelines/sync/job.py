@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from extract.extraction.plan import Plan
     from extract.images import Images
 
-__all__ = ["Synced", "Telling", "as_json", "exit_code", "print_synced", "sync_all"]
+__all__ = ["PassReporter", "SyncResult", "as_json", "exit_code", "print_synced", "sync_all"]
 
 _RUNS_KEPT = 1000  # lines of runs.jsonl
 
 # Keys that the features depend on. A pass with the same keys and no new images does not load the backbone.
-_NUMBERS = ("backbone", "layers", "weights", "allow_missing_head", "size", "crop", "interpolation", "mean", "std",
+_FEATURE_KEYS = ("backbone", "layers", "weights", "allow_missing_head", "size", "crop", "interpolation", "mean", "std",
             "decode", "dtype", "precision", "compile", "max_pixels", "seed")  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Synced:
+class SyncResult:
     """Result of the pass of a data set.
 
     Attributes:
@@ -64,9 +64,9 @@ def sync_all(
     *,
     force: bool = False,
     dry_run: bool = False,
-    on_synced: Callable[[Synced], None] = lambda synced: None,
-    telling: Telling | None = None,
-) -> tuple[list[Synced], int]:
+    on_synced: Callable[[SyncResult], None] = lambda synced: None,
+    reporter: PassReporter | None = None,
+) -> tuple[list[SyncResult], int]:
     """Run a pass of each data set in order; a failure does not stop the other passes.
 
     Args:
@@ -74,67 +74,69 @@ def sync_all(
         force: see `extract.sync.passes.sync`.
         dry_run: see `extract.sync.passes.sync`.
         on_synced: called after each pass.
-        telling: keeps the backbone between calls; only if all data sets have the same backbone.
+        reporter: keeps the backbone between calls; only if all data sets have the same backbone.
 
     Returns:
         the results, and the signal that stopped the passes; 0: none did.
     """
-    found = []
+    results = []
     with signals_held() as received:
         for config in configs:
             if received:
                 break
-            synced = _sync_one(config, force, dry_run, telling or Telling(), lambda: bool(received))
-            found.append(synced)
+            synced = _sync_one(config, force, dry_run, reporter or PassReporter(), lambda: bool(received))
+            results.append(synced)
             on_synced(synced)
-    return found, received[0] if received else 0
+    return results, received[0] if received else 0
 
 
-def _sync_one(config: SyncConfig, force: bool, dry_run: bool, telling: Telling, stop: Callable[[], bool]) -> Synced:
+def _sync_one(
+    config: SyncConfig, force: bool, dry_run: bool, reporter: PassReporter, stop: Callable[[], bool]
+) -> SyncResult:
     started, start = datetime.now(UTC), time.perf_counter()
-    with telling:
+    with reporter:
         try:
             report = sync(
                 config.root,
                 config.folder,
-                lambda images, folder: telling.plan(config, images, folder),
+                lambda images, folder: reporter.plan(config, images, folder),
                 configuration_of(config),
                 guards=config.guards,
                 force=force,
                 dry_run=dry_run,
-                on_plan=telling.on_plan,
-                on_rows=telling.on_rows,
-                on_computation=telling.on_computation,
+                on_plan=reporter.on_plan,
+                on_rows=reporter.on_rows,
+                on_computation=reporter.on_computation,
                 stop=stop,
             )
-            synced = Synced(config, report)
+            synced = SyncResult(config, report)
         except LayertapError as error:
-            synced = Synced(config, error=error)
+            synced = SyncResult(config, error=error)
         except Exception as error:  # a bug, here or in a library, must not stop the other passes
             traceback.print_exc()
-            synced = Synced(config, error=LayertapError(f"{type(error).__name__}: {first_line(error)}"))
+            synced = SyncResult(config, error=LayertapError(f"{type(error).__name__}: {first_line(error)}"))
     ours = (config.folder / "manifest.sqlite").exists()  # otherwise the folder was refused
     if ours and not dry_run and not isinstance(synced.error, LockedError):
         with contextlib.suppress(OSError):  # a folder that cannot be written to has been reported
-            add_run(config.folder, _run_of(synced, started, time.perf_counter() - start))
+            add_run(config.folder, _run_entry(synced, started, time.perf_counter() - start))
     return synced
 
 
 def configuration_of(config: SyncConfig) -> dict[str, Any]:
     """Return the settings that the features depend on, and size and modification time of the files among them."""
-    found: dict[str, Any] = {name: getattr(config, name) for name in _NUMBERS}
+    settings: dict[str, Any] = {name: getattr(config, name) for name in _FEATURE_KEYS}
     if config.precision == "float32":
-        del found["compile"]  # the same features, except for rounding
+        del settings["compile"]  # the same features, except for rounding
     backbone = config.backbone.partition("/")[2].partition(":")[0]  # a file, if the backbone is code
     for name in filter(None, (config.weights, backbone)):
         with contextlib.suppress(OSError):
             status = Path(name).stat()
             if S_ISREG(status.st_mode):
-                found[f"file {name}"] = [status.st_size, status.st_mtime_ns]
-    return found
+                settings[f"file {name}"] = [status.st_size, status.st_mtime_ns]
+    return settings
 
 
-def _run_of(synced: Synced, started: datetime, seconds: float) -> dict[str, Any]:
+def _run_entry(synced: SyncResult, started: datetime, seconds: float) -> dict[str, Any]:
     report = synced.report
     ended = {"started": started.isoformat(timespec="seconds"), "seconds": round(seconds, 3)}
     if report is None:
@@ -155,15 +157,15 @@ def add_run(out: Path, run: dict[str, Any]) -> None:
         write_whole(path, b"".join(lines[-_RUNS_KEPT:]))
 
 
-class Telling:
+class PassReporter:
     """Context manager for each pass: load the backbone when it is needed, and print progress on stderr."""
 
     def __init__(self) -> None:
         self._backbone: Backbone | None = None
-        self._asked: dict[str, Any] = {}  # settings with which it was loaded
+        self._loaded_settings: dict[str, Any] = {}  # settings with which it was loaded
         self._progress: Any = None
 
-    def __enter__(self) -> Telling:
+    def __enter__(self) -> PassReporter:
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -177,8 +179,8 @@ class Telling:
         from pipelines.terminal.backbone import backbone_of
 
         asked = configuration_of(config)
-        if self._backbone is None or self._asked != asked:  # or its weights file was replaced
-            self._asked = asked
+        if self._backbone is None or self._loaded_settings != asked:  # or its weights file was replaced
+            self._loaded_settings = asked
             self._backbone = backbone_of(config)
         return plan(images, out=folder, backbone=self._backbone, settings=config.settings())
 
@@ -191,18 +193,18 @@ class Telling:
         self._progress = Progress(count).__enter__()
         self._precision = plan.settings.precision
 
-    def on_rows(self, rows: int, found: bool) -> None:
+    def on_rows(self, rows: int, resumed: bool) -> None:
         """Advance the progress bar."""
-        self._progress.advance(rows, found)
+        self._progress.advance(rows, resumed)
 
     def on_computation(self, computation: Any) -> None:
         """Print how the features are computed."""
-        from pipelines.embed.job import described
+        from pipelines.embed.job import describe_computation
 
-        self._progress.say(described(computation, self._precision))
+        self._progress.say(describe_computation(computation, self._precision))
 
 
-def print_synced(synced: Synced, echo: Callable[[str], None]) -> None:
+def print_synced(synced: SyncResult, echo: Callable[[str], None]) -> None:
     """Print the result of a pass; errors and notes on stderr."""
     out, report = synced.config.folder, synced.report
     if report is None:
@@ -211,28 +213,28 @@ def print_synced(synced: Synced, echo: Callable[[str], None]) -> None:
     for note in report.notes:
         click.secho(f"note: {out}: {note}", fg="yellow", err=True)
     for path, why in report.unreadable.items():
-        text = f"{out}: {path} cannot be read ({why}); its rows stay as they were"
+        text = f"{out}: {path} cannot be read ({why}); its rows are kept"
         click.secho(text, fg="red", err=True)
     if report.stopped:
-        echo(f"{out}: stopped; what was computed is stored, and the next pass goes on")
+        echo(f"{out}: stopped; what was computed is stored, and the next pass continues")
         return
     counts = {name: getattr(report, name) for name in ("added", "changed", "renamed", "deleted", "failed", "unchanged")}
     text = ", ".join(f"{count:,} {name}" for name, count in counts.items())
-    waiting = f", {report.waiting:,} waiting until they are written" if report.waiting else ""
+    waiting = f", {report.waiting:,} waiting, since they changed recently" if report.waiting else ""
     done = "to be computed" if report.dry_run else "computed"
     computed = f"; {report.computed:,} images {done}" if report.computed else ""
     echo(f"{out}: version {report.version}, {report.rows:,} rows: {text}{waiting}{computed}, {report.seconds:.1f} s")
-    for one in report.drift:
-        if one.far:
+    for drift in report.drift:
+        if drift.far:
             text = (
-                f"{out}: the {one.new_rows:,} new rows of {one.layer} are unlike the others: their mean is "
-                f"{one.shift:.2f} standard deviations away, their spread {one.spread:.2f} of theirs. Another camera, "
-                "or a wrong folder?"
+                f"{out}: the {drift.new_rows:,} new rows of {drift.layer} differ from the other rows: their mean is "
+                f"{drift.shift:.2f} standard deviations away, their spread is {drift.spread:.2f} times as large. "
+                "Another camera, or a wrong folder?"
             )
             click.secho(text, fg="yellow", err=True)
 
 
-def as_json(synced: Synced) -> dict[str, Any]:
+def as_json(synced: SyncResult) -> dict[str, Any]:
     """Return the result of a pass as JSON-compatible data."""
     head = {"images": synced.config.images, "out": str(synced.config.folder), "exit_code": synced.exit_code}
     if synced.report is None:
@@ -240,9 +242,9 @@ def as_json(synced: Synced) -> dict[str, Any]:
     return {**head, **asdict(synced.report)}
 
 
-def exit_code(found: Sequence[Synced], signal: int) -> int:
+def exit_code(results: Sequence[SyncResult], signal: int) -> int:
     """Return the exit code of all passes: that of the signal, or else of the worst result."""
     if signal:
         return 128 + signal
-    codes = {one.exit_code for one in found}
+    codes = {result.exit_code for result in results}
     return next((code for code in (1, 2, 4, 3) if code in codes), 0)

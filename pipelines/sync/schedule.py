@@ -118,7 +118,7 @@ class Scheduler:
             log.info("started: %s; a pass is overdue and starts now", describe_schedule(self.config))
         else:
             self.next_due = due_after(self.config, now, self._last_due)
-            log.info("started: %s; first pass %s", describe_schedule(self.config), _local(self.next_due))
+            log.info("started: %s; first pass %s", describe_schedule(self.config), _local_time(self.next_due))
         self._beat()
 
     def stop(self) -> None:
@@ -136,7 +136,7 @@ class Scheduler:
             assert file.schedule is not None
             open_log(file.schedule)
         except LayertapError as error:
-            log.error("the config is not taken over: %s", error)
+            log.error("the config is not reloaded; the previous config stays in use: %s", error)
             return
         self._remove_notes()
         self._file = file
@@ -144,7 +144,7 @@ class Scheduler:
         self._last_due = self._last_started(now) or now
         self.next_due = due_after(self.config, now, self._last_due)
         self._note_next()
-        log.info("config read again: %s; next pass %s", describe_schedule(self.config), _local(self.next_due))
+        log.info("config read again: %s; next pass %s", describe_schedule(self.config), _local_time(self.next_due))
 
     def step(self) -> None:
         """Do everything that is due now, without waiting."""
@@ -186,7 +186,7 @@ class Scheduler:
         if self.running is not None or self._hooks_running():
             self._skip()
         elif self._starts_at is not None:
-            log.warning("a pass is due and is skipped: the one before has not started yet, because of `jitter`")
+            log.warning("a pass is due and is skipped: the previous pass has not started yet, because of `jitter`")
         else:
             self._starts_at = self._elapsed() + random.uniform(0, self.config.jitter)
         self._note_next()
@@ -194,7 +194,7 @@ class Scheduler:
     def _skip(self) -> None:
         """Log that a due pass is skipped; after 24 hours the running pass counts as hanging, and hooks are called."""
         hours = (self._elapsed() - self._started_at) / 3600
-        message = f"a pass is due and is skipped: the one before has been running for {hours:.1f} hours"
+        message = f"a pass is due and is skipped: the previous pass has been running for {hours:.1f} hours"
         log.warning("%s", message)
         if hours >= _HANGS_HOURS and not self._hang_reported:
             self._hang_reported = True
@@ -218,7 +218,7 @@ class Scheduler:
         if result.code == 0:
             log.info("pass finished")
         elif result.code < 0:
-            log.error("the pass was ended by signal %d", -result.code)
+            log.error("the pass was killed by signal %d", -result.code)
         else:
             log.error("the pass failed with exit code %d", result.code)
         self._call_hooks(result.code, data_sets)
@@ -251,7 +251,7 @@ class Scheduler:
         second = None if first is None else due_after(self.config, first, self._last_due)
         if second is not None and self.next_due is not None and self.next_due > second:
             self.next_due = first
-            log.warning("the clock was set back; the next pass is now due %s", _local(first))
+            log.warning("the clock was set back; the next pass is now due %s", _local_time(first))
             self._note_next()
 
     def _beat(self) -> None:
@@ -309,7 +309,7 @@ def _load_scheduled(path: Path) -> SyncFile:
     return file
 
 
-def _local(at: datetime | None) -> str:
+def _local_time(at: datetime | None) -> str:
     return "never" if at is None else at.astimezone().isoformat(" ", timespec="seconds")
 
 

@@ -38,12 +38,12 @@ def describe_status(out: Path) -> dict[str, Any]:
     content: dict[str, Any] = {"out": str(out), "runs": runs[-_LAST_RUNS:], "next": _next_run(out)}
     if not (out / "dataset.json").exists() and runs:
         return {**content, "version": 0, "rows": 0, "status": {}, "failures": [], "bytes": bytes_below(out)}
-    return {**content, **read_one_version(out, _of_version)}
+    return {**content, **read_one_version(out, _version_status)}
 
 
-def _of_version(dataset: DataSet) -> dict[str, Any]:
+def _version_status(dataset: DataSet) -> dict[str, Any]:
     if dataset.version is None:
-        raise InputError(f"{dataset.out} is not kept in step with a folder; `layertap show` tells what is inside")
+        raise InputError(f"{dataset.out} is not a data set of `layertap sync`; `layertap show` describes it")
     out = dataset.out
     with FeatureReader(out) as reader:
         status = Counter(Status(code).text for code in reader.status.tolist())
@@ -53,8 +53,8 @@ def _of_version(dataset: DataSet) -> dict[str, Any]:
     stored = 0
     for folder in (out / "passes").glob("[0-9]" * 6):
         with contextlib.suppress(LayertapError):  # it may have been removed just now
-            one = DataSet.open(folder)
-            stored += one.n_rows if None not in one.published() else 0  # otherwise it is being computed
+            pass_data = DataSet.open(folder)
+            stored += pass_data.n_rows if None not in pass_data.published() else 0  # otherwise it is being computed
     return {
         "images": dataset.images["root"],
         "version": dataset.version.number,
@@ -71,7 +71,7 @@ def _of_version(dataset: DataSet) -> dict[str, Any]:
 
 def read_runs(out: Path) -> list[dict[str, Any]]:
     """Return the runs in `runs.jsonl`, oldest first, without lines that a power cut has damaged."""
-    found = []
+    runs = []
     try:
         lines = (out / "runs.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
@@ -83,8 +83,8 @@ def read_runs(out: Path) -> list[dict[str, Any]]:
             run = json.loads(line)
             datetime.fromisoformat(run["started"])
             if {"event", "seconds"} <= run.keys():
-                found.append(run)
-    return found
+                runs.append(run)
+    return runs
 
 
 def _next_run(out: Path) -> dict[str, Any] | None:
@@ -92,8 +92,8 @@ def _next_run(out: Path) -> dict[str, Any] | None:
     try:
         noted = read_json(out / "schedule.json")
         datetime.fromisoformat(noted["next"])
-        here = noted["host"] == socket.gethostname() and Path("/proc").exists()
-        alive = not here or b"schedule" in Path(f"/proc/{int(noted['pid'])}/cmdline").read_bytes()
+        is_local = noted["host"] == socket.gethostname() and Path("/proc").exists()
+        alive = not is_local or b"schedule" in Path(f"/proc/{int(noted['pid'])}/cmdline").read_bytes()
         return {**noted, "config": str(noted["config"]), "alive": alive}
     except FileNotFoundError as error:  # of the note, or of the process in /proc
         return None if str(error.filename).endswith("json") or not error.filename else {**noted, "alive": False}
@@ -108,38 +108,39 @@ def print_status(content: dict[str, Any], echo: Callable[[str], None]) -> None:
         echo(f"{out}: nothing is published yet")
     else:
         counts = ", ".join(f"{count:,} {status}" for status, count in content["status"].items()) or "none"
-        echo(f"{out}: version {content['version']}, in step with {content['images']}")
+        echo(f"{out}: version {content['version']}, synchronised with {content['images']}")
         echo(f"rows      {content['rows']:,}: {counts}")
         dead = content["dead_rows"]
         share = dead / max(1, content["stored_rows"])
         echo(
             f"disk      {content['bytes'] / 1e6:,.1f} MB in {content['passes']} passes; {dead:,} stored rows "
-            f"({share:.0%}, {content['dead_bytes'] / 1e6:,.1f} MB) are of images that are gone or replaced"
+            f"({share:.0%}, {content['dead_bytes'] / 1e6:,.1f} MB) are of deleted or replaced images"
         )
         if share > 0.2:
             echo(f"          to remove them: layertap compact {out}")
     planned = content["next"]
     if planned and planned["alive"]:
-        echo(f"next run  {_local(planned['next'])}, by the scheduler of process {planned['pid']} ({planned['config']})")
+        scheduler = f"the scheduler of process {planned['pid']} ({planned['config']})"
+        echo(f"next run  {_local_time(planned['next'])}, by {scheduler}")
     elif planned:
         echo(f"next run  none: the scheduler of process {planned['pid']} has died")
     else:
-        echo("next run  no `layertap schedule` is running for it")
+        echo("next run  none: no `layertap schedule` is running for this data set")
     if content["runs"]:
         echo("last runs")
         for run in content["runs"]:
-            echo(f"  {_local(run['started'])}  {_of_run(run)}")
-    for one in next((run.get("drift", []) for run in reversed(content["runs"]) if run.get("drift")), []):
-        how = "UNLIKE the others: another camera, or a wrong folder?" if one["far"] else "like the others"
+            echo(f"  {_local_time(run['started'])}  {_describe_run(run)}")
+    for drift in next((run.get("drift", []) for run in reversed(content["runs"]) if run.get("drift")), []):
+        verdict = "UNLIKE the other rows: another camera, or a wrong folder?" if drift["far"] else "like the other rows"
         echo(
-            f"drift     {one['layer']}: the last {one['new_rows']:,} new rows are {how} (mean {one['shift']:.2f} "
-            f"standard deviations away, spread {one['spread']:.2f})"
+            f"drift     {drift['layer']}: the last {drift['new_rows']:,} new rows are {verdict} (mean "
+            f"{drift['shift']:.2f} standard deviations away, spread {drift['spread']:.2f})"
         )
-    failures = [(one["path"], one["status"], one["reason"]) for one in content["failures"]]
+    failures = [(failure["path"], failure["status"], failure["reason"]) for failure in content["failures"]]
     print_failures(failures, Path(out), echo)
 
 
-def _of_run(run: dict[str, Any]) -> str:
+def _describe_run(run: dict[str, Any]) -> str:
     if run["event"] == "failed":
         return f"FAILED after {run['seconds']:.1f} s: {run.get('error', '')}"
     if run["event"] == "stopped":
@@ -150,5 +151,5 @@ def _of_run(run: dict[str, Any]) -> str:
     return f"{changes}{failed}; {run.get('computed', 0):,} computed, {run['seconds']:.1f} s"
 
 
-def _local(text: str) -> str:
+def _local_time(text: str) -> str:
     return datetime.fromisoformat(text).astimezone().isoformat(" ", timespec="seconds")

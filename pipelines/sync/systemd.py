@@ -20,9 +20,9 @@ _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 
 def as_systemd(file: SyncFile) -> str:
     """Return a service and its timer as a single text, each below a comment with its path."""
-    schedule, name = _schedule(file), _name(file)
+    schedule, name = _schedule_of(file), _unit_name(file)
     if schedule.cron is not None:
-        times = [f"OnCalendar={one}" for one in _calendar(schedule.cron, schedule.timezone, file.path)]
+        times = [f"OnCalendar={event}" for event in _calendar(schedule.cron, schedule.timezone, file.path)]
     else:
         times = ["OnActiveSec=0", f"OnUnitActiveSec={schedule.every:g}s"]
     if schedule.jitter:
@@ -32,14 +32,14 @@ def as_systemd(file: SyncFile) -> str:
     lines = [
         f"# /etc/systemd/system/{name}.service",
         "[Unit]",
-        f"Description=layertap: features in step with folders, {_escaped(file.path.name)}",
+        f"Description=layertap: synchronise features with folders, {_escaped(file.path.name)}",
         *_hooks_left_out(schedule, "OnFailure= and OnSuccess= name other units"),
         "",
         "[Service]",
         "Type=oneshot",
         f"WorkingDirectory={str(Path.cwd()).replace('%', '%%')}",
         "ExecStart=" + " ".join(f'"{_escaped(word)}"' for word in _command(file)),
-        "# a pass that is told to stop finishes its batch first",
+        "# a pass that is stopped finishes its batch first",
         "KillMode=mixed",
         "SuccessExitStatus=143",
         "TimeoutStopSec=10min",
@@ -61,26 +61,26 @@ def as_systemd(file: SyncFile) -> str:
 
 def as_cron(file: SyncFile) -> str:
     """Return the lines of a crontab."""
-    schedule = _schedule(file)
+    schedule = _schedule_of(file)
     command = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(_command(file))}".replace("%", r"\%")
     if "\n" in command:
         raise InputError(f"{file.path}: a crontab cannot name a file with a line break")
     lines = [
-        "# no pass is made up for that was due while the machine was off; `layertap schedule` and systemd do that",
+        "# cron skips passes that were due while the machine was off; `layertap schedule` and systemd catch up",
         *_hooks_left_out(schedule, "cron sends what a pass prints by mail, to MAILTO"),
     ]
     if schedule.timezone:
-        lines += ["# understood by cronie; other crons go by the clock of the machine", f"CRON_TZ={schedule.timezone}"]
+        lines += ["# cronie reads CRON_TZ; other crons use the machine's time zone", f"CRON_TZ={schedule.timezone}"]
     return "\n".join([*lines, f"{schedule.cron or _cron_of(schedule.every or 0, file.path)} {command}"])
 
 
-def _schedule(file: SyncFile) -> ScheduleConfig:
+def _schedule_of(file: SyncFile) -> ScheduleConfig:
     if file.schedule is None:
         raise InputError(f"{file.path}: schedule: none given; expected `cron: 30 2 * * *` or `every: 15m` in it")
     return file.schedule
 
 
-def _name(file: SyncFile) -> str:
+def _unit_name(file: SyncFile) -> str:
     letters = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in file.path.stem)
     return f"layertap-{letters.strip('-') or 'sync'}"
 
@@ -91,7 +91,7 @@ def _command(file: SyncFile) -> list[str]:
 
 def _hooks_left_out(schedule: ScheduleConfig, instead: str) -> list[str]:
     if schedule.on_success or schedule.on_failure:
-        return [f"# on_success and on_failure are for `layertap schedule`; here, {instead}"]
+        return [f"# only `layertap schedule` runs on_success and on_failure; here, {instead}"]
     return []
 
 
@@ -102,13 +102,13 @@ def _escaped(text: str) -> str:
 def _calendar(line: str, timezone: str | None, path: Path) -> list[str]:
     """Return the systemd calendar events of a cron line; two if it restricts days of the month and of the week."""
     parsed = CronSim(line, datetime(2024, 1, 1, tzinfo=UTC))
-    minutes, hours = _listed(parsed.minutes, range(60)), _listed(parsed.hours, range(24))
-    months = _listed(parsed.months, range(1, 13))
+    minutes, hours = _calendar_list(parsed.minutes, range(60)), _calendar_list(parsed.hours, range(24))
+    months = _calendar_list(parsed.months, range(1, 13))
     month_days, week_days = line.split()[2], line.split()[4]
     of_week = [day for day in parsed.weekdays if isinstance(day, int)]
     if min(parsed.days) < 1 or len(of_week) < len(parsed.weekdays):  # such as L, 5#2
-        raise InputError(f"{path}: systemd has no words for the days of {line!r}; `layertap schedule` understands them")
-    days = _listed(parsed.days, range(1, 32))
+        raise InputError(f"{path}: systemd cannot express the days of {line!r}; use `layertap schedule`")
+    days = _calendar_list(parsed.days, range(1, 32))
     week = ",".join(_DAYS[day] for day in sorted({day % 7 for day in of_week}))
     time = f"{hours}:{minutes}:00" + (f" {timezone}" if timezone else "")
     week = "" if len(set(of_week) - {7}) == 7 else f"{week} "
@@ -117,15 +117,15 @@ def _calendar(line: str, timezone: str | None, path: Path) -> list[str]:
     return [f"*-{months}-{days} {time}", f"{week}*-{months}-* {time}"]
 
 
-def _listed(values: Iterable[int], every: range) -> str:
-    found = sorted(values)
-    return "*" if found == list(every) else ",".join(map(str, found))
+def _calendar_list(values: Iterable[int], every: range) -> str:
+    ordered = sorted(values)
+    return "*" if ordered == list(every) else ",".join(map(str, ordered))
 
 
 def _cron_of(every: float, path: Path) -> str:
     """Return the cron line of an interval; raise InputError if there is none."""
-    for unit, most, line in ((_MINUTE_S, 60, "*/{} * * * *"), (_HOUR_S, 24, "0 */{} * * *"), (_DAY_S, 1, "0 0 * * *")):
+    for unit, limit, line in ((_MINUTE_S, 60, "*/{} * * * *"), (_HOUR_S, 24, "0 */{} * * *"), (_DAY_S, 1, "0 0 * * *")):
         count = every / unit
-        if count == int(count) and count >= 1 and most % count == 0 and (count < most or most == 1):
+        if count == int(count) and count >= 1 and limit % count == 0 and (count < limit or limit == 1):
             return line.format(int(count))
-    raise InputError(f"{path}: cron cannot run something every {every:g} s; systemd and `layertap schedule` can")
+    raise InputError(f"{path}: cron cannot run a pass every {every:g} s; systemd and `layertap schedule` can")

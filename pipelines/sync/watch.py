@@ -23,14 +23,14 @@ from extract.sync.passes import Report
 from extract.sync.scan import Scan
 from extract.system.optional_libraries import library
 from pipelines.sync.config import SyncConfig
-from pipelines.sync.job import Synced, Telling, sync_all
+from pipelines.sync.job import PassReporter, SyncResult, sync_all
 from pipelines.terminal.graceful_stop import signals_held
 
-__all__ = ["tells_of_changes", "watch"]
+__all__ = ["reports_changes", "watch"]
 
 _FULL_PASS_S = 3600.0  # interval of full passes: changes may go unreported
 _SCAN_S = 2.0  # between scans of a folder that cannot be watched; scans take at most a tenth of the time
-_NOTHING_MS = 1000  # interval of checks whether a pass is due, and whether the folder was replaced
+_CHECK_MS = 1000  # interval of checks whether a pass is due, and whether the folder was replaced
 _GONE_S = 5.0  # after which a missing folder is tried again
 # File systems whose servers or other clients change files unnoticed by this machine's kernel.
 _SILENT = (
@@ -50,7 +50,7 @@ _SILENT = (
 )
 
 
-def watch(configs: Sequence[SyncConfig], on_synced: Callable[[Synced], None]) -> int:
+def watch(configs: Sequence[SyncConfig], on_synced: Callable[[SyncResult], None]) -> int:
     """Bring data sets into step now, and whenever something below their folders changes, until a signal arrives.
 
     The backbone stays in memory. Return the signal.
@@ -63,7 +63,7 @@ def watch(configs: Sequence[SyncConfig], on_synced: Callable[[Synced], None]) ->
         LayertapError: the library watchfiles is not installed.
     """
     watchfiles: Any = library("watchfiles", "watch", "layertap watch")
-    tellings = {id(config): Telling() for config in configs}
+    reporters = {id(config): PassReporter() for config in configs}
     due = dict.fromkeys(map(id, configs), 0.0)
     resting = dict.fromkeys(map(id, configs), 0.0)
     stop = threading.Event()
@@ -78,30 +78,32 @@ def watch(configs: Sequence[SyncConfig], on_synced: Callable[[Synced], None]) ->
                         continue
                     if changed.take(config) or due[id(config)] <= now:
                         began = time.monotonic()
-                        wait = _pass_of(config, tellings[id(config)], on_synced, received)
+                        wait = _pass_of(config, reporters[id(config)], on_synced, received)
                         due[id(config)] = time.monotonic() + wait
                         resting[id(config)] = time.monotonic() + (time.monotonic() - began)
-                changed.wait(_NOTHING_MS / 1000)
+                changed.wait(_CHECK_MS / 1000)
         finally:
             stop.set()
             changed.join()
     return received[0]
 
 
-def _pass_of(config: SyncConfig, telling: Telling, on_synced: Callable[[Synced], None], received: list[int]) -> float:
+def _pass_of(
+    config: SyncConfig, reporter: PassReporter, on_synced: Callable[[SyncResult], None], received: list[int]
+) -> float:
     """Run a pass of a data set; return the seconds until the next pass is due even without changes."""
-    (one,), number = sync_all([config], telling=telling)
+    (result,), number = sync_all([config], reporter=reporter)
     if number:
         received.append(number)
-    report = one.report
-    if report is None or one.exit_code or report.notes or report.stopped or _has_news(report):
-        on_synced(one)
+    report = result.report
+    if report is None or result.exit_code or report.notes or report.stopped or _has_changes(report):
+        on_synced(result)
     if report is not None and report.waiting:
         return max(0.5, config.settle)
     return _FULL_PASS_S if report is not None else min(_FULL_PASS_S, 60.0)
 
 
-def _has_news(report: Report) -> bool:
+def _has_changes(report: Report) -> bool:
     return bool(report.added or report.changed or report.renamed or report.deleted)
 
 
@@ -110,7 +112,7 @@ class _Changes:
 
     def __init__(self, watchfiles: Any, configs: Sequence[SyncConfig], stop: threading.Event):
         self._watchfiles, self._stop = watchfiles, stop
-        self._guard, self._news = threading.Lock(), threading.Event()
+        self._lock, self._change_event = threading.Lock(), threading.Event()
         self._changed: set[int] = set()
         self._threads = [threading.Thread(target=self._watch, args=(config,), daemon=True) for config in configs]
         for thread in self._threads:
@@ -118,33 +120,33 @@ class _Changes:
 
     def take(self, config: SyncConfig) -> bool:
         """Return whether something has changed below the folder since the last call."""
-        with self._guard:
-            found = id(config) in self._changed
+        with self._lock:
+            has_changed = id(config) in self._changed
             self._changed.discard(id(config))
-            return found
+            return has_changed
 
     def wait(self, seconds: float) -> None:
         """Wait until something changes, at most `seconds`."""
-        self._news.wait(seconds)
-        self._news.clear()
+        self._change_event.wait(seconds)
+        self._change_event.clear()
 
     def join(self) -> None:
         """Wait for the threads, which end when `stop` is set."""
         for thread in self._threads:
-            thread.join(_NOTHING_MS / 1000 * 3)
+            thread.join(_CHECK_MS / 1000 * 3)
 
     def _watch(self, config: SyncConfig) -> None:
         why = "its file system does not report changes"
-        if tells_of_changes(Path(config.root)):
+        if reports_changes(Path(config.root)):
             why = self._follow(config)
         if not self._stop.is_set():
-            click.echo(f"{config.images} cannot be watched: {why}. It is scanned every few seconds instead", err=True)
+            click.echo(f"{config.images} cannot be watched: {why}. The folder is scanned every few seconds", err=True)
             self._scan(config)
 
-    def _has_changed(self, config: SyncConfig) -> None:
-        with self._guard:
+    def _mark_changed(self, config: SyncConfig) -> None:
+        with self._lock:
             self._changed.add(id(config))
-        self._news.set()
+        self._change_event.set()
 
     def _follow(self, config: SyncConfig) -> str:
         """Follow the kernel's reports until `stop` is set; return the reason if that is not possible."""
@@ -154,10 +156,10 @@ class _Changes:
                 root, is_first = _identity(config.root), True
                 for changes in self._reports(config, one_by_one):
                     if changes or is_first:  # a change before all folders were watched was not reported
-                        self._has_changed(config)
+                        self._mark_changed(config)
                     is_first = False
                     if _identity(config.root) != root:  # a disk was unmounted, or the folder was replaced
-                        self._has_changed(config)
+                        self._mark_changed(config)
                         break
                     if one_by_one and any(Path(path).is_dir() for _, path in changes):  # new folders are not watched
                         break
@@ -169,7 +171,7 @@ class _Changes:
                 one_by_one = True
             except (OSError, RuntimeError) as error:
                 limit = "limit" in str(error)
-                return _reason(error) + (" (raise fs.inotify.max_user_watches to have it watched)" if limit else "")
+                return _reason(error) + (" (to watch the folder, raise fs.inotify.max_user_watches)" if limit else "")
         return ""
 
     def _reports(self, config: SyncConfig, one_by_one: bool) -> Iterator[set[Any]]:
@@ -181,7 +183,7 @@ class _Changes:
             watch_filter=lambda change, path: not is_litter(path.rpartition("/")[2]),
             stop_event=self._stop,
             force_polling=False,
-            rust_timeout=_NOTHING_MS,
+            rust_timeout=_CHECK_MS,
             yield_on_timeout=True,
             raise_interrupt=False,
             # Ignoring it would end the watch of a tree at the first folder that cannot be read, and would also hide the
@@ -205,7 +207,7 @@ class _Changes:
             except LayertapError:  # the folder is missing; the passes report it
                 now = None
             if now is None or now != before:
-                self._has_changed(config)
+                self._mark_changed(config)
             before = now
             wait = max(_SCAN_S if now is not None else _GONE_S, 9 * (time.monotonic() - began))
 
@@ -213,10 +215,10 @@ class _Changes:
 def _identity(root: str) -> tuple[int, int] | None:
     """Return device and inode of the folder, None if it does not exist."""
     try:
-        found = os.stat(root)  # noqa: PTH116
+        status = os.stat(root)  # noqa: PTH116
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def _reason(error: Exception) -> str:
@@ -224,7 +226,7 @@ def _reason(error: Exception) -> str:
     return first_line(error).partition(" (Error {")[0]
 
 
-def tells_of_changes(root: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
+def reports_changes(root: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
     """Return whether the kernel knows of all changes below a folder; False on network file systems."""
     try:
         lines = mounts.read_text(errors="surrogateescape").splitlines()
@@ -235,7 +237,7 @@ def tells_of_changes(root: Path, mounts: Path = Path("/proc/self/mountinfo")) ->
         root = root.resolve()
     for line in lines:
         fields, _, behind = line.partition(" - ")
-        point = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), fields.split()[4])
+        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields.split()[4])
         if root.is_relative_to(point) and len(point) >= len(best):
             best, kind = point, behind.split()[0]
     return not kind.startswith(_SILENT)

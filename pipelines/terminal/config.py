@@ -16,8 +16,8 @@ from extract.errors import InputError, unknown_name
 __all__ = ["COMPRESS_HELP", "SHARD_ROWS_HELP", "BackboneConfig", "checked", "load_config", "name_of", "read_yaml"]
 
 # Help texts that `embed` and `merge` share.
-SHARD_ROWS_HELP = "Images in a file. [default: at most 1 GB]"
-COMPRESS_HELP = "Pack each finished file. [default: plain, which is faster to read]"
+SHARD_ROWS_HELP = "Rows per shard file. [default: as many as fit into 1 GB]"
+COMPRESS_HELP = "Compress each finished file. [default: no compression, which is faster to read]"
 
 
 class BackboneConfig(BaseModel):
@@ -30,40 +30,40 @@ class BackboneConfig(BaseModel):
     )
     backbone: str = Field(defaults.BACKBONE, description="SOURCE/NAME; see `layertap backbones`.")
     weights: str | None = Field(None, min_length=1, description="Name, file, or 'random'. [default: the source's own]")
-    allow_missing_head: bool = Field(False, description="Go on if a weights file lacks the classifier.")
+    allow_missing_head: bool = Field(False, description="Accept a weights file that lacks the classifier.")
     size: int | list[int] | None = Field(
-        None, description="Pixels of the shorter side, or HxW. [default: the model's own]"
+        None, description="Resize the shorter side to these pixels, or to HxW. [default: the model's own]"
     )
-    crop: int | list[int] | None = Field(None, description="Pixels of the centre that is cut out; the input.")
+    crop: int | list[int] | None = Field(None, description="Pixels of the centre crop, the input of the model.")
     interpolation: str | None = Field(None, description="nearest, bilinear, bicubic, lanczos, box or hamming.")
-    mean: list[float] | None = Field(None, description="R,G,B of pixels scaled to 0..1, to be subtracted.")
-    std: list[float] | None = Field(None, description="R,G,B, to be divided by.")
-    batch_size: int = Field(defaults.BATCH_SIZE, strict=True, ge=1, description="Images a forward.")
-    workers: int = Field(defaults.WORKERS, strict=True, ge=0, description="Processes that decode; 0: the main one.")
+    mean: list[float] | None = Field(None, description="R,G,B to subtract from pixels scaled to 0..1.")
+    std: list[float] | None = Field(None, description="R,G,B to divide by afterwards.")
+    batch_size: int = Field(defaults.BATCH_SIZE, strict=True, ge=1, description="Images per forward.")
+    workers: int = Field(defaults.WORKERS, strict=True, ge=0, description="Decoding processes; 0: main process.")
     device: str = Field(defaults.DEVICE, description="auto, cpu, cuda, cuda:N or mps.")
-    max_pixels: int = Field(defaults.MAX_PIXELS, strict=True, ge=1, description="An image of more is not decoded.")
-    seed: int = Field(defaults.SEED, strict=True, ge=0, lt=1 << 63, description="Of random weights.")
+    max_pixels: int = Field(defaults.MAX_PIXELS, strict=True, ge=1, description="Larger images are not decoded.")
+    seed: int = Field(defaults.SEED, strict=True, ge=0, lt=1 << 63, description="Seed of random weights.")
 
     @field_validator("images", "out", mode="before", check_fields=False)
     @classmethod
-    def _a_path(cls, value: Any) -> Any:
+    def _check_path(cls, value: Any) -> Any:
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
         if isinstance(value, str) and (not value or "\0" in value):
-            raise ValueError("a path is neither empty nor has it null characters")
+            raise ValueError("expected a path that is not empty and has no null characters")
         return value
 
     @field_validator("size", "crop", mode="before")
     @classmethod
-    def _a_size(cls, value: Any) -> Any:
-        if isinstance(value, str) and (found := re.fullmatch(r"(\d+)(?:x(\d+))?", value, re.ASCII)):
-            value = int(found[1]) if found[2] is None else [int(found[1]), int(found[2])]
+    def _parse_size(cls, value: Any) -> Any:
+        if isinstance(value, str) and (match := re.fullmatch(r"(\d+)(?:x(\d+))?", value, re.ASCII)):
+            value = int(match[1]) if match[2] is None else [int(match[1]), int(match[2])]
         if value is not None and (isinstance(value, str) or (isinstance(value, list) and len(value) != 2)):
-            raise ValueError("expected pixels, as 256 or 256x320")
+            raise ValueError("expected pixels, such as 256 or 256x320")
         return value
 
     @field_validator("mean", "std", mode="before")
     @classmethod
-    def _three_numbers(cls, value: Any) -> Any:
+    def _split_numbers(cls, value: Any) -> Any:
         return value.split(",") if isinstance(value, str) else value
 
     @property
@@ -128,7 +128,8 @@ def checked(model: type[Config], values: dict[str, Any], where: str = "") -> Con
                  if e["type"] != "missing"]  # fmt: skip
         if len(lines) < error.error_count():
             missing = next(str(e["loc"][0]) for e in error.errors() if e["type"] == "missing")
-            lines.append(f"{missing}: none given" + ("" if where else f", neither as {missing.upper()} nor as a key"))
+            expected = "" if where else f"; expected {missing.upper()}, or the key `{missing}` in a config file"
+            lines.append(f"{missing}: none given{expected}")
         raise InputError((f"{where}: " if where else "") + "\n".join(lines)) from None
 
 
@@ -143,7 +144,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise InputError(f"config file {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"config file {path} is no YAML: {error}") from None
+        raise InputError(f"config file {path} is not YAML: {error}") from None
     if not isinstance(content, dict):
-        raise InputError(f"config file {path} holds no keys; expected lines such as `images: photos`")
+        raise InputError(f"config file {path} has no keys; expected lines such as `images: photos`")
     return content

@@ -29,20 +29,20 @@ def signals_held() -> Iterator[list[int]]:
         yield received  # only the main thread may set signal handlers
         return
 
-    at: list[float] = []
+    received_at: list[float] = []
 
-    def note(number: int, frame: FrameType | None) -> None:
-        if at and time.monotonic() - at[0] < _AT_ONCE_S:  # the same signal, sent to the process and to its group
-            return
-        if at:
+    def handle(number: int, frame: FrameType | None) -> None:
+        if received_at and time.monotonic() - received_at[0] < _AT_ONCE_S:
+            return  # the same signal, sent to the process and to its group
+        if received_at:
             signal.signal(number, before[number])
             os.kill(os.getpid(), number)
             return
-        at.append(time.monotonic())
+        received_at.append(time.monotonic())
         received.append(number)
         os.write(2, b"\nfinishing the batch in flight ...\n")  # not print: the interrupted code may be printing
 
-    before: dict[int, Any] = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    before: dict[int, Any] = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield received
     finally:

@@ -13,7 +13,21 @@ from pydantic import BaseModel
 from extract.errors import InputError
 from extract.system.urls import is_url
 
-__all__ = ["DATA_SET", "FOLDER", "LateChoice", "config_file", "given", "json_flag", "option", "print_json", "tell"]
+__all__ = [
+    "BACKBONE_HELP",
+    "DATA_SET",
+    "FOLDER",
+    "LateChoice",
+    "config_file",
+    "given",
+    "json_flag",
+    "option",
+    "print_json",
+    "print_result",
+]
+
+# Help text that `search`, `verify` and `predict` share.
+BACKBONE_HELP = "Spec of the backbone; required if it is code (python/, hub/), which will be run."
 
 
 class _DataSet(click.Path):
@@ -29,8 +43,8 @@ class _Folder(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if is_url(str(value)):
             raise InputError(
-                f"{value}: this command reads folders; copy the data set (aws s3 sync {value} FOLDER). What reads a "
-                f"bucket: `layertap status`, `probe`, `search`, `export`, and in Python FeatureReader({str(value)!r})"
+                f"{value}: this command reads folders; copy the data set (aws s3 sync {value} FOLDER). Buckets are "
+                f"read by `layertap status`, `probe`, `search`, `export`, and in Python FeatureReader({str(value)!r})"
             )
         return super().convert(value, param, ctx)
 
@@ -59,9 +73,9 @@ class LateChoice(click.Choice):  # type: ignore[type-arg]  # generic since click
 DATA_SET = _DataSet(path_type=Path)
 FOLDER = _Folder(path_type=Path)
 
-json_flag = click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+json_flag = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 config_file = click.option(
-    "--config", type=click.Path(path_type=Path), help="YAML file with these words as keys; flags win over it."
+    "--config", type=click.Path(path_type=Path), help="YAML file with these options as keys; flags override the file."
 )
 
 
@@ -86,15 +100,15 @@ def print_json(content: Any, indent: int | None = 1) -> None:
     click.echo(json.dumps(content, indent=indent))
 
 
-def tell(
-    found: Any,
+def print_result(
+    result: Any,
     as_json: bool,
-    in_json: Callable[[Any], Any],
-    in_words: Callable[[Any, Callable[[str], None]], None],
+    to_json: Callable[[Any], Any],
+    print_text: Callable[[Any, Callable[[str], None]], None],
     indent: int | None = 1,
 ) -> None:
     """Print the result of a command as JSON or as text."""
     if as_json:
-        print_json(in_json(found), indent)
+        print_json(to_json(result), indent)
     else:
-        in_words(found, click.echo)
+        print_text(result, click.echo)

@@ -37,4 +37,4 @@ def check_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"{path}: no folder can be made there: {error.strerror}") from error
+        raise InputError(f"{path}: the folder cannot be created: {error.strerror}") from error

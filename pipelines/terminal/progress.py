@@ -33,20 +33,20 @@ class Progress:
         if sys.stderr.isatty():
             self._bar = tqdm(total=total, unit=f" {unit}", dynamic_ncols=True, file=sys.stderr)
 
-    def advance(self, rows: int, found: bool) -> None:
+    def advance(self, rows: int, resumed: bool) -> None:
         """Count rows; `found`: they were stored by an earlier run."""
         if not rows:
             return
         self._done += rows
-        self._found += rows if found else 0
+        self._found += rows if resumed else 0
         if self._bar is not None:
-            self._bar.initial += rows if found else 0  # the rate covers this run only
+            self._bar.initial += rows if resumed else 0  # the rate covers this run only
             self._bar.update(rows)
-        elif time.perf_counter() - self._last_line > _LINE_EVERY_S and not found:
+        elif time.perf_counter() - self._last_line > _LINE_EVERY_S and not resumed:
             self._last_line = time.perf_counter()
             rate = (self._done - self._found) / (self._last_line - self._start)
             if self._total is None:
-                click.echo(f"{self._done:,} {self._unit}, {rate:,.0f} a second", err=True)
+                click.echo(f"{self._done:,} {self._unit}, {rate:,.0f} {self._unit}/s", err=True)
                 return
             left = tqdm.format_interval((self._total - self._done) / rate)
             click.echo(

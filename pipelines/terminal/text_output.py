@@ -38,9 +38,9 @@ def print_remedy(failures: Sequence[tuple[int, str, str, str]], echo: Callable[[
     statuses = [status for _, _, status, _ in failures]
     io_errors = statuses.count(Status.IO_ERROR.text)
     if io_errors:
-        echo(f"images with an {Status.IO_ERROR.text} are tried again by the next run{where}")
+        echo(f"the next run{where} retries images with an {Status.IO_ERROR.text}")
     if io_errors < len(statuses):
-        echo(f"to compute failed images again once they are fixed, add --retry-failed{where and f' to a run{where}'}")
+        echo(f"to retry failed images after fixing them, add --retry-failed{where and f' to a run{where}'}")
 
 
 def printable(path: str) -> str:

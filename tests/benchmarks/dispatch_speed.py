@@ -48,7 +48,7 @@ def main(count: int) -> None:
         with tempfile.TemporaryDirectory() as work, Processes([Slot(MadeUp(Path(work)))] * workers) as engine:
             joined = [event for _ in range(workers) for event in engine.events(60)]
             start, cpu = time.perf_counter(), time.process_time()
-            found = dispatch(range(2000), engine, joined=[one for one in joined if hasattr(one, "begun")])
+            found = dispatch(range(2000), engine, joined=[one for one in joined if hasattr(one, "started_shards")])
             took, spent = time.perf_counter() - start, time.process_time() - cpu
             print(
                 f"2,000 shards to {workers} processes: {1000 * took / 2000:.2f} ms a shard, of them "

@@ -303,7 +303,7 @@ TINY_ARGUMENTS = "-b python/tiny.py:tiny --workers 0 --device cpu --batch-size 4
 TWO_LAYERS = f"{TINY_ARGUMENTS} -l conv:none -l deep:max_map -l fc"
 RESNET = "-b timm/test_resnet --weights random --workers 0 --device cpu"
 WORKERS = ((r"worker \d+ on .*\n", ""),)
-RESUMED = ((r"resuming: \d+", "resuming: N"), (r"\d+ of them found done", "N of them found done"))
+RESUMED = ((r"resuming: \d+", "resuming: N"), (r"\d+ of them from earlier runs", "N of them from earlier runs"))
 CPU = "--device cpu --workers 0"
 FASTEST = (
     (r"(?m)^  float.*decoding.*\n", ""),

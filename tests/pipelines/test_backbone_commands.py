@@ -108,8 +108,8 @@ def test_preprocessing_of_ones_own_is_told_and_recorded(folder: Path, tmp_path: 
     result = layertap("embed", str(folder), "-o", str(tmp_path / "out"), *SMALL, *own)
     assert result.exit_code == 0, result.stderr
     assert "input     resize 100x90 bilinear, crop 80x80, mean (0.0, 0.0, 0.0)" in result.stderr
-    assert "(yours: size crop interpolation mean std)" in result.stderr
-    assert "(asked for: size crop interpolation mean std)" in layertap("show", str(tmp_path / "out")).stdout
+    assert "(set by the user: size crop interpolation mean std)" in result.stderr
+    assert "(set by the user: size crop interpolation mean std)" in layertap("show", str(tmp_path / "out")).stdout
     content = json.loads(layertap("show", str(tmp_path / "out"), "--json").stdout)
     assert content["depends_on"]["preprocessing"]["resize_px"] == [100, 90]
     assert content["provenance"]["configuration"]["preprocessing"]["std"] == [1, 1, 0.5]
@@ -153,7 +153,7 @@ def test_duplicates_are_counted_in_the_summary(folder: Path, tmp_path: Path) -> 
     for i in range(3):
         (folder / f"copy{i}.png").write_bytes((folder / "ant" / "00.png").read_bytes())
     result = layertap("embed", str(folder), "-o", str(tmp_path / "out"), *SMALL)
-    assert "3 images are others byte for byte: computed once, stored for each" in result.stdout
+    assert "3 images are byte-identical to others: computed once, stored for each row" in result.stdout
     result = layertap("embed", str(folder), "-o", str(tmp_path / "out2"), *SMALL, "--json")
     assert json.loads(result.stdout)["duplicates"] == 3
 

@@ -45,7 +45,7 @@ def test_it_measures_each_stage_and_the_whole(folder: Path, monkeypatch: pytest.
     assert found["pipelines"][0]["way"] == {"precision": "float32", "engine": "eager"}
     assert found["recommended"]["batch_size"] in (4, 8)
     text = _run("bench", *NET).stdout
-    assert "pictures of noise" in text
+    assert "noise, 500x375, as JPEG" in text
     assert "of the bound" in text
     flags = text.splitlines()[-1].removeprefix("recommended: ").split()
     _run("embed", str(folder), *NET, *flags, "-o", str(folder.parent / "out"), "--min-cosine", "0.9")
@@ -113,7 +113,7 @@ def test_where_the_first_batch_refuses_the_fastest_the_next_one_is_taken(
     monkeypatch.setattr(tuning, "forward_rates", lambda *_, **__: [plain, lower])
     flags = [str(folder), *NET, "--min-cosine", "1"]
     result = _run("embed", *flags, "--fast", "-o", str(tmp_path / "out"), "--json")
-    assert "not taken: in bfloat16 (eager), embedding has a cosine of 0.99" in result.stderr
+    assert "rejected: in bfloat16 (eager), embedding has a cosine of 0.99" in result.stderr
     assert "Use --" not in result.stderr
     told = json.loads(result.stdout)
     assert (told["precision"], told["status"]) == ("float32", {"ok": 12})

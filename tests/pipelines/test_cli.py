@@ -218,12 +218,12 @@ def test_weights_with_wrong_keys(folder: Path, tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("bacbone: x", "key 'bacbone' not found in {path}; nearest: 'backbone'"),
-        ("- a", "holds no keys"),
-        ("a: [", "is no YAML"),
+        ("- a", "has no keys"),
+        ("a: [", "is not YAML"),
         ("images: x\nbatch_size: many\ndtype: float8", "batch_size: Input should be a valid integer"),
         ("backbone: timm/test_resnet", "images: none given"),
-        ('images: ""', "a path is neither empty"),
-        ('images: "a\\0b"', "a path is neither empty"),
+        ('images: ""', "expected a path that is not empty"),
+        ('images: "a\\0b"', "expected a path that is not empty"),
         ("images: x\nlimit: true", "limit: Input should be a valid integer"),
     ],
 )
@@ -358,12 +358,12 @@ def test_the_demo_ends_with_lines_that_read_it(tmp_path: Path, monkeypatch: pyte
     assert result.exit_code == 0
     assert "(1797, 1280) float32" in result.stdout
     assert "confusion.png" in result.stdout
-    assert "a page of it all, to be opened in a browser: outputs/demo/features/report.html" in result.stdout
+    assert "report, to be opened in a browser: outputs/demo/features/report.html" in result.stdout
     assert (tmp_path / "outputs/demo/features/report.html").stat().st_size < 10_000_000
     accuracy = json.loads((tmp_path / "outputs/demo/probe/results.json").read_text())["probes"][0]["metrics"]["top1"]
     assert accuracy["value"] > 0.9
     names: dict[str, np.ndarray] = {}
-    exec(result.stdout.split("To read it:")[1], names)
+    exec(result.stdout.split("To read the features:")[1], names)
     assert names["x"].shape == (1797, 1280)
     assert np.bincount(names["y"]).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
 

@@ -148,7 +148,7 @@ def test_one_picture_alone_and_chosen_layers_and_channels(net: Path, tmp_path: P
 
 def test_what_cannot_be_drawn_is_refused(net: Path, folder: Path) -> None:
     of = (f"python/{net}:make", folder, "--workers", 0)
-    assert "no map, and no patches" in run("draw", "maps", *of, "-l", "fc", code=2)
+    assert "expected a map or patches" in run("draw", "maps", *of, "-l", "fc", code=2)
     assert "channels 0 to 7" in run("draw", "maps", *of, "-l", "conv1", "--channels", 8, code=2)
     assert "no attention" in run("draw", "rollout", *of, code=2)
     assert "'conv9'" in run("draw", "maps", *of, "-l", "conv9", code=2)
@@ -181,9 +181,9 @@ def test_ablation_by_layer_and_by_channel(net: Path, folder: Path, tmp_path: Pat
     [
         ((), "no layer named"),
         (("-l", "conv1", "--edit", "nois:1"), "expected zero, mean"),
-        (("-l", "conv1", "--edit", "scale:x"), "'x' is no number"),
+        (("-l", "conv1", "--edit", "scale:x"), "'x' is not a number"),
         (("-l", "conv1", "--edit", "prune:2"), "from 0 to 1"),
-        (("-l", "conv?", "--channels", "all"), "for one layer"),
+        (("-l", "conv?", "--channels", "all"), "needs exactly one layer"),
         (("-l", "conv1", "--channels", "a"), "expected numbers"),
         (("-l", "conv1", "--channels", "9"), "channels 0 to 7"),
         (("-l", "conv1", "--picture", "a.jpg"), "ends in"),
@@ -222,7 +222,7 @@ def test_places_that_cannot_be_written_are_told_of_before_anything_is_loaded(fol
     ):  # fmt: skip
         kind = words[:2] if words[0] == "draw" else words[:1]
         output = run(*kind, "no/such-backbone", folder, *words[len(kind) :], code=2)
-        assert "cannot be written" in output or "no folder can be made" in output
+        assert "cannot be written" in output or "the folder cannot be created" in output
 
 
 def test_labels_and_losses_are_of_gradients(net: Path, folder: Path, tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_attention_of_each_layer_and_refusals(folder: Path, tmp_path: Path) -> N
     run("draw", "attention", *of, "-l", "blocks.0.attn", "-l", "blocks.3.attn")
     names = sorted(path.name for path in (tmp_path / "p").iterdir())
     assert names == ["attention-blocks.0.attn.png", "attention-blocks.3.attn.png"]
-    assert "leave -l off" in run("draw", "rollout", *of, "-l", "blocks.0.attn", code=2)
+    assert "leave out -l" in run("draw", "rollout", *of, "-l", "blocks.0.attn", code=2)
     relu = ("torchvision/resnet18", folder, *few, "-l", "layer1.0.relu")
     assert "layer1.0.relu#0, layer1.0.relu#1" in run("draw", "gradcam", *relu, "-o", tmp_path / "p", code=2)
     run("draw", "maps", *relu, "-o", tmp_path / "q")

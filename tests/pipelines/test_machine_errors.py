@@ -164,7 +164,7 @@ def test_what_runs_out_when_decoders_are_started_is_one_line(
 
     monkeypatch.setattr(os, "fork", refused)
     message = fails("embed", folder, "-o", tmp_path / "out", *SMALL, "--workers", 2, code=1)
-    assert ("the memory does not suffice" if number == errno.ENOMEM else "ulimit -n") in message
+    assert ("out of memory" if number == errno.ENOMEM else "ulimit -n") in message
 
 
 def test_too_little_memory_is_one_line_and_leaves_what_was_stored(
@@ -178,7 +178,7 @@ def test_too_little_memory_is_one_line_and_leaves_what_was_stored(
     with monkeypatch.context() as patched:
         patched.setattr(writer, "hash_rows", no_memory)
         message = fails("embed", folder, "-o", tmp_path / "out", *SMALL, code=1)
-    assert "the memory does not suffice (Unable to allocate 3.00 GiB). What was stored is safe" in message
+    assert "out of memory (Unable to allocate 3.00 GiB). Stored rows are safe" in message
     assert layertap("embed", folder, "-o", tmp_path / "out", *SMALL).exit_code == 0
 
 
@@ -195,7 +195,7 @@ def test_an_image_with_an_io_error_is_tried_again_by_the_next_run(
     first = layertap(*arguments)
     assert first.exit_code == 0
     assert "bee/07.jpg: io error: Input/output error" in first.stdout
-    assert "images with an io error are tried again by the next run" in first.stdout
+    assert "the next run retries images with an io error" in first.stdout
     assert "add --retry-failed" in first.stdout  # for the other one
     assert statuses(out)[5:7] == ["decode error", "io error"]
     assert layertap("verify", out).exit_code == 0
@@ -275,7 +275,7 @@ def test_sync_tries_an_image_with_an_io_error_again_in_the_next_pass(
                 for seen, found in zip(files, hashes_of(root, files), strict=True)
             ],
         )
-        patched.setattr("pipelines.sync.job.Telling.plan", lambda *_: pytest.fail("a backbone was loaded"))
+        patched.setattr("pipelines.sync.job.PassReporter.plan", lambda *_: pytest.fail("a backbone was loaded"))
         assert layertap("sync", config).exit_code == 0
     failing.clear()
     assert layertap("sync", config).exit_code == 0

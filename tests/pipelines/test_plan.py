@@ -39,7 +39,7 @@ def test_it_tells_what_it_listed(folder: Path, tmp_path: Path, monkeypatch: pyte
     assert "layertap embed outputs/pictures-plan" in result.stdout
     again = layertap("plan", "pictures")
     assert again.exit_code == 0
-    assert "outputs/pictures-plan was there already; nothing was listed" in again.stdout
+    assert "outputs/pictures-plan was complete before; nothing was listed" in again.stdout
 
 
 def test_json_is_all_that_is_on_stdout(here: Path) -> None:
@@ -144,12 +144,12 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, number: int, code: int) -> Non
         env=os.environ | {"SIGNAL": str(int(number))},
     )
     assert stopped.returncode == code, stopped.stderr
-    assert f"stopped: what was listed is kept in {tmp_path / 'a plan'}. To go on:" in stopped.stderr
+    assert f"stopped: the images listed so far are kept in {tmp_path / 'a plan'}. To resume:" in stopped.stderr
     assert shlex.join(command) in stopped.stderr
     assert "Traceback" not in stopped.stderr
     assert "is a plan that is not finished; `layertap plan` goes on with it" in fails(
         "embed", tmp_path / "a plan", *SMALL
     )
     went_on = layertap(*command)
-    assert "going on: 200 images were listed before" in went_on.stderr
+    assert "resuming: 200 images were listed before" in went_on.stderr
     assert "a plan: 400 images in" in went_on.stdout

@@ -55,7 +55,7 @@ def test_every_layer_is_probed_and_all_that_was_found_is_written(made, tmp_path)
     assert result.exit_code == 0
     assert "out: 66 rows, 3 classes; 42 train, 24 test" in result.stdout
     assert "clip: logistic regression, 96 lambdas" in result.stdout
-    assert "features as they are" in result.stdout
+    assert "features unscaled" in result.stdout
     assert "best on validation rows (" in result.stdout
     assert "p = " in result.stdout
     assert "probing layer4 (2 of 3)" in result.stderr
@@ -107,7 +107,7 @@ def test_a_layer_may_be_two_side_by_side(made, tmp_path):
     (one,) = results(tmp_path)["probes"]
     with FeatureReader(made / "out") as reader:
         assert one["width"] == reader["layer1"].shape[1] + reader["layer4"].shape[1]
-    assert "means 2 layers" in fails("probe", made / "out", "-l", "layer?+embedding", "-o", tmp_path)
+    assert "matches 2 layers" in fails("probe", made / "out", "-l", "layer?+embedding", "-o", tmp_path)
     assert "layer 'layer9' not found" in fails("probe", made / "out", "-l", "layer9", "-o", tmp_path)
 
 
@@ -151,7 +151,7 @@ def test_images_that_are_in_two_sets_are_counted_and_left_out_when_asked(made, t
     shutil.copy(tmp_path / "pictures/test/cat/00.png", tmp_path / "pictures/test/cat/copy.png")  # no leak
     layertap("embed", tmp_path / "pictures", "-o", tmp_path / "out", *SMALL)
     leaky = layertap("probe", tmp_path / "out", "-p", "centroid", "-o", tmp_path / "res")
-    assert "leakage: the same bytes in two sets: 5 images of test are in train as well; --drop-leaks" in leaky.stdout
+    assert "leakage: the same bytes in two sets: 5 images of test are also in train; --drop-leaks" in leaky.stdout
     assert results(tmp_path / "res")["data_sets"]["out"]["leaks"] == {"test in train": 5}
     assert results(tmp_path / "res")["probes"][0]["rows"]["train"] == 47
     clean = layertap("probe", tmp_path / "out", "-p", "centroid", "-o", tmp_path / "res", "--drop-leaks")
@@ -164,7 +164,7 @@ def test_val_is_tested_on_where_there_is_no_test(tmp_path):
     write_pictures(tmp_path / "pictures", {"train": 12, "val": 5})
     layertap("embed", tmp_path / "pictures", "-o", tmp_path / "out", *SMALL)
     result = layertap("probe", tmp_path / "out", "-p", "knn", "-o", tmp_path / "res")
-    assert "no labelled test images: val is tested on, and nothing is chosen on it" in result.stdout
+    assert "no labelled test images: val is used for testing, and nothing is chosen on it" in result.stdout
     assert results(tmp_path / "res")["probes"][0]["rows"] == {"train": 36, "val": 3, "test": 15}
 
 
@@ -207,7 +207,7 @@ def test_labels_of_a_file_may_be_several_or_numbers_and_have_splits(made, tmp_pa
                       "-o", tmp_path / "b")  # fmt: skip
     assert "numbers" in result.stdout
     assert results(tmp_path / "b")["probes"][0]["metrics"]["r2"]["value"] < 0.3  # they are random
-    assert "is no number" in fails("probe", made / "out", "-p", "ridge", "--labels", f"{file}:tags")
+    assert "is not a number" in fails("probe", made / "out", "-p", "ridge", "--labels", f"{file}:tags")
 
 
 def test_failed_images_are_left_out_and_counted(made, tmp_path):
@@ -222,11 +222,11 @@ def test_failed_images_are_left_out_and_counted(made, tmp_path):
 @pytest.mark.parametrize(
     ("lines", "labels", "message"),
     [
-        ([["path", "label"], ["x/y.png", "a"]], "{}", "none of its 1 values of 'path' is one of the data set"),
+        ([["path", "label"], ["x/y.png", "a"]], "{}", "none of its 1 values of 'path' is in the data set"),
         ([["path", "kind"], ["x/y.png", "a"]], "{}", "a column 'label'; it has 'path', 'kind'"),
         ([["name", "label"], ["x/y.png", "a"]], "{}", "expected a column 'path' or 'id'"),
-        ([["id", "label"], ["7", "a"]], "{}", "the data set has none; give it a column 'path'"),
-        ([["path", "label"], ["a", "a"], ["a", "b"]], "{}", "the path 'a' is there twice"),
+        ([["id", "label"], ["7", "a"]], "{}", "the data set has none; add a column 'path'"),
+        ([["path", "label"], ["a", "a"], ["a", "b"]], "{}", "the path 'a' occurs twice"),
         ([["path", "label"]], "{}", "none of its 0 values"),
         ([["path"]], "nonsense", "expected FILE.csv, .tsv or .parquet"),
         ([["path"]], "nowhere.csv", "nowhere.csv: no such file"),
@@ -268,7 +268,7 @@ def test_unlabelled_test_images_leave_val_to_test_on(tmp_path):
     layertap("embed", tmp_path / "pictures", "-o", tmp_path / "out", *SMALL)
     result = layertap("probe", tmp_path / "out", "-p", "centroid")
     assert "24 train, 12 test; left out: 1 unlabelled" in result.stdout
-    assert "val is tested on" in result.stdout
+    assert "val is used for testing" in result.stdout
 
 
 # results
@@ -399,9 +399,9 @@ def test_folders_of_the_users_own_stay_and_so_do_results_until_there_are_new_one
         (["--protocol", "svm"], None),
         (["--test-fraction", 1.5], "test_fraction: "),
         (["--save", "x.safetensors"], "--save keeps the probe of one layer, and there are 3"),
-        (["--save", "x.safetensors", "-l", "layer4", "-p", "knn"], "the protocol knn has no probe that could be kept"),
+        (["--save", "x.safetensors", "-l", "layer4", "-p", "knn"], "the protocol knn has no probe that can be saved"),
         (["--device", "cuda:7"], "device 'cuda:7' cannot be used"),
-        (["-p", "ridge"], "is no number"),
+        (["-p", "ridge"], "is not a number"),
         (["-p", "ridge", "--multilabel"], "ridge predicts numbers, not labels"),
     ],
 )
@@ -413,7 +413,7 @@ def test_wrong_flags_are_explained(made, tmp_path, arguments, message):
 
 def test_what_is_no_data_set_is_refused(tmp_path):
     assert "out: none given" in fails("probe")
-    assert "nowhere is no folder" in fails("probe", tmp_path / "nowhere")
+    assert "nowhere is not a folder" in fails("probe", tmp_path / "nowhere")
     assert not (tmp_path / "nowhere").exists()
     assert str(tmp_path) in fails("probe", tmp_path)
     (tmp_path / "dataset.json").write_text("{}")
@@ -462,7 +462,7 @@ def test_a_data_set_with_other_layers_too_will_do_but_not_one_made_otherwise(mad
     assert layertap("predict", kept, tmp_path / "one", "-o", tmp_path / "a.csv").exit_code == 0
     layertap("embed", made / "pictures", "-o", tmp_path / "seed", *SMALL, "-l", "layer4", "--seed", 3)
     error = fails("predict", kept, tmp_path / "seed", "-o", tmp_path / "b.csv")
-    assert "made otherwise" in error
+    assert "other settings" in error
     assert "weights_sha256" in error
     layertap("embed", made / "pictures", "-o", tmp_path / "max", *SMALL, "-l", "layer4:max_map")
     error = fails("predict", kept, tmp_path / "max", "-o", tmp_path / "b.csv")

@@ -151,7 +151,7 @@ def test_probes_and_another_data_set_are_told(folder: Path, tmp_path: Path) -> N
 def test_a_file_that_is_no_report_is_not_written_over(hostile: Path, tmp_path: Path) -> None:
     mine = tmp_path / "mine.html"
     mine.write_text("<p>mine</p>")
-    assert "mine.html is there already, and is no report" in fails_to_report(hostile, "-o", mine)
+    assert "mine.html already exists and is not a layertap report" in fails_to_report(hostile, "-o", mine)
     assert mine.read_text() == "<p>mine</p>"
     assert "no such folder" in fails_to_report(hostile, "-o", tmp_path / "none" / "page.html")
     assert "layer 'x' not found" in fails_to_report(hostile, "-l", "x")
@@ -176,7 +176,7 @@ def test_a_data_set_with_a_report_in_it_is_as_good_as_without(folder: Path, tmp_
     report(tmp_path / "synced")
     assert layertap("sync", config).exit_code == 0
     _, content = report(tmp_path / "synced")
-    assert dict(content["facts"])["Rows"] == "13, complete, version 2, kept in step with a folder"
+    assert dict(content["facts"])["Rows"] == "13, complete, version 2, synchronised with a folder"
     assert [run["how"] for run in content["runs"]] == ["1 added", "12 added"]
     assert content["stages"]["forward"] > 0
     assert layertap("verify", tmp_path / "synced").exit_code == 0
@@ -396,7 +396,7 @@ def test_data_sets_of_every_kind_have_a_report(folder: Path, tmp_path: Path) -> 
     few = report(tmp_path / "maps", "--images", tmp_path / "moved", "--thumbnails", 5)[1]["thumbnails"]
     assert list(few) == list(content["thumbnails"])[:5]
     none = report(tmp_path / "maps", "--images", tmp_path / "moved", "--thumbnails", 0)[1]
-    assert (none["thumbnails"], none["about_thumbnails"]) == ({}, "Without thumbnails, as asked for.")
+    assert (none["thumbnails"], none["about_thumbnails"]) == ({}, "No thumbnails, as requested.")
 
 
 @pytest.mark.slow

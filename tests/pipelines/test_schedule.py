@@ -455,7 +455,7 @@ def test_a_config_that_is_read_again_has_new_times_and_its_own_note(
     simulation.scheduler._on_signal(signal.SIGHUP, None)
     simulation.run_until(begin + 4 * HOUR)
     assert simulation.starts == [begin + 90 * MINUTE, begin + 210 * MINUTE]
-    assert "the config is not taken over" in (tmp_path / "log").read_text()
+    assert "the config is not reloaded" in (tmp_path / "log").read_text()
 
 
 def test_a_pass_that_is_due_when_the_config_is_read_again_is_not_lost(simulate: Callable[..., Simulation]) -> None:
@@ -583,7 +583,7 @@ def test_the_process_makes_passes_tells_of_them_and_stops_in_order(folder: Path,
         # a config that is wrong is not taken over, and one that is right is
         write(config, images=str(folder), schedule={"every": "never"})
         process.send_signal(signal.SIGHUP)
-        until(lambda: "the config is not taken over" in log.read_text())
+        until(lambda: "the config is not reloaded" in log.read_text())
         write(config, images=str(tmp_path / "gone"), out=str(out), schedule={**schedule, "every": "2s"}, **SMALL)
         process.send_signal(signal.SIGHUP)
         until(lambda: (tmp_path / "failed").exists())
@@ -720,6 +720,6 @@ def test_cron_is_given_a_line_that_it_understands(tmp_path: Path, schedule: dict
 
 def test_times_that_others_cannot_keep_are_refused(tmp_path: Path) -> None:
     config = write(tmp_path / "s.yaml", images="x", schedule={"every": "7m"})
-    assert "cron cannot run something every 420 s" in fails("schedule", config, "--print", "cron")
+    assert "cron cannot run a pass every 420 s" in fails("schedule", config, "--print", "cron")
     config = write(tmp_path / "s.yaml", images="x", schedule={"cron": "0 0 L * *"})
-    assert "systemd has no words for the days" in fails("schedule", config, "--print", "systemd")
+    assert "systemd cannot express the days" in fails("schedule", config, "--print", "systemd")

@@ -53,7 +53,7 @@ def test_a_row_finds_its_copies_and_neighbours_and_not_itself(out: Path) -> None
     assert [one["row"] for one in found(out, 0, "-k", 4, "--itself")["results"]] == expected(out, query)[:4]
     assert len(found(out, 0, "-k", 100)["results"]) == len(paths) - 2
     text = layertap("search", out, 0, "-k", 1).stdout
-    assert "nearest to row 0 (ant/00.png) by cosine of embedding, of 12 rows" in text
+    assert "nearest to row 0 (ant/00.png) by cosine of embedding, among 12 rows" in text
     assert "  1  1.000000  row 13  cat/copy.png  [cat]" in text
 
 
@@ -79,15 +79,15 @@ def test_what_a_number_is_taken_for_is_told(out: Path, folder: Path, monkeypatch
     monkeypatch.chdir(folder)
     content = found(out, "7")
     assert content["query"]["row"] == 7
-    assert "there is a file of this name, too, which ./7 would mean" in content["query"]["note"]
-    assert "note: there is a file of this name" in layertap("search", out, "7").stdout
+    assert "a file has this name, too; to search for the file, write ./7" in content["query"]["note"]
+    assert "note: a file has this name, too" in layertap("search", out, "7").stdout
     assert found(out, "./7")["results"][0]["path"] == "bee/07.jpg"
     assert found(out, "bee/04.png")["query"]["row"] is not None
 
 
 def test_what_cannot_be_searched_for_is_told(out: Path, folder: Path, tmp_path: Path) -> None:
-    assert "has no row 99: it has rows 0 to 13" in fails("search", out, 99)
-    assert "no row, no path of an image in it, and no file" in fails("search", out, "dog.png")
+    assert "has no row 99: expected a row from 0 to 13" in fails("search", out, 99)
+    assert "is not a row number, a path in it, or a file" in fails("search", out, "dog.png")
     assert "is a folder; name one image" in fails("search", out, folder)
     with FeatureReader(out) as reader:
         bad = reader.paths.index("bee/zz bad.jpg")
@@ -133,7 +133,7 @@ def test_a_gallery_is_drawn_and_missing_pictures_have_a_place(
     (folder / "cat" / "copy.png").unlink()
     make_picture(77).save(folder / "ant" / "06.png")  # another picture now
     file = tmp_path / f"gallery.{kind}"
-    assert f"drawn: {file}" in layertap("search", out, 0, "-o", file).stdout
+    assert f"written: {file}" in layertap("search", out, 0, "-o", file).stdout
     start = file.read_bytes()[:200]
     assert start.startswith({"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[kind])
     if kind == "png":

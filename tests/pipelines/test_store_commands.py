@@ -76,7 +76,7 @@ def test_compression_is_told_and_shown(folder: Path, tmp_path: Path) -> None:
         stored = file["features/layer2"]
         assert stored.compression == "gzip"
         assert ratio == {"filter": "gzip", "ratio": round(stored.nbytes / stored.id.get_storage_size(), 3)}
-    assert f"gzip made it {ratio['ratio']:.2f} times smaller" in layertap("show", packed).stdout
+    assert f"gzip compression ratio {ratio['ratio']:.2f}" in layertap("show", packed).stdout
     with FeatureReader(plain) as one, FeatureReader(packed) as other:
         assert np.array_equal(one["layer2"][:], other["layer2"][:])
         assert one.fingerprint == other.fingerprint
@@ -89,7 +89,7 @@ def test_compression_is_told_and_shown(folder: Path, tmp_path: Path) -> None:
 def test_a_whole_data_set_is_confirmed(embedded: Path) -> None:
     result = layertap("verify", embedded, "--sample", 5)
     assert result.exit_code == 0
-    assert "out: no fault; rows: 11 ok, 1 decode error" in result.stdout
+    assert "out: no faults; rows: 11 ok, 1 decode error" in result.stdout
     assert "5 rows computed again differ by" in result.stdout
     content = json.loads(layertap("verify", embedded, "--json").stdout)
     assert content["ok"] is True
@@ -110,7 +110,7 @@ def test_a_changed_row_is_named_repaired_and_filled_again(embedded: Path, folder
             "fault": "does not match its hashes"} in content["faults"]  # fmt: skip
     repaired = layertap("verify", embedded, "--repair")
     assert repaired.exit_code == 1
-    assert "1 rows made pending; run the command that made the data set again to fill them" in repaired.stdout
+    assert "1 rows set to pending; to compute them again, run the command that created the data set" in repaired.stdout
     again = layertap("embed", folder, "-o", embedded, *SMALL, *LAYERS, "--json")
     # The broken picture is tried again, if it lies in the shard that is written anew.
     assert json.loads(again.stdout)["computed"] in (1, 2)
@@ -164,7 +164,8 @@ def test_moved_images_must_be_pointed_to(embedded: Path, folder: Path, tmp_path:
     result = layertap("verify", embedded, "--sample", 100, "--images", moved)
     assert result.exit_code == 1
     assert "its image cannot be read any more" in result.stdout
-    assert "0 rows made pending" in layertap("verify", embedded, "--sample", 100, "--images", moved, "--repair").stdout
+    repaired = layertap("verify", embedded, "--sample", 100, "--images", moved, "--repair")
+    assert "0 rows set to pending" in repaired.stdout
     empty = tmp_path / "empty"  # where a disk is not mounted
     empty.mkdir()
     assert "say where they are" in fails("verify", embedded, "--sample", 3, "--images", empty)
@@ -190,7 +191,7 @@ def test_a_sample_is_not_taken_of_what_is_known_to_be_wrong(embedded: Path) -> N
         file["status"][0] = 3
     result = layertap("verify", embedded, "--sample", 3)
     assert result.exit_code == 1
-    assert "no rows were computed again: what is wrong already comes first" in result.stdout
+    assert "no rows were computed again: fix the reported faults first" in result.stdout
 
 
 def test_show_of_a_data_set_without_shards(embedded: Path) -> None:

@@ -18,7 +18,7 @@ import yaml
 
 from extract import FeatureReader
 from pipelines.sync.config import load_sync_file
-from pipelines.sync.watch import tells_of_changes
+from pipelines.sync.watch import reports_changes
 from tests.conftest import make_picture
 from tests.pipelines.test_cli import fails, layertap
 
@@ -74,7 +74,7 @@ def test_status_tells_of_runs_rows_failures_and_disk(config: Path, folder: Path,
     layertap("sync", config)
     out = tmp_path / "out"
     text = layertap("status", out).stdout
-    assert "version 2, in step with" in text
+    assert "version 2, synchronised with" in text
     assert "10: 9 ok, 1 decode error" in text
     assert "3 stored rows (23%" in text
     assert f"layertap compact {out}" in text
@@ -158,18 +158,18 @@ def test_a_second_sync_at_once_exits_with_4_and_names_the_first(config: Path, tm
     ("values", "message"),
     [
         ({"imagse": "x"}, "key 'imagse' not found"),
-        ({"images": "s3://bucket/x"}, "a folder of this machine, not a URL"),
+        ({"images": "s3://bucket/x"}, "a folder on this machine, not a URL"),
         ({"images": "x", "out": "x/out"}, "lies inside x"),
         ({"images": "x", "settle": "5 parsecs"}, "expected seconds, or a time such as 90s"),
         ({"images": "x", "max_vanish": 2}, "max_vanish"),
         ({"images": "x", "keep_gone": float("inf")}, "expected at most 36500d"),
-        ({"images": "x", "schedule": {"cron": "0 0 2 * * *"}}, "no cron line"),
+        ({"images": "x", "schedule": {"cron": "0 0 2 * * *"}}, "expected minute, hour, day"),
         ({"out": "x"}, "images: none given"),
         ({"data_sets": "x"}, "expected a list"),
         ({"images": "x", "data_sets": [{"out": "o"}, {"images": "y", "out": "o/."}]}, "have the same out"),
         ({"data_sets": [{"images": "x"}, {"images": "y", "batch": 3}]}, "data set 2"),
-        ({"images": "x", "schedule": {"cron": "61 * * * *"}}, "no cron line"),
-        ({"images": "x", "schedule": {"cron": "* * * * *", "every": "5m"}}, "either cron or every"),
+        ({"images": "x", "schedule": {"cron": "61 * * * *"}}, "expected minute, hour, day"),
+        ({"images": "x", "schedule": {"cron": "* * * * *", "every": "5m"}}, "exactly one of cron and every"),
         ({"images": "x", "schedule": {"every": "5m", "timezone": "Europe/Atlantis"}}, "no such time zone"),
         ({"images": "x", "schedule": {"evry": "5m"}}, "key 'evry' not found"),
         ({"images": "x", "limit": 3}, "key 'limit' not found"),
@@ -275,8 +275,8 @@ def test_folders_on_servers_are_polled(tmp_path: Path) -> None:
         "3 1 0:6 / /mnt/with\\040space rw - fuse.sshfs x rw\n"
         "4 2 8:2 / /mnt/nas/local rw - xfs /dev/sdb rw\n"
     )
-    assert tells_of_changes(Path("/home/photos"), mounts)
-    assert not tells_of_changes(Path("/mnt/nas/photos"), mounts)
-    assert not tells_of_changes(Path("/mnt/with space/photos"), mounts)
-    assert tells_of_changes(Path("/mnt/nas/local/photos"), mounts)
-    assert tells_of_changes(Path("/mnt/nasty"), mounts)
+    assert reports_changes(Path("/home/photos"), mounts)
+    assert not reports_changes(Path("/mnt/nas/photos"), mounts)
+    assert not reports_changes(Path("/mnt/with space/photos"), mounts)
+    assert reports_changes(Path("/mnt/nas/local/photos"), mounts)
+    assert reports_changes(Path("/mnt/nasty"), mounts)

@@ -130,7 +130,7 @@ def test_a_text_finds_the_images_that_the_model_puts_nearest(
 def test_texts_that_cannot_be_searched_for_are_told(
     clip: tuple[Any, Path], out: Path, folder: Path, tmp_path: Path
 ) -> None:
-    one_thing = "search for one thing: a row, path or image file, or --text TEXT"
+    one_thing = "expected exactly one query: a row number, a path, an image file, or --text TEXT"
     assert one_thing in fails("search", out)
     assert one_thing in fails("search", out, 3, "--text", "a bee")
     assert "a text is empty" in fails("search", out, "--text", " ")

@@ -32,8 +32,8 @@ def facts(content: dict[str, Any]) -> list[list[str]]:
     versions = ", ".join(f"{name} {number}" for name, number in provenance.get("versions", {}).items())
     state = "complete" if content["complete"] else f"unfinished: {content['rows_done']:,} rows done"
     if content["version"]:
-        state += f", version {content['version']}, kept in step with a folder"
-    found = [
+        state += f", version {content['version']}, synchronised with a folder"
+    pairs = [
         ("Images", content["images"]["root"]),
         ("Rows", f"{content['rows']:,}, {state}"),
         ("Classes", f"{len(content['classes']):,}" if content.get("classes") else "none"),
@@ -41,57 +41,57 @@ def facts(content: dict[str, Any]) -> list[list[str]]:
         ("Backbone", provenance.get("backbone") or depends_on.get("architecture", "")),
         ("Weights", f"{provenance.get('weights', '')}, sha256 {depends_on.get('weights_sha256', '')}"),
         ("Preprocessing", preprocessing),
-        ("Asked for otherwise", ", ".join(configuration.get("preprocessing") or {})),
+        ("Set by the user", ", ".join(configuration.get("preprocessing") or {})),
         ("Decoder", depends_on.get("decoder", "")),
-        ("Computed in", depends_on.get("precision", "")),
+        ("Precision", depends_on.get("precision", "")),
         ("Stored as", f"{depends_on.get('stored_as', '')}, {content['bytes'] / 1e6:,.1f} MB in all files"),
-        ("Made", f"{provenance.get('started', '')} on {provenance.get('device', '')} with {versions}"),
+        ("Computed", f"{provenance.get('started', '')} on {provenance.get('device', '')} with {versions}"),
         ("Fingerprint", content["fingerprint"]),
         ("Data set", content["out"]),
     ]
-    return [[name, printable(str(text))] for name, text in found if text]
+    return [[name, printable(str(text))] for name, text in pairs if text]
 
 
 def runs(out: Path) -> list[dict[str, Any]]:
     """Return the last logged runs or passes in words and numbers, newest first."""
-    found: list[dict[str, Any]] = []
+    log: list[dict[str, Any]] = []
     for file in _logs(out):
-        found += _runs_of(file)
-    found.sort(key=operator.itemgetter("started"))  # stable: runs that started in the same second stay in order
-    last = found[-_LAST_RUNS:][::-1]
-    return [one | {name: printable(one.get(name, "")) for name in ("how", "where", "engine")} for one in last]
+        log += _runs_of(file)
+    log.sort(key=operator.itemgetter("started"))  # stable: runs that started in the same second stay in order
+    last = log[-_LAST_RUNS:][::-1]
+    return [run | {name: printable(run.get(name, "")) for name in ("how", "where", "engine")} for run in last]
 
 
 def _runs_of(file: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    begun: dict[str, dict[str, Any]] = {}
+    log: list[dict[str, Any]] = []
+    by_start: dict[str, dict[str, Any]] = {}
     workers: dict[str, Counter[str]] = {}  # start of the run -> its workers
     for line in _lines(file):
         started = str(line["started"])
         if line["event"] == "started":
             machine = line.get("machine") or {}
             where = f"{line.get('device', '')} of {machine.get('host', '')}" if machine else ""
-            begun[started] = {"started": started, "how": "did not end in order", "where": where, "found": 0}
-            found.append(begun[started])
-        elif line["event"] == "joined" and started in begun:
+            by_start[started] = {"started": started, "how": "did not finish", "where": where, "found": 0}
+            log.append(by_start[started])
+        elif line["event"] == "joined" and started in by_start:
             workers.setdefault(started, Counter())[f"{line.get('device', '')} of {line.get('host', '')}"] += 1
-        elif line["event"] == "computing" and started in begun:
-            how = line.get("computation") or {}
-            begun[started]["engine"] = str(how.get("engine", ""))
-        elif line["event"] == "ended" and started in begun:
-            begun[started] |= {"how": "ended", **_numbers(line)}
+        elif line["event"] == "computing" and started in by_start:
+            computation = line.get("computation") or {}
+            by_start[started]["engine"] = str(computation.get("engine", ""))
+        elif line["event"] == "ended" and started in by_start:
+            by_start[started] |= {"how": "ended", **_numbers(line)}
         elif line["event"] in ("synced", "stopped", "failed") and "shard" not in line:
             changed = [f"{line[name]:,} {name}" for name in ("added", "changed", "renamed", "deleted")
                        if isinstance(line.get(name), int) and line[name]]  # fmt: skip
-            what = {"synced": "nothing new", "stopped": "stopped", "failed": f"failed: {line.get('error', '')}"}
-            how = ", ".join(changed) if changed and line["event"] == "synced" else what[line["event"]]
+            outcome = {"synced": "nothing new", "stopped": "stopped", "failed": f"failed: {line.get('error', '')}"}
+            how_it_ended = ", ".join(changed) if changed and line["event"] == "synced" else outcome[line["event"]]
             numbers = _numbers({**line, "rows": line.get("computed")})
-            found.append({"started": started, "how": how, "where": "", **numbers})
+            log.append({"started": started, "how": how_it_ended, "where": "", **numbers})
     for started, places in workers.items():
-        said = [f"{count} × {place}" if count > 1 else place for place, count in places.most_common(_PLACES)]
-        more = [f"{len(places) - _PLACES:,} more"] if len(places) > _PLACES else []
-        begun[started]["where"] = ", ".join(said + more)
-    return found
+        named = [f"{count} × {place}" if count > 1 else place for place, count in places.most_common(_PLACES)]
+        unnamed = [f"{len(places) - _PLACES:,} more"] if len(places) > _PLACES else []
+        by_start[started]["where"] = ", ".join(named + unnamed)
+    return log
 
 
 def stages(dataset: DataSet) -> dict[str, float]:
@@ -142,35 +142,36 @@ def probes(out: Path, others: Sequence[Path]) -> tuple[list[dict[str, Any]], lis
     chosen value, and metric -> [value, low, high].
     """
     files = sorted((out / "probe").glob("*/results.json"))
-    files += [one / "results.json" if one.is_dir() else one for one in others]
-    found, notes = [], []
+    files += [path / "results.json" if path.is_dir() else path for path in others]
+    results, notes = [], []
     for file in files[:_PROBES]:
         try:
-            results = read_json(file)
-            layers = [_probed(one) for one in results["probes"]]
-            protocol = str(results["configuration"]["protocol"])
+            content = read_json(file)
+            layers = [_probed(probe) for probe in content["probes"]]
+            protocol = str(content["configuration"]["protocol"])
         except (LayertapError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
             notes.append(printable(f"{file} cannot be read as results of a probe: {type(error).__name__}: {error}"))
             continue
         if layers:
-            metrics = list(dict.fromkeys(name for one in layers for name in one["metrics"]))
-            found.append({"name": printable(str(file.parent)), "protocol": printable(protocol), "metrics": metrics,
-                          "complete": bool(results.get("complete", True)), "layers": layers})  # fmt: skip
+            metrics = list(dict.fromkeys(name for layer in layers for name in layer["metrics"]))
+            results.append({"name": printable(str(file.parent)), "protocol": printable(protocol), "metrics": metrics,
+                          "complete": bool(content.get("complete", True)), "layers": layers})  # fmt: skip
     if len(files) > _PROBES:
-        notes.append(f"of {len(files):,} results of probes, {_PROBES} are shown")
-    return found, notes
+        notes.append(f"{_PROBES} of {len(files):,} probe results are shown")
+    return results, notes
 
 
-def _probed(one: dict[str, Any]) -> dict[str, Any]:
-    chosen = ", ".join(f"{name} {value:.3g}" for name, value in one["chosen"].items())
-    rows = one["rows"]
+def _probed(probe: dict[str, Any]) -> dict[str, Any]:
+    chosen = ", ".join(f"{name} {value:.3g}" for name, value in probe["chosen"].items())
+    rows = probe["rows"]
     metrics = {
         printable(str(name)): [float(estimate[end]) if _is_number(estimate[end]) else None
                                for end in ("value", "low", "high")]
-        for name, estimate in one["metrics"].items()
+        for name, estimate in probe["metrics"].items()
     }  # fmt: skip
     return {
-        "data_set": printable(str(one["data_set"])), "layer": printable(str(one["layer"])), "width": int(one["width"]),
+        "data_set": printable(str(probe["data_set"])), "layer": printable(str(probe["layer"])),
+        "width": int(probe["width"]),
         "train": int(rows["train"]) + int(rows["val"]), "test": int(rows["test"]), "chosen": printable(chosen),
         "metrics": metrics,
     }  # fmt: skip

@@ -1,7 +1,7 @@
 "use strict";
 // Shows the content of the page. Every text that comes from the data set is set as text, and nothing is fetched.
 (() => {
-  const told = JSON.parse(document.getElementById("data").textContent);
+  const content = JSON.parse(document.getElementById("data").textContent);
   const main = document.getElementById("content");
   const contents = document.getElementById("contents");
 
@@ -28,7 +28,7 @@
     const size = Math.abs(number);
     return size !== 0 && (size < 0.001 || size >= 1e6) ? number.toExponential(2) : Number(number.toPrecision(4)).toString();
   };
-  const plural = (number, one, many) => `${count(number)} ${number === 1 ? one : many || one + "s"}`;
+  const plural = (number, singular, many) => `${count(number)} ${number === 1 ? singular : many || singular + "s"}`;
   const colour = (variable) => getComputedStyle(document.documentElement).getPropertyValue(variable).trim();
 
   let sections = 0;
@@ -64,9 +64,9 @@
         const up = heading.getAttribute("aria-sort") !== "ascending";
         for (const other of headings) other.setAttribute("aria-sort", "none");
         heading.setAttribute("aria-sort", up ? "ascending" : "descending");
-        const order = (one, other) => kind === "number" ? one - other : String(one).localeCompare(String(other), "en", {numeric: true});
-        lines.sort(([, one], [, other]) => {
-          const [a, b] = [value(one), value(other)];
+        const order = (a, b) => kind === "number" ? a - b : String(a).localeCompare(String(b), "en", {numeric: true});
+        lines.sort(([, left], [, right]) => {
+          const [a, b] = [value(left), value(right)];
           const missing = (x) => x === null || x === undefined;
           if (missing(a) || missing(b)) return missing(a) - missing(b); // what is missing comes last, either way
           return up ? order(a, b) : order(b, a);
@@ -81,12 +81,12 @@
 
   // Rows of the data set
 
-  const row = (number) => told.rows[number] || ["", -1, "", number];
+  const row = (number) => content.rows[number] || ["", -1, "", number];
   const pathOf = (number) => row(number)[0];
-  const className = (label) => label < 0 ? "" : told.classes[label] ? told.classes[label][0] : `class ${label}`;
+  const className = (label) => label < 0 ? "" : content.classes[label] ? content.classes[label][0] : `class ${label}`;
   const picture = (parent, number) => {
     const frame = add(parent, "div", null, {class: "picture"});
-    const data = told.thumbnails[number];
+    const data = content.thumbnails[number];
     if (data) {
       const image = add(frame, "img", null, {alt: "", decoding: "async"});
       image.src = data;
@@ -136,18 +136,18 @@
   // Sections
 
   const overview = () => {
-    document.title = `${told.title} – layertap report`;
+    document.title = `${content.title} – layertap report`;
     const title = document.getElementById("title");
     title.textContent = "";
-    name(title, told.title);
-    const {rows, good, failed, classes} = told.counts;
+    name(title, content.title);
+    const {rows, good, failed, classes} = content.counts;
     document.getElementById("lead").textContent =
       `${plural(rows, "image")}, ${count(good)} with features${failed ? `, ${count(failed)} failed` : ""}.`;
     document.getElementById("footer").textContent =
-      `Written ${told.written} by layertap ${told.version}. This page loads nothing from anywhere.`;
+      `Written ${content.written} by layertap ${content.version}. This page loads nothing.`;
     const part = section("Data set");
-    for (const note of told.notes) add(part, "p", note, {class: "note"});
-    if (told.about_thumbnails) add(part, "p", told.about_thumbnails, {class: "quiet"});
+    for (const note of content.notes) add(part, "p", note, {class: "note"});
+    if (content.about_thumbnails) add(part, "p", content.about_thumbnails, {class: "quiet"});
     const tiles = add(part, "div", null, {class: "tiles"});
     const tile = (number, text) => {
       const element = add(tiles, "div", null, {class: "tile"});
@@ -158,34 +158,34 @@
     tile(count(good), "with features");
     tile(count(failed), "failed");
     tile(count(classes), "classes");
-    tile(count(told.layers.length), told.layers.length === 1 ? "layer" : "layers");
+    tile(count(content.layers.length), content.layers.length === 1 ? "layer" : "layers");
     const list = add(part, "dl", null, {class: "facts"});
-    for (const [what, how] of told.facts) {
+    for (const [what, how] of content.facts) {
       add(list, "dt", what);
       name(add(list, "dd"), how);
     }
   };
 
   const classTable = () => {
-    if (!told.classes.length) return;
+    if (!content.classes.length) return;
     const part = section("Classes");
-    add(part, "p", `${plural(told.counts.classes, "class", "classes")}` +
-      (told.unlabelled ? `; ${plural(told.unlabelled, "image")} without a class.` : "."));
-    const sizes = told.classes.map(([, all]) => all);
-    if (told.classes.length > 1 && told.classes.length <= 40) {
+    add(part, "p", `${plural(content.counts.classes, "class", "classes")}` +
+      (content.unlabelled ? `; ${plural(content.unlabelled, "image")} without a class.` : "."));
+    const sizes = content.classes.map(([, all]) => all);
+    if (content.classes.length > 1 && content.classes.length <= 40) {
       plot(part, "Images of each class", () => [{
-        type: "bar", orientation: "h", y: told.classes.map((_, i) => i), x: sizes, marker: {color: colour("--bar")},
-        customdata: told.classes.map(([text]) => escaped(text)), hovertemplate: "%{customdata}: %{x:,}<extra></extra>",
+        type: "bar", orientation: "h", y: content.classes.map((_, i) => i), x: sizes, marker: {color: colour("--bar")},
+        customdata: content.classes.map(([text]) => escaped(text)), hovertemplate: "%{customdata}: %{x:,}<extra></extra>",
       }], () => ({
-        height: 70 + 20 * told.classes.length, xaxis: {title: {text: "images"}},
-        yaxis: {tickvals: told.classes.map((_, i) => i), ticktext: told.classes.map(([text]) => escaped(text, 24)), autorange: "reversed"},
+        height: 70 + 20 * content.classes.length, xaxis: {title: {text: "images"}},
+        yaxis: {tickvals: content.classes.map((_, i) => i), ticktext: content.classes.map(([text]) => escaped(text, 24)), autorange: "reversed"},
       }));
     }
     table(part, "Images of each class", [
-      ["Class", "text", (one) => one[0]],
-      ["Images", "number", (one) => one[1], (one) => count(one[1])],
-      ["With features", "number", (one) => one[2], (one) => count(one[2])],
-    ], told.classes);
+      ["Class", "text", (item) => item[0]],
+      ["Images", "number", (item) => item[1], (item) => count(item[1])],
+      ["With features", "number", (item) => item[2], (item) => count(item[2])],
+    ], content.classes);
   };
 
   // Plotly reads some tags and entities in its texts; a name has none.
@@ -196,34 +196,34 @@
 
   const failures = () => {
     const part = section("Failures");
-    if (!told.counts.failed) {
+    if (!content.counts.failed) {
       add(part, "p", "Every image has features.");
       return;
     }
-    add(part, "p", `${plural(told.counts.failed, "image")} ${told.counts.failed === 1 ? "has" : "have"} no features (` +
-      Object.entries(told.status).filter(([what]) => what !== "ok").map(([what, number]) => `${count(number)} ${what}`).join(", ") + ")." +
-      (told.failures.length < told.counts.failed ? ` The first ${count(told.failures.length)} are listed.` : ""));
-    const shown = told.failures.filter(([number]) => told.thumbnails[number]);
+    add(part, "p", `${plural(content.counts.failed, "image")} ${content.counts.failed === 1 ? "has" : "have"} no features (` +
+      Object.entries(content.status).filter(([what]) => what !== "ok").map(([what, number]) => `${count(number)} ${what}`).join(", ") + ")." +
+      (content.failures.length < content.counts.failed ? ` The first ${count(content.failures.length)} are listed.` : ""));
+    const shown = content.failures.filter(([number]) => content.thumbnails[number]);
     if (shown.length) {
-      add(part, "p", "Of these, a part of the picture can be shown; it was not used.", {class: "quiet"});
+      add(part, "p", "These images can be decoded in part. The part is shown here, but has no features.", {class: "quiet"});
       const strip = add(part, "ul", null, {class: "strip"});
       for (const [number, status] of shown) card(strip, number, [status]);
     }
     table(part, "Images without features", [
       ["Row", "number", ([number]) => row(number)[3], ([number]) => count(row(number)[3])],
       ["Path", "text", ([number]) => pathOf(number)],
-      ["Status", "text", (one) => one[1]],
-      ["Reason", "text", (one) => one[2]],
-    ], told.failures);
+      ["Status", "text", (item) => item[1]],
+      ["Reason", "text", (item) => item[2]],
+    ], content.failures);
   };
 
   const time = () => {
-    const stages = Object.entries(told.stages);
-    if (!told.runs.length && !stages.length) return;
+    const stages = Object.entries(content.stages);
+    if (!content.runs.length && !stages.length) return;
     const part = section("Runs and time");
     const total = stages.reduce((sum, [, seconds]) => sum + seconds, 0);
     if (total > 0) {
-      add(part, "p", "Where the time of the runs went: " + stages.map(([what, seconds]) =>
+      add(part, "p", "Time of the runs, by stage: " + stages.map(([what, seconds]) =>
         `${what} ${percent(seconds / total)} (${seconds.toFixed(1)} s)`).join(", ") + ".");
       const bar = add(part, "div", null, {class: "bar", "aria-hidden": "true"});
       const key = add(part, "p", null, {class: "quiet"});
@@ -236,48 +236,48 @@
         key.append(`${what}  `);
       });
     }
-    const rate = (one) => one.seconds > 0 && one.rows ? one.rows / one.seconds : null;
-    table(part, "Runs, the last one first", [
-      ["Started", "text", (one) => one.started.replace("T", " ")],
-      ["How it ended", "text", (one) => one.how + (one.engine ? `, ${one.engine}` : "")],
-      ["Images computed", "number", (one) => one.rows, (one) => one.rows === undefined ? null : count(one.rows)],
-      ["Seconds", "number", (one) => one.seconds, (one) => one.seconds === undefined ? null : one.seconds.toFixed(1)],
-      ["Images/s", "number", rate, (one) => rate(one) === null ? null : rate(one).toFixed(1)],
-      ["Device", "text", (one) => one.where],
-    ], told.runs);
+    const rate = (item) => item.seconds > 0 && item.rows ? item.rows / item.seconds : null;
+    table(part, "Runs, newest first", [
+      ["Started", "text", (item) => item.started.replace("T", " ")],
+      ["How it ended", "text", (item) => item.how + (item.engine ? `, ${item.engine}` : "")],
+      ["Images computed", "number", (item) => item.rows, (item) => item.rows === undefined ? null : count(item.rows)],
+      ["Seconds", "number", (item) => item.seconds, (item) => item.seconds === undefined ? null : item.seconds.toFixed(1)],
+      ["Images/s", "number", rate, (item) => rate(item) === null ? null : rate(item).toFixed(1)],
+      ["Device", "text", (item) => item.where],
+    ], content.runs);
   };
 
   const layers = () => {
     const part = section("Layers");
-    add(part, "p", "Of all values of the rows that have features; lengths are Euclidean, of a row.");
+    add(part, "p", "Statistics of all values of the rows with features. The length of a row is its Euclidean norm.");
     table(part, "Statistics by layer", [
-      ["Layer", "text", (one) => one.name],
-      ["From", "text", (one) => one.from],
-      ["Shape", "number", (one) => one.width, (one) => `${one.shape.join("×")} ${one.dtype}`],
-      ["Mean", "number", (one) => one.mean, (one) => short(one.mean)],
-      ["Std", "number", (one) => one.std, (one) => short(one.std)],
-      ["Min", "number", (one) => one.least, (one) => short(one.least)],
-      ["Max", "number", (one) => one.largest, (one) => short(one.largest)],
-      ["Zeros", "number", (one) => one.zeros, (one) => one.zeros === null ? null : percent(one.zeros)],
-      ["Always zero", "number", (one) => one.dead, (one) => count(one.dead)],
-      ["Constant", "number", (one) => one.constant, (one) => count(one.constant)],
-      ["Length min", "number", (one) => one.lengths[0], (one) => short(one.lengths[0])],
-      ["Median", "number", (one) => one.lengths[1], (one) => short(one.lengths[1])],
-      ["Max", "number", (one) => one.lengths[2], (one) => short(one.lengths[2])],
-    ], told.layers);
-    const few = told.layers.filter((one) => one.counts.length && one.lengths[0] < one.lengths[2]);
+      ["Layer", "text", (item) => item.name],
+      ["From", "text", (item) => item.from],
+      ["Shape", "number", (item) => item.width, (item) => `${item.shape.join("×")} ${item.dtype}`],
+      ["Mean", "number", (item) => item.mean, (item) => short(item.mean)],
+      ["Std", "number", (item) => item.std, (item) => short(item.std)],
+      ["Min", "number", (item) => item.least, (item) => short(item.least)],
+      ["Max", "number", (item) => item.largest, (item) => short(item.largest)],
+      ["Zeros", "number", (item) => item.zeros, (item) => item.zeros === null ? null : percent(item.zeros)],
+      ["Always zero", "number", (item) => item.dead, (item) => count(item.dead)],
+      ["Constant", "number", (item) => item.constant, (item) => count(item.constant)],
+      ["Length min", "number", (item) => item.lengths[0], (item) => short(item.lengths[0])],
+      ["Median", "number", (item) => item.lengths[1], (item) => short(item.lengths[1])],
+      ["Max", "number", (item) => item.lengths[2], (item) => short(item.lengths[2])],
+    ], content.layers);
+    const few = content.layers.filter((item) => item.counts.length && item.lengths[0] < item.lengths[2]);
     if (!few.length) return;
     add(part, "h3", "Lengths of rows");
-    if (few.length > 12) add(part, "p", `Of ${few.length} layers, the last 12.`, {class: "quiet"});
+    if (few.length > 12) add(part, "p", `The last 12 of ${few.length} layers are shown.`, {class: "quiet"});
     const grid = add(part, "div", null, {class: "plots"});
-    for (const one of few.slice(-12)) histogram(grid, one.name, "length", one.counts, one.edges);
+    for (const item of few.slice(-12)) histogram(grid, item.name, "length", item.counts, item.edges);
   };
 
   // The map
 
   const looks = () => {
     const sizes = new Map();
-    for (const number of told.map.rows) sizes.set(row(number)[1], (sizes.get(row(number)[1]) || 0) + 1);
+    for (const number of content.map.rows) sizes.set(row(number)[1], (sizes.get(row(number)[1]) || 0) + 1);
     const known = [...sizes.keys()].filter((label) => label >= 0).sort((a, b) => sizes.get(b) - sizes.get(a) || a - b);
     const shown = known.length > IN_LEGEND ? known.slice(0, IN_LEGEND) : known;
     const of = new Map(shown.sort((a, b) => a - b).map((label, i) => [label, [COLOURS[i % COLOURS.length], SHAPES[Math.floor(i / COLOURS.length)]]]));
@@ -300,19 +300,19 @@
   };
 
   const map = () => {
-    if (!told.map) return;
+    if (!content.map) return;
     const part = section("Map");
-    const {rows, ways, of} = told.map;
+    const {rows, ways, of} = content.map;
     const {sizes, known, shown, of: lookOf} = looks();
     const labels = rows.map((number) => row(number)[1]);
     let way = 0, lit = null, chosen = -1, drag = false;
 
-    add(part, "p", `Each point is an image, by its ${told.layer}` + (known.length ? ", coloured by class." : "."));
+    add(part, "p", `Each point is an image, placed by its ${content.layer}` + (known.length ? ", coloured by class." : "."));
     if (rows.length < of) add(part, "p", `${count(rows.length)} of ${count(of)} images are shown, drawn at random.`);
     const note = add(part, "p", "", {class: "quiet"});
     const controls = add(part, "div", null, {class: "controls"});
-    const waysButtons = ways.length > 1 ? ways.map((one, i) => {
-      const button = add(controls, "button", one.name, {type: "button", "aria-pressed": String(i === 0)});
+    const waysButtons = ways.length > 1 ? ways.map((item, i) => {
+      const button = add(controls, "button", item.name, {type: "button", "aria-pressed": String(i === 0)});
       button.addEventListener("click", () => { way = i; choose(-1); draw(); });
       return button;
     }) : [];
@@ -343,11 +343,11 @@
 
     const frame = add(part, "div", null, {
       class: "map", tabindex: "0", role: "group",
-      "aria-label": "Map of images. Arrow keys go from point to point, Escape closes.",
+      "aria-label": "Map of images. Arrow keys move from point to point, Escape closes the image.",
     });
     const element = add(frame, "div", null, {class: "plot"});
     const about = add(frame, "div", null, {class: "about-point", hidden: ""});
-    add(part, "p", "Point at a point to see its image; or tab to the map, and go from point to point with the arrow keys.", {class: "quiet"});
+    add(part, "p", "Hover over a point to see its image; or focus the map with Tab, and move from point to point with the arrow keys.", {class: "quiet"});
     const spoken = add(part, "p", "", {class: "quiet", "aria-live": "polite"});
 
     const look = (label) => lit === null
@@ -377,7 +377,7 @@
       yaxis: {showticklabels: false, showgrid: false, zeroline: false, fixedrange: !drag},
     });
     const draw = () => {
-      note.textContent = ways[way].note + (drawn() < rows.length ? ` Of these images, ${count(drawn())}.` : "");
+      note.textContent = ways[way].note + (drawn() < rows.length ? ` It shows ${count(drawn())} of these images.` : "");
       waysButtons.forEach((button, i) => button.setAttribute("aria-pressed", String(i === way)));
       return Plotly.react(element, traces(), layout(), {...still, doubleClick: "reset"});
     };
@@ -446,30 +446,30 @@
   // Alike
 
   const neighbours = () => {
-    if (!told.alike) return;
-    const {k, among, queries, gallery, same_class: same, by_chance: chance, counts, edges} = told.alike;
+    if (!content.alike) return;
+    const {k, among, queries, gallery, same_class: same, by_chance: chance, counts, edges} = content.alike;
     const part = section("Neighbours");
-    add(part, "p", `Images are compared by the cosine of their ${told.layer}: 1 is the same direction. Of images with the same bytes, one is compared.`);
+    add(part, "p", `Images are compared by the cosine of their ${content.layer}: 1 is the same direction. Of images with the same bytes, only the first is compared.`);
     if (queries < among)
-      add(part, "p", `The nearest of ${count(queries)} images, drawn at random, were looked for among all ${count(among)}; near-duplicates and outliers are those of these.`);
+      add(part, "p", `Neighbours of ${count(queries)} randomly drawn images were searched among all ${count(among)}; near-duplicates and outliers are of these ${count(queries)} images only.`);
     if (same !== undefined)
-      add(part, "p", `${percent(same)} of the ${k} nearest have the class of the image; at random it would be ${percent(chance)}.`);
+      add(part, "p", `${percent(same)} of the ${k} nearest images have the class of the query; by chance it would be ${percent(chance)}.`);
     for (const {row: number, hits} of gallery) {
       const strip = add(part, "ul", null, {class: "strip row-strip", tabindex: "0", "aria-label": `Nearest to ${pathOf(number)}`});
       card(strip, number, ["query"], "query");
       for (const [hit, near] of hits) card(strip, hit, [near.toFixed(3)]);
     }
-    if (counts.some((one) => one)) histogram(add(part, "div", null, {class: "plots"}), "How alike each image and its nearest are", "cosine", counts, edges);
+    if (counts.some((item) => item)) histogram(add(part, "div", null, {class: "plots"}), "Cosine of each image and its nearest image", "cosine", counts, edges);
   };
 
   const duplicates = () => {
     const part = section("Copies and near-duplicates");
-    const {groups, images, rows} = told.copies;
+    const {groups, images, rows} = content.copies;
     add(part, "h3", "Copies: the same bytes");
     if (!images) add(part, "p", "No two images have the same bytes.");
     else {
-      add(part, "p", `${plural(images, "image")} ${images === 1 ? "is" : "are"} there more than once, in ${count(rows)} rows.` +
-        (groups.length < images ? ` The ${groups.length} with the most copies are shown.` : ""));
+      add(part, "p", `${plural(images, "image")} ${images === 1 ? "occurs" : "occur"} more than once, in ${count(rows)} rows.` +
+        (groups.length < images ? ` The ${groups.length} images with the most copies are shown.` : ""));
       const strip = add(part, "ul", null, {class: "strip"});
       for (const {rows: some, count: all, classes, splits} of groups) {
         const element = add(strip, "li", null, {class: "pair"});
@@ -481,51 +481,51 @@
         if (all > some.length) names.append(`and ${count(all - some.length)} more`);
       }
     }
-    if (!told.alike) return;
-    const {pairs, n_pairs: all, threshold, outliers, k} = told.alike;
+    if (!content.alike) return;
+    const {pairs, n_pairs: all, threshold, outliers, k} = content.alike;
     add(part, "h3", `Near-duplicates: a cosine of at least ${threshold}`);
-    if (!all) add(part, "p", "None among those that were compared.");
+    if (!all) add(part, "p", "None among the images that were compared.");
     else {
-      add(part, "p", `${plural(all, "pair")}` + (pairs.length < all ? `; the ${pairs.length} that are the most alike:` : ":"));
+      add(part, "p", `${plural(all, "pair")}` + (pairs.length < all ? `; the ${pairs.length} most similar pairs:` : ":"));
       const strip = add(part, "ul", null, {class: "strip"});
-      for (const [one, other, near] of pairs) {
+      for (const [first, second, near] of pairs) {
         const element = add(strip, "li", null, {class: "pair"});
-        add(element, "p", `cosine ${near.toFixed(4)}` + (row(one)[1] !== row(other)[1] ? ", of two classes" : "") + (row(one)[2] !== row(other)[2] ? ", of two splits" : ""));
+        add(element, "p", `cosine ${near.toFixed(4)}` + (row(first)[1] !== row(second)[1] ? ", in two classes" : "") + (row(first)[2] !== row(second)[2] ? ", in two splits" : ""));
         const list = add(element, "ul", null, {class: "strip"});
-        card(list, one, []);
-        card(list, other, []);
+        card(list, first, []);
+        card(list, second, []);
       }
     }
     const last = section("Outliers");
-    if (!outliers.length) add(last, "p", `Too few images to tell: there are no more than ${k}.`);
+    if (!outliers.length) add(last, "p", `Too few images to tell: there are at most ${k}.`);
     else {
-      add(last, "p", `The least mean cosine to the ${k} nearest images:`);
+      add(last, "p", `Images with the smallest mean cosine to their ${k} nearest images:`);
       const strip = add(last, "ul", null, {class: "strip"});
       for (const [number, mean] of outliers) card(strip, number, [mean.toFixed(3)]);
     }
   };
 
   const probes = () => {
-    if (!told.probes.length) return;
+    if (!content.probes.length) return;
     const part = section("Linear probes");
     const shares = ["top1", "top5", "balanced_accuracy"];
     const isShare = (metric) => shares.includes(metric.split("@")[0]);
     const value = (metric, number) => number === null || number === undefined ? null : isShare(metric) ? percent(number) : short(number);
-    for (const {name: title, protocol, metrics, complete, layers: probed} of told.probes) {
+    for (const {name: title, protocol, metrics, complete, layers: probed} of content.probes) {
       add(part, "h3", `${protocol} (${title})`);
-      if (!complete) add(part, "p", "This probe did not come to its end.", {class: "note"});
+      if (!complete) add(part, "p", "This probe did not finish.", {class: "note"});
       const first = metrics[0], factor = isShare(first) ? 100 : 1;
       if (probed.length > 1) {
-        const names = [...new Set(probed.map((one) => one.layer))], sets = [...new Set(probed.map((one) => one.data_set))];
+        const names = [...new Set(probed.map((item) => item.layer))], sets = [...new Set(probed.map((item) => item.data_set))];
         plot(part, `${first} by layer`, () => sets.map((set, number) => {
-          const here = probed.filter((one) => one.data_set === set), shade = COLOURS[number % COLOURS.length];
-          const estimate = here.map((one) => (one.metrics[first] || [null, null, null]).map((end) => end === null ? null : factor * end));
+          const here = probed.filter((item) => item.data_set === set), shade = COLOURS[number % COLOURS.length];
+          const estimate = here.map((item) => (item.metrics[first] || [null, null, null]).map((end) => end === null ? null : factor * end));
           return {
-            type: "scatter", mode: "markers+lines", name: escaped(set, 30), x: here.map((one) => names.indexOf(one.layer)),
+            type: "scatter", mode: "markers+lines", name: escaped(set, 30), x: here.map((item) => names.indexOf(item.layer)),
             y: estimate.map(([middle]) => middle), line: {color: shade, width: 1}, marker: {color: shade, size: 9, symbol: SHAPES[number % SHAPES.length]},
             error_y: {type: "data", symmetric: false, color: shade,
               array: estimate.map(([middle, , high]) => high === null ? 0 : high - middle), arrayminus: estimate.map(([middle, low]) => low === null ? 0 : middle - low)},
-            customdata: here.map((one) => escaped(one.layer)), hovertemplate: "%{customdata}: %{y:.4g}<extra></extra>",
+            customdata: here.map((item) => escaped(item.layer)), hovertemplate: "%{customdata}: %{y:.4g}<extra></extra>",
           };
         }), () => ({
           height: 320, yaxis: {title: {text: first + (factor === 100 ? ", %" : "")}}, showlegend: sets.length > 1,
@@ -533,44 +533,44 @@
         }));
       }
       table(part, `Results by layer, ${protocol}`, [
-        ["Data set", "text", (one) => one.data_set],
-        ["Layer", "text", (one) => one.layer],
-        ["Width", "number", (one) => one.width, (one) => count(one.width)],
-        ...metrics.map((metric, i) => [metric, "number", (one) => (one.metrics[metric] || [null])[0], (one) => {
-          const [middle, low, high] = one.metrics[metric] || [null, null, null];
+        ["Data set", "text", (item) => item.data_set],
+        ["Layer", "text", (item) => item.layer],
+        ["Width", "number", (item) => item.width, (item) => count(item.width)],
+        ...metrics.map((metric, i) => [metric, "number", (item) => (item.metrics[metric] || [null])[0], (item) => {
+          const [middle, low, high] = item.metrics[metric] || [null, null, null];
           return middle === null ? null : value(metric, middle) + (i === 0 && low !== null ? ` (${value(metric, low)} to ${value(metric, high)})` : "");
         }]),
-        ["Chosen", "text", (one) => one.chosen],
-        ["Train rows", "number", (one) => one.train, (one) => count(one.train)],
-        ["Test rows", "number", (one) => one.test, (one) => count(one.test)],
+        ["Chosen", "text", (item) => item.chosen],
+        ["Train rows", "number", (item) => item.train, (item) => count(item.train)],
+        ["Test rows", "number", (item) => item.test, (item) => count(item.test)],
       ], probed);
     }
   };
 
   const other = () => {
-    if (!told.other) return;
-    const {name: title, changes, images, features, neighbours: shared, compared, k} = told.other;
+    if (!content.other) return;
+    const {name: title, changes, images, features, neighbours: shared, compared, k} = content.other;
     const part = section("Compared with another data set");
     name(add(part, "p"), title);
-    add(part, "p", `Images, by their bytes: ${count(images.in_both)} in both, ${count(images.only_in_first)} only here, ${count(images.only_in_second)} only there.`);
+    add(part, "p", `Images, matched by their bytes: ${count(images.in_both)} in both, ${count(images.only_in_first)} only in this data set, ${count(images.only_in_second)} only in the other.`);
     if (changes.length)
-      table(part, "What the numbers depend on", [["What", "text", (one) => one[0]], ["Here", "text", (one) => one[1]], ["There", "text", (one) => one[2]]], changes);
+      table(part, "Settings that the features depend on", [["Setting", "text", (item) => item[0]], ["This data set", "text", (item) => item[1]], ["The other", "text", (item) => item[2]]], changes);
     else add(part, "p", "Both have the same fingerprint.");
     add(part, "h3", "Features of the images in both");
     table(part, "Features of the images in both", [
-      ["Layer", "text", (one) => one.name],
-      ["Cosine, least", "number", (one) => one.least, (one) => one.least === undefined ? null : one.least.toFixed(6)],
-      ["Median", "number", (one) => one.median, (one) => one.median === undefined ? null : one.median.toFixed(6)],
-      ["Values differ by, of the largest", "number", (one) => one.deviation, (one) => one.deviation === undefined ? null : short(one.deviation)],
-      ["Not compared because", "text", (one) => one.not_compared || ""],
+      ["Layer", "text", (item) => item.name],
+      ["Minimum cosine", "number", (item) => item.least, (item) => item.least === undefined ? null : item.least.toFixed(6)],
+      ["Median", "number", (item) => item.median, (item) => item.median === undefined ? null : item.median.toFixed(6)],
+      ["Largest difference, relative", "number", (item) => item.deviation, (item) => item.deviation === undefined ? null : short(item.deviation)],
+      ["Not compared because", "text", (item) => item.not_compared || ""],
     ], features);
     if (!shared.length) return;
     add(part, "h3", "Neighbours that are the same");
-    add(part, "p", `Of ${count(compared)} images in both, the ${k} nearest among these: which share of them is the same in both data sets.`);
+    add(part, "p", `The share of the ${k} nearest images that is the same in both data sets, among ${count(compared)} images that are in both.`);
     table(part, "Shared neighbours", [
-      ["Layer here | there", "text", (one) => one[0]],
-      ["The same", "number", (one) => one[1], (one) => percent(one[1])],
-      ["At random", "number", (one) => one[2], (one) => percent(one[2])],
+      ["Layer (this | other)", "text", (item) => item[0]],
+      ["Same", "number", (item) => item[1], (item) => percent(item[1])],
+      ["By chance", "number", (item) => item[2], (item) => percent(item[2])],
     ], shared);
   };
 

@@ -35,8 +35,15 @@ from extract.store.reader import FeatureReader
 from extract.system.atomic_files import atomic_write, link_target
 from extract.system.urls import is_url
 from pipelines.data_sets.diff import as_json as comparison_as_json
-from pipelines.data_sets.report.alike import ALIKE, K, alike, copies, neighbours_of, shared_neighbours
 from pipelines.data_sets.report.facts import facts, probes, runs, stages
+from pipelines.data_sets.report.similar_images import (
+    NEAR_DUPLICATE_COSINE,
+    K,
+    copies,
+    neighbours_of,
+    shared_neighbours,
+    similar_images,
+)
 from pipelines.data_sets.show import describe
 from pipelines.data_sets.thumbnails import Pictures
 from pipelines.terminal.text_output import printable
@@ -50,7 +57,7 @@ _MANIFOLD_POINTS = 1500  # per map by t-SNE or UMAP, which take about 15 s for t
 _PRINCIPAL_ROWS = 100_000  # from which principal axes are computed
 _QUERIES = 6  # images whose neighbours are shown
 _SHOWN = 24  # pairs, outliers, groups of copies
-_OF_A_GROUP = 8  # copies of one image
+_SHOWN_COPIES = 8  # copies of one image
 _FAILURES = 500
 _CLASSES = 2000
 _LONGEST = 160  # characters of a path
@@ -85,18 +92,18 @@ def run_report(
     """
     output, written_to = (out / "report.html",) * 2 if output is None else (output, link_target(output))
     if output.is_dir() or not output.resolve().parent.is_dir():
-        what = "it is a folder" if output.is_dir() else "no such folder"
-        raise InputError(f"{output} cannot be written: {what}")
+        problem = "it is a folder" if output.is_dir() else "no such folder"
+        raise InputError(f"{output} cannot be written: {problem}")
     if output.is_file() and not _is_report(output):
-        raise InputError(f"{output} is there already, and is no report; name another file")
+        raise InputError(f"{output} already exists and is not a layertap report; name another file")
     say("reading the description")
     described = describe(out)
     dataset = DataSet.open(out)
     with FeatureReader(out, partial=not described["complete"]) as reader:
         content = _Content(reader, described, dataset, layer, seed, say)
         content.fill(maps)
-        content.told["probes"], notes = probes(out, probe_results)
-        content.told["notes"] += notes
+        content.data["probes"], notes = probes(out, probe_results)
+        content.data["notes"] += notes
         if other is not None:
             say(f"comparing with {other}")
             content.compare_with(out, other)
@@ -117,8 +124,8 @@ class _Content:
     """Content of the page, and the rows that it shows.
 
     Attributes:
-        told: content of the page, written as JSON.
-        wanted: rows that should have thumbnails, most important first.
+        data: content of the page, written as JSON.
+        thumbnail_rows: rows that should have thumbnails, most important first.
     """
 
     def __init__(
@@ -130,14 +137,14 @@ class _Content:
         self._good = np.flatnonzero(reader.status == Status.OK)
         self._hashes = reader.column("source_hash")
         self._failed: list[tuple[int, str, str, str]] = reader.failures
-        self.wanted: dict[int, None] = {}
-        self.told: dict[str, Any] = {"notes": []}
+        self.thumbnail_rows: dict[int, None] = {}
+        self.data: dict[str, Any] = {"notes": []}
         self._layer = self._layer_to_show(layer)
 
     def _layer_to_show(self, layer: str | None) -> str:
         layers = self._reader.layers
         if layer is None and "embedding" not in layers and len(layers) > 1:
-            self.told["notes"].append(
+            self.data["notes"].append(
                 printable(f"There is no layer `embedding`; images are compared by the last layer, {layers[-1]}.")
             )
             return layers[-1]
@@ -146,7 +153,7 @@ class _Content:
     def fill(self, maps: Sequence[str]) -> None:
         """Fill in everything except thumbnails, probes and comparisons."""
         described = self._described
-        self.told |= {
+        self.data |= {
             "title": printable(Path(described["out"]).resolve().name),
             "version": version("layertap"),
             "written": datetime.now(UTC).isoformat(" ", "seconds"),
@@ -163,86 +170,87 @@ class _Content:
             "stages": stages(self._dataset),
         }
         if not described["complete"]:
-            self.told["notes"].append("The data set is unfinished: this is of the rows that are done.")
+            self.data["notes"].append("The data set is unfinished: this page shows the rows that are done.")
         self._classes()
         self._failures()
         self._layers()
         self._map(maps)
-        self._alike()
+        self._similar_images()
 
     def _classes(self) -> None:
         labels, classes = self._reader.labels, self._reader.classes
         counts = np.bincount(labels[labels >= 0], minlength=len(classes))
         good = np.bincount(labels[self._good][labels[self._good] >= 0], minlength=len(classes))
-        self.told["classes"] = [
+        self.data["classes"] = [
             [printable(name)[:_LONGEST], int(count), int(with_features)]
             for name, count, with_features in list(zip(classes, counts, good, strict=True))[:_CLASSES]
         ]
-        self.told["unlabelled"] = int((labels < 0).sum())
+        self.data["unlabelled"] = int((labels < 0).sum())
         if len(classes) > _CLASSES:
-            self.told["notes"].append(f"Of {len(classes):,} classes, the first {_CLASSES:,} have a name on this page.")
+            self.data["notes"].append(f"Only the first {_CLASSES:,} of {len(classes):,} classes are named here.")
 
     def _failures(self) -> None:
         shown = self._failed[:_FAILURES]
-        self._want(row for row, *_ in shown[:_SHOWN])
-        self.told["failures"] = [[row, status, printable(reason)] for row, _, status, reason in shown]
-        self._named = {row: None for row, *_ in shown}
+        self._request_thumbnails(row for row, *_ in shown[:_SHOWN])
+        self.data["failures"] = [[row, status, printable(reason)] for row, _, status, reason in shown]
+        self._listed_rows = {row: None for row, *_ in shown}
 
     def _layers(self) -> None:
-        told = []
+        layers = []
         for name in self._reader.layers:
             self._say(f"statistics of {name}")
             array = self._reader[name]
-            found, lengths = statistics_of(FeatureRows.of(array, self._good))
+            statistics, lengths = statistics_of(FeatureRows.of(array, self._good))
             counts, edges = np.histogram(lengths, _BINS) if len(lengths) else (np.empty(0, int), np.empty(0))
             percent = np.percentile(lengths, (0, 50, 100)).tolist() if len(lengths) else [math.nan] * 3
-            never = (found.low == 0) & (found.high == 0)
-            told.append({
+            never = (statistics.low == 0) & (statistics.high == 0)
+            layers.append({
                 "name": printable(name), "shape": list(array.shape[1:]), "dtype": str(array.dtype),
                 "from": printable(" ".join(array.attributes.get(key, "") for key in ("layer", "pooling"))),
-                "mean": found.mean, "std": found.std, "least": found.min, "largest": found.max, "zeros": found.zeros,
-                "dead": int(never.sum()), "constant": len(found.dead), "width": math.prod(array.shape[1:]),
+                "mean": statistics.mean, "std": statistics.std, "least": statistics.min, "largest": statistics.max,
+                "zeros": statistics.zeros,
+                "dead": int(never.sum()), "constant": len(statistics.dead), "width": math.prod(array.shape[1:]),
                 "lengths": percent, "counts": counts.tolist(), "edges": edges.tolist(),
             })  # fmt: skip
-        self.told["layers"] = told
+        self.data["layers"] = layers
 
     def _map(self, maps: Sequence[str]) -> None:
         if not len(self._good):
             return
         array, random = self._reader[self._layer], np.random.default_rng(self._seed)
         drawn = random.permutation(self._good)
-        points, of_axes = drawn[:_POINTS], np.sort(drawn[:_PRINCIPAL_ROWS])
-        ways = []
-        for way in maps:
-            self._say(f"map by {way}")
-            here = points if way == "pca" else points[:_MANIFOLD_POINTS]
-            order = np.argsort(here)
-            rows = FeatureRows.of(array, here[order])
-            if way == "pca":
-                found = principal(FeatureRows.of(array, of_axes), 2, self._seed)
-                places = np.zeros((len(here), 2), np.float32)
-                places[:, : len(found.axes)] = found.project(rows)
-                shares = " and ".join(f"{100 * share:.1f} %" for share in found.shares.tolist())
-                note = f"The first two principal axes, with {shares} of the variance of {found.rows:,} rows."
+        points, axes_rows = drawn[:_POINTS], np.sort(drawn[:_PRINCIPAL_ROWS])
+        plots = []
+        for method in maps:
+            self._say(f"map by {method}")
+            shown_rows = points if method == "pca" else points[:_MANIFOLD_POINTS]
+            order = np.argsort(shown_rows)
+            rows = FeatureRows.of(array, shown_rows[order])
+            if method == "pca":
+                projection = principal(FeatureRows.of(array, axes_rows), 2, self._seed)
+                places = np.zeros((len(shown_rows), 2), np.float32)
+                places[:, : len(projection.axes)] = projection.project(rows)
+                shares = " and ".join(f"{100 * share:.1f} %" for share in projection.shares.tolist())
+                note = f"The first two principal axes explain {shares} of the variance of {projection.rows:,} rows."
                 name = "PCA"
             else:
-                places = (tsne if way == "tsne" else umap)(rows, self._seed)
-                name = {"tsne": "t-SNE", "umap": "UMAP"}[way]
-                note = f"{name} by cosine. Near points are alike; distances between groups mean little."
+                places = (tsne if method == "tsne" else umap)(rows, self._seed)
+                name = {"tsne": "t-SNE", "umap": "UMAP"}[method]
+                note = f"{name} by cosine. Nearby points are similar; distances between groups mean little."
             back = np.empty_like(order)
             back[order] = np.arange(len(order))
-            ways.append({"name": name, "note": note, "x": _short(places[back, 0]), "y": _short(places[back, 1])})
-        self.told["map"] = {"ways": ways, "rows": points.tolist(), "of": len(self._good)}
+            plots.append({"name": name, "note": note, "x": _short(places[back, 0]), "y": _short(places[back, 1])})
+        self.data["map"] = {"ways": plots, "rows": points.tolist(), "of": len(self._good)}
 
-    def _alike(self) -> None:
+    def _similar_images(self) -> None:
         groups = copies(self._hashes, self._good)
         labels, splits = self._reader.labels, self._reader.splits
         for group in groups[:_SHOWN]:
-            self._want(group[:1])
-        self.told["copies"] = {
+            self._request_thumbnails(group[:1])
+        self.data["copies"] = {
             "groups": [
                 {
-                    "rows": group[:_OF_A_GROUP],
+                    "rows": group[:_SHOWN_COPIES],
                     "count": len(group),
                     "classes": len({int(labels[row]) for row in group}),
                     "splits": len({splits[row] for row in group}),
@@ -252,121 +260,131 @@ class _Content:
             "images": len(groups),
             "rows": sum(map(len, groups)),
         }
-        self._name(row for group in groups[:_SHOWN] for row in group[:_OF_A_GROUP])
+        self._list_rows(row for group in groups[:_SHOWN] for row in group[:_SHOWN_COPIES])
         if not len(self._good):
             return
-        self._say(f"neighbours by {self._layer}")
+        self._say(f"searching neighbours by {self._layer}")
         array = self._reader[self._layer]
-        found = alike(array, self._hashes, self._good, self._seed)
-        pairs, means = found.pairs(), found.means
+        neighbours = similar_images(array, self._hashes, self._good, self._seed)
+        pairs, means = neighbours.pairs(), neighbours.means
         random = np.random.default_rng(self._seed)
-        chosen = np.sort(random.permutation(found.queries)[:_QUERIES])
-        near = neighbours_of(array, chosen, found.among)
+        gallery_rows = np.sort(random.permutation(neighbours.queries)[:_QUERIES])
+        gallery_neighbours = neighbours_of(array, gallery_rows, neighbours.among)
         queries = [
             {"row": row, "hits": [[int(hit), round(cosine, 4)] for hit, cosine in hits if hit >= 0]}
-            for row, hits in zip(chosen.tolist(), np.stack([near.rows, near.cosines], 2).tolist(), strict=True)
+            for row, hits in zip(
+                gallery_rows.tolist(),
+                np.stack([gallery_neighbours.rows, gallery_neighbours.cosines], 2).tolist(),
+                strict=True,
+            )
         ]
         outliers = [place for place in np.argsort(means, kind="stable").tolist() if math.isfinite(means[place])]
-        outliers = outliers[:_SHOWN] if len(found.among) > K else []
-        first = found.near.cosines[:, 0] if found.near.cosines.size else np.empty(0)
+        outliers = outliers[:_SHOWN] if len(neighbours.among) > K else []
+        first = neighbours.near.cosines[:, 0] if neighbours.near.cosines.size else np.empty(0)
         counts, edges = np.histogram(first[np.isfinite(first)], _BINS)
-        self.told["alike"] = {
+        self.data["alike"] = {
             "k": K,
-            "among": len(found.among),
-            "queries": len(found.queries),
-            "threshold": ALIKE,
-            "pairs": [[one, other, round(cosine, 6)] for one, other, cosine in pairs[:_SHOWN]],
+            "among": len(neighbours.among),
+            "queries": len(neighbours.queries),
+            "threshold": NEAR_DUPLICATE_COSINE,
+            "pairs": [[row, other_row, round(cosine, 6)] for row, other_row, cosine in pairs[:_SHOWN]],
             "n_pairs": len(pairs),
-            "outliers": [[int(found.queries[place]), round(float(means[place]), 4)] for place in outliers],
+            "outliers": [[int(neighbours.queries[place]), round(float(means[place]), 4)] for place in outliers],
             "gallery": queries,
             "counts": counts.tolist(),
             "edges": _short(edges),
-            **self._same_class(found.queries, found.near.rows),
+            **self._same_class(neighbours.queries, neighbours.near.rows),
         }
         for query in queries:
-            self._want([query["row"], *(hit for hit, _ in query["hits"])])
-        self._want(row for pair in pairs[:_SHOWN] for row in pair[:2])
-        self._want(row for row, _ in self.told["alike"]["outliers"])
+            self._request_thumbnails([query["row"], *(hit for hit, _ in query["hits"])])
+        self._request_thumbnails(row for pair in pairs[:_SHOWN] for row in pair[:2])
+        self._request_thumbnails(row for row, _ in self.data["alike"]["outliers"])
 
     def _same_class(self, queries: NDArray[np.int64], near: NDArray[np.int64]) -> dict[str, float]:
         """Return the share of neighbours with the class of their query, and the share expected by chance."""
         labels = self._reader.labels
-        there = (near >= 0) & (labels[queries] >= 0)[:, None]
-        there &= labels[np.maximum(near, 0)] >= 0
+        both_labelled = (near >= 0) & (labels[queries] >= 0)[:, None]
+        both_labelled &= labels[np.maximum(near, 0)] >= 0
         sizes = np.bincount(labels[labels >= 0]).astype(np.float64)
         pairs = (sizes * (sizes - 1)).sum()  # pairs of different images of a class
-        if not there.any() or len(sizes) < 2 or not pairs:
+        if not both_labelled.any() or len(sizes) < 2 or not pairs:
             return {}
         same = labels[np.maximum(near, 0)] == labels[queries][:, None]
-        return {"same_class": float(same[there].mean()), "by_chance": float(pairs / sizes.sum() / (sizes.sum() - 1))}
+        return {
+            "same_class": float(same[both_labelled].mean()),
+            "by_chance": float(pairs / sizes.sum() / (sizes.sum() - 1)),
+        }
 
     def compare_with(self, out: Path, other: Path) -> None:
         """Fill in the differences between two data sets."""
-        found = comparison_as_json(compare(out, other))
+        comparison = comparison_as_json(compare(out, other))
         with FeatureReader(other, partial=True) as reader:
             layers = [(name, name) for name in self._reader.layers if name in reader.layers]
             pair = self._layer, "embedding" if "embedding" in reader.layers else reader.layers[-1]
             if pair not in layers:
                 layers.append(pair)
             count, shares = shared_neighbours(self._reader, reader, layers, self._seed)
-        self.told["other"] = {
+        self.data["other"] = {
             "name": printable(str(other)),
-            "changes": [[printable(str(one)) for one in (what, *both)] for what, both in found["changes"].items()],
-            "images": found["images"],
+            "changes": [
+                [printable(str(text)) for text in (setting, *values)]
+                for setting, values in comparison["changes"].items()
+            ],
+            "images": comparison["images"],
             "features": [
                 {"name": printable(name), **{key: printable(value) if isinstance(value, str) else value
-                                             for key, value in one.items()}}
-                for name, one in found["features"].items()
+                                             for key, value in similarity.items()}}
+                for name, similarity in comparison["features"].items()
             ],
             "neighbours": [
-                [printable(one if one == theirs else f"{one} | {theirs}"), share, chance]
-                for one, theirs, share, chance in shares
+                [printable(layer if layer == other_layer else f"{layer} | {other_layer}"), share, chance]
+                for layer, other_layer, share, chance in shares
             ],
             "compared": count,
             "k": K,
         }  # fmt: skip
 
-    def _want(self, rows: Any) -> None:
-        self.wanted |= dict.fromkeys(rows)
+    def _request_thumbnails(self, rows: Any) -> None:
+        self.thumbnail_rows |= dict.fromkeys(rows)
 
-    def _name(self, rows: Any) -> None:
-        self._named |= dict.fromkeys(rows)
+    def _list_rows(self, rows: Any) -> None:
+        self._listed_rows |= dict.fromkeys(rows)
 
     # Page
 
     def page(self, root: str, thumbnails: int) -> bytes:
         """Return the HTML file; thumbnails of images in `root` take the room that is left."""
-        points = self.told.get("map", {}).get("rows", [])
-        self._name(self.wanted)
-        self._name(points)
+        points = self.data.get("map", {}).get("rows", [])
+        self._list_rows(self.thumbnail_rows)
+        self._list_rows(points)
         paths, labels, splits, numbers = (
             self._reader.paths, self._reader.labels, self._reader.splits, self._reader.rows,
         )  # fmt: skip
-        self.told["rows"] = {
+        self.data["rows"] = {
             str(row): [_shortened(printable(paths[row])), int(labels[row]), printable(splits[row]), int(numbers[row])]
-            for row in self._named
+            for row in self._listed_rows
         }
-        self._want(points)
-        rest = len(_assembled(self.told))
-        found, about = self._thumbnails(root, thumbnails, PAGE_BYTES - rest - 100_000)
-        self.told |= {"thumbnails": found, "about_thumbnails": about}
-        return _assembled(self.told)
+        self._request_thumbnails(points)
+        size = len(_assembled(self.data))
+        data_urls, about = self._thumbnails(root, thumbnails, PAGE_BYTES - size - 100_000)
+        self.data |= {"thumbnails": data_urls, "about_thumbnails": about}
+        return _assembled(self.data)
 
-    def _thumbnails(self, root: str, most: int, room: int) -> tuple[dict[str, str], str]:
+    def _thumbnails(self, root: str, limit: int, room: int) -> tuple[dict[str, str], str]:
         """Return row -> data URL, for as many rows as there is room for, and a note about them."""
-        rows = list(self.wanted)
-        if not most or not rows:
-            return {}, "Without thumbnails, as asked for." if not most else ""
+        rows = list(self.thumbnail_rows)
+        if not limit or not rows:
+            return {}, "No thumbnails, as requested." if not limit else ""
         if is_url(root):
-            most = min(most, 200)  # each image is downloaded
-        pictures = Pictures(self._reader, root, rows[:most])
+            limit = min(limit, 200)  # each image is downloaded
+        pictures = Pictures(self._reader, root, rows[:limit])
         if pictures.why_not:
             return {}, printable(f"No thumbnails: {pictures.why_not}")
         failed = {row for row, *_ in self._failed}
-        found: dict[str, str] = {}
+        data_urls: dict[str, str] = {}
         missing: Counter[str] = Counter()
-        for row in rows[:most]:
-            picture, why = (pictures.part_of(row), "") if row in failed else pictures.picture(row, _SIDE_PX)
+        for row in rows[:limit]:
+            picture, why = (pictures.partial_picture(row), "") if row in failed else pictures.picture(row, _SIDE_PX)
             if picture is None:
                 if row not in failed:
                     missing[why] += 1
@@ -375,14 +393,14 @@ class _Content:
             room -= len(text) + 16
             if room < 0:
                 break
-            found[str(row)] = text
-        shown = sum(int(row) not in failed for row in found)
-        about = f"{shown:,} of {len(self._good):,} images have a thumbnail here: those that this page shows, and as "
-        about += "many points of the map, drawn at random, as there is room for."
+            data_urls[str(row)] = text
+        shown = sum(int(row) not in failed for row in data_urls)
+        about = f"{shown:,} of {len(self._good):,} images have a thumbnail on this page: the images in its lists, "
+        about += "and as many randomly drawn points of the map as fit."
         if missing:
             why, count = missing.most_common(1)[0]
-            about += f" {sum(missing.values()):,} have none because their picture cannot be had ({why}: {count:,})."
-        return found, printable(about if shown < len(self._good) else "")
+            about += f" {sum(missing.values()):,} have none because their picture is not available ({why}: {count:,})."
+        return data_urls, printable(about if shown < len(self._good) else "")
 
 
 def _shortened(path: str) -> str:
@@ -403,15 +421,15 @@ def _thumbnail(picture: Image.Image) -> str:
     return "data:image/webp;base64," + base64.b64encode(data.getvalue()).decode()
 
 
-def _assembled(told: dict[str, Any]) -> bytes:
+def _assembled(data: dict[str, Any]) -> bytes:
     """Return the page with this content."""
     from plotly.offline import get_plotlyjs
 
-    here = resources.files("pipelines.data_sets.report")
-    page, style, script = ((here / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js"))
+    folder = resources.files("pipelines.data_sets.report")
+    page, style, script = ((folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js"))
     scripts = {"PLOTLY": get_plotlyjs(), "SCRIPT": script}
     hashes = " ".join(f"'sha256-{_sha256(text)}'" for text in scripts.values())
-    parts = {**scripts, "STYLE": style, "HASHES": hashes, "DATA": _as_data(told)}
+    parts = {**scripts, "STYLE": style, "HASHES": hashes, "DATA": _as_data(data)}
     return _HEADER + b"".join(_filled(page, parts))
 
 
@@ -425,9 +443,9 @@ def _sha256(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
-def _as_data(told: dict[str, Any]) -> str:
+def _as_data(data: dict[str, Any]) -> str:
     """Return JSON that is safe inside a <script> element: it cannot end the element or start a comment or an entity."""
-    text = json.dumps(_finite(told), separators=(",", ":"), allow_nan=False)
+    text = json.dumps(_finite(data), separators=(",", ":"), allow_nan=False)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text

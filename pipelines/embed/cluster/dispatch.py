@@ -19,15 +19,15 @@ from typing import Any, Protocol
 from extract.errors import LayertapError
 
 __all__ = [
-    "Dispatched",
+    "Built",
+    "DispatchResult",
     "Done",
     "Event",
     "Failed",
     "Joined",
     "Left",
-    "Made",
+    "Message",
     "Progressed",
-    "Said",
     "Workers",
     "dispatch",
 ]
@@ -41,7 +41,7 @@ _SLOW_S = 30.0  # minimum of this time
 _REMEMBERED = 101  # shards in the median
 _TICK_S = 1.0
 _PATIENCE_S = 600.0  # wait for starting workers if no other worker can take the remaining shards
-_SAFE = "What was published is safe; run again when it is mended"
+_SAFE = "Published shards are safe; fix the cause, and run the command again"
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class Joined:
         worker: its number, which no other worker gets.
         host: machine that it runs on.
         about: device that it computes on.
-        begun: shards that an earlier run has started there.
+        started_shards: shards that an earlier run has started there.
     """
 
     worker: int
     host: str
     about: str = ""
-    begun: Sequence[int] = ()
+    started_shards: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Left:
 
 
 @dataclass(frozen=True)
-class Said:
+class Message:
     """A message for the user, printed once even if several workers send it."""
 
     worker: int
@@ -86,15 +86,15 @@ class Said:
 
 @dataclass(frozen=True)
 class Progressed:
-    """A worker has computed rows, or has read them from an earlier run (`found`)."""
+    """A worker has computed rows, or has read them from an earlier run (`resumed`)."""
 
     worker: int
     rows: int
-    found: bool = False
+    resumed: bool = False
 
 
 @dataclass(frozen=True)
-class Made:
+class Built:
     """A worker has finished a shard, and publishes it while it builds the next shard."""
 
     worker: int
@@ -125,7 +125,7 @@ class Failed:
     why: str
 
 
-Event = Joined | Left | Said | Progressed | Made | Done | Failed
+Event = Joined | Left | Message | Progressed | Built | Done | Failed
 
 
 class Workers(Protocol):
@@ -152,14 +152,14 @@ class Workers(Protocol):
 
 
 @dataclass
-class Dispatched:
+class DispatchResult:
     """Result of `dispatch`.
 
     Attributes:
         done: number of published shards.
         failed: shard -> why each attempt failed, for shards that were given up.
         attempts: number of attempts, at any shard, that failed or were lost with their worker.
-        again: number of shards that were also started on another worker, since they took long.
+        restarted: number of shards that were also started on another worker, since they took long.
         retired: host and reason of each retired worker.
         stopped: whether `stop` ended it early.
     """
@@ -167,7 +167,7 @@ class Dispatched:
     done: int = 0
     failed: dict[int, list[str]] = field(default_factory=dict)
     attempts: int = 0
-    again: int = 0
+    restarted: int = 0
     retired: list[tuple[str, str]] = field(default_factory=list)
     stopped: bool = False
 
@@ -192,7 +192,7 @@ def dispatch(
     on_event: Callable[[Event], None] = lambda event: None,
     stop: Callable[[], bool] = lambda: False,
     clock: Callable[[], float] = time.monotonic,
-) -> Dispatched:
+) -> DispatchResult:
     """Have workers build all of these shards.
 
     Args:
@@ -227,15 +227,15 @@ class _Dispatch:
         self._given: Counter[int] = Counter()  # shard -> number of workers that have it now
         self._why: dict[int, list[tuple[str, str]]] = {}  # shard -> host and reason of each failed attempt
         self._workers: dict[int, _Worker] = {}
-        self._begun: dict[int, list[int]] = {}  # worker -> shards that an earlier run has started there
+        self._started: dict[int, list[int]] = {}  # worker -> shards that an earlier run has started there
         self._ahead: int | None = None  # the next shard of `_fresh`, already read
         self._last = -1  # the last shard of `_fresh` that was given out in order
         self._early: set[int] = set()  # shards that were given out before their turn
         self._times: deque[float] = deque(maxlen=_REMEMBERED)
         self._waiting_since: float | None = None
-        self._result = Dispatched()
+        self._result = DispatchResult()
 
-    def run(self, stop: Callable[[], bool]) -> Dispatched:
+    def run(self, stop: Callable[[], bool]) -> DispatchResult:
         while not stop():
             self._give()
             if not self._given and not self._again and not self._more():
@@ -244,7 +244,7 @@ class _Dispatch:
                     return self._result
             elif not self._workers and self._result.retired and not self._wait():
                 host, why = self._result.retired[-1]
-                raise LayertapError(f"no worker is left that is given anything; the last, on {host}: {why}. {_SAFE}")
+                raise LayertapError(f"no usable worker is left; the last, on {host}, was retired: {why}. {_SAFE}")
             for event in self._engine.events(_TICK_S):
                 self._on_event(event)
                 self.handle(event)
@@ -265,10 +265,10 @@ class _Dispatch:
         if isinstance(event, Joined):
             self._workers[event.worker] = _Worker(event.host)
             self._waiting_since = None
-            self._begun[event.worker] = sorted(event.begun, reverse=True)
+            self._started[event.worker] = sorted(event.started_shards, reverse=True)
         elif isinstance(event, Left):
             self._lost(event)
-        elif isinstance(event, Made):
+        elif isinstance(event, Built):
             self._made(event.worker, event.shard)
         elif isinstance(event, Done):
             self._done(event)
@@ -276,7 +276,7 @@ class _Dispatch:
             worker = self._workers.get(event.worker)
             if worker is not None and self._take_back(event.worker, event.shard):
                 self._attempt_failed(event.shard, worker.host, event.why)
-                worker.failures = [one for one in worker.failures if one != event.shard] + [event.shard]
+                worker.failures = [failed for failed in worker.failures if failed != event.shard] + [event.shard]
                 if len(worker.failures) >= _IN_A_ROW:
                     self._retire(event.worker, event.why)
 
@@ -317,7 +317,7 @@ class _Dispatch:
             elif shard not in self._given:
                 self._again.appendleft(shard)
         del self._workers[event.worker]
-        self._begun.pop(event.worker, None)
+        self._started.pop(event.worker, None)
 
     def _attempt_failed(self, shard: int, host: str, why: str) -> None:
         self._result.attempts += 1
@@ -327,15 +327,15 @@ class _Dispatch:
             return  # another worker is building it, too
         if len(reasons) < _ATTEMPTS:
             self._again.append(shard)
-        elif len({one for one, _ in reasons}) > 1:
-            self._result.failed[shard] = [f"{one}: {text}" for one, text in self._why.pop(shard)]
+        elif len({failed_host for failed_host, _ in reasons}) > 1:
+            self._result.failed[shard] = [f"{failed_host}: {text}" for failed_host, text in self._why.pop(shard)]
         else:
             self._suspect.append(shard)
 
     def _give_up(self) -> None:
         """Report the suspect shards as failed: no other host has joined."""
         for shard in self._suspect:
-            self._result.failed[shard] = [f"{one}: {text}" for one, text in self._why.pop(shard)]
+            self._result.failed[shard] = [f"{failed_host}: {text}" for failed_host, text in self._why.pop(shard)]
 
     def _retire(self, number: int, why: str) -> None:
         """Retire a worker on which shard after shard fails: it would use up the attempts of all shards."""
@@ -344,7 +344,7 @@ class _Dispatch:
             if len(worker.failures) >= _HOPELESS:
                 count = len(worker.failures)
                 raise LayertapError(
-                    f"{count} shards in a row failed, and no other worker is left. The last: {why}. {_SAFE}"
+                    f"{count} shards in a row failed, and no other worker is left. The last error: {why}. {_SAFE}"
                 )
             return
         for shard in worker.shards + worker.publishing:
@@ -382,7 +382,7 @@ class _Dispatch:
                     self._take_back(owner, shard)
                     self._engine.cancel(owner, shard)
                 else:
-                    self._result.again += 1
+                    self._result.restarted += 1
                 self._submit(number, shard)
 
     def _submit(self, number: int, shard: int) -> None:
@@ -395,20 +395,22 @@ class _Dispatch:
 
     def _next(self, number: int) -> int | None:
         """Return a shard for a worker, or None: started there earlier, failed elsewhere, or the next in order."""
-        begun, host = self._begun.get(number, []), self._workers[number].host
-        while begun:
-            shard = begun.pop()
+        started, host = self._started.get(number, []), self._workers[number].host
+        while started:
+            shard = started.pop()
             if shard > self._last and shard not in self._early:  # not given out yet
                 self._early.add(shard)
                 return shard
         hosts = {worker.host for worker in self._workers.values()}
         for failed in self._again:
-            tried = {one for one, _ in self._why.get(failed, ())}
+            tried = {failed_host for failed_host, _ in self._why.get(failed, ())}
             if host not in tried or hosts <= tried:
                 self._again.remove(failed)
                 return failed
         if not self._more():
-            elsewhere = [shard for shard in self._suspect if all(one != host for one, _ in self._why[shard])]
+            elsewhere = [
+                shard for shard in self._suspect if all(failed_host != host for failed_host, _ in self._why[shard])
+            ]
             if elsewhere:
                 self._suspect.remove(elsewhere[0])
             return elsewhere[0] if elsewhere else None
@@ -429,7 +431,9 @@ class _Dispatch:
 
     def _late(self) -> tuple[int, int] | None:
         """Return a worker and its shard that another worker should build, since it waits or takes too long, or None."""
-        waiting = [(self._clock() - one.since, number) for number, one in self._workers.items() if len(one.shards) > 1]
+        waiting = [
+            (self._clock() - worker.since, number) for number, worker in self._workers.items() if len(worker.shards) > 1
+        ]
         if waiting:
             number = max(waiting)[1]
             return number, self._workers[number].shards[-1]
@@ -437,9 +441,9 @@ class _Dispatch:
             return None
         limit = max(_SLOW_S, _SLOW * statistics.median(self._times))
         slow = [
-            (self._clock() - one.since, number)
-            for number, one in self._workers.items()
-            if one.shards and self._given[one.shards[0]] == 1 and self._clock() - one.since > limit
+            (self._clock() - worker.since, number)
+            for number, worker in self._workers.items()
+            if worker.shards and self._given[worker.shards[0]] == 1 and self._clock() - worker.since > limit
         ]
         if not slow:
             return None

@@ -18,9 +18,9 @@ from pipelines.embed.cluster.worker import Embed
 from pipelines.embed.config import EmbedConfig
 
 if TYPE_CHECKING:
-    from pipelines.embed.cluster.ray_actors import Room
+    from pipelines.embed.cluster.ray_actors import ActorResources
 
-__all__ = ["engine_of", "of_an_actor"]
+__all__ = ["engine_of", "start_of_actor"]
 
 
 def engine_of(config: EmbedConfig) -> AbstractContextManager[Workers]:
@@ -28,15 +28,15 @@ def engine_of(config: EmbedConfig) -> AbstractContextManager[Workers]:
     if config.engine == "ray":
         from pipelines.embed.cluster.ray_actors import RayWorkers
 
-        start = partial(of_an_actor, config)
+        start = partial(start_of_actor, config)
         on_cpu = config.device == "cpu"
         return RayWorkers(config.address, start, config.cpus_per_worker, config.workers_per_gpu, on_cpu)
     return Processes(_slots(config))
 
 
-def of_an_actor(config: EmbedConfig, room: Room) -> Embed:
+def start_of_actor(config: EmbedConfig, resources: ActorResources) -> Embed:
     """Return the start function of an actor. Its paths are absolute, since the actor runs in another folder."""
-    changes: dict[str, Any] = {"device": "auto" if room.gpus else "cpu"}
+    changes: dict[str, Any] = {"device": "auto" if resources.gpus else "cpu"}
     if not is_url(config.place):
         changes["out"] = str(config.folder.absolute())
     if not is_url(config.images):
@@ -48,9 +48,9 @@ def of_an_actor(config: EmbedConfig, room: Room) -> Embed:
     if config.weights and Path(config.weights).is_file():
         changes["weights"] = str(Path(config.weights).absolute())
     if "workers" not in config.model_fields_set:
-        changes["workers"] = min(8, room.cpus)
+        changes["workers"] = min(8, resources.cpus)
     scratch = config.scratch and config.scratch.absolute()
-    return Embed(config.model_copy(update=changes), scratch, None if room.gpus else room.cpus)
+    return Embed(config.model_copy(update=changes), scratch, None if resources.gpus else resources.cpus)
 
 
 def _names_may_be_paths(source: str) -> bool:
@@ -69,17 +69,18 @@ def _slots(config: EmbedConfig) -> list[Slot]:
         devices *= max(1, len(cores) // (config.cpus_per_worker or len(cores)))
     else:
         devices = [device for device in devices for _ in range(config.workers_per_gpu)]
-    each = config.cpus_per_worker or max(1, len(cores) // len(devices))
-    alone = not config.shards_of and not is_url(config.place)
-    scratch = config.scratch or (config.folder / BUILDING if alone else None)
+    cores_per_worker = config.cpus_per_worker or max(1, len(cores) // len(devices))
+    has_own_folder = not config.shards_of and not is_url(config.place)
+    scratch = config.scratch or (config.folder / BUILDING if has_own_folder else None)
     slots = []
     for number, device in enumerate(devices):
-        mine = [cores[(number * each + place) % len(cores)] for place in range(min(each, len(cores)))]
+        places = range(number * cores_per_worker, number * cores_per_worker + min(cores_per_worker, len(cores)))
+        worker_cores = [cores[place % len(cores)] for place in places]
         changes: dict[str, Any] = {"device": device}
         if "workers" not in config.model_fields_set:
-            changes["workers"] = min(defaults.WORKERS, len(mine))
-        one = config.model_copy(update=changes)
-        slots.append(Slot(Embed(one, scratch, len(mine)), mine if len(devices) > 1 else None))
+            changes["workers"] = min(defaults.WORKERS, len(worker_cores))
+        worker_config = config.model_copy(update=changes)
+        slots.append(Slot(Embed(worker_config, scratch, len(worker_cores)), worker_cores if len(devices) > 1 else None))
     return slots
 
 

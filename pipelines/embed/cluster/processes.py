@@ -51,59 +51,60 @@ class Processes:
         self._processes: dict[int, WorkerProcess] = {}
         self._count = 0
         self._deaths = [0] * len(slots)
-        self._last_words = ""
+        self._last_error = ""
 
     def __enter__(self) -> Self:
         for slot in range(len(self._slots)):
-            self._begin(slot)
+            self._start_worker(slot)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for one in self._processes.values():
-            one.end()
+        for process in self._processes.values():
+            process.end()
         end = time.monotonic() + _END_S
-        for one in self._processes.values():
-            one.stop(end - time.monotonic() if one.joined else 0.0)  # before it has joined, it has nothing to finish
+        for process in self._processes.values():
+            # A worker that has not joined has nothing to finish.
+            process.stop(end - time.monotonic() if process.joined else 0.0)
 
-    def _begin(self, slot: int) -> None:
+    def _start_worker(self, slot: int) -> None:
         self._processes[self._count] = WorkerProcess(self._count, self._slots[slot], slot)
         self._count += 1
 
     def events(self, timeout_s: float) -> list[Event]:
         """See `dispatch.Workers`."""
         if not self._processes:
-            raise LayertapError(f"no worker can be started: {self._last_words}")
-        by_pipe = {one.pipe: number for number, one in self._processes.items()}
-        found: list[Event] = []
+            raise LayertapError(f"no worker can be started: {self._last_error}")
+        by_pipe = {process.pipe: number for number, process in self._processes.items()}
+        events: list[Event] = []
         for pipe in wait(list(by_pipe), timeout_s):
-            found += self._heard(by_pipe[pipe])  # type: ignore[index]
-        for number, one in list(self._processes.items()):
-            if one.shards and time.monotonic() - one.heard > _SILENT_S:
-                found += self._gone(number, Left(number, f"said nothing for {_SILENT_S / 60:.0f} minutes"))
-        return found
-
-    def _heard(self, number: int) -> list[Event]:
-        """Return the events of a worker; replace the worker if it has ended."""
-        one = self._processes[number]
-        events = one.events()
-        if any(isinstance(event, Joined) for event in events):
-            self._deaths[one.slot] = 0
-        if events and isinstance(events[-1], Left):
-            return events[:-1] + self._gone(number, events[-1])
+            events += self._read_events(by_pipe[pipe])  # type: ignore[index]
+        for number, process in list(self._processes.items()):
+            if process.shards and time.monotonic() - process.heard > _SILENT_S:
+                events += self._replace(number, Left(number, f"sent no events for {_SILENT_S / 60:.0f} minutes"))
         return events
 
-    def _gone(self, number: int, event: Left) -> list[Event]:
-        one = self._processes.pop(number)
-        one.kill()
-        self._last_words = event.why
-        self._deaths[one.slot] += 1
-        if self._deaths[one.slot] < _EARLY_DEATHS:
-            self._begin(one.slot)
+    def _read_events(self, number: int) -> list[Event]:
+        """Return the events of a worker; replace the worker if it has ended."""
+        process = self._processes[number]
+        events = process.events()
+        if any(isinstance(event, Joined) for event in events):
+            self._deaths[process.slot_index] = 0
+        if events and isinstance(events[-1], Left):
+            return events[:-1] + self._replace(number, events[-1])
+        return events
+
+    def _replace(self, number: int, event: Left) -> list[Event]:
+        process = self._processes.pop(number)
+        process.kill()
+        self._last_error = event.why
+        self._deaths[process.slot_index] += 1
+        if self._deaths[process.slot_index] < _EARLY_DEATHS:
+            self._start_worker(process.slot_index)
         return [event]
 
     def coming(self) -> bool:
         """See `dispatch.Workers`."""
-        return any(not one.joined for one in self._processes.values())
+        return any(not process.joined for process in self._processes.values())
 
     def submit(self, worker: int, shard: int) -> None:
         """See `dispatch.Workers`."""
@@ -123,35 +124,37 @@ class WorkerProcess:
 
     Args:
         number: number of the worker.
-        what: slot with its start function and cores.
-        slot: index of the slot.
+        slot: slot with its start function and cores.
+        slot_index: index of the slot.
 
     Attributes:
         pipe: connection to wait for events.
-        slot: index of the slot.
+        slot_index: index of the slot.
         joined: whether the worker is ready.
         shards: shards that it was given and has not finished.
         heard: time of its last event, or of a shard that it was given while it had none.
     """
 
-    def __init__(self, number: int, what: Slot, slot: int = 0):
+    def __init__(self, number: int, slot: Slot, slot_index: int = 0):
         context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         self.pipe, theirs = context.Pipe()
-        method = multiprocessing.get_start_method()
-        self._process = context.Process(target=_work, args=(number, theirs, what, method), name=f"worker-{number}")
+        start_method = multiprocessing.get_start_method()
+        self._process = context.Process(
+            target=_work, args=(number, theirs, slot, start_method), name=f"worker-{number}"
+        )
         self._process.start()
         theirs.close()  # so that the pipe ends with the process
         self._number, self._sending = number, threading.Lock()
-        self.slot, self.heard, self.joined = slot, time.monotonic(), False
+        self.slot_index, self.heard, self.joined = slot_index, time.monotonic(), False
         self.shards: set[int] = set()
 
     def events(self, timeout_s: float = 0.0) -> list[Event]:
         """Return the events since the last call; the last event is `Left` if the worker has ended."""
-        found: list[Event] = []
+        events: list[Event] = []
         try:
-            while self.pipe.poll(0.0 if found else timeout_s):
+            while self.pipe.poll(0.0 if events else timeout_s):
                 event: Event = self.pipe.recv()
-                found.append(event)
+                events.append(event)
                 self.heard = time.monotonic()
                 if isinstance(event, Joined):
                     self.joined = True
@@ -160,39 +163,39 @@ class WorkerProcess:
                 elif isinstance(event, Left):
                     break
         except (EOFError, OSError):
-            found.append(Left(self._number, self._how_it_ended()))
-        return found
+            events.append(Left(self._number, self._exit_reason()))
+        return events
 
     def submit(self, shard: int) -> None:
         """See `Worker`."""
         if not self.shards:
             self.heard = time.monotonic()
         self.shards.add(shard)
-        self._tell("submit", shard)
+        self._send("submit", shard)
 
     def cancel(self, shard: int) -> None:
         """See `Worker`."""
         self.shards.discard(shard)
-        self._tell("cancel", shard)
+        self._send("cancel", shard)
 
     def end(self) -> None:
         """See `Worker`."""
-        self._tell("end")
+        self._send("end")
 
-    def _tell(self, what: str, shard: int = 0) -> None:
+    def _send(self, method: str, shard: int = 0) -> None:
         """Send a message. If the process has ended, reading the pipe reports it."""
         with self._sending, contextlib.suppress(OSError):
-            self.pipe.send((what, shard))
+            self.pipe.send((method, shard))
 
-    def _how_it_ended(self) -> str:
+    def _exit_reason(self) -> str:
         """Return in words how the process ended, after the end of the pipe."""
         self._process.join(_END_S)
         code = self._process.exitcode
         if code is None:
             return "its process closed its pipe"
-        return (
-            f"its process was killed by {signal.Signals(-code).name}" if code < 0 else f"its process ended with {code}"
-        )
+        if code < 0:
+            return f"its process was killed by {signal.Signals(-code).name}"
+        return f"its process exited with code {code}"
 
     def stop(self, timeout_s: float = _END_S) -> None:
         """Wait at most `timeout_s` for the process to end, then terminate it, and finally kill it."""
@@ -219,20 +222,20 @@ def _work(number: int, pipe: Connection[Any, Any], slot: Slot, start_method: str
         os.sched_setaffinity(0, slot.cores)
     sending = threading.Lock()
 
-    def tell(event: Event) -> None:
-        with sending, contextlib.suppress(OSError):  # the other end is closed: `hear` ends the worker
+    def send(event: Event) -> None:
+        with sending, contextlib.suppress(OSError):  # the other end is closed: `receive` ends the worker
             pipe.send(event)
 
-    worker = Worker(number, slot.start, tell)
+    worker = Worker(number, slot.start, send)
 
-    def hear() -> None:
+    def receive() -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
-                what, shard = pipe.recv()
-                if what == "end":
+                method, shard = pipe.recv()
+                if method == "end":
                     break
-                (worker.submit if what == "submit" else worker.cancel)(shard)
+                (worker.submit if method == "submit" else worker.cancel)(shard)
         worker.end()
 
-    threading.Thread(target=hear, daemon=True).start()
+    threading.Thread(target=receive, daemon=True).start()
     worker.run()

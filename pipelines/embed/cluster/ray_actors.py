@@ -21,7 +21,7 @@ from pipelines.embed.cluster.dispatch import Done, Event, Failed, Joined, Left
 from pipelines.embed.cluster.processes import Slot, WorkerProcess
 from pipelines.embed.cluster.worker import Start
 
-__all__ = ["RayWorkers", "Room", "room"]
+__all__ = ["ActorResources", "RayWorkers", "actor_resources"]
 
 _EARLY_DEATHS = 3  # consecutive deaths before joining, after which no actor is started
 _SILENT_S = 1200.0  # without events from an actor with shards: it counts as hanging
@@ -32,7 +32,7 @@ _ANSWER_S = 5.0  # longest wait of an actor for events before it answers without
 
 
 @dataclass(frozen=True)
-class Room:
+class ActorResources:
     """Resources of an actor.
 
     Attributes:
@@ -56,7 +56,9 @@ class Room:
         )
 
 
-def room(nodes: list[dict[str, Any]], cpus_per_worker: int | None, workers_per_gpu: int, on_cpu: bool) -> Room:
+def actor_resources(
+    nodes: list[dict[str, Any]], cpus_per_worker: int | None, workers_per_gpu: int, on_cpu: bool
+) -> ActorResources:
     """Return the resources of an actor: by default a GPU with its share of the cores, or all cores of a node.
 
     Args:
@@ -72,7 +74,7 @@ def room(nodes: list[dict[str, Any]], cpus_per_worker: int | None, workers_per_g
         if node["Resources"].get("CPU", 0.0) >= 1
     ]
     cpus = cpus_per_worker or max(1, min(shares, default=1))
-    return Room(cpus, 1 / workers_per_gpu if with_gpu else 0.0)
+    return ActorResources(cpus, 1 / workers_per_gpu if with_gpu else 0.0)
 
 
 class RayWorkers:
@@ -81,9 +83,9 @@ class RayWorkers:
     Args:
         address: address of the cluster; "auto": the cluster of this machine; "local": a cluster that is started here.
         start: returns the start function of an actor with these resources.
-        cpus_per_worker: see `room`.
-        workers_per_gpu: see `room`.
-        on_cpu: see `room`.
+        cpus_per_worker: see `actor_resources`.
+        workers_per_gpu: see `actor_resources`.
+        on_cpu: see `actor_resources`.
 
     Raises:
         LayertapError: ray is not installed, or there is no cluster at the address.
@@ -92,7 +94,7 @@ class RayWorkers:
     def __init__(
         self,
         address: str,
-        start: Callable[[Room], Start],
+        start: Callable[[ActorResources], Start],
         cpus_per_worker: int | None,
         workers_per_gpu: int,
         on_cpu: bool,
@@ -103,19 +105,21 @@ class RayWorkers:
         self._actors: dict[int, _Actor] = {}
         self._count = self._deaths = 0
         self._looked = 0.0
-        self._last_words = ""
+        self._last_error = ""
 
     def __enter__(self) -> Self:
         ray = self._ray
         if self._address.startswith("ray://"):
-            raise InputError(f"--address {self._address}: run on a machine of the cluster, which is `--address auto`")
+            raise InputError(
+                f"--address {self._address}: not supported; run on a machine of the cluster, with --address auto"
+            )
         self._was_there = ray.is_initialized()
         if not self._was_there:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             try:
-                if found := re.fullmatch(r"(?:\[(.+)\]|([^:/]+)):(\d{1,5})", self._address):
+                if match := re.fullmatch(r"(?:\[(.+)\]|([^:/]+)):(\d{1,5})", self._address):
                     # Fail early: Ray itself tries for three minutes.
-                    socket.create_connection((found[1] or found[2], int(found[3])), _CONNECT_S).close()
+                    socket.create_connection((match[1] or match[2], int(match[3])), _CONNECT_S).close()
                 ray.init(
                     address=self._address,
                     include_dashboard=False if self._address == "local" else None,
@@ -125,20 +129,20 @@ class RayWorkers:
                 )
             except (ConnectionError, OSError, ValueError, RuntimeError) as error:
                 raise LayertapError(
-                    f"no Ray cluster at {self._address!r}: {first_line(error).rstrip('.')}. Begin one "
-                    "(`ray start --head`), name its --address, or take --address local"
+                    f"no Ray cluster at {self._address!r}: {first_line(error).rstrip('.')}. Start a "
+                    "cluster (`ray start --head`), name its --address, or use --address local"
                 ) from error
-        self._room = room(self._nodes(), *self._asked)
+        self._resources = actor_resources(self._nodes(), *self._asked)
         self._grow()
         return self
 
     def __exit__(self, *_: object) -> None:
         ray = self._ray
         with contextlib.suppress(Exception):  # the cluster itself may be gone
-            ending = [one.handle.end.remote() for one in self._actors.values() if one.joined]
+            ending = [actor.handle.end.remote() for actor in self._actors.values() if actor.joined]
             ray.wait(ending, num_returns=len(ending), timeout=2 * _END_S) if ending else None
-            for one in self._actors.values():
-                ray.kill(one.handle)
+            for actor in self._actors.values():
+                ray.kill(actor.handle)
         if not self._was_there:
             ray.shutdown()
 
@@ -148,14 +152,14 @@ class RayWorkers:
     def _grow(self) -> None:
         """Start an actor for each free place, and a waiting actor, which makes an autoscaling cluster grow."""
         self._looked = time.monotonic()
-        wanted = self._room.places(self._nodes()) + 1
-        while len(self._actors) < wanted and self._deaths < _EARLY_DEATHS:
-            self._begin()
+        count = self._resources.places(self._nodes()) + 1
+        while len(self._actors) < count and self._deaths < _EARLY_DEATHS:
+            self._start_actor()
 
-    def _begin(self) -> None:
-        options = {"num_cpus": self._room.cpus, "num_gpus": self._room.gpus, "max_concurrency": 4}
-        kind = self._ray.remote(**options)(_Remote)
-        handle = kind.remote(self._count, self._start(self._room))
+    def _start_actor(self) -> None:
+        options = {"num_cpus": self._resources.cpus, "num_gpus": self._resources.gpus, "max_concurrency": 4}
+        actor_class = self._ray.remote(**options)(_Remote)
+        handle = actor_class.remote(self._count, self._start(self._resources))
         self._actors[self._count] = _Actor(handle, handle.events.remote(_ANSWER_S))
         self._count += 1
 
@@ -165,59 +169,59 @@ class RayWorkers:
         if time.monotonic() - self._looked > _LOOK_S:
             self._grow()
         if not self._actors:
-            raise LayertapError(f"no worker can be started: {self._last_words}")
-        by_answer = {one.answer: number for number, one in self._actors.items()}
+            raise LayertapError(f"no worker can be started: {self._last_error}")
+        by_answer = {actor.answer: number for number, actor in self._actors.items()}
         ready, _ = ray.wait(list(by_answer), num_returns=len(by_answer), timeout=0)
         if not ready:
             ready, _ = ray.wait(list(by_answer), num_returns=1, timeout=timeout_s)
-        found: list[Event] = []
+        events: list[Event] = []
         for answer in ready:
-            found += self._heard(by_answer[answer], answer)
-        for number, one in list(self._actors.items()):
-            if one.shards and time.monotonic() - one.heard > _SILENT_S:
-                found += self._gone(number, Left(number, f"said nothing for {_SILENT_S / 60:.0f} minutes"))
-        return found
+            events += self._read_events(by_answer[answer], answer)
+        for number, actor in list(self._actors.items()):
+            if actor.shards and time.monotonic() - actor.heard > _SILENT_S:
+                events += self._replace(number, Left(number, f"sent no events for {_SILENT_S / 60:.0f} minutes"))
+        return events
 
-    def _heard(self, number: int, answer: Any) -> list[Event]:
-        one = self._actors[number]
+    def _read_events(self, number: int, answer: Any) -> list[Event]:
+        actor = self._actors[number]
         try:
             events: list[Event] = self._ray.get(answer)
         except Exception as error:  # of Ray: the actor or its node has died
-            return self._gone(number, Left(number, f"{type(error).__name__}: {first_line(error)}"))
+            return self._replace(number, Left(number, f"{type(error).__name__}: {first_line(error)}"))
         if events:
-            one.heard = time.monotonic()
+            actor.heard = time.monotonic()
         for place, event in enumerate(events):
             if isinstance(event, Left):
-                return events[:place] + self._gone(number, event)
+                return events[:place] + self._replace(number, event)
             if isinstance(event, Joined):
-                one.joined, self._deaths = True, 0
+                actor.joined, self._deaths = True, 0
             if isinstance(event, Done | Failed):
-                one.shards.discard(event.shard)
-        one.answer = one.handle.events.remote(_ANSWER_S)
+                actor.shards.discard(event.shard)
+        actor.answer = actor.handle.events.remote(_ANSWER_S)
         return events
 
-    def _gone(self, number: int, event: Left) -> list[Event]:
-        one = self._actors.pop(number)
-        self._ray.kill(one.handle)
-        self._last_words = event.why
-        if not one.joined:
+    def _replace(self, number: int, event: Left) -> list[Event]:
+        actor = self._actors.pop(number)
+        self._ray.kill(actor.handle)
+        self._last_error = event.why
+        if not actor.joined:
             self._deaths += 1
         if self._deaths < _EARLY_DEATHS:
-            self._begin()
+            self._start_actor()
         return [event]
 
     def coming(self) -> bool:
         """See `dispatch.Workers`; the actor that waits for a node does not count."""
-        joined = sum(one.joined for one in self._actors.values())
-        return joined < min(self._room.places(self._nodes()), len(self._actors))
+        joined = sum(actor.joined for actor in self._actors.values())
+        return joined < min(self._resources.places(self._nodes()), len(self._actors))
 
     def submit(self, worker: int, shard: int) -> None:
         """See `dispatch.Workers`."""
-        one = self._actors[worker]
-        if not one.shards:
-            one.heard = time.monotonic()
-        one.shards.add(shard)
-        one.handle.submit.remote(shard)
+        actor = self._actors[worker]
+        if not actor.shards:
+            actor.heard = time.monotonic()
+        actor.shards.add(shard)
+        actor.handle.submit.remote(shard)
 
     def cancel(self, worker: int, shard: int) -> None:
         """See `dispatch.Workers`."""
@@ -266,7 +270,8 @@ class _Remote:
 
     def events(self, timeout_s: float) -> list[Event]:
         """Return the events since the last call; wait at most `timeout_s` for the first event."""
-        found = self._process.events(timeout_s)
+        events = self._process.events(timeout_s)
         return [
-            replace(event, host=f"{event.host}/{self._node}") if isinstance(event, Joined) else event for event in found
+            replace(event, host=f"{event.host}/{self._node}") if isinstance(event, Joined) else event
+            for event in events
         ]

@@ -34,11 +34,11 @@ def as_sbatch(
     """
     config = load_config(EmbedConfig, path, {})
     if config.engine == "ray" or config.shards_of:
-        what = "engine: ray" if config.engine == "ray" else "shards_of"
-        raise InputError(f"{path}: {what} does not go with an array, whose tasks are told their part of the shards")
+        key = "engine: ray" if config.engine == "ray" else "shards_of"
+        raise InputError(f"{path}: an array assigns the shards to its tasks; remove {key}")
     for name, text in (("time", time), ("partition", partition)):
         if text is not None and not re.fullmatch(r"[\w:,.-]+", text, re.ASCII):
-            raise InputError(f"--{name} {text!r} is not one that SLURM knows")
+            raise InputError(f"--{name} {text!r}: expected a value that SLURM accepts")
     name = re.sub(r"[^\w.-]", "-", config.folder.name, flags=re.ASCII)
     lines = [
         f"--job-name=layertap-{name}",
@@ -59,7 +59,7 @@ def as_sbatch(
         "#!/bin/bash",
         *(f"#SBATCH {line}" for line in lines),
         "",
-        "# Submitted again, it makes what is missing. How far it is:",
+        "# To build missing shards, submit this file again. To see the progress:",
         f"#   layertap status {printable(shlex.quote(str(config.folder)))}",
         "set -euo pipefail",
         f"cd -- {shlex.quote(str(Path.cwd()))}",

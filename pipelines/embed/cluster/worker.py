@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from extract.errors import LayertapError, first_line
-from pipelines.embed.cluster.dispatch import Done, Event, Failed, Joined, Left, Made, Progressed, Said
+from pipelines.embed.cluster.dispatch import Built, Done, Event, Failed, Joined, Left, Message, Progressed
 from pipelines.embed.config import EmbedConfig
 
 __all__ = ["Embed", "Maker", "Say", "Start", "Worker"]
 
-_TELL_EVERY_S = 0.5
+_SEND_EVERY_S = 0.5
 
 
 class Maker(Protocol):
@@ -60,14 +60,14 @@ class Worker:
     Args:
         number: number of the worker.
         start: context manager that loads what the worker needs and yields the maker.
-        tell: receives the events.
+        send: receives the events.
 
     Attributes:
         ending: whether `end` was called.
     """
 
-    def __init__(self, number: int, start: Start, tell: Callable[[Event], None]):
-        self._number, self._start, self._tell = number, start, tell
+    def __init__(self, number: int, start: Start, send: Callable[[Event], None]):
+        self._number, self._start, self._send = number, start, send
         self._waiting: deque[int] = deque()
         self._cancelled: set[int] = set()
         self.ending = False
@@ -109,31 +109,31 @@ class Worker:
     def run(self) -> None:
         """Build shards until `end` is called. An error that is not of a shard ends it and is sent as `Left`."""
         try:
-            with self._start(lambda text: self._tell(Said(self._number, text))) as maker:
-                self._tell(Joined(self._number, platform.node(), maker.about, maker.begun))
+            with self._start(lambda text: self._send(Message(self._number, text))) as maker:
+                self._send(Joined(self._number, platform.node(), maker.about, maker.begun))
                 with ThreadPoolExecutor(1, "publisher") as publisher:
                     while (shard := self._take()) is not None:
                         self._make(maker, shard, publisher)
         except LayertapError as error:
-            self._tell(Left(self._number, str(error), error))
+            self._send(Left(self._number, str(error), error))
         except Exception as error:
-            self._tell(Left(self._number, f"{type(error).__name__}: {first_line(error)}"))
+            self._send(Left(self._number, f"{type(error).__name__}: {first_line(error)}"))
             raise
 
     def _make(self, maker: Maker, shard: int, publisher: Executor) -> None:
-        told, rows = time.monotonic(), {True: 0, False: 0}
+        last_sent, rows = time.monotonic(), {True: 0, False: 0}
 
         def flush() -> None:
-            nonlocal told
-            for found, count in rows.items():
+            nonlocal last_sent
+            for resumed, count in rows.items():
                 if count:
-                    self._tell(Progressed(self._number, count, found))
-                    rows[found] = 0
-            told = time.monotonic()
+                    self._send(Progressed(self._number, count, resumed))
+                    rows[resumed] = 0
+            last_sent = time.monotonic()
 
-        def on_rows(count: int, found: bool) -> None:
-            rows[found] += count
-            if time.monotonic() - told >= _TELL_EVERY_S:
+        def on_rows(count: int, resumed: bool) -> None:
+            rows[resumed] += count
+            if time.monotonic() - last_sent >= _SEND_EVERY_S:
                 flush()
 
         try:
@@ -146,7 +146,7 @@ class Worker:
         if self._is_cancelled(shard):
             maker.give_up(shard)
         elif finished:
-            self._tell(Made(self._number, shard))
+            self._send(Built(self._number, shard))
             if self._publishing is not None:
                 self._publishing.result()  # at most one shard waits to be published
             self._publishing = publisher.submit(self._publish, maker, shard)
@@ -160,12 +160,12 @@ class Worker:
             self._failed(shard, error)
             return
         if not self._is_cancelled(shard):
-            self._tell(Done(self._number, shard, receipt))
+            self._send(Done(self._number, shard, receipt))
 
     def _failed(self, shard: int, error: Exception) -> None:
         text = str(error) if isinstance(error, LayertapError) else f"{type(error).__name__}: {first_line(error)}"
         if not self._is_cancelled(shard):
-            self._tell(Failed(self._number, shard, text))
+            self._send(Failed(self._number, shard, text))
 
     def _is_cancelled(self, shard: int) -> bool:
         with self._changed:
@@ -194,7 +194,7 @@ class Embed:
         from extract.extraction.shard_maker import ShardMaker, scratch_folder
         from extract.images import list_images
         from extract.store.places.destination import destination_of
-        from pipelines.embed.job import described, plan_of
+        from pipelines.embed.job import describe_computation, plan_of
         from pipelines.terminal.backbone import backbone_of
 
         if self.threads is not None:
@@ -205,6 +205,8 @@ class Embed:
         place = destination_of(out)
         with (
             scratch_folder(out, place, plan.dataset, self.scratch) as folder,
-            ShardMaker(plan, place, folder, lambda one: say(described(one, plan.settings.precision))) as maker,
+            ShardMaker(
+                plan, place, folder, lambda computation: say(describe_computation(computation, plan.settings.precision))
+            ) as maker,
         ):
             yield maker

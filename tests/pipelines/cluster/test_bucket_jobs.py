@@ -42,7 +42,7 @@ def test_embed_to_a_bucket_resumes_and_can_be_read(
     proxy.rule = first("503", "PUT", "000002.h5")
     done = layertap(*words)
     assert done.exit_code == 0, done.output
-    assert f"{url}: 3 of 3 shards are there, 2 of them made now" in done.output
+    assert f"{url}: 3 of 3 shards are published, 2 of them by this run" in done.output
     assert "nothing to do" in layertap(*words).output
     names = set(remote.names(url))
     shards = {f"shards/00000{shard}.{kind}" for shard in range(3) for kind in ("h5", "json")}

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extract.errors import LayertapError
-from pipelines.embed.cluster.dispatch import Dispatched, Done, Event, Failed, Joined, Left, Made, dispatch
+from pipelines.embed.cluster.dispatch import Built, DispatchResult, Done, Event, Failed, Joined, Left, dispatch
 
 
 class Simulated:
@@ -113,7 +113,7 @@ class Simulated:
         host = self._hosts[self._places[worker]]
         if what == "joins":
             self.queues[worker] = []
-            return Joined(worker, host, begun=self._begun.get(worker, ()))
+            return Joined(worker, host, started_shards=self._begun.get(worker, ()))
         shard = int(what.split()[1])
         if what.startswith("publishes"):
             if (worker, shard) not in self._publishing:
@@ -131,7 +131,7 @@ class Simulated:
         if self._publishes:
             self._publishing.add((worker, shard))
             self._at(self.now + self._publishes, worker, f"publishes {shard}")
-            return Made(worker, shard)
+            return Built(worker, shard)
         return self._published(worker, shard)
 
     def _published(self, worker: int, shard: int) -> Done:
@@ -139,7 +139,7 @@ class Simulated:
         return Done(worker, shard, {"shard": shard} if first else None)
 
 
-def run(count: int, simulated: Simulated, limit_s: float = 1e5) -> Dispatched:
+def run(count: int, simulated: Simulated, limit_s: float = 1e5) -> DispatchResult:
     def stop() -> bool:
         assert simulated.now < limit_s, "it does not end"
         return False
@@ -150,7 +150,7 @@ def run(count: int, simulated: Simulated, limit_s: float = 1e5) -> Dispatched:
 def test_each_shard_is_made_once_and_no_worker_has_more_than_two() -> None:
     simulated = Simulated(["a", "a", "b"])
     found = run(100, simulated)
-    assert found == Dispatched(done=100)
+    assert found == DispatchResult(done=100)
     assert sorted(shard for shard, _ in simulated.made) == list(range(100))
     assert simulated.most == 2
     assert simulated.now == pytest.approx(34.0)  # 100 shards of a second, by three
@@ -158,7 +158,7 @@ def test_each_shard_is_made_once_and_no_worker_has_more_than_two() -> None:
 
 def test_a_shard_is_published_while_the_next_is_made() -> None:
     simulated = Simulated(["a", "a", "b"], publishes=0.9)
-    assert run(100, simulated) == Dispatched(done=100)
+    assert run(100, simulated) == DispatchResult(done=100)
     assert sorted(shard for shard, _ in simulated.made) == list(range(100))
     assert simulated.now == pytest.approx(34.9)
 
@@ -251,7 +251,7 @@ def test_a_shard_that_takes_far_too_long_is_begun_once_more_elsewhere() -> None:
     simulated = Simulated(["slow", "quick"], takes=lambda shard, host: 5000.0 if host == "slow" else 10.0)
     found = run(10, simulated)
     assert found.done == 10
-    assert found.again == 1
+    assert found.restarted == 1
     assert simulated.now < 200
 
 
@@ -275,4 +275,4 @@ def test_it_stops_when_asked() -> None:
 
 
 def test_no_shards_are_no_work() -> None:
-    assert run(0, Simulated(["a"])) == Dispatched()
+    assert run(0, Simulated(["a"])) == DispatchResult()

@@ -15,12 +15,12 @@ import pytest
 
 from extract.errors import InputError, LayertapError
 from pipelines.embed.cluster import processes
-from pipelines.embed.cluster.dispatch import Dispatched, Event, Joined, Left, Said, dispatch
+from pipelines.embed.cluster.dispatch import DispatchResult, Event, Joined, Left, Message, dispatch
 from pipelines.embed.cluster.processes import Processes, Slot
 from tests.pipelines.cluster.made_up import MadeUp
 
 
-def run(made_up: MadeUp, count: int, workers: int = 2) -> tuple[Dispatched, list[Event]]:
+def run(made_up: MadeUp, count: int, workers: int = 2) -> tuple[DispatchResult, list[Event]]:
     events: list[Event] = []
     with Processes([Slot(made_up)] * workers) as engine:
         return dispatch(range(count), engine, on_event=events.append), events
@@ -32,11 +32,11 @@ def made(out: Path) -> list[int]:
 
 def test_each_shard_is_made_by_one_of_the_workers(tmp_path: Path) -> None:
     found, events = run(MadeUp(tmp_path, 0.01), 30)
-    assert found == Dispatched(done=30)
+    assert found == DispatchResult(done=30)
     assert made(tmp_path) == list(range(30))
     joined = [event for event in events if isinstance(event, Joined)]
     assert [event.about for event in joined] == ["a made-up device"] * len(joined)
-    assert Said(0, "ready") in events
+    assert Message(0, "ready") in events
 
 
 def test_a_shard_that_fails_and_one_that_kills_are_given_up_and_the_others_made(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_worker_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.Monke
     found, _ = run(MadeUp(tmp_path, does={1: "hangs"}), 4, workers=1)
     assert made(tmp_path) == [0, 2, 3]
     assert list(found.failed) == [1]
-    assert "said nothing for" in found.failed[1][0]
+    assert "sent no events for" in found.failed[1][0]
 
 
 def test_what_keeps_workers_from_starting_is_said(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from click.testing import CliRunner
 from extract import FeatureReader
 from extract.store.verify import verify
 from pipelines.cli import main
-from pipelines.embed.cluster.launch import of_an_actor
-from pipelines.embed.cluster.ray_actors import Room, room
+from pipelines.embed.cluster.launch import start_of_actor
+from pipelines.embed.cluster.ray_actors import ActorResources, actor_resources
 from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.config import load_config
 from tests.pipelines.cluster import faults
@@ -43,7 +43,7 @@ def node(cpus: float, gpus: float = 0) -> dict[str, Any]:
 def test_what_an_actor_takes_of_a_node(
     nodes: list[dict[str, Any]], asked: tuple[Any, ...], cpus: int, gpus: float, places: int
 ) -> None:
-    found = room(nodes, *asked)
+    found = actor_resources(nodes, *asked)
     assert (found.cpus, found.gpus, found.places(nodes)) == (cpus, pytest.approx(gpus), places)
 
 
@@ -61,11 +61,11 @@ def test_an_actor_finds_what_is_named_from_another_folder(tmp_path: Path, monkey
         ("timm/model", "timm/model"),
     ]:
         given = load_config(EmbedConfig, None, {**shards, "backbone": spec, "weights": "last.pth"})
-        found = of_an_actor(given, Room(4, 0)).config
+        found = start_of_actor(given, ActorResources(4, 0)).config
         assert found.backbone == whole
         assert found.images == f"{tmp_path}/shards-{{0..9}}.tar"
         assert (found.out, found.weights) == (f"{tmp_path}/out", f"{tmp_path}/last.pth")
-        assert of_an_actor(given, Room(4, 0)).scratch == tmp_path / "scratch"
+        assert start_of_actor(given, ActorResources(4, 0)).scratch == tmp_path / "scratch"
 
 
 def test_a_cluster_that_is_not_there_is_said(folder: Path, tmp_path: Path) -> None:

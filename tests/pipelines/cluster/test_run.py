@@ -56,7 +56,7 @@ def test_several_processes_make_what_one_makes_and_a_second_run_does_nothing(fol
     command = [str(folder), "-o", str(out), *WORKER, "--engine", "processes", "--cpus-per-worker", "1"]
     first = CliRunner().invoke(main, ["embed", *command])
     assert first.exit_code == 0, first.output
-    assert "5 of 5 shards are there, 5 of them made now" in first.output
+    assert "5 of 5 shards are published, 5 of them by this run" in first.output
     assert "05-broken.jpg" in first.output
     assert verify(out).faults == []
     assert ".building" not in files_of(out)
@@ -88,7 +88,7 @@ def test_tasks_of_an_array_make_a_part_each_and_other_features_are_refused(folde
     out, scratch = tmp_path / "out", tmp_path / "scratch"
     for part in ("1/2", "0/2"):
         made = embed_shared(config(folder, out, shards_of=part, scratch=scratch))
-        assert (made.asked, made.dispatched.done) == (2, 2)
+        assert (made.requested, made.dispatched.done) == (2, 2)
     assert made.failures == []
     assert list(scratch.iterdir()) == []
     assert files_of(out) == [
@@ -142,7 +142,7 @@ def test_stopped_or_killed_a_run_is_gone_on_with(folder: Path, tmp_path: Path, n
         text = process.communicate()[0]
     if number == signal.SIGINT and process.returncode:  # else it was done already
         assert process.returncode == 130
-        assert "To go on:" in text
+        assert "To resume:" in text
     embed_shared(config(folder, out, engine="processes"))
     assert ".building" not in files_of(out)
     assert verify(out).faults == []

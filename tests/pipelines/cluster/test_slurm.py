@@ -38,9 +38,9 @@ def test_the_file_has_what_slurm_needs(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("changes", "flags", "said"), [
-    ({"engine": "ray"}, [], "engine: ray does not go with an array"),
-    ({"shards_of": "0/2"}, [], "shards_of does not go with an array"),
-    ({}, ["--time", "1h; rm -rf /"], "is not one that SLURM knows"),
+    ({"engine": "ray"}, [], "an array assigns the shards to its tasks; remove engine: ray"),
+    ({"shards_of": "0/2"}, [], "an array assigns the shards to its tasks; remove shards_of"),
+    ({}, ["--time", "1h; rm -rf /"], "expected a value that SLURM accepts"),
     ({"colour": "red"}, [], "key 'colour' not found"),
 ])  # fmt: skip
 def test_what_an_array_cannot_run_is_refused(
@@ -70,7 +70,7 @@ def test_its_tasks_make_the_data_set_and_status_sees_it_from_the_receipts(folder
         assert (told["rows_done"], told["shards_done"]) == (done, done // 2)
         assert told["status"] == {"ok": done}
         assert sum(one["rows"] for one in told["workers"]) == done
-    assert "of the shards of 1/2, none is missing; nothing to do" in ended.stdout
+    assert "no shard of 1/2 is missing; nothing to do" in ended.stdout
     assert "complete" in layertap("status", out, "--watch").stdout
     assert list(scratch.iterdir()) == []
     with FeatureReader(out) as reader:
@@ -89,5 +89,5 @@ def test_status_of_a_data_set_that_is_being_made(folder: Path, tmp_path: Path) -
     assert told["shards_without_receipt"] == [2]
     text = layertap("status", out).stdout
     assert "58.3% done" in text
-    assert "without a receipt: shards 2" in text
-    assert "goes on with it" in text
+    assert "shards without a receipt: 2" in text
+    assert "to resume, run `layertap embed` with the same arguments again" in text

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from extract import extract_features
-from pipelines.data_sets.status import Making, print_making, watch
+from pipelines.data_sets.status import ShardProgress, print_progress, watch
 
 
 def test_the_receipts_tell_how_far_it_is(folder: Path, tmp_path: Path) -> None:
@@ -45,6 +45,6 @@ def test_the_receipts_tell_how_far_it_is(folder: Path, tmp_path: Path) -> None:
         {"host": platform.node(), "device": "cpu", "shards": 5, "rows": 13, "images_per_s": pytest.approx(rate, 0.01)}
     ]
     told: list[str] = []
-    print_making(Making(str(out)).look(), told.append)
-    assert told[0].startswith(f"{out}: complete, of images in {folder}")
-    assert f"  {platform.node()}  cpu: 5 shards, 13 rows, {rate:.1f} images/s each worker" in told
+    print_progress(ShardProgress(str(out)).read(), told.append)
+    assert told[0].startswith(f"{out}: complete, images in {folder}")
+    assert f"  {platform.node()}  cpu: 5 shards, 13 rows, {rate:.1f} images/s per worker" in told

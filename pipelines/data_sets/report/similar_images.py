@@ -14,16 +14,24 @@ from extract.analysis.nearest_rows import MEMORY_BYTES, Neighbours, nearest, ove
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.store.reader import FeatureArray, FeatureReader
 
-__all__ = ["ALIKE", "Alike", "K", "alike", "copies", "neighbours_of", "shared_neighbours"]
+__all__ = [
+    "NEAR_DUPLICATE_COSINE",
+    "K",
+    "SimilarImages",
+    "copies",
+    "neighbours_of",
+    "shared_neighbours",
+    "similar_images",
+]
 
 K = 10  # neighbours per image
-ALIKE = 0.95  # minimum cosine of near-duplicates
+NEAR_DUPLICATE_COSINE = 0.95  # minimum cosine of near-duplicates
 _PRODUCTS = 5e11  # multiplications of a search: about 15 s on two cores
 _SHARED_ROWS = 2000  # images on which two data sets are compared, drawn at random
 
 
 @dataclass(frozen=True)
-class Alike:
+class SimilarImages:
     """Neighbours of images; byte-identical images count as a single image.
 
     Attributes:
@@ -41,19 +49,20 @@ class Alike:
         """(Q,) mean cosine of each query to its neighbours; NaN if it has no neighbours."""
         count = np.isfinite(self.near.cosines).sum(1)
         total = np.nansum(self.near.cosines, 1)
-        found: NDArray[np.float64] = np.divide(total, count, out=np.full(len(total), np.nan), where=count > 0)
-        return found
+        means: NDArray[np.float64] = np.divide(total, count, out=np.full(len(total), np.nan), where=count > 0)
+        return means
 
     def pairs(self) -> list[tuple[int, int, float]]:
         """Return near-duplicates as (row, row, cosine): each pair once, largest cosine first."""
-        found: dict[tuple[int, int], float] = {}
-        for place, rank in np.argwhere(self.near.cosines >= ALIKE).tolist():
-            one, other = int(self.queries[place]), int(self.near.rows[place, rank])
-            found[min(one, other), max(one, other)] = float(self.near.cosines[place, rank])
-        return sorted(((one, other, near) for (one, other), near in found.items()), key=lambda pair: (-pair[2], pair))
+        cosines: dict[tuple[int, int], float] = {}
+        for place, rank in np.argwhere(self.near.cosines >= NEAR_DUPLICATE_COSINE).tolist():
+            row, other_row = int(self.queries[place]), int(self.near.rows[place, rank])
+            cosines[min(row, other_row), max(row, other_row)] = float(self.near.cosines[place, rank])
+        pairs = [(row, other_row, cosine) for (row, other_row), cosine in cosines.items()]
+        return sorted(pairs, key=lambda pair: (-pair[2], pair))
 
 
-def alike(array: FeatureArray, hashes: NDArray[np.uint8], good: NDArray[np.int64], seed: int) -> Alike:
+def similar_images(array: FeatureArray, hashes: NDArray[np.uint8], good: NDArray[np.int64], seed: int) -> SimilarImages:
     """Find the neighbours of as many images as can be compared with all others in about 15 s on two cores.
 
     Args:
@@ -64,25 +73,25 @@ def alike(array: FeatureArray, hashes: NDArray[np.uint8], good: NDArray[np.int64
     """
     among = _first_of_each(hashes, good)
     width = max(1, int(np.prod(array.shape[1:])))
-    most = int(max(1, _PRODUCTS // max(1, len(among) * width)))
+    max_queries = int(max(1, _PRODUCTS // max(1, len(among) * width)))
     queries = among
-    if most < len(among):
-        queries = np.sort(np.random.default_rng(seed).permutation(among)[:most])
-    return Alike(among, queries, neighbours_of(array, queries, among))
+    if max_queries < len(among):
+        queries = np.sort(np.random.default_rng(seed).permutation(among)[:max_queries])
+    return SimilarImages(among, queries, neighbours_of(array, queries, among))
 
 
 def neighbours_of(array: FeatureArray, queries: NDArray[np.int64], among: NDArray[np.int64], k: int = K) -> Neighbours:
     """Find the neighbours of rows of a feature among other rows; queries are read in blocks that fit into memory."""
     width = max(1, int(np.prod(array.shape[1:])))
     step = max(1, MEMORY_BYTES // (4 * 4 * width))
-    found = []
+    parts = []
     for start in range(0, len(queries), step):
-        here = queries[start : start + step]
-        vectors = FeatureRows.of(array, here).between(0, len(here))
-        found.append(nearest(array, vectors, k, among=among, without=here))
-    if not found:
+        block = queries[start : start + step]
+        vectors = FeatureRows.of(array, block).between(0, len(block))
+        parts.append(nearest(array, vectors, k, among=among, without=block))
+    if not parts:
         return Neighbours(np.empty((0, k), np.int64), np.empty((0, k)))
-    return Neighbours(np.concatenate([one.rows for one in found]), np.concatenate([one.cosines for one in found]))
+    return Neighbours(np.concatenate([part.rows for part in parts]), np.concatenate([part.cosines for part in parts]))
 
 
 def copies(hashes: NDArray[np.uint8], good: NDArray[np.int64]) -> list[list[int]]:
@@ -121,16 +130,16 @@ def shared_neighbours(
         the number of images in the comparison, and (layer, layer, share, chance) for each pair: the mean share of
         the K nearest neighbours that are the same images, and the share expected for random neighbours.
     """
-    mine, theirs = shared_images(first, second)
-    order = np.random.default_rng(seed).permutation(len(mine))[:_SHARED_ROWS]
-    mine, theirs = mine[order], theirs[order]
-    found = []
-    if len(mine) > 1:
-        k = min(K, len(mine) - 1)
-        for one, other in layers:
+    first_rows, theirs = shared_images(first, second)
+    order = np.random.default_rng(seed).permutation(len(first_rows))[:_SHARED_ROWS]
+    first_rows, theirs = first_rows[order], theirs[order]
+    shares = []
+    if len(first_rows) > 1:
+        k = min(K, len(first_rows) - 1)
+        for layer, other_layer in layers:
             tables = []
-            for array, rows in ((first[one], mine), (second[other], theirs)):
-                held = FeatureRows.of(array, np.sort(rows)).between(0, len(rows))[np.argsort(np.argsort(rows))]
-                tables.append(nearest(held, held, k, without=np.arange(len(held))).rows)
-            found.append((one, other, float(overlap(*tables).mean()), k / (len(mine) - 1)))
-    return len(mine), found
+            for array, rows in ((first[layer], first_rows), (second[other_layer], theirs)):
+                block = FeatureRows.of(array, np.sort(rows)).between(0, len(rows))[np.argsort(np.argsort(rows))]
+                tables.append(nearest(block, block, k, without=np.arange(len(block))).rows)
+            shares.append((layer, other_layer, float(overlap(*tables).mean()), k / (len(first_rows) - 1)))
+    return len(first_rows), shares
