@@ -24,9 +24,9 @@ def cosines(rows: NDArray[Any], others: NDArray[Any]) -> NDArray[np.float64]:
     a, b = (values.reshape(len(values), -1).astype(np.float64) for values in (rows, others))
     lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
     dots = np.einsum("rd,rd->r", a, b)
-    found: NDArray[np.float64] = np.divide(dots, lengths, out=np.zeros_like(dots), where=~(lengths <= 0))
-    found[(a == b).all(1)] = 1.0
-    return found
+    cosines: NDArray[np.float64] = np.divide(dots, lengths, out=np.zeros_like(dots), where=~(lengths <= 0))
+    cosines[(a == b).all(1)] = 1.0
+    return cosines
 
 
 def deviation(values: NDArray[Any], expected: NDArray[Any]) -> float:
@@ -63,18 +63,18 @@ def agreement(found: Mapping[str, NDArray[Any]], plain: Mapping[str, NDArray[Any
     return agreements
 
 
-def refusal(found: Mapping[str, Agreement], min_cosine: float | None) -> str:
+def refusal(agreements: Mapping[str, Agreement], min_cosine: float | None) -> str:
     """Return why features do not agree with the reference; an empty string if they do.
 
     Args:
-        found: feature -> its agreement.
+        agreements: feature -> its agreement.
         min_cosine: lowest accepted cosine, for other pixels or lower precision; None accepts only rounding
             differences, up to `FULL_PRECISION`.
     """
-    for name, one in found.items():
-        if min_cosine is None and not one.max_deviation <= FULL_PRECISION:
-            apart = f"off by {one.max_deviation:.1e} of the largest value"
+    for name, values in agreements.items():
+        if min_cosine is None and not values.max_deviation <= FULL_PRECISION:
+            apart = f"off by {values.max_deviation:.1e} of the largest value"
             return f"{name} is {apart}; at most {FULL_PRECISION:.0e} is rounding"
-        if min_cosine is not None and not one.min_cosine >= min_cosine:
-            return f"{name} has a cosine of {one.min_cosine:.6f} to eager float32; at least {min_cosine} is wanted"
+        if min_cosine is not None and not values.min_cosine >= min_cosine:
+            return f"{name} has a cosine of {values.min_cosine:.6f} to eager float32; at least {min_cosine} is required"
     return ""

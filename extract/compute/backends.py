@@ -47,10 +47,10 @@ def engine_for(compile: str, device: torch.device, precision: str) -> str:
         return default_engine(device, precision)
     if compile == "openvino":
         if device.type != "cpu":
-            raise InputError(f"OpenVINO computes on the CPU here; the device is {device}. Take --device cpu")
+            raise InputError(f"OpenVINO runs on the CPU only; the device is {device}. Use --device cpu")
         openvino()
         if not openvino_computes_in(precision):
-            raise InputError(f"OpenVINO does not compute in {precision} on this CPU. Take --precision float32")
+            raise InputError(f"OpenVINO does not compute in {precision} on this CPU. Use --precision float32")
     return compile
 
 
@@ -96,7 +96,7 @@ class _SentTaps(Taps):
 
     def __init__(self, model: nn.Module, transfers: Transfers):
         super().__init__(model, stop=True)
-        self._hooks.copy_out = partial(copy_out, to_cpu=transfers.down)
+        self._hooks.copy_out = partial(copy_out, to_cpu=transfers.to_host)
 
 
 class _Eager(Forward):
@@ -112,7 +112,7 @@ class _Eager(Forward):
         return self._transfers.seconds
 
     def start(self, images: Tensor) -> Callable[[], Values]:
-        parts, last = self._parts(images), self._transfers.begun()
+        parts, last = self._parts(images), self._transfers.last_started()
 
         def values() -> Values:
             self._transfers.wait(last)
@@ -121,7 +121,7 @@ class _Eager(Forward):
         return values
 
     def _part(self, images: Tensor) -> Values:
-        self._taps(self._to_input(self._transfers.up(images)))
+        self._taps(self._to_input(self._transfers.to_device(images)))
         return {feature.name: self._taps.record[feature.site][feature.name].numpy() for feature in self._features}
 
     def _parts(self, images: Tensor) -> list[Values]:
@@ -131,6 +131,6 @@ class _Eager(Forward):
             except torch.OutOfMemoryError as error:
                 size = min(self.images_at_once or len(images), len(images))
                 if size == 1:
-                    raise LayertapError(f"the memory of the device does not suffice for one image: {error}") from error
+                    raise LayertapError(f"insufficient device memory for one image: {error}") from error
             self.images_at_once = -(-size // 2)
             torch.cuda.empty_cache()  # outside the except block: the error's frames hold tensors

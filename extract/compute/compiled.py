@@ -93,9 +93,9 @@ class _ByInductor(Forward):
         try:
             parts = [self._part(part) for part in torch.split(images, self._batch_size)]
         except torch.OutOfMemoryError as error:
-            text = f"the memory of the device does not suffice for {self._batch_size} images in compiled code: {error}"
-            raise LayertapError(f"{text}. Take a smaller --batch-size") from error
-        last = self._transfers.begun()
+            text = f"insufficient device memory for {self._batch_size} images in compiled code: {error}"
+            raise LayertapError(f"{text}. Use a smaller --batch-size") from error
+        last = self._transfers.last_started()
 
         def values() -> Values:
             self._transfers.wait(last)
@@ -104,12 +104,12 @@ class _ByInductor(Forward):
         return values
 
     def _part(self, images: Tensor) -> Values:
-        batch = self._transfers.up(_filled(images, self._batch_size))
+        batch = self._transfers.to_device(_filled(images, self._batch_size))
         if self._function is None:
             self._function = self._compile(batch)
         with torch.no_grad():
-            found = self._function(batch)
-        kept = (self._transfers.down(values[: len(images)]).numpy() for values in found)
+            outputs = self._function(batch)
+        kept = (self._transfers.to_host(values[: len(images)]).numpy() for values in outputs)
         return {feature.name: values for feature, values in zip(self._choice.features, kept, strict=True)}
 
     def _compile(self, batch: Tensor) -> Callable[[Tensor], tuple[Tensor, ...]]:
@@ -165,8 +165,8 @@ class _ByOpenVino(Forward):
     def _values(self, begun: _Begun, count: int) -> Values:
         """Wait for a batch of `count` images and return its features."""
         if not begun:
-            raise AssertionError("features are given once")
-        found: Values = {}
+            raise AssertionError("the features were already returned")
+        features: Values = {}
         for number, (request, _) in enumerate(begun):
             try:
                 request.wait()
@@ -175,13 +175,13 @@ class _ByOpenVino(Forward):
             start = number * self._chunk
             for output, feature in enumerate(self._choice.features):
                 some = request.get_output_tensor(output).data[: count - start]
-                if feature.name not in found:
-                    found[feature.name] = np.empty((count, *some.shape[1:]), some.dtype)
-                found[feature.name][start : start + len(some)] = some
-        self._running = [one for one in self._running if one is not begun]
+                if feature.name not in features:
+                    features[feature.name] = np.empty((count, *some.shape[1:]), some.dtype)
+                features[feature.name][start : start + len(some)] = some
+        self._running = [requests for requests in self._running if requests is not begun]
         self._free += [request for request, _ in begun]
         begun.clear()  # so that a reference to this function, as in the frames of an exception, keeps no requests
-        return found
+        return features
 
     def _as_chunk(self, images: Tensor) -> NDArray[Any]:
         return _filled(images, self._chunk).contiguous().numpy()
@@ -219,7 +219,7 @@ class _ByOpenVino(Forward):
             raise _cannot(self._backbone, "openvino", error) from error
         given = program.get_property("INFERENCE_PRECISION_HINT").get_type_name()
         if given != wanted:
-            raise LayertapError(f"OpenVINO cannot compute in {self._precision} on this CPU; take --precision float32")
+            raise LayertapError(f"OpenVINO cannot compute in {self._precision} on this CPU; use --precision float32")
         self.compiling_s += time.perf_counter() - before
         return program
 

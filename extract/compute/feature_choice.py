@@ -126,7 +126,7 @@ def choose_features(backbone: LoadedBackbone, layers: Sequence[str]) -> Choice:
         for (site, _), feature in features.items()
     ]
     if len({feature.name for feature in named}) < len(named):
-        raise InputError(f"{backbone.spec} has a layer called {EMBEDDING!r}; ask for it in a run of its own")
+        raise InputError(f"{backbone.spec} has a layer called {EMBEDDING!r}; extract it in a separate run")
     return Choice(named, list(never_run))
 
 
@@ -138,8 +138,8 @@ def _parse(backbone: LoadedBackbone, text: str) -> list[_Request]:
         if isinstance(backbone.model, WithEmbedding):
             return [_Request(EMBEDDING, "", pooling)]
         if backbone.classifier is None:
-            why = backbone.no_embedding or "it has no single classifier whose input would be that"
-            raise InputError(f"{backbone.spec} has no embedding: {why}; name layers, such as -l '*'")
+            why = backbone.no_embedding or "it has no single classifier whose input could be the embedding"
+            raise InputError(f"{backbone.spec} has no embedding: {why}; choose layers, such as -l '*'")
         return [_Request(backbone.classifier, "", pooling, what="input")]
     pattern = split_text(text, names)[0]
     matches = match_layers(names, pattern, backbone.spec)
@@ -159,7 +159,9 @@ def _trial(backbone: LoadedBackbone, requests: Sequence[_Request]) -> Trial:
     except Exception as error:
         if not backbone.asked.get("preprocessing"):  # not caused by the user's preprocessing
             raise
-        raise InputError(f"{backbone.spec} cannot take pictures of {height}x{width}: {first_line(error)}") from error
+        raise InputError(
+            f"{backbone.spec} does not accept pictures of {height}x{width}: {first_line(error)}"
+        ) from error
 
 
 def _sites_of(record: Record, request: _Request) -> list[Site]:
@@ -171,9 +173,11 @@ def _sites_of(record: Record, request: _Request) -> list[Site]:
 def _absent(backbone: LoadedBackbone, record: Record, request: _Request) -> LayertapError:
     given = [name for name, site in record.sites.items() if site.layer == request.layer]
     if not given:
-        return InputError(f"layer {request.layer!r} of {backbone.spec} never runs, or gives no tensor; name another")
+        return InputError(
+            f"layer {request.layer!r} of {backbone.spec} never runs, or returns no tensor; choose another"
+        )
     return UnknownNameError(
-        f"{request.part!r} behind layer {request.layer!r} is neither a pooling ({', '.join(pooling_names())}) "
+        f"{request.part!r} after layer {request.layer!r} is neither a pooling ({', '.join(pooling_names())}) "
         f"nor one of its tensors ({', '.join(given)})"
     )
 

@@ -112,7 +112,7 @@ class Forward(ABC):
                 try:
                     finished = _finished(started)
                 except Exception as later:  # the first error is the one to report
-                    error.add_note(f"what was computed before could not all be stored: {later}")
+                    error.add_note(f"some batches before it could not be stored: {later}")
                     break
                 yield finished
             raise
@@ -157,20 +157,20 @@ def check_rows(forward: Forward, images: Tensor, features: Values) -> None:
     lone = {position: forward(images[position : position + 1]) for position in positions}
     for name in features:
         alone = np.stack([lone[position][name][0] for position in positions]).astype(np.float64)  # (C, *shape)
-        found = features[name][positions].astype(np.float64)
-        alone, found = (values.reshape(len(positions), -1) for values in (alone, found))
+        batched = features[name][positions].astype(np.float64)
+        alone, batched = (values.reshape(len(positions), -1) for values in (alone, batched))
         finite = np.isfinite(alone)
         sizes = np.abs(np.where(finite, alone, 0))
         rounding = _OF_THE_SAME_VALUE[str(features[name].dtype)] * sizes.max(0) + _OF_THE_LARGEST * sizes.max(initial=0)
         with np.errstate(invalid="ignore"):  # from infinite values
             telling = np.ptp(np.where(finite, alone, 0), axis=0) > rounding
-            others = (finite & (np.abs(found - alone) > rounding))[:, telling]
-        wrong = (np.isfinite(found) != finite).any(1) | (others.sum(1) > _DIFFERENT * max(1, telling.sum()))
+            others = (finite & (np.abs(batched - alone) > rounding))[:, telling]
+        wrong = (np.isfinite(batched) != finite).any(1) | (others.sum(1) > _DIFFERENT * max(1, telling.sum()))
         if wrong.any():
             position = positions[int(wrong.argmax())]
             raise InputError(
                 f"{name} of picture {position} in the first batch, of {len(images)}, differs from that of the same "
-                "picture alone: its rows are not the images. Nothing of this batch was stored; name other layers"
+                "picture alone: its rows are not the images. Nothing of this batch was stored; choose other layers"
             )
 
 
@@ -178,8 +178,8 @@ def _check_count(features: Values, count: int) -> None:
     for name, values in features.items():
         if len(values) != count:
             raise InputError(
-                f"{name} has {len(values):,} rows for a batch of {count:,} pictures: how many there are depends on the "
-                "pictures, so they cannot be stored as theirs; name other layers"
+                f"{name} has {len(values):,} rows for a batch of {count:,} pictures: the number of rows depends on "
+                "the pictures, so they cannot be stored; choose other layers"
             )
 
 
@@ -220,6 +220,6 @@ def _checked(batch: Batch, features: Values) -> tuple[NDArray[np.uint8], dict[in
         finite = np.isfinite(values).all(axis=tuple(range(1, values.ndim)))
         for row in np.flatnonzero(~finite & (status == Status.OK)).tolist():
             status[row] = Status.NOT_FINITE
-            beyond = "; float16 ends at 65504, try float32" if values.dtype == np.float16 else ""
+            beyond = "; the largest float16 is 65504, use float32" if values.dtype == np.float16 else ""
             reasons[int(batch.rows[row])] = f"{name} has NaN or infinite values{beyond}"
     return status, reasons

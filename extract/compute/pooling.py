@@ -90,7 +90,7 @@ def _recognise_tokens(
             return Layout("tokens", "TC", prefix, class_token and prefix > 0)
         if any(fits):
             return Layout("unknown", reason="tokens could be the last axis")
-    return Layout("unknown", reason=f"{shape[0]} is no number of patches of the {_px(input_px)} input")
+    return Layout("unknown", reason=f"{shape[0]} is not the number of patches of the {_px(input_px)} input")
 
 
 def _px(size: tuple[int, int]) -> str:
@@ -130,14 +130,14 @@ def resolve_pooling(pooling: str, layout: Layout, shape: Sequence[int], reads_cl
     if pooling != "auto" and POOLINGS[pooling].kind is None:
         return pooling
     if layout.kind == "unknown":
-        raise InputError(f"{pooling} does not fit {_describe(layout, shape)}; take {_names_for(None)}")
+        raise InputError(f"{pooling} does not fit {_describe(layout, shape)}; use {_names_for(None)}")
     if pooling == "auto":
         if layout.kind == "tokens" and not (reads_class_token and layout.class_token):
             return "mean_tokens"
         return {"vector": "none", "map": "mean_map", "tokens": "cls_token"}[layout.kind]
     entry = POOLINGS[pooling]
     if layout.kind != entry.kind or (entry.needs_class_token and not layout.class_token):
-        raise InputError(f"{pooling} does not fit {_describe(layout, shape)}; take {_names_for(layout.kind) or 'none'}")
+        raise InputError(f"{pooling} does not fit {_describe(layout, shape)}; use {_names_for(layout.kind) or 'none'}")
     return pooling
 
 
@@ -149,10 +149,10 @@ def _names_for(kind: str | None) -> str:
 def _describe(layout: Layout, shape: Sequence[int]) -> str:
     size = "(" + ", ".join(map(str, shape)) + ")"
     if layout.kind == "unknown":
-        return f"an activation of shape {size} an image: {layout.reason}"
+        return f"an activation of shape {size} per image: {layout.reason}"
     if layout.kind == "tokens" and not layout.class_token:
-        return f"tokens of shape {size} an image, which have no class token"
-    return f"a {layout.kind} of shape {size} an image".replace("a tokens", "tokens")
+        return f"tokens of shape {size} per image, which have no class token"
+    return f"a {layout.kind} of shape {size} per image".replace("a tokens", "tokens")
 
 
 def pool(activation: Tensor, pooling: str, layout: Layout) -> Tensor:

@@ -30,20 +30,20 @@ class Transfers(Protocol):
     """Copies between this process and a device.
 
     Attributes:
-        ahead: whether the device works asynchronously: results of `down` are complete only after `wait`.
+        ahead: whether the device works asynchronously: results of `to_host` are complete only after `wait`.
         seconds: seconds spent copying, as far as this process waited.
     """
 
     ahead: bool
     seconds: float
 
-    def up(self, images: Tensor) -> Tensor:
+    def to_device(self, images: Tensor) -> Tensor:
         """Copy a batch to the device."""
 
-    def down(self, tensor: Tensor) -> Tensor:
+    def to_host(self, tensor: Tensor) -> Tensor:
         """Copy a tensor to the CPU. The device may continue computing and change the tensor."""
 
-    def begun(self) -> int:
+    def last_started(self) -> int:
         """Return the number of the last copy to the CPU that was started; 0 if all have ended."""
 
     def wait(self, number: int) -> None:
@@ -59,15 +59,15 @@ class Direct:
     def __init__(self, device: torch.device):
         self._device = device
 
-    def up(self, images: Tensor) -> Tensor:
+    def to_device(self, images: Tensor) -> Tensor:
         """See `Transfers`."""
         return images.to(self._device)
 
-    def down(self, tensor: Tensor) -> Tensor:
+    def to_host(self, tensor: Tensor) -> Tensor:
         """See `Transfers`."""
         return tensor.cpu()
 
-    def begun(self) -> int:
+    def last_started(self) -> int:
         """See `Transfers`."""
         return 0
 
@@ -220,7 +220,7 @@ class Pinned:
         self._upward, self._downward = _Ring(gpu, size), _Ring(gpu, size)
         self.seconds = 0.0
 
-    def up(self, images: Tensor) -> Tensor:
+    def to_device(self, images: Tensor) -> Tensor:
         """See `Transfers`."""
         with torch.inference_mode(False):
             given = images.contiguous()
@@ -229,7 +229,7 @@ class Pinned:
             self._gpu.use(on_gpu)
         return on_gpu
 
-    def down(self, tensor: Tensor) -> Tensor:
+    def to_host(self, tensor: Tensor) -> Tensor:
         """See `Transfers`."""
         with torch.inference_mode(False), torch.no_grad():
             kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
@@ -239,7 +239,7 @@ class Pinned:
                 kept.copy_(tensor)
         return kept
 
-    def begun(self) -> int:
+    def last_started(self) -> int:
         """See `Transfers`."""
         return self._downward.last
 

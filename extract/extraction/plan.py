@@ -157,12 +157,12 @@ def _existing(out: str | Path) -> tuple[DataSet | None, bool]:
     """Return the existing data set or None, and whether it has rows."""
     if is_url(str(out)):
         bucket = Bucket(str(out))
-        found = bucket.existing()
-        return found, found is not None and bool(len(bucket.published()))
+        dataset = bucket.existing()
+        return dataset, dataset is not None and bool(len(bucket.published()))
     if not (Path(out) / "dataset.json").exists():
         return None, False
-    found = DataSet.open(Path(out))
-    return found, any(found.files())
+    dataset = DataSet.open(Path(out))
+    return dataset, any(dataset.files())
 
 
 def how_begun(out: str | Path) -> dict[str, str] | None:

@@ -72,7 +72,7 @@ def _said(dataset: DataSet, provenance: dict[str, Any], weights: str | None) -> 
     try:
         return list(configuration["layers"]), str(provenance["backbone"]), asked_of(configuration, weights)
     except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{dataset.out} does not say how it was made: {error} is missing in its provenance") from error
+        raise InputError(f"{dataset.out} does not record how it was computed: its provenance has no {error}") from error
 
 
 def computed_rows(plan: Plan, batches: Sequence[list[int]]) -> Generator[tuple[Batch, StoredRows], None, None]:
@@ -104,9 +104,11 @@ def features_of_text(
             text is empty or too long.
         LayertapError: see `load_text_tower`.
     """
-    shape = next((one.shape for one in dataset.features if one.name == "embedding"), None)
+    shape = next((feature.shape for feature in dataset.features if feature.name == "embedding"), None)
     if shape is None:
-        raise InputError(f"a text is compared with embeddings, and {dataset.out} has none; embed it with -l embedding")
+        raise InputError(
+            f"texts are compared with embeddings, but {dataset.out} has none; extract them with -l embedding"
+        )
     _, spec, asked = _said(dataset, provenance, weights)
     tower = load_text_tower(
         permitted(spec, backbone, dataset.out), weights=asked["weights"], seed=asked["seed"], device=device
@@ -117,7 +119,9 @@ def features_of_text(
     feature: NDArray[np.float32] = tower.features(text)[0]
     if shape != feature.shape:
         sizes = " x ".join(map(str, shape))
-        raise InputError(f"{spec} gives texts {len(feature)} values, and the embeddings of {dataset.out} have {sizes}")
+        raise InputError(
+            f"{spec} returns {len(feature)} values for a text, but the embeddings of {dataset.out} have {sizes}"
+        )
     return feature
 
 
@@ -150,4 +154,4 @@ def features_of_file(
     [(_, (values, status, reasons))] = computed_rows(plan, [[0]])
     if status[0] != Status.OK:
         raise InputError(f"{path}: {Status(status[0]).text}: {reasons.get(0, '')}")
-    return {name: one[0] for name, one in values.items()}
+    return {name: rows[0] for name, rows in values.items()}

@@ -132,12 +132,14 @@ def extract_features(
     from tqdm.auto import tqdm
 
     with tqdm(total=len(planned.images), unit=" images", disable=not progress) as bar:
-        extract(planned, retry_failed=retry_failed, on_rows=lambda rows, found: _advance(bar, rows, found))
+        extract(
+            planned, retry_failed=retry_failed, on_rows=lambda rows, stored_earlier: _advance(bar, rows, stored_earlier)
+        )
     return FeatureReader(out)
 
 
-def _advance(bar: Any, rows: int, found: bool) -> None:
-    if found and not bar.disable:  # a disabled bar does not count
+def _advance(bar: Any, rows: int, stored_earlier: bool) -> None:
+    if stored_earlier and not bar.disable:  # a disabled bar does not count
         bar.initial += rows
     bar.update(rows)
 
@@ -147,7 +149,7 @@ def extract(
     *,
     retry_failed: bool = False,
     has_stored_rows: bool = False,
-    on_rows: Callable[[int, bool], None] = lambda rows, found: None,
+    on_rows: Callable[[int, bool], None] = lambda rows, stored_earlier: None,
     on_computation: Callable[[Computation], None] = lambda computation: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Summary:
@@ -177,7 +179,7 @@ def extract(
         if existing is not None and existing.images["root"] != dataset.images["root"]:
             check_same_images(plan, existing)
         work = work_of(dataset, plan.images.source, retry_failed)
-        summary.found = dataset.n_rows - sum(len(one.rows) for one in work)
+        summary.found = dataset.n_rows - sum(len(shard.rows) for shard in work)
         if summary.found:
             on_rows(summary.found, True)
         if summary.found < dataset.n_rows:
@@ -186,7 +188,7 @@ def extract(
         start = time.perf_counter()
         # The worker processes start here, before any shard is open.
         decoding = plan.decoding if summary.found < dataset.n_rows else dataclasses.replace(plan.decoding, workers=0)
-        rows = itertools.chain.from_iterable(batches_of(one.rows, plan) for one in work)
+        rows = itertools.chain.from_iterable(batches_of(shard.rows, plan) for shard in work)
         loaded = load_batches(plan.images, rows, decoding)
 
         def log_computation(computation: Computation) -> None:
@@ -198,9 +200,9 @@ def extract(
         has_stored_rows = has_stored_rows or summary.found > 0
         with contextlib.closing(loaded), validated_forward(plan, has_stored_rows) as forward:
             batches = stop_on_machine_errors(loaded, plan.images.source)
-            for one in work:
-                count = sum(1 for _ in batches_of(one.rows, plan))
-                extract_shard(plan, one, itertools.islice(batches, count), forward, summary, callbacks)
+            for shard in work:
+                count = sum(1 for _ in batches_of(shard.rows, plan))
+                extract_shard(plan, shard, itertools.islice(batches, count), forward, summary, callbacks)
                 if summary.stopped:
                     break
         summary.seconds = time.perf_counter() - start

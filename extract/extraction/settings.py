@@ -57,7 +57,7 @@ class ExtractionSettings:
             if value is not None and value < least:
                 raise InputError(f"{name} is {value}; it must be at least {least}")
         if not -1 <= self.min_cosine <= 1:
-            raise InputError(f"min_cosine is {self.min_cosine}; a cosine lies between -1 and 1")
+            raise InputError(f"min_cosine is {self.min_cosine}; expected -1 to 1")
 
     @property
     def layer_list(self) -> list[str]:

@@ -72,7 +72,7 @@ class ShardBatches:
     def _lists(self) -> Iterator[list[int] | None]:
         """Yield the rows of each batch, or None while they are not known; read when there is room for more images."""
         while True:
-            if not self._unread and (work := self._following([one.shard for one in self._coming])) is not None:
+            if not self._unread and (work := self._following([batches.shard for batches in self._coming])) is not None:
                 self._add(work)
             if self._unread:
                 yield from batches_of(self._unread.popleft().rows, self._plan)

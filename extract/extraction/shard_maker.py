@@ -76,7 +76,7 @@ class ShardMaker:
     def make(
         self,
         shard: int,
-        on_rows: Callable[[int, bool], None] = lambda rows, found: None,
+        on_rows: Callable[[int, bool], None] = lambda rows, stored_earlier: None,
         stop: Callable[[], bool] = lambda: False,
         following: Callable[[Container[int]], int | None] = lambda known: None,
     ) -> bool:
@@ -103,7 +103,9 @@ class ShardMaker:
             if not self._was_ahead:
                 raise
         # An image of a later shard may have killed the worker: retry without decoding ahead.
-        return self._fill(shard, lambda rows, found: None if found else on_rows(rows, found), stop, lambda known: None)
+        return self._fill(
+            shard, lambda rows, earlier: None if earlier else on_rows(rows, earlier), stop, lambda known: None
+        )
 
     def publish(self, shard: int) -> dict[str, Any] | None:
         """Publish a finished shard; another thread may build the next one meanwhile.
@@ -243,4 +245,4 @@ def _first_free(base: Path, name: str, at_the_end: contextlib.ExitStack) -> Path
         except OSError as error:
             raise LayertapError(f"cannot write to {folder}: {error.strerror}") from error
         return folder
-    raise LayertapError(f"{base}: no free folder to build shards in, of {_AT_ONCE:,}")
+    raise LayertapError(f"{base}: all {_AT_ONCE:,} scratch folders are in use")

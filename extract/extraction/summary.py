@@ -29,7 +29,7 @@ class Callbacks:
         stop: called after each batch; True stops the run cleanly.
     """
 
-    on_rows: Callable[[int, bool], None] = lambda rows, found: None
+    on_rows: Callable[[int, bool], None] = lambda rows, stored_earlier: None
     on_computation: Callable[[Computation], None] = lambda computation: None
     stop: Callable[[], bool] = lambda: False
 

@@ -58,14 +58,14 @@ def work_of(dataset: DataSet, source: ImageSource, retry_failed: bool) -> list[S
         source: source of its images.
         retry_failed: also return every row of finished shards whose status is not OK.
     """
-    found = []
+    remaining = []
     for shard, where in enumerate(dataset.shard_files()):
         work = work_at(dataset, shard, where, retry_failed)
         if work is None and not retry_failed:
             work = _of_io_errors(dataset, source, shard, where)
         if work is not None:
-            found.append(work)
-    return found
+            remaining.append(work)
+    return remaining
 
 
 def _of_io_errors(dataset: DataSet, source: ImageSource, shard: int, where: ShardFiles) -> ShardWork | None:
@@ -200,6 +200,6 @@ def check_disk_space(dataset: DataSet) -> None:
     free = shutil.disk_usage(place).free
     if needed > free:
         raise LayertapError(
-            f"{dataset.out}: {needed / 1e6:,.1f} MB of features to come, {free / 1e6:,.1f} MB free on the disk; "
+            f"{dataset.out}: {needed / 1e6:,.1f} MB are needed for features, {free / 1e6:,.1f} MB are free on the disk; "
             "pool the layers, store float16, or choose another output folder"
         )

@@ -39,7 +39,7 @@ from extract.system.torch_state import evaluating, full_float32
 
 __all__ = [
     "Measured",
-    "Way",
+    "ComputeOption",
     "batch_rates",
     "best_batch_size",
     "decode_rate",
@@ -47,7 +47,7 @@ __all__ = [
     "forward_rates",
     "pictures_of",
     "ranked",
-    "ways_for",
+    "compute_options",
 ]  # fmt: skip
 
 _AT_LEAST_S = 1.0  # total of repeated forwards, after an untimed one; a longer forward is timed once
@@ -58,8 +58,8 @@ _BATCH_SIZES = {"cpu": (8, 16, 32, 64, 128), "gpu": (32, 64, 128, 256, 512, 1024
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to compute features: a precision and an engine."""
+class ComputeOption:
+    """How to compute features: a precision and an engine."""
 
     precision: str
     engine: str
@@ -73,7 +73,7 @@ class Way:
         return f"{self.precision}, {self.engine}"
 
 
-_PLAIN = Way("float32", "eager")
+_PLAIN = ComputeOption("float32", "eager")
 
 
 @dataclass(frozen=True)
@@ -81,17 +81,17 @@ class Measured:
     """A forward that was timed.
 
     Attributes:
-        way: precision and engine of the forward.
+        option: precision and engine of the forward.
         images_per_s: rate for batches in memory; 0 if the forward failed or was not timed.
         start_s: seconds until the first batch was computed, including compilation.
         agreement: feature -> agreement with eager float32.
         decoding: feature -> agreement of fast decoded images with eager float32 of exactly decoded ones; empty without
             fast decoding.
-        why_not: why the way is refused; empty if it is accepted.
+        why_not: why the option is refused; empty if it is accepted.
         why_not_fast: why it is refused with fast decoding; empty if it is accepted, or without fast decoding.
     """
 
-    way: Way
+    option: ComputeOption
     images_per_s: float = 0.0
     start_s: float = 0.0
     agreement: dict[str, Agreement] = field(default_factory=dict)
@@ -105,34 +105,36 @@ class Measured:
         return "fast" if self.decoding and not self.why_not_fast else "exact"
 
 
-def ways_for(
+def compute_options(
     device: torch.device, *, precision: str | None = None, compile: str | None = None, thorough: bool = False
-) -> list[Way]:
-    """Return the ways to compute on a device, float32 first.
+) -> list[ComputeOption]:
+    """Return the compute options of a device, float32 first.
 
     Args:
         device: device of the backbone.
         precision: only this precision; None: any.
         compile: only the engine of this value, see `extract_features`; None or "auto": any.
-        thorough: also the way that is seldom the fastest and slow to compile: inductor on a CPU that has OpenVINO.
+        thorough: also the option that is seldom the fastest and slow to compile: inductor on a CPU that has OpenVINO.
 
     Raises:
         UnknownNameError: `compile` has no such value.
         InputError: `compile` does not support the device or `precision`.
     """
-    ways = []
+    options = []
     by_openvino = default_engine(device, "float32") == "openvino"
-    for one in [precision] if precision else PRECISIONS[: 2 if device.type == "cpu" else 3]:
+    for candidate in [precision] if precision else PRECISIONS[: 2 if device.type == "cpu" else 3]:
         if compile not in (None, "auto"):
             try:
-                ways.append(Way(one, engine_for(str(compile), device, one)))
+                options.append(ComputeOption(candidate, engine_for(str(compile), device, candidate)))
             except InputError:
-                if precision or one == "float32":
+                if precision or candidate == "float32":
                     raise
             continue
-        engines = ["eager", "openvino"] if default_engine(device, one) == "openvino" else ["eager"]
-        ways += [Way(one, engine) for engine in [*engines, *(["inductor"] if thorough or not by_openvino else [])]]
-    return ways
+        engines = ["eager", "openvino"] if default_engine(device, candidate) == "openvino" else ["eager"]
+        if thorough or not by_openvino:
+            engines.append("inductor")
+        options += [ComputeOption(candidate, engine) for engine in engines]
+    return options
 
 
 def pictures_of(
@@ -214,7 +216,7 @@ def batch_rates(backbone: Backbone, choice: Choice, pictures: Tensor) -> dict[in
                 break
             rates[size] = size / _median_s(functools.partial(forward, batch))
     if not rates:
-        raise InputError(f"the memory of {backbone.device} does not suffice for {size} images at once")
+        raise InputError(f"insufficient memory on {backbone.device} for {size} images at once")
     return rates
 
 
@@ -233,7 +235,7 @@ def forward_rates(
     backbone: Backbone,
     choice: Choice,
     pictures: Tensor,
-    ways: Iterable[Way],
+    options: Iterable[ComputeOption],
     min_cosine: float = defaults.MIN_COSINE,
     fast: Tensor | None = None,
     *,
@@ -245,41 +247,41 @@ def forward_rates(
         backbone: loaded backbone.
         choice: features to compute.
         pictures: batch from `pictures_of`, all of which is compared.
-        ways: ways to time.
+        options: options to time.
         min_cosine: lowest accepted cosine of a feature in lower precision or of a fast decoded image.
         fast: the same pictures decoded fast; None without fast decoding.
-        refused_too: also time ways that are refused.
+        refused_too: also time options that are refused.
     """
-    ways = list(ways)
+    options = list(options)
     measured = []
     timed = pictures[: _enough(backbone.device, len(pictures))]
     with open_forward(backbone, choice, "float32") as plain:
         start = time.perf_counter()
         expected = plain(pictures)
         start_s = time.perf_counter() - start
-        if _PLAIN in ways:
-            ways.remove(_PLAIN)
+        if _PLAIN in options:
+            options.remove(_PLAIN)
             decoding = {} if fast is None else agreement(plain(fast), expected)
             rate = len(timed) / _median_s(functools.partial(plain, timed))
             why_not = refusal(decoding, min_cosine)
             measured.append(Measured(_PLAIN, rate, start_s, decoding=decoding, why_not_fast=why_not))
-    for way in ways:
+    for option in options:
         try:
             start = time.perf_counter()
-            with open_forward(backbone, choice, "float32", way.precision, way.engine, len(timed)) as forward:
-                found = agreement(forward(pictures), expected)
+            with open_forward(backbone, choice, "float32", option.precision, option.engine, len(timed)) as forward:
+                agreements = agreement(forward(pictures), expected)
                 start_s = time.perf_counter() - start
                 decoding = {} if fast is None else agreement(forward(fast), expected)
-                why_not = refusal(found, None if way.precision == "float32" else min_cosine)
+                why_not = refusal(agreements, None if option.precision == "float32" else min_cosine)
                 rate = 0.0
                 if refused_too or not why_not:
                     rate = len(timed) / _median_s(functools.partial(forward, timed))
         except Exception as error:  # a compiler may fail in any way
-            measured.append(Measured(way, why_not=first_line(error)))
+            measured.append(Measured(option, why_not=first_line(error)))
             continue
         finally:
-            _free(way, backbone.device)
-        measured.append(Measured(way, rate, start_s, found, decoding, why_not, refusal(decoding, min_cosine)))
+            _free(option, backbone.device)
+        measured.append(Measured(option, rate, start_s, agreements, decoding, why_not, refusal(decoding, min_cosine)))
     return measured
 
 
@@ -288,9 +290,9 @@ def _enough(device: torch.device, batch_size: int) -> int:
     return min(batch_size, max(_TIMED, _TIMED_PER_CORE * defaults.CORES)) if device.type == "cpu" else batch_size
 
 
-def _free(way: Way, device: torch.device) -> None:
+def _free(option: ComputeOption, device: torch.device) -> None:
     """Release the memory of a forward that is no longer needed."""
-    if way.engine == "inductor":
+    if option.engine == "inductor":
         torch.compiler.reset()
     gc.collect()
     if device.type == "cuda":
@@ -307,25 +309,25 @@ def _median_s(call: Callable[[], object]) -> float:
 
 
 def ranked(measured: Iterable[Measured], n_images: float = math.inf, decode: str | None = None) -> list[Measured]:
-    """Return the accepted ways, ordered by the time for `n_images` images including compilation.
+    """Return the accepted options, ordered by the time for `n_images` images including compilation.
 
     Args:
         measured: results of `forward_rates`.
         n_images: number of images to compute.
-        decode: "fast": only ways accepted with fast decoding.
+        decode: "fast": only options accepted with fast decoding.
 
     Raises:
-        InputError: no way is accepted.
+        InputError: no option is accepted.
     """
     good, refused = [], []
-    for one in measured:
-        if why_not := one.why_not or (one.why_not_fast if decode == "fast" else ""):
-            refused.append(f"{one.way}: {why_not}")
+    for measurement in measured:
+        if why_not := measurement.why_not or (measurement.why_not_fast if decode == "fast" else ""):
+            refused.append(f"{measurement.option}: {why_not}")
         else:
-            good.append(one)
+            good.append(measurement)
     if not good:
-        raise InputError("no way to compute may be taken of those asked for:\n  " + "\n  ".join(refused))
-    return sorted(good, key=lambda one: 1 / one.images_per_s + one.start_s / n_images)
+        raise InputError("every requested compute option was rejected:\n  " + "\n  ".join(refused))
+    return sorted(good, key=lambda accepted: 1 / accepted.images_per_s + accepted.start_s / n_images)
 
 
 def fastest(
@@ -342,13 +344,13 @@ def fastest(
     limit: int | None = None,
     max_pixels: int = defaults.MAX_PIXELS,
 ) -> tuple[list[dict[str, Any]], list[Measured]]:
-    """Return the ways to compute features of these images that agree with the reference, the fastest first.
+    """Return the options to compute features of these images that agree with the reference, the fastest first.
 
     They are compared on a few images only. A run compares its whole first batch, and raises `DisagreementError` before
-    anything is stored if a way disagrees; then use the next way.
+    anything is stored if an option disagrees; then use the next option.
 
     Args:
-        images: see `extract_features`; the first images are computed in each way.
+        images: see `extract_features`; the first images are computed with each option.
         backbone: loaded backbone.
         layers: see `extract_features`.
         out: data set to resume; if it has rows, their settings are returned and nothing is measured.
@@ -361,36 +363,36 @@ def fastest(
         max_pixels: see `extract_features`.
 
     Returns:
-        settings of each accepted way, at least one: `precision`, `compile`, `decode` and `batch_size` as
+        settings of each accepted option, at least one: `precision`, `compile`, `decode` and `batch_size` as
         `extract_features` takes them; and the measurements.
 
     Raises:
-        InputError: see `extract_features`; or no way agrees.
+        InputError: see `extract_features`; or no option agrees.
     """
     if out is not None and (begun := how_begun(Path(out))):
         asked = {"precision": precision, "compile": compile, "decode": decode, "batch_size": batch_size}
         given = {name: value for name, value in asked.items() if value is not None}
         return [{"batch_size": defaults.BATCH_SIZE, **begun, **given}], []
-    found = list_images(images, limit) if isinstance(images, str | os.PathLike) else images
-    ways = ways_for(backbone.device, precision=precision, compile=compile)
+    listed = list_images(images, limit) if isinstance(images, str | os.PathLike) else images
+    options = compute_options(backbone.device, precision=precision, compile=compile)
     preprocessing = backbone.preprocessing
     with evaluating(backbone.model), full_float32():
         choice = choose_features(backbone, [layers] if isinstance(layers, str) else layers)
-    count = _enough(backbone.device, min(batch_size or defaults.BATCH_SIZE, len(found)))
+    count = _enough(backbone.device, min(batch_size or defaults.BATCH_SIZE, len(listed)))
     both_ways = decode == "fast" or (decode is None and preprocessing.can_be_faster)
-    pictures, fast = pictures_of(found, preprocessing, count, max_pixels, both_ways=both_ways)
+    pictures, fast = pictures_of(listed, preprocessing, count, max_pixels, both_ways=both_ways)
     if backbone.device.type != "cpu":  # a GPU is timed with whole batches
         batch_size = batch_size or best_batch_size(batch_rates(backbone, choice, pictures))
-        count = min(batch_size, len(found))
+        count = min(batch_size, len(listed))
         pictures, fast = _repeated(pictures, count), None if fast is None else _repeated(fast, count)
-    measured = forward_rates(backbone, choice, pictures, ways, min_cosine, fast)
+    measured = forward_rates(backbone, choice, pictures, options, min_cosine, fast)
     settings = [
         {
-            "precision": one.way.precision,
-            "compile": one.way.compile,
-            "decode": decode or one.decode,
+            "precision": accepted.option.precision,
+            "compile": accepted.option.compile,
+            "decode": decode or accepted.decode,
             "batch_size": batch_size or defaults.BATCH_SIZE,
         }
-        for one in ranked(measured, len(found), decode)
+        for accepted in ranked(measured, len(listed), decode)
     ]
     return settings, measured

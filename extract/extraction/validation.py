@@ -222,13 +222,15 @@ def decoded_both_ways(
     """
     for first in range(0, len(images), count):
         rows = list(range(first, min(first + count, len(images))))
-        found = []
-        for one in (preprocessing, replace(preprocessing, fast=False)):
-            batches = load_batches(images, [rows], Decoding.for_preprocessing(one, max_pixels))
+        fast_and_exact = []
+        for way in (preprocessing, replace(preprocessing, fast=False)):
+            batches = load_batches(images, [rows], Decoding.for_preprocessing(way, max_pixels))
             with contextlib.closing(batches):
-                found.append(next(batches))
-        good = np.flatnonzero((found[0].status == Status.OK) & (found[1].status == Status.OK)).tolist()
+                fast_and_exact.append(next(batches))
+        good = np.flatnonzero(
+            (fast_and_exact[0].status == Status.OK) & (fast_and_exact[1].status == Status.OK)
+        ).tolist()
         if good:
-            fast, exact = (batch.only(good).images for batch in found)
+            fast, exact = (batch.only(good).images for batch in fast_and_exact)
             return fast, exact
-    raise InputError(f"none of the {len(images):,} images can be decoded both fast and exactly; take --decode exact")
+    raise InputError(f"none of the {len(images):,} images can be decoded both fast and exactly; use --decode exact")

@@ -92,7 +92,7 @@ def keeping_freed_memory() -> AbstractContextManager[None]:
     220 with this setting). Setting a threshold turns off glibc's dynamic adjustment of it. The thresholds are therefore
     left at the largest values that the adjustment can reach. With other C libraries, nothing is changed.
     """
-    return _FREED_MEMORY_KEPT.turned()
+    return _FREED_MEMORY_KEPT.active()
 
 
 def device_named(name: str) -> torch.device:

@@ -52,8 +52,8 @@ class BatchAxis:
         moved = activation.movedim(self.axis, 0)
         if not torch.compiler.is_compiling() and moved.shape[0] % self.per_image:
             raise InputError(
-                f"a layer gave {moved.shape[0]:,} rows, and {self.per_image} for each image were expected: how many "
-                "there are depends on the images, so they cannot be stored as theirs"
+                f"a layer returned {moved.shape[0]:,} rows; expected {self.per_image} for each image: the number of rows "
+                "depends on the images, so they cannot be stored"
             )
         return moved if self.per_image == 1 else moved.reshape(-1, self.per_image, *moved.shape[1:])
 
@@ -70,7 +70,7 @@ class Trial:
     def __init__(self, model: nn.Module, pictures: Tensor, layers: Sequence[tuple[str, What]]):
         self._count = len(pictures)
         if self._count < 2:
-            raise InputError(f"{self._count} picture given; telling the images of a batch apart takes at least 2")
+            raise InputError(f"{self._count} picture given; at least 2 are needed to assign rows to images")
         taps = Taps(model)
         for layer, what in dict.fromkeys(layers):
             taps.keep(layer, what)
@@ -99,11 +99,11 @@ class Trial:
         if len(lone) < len(self._alone):
             raise InputError("it does not run for every picture")
         if not together.is_floating_point():
-            raise InputError(f"it gives {together.dtype}; features are floating point")
+            raise InputError(f"its output is {together.dtype}; features must be floating point")
         rows = self._axis(site, together, lone[0])
-        alone = [rows.by_image(one)[0] for one in lone]
+        alone = [rows.by_image(output)[0] for output in lone]
         # Distance of each picture to the nearest other picture.
-        apart = [min(_distance(one, other) for other in alone if other is not one) for one in alone]
+        apart = [min(_distance(output, other) for other in alone if other is not output) for output in alone]
         self._check(rows, together, alone, apart)
         self._check(rows, self._reversed[site], alone[::-1], apart[::-1])
         return rows
@@ -121,38 +121,40 @@ class Trial:
             InputError: the rows differ.
         """
         if together.shape[rows.axis] != len(alone) * rows.per_image:
-            raise InputError("how many rows it gives depends on the order of the pictures: its rows are not the images")
+            raise InputError("the number of its rows depends on the order of the pictures: its rows are not the images")
         rounding = torch.finfo(together.dtype).eps * _distance(together, torch.zeros_like(together))
-        for picture, found in enumerate(rows.by_image(together)):
+        for picture, batched in enumerate(rows.by_image(together)):
             expected, nearest = alone[picture], apart[picture]
-            own = _distance(found, expected)
-            same_gaps = torch.equal(found.isfinite(), expected.isfinite())
+            own = _distance(batched, expected)
+            same_gaps = torch.equal(batched.isfinite(), expected.isfinite())
             # If 3 * own <= nearest, every other picture is at least 2 * own away (triangle inequality).
             nearer = 3 * own <= nearest or max(own, nearest) <= _NO_DIFFERENCE * rounding
             if same_gaps and not nearer:
-                nearer = 2 * own <= min(_distance(found, other) for i, other in enumerate(alone) if i != picture)
+                nearer = 2 * own <= min(_distance(batched, other) for i, other in enumerate(alone) if i != picture)
             if not same_gaps or not nearer or own > max(_OF_ANOTHER_PICTURE * nearest, _ROUNDINGS * rounding):
-                raise InputError("it gives a picture other values in a batch than alone: its rows are not the images")
+                raise InputError(
+                    "its output for a picture differs between a batch and the picture alone: its rows are not the images"
+                )
 
     def _axis(self, site: Site, together: Tensor, alone: Tensor) -> BatchAxis:
-        many, one = tuple(together.shape), tuple(alone.shape)
-        axes = [axis for axis in range(len(many)) if len(one) == len(many) and many[axis] != one[axis]]
-        if len(axes) != 1 or many[axes[0]] != self._count * one[axes[0]]:
+        many, single = tuple(together.shape), tuple(alone.shape)
+        axes = [axis for axis in range(len(many)) if len(single) == len(many) and many[axis] != single[axis]]
+        if len(axes) != 1 or many[axes[0]] != self._count * single[axes[0]]:
             raise InputError(
-                f"it gives {many} for {self._count} images and {one} for 1: "
-                "its rows are not the images, and cannot be stored as theirs"
+                f"its output is {many} for {self._count} images and {single} for 1: "
+                "its rows are not the images, so they cannot be stored"
             )
-        return BatchAxis(axes[0], one[axes[0]])
+        return BatchAxis(axes[0], single[axes[0]])
 
 
-def _distance(one: Tensor, other: Tensor) -> float:
+def _distance(a: Tensor, b: Tensor) -> float:
     """Return the largest absolute difference, where both are finite."""
-    wide = torch.float32 if one.element_size() < 4 else one.dtype
-    if one.numel():  # subtraction of close values is exact
-        low, high = torch.aminmax(one.to(wide) - other.to(wide))
+    wide = torch.float32 if a.element_size() < 4 else a.dtype
+    if a.numel():  # subtraction of close values is exact
+        low, high = torch.aminmax(a.to(wide) - b.to(wide))
         if math.isfinite(largest := max(abs(float(low)), abs(float(high)))):
             return largest
-    difference = (one.double() - other.double()).abs()
+    difference = (a.double() - b.double()).abs()
     return float(difference[difference.isfinite()].max()) if difference.isfinite().any() else 0.0
 
 

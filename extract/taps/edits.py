@@ -61,7 +61,7 @@ def ablate(by: Literal["zero", "mean"] = "zero", channels: Sequence[int] | None 
         axis: the channel axis: 1 for maps (B, C, H, W), -1 for tokens (B, T, C).
     """
     if by not in ("zero", "mean"):
-        raise InputError(f"ablate by {by!r}; there are 'zero' and 'mean'")
+        raise InputError(f"ablate by {by!r}; expected 'zero' or 'mean'")
 
     def edit(h: Tensor) -> Tensor:
         instead = torch.zeros_like(h) if by == "zero" else h.mean(0, keepdim=True).expand_as(h)
@@ -92,7 +92,7 @@ def mix(permutation: Tensor, lam: float) -> Edit:
 def prune(fraction: float) -> Edit:
     """Set each image's values of smallest magnitude to zero: `fraction` of the values, rounded down."""
     if not 0 <= fraction <= 1:
-        raise InputError(f"prune {fraction}; a fraction is from 0 to 1")
+        raise InputError(f"prune fraction {fraction}; expected 0 to 1")
 
     def edit(h: Tensor) -> Tensor:
         flat = h.flatten(1)
@@ -105,7 +105,7 @@ def prune(fraction: float) -> Edit:
 def clip(limit: float, by: Literal["value", "norm"] = "value") -> Edit:
     """Clamp each value to [-limit, limit]; or, by norm, scale a whole tensor of larger L2 norm down to `limit`."""
     if by not in ("value", "norm"):
-        raise InputError(f"clip by {by!r}; there are 'value' and 'norm'")
+        raise InputError(f"clip by {by!r}; expected 'value' or 'norm'")
     if by == "value":
         return lambda g: g.clamp(-limit, limit)
     return lambda g: g * (limit / g.norm().clamp(min=limit))
@@ -131,7 +131,9 @@ class smooth:  # noqa: N801  used as the other verbs are
         def edit(g: Tensor) -> Tensor:
             new, mean = g.detach(), self._means.get(site)
             if mean is not None and mean.shape != new.shape:
-                raise InputError(f"smooth: the tensor is {tuple(new.shape)} now, and was {tuple(mean.shape)} before")
+                raise InputError(
+                    f"smooth: the tensor has shape {tuple(new.shape)}; in earlier calls it had {tuple(mean.shape)}"
+                )
             self._means[site] = new if mean is None else self._beta * mean + (1 - self._beta) * new
             return self._means[site]
 
@@ -166,9 +168,9 @@ def apply_edit(tensor: Tensor, edit: Edit, site: Site) -> Tensor:
     if not isinstance(result, Tensor):
         raise InputError(f"the edit of {site} returned {type(result).__name__}; it must return a tensor")
     if (result.shape, result.dtype, result.device) != expected:
-        found = f"{tuple(result.shape)} {result.dtype} on {result.device}"
+        returned = f"{tuple(result.shape)} {result.dtype} on {result.device}"
         raise InputError(
-            f"the edit of {site} returned {found}; it was given, and must return, "
+            f"the edit of {site} returned {returned}; expected, as given, "
             f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
         )
     return result.clone()

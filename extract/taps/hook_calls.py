@@ -96,9 +96,9 @@ class HookCalls:
         modules = list(root.modules())
         if any(isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer) for module in modules):
             # Their fused code calls no submodules and no functions that `watching` sees.
-            undo.enter_context(FUSED_ATTENTION_OFF.turned())
+            undo.enter_context(FUSED_ATTENTION_OFF.active())
         if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in [self._model, *modules]):
-            undo.enter_context(COMPILED_CODE_OFF.turned())  # compiled code ignores hooks added later
+            undo.enter_context(COMPILED_CODE_OFF.active())  # compiled code ignores hooks added later
 
         hook(root.register_forward_pre_hook, self.begin, prepend=True)
         if any(request.operation or request.what == "attention" for request in self.requests):
@@ -137,7 +137,9 @@ class HookCalls:
         idle = [request for request in edits if id(request) not in self._edited]
         if idle and self.forward is not None and not self.forward.running:
             names = ", ".join(dict.fromkeys(f"{w.layer}/{w.operation}" if w.operation else w.layer for w in idle))
-            raise LayertapError(f"the edit of {names} never took effect: no such call gave a floating-point tensor")
+            raise LayertapError(
+                f"the edit of {names} never took effect: no matching call returned a floating-point tensor"
+            )
 
     def why_absent(self, text: str) -> str | None:
         """Return why a requested value is missing from a record; None if it was not requested."""
@@ -156,7 +158,7 @@ class HookCalls:
                 "on it (with reentrant checkpointing, layers that run more than once get none; use_reentrant=False)"
             )
         if all(request.what == "attention" for request in asked):
-            return f"layer {name!r} computed no attention that is known here"
+            return f"layer {name!r} computed no attention that layertap recognises"
         parent = self.layers.get(name.rpartition(".")[0])
         if isinstance(parent, nn.MultiheadAttention):
             return f"layer {name!r} never runs: nn.MultiheadAttention uses its weights without calling it"

@@ -36,11 +36,11 @@ def named_layers(model: nn.Module) -> dict[str, nn.Module]:
 
     A module used in two places is listed under both names. The model itself, whose name is empty, is not listed.
     """
-    found: dict[str, nn.Module] = {}
+    layers: dict[str, nn.Module] = {}
     for name, module in unwrap(model).named_modules(remove_duplicate=False):
         if plain := _plain(name):
-            found[plain] = module  # the wrapped module replaces its wrapper
-    return found
+            layers[plain] = module  # the wrapped module replaces its wrapper
+    return layers
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -73,7 +73,7 @@ def match_layers(names: Iterable[str], patterns: str | Sequence[str], where: str
     """
     names = list(names)
     known = set(names)
-    found: dict[str, None] = {}
+    names_matched: dict[str, None] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         if pattern in known:
             matches = [pattern]
@@ -83,8 +83,8 @@ def match_layers(names: Iterable[str], patterns: str | Sequence[str], where: str
         if not matches:
             hint = f"List them: layertap layers {where}" if "/" in where else ""
             raise unknown_name("layer", pattern, names, where, hint)
-        found.update(dict.fromkeys(matches))
-    return list(found)
+        names_matched.update(dict.fromkeys(matches))
+    return list(names_matched)
 
 
 def _parts_match(name: list[str], pattern: list[str]) -> bool:

@@ -95,7 +95,7 @@ def _describe(row: LayerRow, trial: Trial, site: Site) -> None:
         by_image = where.by_image(value)
         shape, row.bytes = tuple(by_image.shape[1:]), row.bytes + by_image[0].numel() * by_image.element_size()
         note = f"the batch is on axis {where.axis}" if where.axis else ""
-        note = f"{where.per_image} rows an image" if where.per_image > 1 else note
+        note = f"{where.per_image} rows per image" if where.per_image > 1 else note
     if site.call == 0:
         row.shapes[part] = shape
     note = f"{part}: {note}" if note and part else note
@@ -106,7 +106,7 @@ def _describe(row: LayerRow, trial: Trial, site: Site) -> None:
 def _why_silent(named: dict[str, nn.Module], name: str) -> str:
     if isinstance(named.get(name.rpartition(".")[0]), nn.MultiheadAttention):
         return "never called: nn.MultiheadAttention uses its weights directly"
-    return "never called, or gives no tensor"
+    return "never called, or returns no tensor"
 
 
 def _rewritten(model: nn.Module, picture: Tensor) -> set[int]:

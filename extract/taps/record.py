@@ -114,11 +114,11 @@ class Record(Mapping[str, Any]):
         if isinstance(key, Site) and key in self._values:
             return self._values[key]
         text = str(key)
-        found = self.find(text)
-        if len(found) == 1:
-            return self._values[found[0]]
-        if found:
-            names = ", ".join(repr(name) for name, site in self.sites.items() if site in found)
+        matches = self.find(text)
+        if len(matches) == 1:
+            return self._values[matches[0]]
+        if matches:
+            names = ", ".join(repr(name) for name, site in self.sites.items() if site in matches)
             raise UnknownNameError(f"{text!r} names more than one tensor: {names}")
         if reason := self._why_absent(text):
             raise UnknownNameError(reason)
@@ -167,11 +167,15 @@ def _dense(tensor: Any, site: Site) -> Tensor:
         InputError: the value is not a tensor, or is a nested tensor, or is inside torch.func.
     """
     if not isinstance(tensor, Tensor):
-        raise InputError(f"reducing {site} gave {type(tensor).__name__}; it must give a tensor or a dict of tensors")
+        raise InputError(
+            f"the reduction of {site} returned {type(tensor).__name__}; expected a tensor or a dict of tensors"
+        )
     if tensor.is_nested:
-        raise InputError(f"{site} is a nested tensor, whose rows differ in shape; reduce it to a plain one")
+        raise InputError(f"{site} is a nested tensor, whose rows differ in shape; reduce it to a plain tensor")
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        raise InputError(f"{site} is inside torch.func (vmap, grad, ...), where no value can be taken out of the model")
+        raise InputError(
+            f"{site} is inside torch.func (vmap, grad, ...), where values cannot be copied out of the model"
+        )
     if tensor.is_quantized:
         return tensor.dequantize()
     return tensor if tensor.layout == torch.strided else tensor.to_dense()
@@ -182,5 +186,5 @@ def _copied(tensor: Tensor, site: Site) -> Tensor:
     kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     kept.copy_(tensor)  # what copy_ returns could be a subclass
     if kept.dtype == torch.float16 and kept.isinf().any():
-        warnings.warn(f"{site} has infinite values: float16 ends at 65504", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"{site} has infinite values: the largest float16 is 65504", RuntimeWarning, stacklevel=3)
     return kept

@@ -83,7 +83,7 @@ def requests_for(
         kind = what if own_what is None else cast(What, own_what)
         layer, slash, operation = pattern.partition("/")
         if kind in ("input", "grad_input", "attention") and slash:
-            raise InputError(f"{pattern!r}: of a function without a module, outputs and gradients can be had")
+            raise InputError(f"{pattern!r}: only outputs and gradients of a function without a module are available")
         if slash and not layer:
             inside = [""]
         else:
@@ -181,8 +181,8 @@ class StandInError(LayertapError):
 
     def __init__(self, site: Site):
         super().__init__(
-            f"{site} cannot be had: the model writes in place into what layer {site.layer!r} handed on, which has "
-            "other names; ask for the layer before it"
+            f"{site} is not available: the model writes in place into the output of layer {site.layer!r}, which has "
+            "other references; request the layer before it"
         )
         self.site = site
 

@@ -22,7 +22,7 @@ class Switch:
         self._guard = threading.Lock()
 
     @contextlib.contextmanager
-    def turned(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         """Context manager: change the setting; the last block to end restores it."""
         with self._guard:
             if not self._users:

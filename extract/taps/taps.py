@@ -108,7 +108,7 @@ class Taps:
         requests = self._hooks.requests
         for request in self._requests_for(layers, what, call):
             if any(request.overlaps(other) for other in requests if other.edit is None):
-                raise InputError(f"the {request.what} of layer {request.layer!r} is kept already")
+                raise InputError(f"the {request.what} of layer {request.layer!r} is already kept")
             requests.append(dataclasses.replace(request, reduce=reduce))
         return self
 
@@ -144,7 +144,7 @@ class Taps:
 
     def _requests_for(self, layers: str | Site | Sequence[str], what: What, call: int | None) -> list[TapRequest]:
         if self._hooks.block is not None:
-            raise LayertapError("ask before the `with` block begins")
+            raise LayertapError("call keep and edit before the `with` block starts")
         return requests_for(layers, what, call, list(self._hooks.layers), list(self._hooks.parameters))
 
     @property
@@ -166,9 +166,9 @@ class Taps:
 
     def __enter__(self) -> Self:
         if self._hooks.block is not None:
-            raise LayertapError("these Taps are in use already")
+            raise LayertapError("these Taps are already open in a `with` block")
         if self._stop and any(request.what in ("grad", "grad_input") for request in self._hooks.requests):
-            raise InputError("gradients need whole forwards; leave stop=True off")
+            raise InputError("gradients need complete forwards; do not set stop=True")
         block = Block()
         with contextlib.ExitStack() as undo:
             self._hooks.register(undo)
@@ -200,11 +200,13 @@ class Taps:
 
 def _check_hookable(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
-        raise InputError(f"{type(model).__name__} is no nn.Module; hooks need one")
+        raise InputError(f"expected an nn.Module, got {type(model).__name__}")
     for name, module in {"": model, **dict(model.named_modules())}.items():
         where = f"layer {name!r}" if name else "the model"
         if isinstance(module, torch.jit.ScriptModule):
-            raise InputError(f"{where} is scripted: its code ignores hooks; use the Python module it was made from")
+            raise InputError(
+                f"{where} is scripted: its code ignores hooks; use the Python module that it was created from"
+            )
         if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
             raise InputError(
                 f"{where} is replicated over {len(module.device_ids)} devices, and each copy sees a part of the batch; "

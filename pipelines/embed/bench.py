@@ -24,14 +24,14 @@ from extract.extraction.run import extract
 from extract.extraction.settings import ExtractionSettings
 from extract.extraction.tuning import (
     Measured,
-    Way,
+    ComputeOption,
     batch_rates,
     best_batch_size,
     decode_rate,
     forward_rates,
     pictures_of,
     ranked,
-    ways_for,
+    compute_options,
 )  # fmt: skip
 from extract.images import ImageList, Images, list_images
 from extract.images.sources import ImageSource
@@ -50,13 +50,13 @@ class PipelineRate:
     """Rate of a run of the whole pipeline, in images per second.
 
     Attributes:
-        way: how the forward was computed.
+        option: how the forward was computed.
         decode: "exact" or "fast".
         images_per_s: rate over all images, without the time for comparing and compiling.
         bound: rate that decoding, forward and writing together allow on this machine.
     """
 
-    way: Way
+    option: ComputeOption
     decode: str
     images_per_s: float
     bound: float
@@ -72,7 +72,7 @@ class Bench:
         device: device that was used.
         cores: cores of this machine that may be used.
         decode: "exact" and "fast" -> rate of a core.
-        forward: rate of each way to compute batches in memory.
+        forward: rate of each option for batches in memory.
         batches: batch size -> rate, eager, in float32.
         write: rate at which rows of these features reach the disk.
         row_bytes: bytes of a row of these features.
@@ -134,22 +134,25 @@ def bench(
         batch_size = best_batch_size(batches)
         pictures, fast = pictures_of(image_list, preprocessing, batch_size, both_ways=preprocessing.can_be_faster)
         measured = []
-        for way in ways_for(loaded.device, thorough=thorough):
-            say(f"forward: {way}")
-            measured += forward_rates(loaded, choice, pictures, [way], fast=fast, refused_too=True)
+        for option in compute_options(loaded.device, thorough=thorough):
+            say(f"forward: {option}")
+            measured += forward_rates(loaded, choice, pictures, [option], fast=fast, refused_too=True)
         say("writing")
         row_bytes = sum(4 * int(np.prod(feature.shape)) for feature in choice.features)
         write = _write_rate(row_bytes)
         plain, best = measured[0], ranked(measured)[0]
         pipelines = []
-        for (way, decoding), measurement in {(plain.way, "exact"): plain, (best.way, best.decode): best}.items():
-            say(f"the whole pipeline: {way}, {decoding} decoding")
+        for (option, decoding), measurement in {
+            (plain.option, "exact"): plain,
+            (best.option, best.decode): best,
+        }.items():
+            say(f"the whole pipeline: {option}, {decoding} decoding")
             bound = _bound(measurement.images_per_s, decode[decoding], write, loaded.device.type == "cpu")
-            rate = _pipeline_rate(loaded, image_list, layers, way, decoding, batch_size, bound)
-            pipelines.append(PipelineRate(way, decoding, rate, bound))
+            rate = _pipeline_rate(loaded, image_list, layers, option, decoding, batch_size, bound)
+            pipelines.append(PipelineRate(option, decoding, rate, bound))
     recommended = {
-        "batch_size": batch_size, "workers": defaults.WORKERS, "precision": best.way.precision,
-        "compile": best.way.compile, "decode": best.decode,
+        "batch_size": batch_size, "workers": defaults.WORKERS, "precision": best.option.precision,
+        "compile": best.option.compile, "decode": best.decode,
     }  # fmt: skip
     return Bench(
         images or "noise, 500x375, as JPEG", backbone, str(loaded.device), defaults.CORES, decode, measured,
@@ -194,7 +197,7 @@ def _pipeline_rate(
     backbone: Backbone,
     images: ImageList,
     layers: tuple[str, ...],
-    way: Way,
+    option: ComputeOption,
     decode: str,
     batch_size: int,
     bound: float,
@@ -203,7 +206,7 @@ def _pipeline_rate(
     repeated = _repeated(images, max(12 * batch_size, int(bound * _PIPELINE_S)))
     with tempfile.TemporaryDirectory(prefix=".layertap-bench-", dir=".") as folder:
         settings = ExtractionSettings(
-            layers=layers, batch_size=batch_size, decode=decode, precision=way.precision, compile=way.compile
+            layers=layers, batch_size=batch_size, decode=decode, precision=option.precision, compile=option.compile
         )
         planned = plan(repeated, out=Path(folder) / "out", backbone=backbone, settings=settings)
         summary = extract(planned)
@@ -247,7 +250,7 @@ def print_bench(result: Bench, echo: Callable[[str], None]) -> None:
     for measurement in result.forward:
         rate_text = f"{measurement.images_per_s:9.1f}" if measurement.images_per_s else "        -"
         note = ""
-        if measurement.way.engine != "eager" and measurement.images_per_s:
+        if measurement.option.engine != "eager" and measurement.images_per_s:
             note = f"  (starts in {measurement.start_s:.0f} s)"
         if measurement.agreement:
             cosine = min(agreement.min_cosine for agreement in measurement.agreement.values())
@@ -257,14 +260,14 @@ def print_bench(result: Bench, echo: Callable[[str], None]) -> None:
             note += f"  rejected: {measurement.why_not}"
         elif measurement.why_not_fast:
             note += f"  without fast decoding: {measurement.why_not_fast}"
-        echo(f"  forward, {measurement.way!s:18} {rate_text}{note}")
+        echo(f"  forward, {measurement.option!s:18} {rate_text}{note}")
     echo(f"  write, {result.row_bytes / 1e3:.1f} kB per row     {result.write:9.0f}")
     echo("batch size -> forward: " + ", ".join(f"{size} {rate:.1f}" for size, rate in result.batches.items()))
     echo("the whole pipeline:")
     for pipeline in result.pipelines:
         share = pipeline.images_per_s / pipeline.bound
         echo(
-            f"  {pipeline.way!s:20} {pipeline.decode:6} decoding {pipeline.images_per_s:9.1f}, {share:.2f} of the "
+            f"  {pipeline.option!s:20} {pipeline.decode:6} decoding {pipeline.images_per_s:9.1f}, {share:.2f} of the "
             f"bound {pipeline.bound:.1f}"
         )
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in result.recommended.items())

@@ -209,7 +209,7 @@ def test_values_that_are_not_finite_have_a_status(tmp_path: Path, small: Backbon
         tmp_path / "in", out=tmp_path / "b", backbone=spiky, layers="out", dtype="float16", progress=False
     )
     assert half.status.tolist() == [Status.NOT_FINITE] * 2
-    assert "float16 ends at 65504" in half.failures[1][3]
+    assert "the largest float16 is 65504" in half.failures[1][3]
 
 
 def test_float16_is_float32_rounded(folder: Path, tmp_path: Path, small: Backbone) -> None:
@@ -428,7 +428,7 @@ def test_too_little_space_is_told_before_any_image_is_read(
     import shutil
 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
-    with pytest.raises(LayertapError, match="MB of features to come, 0.0 MB free on the disk"):
+    with pytest.raises(LayertapError, match="MB are needed for features, 0.0 MB are free on the disk"):
         count_images(folder, tmp_path / "out", small)
 
 
@@ -467,6 +467,6 @@ def test_where_not_even_one_image_fits_the_run_ends(folder: Path, tmp_path: Path
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     handle = backbone.model.register_forward_pre_hook(no_memory)
-    with pytest.raises(LayertapError, match="does not suffice for one image: CUDA out of memory"):
+    with pytest.raises(LayertapError, match="insufficient device memory for one image: CUDA out of memory"):
         extract(planned)
     handle.remove()

@@ -108,12 +108,12 @@ def net(resnet: Backbone) -> Backbone:
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        ("strided", "'strided' of net: it gives a picture other values in a batch than alone"),
+        ("strided", "'strided' of net: its output for a picture differs between a batch and the picture alone"),
         ("mixes", "gives a picture other values in a batch than alone"),
         ("shuffles", "gives a picture other values in a batch than alone"),
         ("swaps", "gives a picture other values in a batch than alone"),
         ("scalar", r"gives \(\) for 3 images"),
-        ("whole", "torch.int64; features are floating point"),
+        ("whole", "torch.int64; features must be floating point"),
         ("never", "'never' of net never runs"),
         ("lstm:1.0", "auto does not fit an activation of shape .1, 5. an image"),
         ("infinite", "gives a picture other values in a batch than alone"),

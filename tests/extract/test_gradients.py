@@ -276,7 +276,7 @@ def test_a_naive_hook_counts_a_checkpointed_layer_twice() -> None:
 
 def test_gradients_and_early_stop_exclude_each_other() -> None:
     with (
-        pytest.raises(InputError, match="gradients need whole forwards"),
+        pytest.raises(InputError, match="gradients need complete forwards"),
         Taps(nn.Sequential(nn.Linear(1, 1)), stop=True).keep("0", "grad"),
     ):
         pass
@@ -342,7 +342,9 @@ def test_a_model_that_reads_a_tensor_under_two_names_and_writes_one_is_told_of()
             v.mul_(100)
             return h + v.view(1, 2)
 
-    told = pytest.raises(LayertapError, match="writes in place into what layer 'view' handed on, which has other names")
+    told = pytest.raises(
+        LayertapError, match="writes in place into the output of layer 'view', which has other references"
+    )
     with told, Taps(Aliased()).keep("view", "grad") as taps:
         taps(torch.ones(1, 2))
 

@@ -265,7 +265,7 @@ def test_a_site_keeps_exactly_one_tensor() -> None:
 
 
 def test_keeping_the_same_value_twice_is_refused() -> None:
-    with pytest.raises(InputError, match="'norm' is kept already"):
+    with pytest.raises(InputError, match="'norm' is already kept"):
         Taps(InPlace(), "norm").keep("n*")
 
 

@@ -56,9 +56,9 @@ class Odd(nn.Module):
 def test_notes_tell_where_a_hook_cannot_be_trusted() -> None:
     rows = table(Odd())
     notes = {name: row.notes for name, row in rows.items()}
-    assert notes["never"] == ["never called, or gives no tensor"]
+    assert notes["never"] == ["never called, or returns no tensor"]
     assert notes["flips"] == ["its rows are not the images"]
-    assert notes["windows"] == ["4 rows an image"]
+    assert notes["windows"] == ["4 rows per image"]
     assert notes["first"] == ["the batch is on axis 1"]
     assert notes["lstm"] == ["1.0: the batch is on axis 1", "1.1: the batch is on axis 1"]
     assert notes["attn.out_proj"] == ["never called: nn.MultiheadAttention uses its weights directly"]

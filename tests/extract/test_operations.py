@@ -63,7 +63,7 @@ def test_gradients_of_functions() -> None:
 
 
 def test_inputs_of_functions_are_refused() -> None:
-    with pytest.raises(InputError, match="of a function without a module, outputs and gradients can be had"):
+    with pytest.raises(InputError, match="only outputs and gradients of a function without a module are available"):
         Taps(Functions()).keep("/relu", "input")
 
 
@@ -183,5 +183,5 @@ def test_a_layer_without_attention_says_so() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     with Taps(model).keep("0", "attention") as taps:
         taps(torch.ones(1, 2))
-        with pytest.raises(UnknownNameError, match="computed no attention that is known here"):
+        with pytest.raises(UnknownNameError, match="computed no attention that layertap recognises"):
             taps.record["0@attention"]

@@ -93,11 +93,11 @@ def test_every_copy_arrives_whole_whatever_the_order_in_which_they_are_made(seed
         size = generator.choice([0, 1, 15, 16, 17, 100, 256, 300, 1000, 3000])  # of four bytes: up to thrice the ring
         given = torch.randint(-(2**31), 2**31 - 1, (size,), dtype=torch.int32).reshape(-1, 1)
         if generator.random() < 0.4:
-            assert torch.equal(transfers.up(given), given)
+            assert torch.equal(transfers.to_device(given), given)
             continue
-        kept, before = transfers.down(given), given.clone()
+        kept, before = transfers.to_host(given), given.clone()
         given.fill_(step)  # the model writes in place into what it has handed on
-        expected.append((kept, before, transfers.begun()))
+        expected.append((kept, before, transfers.last_started()))
         if generator.random() < 0.3:
             for found, value, number in expected[: generator.randrange(len(expected)) + 1]:
                 transfers.wait(number)
@@ -107,16 +107,20 @@ def test_every_copy_arrives_whole_whatever_the_order_in_which_they_are_made(seed
         assert torch.equal(found, value)
     assert gpu.pinned_bytes == 2 * 4096
     assert not gpu.down
-    assert transfers.begun() == 0 or not transfers.wait(transfers.begun())
+    assert transfers.last_started() == 0 or not transfers.wait(transfers.last_started())
 
 
 def test_a_single_value_is_copied_whatever_its_stride() -> None:
     transfers = Pinned(MadeUpGpu(0), 4096)  # type: ignore[arg-type]
     with torch.inference_mode():
         values = torch.arange(30.0).reshape(3, 10)
-        kept = [transfers.down(values[:1, 7]), transfers.down(values.t()[:1, :1]), transfers.down(values[:, 3])]
-        given = transfers.up(values[:1, 7])
-    transfers.wait(transfers.begun())  # outside, too
+        kept = [
+            transfers.to_host(values[:1, 7]),
+            transfers.to_host(values.t()[:1, :1]),
+            transfers.to_host(values[:, 3]),
+        ]
+        given = transfers.to_device(values[:1, 7])
+    transfers.wait(transfers.last_started())  # outside, too
     assert [one.tolist() for one in kept] == [[7.0], [[0.0]], [3.0, 13.0, 23.0]]
     assert given.tolist() == [7.0]
 
@@ -125,7 +129,7 @@ def test_a_tensor_of_another_device_is_there_at_once() -> None:
     gpu = MadeUpGpu(0)
     gpu.device = torch.device("cuda", 1)
     values = torch.arange(3.0)
-    kept = Pinned(gpu, 4096).down(values)  # type: ignore[arg-type]
+    kept = Pinned(gpu, 4096).to_host(values)  # type: ignore[arg-type]
     values.zero_()
     assert kept.tolist() == [0.0, 1.0, 2.0]
 
@@ -134,7 +138,7 @@ def test_what_is_interrupted_has_not_arrived() -> None:
     gpu = MadeUpGpu(0)
     gpu._go_on = lambda: None  # type: ignore[method-assign]
     transfers = Pinned(gpu, 4096)  # type: ignore[arg-type]
-    kept, number = transfers.down(torch.arange(10.0)), transfers.begun()
+    kept, number = transfers.to_host(torch.arange(10.0)), transfers.last_started()
     whole, gpu.down[0]._copy = gpu.down[0]._copy, _interrupted
     event = gpu.down[0]
     with pytest.raises(KeyboardInterrupt):
@@ -336,4 +340,4 @@ def test_the_first_error_is_told_not_one_that_follows_from_it(
     with on_a_gpu(0), pytest.raises(RuntimeError, match="the GPU is gone") as told:
         extract(planned)
     handle.remove()
-    assert told.value.__notes__ == ["what was computed before could not all be stored: division by zero"]
+    assert told.value.__notes__ == ["some batches before it could not be stored: division by zero"]

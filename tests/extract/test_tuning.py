@@ -17,14 +17,14 @@ from extract.compute.feature_choice import choose_features
 from extract.extraction import tuning
 from extract.extraction.tuning import (
     Measured,
-    Way,
+    ComputeOption,
     batch_rates,
     best_batch_size,
     fastest,
     forward_rates,
     pictures_of,
     ranked,
-    ways_for,
+    compute_options,
 )
 from extract.extraction.validation import decoded_both_ways
 from extract.images import list_images
@@ -49,14 +49,14 @@ def test_pictures_are_the_first_that_can_be_decoded_repeated_where_there_are_few
 
 
 def test_the_plain_way_comes_first_and_slow_compilers_only_when_asked_for() -> None:
-    cpu, gpu = (ways_for(torch.device(name)) for name in ("cpu", "cuda"))
-    assert cpu[0] == gpu[0] == Way("float32", "eager")
-    assert Way("float16", "inductor") in gpu
+    cpu, gpu = (compute_options(torch.device(name)) for name in ("cpu", "cuda"))
+    assert cpu[0] == gpu[0] == ComputeOption("float32", "eager")
+    assert ComputeOption("float16", "inductor") in gpu
     assert not any(way.precision == "float16" for way in cpu)
     if importlib.util.find_spec("openvino"):
-        assert (Way("bfloat16", "openvino") in cpu) == openvino_computes_in("bfloat16")
+        assert (ComputeOption("bfloat16", "openvino") in cpu) == openvino_computes_in("bfloat16")
         assert not any(way.engine == "inductor" for way in cpu)
-        assert Way("float32", "inductor") in ways_for(torch.device("cpu"), thorough=True)
+        assert ComputeOption("float32", "inductor") in compute_options(torch.device("cpu"), thorough=True)
 
 
 @openvino
@@ -67,10 +67,10 @@ def test_ways_that_do_not_agree_or_fail_are_not_to_be_taken(folder: Path, monkey
         choice = choose_features(backbone, ["embedding"])
     pictures, _ = pictures_of(list_images(folder), backbone.preprocessing, 6)
     ways = [
-        Way("float32", "eager"),
-        Way("float32", "openvino"),
-        Way("bfloat16", "eager"),
-        Way("float32", "inductor"),
+        ComputeOption("float32", "eager"),
+        ComputeOption("float32", "openvino"),
+        ComputeOption("bfloat16", "eager"),
+        ComputeOption("float32", "inductor"),
     ]
 
     def no_compiler(*_: object, **__: object) -> None:
@@ -92,10 +92,10 @@ def test_the_fastest_that_agrees_is_taken(folder: Path, tmp_path: Path, monkeypa
     backbone = load_backbone("timm/test_resnet", **NET)
     near = {"embedding": Agreement(0.9995, 1e-3)}
     rates = [
-        Measured(Way("float32", "eager"), 10.0, decoding=near),
-        Measured(Way("float32", "openvino"), 12.0, decoding=near),
-        Measured(Way("bfloat16", "openvino"), 30.0, why_not="embedding has a cosine of 0.9 to eager float32"),
-        Measured(Way("bfloat16", "eager"), 20.0, decoding=near),
+        Measured(ComputeOption("float32", "eager"), 10.0, decoding=near),
+        Measured(ComputeOption("float32", "openvino"), 12.0, decoding=near),
+        Measured(ComputeOption("bfloat16", "openvino"), 30.0, why_not="embedding has a cosine of 0.9 to eager float32"),
+        Measured(ComputeOption("bfloat16", "eager"), 20.0, decoding=near),
     ]
     monkeypatch.setattr(tuning, "forward_rates", lambda *_, **__: rates)
     settings, measured = fastest(folder, backbone=backbone, min_cosine=0.9)
@@ -124,8 +124,8 @@ def test_a_data_set_is_gone_on_with_as_it_began(folder: Path, tmp_path: Path, mo
 
 def test_what_takes_long_to_compile_must_win_that_back() -> None:
     slow, soon = (
-        Measured(Way("float32", "inductor"), 20.0, start_s=30.0),
-        Measured(Way("float32", "eager"), 10.0),
+        Measured(ComputeOption("float32", "inductor"), 20.0, start_s=30.0),
+        Measured(ComputeOption("float32", "eager"), 10.0),
     )
     assert ranked([slow, soon], 100) == [soon, slow]  # 10 s and 35 s
     assert ranked([slow, soon], 1000) == [slow, soon]  # 80 s and 100 s
@@ -134,8 +134,10 @@ def test_what_takes_long_to_compile_must_win_that_back() -> None:
 
 def test_decoding_and_precision_must_agree_together() -> None:
     near, off = {"embedding": Agreement(0.9995, 1e-3)}, {"embedding": Agreement(0.998, 1e-2)}
-    lower = Measured(Way("bfloat16", "eager"), 20.0, decoding=off, why_not_fast="embedding has a cosine of 0.998")
-    plain = Measured(Way("float32", "eager"), 10.0, decoding=near)
+    lower = Measured(
+        ComputeOption("bfloat16", "eager"), 20.0, decoding=off, why_not_fast="embedding has a cosine of 0.998"
+    )
+    plain = Measured(ComputeOption("float32", "eager"), 10.0, decoding=near)
     assert ranked([plain, lower]) == [lower, plain]
     assert (lower.decode, plain.decode) == ("exact", "fast")
     assert ranked([plain, lower], decode="fast") == [plain]
@@ -149,11 +151,14 @@ def test_where_nothing_agrees_each_reason_is_told(folder: Path) -> None:
 
 def test_ways_are_those_that_were_asked_for() -> None:
     cpu = torch.device("cpu")
-    assert ways_for(cpu, precision="float16", compile="off") == [Way("float16", "eager")]
-    assert ways_for(cpu, compile="off") == [Way("float32", "eager"), Way("bfloat16", "eager")]
-    assert Way("float16", "eager") in ways_for(cpu, precision="float16")
-    with pytest.raises(InputError, match="Take --device cpu"):
-        ways_for(torch.device("cuda"), compile="openvino")
+    assert compute_options(cpu, precision="float16", compile="off") == [ComputeOption("float16", "eager")]
+    assert compute_options(cpu, compile="off") == [
+        ComputeOption("float32", "eager"),
+        ComputeOption("bfloat16", "eager"),
+    ]
+    assert ComputeOption("float16", "eager") in compute_options(cpu, precision="float16")
+    with pytest.raises(InputError, match="Use --device cpu"):
+        compute_options(torch.device("cuda"), compile="openvino")
 
 
 def test_broken_images_do_not_shift_those_that_are_compared(folder: Path) -> None:

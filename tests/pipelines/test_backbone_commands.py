@@ -134,7 +134,7 @@ def test_a_crop_that_a_backbone_cannot_take_is_an_error(folder: Path, tmp_path: 
         "--crop", "200", "--workers", "0",
     )  # fmt: skip
     assert result.exit_code == 2
-    assert "cannot take pictures of 200x200" in result.stderr
+    assert "does not accept pictures of 200x200" in result.stderr
 
 
 def test_a_limit_of_pixels(tmp_path: Path) -> None:

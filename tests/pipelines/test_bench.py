@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from extract import FeatureReader
 from extract.compute.agreement import Agreement
 from extract.extraction import tuning
-from extract.extraction.tuning import Measured, Way
+from extract.extraction.tuning import Measured, ComputeOption
 from pipelines.cli import main
 from pipelines.embed import bench as bench_module
 from pipelines.embed.bench import _Repeated
@@ -108,7 +108,7 @@ def test_where_the_first_batch_refuses_the_fastest_the_next_one_is_taken(
     decode: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fewer images are compared to find the fastest than in the run, which has the last word."""
-    plain, lower = Measured(Way("float32", "eager"), 10.0), Measured(Way("bfloat16", "eager"), 20.0)
+    plain, lower = Measured(ComputeOption("float32", "eager"), 10.0), Measured(ComputeOption("bfloat16", "eager"), 20.0)
     lower = dataclasses.replace(lower, decoding={"embedding": Agreement(1.0, 0.0)} if decode == "fast" else {})
     monkeypatch.setattr(tuning, "forward_rates", lambda *_, **__: [plain, lower])
     flags = [str(folder), *NET, "--min-cosine", "1"]

@@ -121,4 +121,4 @@ def test_another_backbone_than_the_recorded_one_is_refused_by_its_fingerprint(fo
     other = f"python/{foreign / 'other.py'}:net"
     image = foreign / "pictures" / "ant" / "00.png"
     assert "would not be comparable" in fails("search", foreign / "out", image, "-b", other)
-    assert "made with another" in layertap("verify", foreign / "out", "--sample", 3, "-b", other).stdout
+    assert "computed with another" in layertap("verify", foreign / "out", "--sample", 3, "-b", other).stdout

@@ -153,7 +153,7 @@ def test_other_weights_are_found_out(embedded: Path, folder: Path, tmp_path: Pat
     save_file(timm.create_model("test_resnet").state_dict(), tmp_path / "other.safetensors")
     result = layertap("verify", embedded, "--sample", 3, "--weights", tmp_path / "other.safetensors")
     assert result.exit_code == 1
-    assert "made with another weights_sha256" in result.stdout
+    assert "computed with another weights_sha256" in result.stdout
 
 
 def test_moved_images_must_be_pointed_to(embedded: Path, folder: Path, tmp_path: Path) -> None:

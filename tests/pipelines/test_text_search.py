@@ -156,7 +156,7 @@ def test_texts_that_cannot_be_searched_for_are_told(
     layer = ["-l", "transformer.resblocks.1", "-b", "open_clip/tiny-clip", "--weights", clip[1], *PLAIN]
     assert layertap("embed", folder, "-o", tmp_path / "layer", *layer).exit_code == 0
     layer = tmp_path / "layer"
-    assert f"a text is compared with embeddings, and {layer} has none" in fails("search", layer, "--text", "a bee")
+    assert f"texts are compared with embeddings, but {layer} has none" in fails("search", layer, "--text", "a bee")
     told = fails("search", layer, "--text", "a bee", "-l", "transformer.resblocks.1")
     assert "a text is compared with embeddings, not with transformer.resblocks.1; leave out --layer" in told
 
