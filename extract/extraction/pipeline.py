@@ -129,8 +129,9 @@ def stop_on_machine_errors(batches: Iterable[Batch], source: ImageSource) -> Ite
                 kind, reason = batch.suspect[row], batch.reasons[row]
         if count >= _SUSPECT or (first and 1 < count == len(batch.rows)):
             raise MachineError(
-                f"{count} images in a row cannot be read: {reason}. So many consecutive failures are caused by the disk, "
-                "the server or the machine, not by the images. Stored rows are safe; run again when the cause is fixed"
+                f"{count} images in a row cannot be read: {reason}. So many consecutive failures are caused by the "
+                "disk, the server or the machine, not by the images. Stored rows are safe; run again "
+                "when the cause is fixed"
             )
         yield batch
         first = False

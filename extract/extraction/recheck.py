@@ -80,9 +80,9 @@ def recheck(
             raise InputError(f"{out} has no row with features")
         chosen = np.sort(np.random.default_rng(seed).permutation(good)[:sample])
         root = dataset.images["root"] if images is None else os.fspath(images)
-        images = _listed(root, [reader.paths[row] for row in chosen], out)
+        sampled = _listed(root, [reader.paths[row] for row in chosen], out)
         workers = workers if len(chosen) > defaults.BATCH_SIZE else 0
-        plan = plan_as_made(dataset, reader.provenance, images, backbone, weights, device, workers)
+        plan = plan_as_made(dataset, reader.provenance, sampled, backbone, weights, device, workers)
         if changed := differences(dataset.depends_on, plan.dataset.depends_on):
             others = [Fault(f"computed with another {line}", Remedy.NONE) for line in changed]
             return Recheck(0, 0.0, others, others)
@@ -103,13 +103,13 @@ def recheck(
                 for i, row in enumerate(here.tolist()):
                     if status[i] in (Status.MISSING, Status.DECODE_ERROR, Status.IO_ERROR):
                         what = f"its image cannot be read any more: {reasons.get(int(batch.rows[i]), '')}"
-                        fault(what, Remedy.NONE, row, images.paths[batch.rows[i]])
+                        fault(what, Remedy.NONE, row, sampled.paths[batch.rows[i]])
                         continue
                     compared += 1
                     same_image = batch.source_hash[i].tobytes() == hashes[i].tobytes()
                     if status[i] == Status.NOT_FINITE:
                         what = f"features computed again are not finite: {reasons.get(int(batch.rows[i]), '')}"
-                        fault(what, Remedy.ROW, row, images.paths[batch.rows[i]])
+                        fault(what, Remedy.ROW, row, sampled.paths[batch.rows[i]])
                         apart += faults[-1:] if same_image else []
                         continue
                     off = max(deviation(values[i], stored[name][i]) for name, values in again.items())
@@ -117,7 +117,7 @@ def recheck(
                     if not off <= tolerance:
                         why = "its image is the same" if same_image else "its image has changed since"
                         what = f"features computed again differ by {off:.1e}; {why}"
-                        fault(what, Remedy.ROW, row, images.paths[batch.rows[i]])
+                        fault(what, Remedy.ROW, row, sampled.paths[batch.rows[i]])
                         apart += faults[-1:] if same_image else []
     return Recheck(compared, largest, faults, apart)
 

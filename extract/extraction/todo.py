@@ -200,6 +200,6 @@ def check_disk_space(dataset: DataSet) -> None:
     free = shutil.disk_usage(place).free
     if needed > free:
         raise LayertapError(
-            f"{dataset.out}: {needed / 1e6:,.1f} MB are needed for features, {free / 1e6:,.1f} MB are free on the disk; "
+            f"{dataset.out}: features need {needed / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free on the disk: "
             "pool the layers, store float16, or choose another output folder"
         )

@@ -38,16 +38,16 @@ from extract.row_status import Status
 from extract.system.torch_state import evaluating, full_float32
 
 __all__ = [
-    "Measured",
     "ComputeOption",
+    "Measured",
     "batch_rates",
     "best_batch_size",
+    "compute_options",
     "decode_rate",
     "fastest",
     "forward_rates",
     "pictures_of",
     "ranked",
-    "compute_options",
 ]  # fmt: skip
 
 _AT_LEAST_S = 1.0  # total of repeated forwards, after an untimed one; a longer forward is timed once

@@ -129,7 +129,7 @@ def in_byte_order(
         after: yield only files whose path sorts after these bytes; folders that sort entirely before are not read.
     """
 
-    def active(folder: str) -> list[tuple[bytes, str, bool, Entry]]:
+    def turned(folder: str) -> list[tuple[bytes, str, bool, Entry]]:
         found = []
         for name, is_folder, entry in look(folder):
             path = f"{folder}{name}/" if is_folder else folder + name

@@ -52,8 +52,8 @@ class BatchAxis:
         moved = activation.movedim(self.axis, 0)
         if not torch.compiler.is_compiling() and moved.shape[0] % self.per_image:
             raise InputError(
-                f"a layer returned {moved.shape[0]:,} rows; expected {self.per_image} for each image: the number of rows "
-                "depends on the images, so they cannot be stored"
+                f"a layer returned {moved.shape[0]:,} rows; expected {self.per_image} for each image: the number of "
+                "rows depends on the images, so they cannot be stored"
             )
         return moved if self.per_image == 1 else moved.reshape(-1, self.per_image, *moved.shape[1:])
 
@@ -133,7 +133,7 @@ class Trial:
                 nearer = 2 * own <= min(_distance(batched, other) for i, other in enumerate(alone) if i != picture)
             if not same_gaps or not nearer or own > max(_OF_ANOTHER_PICTURE * nearest, _ROUNDINGS * rounding):
                 raise InputError(
-                    "its output for a picture differs between a batch and the picture alone: its rows are not the images"
+                    "its output for a picture differs in a batch from the picture alone: its rows are not the images"
                 )
 
     def _axis(self, site: Site, together: Tensor, alone: Tensor) -> BatchAxis:

@@ -23,15 +23,15 @@ from extract.extraction.plan import plan
 from extract.extraction.run import extract
 from extract.extraction.settings import ExtractionSettings
 from extract.extraction.tuning import (
-    Measured,
     ComputeOption,
+    Measured,
     batch_rates,
     best_batch_size,
+    compute_options,
     decode_rate,
     forward_rates,
     pictures_of,
     ranked,
-    compute_options,
 )  # fmt: skip
 from extract.images import ImageList, Images, list_images
 from extract.images.sources import ImageSource

@@ -428,7 +428,7 @@ def test_too_little_space_is_told_before_any_image_is_read(
     import shutil
 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
-    with pytest.raises(LayertapError, match="MB are needed for features, 0.0 MB are free on the disk"):
+    with pytest.raises(LayertapError, match="MB, 0.0 MB are free on the disk"):
         count_images(folder, tmp_path / "out", small)
 
 

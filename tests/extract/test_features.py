@@ -108,7 +108,7 @@ def net(resnet: Backbone) -> Backbone:
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        ("strided", "'strided' of net: its output for a picture differs between a batch and the picture alone"),
+        ("strided", "'strided' of net: its output for a picture differs in a batch from the picture alone"),
         ("mixes", "gives a picture other values in a batch than alone"),
         ("shuffles", "gives a picture other values in a batch than alone"),
         ("swaps", "gives a picture other values in a batch than alone"),

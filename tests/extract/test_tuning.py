@@ -16,15 +16,15 @@ from extract.compute.compiled import openvino_computes_in
 from extract.compute.feature_choice import choose_features
 from extract.extraction import tuning
 from extract.extraction.tuning import (
-    Measured,
     ComputeOption,
+    Measured,
     batch_rates,
     best_batch_size,
+    compute_options,
     fastest,
     forward_rates,
     pictures_of,
     ranked,
-    compute_options,
 )
 from extract.extraction.validation import decoded_both_ways
 from extract.images import list_images

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from extract import FeatureReader
 from extract.compute.agreement import Agreement
 from extract.extraction import tuning
-from extract.extraction.tuning import Measured, ComputeOption
+from extract.extraction.tuning import ComputeOption, Measured
 from pipelines.cli import main
 from pipelines.embed import bench as bench_module
 from pipelines.embed.bench import _Repeated

@@ -219,7 +219,7 @@ STORED: dict[int, Callable[[NDArray[np.generic]], NDArray[np.generic]]] = {
 UPRIGHT = {orientation: STORED[{6: 8, 8: 6}.get(orientation, orientation)] for orientation in STORED}
 
 
-def active(orientation: int, kind: str, **options: object) -> bytes:
+def turned(orientation: int, kind: str, **options: object) -> bytes:
     exif = Image.Exif()
     exif[0x0112] = orientation
     return encoded(STORED[orientation](RGB), kind, exif=exif, **options)
