@@ -70,8 +70,8 @@ MUTATIONS = (
     ),
     Mutation(
         "The second forward keeps the record of the first.",
-        "            self.forward = ModelCall(Record(self.why_absent), [[""]])",
-        "            self.forward = self.forward or ModelCall(Record(self.why_absent), [[""]])",
+        "            self.forward = ModelCall(Record(self.why_absent), [[\"\"]])",
+        "            self.forward = self.forward or ModelCall(Record(self.why_absent), [[\"\"]])",
         (
             "test_a_layer_that_did_not_run_raises_and_does_not_answer_with_old_values",
             "test_3_a_fresh_record_for_each_forward",
@@ -193,7 +193,7 @@ MUTATIONS = (
     Mutation(
         "Compiled features that are NaN agree with everything.",
         "        if min_cosine is None and not values.max_deviation <= FULL_PRECISION:",
-        "        if min_cosine is None and one.max_deviation > FULL_PRECISION:",
+        "        if min_cosine is None and values.max_deviation > FULL_PRECISION:",
         ("test_values_that_are_not_finite_do_not_agree",),
     ),
     Mutation(
