@@ -143,7 +143,7 @@ def _create_part(plan: Plan, work: ShardWork, part: Path) -> None:
         with dataset.open_shard(work.shard, work.published) as published:
             copy_shard(published, part, pending=np.asarray(work.rows) - rows.start)
         return
-    here = images.between(rows.start, rows.stop)
+    here = images.slice(rows.start, rows.stop)
     names = RowNames(here.paths, here.labels, here.splits, here.classes, here.ids)
     create_shard(part, dataset.features, dataset.identity(work.shard), names, plan.provenance)
 
@@ -174,7 +174,7 @@ def check_same_images(plan: Plan, existing: DataSet) -> None:
             hashes = stored.column("source_hash")[chosen]
             first_row = stored.identity.first_row
             for row, expected in zip((first_row + chosen).tolist(), hashes, strict=True):
-                path = plan.images.between(row, row + 1).paths[0]
+                path = plan.images.slice(row, row + 1).paths[0]
                 try:
                     same = xxhash.xxh3_128_digest(plan.images.source.read(row)[0]) == expected.tobytes()
                 except (OSError, ValueError):

@@ -34,7 +34,7 @@ ARCHIVES = (".tar", ".zip")
 
 _MEMBER_BYTES = 1 << 31  # larger members are not read
 _LABEL_BYTES = 1 << 12
-_NO_PARTS = "the server gives no parts of files (HTTP ranges); copy the archive here"
+_NO_PARTS = "the server does not send parts of files (HTTP range requests); copy the archive to this machine"
 _PACKED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
 _STORED, _DEFLATED, _BZIP2 = 0, 8, 12  # methods of zip (APPNOTE.TXT 4.4.5)
 _ENCRYPTED = -1
@@ -91,20 +91,20 @@ class Members:
         offset, packed, size = (int(column[row]) for column in (self._offset, self._packed, self._size))
         method = int(self._method[row])
         if size > _MEMBER_BYTES or packed > _MEMBER_BYTES:
-            raise ValueError(f"{max(size, packed):,} bytes; an image file has no more than {_MEMBER_BYTES:,}")
+            raise ValueError(f"{max(size, packed):,} bytes; the limit for an image file is {_MEMBER_BYTES:,}")
         if method == _ENCRYPTED:
             raise ValueError("encrypted")
         if self._zipped:
             header = self._range(archive, offset, _LOCAL_HEADER.size)
             signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
             if signature != b"PK\3\4":
-                raise ValueError("the archive is damaged: there is no file where its directory says")
+                raise ValueError("the archive is damaged: its directory gives an offset at which no file starts")
             offset += len(header) + name_bytes + extra_bytes
         data = self._range(archive, offset, packed)
         if self._zipped:
             data = _unpacked(data, method, size)
             if len(data) != size or zlib.crc32(data) != int(self._crc[row]):
-                raise ValueError("the archive is damaged: its checksum of this file does not agree")
+                raise ValueError("the archive is damaged: the checksum of this file does not match")
         return data, int(self._mtime_ns[row])
 
     def _range(self, archive: str, offset: int, length: int) -> bytes:
@@ -125,7 +125,7 @@ class Members:
         if len(data) > length:
             raise ValueError(_NO_PARTS)
         if len(data) < length:
-            raise ValueError("the archive is cut short")
+            raise ValueError("the archive is truncated")
         return data
 
     def decode(self, data: bytes, max_pixels: int, at_least_px: int = 0) -> Image.Image:
@@ -138,7 +138,9 @@ class Members:
             try:
                 same = _size_of(archive) == size
             except LayertapError as error:
-                raise LayertapError(f"{error}. What was stored is safe; run again when it is back") from error
+                raise LayertapError(
+                    f"{error}. What was stored is safe; run again when the archive is available"
+                ) from error
             if not same:  # the offsets may be wrong
                 raise LayertapError(f"{archive} has changed since its files were listed. What was stored is safe")
 
@@ -160,10 +162,10 @@ def list_archives(where: str, archives: Sequence[str]) -> Images:
     """
     kinds = {os.path.splitext(archive)[1].lower() for archive in archives}  # noqa: PTH122
     if len(kinds) > 1 or not kinds <= set(ARCHIVES):
-        raise InputError(f"{where}: expected .tar or .zip archives, all of one kind; there are {', '.join(kinds)}")
+        raise InputError(f"{where}: expected only .tar or only .zip archives, got {', '.join(kinds)}")
     zipped = kinds == {".zip"}
     left_out: Counter[str] = Counter()
-    found: list[_Member] = []
+    listed: list[_Member] = []
     labels: dict[str, str] = {}  # sample -> content of its .cls file
     for number, archive in enumerate(archives):
         latest: dict[str, _Member] = {}  # a later member replaces an earlier one of its name
@@ -173,19 +175,19 @@ def list_archives(where: str, archives: Sequence[str]) -> Images:
             latest[member.name] = member
         if is_url(archive) and latest and len(read_remote(archive, 0, 1)) != 1:
             raise InputError(f"{archive}: {_NO_PARTS}")
-        found += latest.values()
-    names, notes = _names(where, archives, found)
-    picked, others = pick_images(names)
-    left_out += others
-    place = {name: i for i, name in enumerate(names)}
+        listed += latest.values()
+    names, notes = _names(where, archives, listed)
+    picked, other_files = pick_images(names)
+    left_out += other_files
+    index = {name: i for i, name in enumerate(names)}
     paths = [picked[i] for i in order_of(picked)]
-    members = [found[place[path]] for path in paths]
+    members = [listed[index[path]] for path in paths]
     values, classes, splits = labels_from_folders([member.name for member in members])
     if labels:
         del left_out[".cls"]
-        values, classes = labels_from_values([labels.get(_sample(one.archive, one.name)) for one in members])
+        values, classes = labels_from_values([labels.get(_sample(member.archive, member.name)) for member in members])
     elif classes == [only := _only_folder(members)]:
-        hint = f"pack what is inside it: tar -C {only} -cf ... ."
+        hint = f"to avoid that, pack its contents: tar -C {only} -cf ... ."
         notes = (*notes, f"all images lie in the folder {only!r}, which is the only class; {hint}")
     # A pattern stays as it is if its alternatives in braces are absolute paths.
     whole = is_url(where) or any(os.path.isabs(archive) for archive in archives)  # noqa: PTH117
@@ -194,17 +196,17 @@ def list_archives(where: str, archives: Sequence[str]) -> Images:
     return Images(root, paths, values, classes, splits, source, left_out=left_out, notes=notes)
 
 
-def _names(where: str, archives: Sequence[str], found: Sequence[_Member]) -> tuple[list[str], tuple[str, ...]]:
+def _names(where: str, archives: Sequence[str], members: Sequence[_Member]) -> tuple[list[str], tuple[str, ...]]:
     """Return member names, prefixed with the archive's name if an image name occurs in two archives, and notes."""
-    names = [member.name for member in found]
+    names = [member.name for member in members]
     twice, count = (Counter(pick_images(names)[0]).most_common(1) or [("", 0)])[0]
     if count < 2:
         return names, ()
     titles = [archive.rpartition("/")[2] for archive in archives]
     if len(set(titles)) < len(titles):
         raise InputError(f"{where}: several archives have the same name, and {twice} is in more than one")
-    note = f"{twice} is in several archives; so all paths begin with the name of their archive"
-    return [f"{titles[member.archive]}/{member.name}" for member in found], (note,)
+    note = f"{twice} is in several archives; therefore all paths start with the name of their archive"
+    return [f"{titles[member.archive]}/{member.name}" for member in members], (note,)
 
 
 def _only_folder(members: Sequence[_Member]) -> str:
@@ -229,7 +231,7 @@ def _plain_name(name: str) -> str | None:
 def _in_tar(
     archive: str, number: int, left_out: Counter[str], labels: dict[str, str], before: dict[str, _Member]
 ) -> Iterator[_Member]:
-    with _opened(archive) as file, _understood(archive, "tar"), _unpacked_tar(file, archive) as tar:
+    with _opened(archive) as file, _errors_of_format(archive, "tar"), _unpacked_tar(file, archive) as tar:
         while (info := tar.next()) is not None:
             tar.members = []  # type: ignore[attr-defined]  # or `tar` would keep every member
             if info.isdir():
@@ -254,7 +256,7 @@ def _in_tar(
 
 def _unpacked_tar(file: BinaryIO, archive: str) -> tarfile.TarFile:
     if file.read(6).startswith(_PACKED):
-        raise InputError(f"{archive}: a compressed tar has no places to read from: gunzip it first")
+        raise InputError(f"{archive}: images cannot be read from the middle of a compressed tar; decompress it first")
     file.seek(0)
     return tarfile.open(fileobj=file, mode="r:")
 
@@ -267,20 +269,20 @@ def _check_end(file: BinaryIO, offset: int, archive: str) -> None:
     """
     size = file.seek(0, os.SEEK_END)
     if size < offset + 512:
-        raise InputError(f"{archive} is cut short: {size:,} bytes, and it goes on at {offset:,}")
+        raise InputError(f"{archive} is truncated: it has {size:,} bytes, and the next header is at {offset:,}")
     file.seek(offset)
     while part := file.read(1 << 20):
         if part.strip(b"\0"):
             raise InputError(
-                f"{archive} is damaged behind byte {offset:,}: there is neither a file nor the end; or it is several "
-                "archives in one file, which are to be given apart"
+                f"{archive} is damaged after byte {offset:,}: expected a file or the end of the archive. If the file "
+                "contains several archives, split it"
             )
 
 
 def _in_zip(
     archive: str, number: int, left_out: Counter[str], labels: dict[str, str], before: dict[str, _Member]
 ) -> Iterator[_Member]:
-    with _opened(archive) as file, _understood(archive, "zip"), zipfile.ZipFile(file) as zipped:
+    with _opened(archive) as file, _errors_of_format(archive, "zip"), zipfile.ZipFile(file) as zipped:
         for info in zipped.infolist():
             if info.is_dir():
                 continue
@@ -295,7 +297,7 @@ def _in_zip(
             if name.endswith(".cls") and info.file_size <= _LABEL_BYTES and not encrypted:
                 labels[_sample(number, name)] = zipped.read(info).decode("utf-8", "replace").strip()
             if max(info.file_size, info.compress_size, info.header_offset) >= 1 << 62:
-                raise InputError(f"{archive} is damaged: {name} would have {info.file_size:,} bytes")
+                raise InputError(f"{archive} is damaged: its directory gives {name} a size of {info.file_size:,} bytes")
             method = _ENCRYPTED if encrypted else info.compress_type
             yield _Member(name, number, info.header_offset, info.compress_size, info.file_size, method, info.CRC)
 
@@ -321,7 +323,7 @@ def _opened(archive: str) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def _understood(archive: str, kind: str) -> Iterator[None]:
+def _errors_of_format(archive: str, kind: str) -> Iterator[None]:
     try:
         yield
     except LayertapError:
@@ -331,7 +333,7 @@ def _understood(archive: str, kind: str) -> Iterator[None]:
     except Exception as error:  # tarfile and zipfile raise many types for damaged archives
         if is_url(archive) and "range" in str(error).lower():
             raise InputError(f"{archive}: {_NO_PARTS}") from error
-        raise InputError(f"{archive} is damaged, or no {kind} archive: {first_line(error)}") from error
+        raise InputError(f"{archive} is damaged, or not a {kind} archive: {first_line(error)}") from error
 
 
 def _size_of(archive: str) -> int:
@@ -357,4 +359,4 @@ def _unpacked(data: bytes, method: int, size: int) -> bytes:
             return bz2.BZ2Decompressor().decompress(data, size + 1)
     except (zlib.error, OSError, EOFError) as error:
         raise ValueError(f"the archive is damaged: {error}") from error
-    raise ValueError(f"packed by method {method}, which is not read; pack the archive with deflate")
+    raise ValueError(f"compression method {method} is not supported; compress the archive with deflate")

@@ -59,14 +59,14 @@ class ArrayRows:
     def check_there(self) -> None:
         """See `ImageSource`."""
         if not Path(self._path).is_file():
-            raise LayertapError(f"{self._path} has vanished. What was stored is safe; run again when it is back")
+            raise LayertapError(f"{self._path} is missing. What was stored is safe; run again when it is available")
 
 
 def split_name(where: str) -> tuple[str, str]:
     """Split `FILE.h5:NAME` into file and data set; the name is "" if not given."""
     for suffix in _SUFFIXES:
-        head, found, name = where.rpartition(f"{suffix}:")
-        if found and not Path(where).exists():
+        head, separator, name = where.rpartition(f"{suffix}:")
+        if separator and not Path(where).exists():
             return head + suffix, name
     return where, ""
 
@@ -87,13 +87,16 @@ def list_array(where: str) -> Images:
     shape = tuple(pictures.shape or ())  # the shape of an empty data set is None
     axes = _axes(shape)
     if len(shape) == 3 and (shape[0] in (1, 3, 4) or shape[2] in (1, 3, 4)):
-        raise InputError(f"{where} is {shape}: one picture, or several grey ones? Make it (1, H, W, 3) or (N, H, W, 1)")
+        raise InputError(
+            f"{where} has shape {shape}: one colour picture or several grey pictures? Reshape to (1, H, W, 3) or "
+            "(N, H, W, 1)"
+        )
     if pictures.dtype != np.uint8 or not axes or 0 in shape[1:]:
         raise InputError(
-            f"{where} is {pictures.dtype} {shape}; expected pictures of uint8, (N, H, W, 3), (N, 3, H, W) or (N, H, W)"
+            f"{where} is {pictures.dtype} {shape}; expected uint8 pictures, (N, H, W, 3), (N, 3, H, W) or (N, H, W)"
         )
     if math.prod(shape[1:]) > _PICTURE_BYTES or _stored(pictures) * _MOST_PACKED + (1 << 20) < math.prod(shape):
-        raise InputError(f"{where} says it is {shape}, and holds {_stored(pictures):,} bytes")
+        raise InputError(f"{where} declares shape {shape}, but has only {_stored(pictures):,} bytes of data")
     count = len(pictures)
     digits = len(str(max(0, count - 1)))
     numbers = labels_from_values(labels.tolist()) if labels is not None else (np.full(count, -1, np.int64), [])
@@ -116,32 +119,32 @@ def open_array(path: str, name: str) -> Any:
         import h5py
 
         file = h5py.File(path, "r", locking=False)
-        found = file.get(name)
+        data = file.get(name)
     except (OSError, ValueError, RuntimeError, KeyError, EOFError) as error:
         raise InputError(f"{path} cannot be read as an array: {first_line(error)}") from error
-    if not isinstance(found, h5py.Dataset):
-        known = [f"{path}:{one}" for one in _names(path)]
+    if not isinstance(data, h5py.Dataset):
+        known = [f"{path}:{known_name}" for known_name in _names(path)]
         raise InputError(f"{path} has no data set {name!r}; it has {', '.join(known) or 'none'}")
-    if found.external or found.is_virtual or found.file.filename != file.filename:
-        raise InputError(f"{path}: data set {name!r} keeps its data in other files")
-    return found
+    if data.external or data.is_virtual or data.file.filename != file.filename:
+        raise InputError(f"{path}: data set {name!r} stores its data in other files")
+    return data
 
 
 def _names(path: str) -> list[str]:
     import h5py
 
-    found: list[str] = []
+    names: list[str] = []
 
     def note(name: str, member: object) -> None:
         if isinstance(member, h5py.Dataset):
-            found.append(name)
+            names.append(name)
 
     try:
         with h5py.File(path, "r", locking=False) as file:
             file.visititems(note)  # does not follow soft or external links
     except (OSError, RuntimeError) as error:
         raise InputError(f"{path} cannot be opened as HDF5: {first_line(error)}") from error
-    return found
+    return names
 
 
 def _only_pictures(path: str) -> str:
@@ -155,7 +158,7 @@ def _only_pictures(path: str) -> str:
         return fitting[0]
     known = ", ".join(f"{path}:{name}" for name in (fitting or names)[:8])
     what = "several data sets of pictures" if fitting else "no data set of uint8 pictures (N, H, W, 3) or (N, 3, H, W)"
-    raise InputError(f"{path} has {what}; " + (f"name one: {known}" if known else "it has none at all"))
+    raise InputError(f"{path} has {what}; " + (f"give one by name: {known}" if known else "it has no data sets"))
 
 
 def _labels_beside(path: str, name: str) -> NDArray[Any] | None:
@@ -170,8 +173,8 @@ def _labels_beside(path: str, name: str) -> NDArray[Any] | None:
             names = h5py.check_string_dtype(values.dtype) is not None
             if not (names or values.dtype.kind in "iu") or values.shape not in ((count,), (count, 1)):
                 raise InputError(
-                    f"{path}:{beside} is {values.dtype} {values.shape}; expected a whole number or a name for each of "
-                    f"the {count:,} pictures"
+                    f"{path}:{beside} is {values.dtype} {values.shape}; expected an integer or a name for each of the "
+                    f"{count:,} pictures"
                 )
             return np.asarray(values.asstr()[()] if names else values).reshape(-1)
     return None

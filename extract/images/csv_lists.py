@@ -87,8 +87,8 @@ def check_once(where: str, before: Row, row: Row) -> None:
     if before.path == row.path:
         first, second = sorted((before.place, row.place))
         raise InputError(
-            f"{_place(where, second)}: {os.fsdecode(row.path)} is in {_place(where, first)} already; a list has each "
-            "image once"
+            f"{_place(where, second)}: {os.fsdecode(row.path)} is already in {_place(where, first)}; expected each "
+            "path only once"
         )
 
 
@@ -103,21 +103,21 @@ def _is_parquet(where: str) -> bool:
 def _check_columns(where: str, columns: Collection[str]) -> None:
     if "path" not in columns:
         raise InputError(
-            f"{where}: no column 'path' among {_names(columns)}; a list has a header, with 'path' and, where there "
-            "are any, 'label', 'split' and 'id'"
+            f"{where}: no column 'path' among {_names(columns)}; expected a header with 'path' and "
+            "optionally 'label', 'split' and 'id'"
         )
 
 
 def _row(where: str, place: int, path: Any, label: Any, split: Any, id: Any) -> Row:
     """Check the values of a row and return them as a `Row`."""
     if not isinstance(path, str) or not path or "\0" in path:
-        raise InputError(f"{_place(where, place)}: the path is empty, or has a null character")
+        raise InputError(f"{_place(where, place)}: the path is empty, or contains a null character")
     for name, value in (("label", label), ("split", split), ("id", id)):
-        if isinstance(value, str) and not value.isascii() and any("\udc80" <= one <= "\udcff" for one in value):
-            raise InputError(f"{_place(where, place)}: the {name} is not UTF-8; save the list in that encoding")
+        if isinstance(value, str) and not value.isascii() and any("\udc80" <= char <= "\udcff" for char in value):
+            raise InputError(f"{_place(where, place)}: the {name} is not UTF-8; save the list in UTF-8")
     split = str(split or "").strip().lower()
     if split and split not in SPLITS:
-        raise InputError(f"{_place(where, place)}: split {split!r}; expected train, val, test or nothing")
+        raise InputError(f"{_place(where, place)}: split {split!r}; expected train, val, test or an empty value")
     return Row(os.fsencode(path), place, label_text(label), SPLITS.get(split, ""), None if id is None else str(id))
 
 
@@ -147,11 +147,11 @@ def _csv_pieces(where: str, file: Path, size: int, after: dict[str, int]) -> Ite
             text.seek(after["byte"])
             reader = csv.reader(iter(text.readline, ""), delimiter=delimiter)
         before = after.get("line", 0)
-        found = (
+        parsed = (
             _row(where, line, *(None if i is None else row[i] for i in columns))
             for row, line in _lines(where, reader, len(header), before)
         )
-        while rows := list(itertools.islice(found, size)):
+        while rows := list(itertools.islice(parsed, size)):
             # Not the line of the last row: empty lines may follow it.
             yield rows, {"byte": text.tell(), "line": before + reader.line_num}
 
@@ -166,7 +166,7 @@ def _parquet_pieces(
         while groups and first + parquet.metadata.row_group(groups[0]).num_rows <= done:
             first += parquet.metadata.row_group(groups.pop(0)).num_rows
 
-        def found() -> Iterator[Row]:
+        def parsed() -> Iterator[Row]:
             place = first
             for batch in parquet.iter_batches(
                 min(size, 1 << 16), row_groups=groups, columns=[names[name] for name in wanted], use_threads=False
@@ -178,8 +178,8 @@ def _parquet_pieces(
                         yield _row(where, place, *values)
                     place += 1
 
-        rows_found = found()
-        while rows := list(itertools.islice(rows_found, size)):
+        pending = parsed()
+        while rows := list(itertools.islice(pending, size)):
             done = rows[-1].place + 1
             yield rows, {"row": done}
 
@@ -261,7 +261,7 @@ def _lines(where: str, reader: CsvReader, width: int, before: int = 0) -> Iterat
                 continue
             if len(row) != width:
                 line = before + reader.line_num
-                raise InputError(f"{where}: line {line} has {len(row)} values, its header {width}")
+                raise InputError(f"{where}: line {line} has {len(row)} values, but the header has {width}")
             yield row, before + reader.line_num
     except csv.Error as error:
         raise InputError(f"{where}: line {before + reader.line_num}: {error}") from error
@@ -271,8 +271,8 @@ def _read_csv(where: str, kinds: Mapping[str, str]) -> tuple[dict[str, Sequence[
     """Return name -> values of all columns, and the line on which each row ends."""
     with _opened(where) as file, _text(file) as text:
         header, _, reader = _table(where, text, kinds)
-        found = list(_lines(where, reader, len(header)))
-    return {name: [row[i] for row, _ in found] for i, name in enumerate(header)}, [line for _, line in found]
+        rows = list(_lines(where, reader, len(header)))
+    return {name: [row[i] for row, _ in rows] for i, name in enumerate(header)}, [line for _, line in rows]
 
 
 @contextlib.contextmanager
@@ -288,7 +288,7 @@ def _parquet(
         _unique(where, header, kinds)
         yield opened, dict(zip(header, opened.schema_arrow.names, strict=True))
     except pa.ArrowException as error:
-        raise InputError(f"{where} is no Parquet file: {first_line(error)}") from error
+        raise InputError(f"{where} is not a Parquet file: {first_line(error)}") from error
 
 
 def _read_parquet(where: str, kinds: Mapping[str, str]) -> dict[str, Sequence[Any]]:
@@ -313,7 +313,7 @@ def _values(where: str, name: str, column: Any, kinds: Mapping[str, str]) -> lis
 def _unique(where: str, header: Sequence[str], kinds: Mapping[str, str]) -> None:
     for name in kinds:
         if list(header).count(name) > 1:
-            raise InputError(f"{where}: two columns are called {name!r}")
+            raise InputError(f"{where}: two columns have the name {name!r}")
 
 
 def file_and_column(labels: str) -> tuple[str, str]:

@@ -130,12 +130,12 @@ def in_byte_order(
     """
 
     def turned(folder: str) -> list[tuple[bytes, str, bool, Entry]]:
-        found = []
+        entries = []
         for name, is_folder, entry in look(folder):
             path = f"{folder}{name}/" if is_folder else folder + name
-            found.append((os.fsencode(path), path, is_folder, entry))
-        found.sort(key=operator.itemgetter(0), reverse=True)
-        return found
+            entries.append((os.fsencode(path), path, is_folder, entry))
+        entries.sort(key=operator.itemgetter(0), reverse=True)
+        return entries
 
     waiting = turned("")
     while waiting:
@@ -158,17 +158,17 @@ def _names_behind(url: str) -> Iterator[str]:
     """Yield the names of all files below a URL, relative to it."""
     fs, path = file_system(url)
     try:
-        found = fs.find(path) or fs.ls(path, detail=False)  # `find` returns nothing if no server answers
+        names = fs.find(path) or fs.ls(path, detail=False)  # `find` returns nothing if no server answers
     except FileNotFoundError as error:
         raise InputError(f"{url}: no such folder or file") from error
     except Exception as error:  # each protocol's library raises its own errors
         raise LayertapError(f"{url} cannot be listed: {type(error).__name__}: {first_line(error)}") from error
     root = path.rstrip("/") + "/"
-    if not found:
+    if not names:
         raise InputError(f"{url}: no files there")
-    if list(map(str, found)) == [path]:
+    if list(map(str, names)) == [path]:
         raise InputError(f"{url}: not a folder, list or archive")
-    for name in found:
+    for name in names:
         relative = str(name).removeprefix(root).lstrip("/")
         if not any(is_litter(part) for part in relative.split("/")):
             yield relative
@@ -189,7 +189,8 @@ def files_behind(url: str, after: bytes = b"") -> Iterator[str]:
     def look(folder: str) -> list[tuple[str, bool, None]]:
         here = f"{root}/{folder}".rstrip("/") if folder else path
         try:
-            found = [(str(one["name"]).rstrip("/"), one["type"] == "directory") for one in fs.ls(here, detail=True)]
+            listed = fs.ls(here, detail=True)
+            entries = [(str(item["name"]).rstrip("/"), item["type"] == "directory") for item in listed]
             fs.invalidate_cache(here)  # or the cache would keep every listing
         except FileNotFoundError as error:
             if folder:  # removed meanwhile
@@ -198,13 +199,13 @@ def files_behind(url: str, after: bytes = b"") -> Iterator[str]:
         except Exception as error:  # each protocol's library raises its own errors
             where = f"{url}/{folder}".rstrip("/")
             raise LayertapError(f"{where} cannot be listed: {type(error).__name__}: {first_line(error)}") from error
-        if not folder and not found:
+        if not folder and not entries:
             raise InputError(f"{url}: no files there")
-        if not folder and found == [(path, False)]:
+        if not folder and entries == [(path, False)]:
             raise InputError(f"{url}: not a folder, list or archive")
         # Object stores list the folder itself among its entries; web pages link to other folders.
         parent = here.rstrip("/")
-        names = [(name.rpartition("/")[2], is_folder) for name, is_folder in found if name.rpartition("/")[0] == parent]
+        names = [(name.rpartition("/")[2], is_dir) for name, is_dir in entries if name.rpartition("/")[0] == parent]
         return [(name, is_folder, None) for name, is_folder in names if name and not is_litter(name)]
 
     return (name for name, _ in in_byte_order(look, after))

@@ -72,13 +72,13 @@ class ImageList(Protocol):
 
     def __len__(self) -> int: ...
 
-    def between(self, start: int, stop: int) -> Images:
+    def slice(self, start: int, stop: int) -> Images:
         """Return the rows of a range."""
 
-    def only(self, rows: Sequence[int]) -> Images:
+    def select(self, rows: Sequence[int]) -> Images:
         """Return the given rows, which ascend."""
 
-    def first(self, count: int) -> Self:
+    def head(self, count: int) -> Self:
         """Return the first `count` images; `classes` does not change."""
 
 
@@ -112,16 +112,16 @@ class Images:
     def __len__(self) -> int:
         return len(self.paths)
 
-    def first(self, count: int) -> Images:
+    def head(self, count: int) -> Images:
         """Return the first `count` images; `classes` does not change."""
         ids = None if self.ids is None else self.ids[:count]
         return replace(self, paths=self.paths[:count], labels=self.labels[:count], splits=self.splits[:count], ids=ids)
 
-    def between(self, start: int, stop: int) -> Images:
+    def slice(self, start: int, stop: int) -> Images:
         """See `ImageList`."""
-        return self.only(range(start, min(stop, len(self))))
+        return self.select(range(start, min(stop, len(self))))
 
-    def only(self, rows: Sequence[int]) -> Images:
+    def select(self, rows: Sequence[int]) -> Images:
         """See `ImageList`."""
         return replace(
             self,
@@ -199,9 +199,9 @@ def labels_from_folders(paths: Sequence[str]) -> tuple[NDArray[np.int64], list[s
     """
     folders = [path.rpartition("/")[0] for path in paths]
     classes, split_level = classes_of_folders(folders)
-    found = {folder: class_and_split(folder, split_level) for folder in set(folders)}
-    labels, _ = _indexed([found[folder][0] for folder in folders], classes)
-    return labels, classes, [found[folder][1] for folder in folders]
+    of_folder = {folder: class_and_split(folder, split_level) for folder in set(folders)}
+    labels, _ = _indexed([of_folder[folder][0] for folder in folders], classes)
+    return labels, classes, [of_folder[folder][1] for folder in folders]
 
 
 def classes_of_folders(folders: Iterable[str]) -> tuple[list[str], bool]:

@@ -32,10 +32,15 @@ def kind_of(where: str) -> str:
         return "list"
     if suffix in _ARRAYS or split_name(where)[1]:
         if is_url(where):
-            raise InputError(f"{where}: arrays are read from files here; copy it, or name a folder, list or archive")
+            raise InputError(
+                f"{where}: arrays are read from local files only; copy it to this machine, or name a folder, list or "
+                "archive"
+            )
         return "array"
     if re.search(r"\.(tgz|tbz2?|txz|tar\.\w+)$", where, re.IGNORECASE):
-        raise InputError(f"{where}: a compressed tar has no places to read from: unpack it to a .tar first")
+        raise InputError(
+            f"{where}: images cannot be read from the middle of a compressed tar; decompress it to a .tar first"
+        )
     return "folder"
 
 
@@ -47,7 +52,7 @@ def no_images(where: str, left_out: Counter[str]) -> InputError:
         seen = "the folder is empty" if os.path.isdir(where) else "it is empty"  # noqa: PTH112
     hint = ""
     if any(left_out[suffix] for suffix in ARCHIVES):
-        hint = f"; archives are named by a pattern, such as '{where}/*.tar'"
+        hint = f"; to read archives, give a pattern, such as '{where}/*.tar'"
     endings = ". Images end in .jpg, .png, .tif, .webp and others" if kinds else ""
     return InputError(f"{where}: no images; {seen}{hint}{endings}")
 

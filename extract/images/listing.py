@@ -51,7 +51,7 @@ def list_images(where: str | os.PathLike[str], limit: int | None = None) -> Imag
         images = {"list": list_table, "array": list_array, "folder": list_folder}[kind](where)
     if not len(images):
         raise no_images(where, images.left_out)
-    return images if limit is None else images.first(limit)
+    return images if limit is None else images.head(limit)
 
 
 def listed_again(root: str, paths: Sequence[str]) -> Images:
@@ -64,10 +64,10 @@ def listed_again(root: str, paths: Sequence[str]) -> Images:
     none = np.full(len(paths), -1, np.int64)
     if not is_url(root) and is_plan(root):
         plan = open_plan(root)
-        found = plan.found(paths)
-        if None in found:
-            raise InputError(f"{root} has no {paths[found.index(None)]} any more")
-        source: ImageSource = Chosen(plan.source, [row for row in found if row is not None])
+        rows = plan.rows_of(paths)
+        if None in rows:
+            raise InputError(f"{root} no longer lists {paths[rows.index(None)]}")
+        source: ImageSource = Chosen(plan.source, [row for row in rows if row is not None])
     elif not is_url(root) and (os.path.isdir(root) or not is_file_of_images(root)):  # noqa: PTH112
         source = Files(root, list(paths))
         try:
@@ -76,9 +76,9 @@ def listed_again(root: str, paths: Sequence[str]) -> Images:
             raise InputError(f"the images are not in {root} any more; say where they are") from error
     else:
         images = list_images(root)
-        row_of = {path: row for row, path in enumerate(images.between(0, len(images)).paths)}
+        row_of = {path: row for row, path in enumerate(images.slice(0, len(images)).paths)}
         if gone := [path for path in paths if path not in row_of]:
-            raise InputError(f"{root} has no {gone[0]} any more")
+            raise InputError(f"{root} no longer lists {gone[0]}")
         source = Chosen(images.source, [row_of[path] for path in paths])
     return Images(root, list(paths), none, [], [""] * len(paths), source)
 
@@ -91,18 +91,18 @@ def _expanded(pattern: str) -> list[str]:
     """
     if not is_url(pattern) and os.path.exists(pattern):  # noqa: PTH110
         return [pattern]
-    found: list[str] = []
-    for one in _in_braces(pattern):
-        if not glob.has_magic(one):
-            found.append(one)
-        elif is_url(one):
-            fs, path = file_system(one)
-            found += [str(fs.unstrip_protocol(match)) for match in sorted(fs.glob(path))]
+    archives: list[str] = []
+    for name in _in_braces(pattern):
+        if not glob.has_magic(name):
+            archives.append(name)
+        elif is_url(name):
+            fs, path = file_system(name)
+            archives += [str(fs.unstrip_protocol(match)) for match in sorted(fs.glob(path))]
         else:
-            found += sorted(glob.glob(one))  # noqa: PTH207
-    if not found:
+            archives += sorted(glob.glob(name))  # noqa: PTH207
+    if not archives:
         raise InputError(f"{pattern}: no such file")
-    return found
+    return archives
 
 
 def _in_braces(pattern: str) -> list[str]:
@@ -115,7 +115,7 @@ def _in_braces(pattern: str) -> list[str]:
             continue
         first, last = int(numbers[1]), int(numbers[2])
         if not 0 <= last - first < _MOST_ARCHIVES:
-            raise InputError(f"{pattern}: {{{parts[i]}}} is no range, from the first number to the last")
+            raise InputError(f"{pattern}: {{{parts[i]}}} is not a range; expected {{FIRST..LAST}}, as in {{000..099}}")
         width = len(numbers[1])
         choices[i] = [f"{number:0{width}d}" for number in range(first, last + 1)]
-    return ["".join(one) for one in itertools.product(*choices)]
+    return ["".join(pieces) for pieces in itertools.product(*choices)]

@@ -64,26 +64,26 @@ class WorkerDeaths:
             LayertapError: a worker stopped sending.
         """
         try:
-            with self._heard():
+            with self._not_held_back():
                 yield
         except BaseException as error:
             # The error's traceback would keep the workers alive. If the loader is garbage collected in a cycle of
             # references, its queues close before the workers are asked to end, which then takes ten seconds.
             traceback.clear_frames(error.__traceback__)
-            said = first_line(error)
-            is_of_loader = isinstance(error, RuntimeError) and said.startswith("DataLoader")  # not "Caught ..."
+            message = first_line(error)
+            is_of_loader = isinstance(error, RuntimeError) and message.startswith("DataLoader")  # not "Caught ..."
             # The shared memory of an image is requested from the process that decoded it.
-            is_gone = isinstance(error, OSError | EOFError) and self._one_has_died()
+            is_gone = isinstance(error, OSError | EOFError) and self._has_dead_worker()
             if not is_of_loader and not is_gone:
                 raise
-            has_died = is_gone or said.startswith("DataLoader worker")
+            has_died = is_gone or message.startswith("DataLoader worker")
             raise (DeadWorkerError if has_died else LayertapError)(
-                f"a process that decodes images died or hangs: {said}. What was stored is safe; run again to go on. "
-                "Lower workers or batch_size if memory is short, or give /dev/shm more room"
+                f"a process that decodes images died or hangs: {message}. What was stored is safe; run again to "
+                "resume. Lower workers or batch_size if memory is short, or make /dev/shm larger"
             ) from error
 
     @contextlib.contextmanager
-    def _heard(self) -> Iterator[None]:
+    def _not_held_back(self) -> Iterator[None]:
         """Context manager: do not hold back errors of dead workers; raise an error that was held back.
 
         Raises:
@@ -96,16 +96,16 @@ class WorkerDeaths:
         kind._waits = True
         try:
             if kind._held_back:  # PyTorch reports a death only once
-                for one in self._workers:
-                    if one.exitcode:
-                        raise RuntimeError(f"DataLoader worker (pid {one.pid}) ended with {one.exitcode}")
+                for worker in self._workers:
+                    if worker.exitcode:
+                        raise RuntimeError(f"DataLoader worker (pid {worker.pid}) ended with {worker.exitcode}")
             yield
         finally:
             kind._waits = before
 
-    def _one_has_died(self) -> bool:
+    def _has_dead_worker(self) -> bool:
         """Return whether a worker has ended, which none should before the loader is closed."""
-        return bool(wait([one.sentinel for one in self._workers], timeout=_ENDING_S))
+        return bool(wait([worker.sentinel for worker in self._workers], timeout=_ENDING_S))
 
     def close(self) -> None:
         """Restore the previous handler when the last instance is closed."""
@@ -127,7 +127,7 @@ class WorkerDeaths:
 def _holding_back(before: Any) -> Callable[[int, FrameType | None], None]:
     """Return a handler that calls `before` and holds its error back until a batch is awaited."""
 
-    def heed(number: int, frame: FrameType | None) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
         kind = WorkerDeaths
         if not callable(before):
             return
@@ -138,4 +138,4 @@ def _holding_back(before: Any) -> Callable[[int, FrameType | None], None]:
                 raise
             kind._held_back = True
 
-    return heed
+    return handle

@@ -108,7 +108,7 @@ def sample_of(config: LookConfig, backbone: Backbone) -> Sample:
     count = len(images) if config.sample is None else min(config.sample, len(images))
     n_listed, rows = len(images), evenly(len(images), count)
     if not isinstance(images, Images):
-        images, rows = images.only(rows), list(range(count))
+        images, rows = images.select(rows), list(range(count))
     return Sample(images, n_listed, backbone, rows, config.batch_size, config.workers, config.max_pixels)
 
 

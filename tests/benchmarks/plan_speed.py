@@ -24,16 +24,16 @@ def peak_mb():
 """
 MAKE = """
 import json, sys, time
-from extract.images.index import index_writing as plan_writing
+from extract.images.index import index_writing
 kind, count, where, out = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
 if kind == "folder":
     def made(root, after=b""):
         return (f"{i // 100000:04d}/{i // 1000:06d}/picture-{i:09d}.jpg" for i in range(count))
-    plan_writing.files_below = made
+    index_writing.files_below = made
 before, start, stages = peak_mb(), time.perf_counter(), {}
 def on_rows(stage, rows):
     stages[stage] = time.perf_counter() - start
-found = plan_writing.write_plan(where, out, on_rows)
+found = index_writing.write_plan(where, out, on_rows)
 assert len(found) == count
 print(json.dumps({"seconds": time.perf_counter() - start, "stages": stages, "before": before, "peak": peak_mb()}))
 """

@@ -72,7 +72,7 @@ def test_what_is_no_plan_or_not_for_one_is_refused(here: Path) -> None:
     assert "outputs/pictures-plan is not empty and not a layertap data set" in fails(
         "embed", "pictures", "-o", "outputs/pictures-plan", *SMALL
     )
-    assert "is a plan already" in fails("plan", "outputs/pictures-plan", "-o", "x")
+    assert "is already a plan" in fails("plan", "outputs/pictures-plan", "-o", "x")
     assert "no such folder or file" in fails("plan", "nothing", "-o", "x")
     (here / "other").mkdir()
     make_picture(0).save(here / "other" / "a.png")
@@ -81,7 +81,7 @@ def test_what_is_no_plan_or_not_for_one_is_refused(here: Path) -> None:
     config.write_text("images: outputs/pictures-plan\nout: outputs/x\n")
     assert "is a plan, which does not change; name the folder itself" in fails("sync", config)
     (here / "outputs" / "pictures-plan" / "parts" / "000000.npz").unlink()
-    assert "000000.npz is damaged: it is not there" in fails("embed", "outputs/pictures-plan", *SMALL)
+    assert "000000.npz is damaged: no such file" in fails("embed", "outputs/pictures-plan", *SMALL)
 
 
 @pytest.mark.slow
@@ -116,16 +116,16 @@ def test_rows_are_checked_on_the_images_of_a_plan(here: Path) -> None:
 
 STOPPED = """
 import os, signal, sys
-from extract.images.index import index_writing as plan_writing
+from extract.images.index import index_writing
 from pipelines.cli import main
-plan_writing.WALKED_ROWS = 100
-take = plan_writing._images
+index_writing.WALKED_ROWS = 100
+take = index_writing._images
 def images(names, left_out):
     for i, row in enumerate(take(names, left_out)):
         if i == 250:
             os.kill(os.getpid(), int(os.environ["SIGNAL"]))
         yield row
-plan_writing._images = images
+index_writing._images = images
 main(sys.argv[1:], prog_name="layertap")
 """
 
@@ -147,7 +147,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, number: int, code: int) -> Non
     assert f"stopped: the images listed so far are kept in {tmp_path / 'a plan'}. To resume:" in stopped.stderr
     assert shlex.join(command) in stopped.stderr
     assert "Traceback" not in stopped.stderr
-    assert "is a plan that is not finished; `layertap plan` goes on with it" in fails(
+    assert "is an unfinished plan; run `layertap plan` again to complete it" in fails(
         "embed", tmp_path / "a plan", *SMALL
     )
     went_on = layertap(*command)

@@ -61,7 +61,7 @@ def is_plan(where: str | os.PathLike[str]) -> bool:
     if (folder / LISTING / "begun.json").is_file():
         begun = read_json(folder / LISTING / "begun.json")
         if begun.get("format") == FORMAT:
-            raise InputError(f"{folder} is a plan that is not finished; `layertap plan` goes on with it")
+            raise InputError(f"{folder} is an unfinished plan; run `layertap plan` again to complete it")
     return False
 
 
@@ -102,7 +102,8 @@ class PlannedNames(Sequence[str]):
 
     def row_of(self, name: bytes) -> int | None:
         """Return the row of a path, or None if the plan does not have it."""
-        first = bisect.bisect(range(-(-self._count // self._part_rows)), name, key=lambda one: self.part(one).names[0])
+        numbers = range(-(-self._count // self._part_rows))
+        first = bisect.bisect(numbers, name, key=lambda number: self.part(number).names[0])
         if not first:
             return None
         names = self.part(first - 1).names
@@ -141,7 +142,7 @@ class PlannedImages:
     def __len__(self) -> int:
         return self.count
 
-    def between(self, start: int, stop: int) -> Images:
+    def slice(self, start: int, stop: int) -> Images:
         """See `ImageList`.
 
         Raises:
@@ -154,8 +155,8 @@ class PlannedImages:
             pieces.append(part.rows(slice(max(start - first, 0), min(stop - first, self.part_rows))))
         return self._images(pieces, range(start, stop))
 
-    def only(self, rows: Sequence[int]) -> Images:
-        """See `ImageList`; errors as for `between`."""
+    def select(self, rows: Sequence[int]) -> Images:
+        """See `ImageList`; errors as for `slice`."""
         pieces = []
         for row in rows:
             number, place = divmod(row, self.part_rows)
@@ -164,7 +165,7 @@ class PlannedImages:
 
     def _images(self, pieces: list[Part], rows: Sequence[int]) -> Images:
         none = np.zeros(0, np.int64)
-        ids = [one.decode() for piece in pieces for one in piece.ids or ()]
+        ids = [text.decode() for piece in pieces for text in piece.ids or ()]
         return Images(
             self.root,
             [os.fsdecode(name) for piece in pieces for name in piece.names],
@@ -177,8 +178,8 @@ class PlannedImages:
             self.notes,
         )
 
-    def first(self, count: int) -> PlannedImages:
-        """See `ImageList`; errors as for `between`. Reads the images' rows to compute their hashes."""
+    def head(self, count: int) -> PlannedImages:
+        """See `ImageList`; errors as for `slice`. Reads the images' rows to compute their hashes."""
         if count >= self.count:
             return self
         splits = {split for piece in self.pieces(count) for split in piece.splits}
@@ -188,11 +189,11 @@ class PlannedImages:
         )
 
     def pieces(self, count: int) -> Iterator[Images]:
-        """Yield the first `count` images, part by part; errors as for `between`."""
-        return (self.between(row, min(row + self.part_rows, count)) for row in range(0, count, self.part_rows))
+        """Yield the first `count` images, part by part; errors as for `slice`."""
+        return (self.slice(row, min(row + self.part_rows, count)) for row in range(0, count, self.part_rows))
 
-    def found(self, paths: Sequence[str]) -> list[int | None]:
-        """Return the row of each path, None for a path that the plan does not have; errors as for `between`."""
+    def rows_of(self, paths: Sequence[str]) -> list[int | None]:
+        """Return the row of each path, None for a path that the plan does not have; errors as for `slice`."""
         rows = {path: self.names.row_of(os.fsencode(path)) for path in sorted(set(paths), key=os.fsencode)}
         return [rows[path] for path in paths]
 
@@ -208,18 +209,18 @@ def open_plan(where: str | os.PathLike[str]) -> PlannedImages:
     try:
         content = read_json(path)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise InputError(f"{folder} is no plan: it has no plan.json") from error
+        raise InputError(f"{folder} is not a plan: it has no plan.json") from error
     try:
         return _images(folder, content)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise InputError(f"{path} is damaged: {why}. Delete the plan, and plan again") from error
+        raise InputError(f"{path} is damaged: {why}. Delete the plan, and run `layertap plan` again") from error
 
 
 def read_in_pieces(folder: Path, content: dict[str, Any]) -> Iterator[Images]:
     """Yield the images of a plan part by part, before its hashes and splits are known."""
-    found = _images(folder.resolve(), {**content, "splits": [], "paths_xxh3": "0" * 32, "labels_xxh3": "0" * 32})
-    return found.pieces(found.count)
+    images = _images(folder.resolve(), {**content, "splits": [], "paths_xxh3": "0" * 32, "labels_xxh3": "0" * 32})
+    return images.pieces(images.count)
 
 
 def _images(folder: Path, content: dict[str, Any]) -> PlannedImages:
@@ -229,7 +230,7 @@ def _images(folder: Path, content: dict[str, Any]) -> PlannedImages:
         KeyError, TypeError, ValueError, AttributeError: the content is damaged.
     """
     if content["format"] != FORMAT or content["version"] != VERSION:
-        raise ValueError(f"expected {FORMAT!r} of version {VERSION}; a newer layertap may read it")
+        raise ValueError(f"expected {FORMAT!r} version {VERSION}; a newer layertap may read this version")
     kind, root, notes, count, part_rows, ids, hashes, left_out, classes, splits = (
         content[name]
         for name in (
@@ -238,19 +239,19 @@ def _images(folder: Path, content: dict[str, Any]) -> PlannedImages:
     )  # fmt: skip
     of_all = content["paths_xxh3"], content["labels_xxh3"]
     lists = (notes, hashes, classes, splits)
-    if not all(isinstance(one, list) for one in lists) or not isinstance(left_out, dict):
-        raise ValueError("a value that should be a list is none")
+    if not all(isinstance(values, list) for values in lists) or not isinstance(left_out, dict):
+        raise ValueError("expected lists, and a dictionary for left_out")
     if not all(isinstance(text, str) for text in (kind, root, *of_all, *notes, *hashes, *classes, *splits)):
-        raise ValueError("a value that should be text is none")
+        raise ValueError("expected text")
     numbers = [count, part_rows, *left_out.values()]
     if not all(type(number) is int and number >= 0 for number in numbers) or type(ids) is not bool:
-        raise ValueError("a value that should be a number, or a truth, is none")
+        raise ValueError("expected numbers from 0, and true or false for ids")
     if not 1 <= part_rows <= MOST_PART_ROWS or count < 1 or len(hashes) != -(-count // part_rows):
         raise ValueError(f"{count:,} images in {len(hashes):,} parts of {part_rows:,}")
     if kind not in ("folder", "list") or "\0" in root or not (is_url(root) or root.startswith("/")):
         raise ValueError(f"kind {kind!r}, root {root!r}")
-    if not all(re.fullmatch("[0-9a-f]{32}", one) for one in (*of_all, *hashes)):
-        raise ValueError("a hash is none")
+    if not all(re.fullmatch("[0-9a-f]{32}", digest) for digest in (*of_all, *hashes)):
+        raise ValueError("expected hashes of 32 hexadecimal digits")
     if not set(splits) <= set(SPLIT_CODES[1:]):
         raise ValueError(f"splits {splits}")
     below = kind == "folder" and not is_url(root)

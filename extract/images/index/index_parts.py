@@ -102,58 +102,59 @@ def read_part(path: Path, n_rows: int, n_classes: int, ids: bool, below: bool, x
     """
     try:
         if not path.is_file():
-            raise ValueError("it is not there")
+            raise ValueError("no such file")
         if path.stat().st_size > _PART_BYTES:
-            raise ValueError(f"it has more than {_PART_BYTES >> 20} MB")
+            raise ValueError(f"it is larger than {_PART_BYTES >> 20} MB")
         data = path.read_bytes()
         if xxh3 is not None and xxhash.xxh3_128_digest(data) != xxh3:
-            raise ValueError("its bytes are not those that were written")
+            raise ValueError("its hash is not the one in plan.json")
         return _checked(_members(data), n_rows, n_classes, ids, below)
     except (OSError, ValueError, KeyError, zipfile.BadZipFile, NotImplementedError, RuntimeError, SyntaxError) as error:
         why = error.strerror if isinstance(error, OSError) else None
         raise BrokenListError(
-            f"{path} is damaged: {why or first_line(error)}. Delete the plan {path.parents[1]}, and plan again"
+            f"{path} is damaged: {why or first_line(error)}. Delete the plan {path.parents[1]}, and run "
+            "`layertap plan` again"
         ) from error
 
 
 def _members(data: bytes) -> dict[str, NDArray[Any]]:
     """Return the arrays in the bytes of a part. Declared sizes are checked before memory is allocated."""
-    found = {}
+    arrays = {}
     with zipfile.ZipFile(io.BytesIO(data)) as zipped:
         for info in zipped.infolist():
             name = info.filename.removesuffix(".npy")
-            if name not in _MEMBERS or name in found:
-                raise ValueError(f"it holds {info.filename!r}")
+            if name not in _MEMBERS or name in arrays:
+                raise ValueError(f"it contains {info.filename!r}")
             if info.compress_type != zipfile.ZIP_STORED or info.file_size > len(data):
-                raise ValueError(f"{name} is packed, or larger than the file")
+                raise ValueError(f"{name} is compressed, or larger than the file")
             content = zipped.read(info)
             header = io.BytesIO(content)
             if np.lib.format.read_magic(header) != (1, 0):
-                raise ValueError(f"{name} is of another version of numpy's format")
+                raise ValueError(f"{name} has another version of NumPy's format")
             shape, fortran, dtype = np.lib.format.read_array_header_1_0(header)
             size = len(content) - header.tell()
             if dtype.str != _MEMBERS[name] or len(shape) != 1 or fortran or shape[0] * dtype.itemsize != size:
                 raise ValueError(f"{name} is {dtype} {shape} in {size} bytes")
-            found[name] = np.frombuffer(content, dtype, offset=header.tell())
-    return found
+            arrays[name] = np.frombuffer(content, dtype, offset=header.tell())
+    return arrays
 
 
 def _checked(columns: dict[str, NDArray[Any]], n_rows: int, n_classes: int, ids: bool, below: bool) -> Part:
     wanted = set(_MEMBERS) if ids else set(_MEMBERS) - {"ids", "id_ends"}
     if set(columns) != wanted:
-        raise ValueError(f"it holds {', '.join(columns)}; expected {', '.join(sorted(wanted))}")
+        raise ValueError(f"it contains {', '.join(columns)}; expected {', '.join(sorted(wanted))}")
     labels, splits = columns["labels"], columns["splits"]
     if not len(labels) == len(splits) == n_rows:
         raise ValueError(f"it has {len(labels):,} labels and {len(splits):,} splits; expected {n_rows:,}")
     if labels.min() < -1 or labels.max() >= n_classes or splits.max() >= len(SPLIT_CODES):
-        raise ValueError("a label or split is none that there is")
+        raise ValueError("a label or split is out of range")
     names = _texts(columns["names"], columns["name_ends"], n_rows)
     # Checked on the joined paths: a loop over the paths would take longer than reading the file.
     joined = b"\0" + b"\0".join(names) + b"\0"
     if joined.count(b"\0") != n_rows + 1 or b"\0\0" in joined:
-        raise ValueError("a path is empty, or has a null character")
+        raise ValueError("a path is empty, or contains a null character")
     if below and (b"\0/" in joined or re.search(rb"[\0/]\.\.[\0/]", joined)):
-        raise ValueError("a path leads out of its folder")
+        raise ValueError("a path leads outside its folder")
     if not all(map(bytes.__lt__, names, names[1:])):
         raise ValueError("its paths are not in order")
     texts = _texts(columns["ids"], columns["id_ends"], n_rows) if ids else None
@@ -165,6 +166,6 @@ def _checked(columns: dict[str, NDArray[Any]], n_rows: int, n_classes: int, ids:
 def _texts(block: NDArray[np.uint8], ends: NDArray[np.int64], n_rows: int) -> list[bytes]:
     starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
     if len(ends) != n_rows or (ends < starts).any() or ends[-1] != len(block):
-        raise ValueError("its texts do not end where they should")
+        raise ValueError("the ends of its texts do not ascend to the length of the texts")
     data = block.tobytes()
     return [data[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]

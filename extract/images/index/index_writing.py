@@ -1,7 +1,7 @@
 """Write a plan: list images into files, in memory that does not grow with their number.
 
     a folder, walked in order -.
-    a list, in sorted pieces --+-> runs -> merged -> parts -> plan.json
+    a list, in sorted pieces --+-> runs -> merged into parts -> plan.json
 
 Labels and splits depend on all paths: `train` is a split only if all first folders have names of splits. So runs are
 written first, with the names that determine the classes; parts are written when all these names are known. While a plan
@@ -65,14 +65,14 @@ def write_plan(
     not listed again: if the folder has changed since, the plan has some files from before the change and some from
     after it, each once and in order. A local list that has changed is listed again from its start.
 
-    Memory is bounded by the largest single folder and by the classes. A URL is listed folder by folder; for a hundred
-    million images, prefer the object store's own inventory as a list.
+    Memory is bounded by the largest single folder and by the classes; a list of 100 million images adds 20 MB. A URL is
+    listed folder by folder; for a hundred million images, prefer the object store's own inventory as a list.
 
     Args:
         images: a folder, its URL, or a list; see `list_images`.
         out: folder of the plan; created if needed.
-        on_rows: called with "listed", "merged" or "written", and a number of rows; with "found" for rows that an
-            earlier process listed.
+        on_rows: called with "listed" or "written", and a number of rows; with "found" for rows that an earlier process
+            listed.
 
     Raises:
         InputError: no images, `images` is neither a folder nor a list, or `out` contains something else.
@@ -84,7 +84,7 @@ def write_plan(
     where = where.rstrip("/") if is_url(where) else where
     root = places_of(where)[0]
     _check_place(out, where, kind, root)
-    with _told(out), locked(out):
+    with _errors_of_files(out), locked(out):
         if not is_finished(out):
             _begin(out, where, kind, root)
             runs = Runs(out / LISTING, in_sequence=kind == "folder")
@@ -96,7 +96,6 @@ def write_plan(
                 shutil.rmtree(out / "parts")
                 shutil.rmtree(out / LISTING)
                 raise error
-            runs.merge(lambda rows: on_rows("merged", rows))
             classes, split_level = _classes(where, kind, runs)
             _write_parts(out, where, kind, runs, classes, split_level, on_rows)
             _finish(out, kind, root, runs, classes)
@@ -121,15 +120,15 @@ def _kind(where: str) -> str:
     """
     here = not is_url(where)
     if here and is_plan(where):
-        raise InputError(f"{where} is a plan already; give it in place of the images: layertap embed {where}")
+        raise InputError(f"{where} is already a plan; use it in place of the images: layertap embed {where}")
     kind = kind_of(where)
     if kind in ("archives", "array"):
-        why = "an array is its own list" if kind == "array" else "archives have lists of their own, which are read fast"
-        raise InputError(f"{where}: {why}, so no plan is made of them: layertap embed {where}")
+        why = "an array needs no list" if kind == "array" else "archives contain their own lists"
+        raise InputError(f"{where}: {why}, so no plan is written. Use it directly: layertap embed {where}")
     if here and not Path(where).exists():
         raise InputError(f"{where}: no such folder or file")
     if here and Path(where).is_dir() != (kind == "folder"):
-        raise InputError(f"{where}: not a folder or list, of which plans are made")
+        raise InputError(f"{where}: not a folder or list; a plan is written for a folder or a list")
     return kind
 
 
@@ -140,7 +139,7 @@ def _check_place(out: Path, where: str, kind: str, root: str) -> None:
         InputError: `out` contains something else, or lies in the folder to list.
     """
     if kind == "folder" and not is_url(where) and out.resolve().is_relative_to(root):
-        raise InputError(f"{out} lies in the folder that is to be listed; choose another place for the plan")
+        raise InputError(f"{out} lies in the folder to list; choose another place for the plan")
     if out.exists() and not out.is_dir():
         raise InputError(f"{out} is a file; a plan is a folder")
     begun: dict[str, Any] = {}
@@ -151,32 +150,33 @@ def _check_place(out: Path, where: str, kind: str, root: str) -> None:
         if any((out / LISTING).glob("*.jsonl")):  # without runs, starting again loses nothing
             begun = read_json(out / LISTING / "begun.json")
     elif out.is_dir() and any(not _was_killed_early(entry) for entry in out.iterdir()):
-        raise InputError(f"{out} is not empty and no plan; choose another folder")
+        raise InputError(f"{out} is not empty, and not a plan; choose another folder")
     if begun and (begun.get("kind"), begun.get("root")) != (kind, root):
         raise InputError(f"{out} is a plan of {begun.get('root')}; choose another folder for one of {root}")
 
 
 def _was_killed_early(entry: Path) -> bool:
     """Return whether an entry of `out` may stem from a process that was killed before it wrote begun.json."""
-    inside = [one.name for one in entry.iterdir()] if entry.name == LISTING and entry.is_dir() else ["?"]
+    inside = [path.name for path in entry.iterdir()] if entry.name == LISTING and entry.is_dir() else ["?"]
     return entry.name == ".lock" or all(name.startswith("begun.json.") for name in inside)
 
 
 @contextlib.contextmanager
-def _told(out: Path) -> Iterator[None]:
+def _errors_of_files(out: Path) -> Iterator[None]:
+    """Context manager: turn an OSError into a LayertapError that says how to continue."""
     try:
         yield
     except OSError as error:
         raise LayertapError(
-            f"{error.filename or out} cannot be written: {error.strerror or error}. What was listed is kept; run again "
-            "to go on"
+            f"cannot write {error.filename or out}: {error.strerror or error}. The images listed so far are kept; run "
+            "the same command again to continue"
         ) from error
 
 
 def _begin(out: Path, where: str, kind: str, root: str) -> None:
-    """Prepare the folder; remove the runs and parts of a list that has changed since."""
+    """Prepare the folder; remove the runs and parts of a list that has changed since, or of another format of runs."""
     listing, parts = out / LISTING, out / "parts"
-    begun = {"format": FORMAT, "version": VERSION, "kind": kind, "root": root, "part_rows": PART_ROWS}
+    begun = {"format": FORMAT, "version": VERSION, "kind": kind, "root": root, "part_rows": PART_ROWS, "runs": 2}
     if kind == "list" and not is_url(where):
         status = Path(where).stat()
         begun |= {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
@@ -197,9 +197,9 @@ def _walk(listing: Path, where: str, runs: Runs, on_rows: Callable[[str, int], N
     """Write the runs of a folder, whose images come in order."""
     left_out = _left_out(runs)
     after = os.fsencode(runs.heads[-1]["last"]) if runs.heads else b""
-    found = _images(files_behind(where, after) if is_url(where) else files_below(where, after), left_out)
+    images = _images(files_behind(where, after) if is_url(where) else files_below(where, after), left_out)
     while not runs.ended:
-        rows = list(itertools.islice(found, WALKED_ROWS))
+        rows = list(itertools.islice(images, WALKED_ROWS))
         deciding = dict.fromkeys(_first_two(row.path) for row in rows)
         # Other files after the last image are counted with the next run, which starts there.
         runs.add(rows, deciding, end=len(rows) < WALKED_ROWS, left_out=left_out)
@@ -295,12 +295,12 @@ def _write_parts(
         last = read_part(part_path(out, number - 1), rows_of_last, len(classes), ids, below=False, xxh3=None)
         after = last.names[-1]
         on_rows("written", rows_before)
-    found = _each_once(where, kind, runs.in_order(after), after)
+    remaining = _each_once(where, kind, runs.in_order(after), after)
     known: dict[bytes, tuple[int, int]] = {}  # folder -> label and split
-    while rows := list(itertools.islice(found, PART_ROWS)):
+    while rows := list(itertools.islice(remaining, PART_ROWS)):
         if kind == "folder":
             folders = [row.path.rpartition(b"/")[0] for row in rows]
-            known = {one: known.get(one) or _label_and_split(one, split_level, index) for one in set(folders)}
+            known = {name: known.get(name) or _label_and_split(name, split_level, index) for name in set(folders)}
             codes = [known[folder] for folder in folders]
         else:
             codes = [(-1 if row.label is None else index[row.label], _CODE[row.split]) for row in rows]
@@ -346,7 +346,7 @@ def _finish(out: Path, kind: str, root: str, runs: Runs, classes: list[str]) -> 
         "ids": _has_ids(runs),
         "left_out": dict(sorted(_left_out(runs).items())),
         "notes": [],
-        "parts_xxh3": [one.hex() for one in hashes],
+        "parts_xxh3": [digest.hex() for digest in hashes],
     }
     splits: set[str] = set()
 

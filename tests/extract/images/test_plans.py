@@ -37,8 +37,7 @@ from extract.extraction.run import extract
 from extract.images import Decoding, Images, list_images, listed_again, load_batches
 from extract.images.csv_lists import rows_in_pieces
 from extract.images.folders import files_below
-from extract.images.index import external_sort as runs
-from extract.images.index import index_writing as plan_writing
+from extract.images.index import external_sort, index_writing
 from extract.images.index.image_index import PlannedImages, open_plan
 from extract.images.index.index_parts import Part, part_path, read_part, write_part
 from extract.images.index.index_writing import write_plan
@@ -50,20 +49,19 @@ from tests.planning import plan as plan_of
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts, runs and merges of a few rows, so that there are many."""
+    """Parts, runs and blocks of a few rows, so that there are many."""
     for module, name, rows in (
-        (plan_writing, "PART_ROWS", 7),
-        (plan_writing, "WALKED_ROWS", 5),
-        (plan_writing, "SORTED_ROWS", 4),
-        (runs, "BLOCK_ROWS", 2),
-        (runs, "MERGED_AT_ONCE", 3),
+        (index_writing, "PART_ROWS", 7),
+        (index_writing, "WALKED_ROWS", 5),
+        (index_writing, "SORTED_ROWS", 4),
+        (external_sort, "BLOCK_ROWS", 2),
     ):
         monkeypatch.setattr(module, name, rows)
 
 
 def same(found: PlannedImages | Images, expected: Images) -> None:
     """That a plan has everything that the images have."""
-    rows = found.between(0, len(found))
+    rows = found.slice(0, len(found))
     assert isinstance(found, PlannedImages)
     assert (len(found), rows.paths) == (len(expected), expected.paths)
     assert rows.labels.tolist() == expected.labels.tolist()
@@ -155,7 +153,7 @@ def test_the_plan_of_a_folder_is_its_list(names: list[str], tmp_path_factory: py
     found = write_plan(root, scratch / "plan")
     same(found, list_images(root))
     for count in {1, 7, 8, max(1, len(found) - 1), len(found) + 5}:
-        same(found.first(count), list_images(root, count))
+        same(found.head(count), list_images(root, count))
     shutil.rmtree(scratch)
 
 
@@ -287,7 +285,7 @@ def test_a_path_that_is_twice_in_a_list_is_an_error_of_the_same_words(tmp_path: 
     with pytest.raises(InputError) as found:
         write_plan(listed, tmp_path / "plan")
     assert str(found.value) == str(expected.value)
-    assert "line 22: 06.jpg is in" in str(found.value)
+    assert "line 22: 06.jpg is already in" in str(found.value)
     assert not (tmp_path / "plan" / "plan.json").exists()
 
 
@@ -309,8 +307,8 @@ def stop_at(stage: str, count: int) -> Callable[[str, int], None]:
         ("path,label\n,cat\n", "line 2: the path is empty"),
         ("name\na.jpg\n", "no column 'path' among 'name'"),
         ("path,split\na.jpg,dev\n", "line 2: split 'dev'; expected train"),
-        ("path,label\na.jpg\n", "line 2 has 1 values, its header 2"),
-        ("path,path\na.jpg,b\n", "two columns are called 'path'"),
+        ("path,label\na.jpg\n", "line 2 has 1 values, but the header has 2"),
+        ("path,path\na.jpg,b\n", "two columns have the name 'path'"),
         ("path\n", "no images; it is empty"),
         ("path,label\na.jpg,caf\udce9\n", "line 2: the label is not UTF-8"),
     ],
@@ -378,7 +376,7 @@ def test_a_plan_that_was_stopped_anywhere_is_the_same_in_the_end(tmp_path: Path,
             parquet.write_table(pa.table(columns), where, row_group_size=5)
     events: list[str] = []
     write_plan(where, tmp_path / "plan", lambda stage, rows: events.append(stage))
-    assert {"listed", "written", *(["merged"] if kind != "folder" else [])} <= set(events)
+    assert {"listed", "written"} <= set(events)
     expected = files_of(tmp_path / "plan")
     assert set(expected) == {"plan.json", *(f"parts/{i:06d}.npz" for i in range(4))}
     for place in range(1, len(events) + 1):
@@ -386,7 +384,7 @@ def test_a_plan_that_was_stopped_anywhere_is_the_same_in_the_end(tmp_path: Path,
         with pytest.raises(KeyboardInterrupt):
             write_plan(where, out, stop_after(place))
         assert not (out / "plan.json").exists()
-        with pytest.raises(InputError, match="a plan that is not finished"):
+        with pytest.raises(InputError, match="is an unfinished plan"):
             list_images(out)
         again: list[tuple[str, int]] = []
         write_plan(where, out, lambda stage, rows, again=again: again.append((stage, rows)))
@@ -416,7 +414,7 @@ def test_a_folder_that_changes_meanwhile_gives_each_file_once_and_in_order(tmp_p
     touch(root, ["a/new.jpg", "c/new.jpg", "e/new.jpg", "f/new.jpg", "d/0-new.jpg"])
     (root / "f" / "0.jpg").unlink()
     found = write_plan(root, tmp_path / "plan")
-    paths = found.between(0, len(found)).paths
+    paths = found.slice(0, len(found)).paths
     assert paths == sorted(set(paths))
     assert "a/new.jpg" not in paths
     assert {"e/new.jpg", "f/new.jpg"} <= set(paths)
@@ -435,11 +433,11 @@ def test_a_list_that_changed_meanwhile_is_listed_anew(tmp_path: Path) -> None:
 
 RUN = """
 import sys
-from extract.images.index import index_writing as plan_writing, external_sort as runs
-plan_writing.PART_ROWS, plan_writing.WALKED_ROWS, plan_writing.SORTED_ROWS = 70, 50, 40
-runs.BLOCK_ROWS, runs.MERGED_AT_ONCE = 10, 6
+from extract.images.index import external_sort, index_writing
+index_writing.PART_ROWS, index_writing.WALKED_ROWS, index_writing.SORTED_ROWS = 70, 50, 40
+external_sort.BLOCK_ROWS = 10
 print("begins", flush=True)
-plan_writing.write_plan(sys.argv[1], sys.argv[2])
+index_writing.write_plan(sys.argv[1], sys.argv[2])
 """
 
 
@@ -484,6 +482,19 @@ def test_a_killed_plan_goes_on_and_has_the_same_bytes(tmp_path: Path, kind: str)
     same(open_plan(tmp_path / "plan"), list_images(where))
 
 
+def test_rows_listed_by_an_older_version_are_listed_again(tmp_path: Path) -> None:
+    root, other = (touch(tmp_path / name, ["a/1.jpg", "a/2.jpg"]) for name in ("images", "other"))
+    begun = {"format": "layertap plan", "version": 1, "kind": "folder", "root": str(root), "part_rows": 7}
+    touch(tmp_path / "plan", ["listing/000000-000000.jsonl", "parts/000000.npz"])
+    (tmp_path / "plan" / "listing" / "begun.json").write_text(json.dumps(begun))
+    with pytest.raises(InputError, match="is an unfinished plan"):
+        list_images(tmp_path / "plan")
+    with pytest.raises(InputError, match=r"is a plan of .*images; choose another folder"):
+        write_plan(other, tmp_path / "plan")
+    same(write_plan(root, tmp_path / "plan"), list_images(root))
+    assert set(files_of(tmp_path / "plan")) == {"plan.json", "parts/000000.npz"}
+
+
 def test_a_finished_plan_is_left_as_it_is_and_another_is_refused(tmp_path: Path) -> None:
     one, other = (touch(tmp_path / name, ["a/1.jpg", "a/2.jpg"]) for name in ("one", "other"))
     write_plan(one, tmp_path / "plan")
@@ -504,7 +515,7 @@ def test_a_folder_that_is_no_plan_is_not_touched(tmp_path: Path) -> None:
     root = touch(tmp_path / "images", ["a/1.jpg"])
     mine = touch(tmp_path / "mine", ["listing/000000-000000.jsonl", "listing/x.new"])
     for out, message in (
-        (mine, "not empty and no plan"),
+        (mine, "not empty, and not a plan"),
         (root / "a" / "1.jpg", "lies in the folder"),
         (root / "plan", "lies in the folder"),
         (mine / "listing" / "x.new", "is a file"),
@@ -542,8 +553,8 @@ def test_archives_arrays_and_plans_need_no_plan(tmp_path: Path) -> None:
         zipped.writestr("a.jpg", b"x")
     write_plan(touch(tmp_path / "images", ["a.jpg"]), tmp_path / "plan")
     for name, message in (
-        ("x.npy", "an array is its own list"), ("x.zip", "archives have lists of their own"),
-        ("plan", "is a plan already"), ("nothing", "no such folder or file"), ("images/a.jpg", "not a folder or list"),
+        ("x.npy", "an array needs no list"), ("x.zip", "archives contain their own lists"),
+        ("plan", "is already a plan"), ("nothing", "no such folder or file"), ("images/a.jpg", "not a folder or list"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=message):
             write_plan(tmp_path / name, tmp_path / "out")
@@ -557,8 +568,8 @@ def test_a_full_disk_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(plan_writing, "write_part", full)
-        with pytest.raises(LayertapError, match="No space left on device. What was listed is kept; run again to go on"):
+        patched.setattr(index_writing, "write_part", full)
+        with pytest.raises(LayertapError, match="No space left on device. The images listed so far are kept; run"):
             write_plan(root, tmp_path / "plan")
     same(write_plan(root, tmp_path / "plan"), list_images(root))
 
@@ -582,18 +593,18 @@ def test_images_of_a_plan_are_read_by_workers_and_travel_light(folder: Path, pla
     ):
         assert one.source_hash.tolist() == other.source_hash.tolist()
         assert one.images.equal(other.images)
-    assert planned.only([1, 6, 7, 11]).paths == [expected.paths[row] for row in (1, 6, 7, 11)]
-    between = planned.between(5, 9)
-    assert between.source.read(2) == expected.source.read(7)
-    assert expected.between(5, 9).source.read(2) == expected.source.read(7)
+    assert planned.select([1, 6, 7, 11]).paths == [expected.paths[row] for row in (1, 6, 7, 11)]
+    middle = planned.slice(5, 9)
+    assert middle.source.read(2) == expected.source.read(7)
+    assert expected.slice(5, 9).source.read(2) == expected.source.read(7)
 
 
 def test_rows_are_found_by_their_paths(folder: Path, planned: PlannedImages) -> None:
     paths = list_images(folder).paths
-    assert planned.found([paths[9], "0", paths[0], paths[6], paths[7], "zzz"]) == [9, None, 0, 6, 7, None]
+    assert planned.rows_of([paths[9], "0", paths[0], paths[6], paths[7], "zzz"]) == [9, None, 0, 6, 7, None]
     some = listed_again(str(planned.folder), [paths[8], paths[3]])
     assert some.source.read(0) == planned.source.read(8)
-    with pytest.raises(InputError, match="has no nothing.jpg any more"):
+    with pytest.raises(InputError, match="no longer lists nothing.jpg"):
         listed_again(str(planned.folder), [paths[0], "nothing.jpg"])
 
 
@@ -645,7 +656,7 @@ def test_a_plan_that_breaks_ends_a_run_and_makes_no_failed_rows(
         part = part_path(planned.folder, 1)
         whole = part.read_bytes()
         part.write_bytes(whole[:-1] + b"x")
-        with pytest.raises(InputError, match=r"000001.npz is damaged: its bytes .* plan again") as error:
+        with pytest.raises(InputError, match=r"000001.npz is damaged: its hash .* run `layertap plan` again") as error:
             extract(plan_of(planned.folder, out=out, backbone=backbone, **options))
         assert "Traceback" not in str(error.value)
         part.write_bytes(whole)
@@ -663,13 +674,13 @@ def test_every_changed_byte_of_a_part_is_found(planned: PlannedImages) -> None:
     for place in range(0, len(whole), 41):
         part.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
         with pytest.raises(BrokenListError, match="000000.npz is damaged"):
-            open_plan(planned.folder).between(0, 1)
+            open_plan(planned.folder).slice(0, 1)
     part.write_bytes(whole[:-7])
     with pytest.raises(BrokenListError, match="000000.npz is damaged"):
-        open_plan(planned.folder).between(0, 1)
+        open_plan(planned.folder).slice(0, 1)
     part.unlink()
-    with pytest.raises(BrokenListError, match="000000.npz is damaged: it is not there"):
-        open_plan(planned.folder).between(0, 1)
+    with pytest.raises(BrokenListError, match="000000.npz is damaged: no such file"):
+        open_plan(planned.folder).slice(0, 1)
 
 
 def of_strangers() -> Iterator[tuple[str, bytes]]:
@@ -700,25 +711,25 @@ def of_strangers() -> Iterator[tuple[str, bytes]]:
     yield "", packed()
     yield "names is uint8", packed(names=huge.getvalue())
     yield "names is object", packed(names=huge.getvalue().replace(b"'|u1'", b"'|O' "))
-    yield "is packed", packed(zipfile.ZIP_DEFLATED)
+    yield "is compressed", packed(zipfile.ZIP_DEFLATED)
     yield "not in order", packed(**named(b"b.jpg", b"a.jpg"))
     yield "not in order", packed(**named(b"a.jpg", b"a.jpg"))
     yield "null character", packed(**named(b"a.jpg", b"b\0c.jpg"))
     yield "is empty", packed(**named(b"", b"b.jpg"))
-    yield "leads out", packed(**named(b"../a.jpg", b"b.jpg"))
-    yield "leads out", packed(**named(b"/etc/a.jpg", b"b.jpg"))
-    yield "leads out", packed(**named(b"a/..", b"b.jpg"))
-    yield "do not end", packed(name_ends=np.array([5, 11], "<i8"))
-    yield "do not end", packed(name_ends=np.array([-5, 10], "<i8"))
-    yield "do not end", packed(name_ends=np.array([12, 10], "<i8"))
-    yield "do not end", packed(name_ends=np.array([5], "<i8"))
+    yield "leads outside", packed(**named(b"../a.jpg", b"b.jpg"))
+    yield "leads outside", packed(**named(b"/etc/a.jpg", b"b.jpg"))
+    yield "leads outside", packed(**named(b"a/..", b"b.jpg"))
+    yield "ends of its texts", packed(name_ends=np.array([5, 11], "<i8"))
+    yield "ends of its texts", packed(name_ends=np.array([-5, 10], "<i8"))
+    yield "ends of its texts", packed(name_ends=np.array([12, 10], "<i8"))
+    yield "ends of its texts", packed(name_ends=np.array([5], "<i8"))
     yield "a label or split", packed(labels=np.array([0, 3], "<i4"))
     yield "a label or split", packed(labels=np.array([-2, 0], "<i4"))
     yield "a label or split", packed(splits=np.array([0, 4], np.uint8))
     yield "1 labels", packed(labels=np.array([0], "<i4"))
     yield "labels is", packed(labels=np.array([0, 1], ">i4"))
-    yield "it holds", packed(splits=None)
-    yield "it holds", packed(more=np.zeros(2, np.uint8))
+    yield "it contains", packed(splits=None)
+    yield "it contains", packed(more=np.zeros(2, np.uint8))
     yield "damaged", b"no zip at all"
     yield "damaged", b""
 
@@ -764,7 +775,7 @@ def test_a_damaged_description_is_an_error(planned: PlannedImages, change: dict[
 def test_a_folder_with_a_plan_of_somebody_else_is_a_folder(tmp_path: Path) -> None:
     root = touch(tmp_path / "images", ["parts/1.jpg", "a/2.jpg"])
     (root / "plan.json").write_text('{"rooms": 3}')
-    assert list_images(root).between(0, 2).paths == ["a/2.jpg", "parts/1.jpg"]
+    assert list_images(root).slice(0, 2).paths == ["a/2.jpg", "parts/1.jpg"]
 
 
 @given(names=st.lists(st.binary(min_size=1, max_size=9).filter(lambda one: b"\0" not in one), min_size=1, unique=True))
@@ -789,14 +800,14 @@ def test_parts_come_back_as_they_were(names: list[bytes], tmp_path_factory: pyte
 LISTED = """
 import os, sys
 from pathlib import Path
-from extract.images import folders; from extract.images.index import index_writing as plan_writing
+from extract.images import folders; from extract.images.index import index_writing
 count, kind, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 where = sys.argv[4]
 if kind == "folder":
     def made(root, after=b""):
         return (f"{i // 100000:04d}/{i // 1000:06d}/picture-{i:09d}.jpg" for i in range(count))
-    plan_writing.files_below = made
-found = plan_writing.write_plan(where, out)
+    index_writing.files_below = made
+found = index_writing.write_plan(where, out)
 assert len(found) == count, len(found)
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
 """
