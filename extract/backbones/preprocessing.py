@@ -67,7 +67,7 @@ class Preprocessing:
     fast: bool = False
 
     @property
-    def at_least_px(self) -> int:
+    def min_decode_px(self) -> int:
         """Smallest shorter side to which a picture may be reduced while decoding; 0 if only full size is allowed."""
         # Twice the resized side: the remaining reduction is then large enough to be resampled well.
         return 2 * (self.resize_px if isinstance(self.resize_px, int) else max(self.resize_px)) if self.fast else 0
@@ -87,7 +87,7 @@ class Preprocessing:
             raise InputError(f"fast decoding is not supported for {self}; set decode to exact")
         return replace(self, fast=True)
 
-    def prepare(self, picture: Image.Image) -> Tensor:
+    def cpu_transform(self, picture: Image.Image) -> Tensor:
         """Resize and crop an RGB picture in a worker.
 
         Returns:
@@ -111,7 +111,7 @@ class Preprocessing:
         return torch.from_numpy(np.array(picture))
 
     def to_input(self, images: Tensor) -> Tensor:
-        """Convert a batch of `prepare` results to the backbone's input, (B, 3, H, W) float32, on the batch's device."""
+        """Convert results of `cpu_transform` to the backbone's input, (B, 3, H, W) float32, on their device."""
         if images.dtype != torch.uint8:
             return images
         scaled = images.permute(0, 3, 1, 2).to(torch.float32).div_(255)  # (B, 3, H, W), channels last in memory
@@ -307,7 +307,7 @@ def _checked(described: Preprocessing, transform: Transform) -> Preprocessing:
     for size in ((361, 247), (57, 83)):  # one picture is reduced, one enlarged; neither is square
         picture = _test_picture(size)
         try:
-            ours = described.to_input(described.prepare(picture).unsqueeze(0))[0]
+            ours = described.to_input(described.cpu_transform(picture).unsqueeze(0))[0]
         except (ValueError, TypeError, RuntimeError):
             break
         theirs = transform(picture)

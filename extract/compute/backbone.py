@@ -120,7 +120,7 @@ def _features_of(
             waiting.clear()
 
         for number, picture in enumerate(_each(pictures)):
-            waiting.append(backbone.preprocessing.prepare(_as_picture(picture, number)))
+            waiting.append(backbone.preprocessing.cpu_transform(_as_picture(picture, number)))
             if len(waiting) == batch_size:
                 compute()
         if waiting:

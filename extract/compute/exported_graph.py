@@ -24,7 +24,7 @@ __all__ = ["graph_of"]
 
 
 def graph_of(backbone: LoadedBackbone, choice: Choice, dtype: str, precision: str, images: Tensor) -> ExportedProgram:
-    """Export the computation from a batch, as `Preprocessing.prepare` returns it, to a tuple of features in order.
+    """Export the computation from a batch of `Preprocessing.cpu_transform` to a tuple of features in order.
 
     Args:
         backbone: backbone in eval mode.

@@ -50,7 +50,7 @@ class HasImages(Protocol):
     """A batch with images.
 
     Attributes:
-        images: (B, ...) stacked results of `Preprocessing.prepare`; B may be 0.
+        images: (B, ...) stacked results of `Preprocessing.cpu_transform`; B may be 0.
     """
 
     @property
@@ -62,7 +62,7 @@ B = TypeVar("B", bound=HasImages)
 
 
 class Forward(ABC):
-    """Computes features of batches of images: (B, ...) stacked results of `Preprocessing.prepare`.
+    """Computes features of batches of images: (B, ...) stacked results of `Preprocessing.cpu_transform`.
 
     Attributes:
         ahead: batches that the device computes while this process continues: 0 or 1.

@@ -66,4 +66,4 @@ class Duplicates:
                 origins.append(self._row_with[content])
         if not copies:
             return Split(batch, None, np.empty(0, np.int64))
-        return Split(batch.only(unique), batch.only(copies), np.array(origins, np.int64))
+        return Split(batch.select(unique), batch.select(copies), np.array(origins, np.int64))

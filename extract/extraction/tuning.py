@@ -155,8 +155,8 @@ def pictures_of(
         both_ways: also decode them fast.
 
     Returns:
-        (count, ...) stacked results of `Preprocessing.prepare`, and (count, ...) the same pictures decoded fast, or
-        None.
+        (count, ...) stacked results of `Preprocessing.cpu_transform`, and (count, ...) the same pictures decoded
+        fast, or None.
 
     Raises:
         InputError: none of the first images can be decoded.
@@ -202,7 +202,7 @@ def batch_rates(backbone: Backbone, choice: Choice, pictures: Tensor) -> dict[in
     Args:
         backbone: loaded backbone.
         choice: features to compute.
-        pictures: stacked results of `Preprocessing.prepare`; repeated for larger batches.
+        pictures: stacked results of `Preprocessing.cpu_transform`; repeated for larger batches.
 
     Raises:
         InputError: memory is insufficient for the smallest batch size.

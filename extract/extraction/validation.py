@@ -231,6 +231,6 @@ def decoded_both_ways(
             (fast_and_exact[0].status == Status.OK) & (fast_and_exact[1].status == Status.OK)
         ).tolist()
         if good:
-            fast, exact = (batch.only(good).images for batch in fast_and_exact)
+            fast, exact = (batch.select(good).images for batch in fast_and_exact)
             return fast, exact
     raise InputError(f"none of the {len(images):,} images can be decoded both fast and exactly; use --decode exact")

@@ -128,9 +128,9 @@ class Members:
             raise ValueError("the archive is truncated")
         return data
 
-    def decode(self, data: bytes, max_pixels: int, at_least_px: int = 0) -> Image.Image:
+    def decode(self, data: bytes, max_pixels: int, min_decode_px: int = 0) -> Image.Image:
         """See `ImageSource`."""
-        return decode(data, max_pixels, at_least_px)
+        return decode(data, max_pixels, min_decode_px)
 
     def check_there(self) -> None:
         """See `ImageSource`."""

@@ -47,7 +47,7 @@ class ArrayRows:
         height, width, channels = (*pixels.shape, 1)[:3]
         return f"{height} {width} {channels}\n".encode() + pixels.tobytes(), mtime_ns
 
-    def decode(self, data: bytes, max_pixels: int, at_least_px: int = 0) -> Image.Image:
+    def decode(self, data: bytes, max_pixels: int, min_decode_px: int = 0) -> Image.Image:
         """See `ImageSource`."""
         shape, _, pixels = data.partition(b"\n")
         height, width, channels = map(int, shape.split())

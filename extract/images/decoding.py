@@ -38,7 +38,7 @@ _BITS, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339  # TIFF 6.0 tags
 _WHITE_IS_ZERO = 0  # a value of _PHOTOMETRIC
 
 
-def decode(data: bytes, max_pixels: int = defaults.MAX_PIXELS, at_least_px: int = 0) -> Image.Image:
+def decode(data: bytes, max_pixels: int = defaults.MAX_PIXELS, min_decode_px: int = 0) -> Image.Image:
     """Decode the bytes of an image file to an upright RGB picture.
 
     The EXIF orientation is applied. Transparent pixels are composited over white. 16-bit pixels are reduced to their
@@ -47,7 +47,7 @@ def decode(data: bytes, max_pixels: int = defaults.MAX_PIXELS, at_least_px: int 
     Args:
         data: content of the file.
         max_pixels: a larger picture is refused as a decompression bomb.
-        at_least_px: a JPEG may be decoded at a half, a quarter or an eighth of its size if its shorter side keeps at
+        min_decode_px: a JPEG may be decoded at a half, a quarter or an eighth of its size if its shorter side keeps at
             least this many pixels; 0: at full size.
 
     Raises:
@@ -64,8 +64,8 @@ def decode(data: bytes, max_pixels: int = defaults.MAX_PIXELS, at_least_px: int 
             warnings.simplefilter("ignore")  # about odd metadata, and pictures of over half of max_pixels
             with Image.open(io.BytesIO(data), formats=formats) as image:
                 _check_whole(data, str(image.format))
-                if at_least_px and image.format == "JPEG":
-                    image.draft(None, _no_smaller(image.size, at_least_px))  # scaled by the inverse DCT
+                if min_decode_px and image.format == "JPEG":
+                    image.draft(None, _no_smaller(image.size, min_decode_px))  # scaled by the inverse DCT
                 image.load()  # reads all pixels: a truncated file fails here
                 _mend_transparency(image, data)
                 return to_picture(image)
@@ -135,9 +135,9 @@ def _settings_of_pillow(max_pixels: int, truncated: bool = False) -> Iterator[No
         Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = before
 
 
-def _no_smaller(size: tuple[int, int], at_least_px: int) -> tuple[int, int]:
-    """Return the size scaled so that its shorter side is `at_least_px`."""
-    shrunk = at_least_px / min(size)
+def _no_smaller(size: tuple[int, int], min_decode_px: int) -> tuple[int, int]:
+    """Return the size scaled so that its shorter side is `min_decode_px`."""
+    shrunk = min_decode_px / min(size)
     return math.ceil(size[0] * shrunk), math.ceil(size[1] * shrunk)
 
 

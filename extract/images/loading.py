@@ -53,10 +53,10 @@ class Transform(Protocol):
     """The part of a backbone's preprocessing that decoding needs."""
 
     @property
-    def at_least_px(self) -> int:
+    def min_decode_px(self) -> int:
         """See `extract.images.decoding.decode`."""
 
-    def prepare(self, picture: Image.Image) -> Tensor:
+    def cpu_transform(self, picture: Image.Image) -> Tensor:
         """Transform a decoded picture, in the process that decodes it."""
 
 
@@ -65,15 +65,15 @@ class Decoding:
     """Settings for decoding images.
 
     Attributes:
-        prepare: RGB picture -> tensor, run in the process that decodes.
-        at_least_px: see `extract.images.decoding.decode`.
+        cpu_transform: RGB picture -> tensor, run in the process that decodes.
+        min_decode_px: see `extract.images.decoding.decode`.
         max_pixels: a larger picture is refused as a decompression bomb.
         workers: number of worker processes; 0 decodes in the calling process.
         batch_size: rows in most batches; each worker decodes about two batches ahead.
     """
 
-    prepare: Callable[[Image.Image], Tensor]
-    at_least_px: int = 0
+    cpu_transform: Callable[[Image.Image], Tensor]
+    min_decode_px: int = 0
     max_pixels: int = defaults.MAX_PIXELS
     workers: int = 0
     batch_size: int = defaults.BATCH_SIZE
@@ -83,7 +83,7 @@ class Decoding:
         cls, preprocessing: Transform, max_pixels: int, workers: int = 0, batch_size: int = defaults.BATCH_SIZE
     ) -> Decoding:
         """Return the settings for a backbone's preprocessing."""
-        return cls(preprocessing.prepare, preprocessing.at_least_px, max_pixels, workers, batch_size)
+        return cls(preprocessing.cpu_transform, preprocessing.min_decode_px, max_pixels, workers, batch_size)
 
 
 class Item(NamedTuple):
@@ -104,7 +104,7 @@ class Batch(NamedTuple):
 
     Attributes:
         rows: (R,) int64.
-        images: (B, H, W, 3) uint8 (or what `prepare` returns, stacked), B <= R.
+        images: (B, H, W, 3) uint8 (or what `cpu_transform` returns, stacked), B <= R.
         status: (R,) uint8; B of them are OK, in the order of `images`.
         reasons: row -> reason why it has no image.
         suspect: row -> kind of its failure, if the image is hardly the cause but a disk, a server, the memory or a
@@ -128,7 +128,7 @@ class Batch(NamedTuple):
         """The columns about the source files, by their names in the store."""
         return {name: getattr(self, name) for name in ("source_size", "source_mtime_ns", "source_hash")}
 
-    def only(self, positions: Sequence[int]) -> Batch:
+    def select(self, positions: Sequence[int]) -> Batch:
         """Return some of the rows, by their ascending positions in the batch."""
         good = np.cumsum(self.status == Status.OK) - 1  # position -> position of its image
         chosen = [int(good[i]) for i in positions if self.status[i] == Status.OK]
@@ -149,15 +149,15 @@ class _Decoded(Dataset[Item | LayertapError]):
     """Row -> decoded image, or an error that ends the run: DataLoader would not keep the message of a raised error."""
 
     def __init__(self, source: ImageSource, decoding: Decoding):
-        self._source, self._prepare = source, decoding.prepare
-        self._max_pixels, self._at_least_px = decoding.max_pixels, decoding.at_least_px
+        self._source, self._cpu_transform = source, decoding.cpu_transform
+        self._max_pixels, self._min_decode_px = decoding.max_pixels, decoding.min_decode_px
 
     def __getitem__(self, row: int) -> Item | LayertapError:
         data, size, mtime_ns, content_hash = b"", -1, UNKNOWN, bytes(16)
         try:
             data, mtime_ns = self._source.read(row)
             size, content_hash = len(data), xxhash.xxh3_128_digest(data)
-            picture = self._source.decode(data, self._max_pixels, self._at_least_px)
+            picture = self._source.decode(data, self._max_pixels, self._min_decode_px)
         except (BrokenListError, MachineError) as error:
             return error
         except Exception as error:
@@ -167,7 +167,7 @@ class _Decoded(Dataset[Item | LayertapError]):
             of_another = status is Status.IO_ERROR or isinstance(error, MemoryError)
             return Item(row, None, status, reason, size, mtime_ns, content_hash, _kind(error) if of_another else "")
         try:
-            image = self._prepare(picture)
+            image = self._cpu_transform(picture)
         except Exception as error:  # a user's transform may raise any type
             if is_of_the_machine(error):
                 return _machine_error(error, row)

@@ -55,7 +55,7 @@ class ImageSource(Protocol):
             OSError, ValueError: the image cannot be read; the message states the reason.
         """
 
-    def decode(self, data: bytes, max_pixels: int, at_least_px: int = 0) -> Image.Image:
+    def decode(self, data: bytes, max_pixels: int, min_decode_px: int = 0) -> Image.Image:
         """Decode these bytes to an upright RGB picture; errors as for `extract.images.decode`."""
 
     def check_there(self) -> None:
@@ -116,9 +116,9 @@ class Files:
         finally:
             os.close(descriptor)
 
-    def decode(self, data: bytes, max_pixels: int, at_least_px: int = 0) -> Image.Image:
+    def decode(self, data: bytes, max_pixels: int, min_decode_px: int = 0) -> Image.Image:
         """See `ImageSource`."""
-        return decode(data, max_pixels, at_least_px)
+        return decode(data, max_pixels, min_decode_px)
 
     def check_there(self) -> None:
         """See `ImageSource`."""
@@ -147,9 +147,9 @@ class Chosen:
         """See `ImageSource`."""
         return self._source.read(int(self._rows[row]))
 
-    def decode(self, data: bytes, max_pixels: int, at_least_px: int = 0) -> Image.Image:
+    def decode(self, data: bytes, max_pixels: int, min_decode_px: int = 0) -> Image.Image:
         """See `ImageSource`."""
-        return self._source.decode(data, max_pixels, at_least_px)
+        return self._source.decode(data, max_pixels, min_decode_px)
 
     def check_there(self) -> None:
         """See `ImageSource`."""

@@ -38,18 +38,18 @@ class Pictures:
         except LayertapError as error:
             self.why_not = first_line(error)
 
-    def picture(self, row: int, at_least_px: int = 0) -> tuple[Image.Image | None, str]:
+    def picture(self, row: int, min_decode_px: int = 0) -> tuple[Image.Image | None, str]:
         """Return the upright RGB picture of a row, or None and why it is missing.
 
         Args:
             row: row of the data set.
-            at_least_px: minimum of the shorter side, down to which a JPEG may be decoded at reduced size.
+            min_decode_px: minimum of the shorter side, down to which a JPEG may be decoded at reduced size.
         """
         data, why = self._read(row)
         if data is None:
             return None, why
         try:
-            return self._source.decode(data, _MOST_PIXELS, at_least_px), ""
+            return self._source.decode(data, _MOST_PIXELS, min_decode_px), ""
         except (ValueError, OSError, MemoryError) as error:
             return None, first_line(error)
 

@@ -25,7 +25,7 @@ def lite() -> Backbone:
 
 @pytest.fixture(scope="module")
 def inputs(lite: Backbone) -> Tensor:
-    prepared = [lite.preprocessing.prepare(make_picture(seed, 300, 260)) for seed in range(4)]
+    prepared = [lite.preprocessing.cpu_transform(make_picture(seed, 300, 260)) for seed in range(4)]
     return lite.preprocessing.to_input(torch.stack(prepared))
 
 

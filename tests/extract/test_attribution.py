@@ -24,7 +24,7 @@ def vit() -> Backbone:
 
 
 def inputs_of(backbone: Backbone, count: int = 2) -> Tensor:
-    prepared = [backbone.preprocessing.prepare(make_picture(seed, 300, 260)) for seed in range(count)]
+    prepared = [backbone.preprocessing.cpu_transform(make_picture(seed, 300, 260)) for seed in range(count)]
     return backbone.preprocessing.to_input(torch.stack(prepared))
 
 

@@ -51,7 +51,7 @@ def _marked(spec: str) -> Any:
 
 
 def _pictures(backbone: Any, count: int) -> torch.Tensor:
-    return torch.stack([backbone.preprocessing.prepare(make_picture(seed, 300, 260)) for seed in range(count)])
+    return torch.stack([backbone.preprocessing.cpu_transform(make_picture(seed, 300, 260)) for seed in range(count)])
 
 
 def _both_ways(spec: str, engine: str, layers: list[str], dtype: str = "float32") -> tuple[dict[str, Any], ...]:

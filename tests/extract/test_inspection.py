@@ -268,7 +268,7 @@ def test_on_real_photos_the_bundled_backbone_gives_no_alarm_and_its_dead_channel
     rows = list(range(0, 200, 8))
 
     def batches() -> list[Tensor]:
-        loaded = load_batches(images, [rows[:13], rows[13:]], Decoding(backbone.preprocessing.prepare))
+        loaded = load_batches(images, [rows[:13], rows[13:]], Decoding(backbone.preprocessing.cpu_transform))
         return [backbone.preprocessing.to_input(batch.images) for batch in loaded]
 
     def cross_entropy(output: Tensor, targets: object) -> Tensor:

@@ -19,7 +19,7 @@ SIZES = [(500, 375), (100, 333), (224, 224), (31, 20)]
 
 
 def prepared(preprocessing, picture):
-    return preprocessing.to_input(preprocessing.prepare(picture).unsqueeze(0))[0]
+    return preprocessing.to_input(preprocessing.cpu_transform(picture).unsqueeze(0))[0]
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,8 @@ def test_input_is_normalised_per_channel() -> None:
 def test_a_picture_too_thin_to_resize_is_refused_before_the_memory_is_taken() -> None:
     preprocessing = from_torchvision(models.ResNet18_Weights.DEFAULT.transforms())
     with pytest.raises(ValueError, match="20000x1 pixels: too thin"):
-        preprocessing.prepare(make_picture(1, 20000, 1))
-    assert preprocessing.prepare(make_picture(1, 2000, 10)).shape == (224, 224, 3)
+        preprocessing.cpu_transform(make_picture(1, 20000, 1))
+    assert preprocessing.cpu_transform(make_picture(1, 2000, 10)).shape == (224, 224, 3)
 
 
 def test_fast_decoding_gives_nearly_the_same_pixels() -> None:
@@ -84,11 +84,11 @@ def test_fast_decoding_gives_nearly_the_same_pixels() -> None:
     large.save(file, "JPEG", quality=95)
     exact = Preprocessing(232, (224, 224), "bilinear", (0.5,) * 3, (0.5,) * 3)
     fast = exact.faster()
-    assert (exact.at_least_px, fast.at_least_px) == (0, 464)
-    shrunk = decode(file.getvalue(), at_least_px=fast.at_least_px)
+    assert (exact.min_decode_px, fast.min_decode_px) == (0, 464)
+    shrunk = decode(file.getvalue(), min_decode_px=fast.min_decode_px)
     assert shrunk.size == (1152, 864)  # a quarter would be below 464
     for picture in (shrunk, large):
-        pixels, expected = fast.prepare(picture), exact.prepare(large)
+        pixels, expected = fast.cpu_transform(picture), exact.cpu_transform(large)
         assert pixels.shape == expected.shape == (224, 224, 3)
         assert pixels.dtype == torch.uint8
         apart = (pixels.int() - expected.int()).abs()
@@ -102,8 +102,8 @@ def test_a_turned_photo_is_decoded_smaller_and_upright() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     Image.new("RGB", (1200, 1000)).save(file, "JPEG", exif=exif)
-    assert decode(file.getvalue(), at_least_px=500).size == (500, 600)
-    assert decode(file.getvalue(), at_least_px=501).size == (1000, 1200)
+    assert decode(file.getvalue(), min_decode_px=500).size == (500, 600)
+    assert decode(file.getvalue(), min_decode_px=501).size == (1000, 1200)
 
 
 def test_where_there_is_no_faster_way_it_is_refused() -> None:

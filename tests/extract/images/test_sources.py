@@ -500,7 +500,7 @@ def test_part_of_a_batch_keeps_images_and_reasons_together() -> None:
         numbers + 10, images, np.array([1, 2, 1, 2, 1], np.uint8), {11: "a", 13: "b"}, {}, numbers, numbers,
         np.zeros((5, 16), np.uint8),
     )  # fmt: skip
-    part = batch.only([1, 2, 4])
+    part = batch.select([1, 2, 4])
     assert part.rows.tolist() == [11, 12, 14]
     assert torch.equal(part.images, images[[1, 2]])
     assert part.reasons == {11: "a"}
