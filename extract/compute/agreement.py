@@ -49,12 +49,12 @@ class Agreement:
     max_deviation: float
 
 
-def agreement(found: Mapping[str, NDArray[Any]], plain: Mapping[str, NDArray[Any]]) -> dict[str, Agreement]:
+def agreement(computed: Mapping[str, NDArray[Any]], plain: Mapping[str, NDArray[Any]]) -> dict[str, Agreement]:
     """Compare features with reference features of the same images. Rows with a non-finite reference are ignored."""
     agreements = {}
     for name, values in plain.items():
         cosine, apart, largest = 1.0, 0.0, 0.0
-        for expected, other in zip(values, found[name], strict=True):  # row by row, since maps are large
+        for expected, other in zip(values, computed[name], strict=True):  # row by row, since maps are large
             if np.isfinite(expected).all():
                 cosine = float(np.minimum(cosine, cosines(other[None], expected[None])[0]))
                 apart = float(np.maximum(apart, np.abs(other.astype(np.float64) - expected).max(initial=0)))

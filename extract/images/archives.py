@@ -139,10 +139,10 @@ class Members:
                 same = _size_of(archive) == size
             except LayertapError as error:
                 raise LayertapError(
-                    f"{error}. What was stored is safe; run again when the archive is available"
+                    f"{error}. Stored rows are safe; run again when the archive is available"
                 ) from error
             if not same:  # the offsets may be wrong
-                raise LayertapError(f"{archive} has changed since its files were listed. What was stored is safe")
+                raise LayertapError(f"{archive} has changed since its files were listed. Stored rows are safe")
 
 
 def list_archives(where: str, archives: Sequence[str]) -> Images:

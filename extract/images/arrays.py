@@ -59,7 +59,7 @@ class ArrayRows:
     def check_there(self) -> None:
         """See `ImageSource`."""
         if not Path(self._path).is_file():
-            raise LayertapError(f"{self._path} is missing. What was stored is safe; run again when it is available")
+            raise LayertapError(f"{self._path} is missing. Stored rows are safe; run again when it is available")
 
 
 def split_name(where: str) -> tuple[str, str]:

@@ -169,11 +169,11 @@ def _end_of_png(data: bytes, start: int) -> int:
             break
         needed = not kind[0] & 0x20 or kind in (b"tRNS", b"fdAT")
         if needed and zlib.crc32(data[start + 4 : stop - 4]) != int.from_bytes(data[stop - 4 : stop], "big"):
-            raise ValueError(f"damaged: its part {kind.decode('latin-1')} does not agree with its checksum")
+            raise ValueError(f"damaged: its part {kind.decode('latin-1')} does not match its checksum")
         if kind == b"IEND":
             return stop
         start = stop
-    raise ValueError("truncated: it has no end")
+    raise ValueError("truncated: the end is missing")
 
 
 def _mend_transparency(image: Image.Image, data: bytes) -> None:
@@ -192,7 +192,7 @@ def _unknown(data: bytes) -> str:
     if data[4:8] == b"ftyp" and data[8:12] in _HEIF_BRANDS:
         return "damaged or truncated HEIC" if _has_heif() else f"HEIC needs another library: {pip_install('heic')}"
     if data[4:8] == b"ftyp" and data[8:12] in (b"avif", b"avis"):
-        return "damaged or truncated AVIF" if features.check("avif") else "AVIF needs a Pillow that was built with it"
+        return "damaged or truncated AVIF" if features.check("avif") else "AVIF needs a Pillow build that supports it"
     return "not an image in a known format"
 
 
@@ -220,7 +220,7 @@ def check_decoders() -> None:
         except MachineError:
             raise
         except Exception as error:
-            raise MachineError(f"Pillow decodes no {kind} on this machine: {first_line(error)}") from error
+            raise MachineError(f"Pillow cannot decode {kind} on this machine: {first_line(error)}") from error
         if not same_size:
             raise MachineError(f"Pillow decodes {kind} wrongly on this machine")
 
@@ -240,7 +240,7 @@ def _has_heif() -> bool:
         pillow_heif.register_heif_opener()
     except Exception as error:  # a shared library is missing, or there is not enough memory to map it
         raise MachineError(
-            f"pillow_heif, which decodes HEIC, is installed and cannot be loaded: {type(error).__name__}: "
+            f"pillow_heif, which decodes HEIC, is installed but cannot be loaded: {type(error).__name__}: "
             f"{first_line(error)}. Fix it, or remove it (pip uninstall pillow-heif) if there are no HEIC images"
         ) from error
     return True
@@ -269,7 +269,7 @@ def _upright(image: Image.Image) -> Image.Image:
 def _to_rgb(image: Image.Image) -> Image.Image:
     tags = getattr(image, "tag_v2", {}) if image.format == "TIFF" else {}
     if 2 in _as_tuple(tags.get(_SAMPLE_FORMAT, 1)):
-        raise ValueError("signed pixels have no known range; convert the file to unsigned ones")
+        raise ValueError("signed pixels have no known range; convert the file to unsigned pixels")
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
         deep = np.asarray(image).astype(np.int64) << 16 - min(16, _as_tuple(tags.get(_BITS, 16))[0])
         grey = deep >> 8 if tags.get(_PHOTOMETRIC) != _WHITE_IS_ZERO else 255 - (deep >> 8)

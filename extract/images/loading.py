@@ -211,17 +211,17 @@ def _machine_error(error: Exception, row: int) -> MachineError:
     elif isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         remedy = "raise the limit of open files (ulimit -n), or lower --workers"
     return MachineError(
-        f"this machine cannot read images any more: {what}. What was stored before is safe, and no row was marked as "
-        f"failed for it; {remedy}, and run again"
+        f"this machine can no longer read images: {what}. Stored rows are safe, and no row was marked as failed; "
+        f"{remedy}, and run again"
     )
 
 
-def _collate(found: list[Item | LayertapError]) -> Batch | LayertapError | None:
-    if not found:
+def _collate(decoded: list[Item | LayertapError]) -> Batch | LayertapError | None:
+    if not decoded:
         return None
-    items = [one for one in found if not isinstance(one, LayertapError)]
-    if len(items) < len(found):
-        return next(one for one in found if isinstance(one, LayertapError))
+    items = [item for item in decoded if not isinstance(item, LayertapError)]
+    if len(items) < len(decoded):
+        return next(error for error in decoded if isinstance(error, LayertapError))
     images = [item.image for item in items if item.image is not None]
     return Batch(
         rows=np.array([item.row for item in items], np.int64),
@@ -298,8 +298,8 @@ def load_batches(images: ImageList, batches: Iterable[list[int] | None], decodin
     before = active_children() if workers else []
     with _no_collection():
         pieces_found = iter(loader)
-    begun = [one for one in active_children() if one not in before] if workers else []
-    return Batches(pieces_found, sizes, WorkerDeaths(begun) if workers else None)
+    started = [process for process in active_children() if process not in before] if workers else []
+    return Batches(pieces_found, sizes, WorkerDeaths(started) if workers else None)
 
 
 @contextlib.contextmanager
@@ -346,7 +346,7 @@ class Batches(Iterator[Batch]):
             if piece is None:
                 continue
             waiting.append(piece)
-            if sum(len(one.rows) for one in waiting) == self._sizes[0]:
+            if sum(len(piece.rows) for piece in waiting) == self._sizes[0]:
                 self._sizes.popleft()
                 return _joined(waiting)
 

@@ -132,7 +132,7 @@ class Files:
                 there = False
         if not there:
             raise LayertapError(
-                f"{self._base} has vanished, or is empty now (an unmounted disk?). What was stored is safe; "
+                f"{self._base} has vanished or is empty (an unmounted disk?). Stored rows are safe; "
                 "run again when it is back"
             )
 
@@ -201,7 +201,7 @@ def _told(url: str, ask: Callable[[], bool]) -> bool:
         return ask()
     except Exception as error:
         raise LayertapError(
-            f"{url} does not answer: {first_line(error)}. What was stored is safe; run again when it does"
+            f"{url} does not answer: {first_line(error)}. Stored rows are safe; run again when it answers"
         ) from error
 
 

@@ -87,7 +87,7 @@ def test_a_broken_decoder_stops_the_run_before_the_first_image(
     arguments = ["embed", folder, "-o", tmp_path / "out", *SMALL, "--workers", workers]
     broken_heif(line)
     message = fails(*arguments, code=1)
-    assert "pillow_heif, which decodes HEIC, is installed and cannot be loaded" in message
+    assert "pillow_heif, which decodes HEIC, is installed but cannot be loaded" in message
     assert shards(tmp_path / "out") == []
     broken_heif("def register_heif_opener(): pass")
     assert layertap(*arguments).exit_code == 0
@@ -104,7 +104,7 @@ def test_a_pillow_that_decodes_no_jpeg_stops_the_run(
 
     monkeypatch.setattr(JpegImagePlugin.JpegImageFile, "load", refuse)
     message = fails("embed", folder, "-o", tmp_path / "out", *SMALL, code=1)
-    assert "Pillow decodes no JPEG on this machine: decoder jpeg not available" in message
+    assert "Pillow cannot decode JPEG on this machine: decoder jpeg not available" in message
     assert shards(tmp_path / "out") == []
 
 
@@ -119,7 +119,7 @@ def test_what_the_machine_has_run_out_of_stops_the_run_and_fails_no_row(
     arguments = ["embed", folder, "-o", tmp_path / "out", *SMALL, "--batch-size", 4, "--workers", workers]
     failing["bee/07.jpg"] = OSError(number, os.strerror(number))
     message = fails(*arguments, code=1)
-    assert f"cannot read images any more: {os.strerror(number)} (at row 6)" in message
+    assert f"can no longer read images: {os.strerror(number)} (at row 6)" in message
     assert ("ulimit -n" in message) == (number != errno.ENOMEM)
     assert set(statuses(tmp_path / "out")) <= {"ok", "pending"}
     failing.clear()
@@ -152,7 +152,7 @@ def test_too_little_memory_for_a_small_picture_stops_the_run_and_for_a_huge_one_
     assert layertap("embed", folder, "-o", tmp_path / "out", *SMALL).exit_code == 0
     assert statuses(tmp_path / "out") == ["ok"] * 12 + ["decode error"]
     short = {(75, 49)}  # of bee/07.jpg
-    assert "cannot read images any more: MemoryError" in fails("embed", folder, "-o", tmp_path / "new", *SMALL, code=1)
+    assert "can no longer read images: MemoryError" in fails("embed", folder, "-o", tmp_path / "new", *SMALL, code=1)
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM])
@@ -238,7 +238,7 @@ def test_many_images_in_a_row_that_fail_for_the_same_foreign_reason_stop_the_run
     arguments = ["embed", folder, "-o", tmp_path / "out", *SMALL, "--batch-size", 4]
     message = fails(*arguments, code=1)
     assert "35 images in a row cannot be read" in message  # in batches of 4; not the 20 before the one that can be
-    assert "What was stored before is safe" in message
+    assert "Stored rows are safe" in message
     assert len(statuses(tmp_path / "out")) == 64  # what was stored before the last batches
     failing.clear()
     assert layertap(*arguments, "--retry-failed").exit_code == 0
