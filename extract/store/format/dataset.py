@@ -29,7 +29,15 @@ from typing import Any
 
 from extract.errors import InputError, LayertapError
 from extract.row_status import Status
-from extract.store.format.layout import FORMAT, FORMAT_VERSION, Identity, StoredFeature, row_bytes
+from extract.store.format.layout import (
+    FORMAT,
+    FORMAT_VERSION,
+    READABLE_VERSIONS,
+    VERSIONS_TEXT,
+    Identity,
+    StoredFeature,
+    row_bytes,
+)
 from extract.store.format.shard import Shard
 from extract.store.format.version import RowTable, Version, pass_folder, read_rows
 from extract.system.atomic_files import append_line, own_folder, read_json, sync_folder, write_json
@@ -244,11 +252,11 @@ class DataSet:
             InputError: the content is damaged, or of a later format.
         """
         try:
-            if content["format"] != FORMAT or content["format_version"] != FORMAT_VERSION:
+            if content["format"] != FORMAT or content["format_version"] not in READABLE_VERSIONS:
                 stored_format = f"{content['format']} format version {content['format_version']}"
                 raise InputError(
                     f"{path} has {stored_format}; this version of layertap reads {FORMAT} format version "
-                    f"{FORMAT_VERSION}"
+                    f"{VERSIONS_TEXT}"
                 )
             features = [_feature(feature) for feature in content["features"]]
             images, depends_on, shard_rows = content["images"], content["depends_on"], content["shard_rows"]

@@ -67,7 +67,9 @@ from extract.system.atomic_files import discard, reserve_space, sync_folder
 __all__ = [
     "FORMAT",
     "FORMAT_VERSION",
+    "READABLE_VERSIONS",
     "ROW_DATA",
+    "VERSIONS_TEXT",
     "Identity",
     "RowNames",
     "StoredFeature",
@@ -82,7 +84,9 @@ __all__ = [
 ]
 
 FORMAT = "layertap"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 1  # of files that are written
+READABLE_VERSIONS = (1,)  # every version that was ever written: its data sets stay readable
+VERSIONS_TEXT = " or ".join(map(str, READABLE_VERSIONS))
 
 # Chunks of 0.5 to 1 MB, full width: measured on (80k, 1280) float16, such chunks write at disk speed and read at
 # 11.8 GB/s; chunks of one row are 4 and 32 times slower, h5py's own guess 2 and 4 times.
@@ -376,8 +380,8 @@ def read_header(raw: BinaryIO, path: Path | str) -> list[tuple[int, int]]:
     title = re.match(rb"layertap shard, format (\d+); HDF5 begins at byte (\d{3,7})\n", head)
     if not title:
         raise InputError(f"{path} is not a layertap shard")
-    if int(title[1]) != FORMAT_VERSION:
-        raise InputError(f"{path} has format {int(title[1])}; this version of layertap reads format {FORMAT_VERSION}")
+    if int(title[1]) not in READABLE_VERSIONS:
+        raise InputError(f"{path} has format {int(title[1])}; this version of layertap reads format {VERSIONS_TEXT}")
     header_bytes = int(title[2])
     head += raw.read(max(0, header_bytes - len(head)))
     size = raw.seek(0, os.SEEK_END)

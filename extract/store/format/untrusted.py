@@ -12,7 +12,7 @@ import h5py
 from h5py import h5a, h5d, h5l, h5s, h5t, h5z
 
 from extract.errors import InputError, LayertapError, first_line
-from extract.store.format.layout import FORMAT, FORMAT_VERSION, Identity
+from extract.store.format.layout import FORMAT, READABLE_VERSIONS, VERSIONS_TEXT, Identity
 from extract.system.optional_libraries import library
 
 __all__ = [
@@ -117,8 +117,8 @@ def filters_of(data: h5py.Dataset, refuse: Refuse) -> str | None:
 def identity_of(file: h5py.File, refuse: Refuse) -> Identity:
     """Return the shard and data set that a file's attributes name."""
     values = {name: _attribute(file, name) for name in ("format", "format_version", *Identity.__annotations__)}
-    if (values.pop("format"), values.pop("format_version")) != (FORMAT, FORMAT_VERSION):
-        raise refuse(f"its attributes do not give format {FORMAT!r}, format_version {FORMAT_VERSION}")
+    if values.pop("format") != FORMAT or values.pop("format_version") not in READABLE_VERSIONS:
+        raise refuse(f"its attributes do not give format {FORMAT!r}, format_version {VERSIONS_TEXT}")
     numbers = {name: value for name, value in values.items() if isinstance(value, int)}
     texts = {name: value for name, value in values.items() if isinstance(value, str)}
     if numbers.keys() != {"shard", "first_row", "n_rows"} or texts.keys() != {"fingerprint", "images"}:
