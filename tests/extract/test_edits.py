@@ -178,7 +178,7 @@ def test_an_edit_cannot_reach_the_tensors_of_others() -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda h: h[:1], r"edit of 0 returned \(1, 4\) torch.float32 on cpu; it was given, and must return, \(2, 4\)"),
+        (lambda h: h[:1], r"edit of 0 returned \(1, 4\) torch.float32 on cpu; expected, as given, \(2, 4\)"),
         (lambda h: h.half(), "returned .* torch.float16"),
         (lambda h: None, "returned NoneType; it must return a tensor"),
     ],
@@ -208,7 +208,7 @@ def test_functions_without_a_module_can_be_edited() -> None:
 
 
 @pytest.mark.parametrize(("make", "message"), [
-    (lambda: ablate("median"), "by 'median'"), (lambda: prune(1.5), "prune 1.5"), (lambda: clip(1, "max"), "by 'max'"),
+    (lambda: ablate("median"), "by 'median'"), (lambda: prune(1.5), "prune fraction 1.5"), (lambda: clip(1, "max"), "by 'max'"),
 ])  # fmt: skip
 def test_wrong_settings(make, message: str) -> None:
     with pytest.raises(InputError, match=message):

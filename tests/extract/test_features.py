@@ -109,17 +109,17 @@ def net(resnet: Backbone) -> Backbone:
     ("layer", "message"),
     [
         ("strided", "'strided' of net: its output for a picture differs in a batch from the picture alone"),
-        ("mixes", "gives a picture other values in a batch than alone"),
-        ("shuffles", "gives a picture other values in a batch than alone"),
-        ("swaps", "gives a picture other values in a batch than alone"),
-        ("scalar", r"gives \(\) for 3 images"),
+        ("mixes", "its output for a picture differs in a batch from the picture alone"),
+        ("shuffles", "its output for a picture differs in a batch from the picture alone"),
+        ("swaps", "its output for a picture differs in a batch from the picture alone"),
+        ("scalar", r"is \(\) for 3 images"),
         ("whole", "torch.int64; features must be floating point"),
         ("never", "'never' of net never runs"),
-        ("lstm:1.0", "auto does not fit an activation of shape .1, 5. an image"),
-        ("infinite", "gives a picture other values in a batch than alone"),
-        ("ragged", r"gives \(7, 4\) for 3 images and \(5, 4\) for 1: its rows are not the images"),
+        ("lstm:1.0", "auto does not fit an activation of shape .1, 5. per image"),
+        ("infinite", "its output for a picture differs in a batch from the picture alone"),
+        ("ragged", r"is \(7, 4\) for 3 images and \(5, 4\) for 1: its rows are not the images"),
         ("embedding", "no single classifier"),
-        ("windows:cls_token", "cls_token does not fit an activation of shape .4, 4, 14, 14. an image"),
+        ("windows:cls_token", "cls_token does not fit an activation of shape .4, 4, 14, 14. per image"),
     ],
 )
 def test_layers_whose_rows_are_not_the_images_are_refused(net: Backbone, layer: str, message: str) -> None:
@@ -218,9 +218,9 @@ def test_a_part_of_a_tuple_can_be_named(net: Backbone) -> None:
     ("layer", "message"),
     [
         ("lstn", "layer 'lstn' not found in net; nearest: 'lstm'"),
-        ("plain:mean_mpa", r"':mean_mpa' behind layer 'plain' is neither a pooling \(auto, .* nor .* \(plain\)"),
+        ("plain:mean_mpa", r"':mean_mpa' after layer 'plain' is neither a pooling \(auto, .* nor .* \(plain\)"),
         ("lstm:2", r"nor one of its tensors \(lstm:0, lstm:1.0, lstm:1.1\)"),
-        ("plain#1", "'#1' behind layer 'plain'"),
+        ("plain#1", "'#1' after layer 'plain'"),
     ],
 )
 def test_names_that_do_not_exist(net: Backbone, layer: str, message: str) -> None:

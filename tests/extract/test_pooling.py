@@ -94,14 +94,14 @@ def test_auto(shape: tuple[int, ...], class_token: bool, chosen: str) -> None:
         (
             "cls_token",
             (64, 7, 7),
-            "cls_token does not fit a map of shape .64, 7, 7. an image; take mean_map or max_map",
+            "cls_token does not fit a map of shape .64, 7, 7. per image; use mean_map or max_map",
         ),
-        ("cls_token", (196, 8), "which have no class token; take mean_tokens"),
-        ("mean_map", (197, 8), "mean_map does not fit tokens of shape .197, 8. an image; take mean_tokens"),
+        ("cls_token", (196, 8), "which have no class token; use mean_tokens"),
+        ("mean_map", (197, 8), "mean_map does not fit tokens of shape .197, 8. per image; use mean_tokens"),
         ("mean_tokens", (64, 7, 7), "does not fit a map"),
-        ("max_map", (1000,), "does not fit a vector of shape .1000. an image; take none"),
-        ("mean_map", (56, 56, 56), "channels could be the first axis or the last; take none or flatten"),
-        ("auto", (384, 196), "tokens could be the last axis; take none or flatten"),
+        ("max_map", (1000,), "does not fit a vector of shape .1000. per image; use none"),
+        ("mean_map", (56, 56, 56), "channels could be the first axis or the last; use none or flatten"),
+        ("auto", (384, 196), "tokens could be the last axis; use none or flatten"),
     ],
 )
 def test_a_pooling_that_does_not_fit_is_refused(pooling: str, shape: tuple[int, ...], message: str) -> None:

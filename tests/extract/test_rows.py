@@ -154,7 +154,7 @@ def test_an_expert_that_gets_some_pictures_is_refused() -> None:
 
 
 def test_rows_that_are_no_whole_images_are_refused() -> None:
-    with pytest.raises(InputError, match="gave 7 rows, and 2 for each image"):
+    with pytest.raises(InputError, match="returned 7 rows; expected 2 for each image"):
         BatchAxis(0, 2).by_image(torch.zeros(7, 3))
 
 
