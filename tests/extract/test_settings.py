@@ -65,6 +65,8 @@ def outcome() -> tuple[dict[str, int], str]:
 
 
 @pytest.mark.parametrize("before", SET_BEFORE)
-def test_float32_has_all_of_its_bits_whatever_a_program_has_set(before: str, outcome: tuple[dict[str, int], str]) -> None:
+def test_float32_has_all_of_its_bits_whatever_a_program_has_set(
+    before: str, outcome: tuple[dict[str, int], str]
+) -> None:
     codes, errors = outcome
     assert codes[before] == 0, errors
