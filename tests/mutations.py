@@ -198,7 +198,7 @@ MUTATIONS = (
     ),
     Mutation(
         "Only the first picture of the first batch is compared.",
-        "        for expected, other in zip(values, found[name], strict=True):  # row by row, since maps are large",
+        "        for expected, other in zip(values, computed[name], strict=True):  # row by row, since maps are large",
         "        for expected, other in zip(values[:1], found[name][:1], strict=True):",
         ("test_what_is_off_later_in_the_batch_is_found",),
     ),

@@ -200,7 +200,9 @@ def _to_mat(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
     texts = {"paths": reader.paths, "splits": reader.splits, "classes": reader.classes, "layers": list(names)}
     if (ids := reader.ids) is not None:
         texts["ids"] = ids
-    longest = {name: max((len(_units(value)) for value in values), default=0) or 1 for name, values in texts.items()}
+    longest = {
+        name: max((len(_utf16_units(value)) for value in values), default=0) or 1 for name, values in texts.items()
+    }
     shapes = {name: reader[name].shape[1:] or (1,) for name in names}
     rows = {name: max(1, min(n_rows, (1 << 20) // (4 * math.prod(shape)))) for name, shape in shapes.items()}
     size = sum(2 * longest[name] * len(values) for name, values in texts.items()) + n_rows * 16 + (1 << 20)
@@ -215,11 +217,12 @@ def _to_mat(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
             for start in range(0, len(values), 10_000):
                 part = values[start : start + 10_000]
                 data[:, start : start + len(part)] = _char_matrix(part, longest[name])
-        _matlab(file.create_dataset("labels", data=reader.labels[None].astype(np.float64) + 1), "double")
-        _matlab(file.create_dataset("status", data=reader.status[None]), "uint8")
+        _set_matlab_class(file.create_dataset("labels", data=reader.labels[None].astype(np.float64) + 1), "double")
+        _set_matlab_class(file.create_dataset("status", data=reader.status[None]), "uint8")
         for name, shape in shapes.items():
             chunks = (*shape[::-1], rows[name])
-            _matlab(file.create_dataset(variables[name], (*shape[::-1], n_rows), np.float32, chunks=chunks), "single")
+            data = file.create_dataset(variables[name], (*shape[::-1], n_rows), np.float32, chunks=chunks)
+            _set_matlab_class(data, "single")
         for start, stop, block in _blocks(reader):
             for name, shape in shapes.items():
                 transposed = block[name].reshape(-1, *shape).transpose().astype(np.float32)
@@ -229,11 +232,11 @@ def _to_mat(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
         raw.write(b"MATLAB 7.3 MAT-file, written by layertap".ljust(116) + bytes(8) + b"\x00\x02IM")
 
 
-def _matlab(data: h5py.Dataset, kind: str) -> None:
+def _set_matlab_class(data: h5py.Dataset, kind: str) -> None:
     data.attrs["MATLAB_class"] = np.bytes_(kind)
 
 
-def _units(text: str) -> NDArray[np.uint16]:
+def _utf16_units(text: str) -> NDArray[np.uint16]:
     return np.frombuffer(text.encode("utf-16-le", "surrogatepass"), "<u2")
 
 
@@ -241,7 +244,7 @@ def _char_matrix(values: Sequence[str], longest: int) -> NDArray[np.uint16]:
     """Return (longest, N) UTF-16 code units padded with spaces: one row for each text in MATLAB."""
     matrix = np.full((len(values), longest), ord(" "), np.uint16)
     for row, value in zip(matrix, values, strict=True):
-        units = _units(value)
+        units = _utf16_units(value)
         row[: len(units)] = units
     return np.ascontiguousarray(matrix.transpose())
 
@@ -272,7 +275,7 @@ class Format:
     write: Callable[[FeatureReader, Path, Sequence[str], _OnRows], None]
     is_folder: bool = False
 
-    def beside(self, folder: Path, name: str) -> Path:
+    def default_path(self, folder: Path, name: str) -> Path:
         """Return the default path for an export of a data set.
 
         Args:

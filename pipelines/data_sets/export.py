@@ -28,7 +28,7 @@ def run_export(out: Path | str, to: str, output: Path | None, layers: Sequence[s
     if output is not None:
         path = output
     elif isinstance(out, Path):
-        path = FORMATS[to].beside(out.resolve(), to)
+        path = FORMATS[to].default_path(out.resolve(), to)
     else:
         raise InputError(f"{out} is in a bucket; name an output file on this machine with -o")
     with FeatureReader(out) as reader, Progress(len(reader), "rows") as progress:

@@ -208,7 +208,9 @@ def test_functions_without_a_module_can_be_edited() -> None:
 
 
 @pytest.mark.parametrize(("make", "message"), [
-    (lambda: ablate("median"), "by 'median'"), (lambda: prune(1.5), "prune fraction 1.5"), (lambda: clip(1, "max"), "by 'max'"),
+    (lambda: ablate("median"), "by 'median'"),
+    (lambda: prune(1.5), "prune fraction 1.5"),
+    (lambda: clip(1, "max"), "by 'max'"),
 ])  # fmt: skip
 def test_wrong_settings(make, message: str) -> None:
     with pytest.raises(InputError, match=message):

@@ -28,18 +28,19 @@ from extract.system.torch_state import full_float32
 def check(before):
     exec(before)
     b = torch.backends
-    places = (b.cuda.matmul, b.cudnn.conv, b.cudnn.rnn, b.mkldnn.matmul, b.mkldnn.conv, b.mkldnn.rnn)
-    found = [place.fp32_precision for place in places]
+    settings = (b.cuda.matmul, b.cudnn.conv, b.cudnn.rnn, b.mkldnn.matmul, b.mkldnn.conv, b.mkldnn.rnn)
+    initial = [setting.fp32_precision for setting in settings]
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     with full_float32():
-        assert all(place.fp32_precision in ("ieee", "none") for place in places)
+        assert all(setting.fp32_precision in ("ieee", "none") for setting in settings)
         assert torch.get_float32_matmul_precision() == "highest"
         assert (x @ x - (x.double() @ x.double()).float()).abs().max() < 1e-4
         if "fp32_precision" not in before:
             # It reads the older settings, and fails beside the newer ones, with layertap or without.
             torch.export.export(torch.nn.Conv2d(3, 4, 3), (torch.randn(1, 3, 8, 8),))
-    now = [place.fp32_precision for place in places]
-    assert [one.replace("ieee", "none") for one in now] == [one.replace("ieee", "none") for one in found], (found, now)
+    restored = [setting.fp32_precision for setting in settings]
+    plain = [[value.replace("ieee", "none") for value in values] for values in (initial, restored)]
+    assert plain[0] == plain[1], (initial, restored)
 
 codes = {}
 for before in json.loads(sys.argv[1]):
@@ -56,14 +57,16 @@ print(json.dumps(codes))
 
 
 @pytest.fixture(scope="module")
-def found() -> tuple[dict[str, int], str]:
+def outcome() -> tuple[dict[str, int], str]:
     command = [sys.executable, "-c", PROGRAM, json.dumps(SET_BEFORE)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout), done.stderr
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout), run.stderr
 
 
 @pytest.mark.parametrize("before", SET_BEFORE)
-def test_float32_has_all_of_its_bits_whatever_a_program_has_set(before: str, found: tuple[dict[str, int], str]) -> None:
-    codes, told = found
-    assert codes[before] == 0, told
+def test_float32_has_all_of_its_bits_whatever_a_program_has_set(
+    before: str, outcome: tuple[dict[str, int], str]
+) -> None:
+    codes, errors = outcome
+    assert codes[before] == 0, errors

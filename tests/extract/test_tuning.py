@@ -145,7 +145,9 @@ def test_decoding_and_precision_must_agree_together() -> None:
 
 def test_where_nothing_agrees_each_reason_is_told(folder: Path) -> None:
     backbone = load_backbone("timm/test_resnet", **NET)
-    with pytest.raises(InputError, match=r"(?s)every requested compute option was rejected:.*bfloat16, eager: embedding has a cos"):
+    with pytest.raises(
+        InputError, match=r"(?s)every requested compute option was rejected:.*bfloat16, eager: embedding has a cos"
+    ):
         fastest(folder, backbone=backbone, precision="bfloat16", compile="off", min_cosine=1.0)
 
 

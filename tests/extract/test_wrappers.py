@@ -531,5 +531,8 @@ def test_subclasses_are_kept_as_plain_tensors_and_wrong_reductions_named() -> No
     with Taps(model, "0") as taps:
         taps(torch.ones(2).as_subclass(Mine))
         assert type(taps.record["0"]) is Tensor
-    with pytest.raises(InputError, match="the reduction of 0 returned tuple"), Taps(model, "0", reduce=lambda h: (h, h)) as taps:
+    with (
+        pytest.raises(InputError, match="the reduction of 0 returned tuple"),
+        Taps(model, "0", reduce=lambda h: (h, h)) as taps,
+    ):
         taps(torch.ones(2))

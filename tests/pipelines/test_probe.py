@@ -328,7 +328,7 @@ def test_only_files_of_the_same_kind_are_written_over(made, kept, tmp_path):
         assert taken.read_bytes() == before
     fifo = tmp_path / "pipe"
     os.mkfifo(fifo)
-    assert "no regular file" in fails("predict", kept, made / "out", "-o", fifo)
+    assert "not a regular file" in fails("predict", kept, made / "out", "-o", fifo)
     for _ in range(2):  # its own is
         assert layertap("predict", kept, made / "out", "-o", tmp_path / "mine.csv").exit_code == 0
     (tmp_path / "link.csv").symlink_to("mine.csv")

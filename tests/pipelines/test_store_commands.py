@@ -257,7 +257,7 @@ def test_export_writes_beside_the_data_set(embedded: Path, to: str, name: str) -
     assert result.exit_code == 0
     assert f"{name}: 12 rows of layer4, layer2" in result.stdout
     assert embedded.with_name(name).exists()
-    assert "exists already" in fails("export", embedded, "--to", to)
+    assert "already exists" in fails("export", embedded, "--to", to)
 
 
 def test_export_of_what_is_not_there(embedded: Path, tmp_path: Path) -> None:

@@ -69,32 +69,32 @@ def readers(
     published(data, url)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        with FeatureReader(data.out) as local, FeatureReader(url) as remote:
-            yield local, remote
+        with FeatureReader(data.out) as local, FeatureReader(url) as in_bucket:
+            yield local, in_bucket
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(index=indices, layer=st.sampled_from(list(VALUES)))
 def test_indexing_is_as_of_a_folder(readers: tuple[FeatureReader, FeatureReader], index: object, layer: str) -> None:
-    local, remote = readers
-    expected, actual = local[layer][index], remote[layer][index]
+    local, in_bucket = readers
+    expected, actual = local[layer][index], in_bucket[layer][index]
     assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
     assert np.array_equal(actual, expected, equal_nan=True)
 
 
 def test_everything_else_is_as_of_a_folder(readers: tuple[FeatureReader, FeatureReader]) -> None:
-    local, remote = readers
+    local, in_bucket = readers
     for name in ("paths", "splits", "classes", "provenance", "failures", "fingerprint", "layers", "compression", "ids"):
-        assert getattr(remote, name) == getattr(local, name), name
-    assert remote.paths == PATHS
+        assert getattr(in_bucket, name) == getattr(local, name), name
+    assert in_bucket.paths == PATHS
     for name in ("status", "row_hash", "record_hash", "source_size", "source_hash"):
-        assert np.array_equal(remote.column(name), local.column(name))
-    assert np.array_equal(remote.labels, local.labels)
-    assert np.array_equal(remote.checked(np.arange(7))["vector"], VALUES["vector"][:7])
+        assert np.array_equal(in_bucket.column(name), local.column(name))
+    assert np.array_equal(in_bucket.labels, local.labels)
+    assert np.array_equal(in_bucket.checked(np.arange(7))["vector"], VALUES["vector"][:7])
     for shuffle in (None, "rows", "chunks"):
-        batches = [rows.tolist() for _, rows in remote.batches("vector", 4, shuffle=shuffle)]
+        batches = [rows.tolist() for _, rows in in_bucket.batches("vector", 4, shuffle=shuffle)]
         assert batches == [rows.tolist() for _, rows in local.batches("vector", 4, shuffle=shuffle)]
-        for x, rows in remote.batches("map:none", 4, shuffle=shuffle):
+        for x, rows in in_bucket.batches("map:none", 4, shuffle=shuffle):
             assert np.array_equal(x, VALUES["map:none"][rows])
 
 
