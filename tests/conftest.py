@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import os
 import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from torch import nn
 
@@ -15,6 +17,11 @@ from extract.compute import compiled
 
 # A script that starts the tests in the background has SIGINT ignored, and every process that a test starts would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Processes of pytest-xdist share the cores, and so do the processes that their tests start.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
