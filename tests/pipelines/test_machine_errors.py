@@ -79,7 +79,7 @@ def broken_heif(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
     "raise OSError('libheif.so.1: cannot open shared object file')", "import no_such_module", "raise MemoryError",
     "import ctypes; ctypes.CDLL('libheif-that-is-not-there.so')", "def register_heif_opener(): raise RuntimeError('x')",
 ])  # fmt: skip
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_broken_decoder_stops_the_run_before_the_first_image(
     folder: Path, tmp_path: Path, broken_heif: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, line: str,
     workers: int,

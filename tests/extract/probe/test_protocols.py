@@ -353,7 +353,7 @@ def chosen_by_scikit_learn(strengths, x, y, x_val, y_val) -> float:
 
 
 @pytest.mark.parametrize(("rows", "sigma"), [(15, 1.5), (100, 4.0), (200, 8.0)])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_of_equally_good_strengths_the_one_with_the_least_log_loss_is_taken(rows, sigma, seed):
     x, y = gaussian_classes(rows, sigma, seed)
     x_val, y_val = gaussian_classes(max(6, rows // 10), sigma, 100 + seed)
