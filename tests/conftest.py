@@ -8,6 +8,7 @@ import shutil
 import signal
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -24,6 +25,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+
+
+# How long an example takes says more about the machine than about the code.
+hypothesis.settings.register_profile("unhurried", deadline=None)
+hypothesis.settings.load_profile("unhurried")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

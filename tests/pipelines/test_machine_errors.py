@@ -111,8 +111,14 @@ def test_a_pillow_that_decodes_no_jpeg_stops_the_run(
 # What a process runs out of
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+@pytest.mark.parametrize(
+    ("number", "workers"),
+    [(errno.EMFILE, 0), (errno.ENOMEM, 2)]
+    + [
+        pytest.param(*some, marks=pytest.mark.slow)
+        for some in [(errno.EMFILE, 2), (errno.ENFILE, 0), (errno.ENFILE, 2), (errno.ENOMEM, 0)]
+    ],
+)
 def test_what_the_machine_has_run_out_of_stops_the_run_and_fails_no_row(
     folder: Path, tmp_path: Path, failing: dict[str, Exception], number: int, workers: int
 ) -> None:

@@ -66,7 +66,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     return FeatureReader(complete_data_set(tmp_path_factory.mktemp("read") / "out", request.param).out)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(index=indices, layer=st.sampled_from(list(VALUES)))
 def test_indexing_equals_numpy(shared: FeatureReader, index: object, layer: str) -> None:
     expected = VALUES[layer][np.array(index, int) if isinstance(index, list) else index]
