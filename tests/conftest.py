@@ -3,18 +3,45 @@
 from __future__ import annotations
 
 import copy
+import os
+import shutil
 import signal
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from torch import nn
 
+from extract import defaults
 from extract.compute import compiled
 
 # A script that starts the tests in the background has SIGINT ignored, and every process that a test starts would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Processes of pytest-xdist share the cores, and so do the processes that their tests start.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+
+
+# How long an example takes says more about the machine than about the code.
+hypothesis.settings.register_profile("unhurried", deadline=None)
+hypothesis.settings.load_profile("unhurried")
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """How many processes share the default tests: one a core, at most four, since each takes more than a GB.
+
+    Files that are named, output that is to be seen (`-s`), and tests that are slow have no other process beside them.
+    """
+    named = any(Path(argument.split("::")[0]).is_file() for argument in config.args)
+    if named or config.option.capture == "no" or "not slow" not in config.option.markexpr:
+        return 0
+    return min(4, defaults.CORES) if defaults.CORES > 1 else 0
+
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
@@ -42,15 +69,20 @@ def make_picture(seed: int, width: int = 64, height: int = 48) -> Image.Image:
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Twelve pictures in three classes, of several sizes and formats."""
-    root = tmp_path / "pictures"
+@pytest.fixture(scope="session")
+def _twelve(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("twelve")
     for i in range(12):
         path = root / ["ant", "bee", "cat"][i % 3] / f"{i:02d}.{['png', 'jpg'][i % 2]}"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         make_picture(i, 40 + 5 * i, 70 - 3 * i).save(path)
     return root
+
+
+@pytest.fixture
+def folder(_twelve: Path, tmp_path: Path) -> Path:
+    """Twelve pictures in three classes, of several sizes and formats."""
+    return shutil.copytree(_twelve, tmp_path / "pictures", copy_function=shutil.copyfile)
 
 
 def out_of_place(model: nn.Module) -> nn.Module:

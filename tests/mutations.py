@@ -72,16 +72,13 @@ MUTATIONS = (
         "The second forward keeps the record of the first.",
         "            self.forward = ModelCall(Record(self.why_absent), [[\"\"]])",
         "            self.forward = self.forward or ModelCall(Record(self.why_absent), [[\"\"]])",
-        (
-            "test_a_layer_that_did_not_run_raises_and_does_not_answer_with_old_values",
-            "test_3_a_fresh_record_for_each_forward",
-        ),
+        ("test_a_layer_that_did_not_run_raises_and_does_not_answer_with_old_values",),
     ),
     Mutation(
         "Stopping early ends the forward one call too soon.",
         "        if self._stoppable and self._to_keep and not forward.left:",
         "        if self._stoppable and self._to_keep and forward.left <= 1:",
-        ("test_stop_ends_the_forward_after_the_last_call_asked_for", "test_9_early_stop"),
+        ("test_stop_ends_the_forward_after_the_last_call_asked_for",),
     ),
     Mutation(
         "Ablating some channels takes out all others instead.",

@@ -212,7 +212,10 @@ def test_a_format_is_a_choice_with_a_place_and_its_files_are_written(
 # A command: a decorated function in the `command.py` of its room.
 
 
-@pytest.mark.parametrize("room", ["data_sets", "embed", "network", "probe", "sync"])
+@pytest.mark.parametrize(
+    "room",
+    ["sync"] + [pytest.param(room, marks=pytest.mark.slow) for room in ("data_sets", "embed", "network", "probe")],
+)
 def test_a_command_in_the_module_of_its_room_is_registered(room: str) -> None:
     added = f"""
 import click

@@ -26,7 +26,7 @@ def lite() -> Backbone:
 @pytest.fixture(scope="module")
 def inputs(lite: Backbone) -> Tensor:
     prepared = [lite.preprocessing.cpu_transform(make_picture(seed, 300, 260)) for seed in range(4)]
-    return lite.preprocessing.to_input(torch.stack(prepared))
+    return lite.preprocessing.to_input(torch.stack(prepared))[..., ::2, ::2]  # a quarter of the work
 
 
 class Changed(nn.Module):

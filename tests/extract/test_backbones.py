@@ -190,6 +190,7 @@ def test_files_for_googlenet_and_inception_give_what_named_weights_would(tmp_pat
             assert torch.equal(backbone.model(x), model(x))
 
 
+@pytest.mark.slow
 def test_a_file_under_its_published_name_brings_that_entrys_preprocessing(tmp_path: Path) -> None:
     state = models.resnet50().state_dict()
     v1, v2 = models.ResNet50_Weights.IMAGENET1K_V1, models.ResNet50_Weights.IMAGENET1K_V2
@@ -201,6 +202,7 @@ def test_a_file_under_its_published_name_brings_that_entrys_preprocessing(tmp_pa
         assert len(backbone.notes) == told
 
 
+@pytest.mark.slow
 def test_vision_transformers_are_built_for_the_size_of_their_preprocessing() -> None:
     from torchvision.models import get_model
 
@@ -211,8 +213,10 @@ def test_vision_transformers_are_built_for_the_size_of_their_preprocessing() -> 
     assert get_model("vit_b_16", image_size=large - large % 16).image_size == 512  # what is relied upon
 
 
-@pytest.mark.parametrize("name", ["resnet18", "vgg11", "vit_b_16", "swin_t", "convnext_tiny", "mobilenet_v3_small",
-                                  "densenet121", "googlenet", "regnet_y_400mf", "shufflenet_v2_x0_5"])  # fmt: skip
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "shufflenet_v2_x0_5"] + [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("vgg11", "vit_b_16", "swin_t", "convnext_tiny", "densenet121", "googlenet", "regnet_y_400mf")
+])  # fmt: skip
 def test_the_classifier_of_torchvision_models_gives_their_output(name: str) -> None:
     backbone = load_backbone(f"torchvision/{name}", weights="random", device="cpu")
     given = []

@@ -47,6 +47,13 @@ NETS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 }
 
 
+# In-place ReLU and SiLU, layers that run twice, windows, tokens, maps whose channels come last.
+QUICK = (
+    "torchvision/mobilenet_v3_small", "torchvision/swin_t", "timm/resnet18", "timm/tf_efficientnet_lite0",
+    "timm/convnext_atto", "timm/vit_tiny", "hf/dinov2",
+)  # fmt: skip
+
+
 def by_hooks(model: nn.Module, x: Tensor, take: Callable[[Tensor], Tensor]) -> dict[str, list[list[Tensor]]]:
     """Name -> calls -> tensors, as bare forward hooks see them."""
     found: dict[str, list[list[Tensor]]] = {}
@@ -73,7 +80,9 @@ def wrong_calls(found: dict[str, list[list[Tensor]]], truth: dict[str, list[list
     )
 
 
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NETS]
+)
 def test_every_layer_and_call_is_what_an_out_of_place_twin_gives(name: str) -> None:
     torch.manual_seed(0)
     make, size = NETS[name]

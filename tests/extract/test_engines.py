@@ -35,14 +35,18 @@ LAYERS = {
     "torchvision/resnet18": ["layer1.0.bn1:none", "layer1.*.relu:none", "relu", "layer?", "layer4:max_map", "avgpool"],
     "torchvision/vgg11": ["features.*:none", "embedding"],
     "torchvision/mobilenet_v3_small": ["features.*", "embedding"],
+    "timm/test_vit": ["blocks.*", "blocks.1.attn:none", "blocks.5:cls_token", "norm:mean_tokens"],
+    "timm/test_efficientnet": ["blocks.*", "conv_stem:none", "global_pool", "classifier", "embedding"],
     "timm/vit_tiny_patch16_224": ["blocks.*", "blocks.3.attn:none", "blocks.11:cls_token", "norm:mean_tokens"],
     "timm/swin_tiny_patch4_window7_224": ["layers.*", "layers.0.blocks.0.attn:none", "embedding"],
     "timm/convnext_atto": ["stages.*", "embedding"],
     "bundled/efficientnet_lite0": ["blocks.*", "conv_stem:none", "global_pool", "classifier", "embedding"],
 }  # fmt: skip
 
-QUICK = ("timm/vit_tiny_patch16_224", "bundled/efficientnet_lite0")
-SLOW = ("torchvision/resnet18", "timm/convnext_atto")
+QUICK = ("timm/test_vit", "timm/test_efficientnet")
+SLOW = (
+    "torchvision/resnet18", "timm/convnext_atto", "timm/vit_tiny_patch16_224", "bundled/efficientnet_lite0",
+)  # fmt: skip
 
 
 def _marked(spec: str) -> Any:
@@ -80,13 +84,14 @@ def test_compiled_features_are_those_of_an_eager_forward(spec: str, engine: str)
 
 @openvino
 def test_features_are_compiled_to_float16_too() -> None:
-    plain, compiled, _ = _both_ways("torchvision/resnet18", "openvino", ["layer4", "layer1:none"], "float16")
+    plain, compiled, _ = _both_ways("timm/test_resnet", "openvino", ["layer4", "layer1:none"], "float16")
     for name, values in compiled.items():
         assert values.dtype == np.float16
         assert np.abs(values.astype(float) - plain[name]).max() <= 2**-10 * np.abs(plain[name]).max()
 
 
 @openvino
+@pytest.mark.slow
 def test_a_run_that_stores_float16_is_compared_in_float32(folder: Path, tmp_path: Path) -> None:
     """Rounding to 11 bits is far more than what compiled code may be off."""
     found = extract_features(folder, out=tmp_path / "out", compile="on", dtype="float16", **NET)
@@ -146,14 +151,14 @@ def test_what_is_compiled_stops_at_the_last_layer() -> None:
     """Layers behind those asked for are not computed."""
     from extract.compute.exported_graph import graph_of
 
-    backbone = load_backbone("torchvision/resnet18", weights="random", device="cpu")
+    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
     with evaluating(backbone.model):
         early, late = (choose_features(backbone, [layer]) for layer in ("layer1", "layer4"))
         sizes = []
         for choice in (early, late):
             program = graph_of(backbone, choice, "float32", "float32", _pictures(backbone, 2)).run_decompositions({})
             sizes.append(sum(str(node.target) == "aten.conv2d.default" for node in program.graph.nodes))
-    assert sizes == [5, 20]
+    assert sizes == [5, 15]
 
 
 NET: dict[str, Any] = {"backbone": "timm/test_resnet", "weights": "random", "batch_size": 5, "progress": False}
@@ -267,7 +272,7 @@ def test_compiled_code_that_is_off_is_not_used(
     assert np.array_equal(stored["embedding"][:], plain["embedding"][:])
 
 
-@pytest.mark.parametrize("compile", ["off", BY_OPENVINO])
+@pytest.mark.parametrize("compile", ["off", pytest.param("openvino", marks=[openvino, pytest.mark.slow])])
 def test_low_precision_that_is_refused_leaves_nothing_behind(
     folder: Path, tmp_path: Path, compile: str, request: pytest.FixtureRequest
 ) -> None:
@@ -316,6 +321,7 @@ def test_a_run_that_began_in_lower_precision_is_gone_on_with(folder: Path, tmp_p
     assert 0.9 < rest.computation.agreement["embedding"].min_cosine < 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("openvino_in_bfloat16")
 def test_lower_precision_is_another_fingerprint_for_each_engine_and_auto_goes_on_as_it_began(
     folder: Path, tmp_path: Path

@@ -175,12 +175,12 @@ def test_no_mixture_or_order_of_images_passes_for_rows(change) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "resnet18",
+        pytest.param("resnet18", marks=pytest.mark.slow),
         "vit_tiny_patch16_224",
         pytest.param("swin_tiny_patch4_window7_224", marks=pytest.mark.soak),
         pytest.param("mixer_s32_224", marks=pytest.mark.slow),
         "convnext_atto",
-        "tf_efficientnet_lite0",
+        pytest.param("tf_efficientnet_lite0", marks=pytest.mark.slow),
     ],
 )
 def test_the_layers_of_real_networks_are_not_refused(name: str) -> None:

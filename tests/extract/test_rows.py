@@ -92,7 +92,7 @@ MIXES["sorts beside a large value"] = (
 
 
 @pytest.mark.parametrize("how", MIXES)
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float16", marks=pytest.mark.slow)])
 def test_what_only_real_pictures_show_is_refused_before_anything_is_stored(
     tmp_path: Path, how: str, dtype: str
 ) -> None:

@@ -94,9 +94,14 @@ def assert_same(out: Path, expected: FeatureReader) -> None:
         assert np.array_equal(reader["embedding"][:], expected["embedding"][:])
 
 
-@pytest.mark.parametrize("in_time", [True, False])
-@pytest.mark.parametrize("ahead", [1, 20])  # batches: less than a shard, and several shards
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("workers", "ahead", "in_time"),  # ahead: batches, less than a shard, and several shards
+    [(0, 1, True), (1, 20, True), (1, 1, False)]
+    + [
+        pytest.param(*some, marks=pytest.mark.slow)
+        for some in [(0, 20, True), (1, 1, True), (0, 1, False), (0, 20, False), (1, 20, False)]
+    ],
+)
 def test_what_decodes_goes_on_with_the_next_shard(
     pictures: Path, tmp_path: Path, options: dict[str, Any], expected: FeatureReader, begun: list[int],
     workers: int, ahead: int, in_time: bool, monkeypatch: pytest.MonkeyPatch,
@@ -174,7 +179,9 @@ def test_a_shard_does_not_answer_for_an_image_of_the_next_that_kills_what_decode
 
 
 @pytest.mark.parametrize("engine", ["a made-up GPU", BY_OPENVINO])
-@pytest.mark.parametrize("failing", [1, 2, 3])
+@pytest.mark.parametrize(
+    "failing", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_after_a_shard_that_failed_the_others_are_right(
     pictures: Path, tmp_path: Path, options: dict[str, Any], engine: str, failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

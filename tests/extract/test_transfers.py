@@ -206,8 +206,14 @@ def rows_in(out: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("batch_size", [2, 5, 9])
+@pytest.mark.parametrize(
+    ("batch_size", "seed"),
+    [
+        pytest.param(size, seed, marks=() if (size, seed) in [(2, 0), (5, 1), (9, 2)] else pytest.mark.slow)
+        for size in (2, 5, 9)
+        for seed in range(3)
+    ],
+)
 def test_rows_are_those_of_a_run_that_waits(
     mixed: Path, tmp_path: Path, backbone: Backbone, batch_size: int, seed: int
 ) -> None:
@@ -249,7 +255,7 @@ def test_the_next_batch_is_begun_before_the_last_one_is_waited_for(
     assert order == ["begin", "wait", "begin", "begin", "wait", "begin", "wait", "wait"]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_where_the_memory_is_short_no_row_is_lost(folder: Path, tmp_path: Path, backbone: Backbone, seed: int) -> None:
     def short_of_memory(module: Any, args: Any) -> None:
         if len(args[0]) > 2 and len(sizes := made[0]._downward._copies) > 3:
@@ -269,8 +275,15 @@ def test_where_the_memory_is_short_no_row_is_lost(folder: Path, tmp_path: Path, 
         assert np.abs(one[name][:] - other[name][:]).max() <= 1e-5 * np.abs(one[name][:]).max()
 
 
-@pytest.mark.parametrize("end", [KeyboardInterrupt, RuntimeError, "stop"])
-@pytest.mark.parametrize("after", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("end", "after"),
+    [(KeyboardInterrupt, 1), (RuntimeError, 2), ("stop", 3)]
+    + [
+        pytest.param(*some, marks=pytest.mark.slow)
+        for some in [(KeyboardInterrupt, 2), (KeyboardInterrupt, 3), (RuntimeError, 1), (RuntimeError, 3), ("stop", 1),
+                     ("stop", 2)]
+    ],
+)  # fmt: skip
 def test_what_was_computed_when_a_run_ends_early_is_stored_and_right(
     mixed: Path, tmp_path: Path, backbone: Backbone, end: Any, after: int
 ) -> None:
@@ -298,7 +311,9 @@ def test_what_was_computed_when_a_run_ends_early_is_stored_and_right(
     assert rows_in(tmp_path / "ahead") == rows_in(tmp_path / "waits")
 
 
-@pytest.mark.parametrize("interrupted", range(1, 12, 2))
+@pytest.mark.parametrize(
+    "interrupted", [1, 5, 9] + [pytest.param(number, marks=pytest.mark.slow) for number in (3, 7, 11)]
+)
 def test_a_wait_that_is_interrupted_loses_nothing_that_was_computed(
     folder: Path, tmp_path: Path, backbone: Backbone, interrupted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

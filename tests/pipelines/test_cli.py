@@ -167,9 +167,17 @@ def test_wrong_values(folder: Path, tmp_path: Path, arguments: list[str], messag
 
 
 def test_a_layer_that_never_runs(folder: Path, tmp_path: Path) -> None:
-    text = fails("embed", folder, "-o", tmp_path / "out", "-b", "torchvision/vit_b_16", "--weights", "random",
-                 "-l", "encoder.layers.encoder_layer_0.self_attention.out_proj")  # fmt: skip
-    assert "'encoder.layers.encoder_layer_0.self_attention.out_proj' of torchvision/vit_b_16 never runs" in text
+    file = tmp_path / "net.py"
+    file.write_text(
+        "from torch import nn\n"
+        "from torchvision import transforms\n"
+        "def net():\n"
+        "    encoder = nn.TransformerEncoderLayer(64, 2, 8, batch_first=True)\n"
+        "    model = nn.Sequential(nn.Conv2d(3, 64, 8, 8), nn.Flatten(2), encoder, nn.Flatten(), nn.Linear(4096, 5))\n"
+        "    return model, transforms.Compose([transforms.Resize((64, 64)), transforms.ToTensor()])\n"
+    )
+    text = fails("embed", folder, "-o", tmp_path / "out", "-b", f"python/{file}:net", "-l", "2.self_attn.out_proj")
+    assert f"'2.self_attn.out_proj' of python/{file}:net never runs" in text
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,9 @@ def test_a_loss_needs_classes_or_code(net: Path, folder: Path) -> None:
     assert "'losss'" in run("inspect", f"python/{net}:make", folder, "--grad", "--loss", f"{net}:losss", code=2)
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+@pytest.mark.parametrize(
+    "suffix", ["png", pytest.param("svg", marks=pytest.mark.slow), pytest.param("pdf", marks=pytest.mark.slow)]
+)
 def test_pictures_of_an_inspection(net: Path, folder: Path, tmp_path: Path, suffix: str) -> None:
     out = tmp_path / "inside"
     run("inspect", f"python/{net}:make", folder, "--workers", 0, "--grad", "--loss", f"{net}:loss", "--pictures", out,
@@ -129,7 +131,8 @@ def test_pictures_of_an_inspection(net: Path, folder: Path, tmp_path: Path, suff
 
 @pytest.mark.parametrize("kind", ["maps", "channels", "top", "filters", "tokens"])
 def test_each_kind_of_picture_is_drawn(net: Path, folder: Path, tmp_path: Path, kind: str) -> None:
-    output = run("draw", kind, f"python/{net}:make", folder, "-o", tmp_path / "p", "--workers", 0)
+    output = run("draw", kind, f"python/{net}:make", folder, "-o", tmp_path / "p", "--workers", 0,
+                 "--sample", 4)  # fmt: skip
     [path] = (tmp_path / "p").iterdir()
     assert str(path) in output
     with Image.open(path) as picture:
@@ -249,7 +252,7 @@ def test_numbers_of_folders_are_not_taken_for_outputs(photos: Path, tmp_path: Pa
 
 def test_attention_of_each_layer_and_refusals(folder: Path, tmp_path: Path) -> None:
     few = ("--weights", "random", "--sample", 2, "--workers", 0)
-    of = ("timm/vit_tiny_patch16_224", folder, *few, "-o", tmp_path / "p")
+    of = ("timm/test_vit", folder, *few, "-o", tmp_path / "p")
     run("draw", "attention", *of, "-l", "blocks.0.attn", "-l", "blocks.3.attn")
     names = sorted(path.name for path in (tmp_path / "p").iterdir())
     assert names == ["attention-blocks.0.attn.png", "attention-blocks.3.attn.png"]

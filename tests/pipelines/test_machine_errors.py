@@ -79,7 +79,7 @@ def broken_heif(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
     "raise OSError('libheif.so.1: cannot open shared object file')", "import no_such_module", "raise MemoryError",
     "import ctypes; ctypes.CDLL('libheif-that-is-not-there.so')", "def register_heif_opener(): raise RuntimeError('x')",
 ])  # fmt: skip
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_broken_decoder_stops_the_run_before_the_first_image(
     folder: Path, tmp_path: Path, broken_heif: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, line: str,
     workers: int,
@@ -111,8 +111,14 @@ def test_a_pillow_that_decodes_no_jpeg_stops_the_run(
 # What a process runs out of
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+@pytest.mark.parametrize(
+    ("number", "workers"),
+    [(errno.EMFILE, 0), (errno.ENOMEM, 2)]
+    + [
+        pytest.param(*some, marks=pytest.mark.slow)
+        for some in [(errno.EMFILE, 2), (errno.ENFILE, 0), (errno.ENFILE, 2), (errno.ENOMEM, 0)]
+    ],
+)
 def test_what_the_machine_has_run_out_of_stops_the_run_and_fails_no_row(
     folder: Path, tmp_path: Path, failing: dict[str, Exception], number: int, workers: int
 ) -> None:

@@ -18,6 +18,7 @@ from sklearn.linear_model import LogisticRegression
 
 from extract import FeatureReader
 from extract.analysis.probe import LinearProbe
+from pipelines.probe import probe_figures
 from tests.pipelines.test_cli import SMALL, fails, layertap
 
 COLOURS = {"ant": (200, 60, 60), "bee": (60, 200, 60), "cat": (60, 60, 200)}
@@ -46,10 +47,23 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture
+def figures() -> None:
+    """For tests in which figures are drawn."""
+
+
+@pytest.fixture(autouse=True)
+def _figures_are_made_but_not_drawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes longer than the probes do."""
+    if "figures" not in request.fixturenames:
+        monkeypatch.setattr(probe_figures, "save_figure", lambda figure, path: path)
+
+
 def results(folder: Path) -> dict:
     return json.loads((folder / "results.json").read_text())
 
 
+@pytest.mark.usefixtures("figures")
 def test_every_layer_is_probed_and_all_that_was_found_is_written(made, tmp_path):
     result = layertap("probe", made / "out", "-o", tmp_path / "res", "--similarity")
     assert result.exit_code == 0
@@ -348,6 +362,7 @@ def test_classes_that_training_lacks_keep_their_names(made, tmp_path):
     assert all(names[path] == label for path, label in found.items())
 
 
+@pytest.mark.usefixtures("figures")
 def test_names_that_are_formulas_elsewhere_are_drawn_as_they_are(tmp_path):
     write_pictures(tmp_path / "pictures", {"": 6})
     (tmp_path / "pictures/ant").rename(tmp_path / "pictures/$\\frac{a}$")
@@ -432,12 +447,19 @@ def test_a_config_file_has_the_words_of_the_flags(made, tmp_path):
 # predict
 
 
-@pytest.fixture
-def kept(made, tmp_path):
-    file = tmp_path / "probe.safetensors"
-    result = layertap("probe", made / "out", "-l", "layer4", "-o", tmp_path / "res", "--save", file)
+@pytest.fixture(scope="module")
+def _kept(made, tmp_path_factory):
+    place = tmp_path_factory.mktemp("kept")
+    file = place / "probe.safetensors"
+    result = layertap("probe", made / "out", "-l", "layer4", "-o", place / "res", "--save", file)
     assert str(file) in result.stdout
-    return file
+    return place
+
+
+@pytest.fixture
+def kept(_kept, tmp_path):
+    shutil.copytree(_kept, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "probe.safetensors"
 
 
 def predictions(file: Path) -> dict[str, str]:

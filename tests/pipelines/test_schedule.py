@@ -547,6 +547,7 @@ def run_schedule(config: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_the_process_makes_passes_tells_of_them_and_stops_in_order(folder: Path, tmp_path: Path) -> None:
     told: list[Any] = []
 

@@ -126,7 +126,9 @@ def test_code_is_run_by_consent_only(folder: Path, tmp_path: Path) -> None:
     assert content["results"][0]["path"] == "ant/00.png"
 
 
-@pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
+@pytest.mark.parametrize(
+    "kind", ["png", pytest.param("svg", marks=pytest.mark.slow), pytest.param("pdf", marks=pytest.mark.slow)]
+)
 def test_a_gallery_is_drawn_and_missing_pictures_have_a_place(
     out: Path, folder: Path, tmp_path: Path, kind: str
 ) -> None:

@@ -49,6 +49,7 @@ def changes(config: SyncConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any
     """Starts to look for changes, with a library."""
     monkeypatch.setattr(watching, "_SCAN_S", 0.05)
     monkeypatch.setattr(watching, "_GONE_S", 0.05)
+    monkeypatch.setattr(watching, "_NOTHING_MS", 200)
     stop, begun = threading.Event(), []
 
     def begin(library: Any) -> Any:
@@ -109,8 +110,10 @@ def test_a_folder_that_takes_the_place_of_another_is_followed(changes: Any, conf
 
 @pytest.mark.skipif(os.getuid() != 0, reason="a folder that cannot be read takes another user to read it")
 def test_a_tree_with_a_folder_that_cannot_be_read_is_watched(
-    capfd: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(watching, "_NOTHING_MS", 200)
+    heard, says = os.pipe()
     with tempfile.TemporaryDirectory() as place:
         root = Path(place) / "photos"
         for name in ("ant", "lost+found"):
@@ -126,16 +129,20 @@ def test_a_tree_with_a_folder_that_cannot_be_read_is_watched(
                 stop = threading.Event()
                 seen = watching._Changes(watchfiles, [config], stop)
                 settled(seen, config)
+                os.write(says, b"1")
                 _until(lambda: seen.take(config), 20)
                 settled(seen, config)
+                os.write(says, b"2")
                 _until(lambda: seen.take(config), 20)
                 os._exit(0)
             finally:
                 os._exit(1)
-        time.sleep(4)
+        os.close(says)
+        assert os.read(heard, 1) == b"1"
         (root / "bee").mkdir()
-        time.sleep(6)
+        assert os.read(heard, 1) == b"2"
         make_picture(90).save(root / "bee" / "new.png")  # in a folder that was not there
+        os.close(heard)
         assert os.waitpid(child, 0)[1] == 0
         assert "cannot be watched" not in capfd.readouterr().err
 

@@ -545,7 +545,19 @@ def test_the_limit_of_pixels_is_the_last_number_that_is_let_through(kind: str) -
         decode(data, max_pixels=64 * 64 - 1)
 
 
-def test_a_higher_limit_lets_a_larger_picture_through_and_leaves_pillow_s_own_as_it_was(bomb: bytes) -> None:
+def test_a_higher_limit_lets_a_larger_picture_through_and_leaves_pillow_s_own_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)  # Pillow refuses twice as many
+    picture = encoded(Image.new("RGB", (60, 50)), "PNG")
+    with pytest.raises(Image.DecompressionBombError):
+        Image.open(io.BytesIO(picture))
+    assert decode(picture, max_pixels=3000).size == (60, 50)
+    assert Image.MAX_IMAGE_PIXELS == 1000
+
+
+@pytest.mark.slow
+def test_a_higher_limit_lets_a_picture_of_200_megapixels_through(bomb: bytes) -> None:
     before = Image.MAX_IMAGE_PIXELS
     assert decode(bomb, max_pixels=200_000_000).size == (20000, 10000)
     assert before == Image.MAX_IMAGE_PIXELS

@@ -232,7 +232,7 @@ def test_scaling_is_of_the_training_rows_alone(data):
 
 def test_labels_of_the_test_rows_have_no_influence_on_the_probe(data):
     x, y, x_val, y_val, x_test, y_test = data
-    for protocol in ("clip", "simclr", "knn"):
+    for protocol in ("clip", "knn"):
         first, second = (
             linear_probe(x, y, x_test, truth, x_val=x_val, y_val=y_val, protocol=protocol)
             for truth in (y_test, np.random.default_rng(0).permutation(y_test))
@@ -253,7 +253,7 @@ def test_shuffled_labels_give_chance():
 
 def test_streamed_features_give_what_held_ones_give(data):
     x, y, x_val, y_val, x_test, y_test = data
-    for protocol in ("simclr", "knn", "centroid"):
+    for protocol in ("clip", "knn", "centroid"):
         held, streamed = (
             linear_probe(x, y, x_test, y_test, x_val=x_val, y_val=y_val, protocol=protocol, memory_bytes=memory)
             for memory in (1 << 30, 20_000)
@@ -353,7 +353,7 @@ def chosen_by_scikit_learn(strengths, x, y, x_val, y_val) -> float:
 
 
 @pytest.mark.parametrize(("rows", "sigma"), [(15, 1.5), (100, 4.0), (200, 8.0)])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_of_equally_good_strengths_the_one_with_the_least_log_loss_is_taken(rows, sigma, seed):
     x, y = gaussian_classes(rows, sigma, seed)
     x_val, y_val = gaussian_classes(max(6, rows // 10), sigma, 100 + seed)

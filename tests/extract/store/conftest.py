@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +12,15 @@ from tests.extract.store.bucket_server import KEY, SECRET, TOKEN, Proxy, direct,
 from tests.extract.store.rows import complete_data_set
 
 
+@pytest.fixture(scope="session")
+def _complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return complete_data_set(tmp_path_factory.mktemp("complete") / "out").out
+
+
 @pytest.fixture
-def complete(tmp_path: Path) -> Path:
+def complete(_complete: Path, tmp_path: Path) -> Path:
     """A finished data set of three shards."""
-    return complete_data_set(tmp_path / "out").out
+    return shutil.copytree(_complete, tmp_path / "out")
 
 
 @pytest.fixture(scope="session")

@@ -266,7 +266,7 @@ def test_no_damage_crashes_or_passes_for_right(tmp_path: Path, compress: str | N
     good = shard.read_bytes()
     dice = random.Random(0)
     seen = {"right": 0, "error": 0, "wrong": 0}
-    for _ in range(int(os.environ.get("LAYERTAP_FUZZ", "30"))):
+    for _ in range(int(os.environ.get("LAYERTAP_FUZZ", "15"))):
         bad = damage(good, dice)
         if bad == good:
             continue
@@ -305,7 +305,7 @@ def test_even_a_structure_that_was_signed_anew_crashes_nothing(tmp_path: Path) -
     data = complete_data_set(tmp_path / "out")
     shard = data.path(1)
     good, dice, errors = shard.read_bytes(), random.Random(1), 0
-    for _ in range(int(os.environ.get("LAYERTAP_FUZZ", "30"))):
+    for _ in range(int(os.environ.get("LAYERTAP_FUZZ", "15"))):
         bad = bytearray(good)
         at = 512 + dice.randrange(4096)  # where HDF5 keeps its structures
         bad[at] ^= 1 << dice.randrange(8)

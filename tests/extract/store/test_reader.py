@@ -61,12 +61,12 @@ indices = st.one_of(
 )
 
 
-@pytest.fixture(scope="module", params=[None, "gzip", "lzf", "blosc2"])
+@pytest.fixture(scope="module", params=[None, "gzip", pytest.param("lzf", marks=pytest.mark.slow), "blosc2"])
 def shared(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> FeatureReader:
     return FeatureReader(complete_data_set(tmp_path_factory.mktemp("read") / "out", request.param).out)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(index=indices, layer=st.sampled_from(list(VALUES)))
 def test_indexing_equals_numpy(shared: FeatureReader, index: object, layer: str) -> None:
     expected = VALUES[layer][np.array(index, int) if isinstance(index, list) else index]
@@ -257,7 +257,13 @@ def test_labels_of_several_folders_are_numbered_anew(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("method", "workers", "compress"),
-    [(None, 0, None), (None, 0, "gzip"), ("fork", 2, None), ("fork", 2, "gzip"), ("spawn", 2, "gzip")],
+    [
+        (None, 0, None),
+        (None, 0, "gzip"),
+        ("fork", 2, None),
+        ("fork", 2, "gzip"),
+        pytest.param("spawn", 2, "gzip", marks=pytest.mark.slow),
+    ],
 )
 def test_a_data_loader_gives_the_stored_rows_in_a_seeded_order(
     tmp_path: Path, method: str | None, workers: int, compress: str | None

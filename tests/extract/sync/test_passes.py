@@ -544,6 +544,7 @@ def test_a_pass_is_never_given_the_number_of_another(home: Home) -> None:
 
 
 def test_damage_inside_the_manifest_is_found_and_mended(home: Home) -> None:
+    home.plan_for = planner(shard_rows=1000)
     for i in range(200):
         home.write(f"c/{i}.ppm", 100 + i)
     home.sync()
@@ -705,7 +706,7 @@ def test_readers_that_open_while_versions_change_always_succeed(home: Home) -> N
     stop = multiprocessing.get_context("fork").Event()
     reader = multiprocessing.get_context("fork").Process(target=_open_until, args=(home.out, stop))
     reader.start()
-    for i in range(20):
+    for i in range(10):
         home.write(f"c/{i}.ppm", 100 + i)
         (home.root / f"c/{i - 1}.ppm").unlink(missing_ok=True)
         home.sync()
@@ -790,13 +791,13 @@ def test_rows_of_images_that_are_gone_are_kept_for_a_while(home: Home) -> None:
 
 def test_many_small_passes_are_joined(home: Home) -> None:
     home.plan_for = planner(shard_rows=1000)
-    for i in range(25):
+    for i in range(18):
         home.write(f"c/{i}.ppm", 100 + i)
         home.sync()
     version = DataSet.open(home.out).version
     assert version is not None
     assert len(version.passes) < 16
-    assert len(home.paths()) == 35
+    assert len(home.paths()) == 28
     assert verify(home.out).faults == []
     same_as_fresh(home.root, home.out)
 

@@ -50,6 +50,7 @@ def files_of(out: Path) -> list[str]:
     return sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.name != ".lock")
 
 
+@pytest.mark.slow
 def test_several_processes_make_what_one_makes_and_a_second_run_does_nothing(folder: Path, tmp_path: Path) -> None:
     (folder / "ant" / "05-broken.jpg").write_bytes(b"no picture")
     out = tmp_path / "out"
