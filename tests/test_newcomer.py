@@ -147,7 +147,7 @@ def test_a_pooling_is_computed_stored_and_named_in_errors(
     said = fails("embed", folder, "-o", tmp_path / "other", *NET, "-l", "conv1:std_mop")
     assert "neither a pooling (auto, none, flatten, mean_map, max_map, cls_token, mean_tokens, std_map)" in said
     said = fails("embed", folder, "-o", tmp_path / "other", *NET, "-l", "conv1:mean_tokens")
-    assert "take mean_map or max_map or std_map" in said
+    assert "use mean_map or max_map or std_map" in said
 
 
 def test_a_pooling_that_fits_all_layouts_may_keep_their_axes(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -279,7 +279,7 @@ def test_low_precision_that_is_refused_leaves_nothing_behind(
     if compile == "openvino":
         request.getfixturevalue("openvino_in_bfloat16")
     out = tmp_path / "out"
-    with pytest.raises(LayertapError, match="has a cosine of 0.9.* at least 1.0 is wanted"):
+    with pytest.raises(LayertapError, match="has a cosine of 0.9.* at least 1.0 is required"):
         extract_features(folder, out=out, precision="bfloat16", compile=compile, min_cosine=1.0, **NET)
     assert not list((out / "shards").iterdir())
     assert extract_features(folder, out=out, **NET)["embedding"].shape[0] == 12  # in float32, the same folder takes it
@@ -300,7 +300,7 @@ def test_what_inductor_computes_in_lower_precision_has_a_fingerprint_of_its_own(
 @pytest.mark.usefixtures("openvino_in_bfloat16")
 def test_what_was_refused_does_not_decide_the_engine(folder: Path, tmp_path: Path) -> None:
     lower = {**NET, "precision": "bfloat16"}
-    with pytest.raises(LayertapError, match="is wanted"):
+    with pytest.raises(LayertapError, match="is required"):
         extract_features(folder, out=tmp_path / "out", compile="openvino", min_cosine=1.0, **lower)
     found = extract_features(folder, out=tmp_path / "out", min_cosine=0.9, **lower)
     assert found.provenance["depends_on"]["precision"] == "bfloat16 autocast"

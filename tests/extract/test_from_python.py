@@ -105,7 +105,7 @@ def test_the_fingerprint_follows_code_and_weights(file: Path, folder: Path, tmp_
     assert "weights_sha256" in fails(*arguments, "--seed", 1)
     file.write_text(CODE.replace("* 2 - 1", "* 2 - 1.1"))
     error = fails(*arguments)
-    assert "architecture: python/net.py:small of code with sha256" in error
+    assert "architecture: stored python/net.py:small of code with sha256" in error
     assert "weights_sha256" not in error
 
 

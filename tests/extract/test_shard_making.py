@@ -215,7 +215,7 @@ def test_what_was_refused_is_compared_again_for_the_next_shard(
 ) -> None:
     with maker_of(pictures, tmp_path, {**options, **flags, "min_cosine": 1.0}, 0) as maker:
         for shard in (0, 1, 0):
-            with pytest.raises(LayertapError, match="is wanted"):
+            with pytest.raises(LayertapError, match="is required"):
                 maker.make(shard)
 
 

@@ -246,7 +246,7 @@ def test_the_next_batch_is_begun_before_the_last_one_is_waited_for(
     def told(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: (order.append(name), function(*args))[1]
 
-    monkeypatch.setattr(Pinned, "up", told("begin", Pinned.up))
+    monkeypatch.setattr(Pinned, "to_device", told("begin", Pinned.to_device))
     monkeypatch.setattr(Pinned, "wait", told("wait", Pinned.wait))
     planned = plan(folder, out=tmp_path / "out", backbone=backbone, batch_size=3, workers=0)
     with on_a_gpu(0, 1 << 20):
@@ -328,8 +328,8 @@ def test_a_wait_that_is_interrupted_loses_nothing_that_was_computed(
         arrive(self, *args)
 
     uploads: list[int] = []
-    up = Pinned.up
-    monkeypatch.setattr(Pinned, "up", lambda self, images: (up(self, images), uploads.append(len(images)))[0])
+    up = Pinned.to_device
+    monkeypatch.setattr(Pinned, "to_device", lambda self, images: (up(self, images), uploads.append(len(images)))[0])
     monkeypatch.setattr(Pinned, "_arrive", arrives)
     with on_a_gpu(interrupted, 1 << 20), contextlib.suppress(KeyboardInterrupt):
         extract(plan(folder, out=tmp_path / "ahead", **how))

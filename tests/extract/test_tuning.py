@@ -81,7 +81,7 @@ def test_ways_that_do_not_agree_or_fail_are_not_to_be_taken(folder: Path, monkey
     assert (plain.why_not, plain.agreement, plain.decoding) == ("", {}, {})
     assert compiled.why_not == ""
     assert plain.images_per_s > 0 < compiled.images_per_s
-    assert "at least 1.0 is wanted" in lower.why_not
+    assert "at least 1.0 is required" in lower.why_not
     assert lower.images_per_s == 0.0  # not timed, since it may not be taken
     assert lower.agreement["embedding"].min_cosine > 0.99
     assert failed.images_per_s == 0.0

@@ -185,10 +185,10 @@ def test_ablation_by_layer_and_by_channel(net: Path, folder: Path, tmp_path: Pat
         ((), "no layer named"),
         (("-l", "conv1", "--edit", "nois:1"), "expected zero, mean"),
         (("-l", "conv1", "--edit", "scale:x"), "'x' is not a number"),
-        (("-l", "conv1", "--edit", "prune:2"), "from 0 to 1"),
+        (("-l", "conv1", "--edit", "prune:2"), "expected 0 to 1"),
         (("-l", "conv?", "--channels", "all"), "needs exactly one layer"),
         (("-l", "conv1", "--channels", "a"), "expected numbers"),
-        (("-l", "conv1", "--channels", "9"), "channels 0 to 7"),
+        (("-l", "conv1", "--channels", "9"), "expected 0 to 7"),
         (("-l", "conv1", "--picture", "a.jpg"), "ends in"),
     ],
 )
