@@ -73,7 +73,11 @@ def truth(photos: Path, lite0: Backbone) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(
     ("batch_size", "workers"),
-    [(7, 0), pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(64, 2, marks=pytest.mark.slow)],
+    [
+        pytest.param(7, 0, marks=pytest.mark.slow),
+        pytest.param(1, 2, marks=pytest.mark.slow),
+        pytest.param(64, 2, marks=pytest.mark.slow),
+    ],
 )
 def test_every_row_equals_a_direct_timm_call_on_the_same_file(
     photos: Path, tmp_path: Path, lite0: Backbone, truth: dict[str, np.ndarray], batch_size: int, workers: int
@@ -126,6 +130,10 @@ def test_kept_activations_are_those_before_the_inplace_relu(folder: Path, tmp_pa
         assert before.shape == (3, 64, 111, 111)
         assert before.min() < 0
         assert np.array_equal(np.maximum(before, 0), after)
+
+
+@pytest.mark.slow
+def test_kept_activations_of_a_resnet_are_those_before_the_inplace_relu(folder: Path, tmp_path: Path) -> None:
     resnet = load_backbone("torchvision/resnet18", weights="random", device="cpu")
     layers = ["layer3:none", "bn1:max_map", "bn1:none"]
     with extract_features(
@@ -371,6 +379,7 @@ class KilledByTheSeventh:
         return torch.zeros(3, 160, 160)
 
 
+@pytest.mark.slow
 def test_memory_is_handled_as_before_once_a_run_is_over() -> None:
     """Page faults of work in tensors of 4 MB: none while memory is kept, and not more afterwards than before."""
     code = """

@@ -63,9 +63,11 @@ def test_tokens_are_pooled_as_the_model_pools_them() -> None:
 
 
 @pytest.mark.parametrize(("spec", "layer", "axes"), [
-    ("torchvision/swin_t", "features.1", "HWC"), ("timm/swin_tiny_patch4_window7_224", "layers.2", "HWC"),
-    ("timm/convnext_tiny", "stages.1", "CHW"), ("timm/convnext_tiny", "stages.1.blocks.0.mlp", "HWC"),
-    ("torchvision/convnext_tiny", "features.1.0.block.3", "HWC"),
+    ("timm/swin_tiny_patch4_window7_224", "layers.2", "HWC"), ("timm/convnext_atto", "stages.1", "CHW"),
+    ("timm/convnext_tiny", "stages.1.blocks.0.mlp", "HWC"),
+    pytest.param("torchvision/swin_t", "features.1", "HWC", marks=pytest.mark.slow),
+    pytest.param("timm/convnext_tiny", "stages.1", "CHW", marks=pytest.mark.slow),
+    pytest.param("torchvision/convnext_tiny", "features.1.0.block.3", "HWC", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_channels_last_maps_are_recognised(spec: str, layer: str, axes: str) -> None:
     backbone = load_backbone(spec, weights="random", device="cpu")
@@ -176,7 +178,7 @@ def test_no_mixture_or_order_of_images_passes_for_rows(change) -> None:
     "name",
     [
         pytest.param("resnet18", marks=pytest.mark.slow),
-        "vit_tiny_patch16_224",
+        pytest.param("vit_tiny_patch16_224", marks=pytest.mark.slow),
         pytest.param("swin_tiny_patch4_window7_224", marks=pytest.mark.soak),
         pytest.param("mixer_s32_224", marks=pytest.mark.slow),
         "convnext_atto",
@@ -192,6 +194,7 @@ def test_the_layers_of_real_networks_are_not_refused(name: str) -> None:
         trial.rows(site)
 
 
+@pytest.mark.slow
 def test_rows_of_swin_windows_and_sequence_first_attention() -> None:
     swin = load_backbone("timm/swin_tiny_patch4_window7_224", weights="random", device="cpu").model
     assert find_batch_axis(swin, torch.randn(2, 3, 224, 224), ["layers.0.blocks.0.attn"]) == {

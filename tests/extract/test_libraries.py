@@ -263,10 +263,14 @@ def eight(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 LARGE = (
     "open_clip/RN50", "open_clip/MobileCLIP2-S0", "open_clip/ViT-S-32", "torchvision/swin_t", "torchvision/vit_b_32",
 )  # fmt: skip
+ALIKE = (  # others of their library are preprocessed and run in the same way
+    "timm/deit_tiny_patch16_224", "timm/efficientnet_lite0", "timm/xcit_nano_12_p16_224", "timm/convnext_atto",
+    "torchvision/efficientnet_b0", "torchvision/mobilenet_v2",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LARGE else name for name in CASES]
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LARGE + ALIKE else name for name in CASES]
 )
 def test_preprocessing_and_features_are_the_librarys_own(name: str, eight: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)

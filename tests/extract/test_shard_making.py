@@ -178,7 +178,9 @@ def test_a_shard_does_not_answer_for_an_image_of_the_next_that_kills_what_decode
     assert "a process that decodes images died" in failed[3]
 
 
-@pytest.mark.parametrize("engine", ["a made-up GPU", BY_OPENVINO])
+@pytest.mark.parametrize(
+    "engine", ["a made-up GPU", pytest.param("openvino", marks=[*BY_OPENVINO.marks, pytest.mark.slow])]
+)
 @pytest.mark.parametrize(
     "failing", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
 )

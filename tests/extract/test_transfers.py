@@ -227,6 +227,7 @@ def test_rows_are_those_of_a_run_that_waits(
     assert rows_in(tmp_path / "ahead") == rows_in(tmp_path / "waits")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", [BY_OPENVINO, BY_INDUCTOR])
 def test_compiled_code_has_its_copies_waited_for_too(
     folder: Path, tmp_path: Path, backbone: Backbone, engine: str

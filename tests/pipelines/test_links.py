@@ -186,7 +186,7 @@ def test_the_data_set_itself_may_be_a_link(out: Path, folder: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["manifest.sqlite", "manifest.sqlite-wal", "runs.jsonl", ".lock"])
-@pytest.mark.parametrize("dry", [False, True])
+@pytest.mark.parametrize("dry", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_sync_changes_no_file_through_a_link(
     folder: Path, tmp_path: Path, precious: Path, name: str, dry: bool
 ) -> None:

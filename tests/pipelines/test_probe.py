@@ -373,6 +373,7 @@ def test_names_that_are_formulas_elsewhere_are_drawn_as_they_are(tmp_path):
     assert "confusion.png" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_before_its_first_result_leaves_its_folder_to_the_next(made, tmp_path, monkeypatch):
     shutil.copytree(made / "out", tmp_path / "out")
     code = (
@@ -504,6 +505,7 @@ def test_images_that_fail_have_a_line_without_a_class(made, kept, tmp_path):
     assert lines["ant/01.png"]["status"] == "ok"
 
 
+@pytest.mark.slow
 def test_poolings_stored_side_by_side_are_found_again_by_what_they_are(made, tmp_path):
     layertap("embed", made / "pictures", "-o", tmp_path / "two", *SMALL, "-l", "layer4", "-l", "layer4:max_map")
     layertap("embed", made / "pictures", "-o", tmp_path / "one", *SMALL, "-l", "layer4:max_map")
@@ -514,6 +516,7 @@ def test_poolings_stored_side_by_side_are_found_again_by_what_they_are(made, tmp
     assert predictions(tmp_path / "a.csv") == predictions(tmp_path / "b.csv") == predictions(tmp_path / "c.csv")
 
 
+@pytest.mark.slow
 def test_a_probe_of_two_layers_side_by_side_and_of_the_embedding_predicts(made, tmp_path):
     for layers in ("layer1+lay*4", "embedding"):
         file = tmp_path / "probe.safetensors"

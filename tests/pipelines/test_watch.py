@@ -49,7 +49,7 @@ def changes(config: SyncConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any
     """Starts to look for changes, with a library."""
     monkeypatch.setattr(watching, "_SCAN_S", 0.05)
     monkeypatch.setattr(watching, "_GONE_S", 0.05)
-    monkeypatch.setattr(watching, "_NOTHING_MS", 200)
+    monkeypatch.setattr(watching, "_CHECK_MS", 200)
     stop, begun = threading.Event(), []
 
     def begin(library: Any) -> Any:
@@ -112,7 +112,7 @@ def test_a_folder_that_takes_the_place_of_another_is_followed(changes: Any, conf
 def test_a_tree_with_a_folder_that_cannot_be_read_is_watched(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watching, "_NOTHING_MS", 200)
+    monkeypatch.setattr(watching, "_CHECK_MS", 200)
     heard, says = os.pipe()
     with tempfile.TemporaryDirectory() as place:
         root = Path(place) / "photos"

@@ -128,7 +128,7 @@ def tree(names: list[str]) -> list[str]:
 
 
 TREES = st.lists(FILES, min_size=1, max_size=40).map(tree)
-UNHURRIED = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+UNHURRIED = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @given(names=TREES)

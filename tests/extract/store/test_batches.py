@@ -101,9 +101,8 @@ def test_wrong_arguments_are_told_before_anything_is_read(reader: FeatureReader)
         reader.batches("x", 4, split="test")
 
 
-@pytest.mark.parametrize(
-    "shuffle", [pytest.param(None, marks=pytest.mark.slow), pytest.param("chunks", marks=pytest.mark.slow), "rows"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("shuffle", [None, "chunks", "rows"])
 def test_a_pass_holds_no_more_than_it_says(tmp_path: Path, shuffle: str | None) -> None:
     """400 MB of features in batches of 256, with 32 MB of memory, in a process of its own."""
     width = 2048

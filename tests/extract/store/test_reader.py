@@ -326,7 +326,7 @@ def test_threads_share_a_reader(tmp_path: Path, compress: str | None) -> None:
     assert wrong_rows == []
 
 
-@pytest.mark.parametrize("compress", ["gzip", "blosc2"])
+@pytest.mark.parametrize("compress", [pytest.param("gzip", marks=pytest.mark.slow), "blosc2"])
 def test_workers_are_forked_while_threads_read(tmp_path: Path, compress: str) -> None:
     """A lock that a thread holds at that moment would be held for ever in the child."""
     data, stop = complete_data_set(tmp_path / "out", compress), threading.Event()

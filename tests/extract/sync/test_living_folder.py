@@ -252,7 +252,7 @@ def test_after_each_pass_the_data_set_is_what_a_fresh_extraction_gives(count: in
             LivingFolder,
             settings=settings(
                 max_examples=count,
-                stateful_step_count=40,
+                stateful_step_count=40 if count > 3 else 20,
                 deadline=None,
                 database=None,
                 phases=[Phase.generate],
