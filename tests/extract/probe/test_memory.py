@@ -15,12 +15,8 @@ def group(folder, limit, used, cache, names=("memory.max", "memory.current", "in
 
 
 def test_free_memory_is_that_of_the_machine_at_most():
-<<<<<<< HEAD
-    assert 1 << 28 < memory.free_bytes() <= memory._machine_bytes()
-=======
     # Other processes take and give back memory in between.
-    assert 1 << 28 < memory.free_bytes() <= 1.1 * memory._of_the_machine()
->>>>>>> w-tests
+    assert 1 << 28 < memory.free_bytes() <= 1.1 * memory._machine_bytes()
 
 
 @pytest.mark.parametrize(
