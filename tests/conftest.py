@@ -34,9 +34,10 @@ hypothesis.settings.load_profile("unhurried")
 
 
 def pytest_collection_finish() -> None:
-    """Leave what the imports have made out of garbage collections, of which each took a third of a second."""
+    """Leave what the imports have made out of garbage collections: each took a third of a second."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 10, 100)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

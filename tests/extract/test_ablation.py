@@ -66,7 +66,11 @@ def without_channel(h: Tensor, channel: int) -> Tensor:
 
 @pytest.mark.parametrize(
     ("edit", "change"),
-    [(edits.ablate(), torch.zeros_like), (edits.scale(1.3), lambda h: 1.3 * h), (edits.prune(0.5), edits.prune(0.5))],
+    [
+        (edits.ablate(), torch.zeros_like),
+        pytest.param(edits.scale(1.3), lambda h: 1.3 * h, marks=pytest.mark.slow),
+        pytest.param(edits.prune(0.5), edits.prune(0.5), marks=pytest.mark.slow),
+    ],
 )
 def test_effects_are_those_of_a_model_changed_by_hand(
     lite: Backbone, inputs: Tensor, edit: edits.Edit, change: object
@@ -134,6 +138,7 @@ def test_wrong_layers_and_channels_are_refused(lite: Backbone, inputs: Tensor) -
         ablation(lite, [], ["conv_stem"], edits.ablate())
 
 
+@pytest.mark.slow
 def test_each_call_of_a_layer_gets_its_own_mean(inputs: Tensor) -> None:
     resnet = load_backbone("torchvision/resnet18", weights="random")
     means = mean_activations(resnet, [(inputs[:2], None), (inputs[2:], None)], ["layer1.0.relu"])

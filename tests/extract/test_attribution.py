@@ -63,6 +63,7 @@ def test_grad_cam_is_that_of_the_paper(lite: Backbone) -> None:
     assert all(parameter.grad is None for parameter in lite.model.parameters())
 
 
+@pytest.mark.slow
 def test_grad_cam_of_a_transformer_is_over_its_patches(vit: Backbone) -> None:
     cam, _ = grad_cam(vit, inputs_of(vit), "blocks.11.norm1")
     assert cam.shape == (2, 14, 14)

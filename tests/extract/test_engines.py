@@ -43,9 +43,10 @@ LAYERS = {
     "bundled/efficientnet_lite0": ["blocks.*", "conv_stem:none", "global_pool", "classifier", "embedding"],
 }  # fmt: skip
 
-QUICK = ("timm/test_vit3", "timm/test_efficientnet")
+QUICK = ("timm/test_efficientnet",)
 SLOW = (
     "torchvision/resnet18", "timm/convnext_atto", "timm/vit_tiny_patch16_224", "bundled/efficientnet_lite0",
+    "timm/test_vit3",
 )  # fmt: skip
 
 
@@ -147,6 +148,7 @@ print("openvino" in sys.modules, "openvino_telemetry" in sys.modules)
     assert (done.returncode, done.stdout) == (0, "True False\n"), done.stderr
 
 
+@pytest.mark.slow
 @openvino
 def test_what_is_compiled_stops_at_the_last_layer() -> None:
     """Layers behind those asked for are not computed."""
@@ -357,6 +359,7 @@ def test_without_openvino_the_error_says_how_to_install_it(monkeypatch: pytest.M
         engine_for("openvino", torch.device("cpu"), "float32")
 
 
+@pytest.mark.slow
 def test_fast_decoding_is_compared_stored_and_refused_where_features_point_elsewhere(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow  # each starts a process that imports torch
+
 SET_BEFORE = [
     "torch.set_float32_matmul_precision('high')",
     "torch.backends.fp32_precision = 'tf32'",
@@ -67,9 +69,7 @@ def outcome(*settings: str) -> tuple[dict[str, int], str]:
     return json.loads(run.stdout), run.stderr
 
 
-@pytest.mark.parametrize(
-    "before", SET_BEFORE + [pytest.param(before, marks=pytest.mark.slow) for before in MORE_SET_BEFORE]
-)
+@pytest.mark.parametrize("before", SET_BEFORE + MORE_SET_BEFORE)
 def test_float32_has_all_of_its_bits_whatever_a_program_has_set(before: str) -> None:
     codes, errors = outcome(*(SET_BEFORE if before in SET_BEFORE else MORE_SET_BEFORE))
     assert codes[before] == 0, errors

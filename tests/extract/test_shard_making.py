@@ -124,6 +124,7 @@ def test_what_decodes_goes_on_with_the_next_shard(
     assert_same(tmp_path / "out", expected)
 
 
+@pytest.mark.slow
 def test_shards_that_come_otherwise_than_was_said_are_right(
     pictures: Path, tmp_path: Path, options: dict[str, Any], expected: FeatureReader
 ) -> None:

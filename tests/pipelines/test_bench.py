@@ -75,6 +75,7 @@ def test_fast_measures_and_says_what_it_takes(folder: Path, tmp_path: Path) -> N
     assert "float32, eager" not in result.stderr
 
 
+@pytest.mark.slow
 @openvino
 def test_what_is_asked_for_beside_fast_stays(folder: Path, tmp_path: Path) -> None:
     flags = ["--precision", "float32", "--decode", "exact", "--compile", "off"]

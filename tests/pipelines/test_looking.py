@@ -250,6 +250,7 @@ def test_numbers_of_folders_are_not_taken_for_outputs(photos: Path, tmp_path: Pa
     assert json.loads(output[output.index("{") :])["accuracy"] is None
 
 
+@pytest.mark.slow
 def test_attention_of_each_layer_and_refusals(folder: Path, tmp_path: Path) -> None:
     few = ("--weights", "random", "--sample", 2, "--workers", 0)
     of = ("timm/test_vit", folder, *few, "-o", tmp_path / "p")

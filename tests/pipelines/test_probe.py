@@ -329,6 +329,7 @@ def test_where_nothing_is_written_nothing_is_left(made, tmp_path):
         assert "ends in .safetensors" in error
 
 
+@pytest.mark.slow
 def test_only_files_of_the_same_kind_are_written_over(made, kept, tmp_path):
     other = tmp_path / "labels.safetensors"
     other.write_text("path,label")

@@ -163,6 +163,7 @@ def fails_to_report(*arguments: object) -> str:
     return fails("report", *arguments)
 
 
+@pytest.mark.slow
 def test_a_data_set_with_a_report_in_it_is_as_good_as_without(folder: Path, tmp_path: Path) -> None:
     assert layertap("embed", folder, "-o", tmp_path / "out", *SMALL).exit_code == 0
     report(tmp_path / "out")

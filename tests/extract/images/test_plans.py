@@ -448,7 +448,8 @@ def run_plan(where: Path, out: Path) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize("kind", ["folder", pytest.param("list", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["folder", "list"])
 def test_a_killed_plan_goes_on_and_has_the_same_bytes(tmp_path: Path, kind: str) -> None:
     names = [f"{i % 7}/{i:04d}.jpg" for i in range(1500)]
     if kind == "folder":

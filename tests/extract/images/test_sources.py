@@ -458,7 +458,9 @@ def test_images_are_found_again_by_their_names(folder: Path, tmp_path: Path) -> 
 # The same bytes twice
 
 
-@pytest.mark.parametrize("batch_size", [1, 4, 64])
+@pytest.mark.parametrize(
+    "batch_size", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(64, marks=pytest.mark.slow)]
+)
 def test_the_same_bytes_are_computed_once_and_stored_twice(
     folder: Path, tmp_path: Path, batch_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

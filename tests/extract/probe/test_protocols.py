@@ -208,6 +208,7 @@ def test_few_shot_draws_by_its_seed(data, monkeypatch):
     assert first == second != other
 
 
+@pytest.mark.slow
 def test_few_shot_leaves_out_more_shots_than_a_class_has(data):
     x, y, _, _, x_test, y_test = data
     rows = np.concatenate([np.flatnonzero(y == 0)[:8], np.flatnonzero(y > 0)])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -80,6 +83,22 @@ def complete_data_set(
 ) -> DataSet:
     """All rows, written in two batches a shard; those of `failed` as decode errors."""
     data = data_set(out, **changes)
+    if not changes and not out.exists():
+        shutil.copytree(_written(compress, failed), out)
+        data.open_or_create()
+        return data
+    return _write_all(data, compress, failed)
+
+
+_TEMPLATES = tempfile.TemporaryDirectory(prefix="layertap-rows-")
+
+
+@functools.cache
+def _written(compress: str | None, failed: tuple[int, ...]) -> Path:
+    return _write_all(data_set(Path(tempfile.mkdtemp(dir=_TEMPLATES.name)) / "out"), compress, failed).out
+
+
+def _write_all(data: DataSet, compress: str | None, failed: tuple[int, ...]) -> DataSet:
     data.open_or_create()
     for shard in range(data.n_shards):
         with ShardWriter(*created(data, shard)) as writer:

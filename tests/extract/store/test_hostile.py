@@ -257,7 +257,12 @@ def damage(content: bytes, dice: random.Random) -> bytes:
 
 @pytest.mark.parametrize(
     "compress",
-    [None, pytest.param("gzip", marks=pytest.mark.slow), pytest.param("lzf", marks=pytest.mark.slow), "blosc2"],
+    [
+        None,
+        pytest.param("gzip", marks=pytest.mark.slow),
+        pytest.param("lzf", marks=pytest.mark.slow),
+        pytest.param("blosc2", marks=pytest.mark.slow),
+    ],
 )
 def test_no_damage_crashes_or_passes_for_right(tmp_path: Path, compress: str | None) -> None:
     """LAYERTAP_FUZZ is how many damaged files are tried; each in a process of its own."""

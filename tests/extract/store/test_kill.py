@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize(
-    "count", [3, pytest.param(40, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize("count", [pytest.param(40, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.soak)])
 def test_killed_and_resumed_runs_end_as_one_that_was_left_alone(count: int) -> None:
     script = Path(__file__).with_name("kill.py")
     run = subprocess.run([sys.executable, str(script), str(count)], capture_output=True, text=True,

@@ -350,6 +350,7 @@ def test_workers_are_forked_while_threads_read(tmp_path: Path, compress: str) ->
             [thread.join() for thread in threads]
 
 
+@pytest.mark.slow
 def test_more_shards_than_files_may_be_open(tmp_path: Path) -> None:
     out = complete_data_set(tmp_path / "out", shard_rows=1).out
     code = f"""

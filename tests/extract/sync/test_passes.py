@@ -701,6 +701,7 @@ def test_a_reader_can_be_pickled_and_goes_on_with_its_version(home: Home) -> Non
         pickle.loads(frozen)
 
 
+@pytest.mark.slow
 def test_readers_that_open_while_versions_change_always_succeed(home: Home) -> None:
     home.sync()
     stop = multiprocessing.get_context("fork").Event()
@@ -789,6 +790,7 @@ def test_rows_of_images_that_are_gone_are_kept_for_a_while(home: Home) -> None:
     assert home.sync().computed == 5
 
 
+@pytest.mark.slow
 def test_many_small_passes_are_joined(home: Home) -> None:
     home.plan_for = planner(shard_rows=1000)
     for i in range(18):

@@ -48,6 +48,7 @@ def test_a_shard_that_fails_and_one_that_kills_are_given_up_and_the_others_made(
     assert sum(isinstance(event, Left) for event in events) == 3
 
 
+@pytest.mark.slow
 def test_workers_that_are_killed_at_random_are_replaced(tmp_path: Path) -> None:
     chance = random.Random(0)
     killed = []
@@ -69,6 +70,7 @@ def test_workers_that_are_killed_at_random_are_replaced(tmp_path: Path) -> None:
     assert found.attempts <= 4
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_SILENT_S", 1.0)
     monkeypatch.setattr(processes, "_END_S", 1.0)
@@ -89,6 +91,7 @@ def test_what_keeps_workers_from_starting_is_said(tmp_path: Path) -> None:
             dispatch(range(3), engine)
 
 
+@pytest.mark.slow
 def test_workers_end_when_the_first_process_is_killed(tmp_path: Path) -> None:
     code = f"""
 import sys
