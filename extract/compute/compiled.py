@@ -130,7 +130,7 @@ class _ByInductor(Forward):
         return function
 
 
-_Begun = list[tuple[Any, NDArray[Any]]]  # infer requests of a batch, and the images that they read
+_Requests = list[tuple[Any, NDArray[Any]]]  # infer requests of a batch, and the images that they read
 
 
 class _ByOpenVino(Forward):
@@ -148,26 +148,26 @@ class _ByOpenVino(Forward):
         self._streams = min(torch.get_num_threads(), -(-in_work // self._chunk))
         self._program: Any = None
         self._free: list[Any] = []  # idle infer requests
-        self._running: list[_Begun] = []  # batches in progress
+        self._running: list[_Requests] = []  # batches in progress
 
     def start(self, images: Tensor) -> Callable[[], Values]:
         if self._program is None:
             self._program = self._compile(images)
-        begun: _Begun = []
-        self._running.append(begun)
+        requests: _Requests = []
+        self._running.append(requests)
         for part in torch.split(images, self._chunk):
             request = self._free.pop() if self._free else self._program.create_infer_request()
             chunk = self._as_chunk(part)
             request.start_async({0: chunk}, share_inputs=True)
-            begun.append((request, chunk))
-        return partial(self._values, begun, len(images))
+            requests.append((request, chunk))
+        return partial(self._values, requests, len(images))
 
-    def _values(self, begun: _Begun, count: int) -> Values:
+    def _values(self, requests: _Requests, count: int) -> Values:
         """Wait for a batch of `count` images and return its features."""
-        if not begun:
+        if not requests:
             raise AssertionError("the features were already returned")
         features: Values = {}
-        for number, (request, _) in enumerate(begun):
+        for number, (request, _) in enumerate(requests):
             try:
                 request.wait()
             except RuntimeError as error:
@@ -178,9 +178,9 @@ class _ByOpenVino(Forward):
                 if feature.name not in features:
                     features[feature.name] = np.empty((count, *some.shape[1:]), some.dtype)
                 features[feature.name][start : start + len(some)] = some
-        self._running = [requests for requests in self._running if requests is not begun]
-        self._free += [request for request, _ in begun]
-        begun.clear()  # so that a reference to this function, as in the frames of an exception, keeps no requests
+        self._running = [others for others in self._running if others is not requests]
+        self._free += [request for request, _ in requests]
+        requests.clear()  # so that a reference to this function, as in the frames of an exception, keeps no requests
         return features
 
     def _as_chunk(self, images: Tensor) -> NDArray[Any]:
@@ -191,11 +191,11 @@ class _ByOpenVino(Forward):
 
         Garbage collection would end the threads later, perhaps in a forked process that does not have them.
         """
-        for begun in self._running:
-            for request, _ in begun:
+        for requests in self._running:
+            for request, _ in requests:
                 with contextlib.suppress(RuntimeError):  # `_values` has raised it, if the features were requested
                     request.wait()
-            begun.clear()
+            requests.clear()
         self._running.clear()
         self._free.clear()
         self._program = None

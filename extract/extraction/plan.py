@@ -27,7 +27,7 @@ from extract.store.places.bucket import Bucket
 from extract.system.torch_state import evaluating, full_float32
 from extract.system.urls import is_url
 
-__all__ = ["Plan", "asked_of", "how_begun", "how_made", "plan"]
+__all__ = ["Plan", "asked_of", "how_made", "plan", "settings_of_existing"]
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _engine(compile: str, precision: str, backbone: Backbone, out: str | Path) -
         return engine_for(compile, backbone.device, precision)
     if precision == "float32":
         return "auto"
-    made = how_begun(out)
+    made = settings_of_existing(out)
     if made and made["precision"] == precision:
         return engine_for(made["compile"], backbone.device, precision)
     return "eager"
@@ -165,7 +165,7 @@ def _existing(out: str | Path) -> tuple[DataSet | None, bool]:
     return dataset, any(dataset.files())
 
 
-def how_begun(out: str | Path) -> dict[str, str] | None:
+def settings_of_existing(out: str | Path) -> dict[str, str] | None:
     """Return `how_made` of the data set at `out`; None if there is none, or an empty one that may be replaced."""
     existing, has_rows = _existing(out)
     return how_made(existing.depends_on) if existing is not None and has_rows else None

@@ -13,7 +13,7 @@ from extract import defaults
 from extract.compute.agreement import deviation
 from extract.compute.backbone import Backbone
 from extract.errors import InputError
-from extract.extraction.reproduce import computed_rows, plan_as_made
+from extract.extraction.reproduce import computed_rows, recorded_plan
 from extract.images import Images, listed_again
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet, differences
@@ -82,7 +82,7 @@ def recheck(
         root = dataset.images["root"] if images is None else os.fspath(images)
         sampled = _listed(root, [reader.paths[row] for row in chosen], out)
         workers = workers if len(chosen) > defaults.BATCH_SIZE else 0
-        plan = plan_as_made(dataset, reader.provenance, sampled, backbone, weights, device, workers)
+        plan = recorded_plan(dataset, reader.provenance, sampled, backbone, weights, device, workers)
         if changed := differences(dataset.depends_on, plan.dataset.depends_on):
             others = [Fault(f"computed with another {line}", Remedy.NONE) for line in changed]
             return Recheck(0, 0.0, others, others)

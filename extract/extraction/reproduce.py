@@ -24,10 +24,10 @@ from extract.images.sources import Files
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet, differences
 
-__all__ = ["computed_rows", "features_of_file", "features_of_text", "plan_as_made"]
+__all__ = ["computed_rows", "features_of_file", "features_of_text", "recorded_plan"]
 
 
-def plan_as_made(
+def recorded_plan(
     dataset: DataSet, provenance: dict[str, Any], images: Images, backbone: Backbone | str | None = None,
     weights: str | None = None, device: str = defaults.DEVICE, workers: int = 0,
 ) -> Plan:  # fmt: skip
@@ -95,8 +95,8 @@ def features_of_text(
         dataset: data set of a backbone with a text tower.
         provenance: provenance from its reader.
         text: the text.
-        backbone: spec of the backbone; see `plan_as_made`.
-        weights: see `plan_as_made`.
+        backbone: spec of the backbone; see `recorded_plan`.
+        weights: see `recorded_plan`.
         device: device to compute on.
 
     Raises:
@@ -135,18 +135,18 @@ def features_of_file(
         dataset: data set to compare the features with.
         provenance: provenance from its reader.
         path: path of the image file.
-        backbone: spec of the backbone; see `plan_as_made`.
-        weights: see `plan_as_made`.
+        backbone: spec of the backbone; see `recorded_plan`.
+        weights: see `recorded_plan`.
         device: device to compute on.
 
     Raises:
         InputError: the file is not an image or cannot be decoded, or its features would have another fingerprint than
             the data set.
-        LayertapError: see `plan_as_made`.
+        LayertapError: see `recorded_plan`.
     """
     none = np.full(1, -1, np.int64)
     image = Images(str(path.parent), [path.name], none, [], [""], Files(str(path.parent), [path.name]))
-    plan = plan_as_made(dataset, provenance, image, backbone, weights, device)
+    plan = recorded_plan(dataset, provenance, image, backbone, weights, device)
     if changed := differences(dataset.depends_on, plan.dataset.depends_on):
         raise InputError(
             f"features of {path} would not be comparable with those of {dataset.out}: {'; '.join(changed)}"

@@ -48,7 +48,7 @@ class ShardMaker:
 
     Attributes:
         about: the device that computes.
-        begun: shards that an earlier run has left in the folder, unfinished or not published.
+        left_over: shards that an earlier run has left in the folder, unfinished or not published.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ShardMaker:
         published = place.published()
         self._has_rows_elsewhere = bool(len(published))
         _remove_published(scratch, published)
-        self.begun: list[int] = sorted({shard for shard, *_ in dataset.files()})
+        self.left_over: list[int] = sorted({shard for shard, *_ in dataset.files()})
 
     def make(
         self,

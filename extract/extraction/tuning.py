@@ -30,7 +30,7 @@ from extract.compute.backbone import Backbone
 from extract.compute.backends import default_engine, engine_for, open_forward
 from extract.compute.feature_choice import Choice, choose_features
 from extract.errors import InputError, first_line
-from extract.extraction.plan import how_begun
+from extract.extraction.plan import settings_of_existing
 from extract.extraction.settings import PRECISIONS
 from extract.extraction.validation import decoded_both_ways
 from extract.images import Batch, Decoding, ImageList, list_images, load_batches
@@ -369,10 +369,10 @@ def fastest(
     Raises:
         InputError: see `extract_features`; or no option agrees.
     """
-    if out is not None and (begun := how_begun(Path(out))):
+    if out is not None and (existing := settings_of_existing(Path(out))):
         asked = {"precision": precision, "compile": compile, "decode": decode, "batch_size": batch_size}
         given = {name: value for name, value in asked.items() if value is not None}
-        return [{"batch_size": defaults.BATCH_SIZE, **begun, **given}], []
+        return [{"batch_size": defaults.BATCH_SIZE, **existing, **given}], []
     listed = list_images(images, limit) if isinstance(images, str | os.PathLike) else images
     options = compute_options(backbone.device, precision=precision, compile=compile)
     preprocessing = backbone.preprocessing

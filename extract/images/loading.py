@@ -337,7 +337,7 @@ class Batches(Iterator[Batch]):
     def __next__(self) -> Batch:
         waiting: list[Batch] = []
         while True:
-            with self._deaths.told_here() if self._deaths else contextlib.nullcontext():
+            with self._deaths.reported_here() if self._deaths else contextlib.nullcontext():
                 piece = next(self._pieces, None)
             if isinstance(piece, LayertapError):
                 raise piece

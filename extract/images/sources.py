@@ -124,7 +124,7 @@ class Files:
         """See `ImageSource`."""
         if self._is_remote:
             fs, path = file_system(self._base)
-            there = _told(self._base, lambda: bool(fs.exists(path)))
+            there = _ask_server(self._base, lambda: bool(fs.exists(path)))
         else:
             try:
                 there = any(True for _ in os.scandir(self._base))  # an unmounted disk leaves an empty folder
@@ -196,7 +196,7 @@ def read_remote(url: str, start: int | None = None, end: int | None = None, insi
     raise AssertionError
 
 
-def _told(url: str, ask: Callable[[], bool]) -> bool:
+def _ask_server(url: str, ask: Callable[[], bool]) -> bool:
     try:
         return ask()
     except Exception as error:

@@ -56,7 +56,7 @@ class WorkerDeaths:
             signal.signal(signal.SIGCHLD, kind._handler)
 
     @contextlib.contextmanager
-    def told_here(self) -> Iterator[None]:
+    def reported_here(self) -> Iterator[None]:
         """Context manager: raise an error if a worker dies inside, or has died before.
 
         Raises:

@@ -30,7 +30,7 @@ class Maker(Protocol):
     """Interface for building shards; see `extract.extraction.shard_maker.ShardMaker`."""
 
     about: str
-    begun: list[int]
+    left_over: list[int]
 
     def make(
         self,
@@ -110,7 +110,7 @@ class Worker:
         """Build shards until `end` is called. An error that is not of a shard ends it and is sent as `Left`."""
         try:
             with self._start(lambda text: self._send(Message(self._number, text))) as maker:
-                self._send(Joined(self._number, platform.node(), maker.about, maker.begun))
+                self._send(Joined(self._number, platform.node(), maker.about, maker.left_over))
                 with ThreadPoolExecutor(1, "publisher") as publisher:
                     while (shard := self._take()) is not None:
                         self._make(maker, shard, publisher)

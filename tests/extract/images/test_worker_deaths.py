@@ -107,7 +107,7 @@ def test_an_image_that_cannot_be_had_of_a_process_that_is_ending(lives_s: float,
     worker.start()
     deaths = WorkerDeaths([worker])
     try:
-        with pytest.raises(told), deaths.told_here():
+        with pytest.raises(told), deaths.reported_here():
             raise ConnectionResetError
     finally:
         deaths.close()

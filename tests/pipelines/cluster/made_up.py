@@ -38,7 +38,7 @@ class MadeUp:
 
 
 class _Making:
-    about, begun = "a made-up device", []
+    about, left_over = "a made-up device", []
 
     def __init__(self, made_up: MadeUp):
         self._made_up = made_up
