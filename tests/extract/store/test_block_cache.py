@@ -275,9 +275,9 @@ def test_the_bound_is_kept_and_what_was_used_last_stays(
     numbers = [int(path.name[-6:]) for path in blocks()]
     assert {0, 19} <= set(numbers)
     assert proxy.ranges("sets").count(f"bytes=0-{SMALL - 1}") == 1
-    with pytest.raises(InputError, match="cache_bytes is 100; it must be at least 4,194,816 .one block"):
+    with pytest.raises(InputError, match="cache_bytes is 100; it must be at least 2,112 .one block"):
         BlockCache(100)
-    with pytest.raises(InputError, match="cache_bytes is 100; it must be at least 4,194,816 .one block"):
+    with pytest.raises(InputError, match="cache_bytes is 100; it must be at least 2,112 .one block"):
         FeatureReader("s3://bucket/set", cache_bytes=100)
 
 
