@@ -264,4 +264,5 @@ def test_after_each_pass_the_data_set_is_what_a_fresh_extraction_gives(count: in
     print(STATISTICS)
     assert STATISTICS["sequences"] >= count
     assert STATISTICS["passes"] > count
-    assert STATISTICS["kills"] > count // 3
+    if count > 3:  # few sequences may hold no kill by chance
+        assert STATISTICS["kills"] > count // 3
