@@ -81,7 +81,7 @@ class Measured:
     """A forward that was timed.
 
     Attributes:
-        option: precision and engine of the forward.
+        way: precision and engine of the forward.
         images_per_s: rate for batches in memory; 0 if the forward failed or was not timed.
         start_s: seconds until the first batch was computed, including compilation.
         agreement: feature -> agreement with eager float32.
@@ -91,7 +91,7 @@ class Measured:
         why_not_fast: why it is refused with fast decoding; empty if it is accepted, or without fast decoding.
     """
 
-    option: ComputeOption
+    way: ComputeOption
     images_per_s: float = 0.0
     start_s: float = 0.0
     agreement: dict[str, Agreement] = field(default_factory=dict)
@@ -322,7 +322,7 @@ def ranked(measured: Iterable[Measured], n_images: float = math.inf, decode: str
     good, refused = [], []
     for measurement in measured:
         if why_not := measurement.why_not or (measurement.why_not_fast if decode == "fast" else ""):
-            refused.append(f"{measurement.option}: {why_not}")
+            refused.append(f"{measurement.way}: {why_not}")
         else:
             good.append(measurement)
     if not good:
@@ -388,8 +388,8 @@ def fastest(
     measured = forward_rates(backbone, choice, pictures, options, min_cosine, fast)
     settings = [
         {
-            "precision": accepted.option.precision,
-            "compile": accepted.option.compile,
+            "precision": accepted.way.precision,
+            "compile": accepted.way.compile,
             "decode": decode or accepted.decode,
             "batch_size": batch_size or defaults.BATCH_SIZE,
         }

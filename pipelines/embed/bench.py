@@ -50,13 +50,13 @@ class PipelineRate:
     """Rate of a run of the whole pipeline, in images per second.
 
     Attributes:
-        option: how the forward was computed.
+        way: how the forward was computed.
         decode: "exact" or "fast".
         images_per_s: rate over all images, without the time for comparing and compiling.
         bound: rate that decoding, forward and writing together allow on this machine.
     """
 
-    option: ComputeOption
+    way: ComputeOption
     decode: str
     images_per_s: float
     bound: float
@@ -143,16 +143,16 @@ def bench(
         plain, best = measured[0], ranked(measured)[0]
         pipelines = []
         for (option, decoding), measurement in {
-            (plain.option, "exact"): plain,
-            (best.option, best.decode): best,
+            (plain.way, "exact"): plain,
+            (best.way, best.decode): best,
         }.items():
             say(f"the whole pipeline: {option}, {decoding} decoding")
             bound = _bound(measurement.images_per_s, decode[decoding], write, loaded.device.type == "cpu")
             rate = _pipeline_rate(loaded, image_list, layers, option, decoding, batch_size, bound)
             pipelines.append(PipelineRate(option, decoding, rate, bound))
     recommended = {
-        "batch_size": batch_size, "workers": defaults.WORKERS, "precision": best.option.precision,
-        "compile": best.option.compile, "decode": best.decode,
+        "batch_size": batch_size, "workers": defaults.WORKERS, "precision": best.way.precision,
+        "compile": best.way.compile, "decode": best.decode,
     }  # fmt: skip
     return Bench(
         images or "noise, 500x375, as JPEG", backbone, str(loaded.device), defaults.CORES, decode, measured,
@@ -250,7 +250,7 @@ def print_bench(result: Bench, echo: Callable[[str], None]) -> None:
     for measurement in result.forward:
         rate_text = f"{measurement.images_per_s:9.1f}" if measurement.images_per_s else "        -"
         note = ""
-        if measurement.option.engine != "eager" and measurement.images_per_s:
+        if measurement.way.engine != "eager" and measurement.images_per_s:
             note = f"  (starts in {measurement.start_s:.0f} s)"
         if measurement.agreement:
             cosine = min(agreement.min_cosine for agreement in measurement.agreement.values())
@@ -260,14 +260,14 @@ def print_bench(result: Bench, echo: Callable[[str], None]) -> None:
             note += f"  rejected: {measurement.why_not}"
         elif measurement.why_not_fast:
             note += f"  without fast decoding: {measurement.why_not_fast}"
-        echo(f"  forward, {measurement.option!s:18} {rate_text}{note}")
+        echo(f"  forward, {measurement.way!s:18} {rate_text}{note}")
     echo(f"  write, {result.row_bytes / 1e3:.1f} kB per row     {result.write:9.0f}")
     echo("batch size -> forward: " + ", ".join(f"{size} {rate:.1f}" for size, rate in result.batches.items()))
     echo("the whole pipeline:")
     for pipeline in result.pipelines:
         share = pipeline.images_per_s / pipeline.bound
         echo(
-            f"  {pipeline.option!s:20} {pipeline.decode:6} decoding {pipeline.images_per_s:9.1f}, {share:.2f} of the "
+            f"  {pipeline.way!s:20} {pipeline.decode:6} decoding {pipeline.images_per_s:9.1f}, {share:.2f} of the "
             f"bound {pipeline.bound:.1f}"
         )
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in result.recommended.items())

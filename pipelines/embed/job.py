@@ -122,7 +122,7 @@ def _fastest(config: EmbedConfig, images: ImageList, backbone: Backbone) -> list
         note = f"  rejected: {measurement.why_not}" if measurement.why_not else ""
         if measurement.why_not_fast and not measurement.why_not:
             note = f"  without fast decoding: {measurement.why_not_fast}"
-        click.echo(f"          {measurement.option!s:20} {rate}{note}", err=True)
+        click.echo(f"          {measurement.way!s:20} {rate}{note}", err=True)
     return settings
 
 
