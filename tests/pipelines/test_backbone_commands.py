@@ -49,7 +49,7 @@ def test_what_is_told_of_a_backbone_is_true() -> None:
     model = timm.create_model("vit_tiny_patch16_224")
     assert (one.width, one.input_px) == (model.num_features, (224, 224))
     assert one.parameters == sum(p.numel() for p in model.parameters())
-    assert one.licence == timm.get_pretrained_cfg("vit_tiny_patch16_224").license
+    assert one.licence == (timm.get_pretrained_cfg("vit_tiny_patch16_224").license or "")
     assert one.weights[0] == model.pretrained_cfg["tag"]
     one = catalogue.describe("torchvision/mobilenet_v2")
     assert one.parameters == sum(p.numel() for p in models.mobilenet_v2().parameters())
