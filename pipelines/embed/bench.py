@@ -76,7 +76,7 @@ class Bench:
         batches: batch size -> rate, eager, in float32.
         write: rate at which rows of these features reach the disk.
         row_bytes: bytes of a row of these features.
-        pipelines: the plain way, and the fastest way that agrees with it.
+        pipelines: the plain option, and the fastest option that agrees with it.
         recommended: flags for `layertap embed`.
     """
 
@@ -111,7 +111,7 @@ def bench(
         layers: layers to extract.
         weights: see `load_backbone`.
         device: device to compute on.
-        thorough: whether to measure ways that are seldom the fastest and take long to compile.
+        thorough: whether to measure options that are rarely the fastest and slow to compile.
         say: receives the name of each measurement.
 
     Raises:
@@ -142,10 +142,7 @@ def bench(
         write = _write_rate(row_bytes)
         plain, best = measured[0], ranked(measured)[0]
         pipelines = []
-        for (option, decoding), measurement in {
-            (plain.way, "exact"): plain,
-            (best.way, best.decode): best,
-        }.items():
+        for (option, decoding), measurement in {(plain.way, "exact"): plain, (best.way, best.decode): best}.items():
             say(f"the whole pipeline: {option}, {decoding} decoding")
             bound = _bound(measurement.images_per_s, decode[decoding], write, loaded.device.type == "cpu")
             rate = _pipeline_rate(loaded, image_list, layers, option, decoding, batch_size, bound)
@@ -259,7 +256,7 @@ def print_bench(result: Bench, echo: Callable[[str], None]) -> None:
         if measurement.why_not:
             note += f"  rejected: {measurement.why_not}"
         elif measurement.why_not_fast:
-            note += f"  without fast decoding: {measurement.why_not_fast}"
+            note += f"  fast decoding rejected: {measurement.why_not_fast}"
         echo(f"  forward, {measurement.way!s:18} {rate_text}{note}")
     echo(f"  write, {result.row_bytes / 1e3:.1f} kB per row     {result.write:9.0f}")
     echo("batch size -> forward: " + ", ".join(f"{size} {rate:.1f}" for size, rate in result.batches.items()))

@@ -101,9 +101,10 @@ def embed(ctx: click.Context, /, config: Path | None, as_json: bool, **flags: An
 def plan(images: str, out: Path | None, as_json: bool) -> None:
     """List IMAGES once, and write a plan: a folder that other commands accept in place of IMAGES.
 
-    For many images, up to a hundred million: no command holds all names in memory, and no job lists the images again.
-    IMAGES is a folder, the URL of a folder, or a .csv, .tsv or .parquet list. The plan gives the same rows as IMAGES:
-    a data set that was started with IMAGES can be resumed with the plan, and vice versa.
+    For many images, up to a hundred million: neither this command nor those that are given the plan hold all names in
+    memory, and no job lists the images again. IMAGES is a folder, the URL of a folder, or a .csv, .tsv or .parquet
+    list. The plan gives the same rows as IMAGES: a data set that was started with IMAGES can be resumed with the plan,
+    and vice versa.
 
     To resume an interrupted listing, run the same command again. A complete plan is left as it is.
 

@@ -45,7 +45,7 @@ class FeaturesConfig(BackboneConfig):
         defaults.MIN_COSINE,
         ge=-1,
         le=1,
-        description="Minimum cosine in these comparisons; features below it are refused.",
+        description="Minimum cosine to eager float32 and exact decoding; features below it are refused.",
     )
     shard_rows: int | None = Field(None, strict=True, ge=1, description=SHARD_ROWS_HELP)
     compress: Literal["gzip", "lzf", "blosc2"] | None = Field(None, description=COMPRESS_HELP)

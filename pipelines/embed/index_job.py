@@ -65,7 +65,7 @@ def print_plan(planned: PlanResult, echo: Callable[[str], None]) -> None:
     """Print a summary of the plan."""
     images = planned.images
     if planned.was_complete:
-        echo(f"{planned.out} was complete before; nothing was listed. To list the images again, delete it")
+        echo(f"{planned.out} is already complete; nothing was listed. To list the images again, delete it")
     splits = f", splits {' '.join(images.split_names)}" if images.split_names else ""
     classes = f", {len(images.classes):,} classes" if images.classes else ""
     echo(f"{planned.out}: {len(images):,} images in {printable(images.root)}{classes}{splits}")

@@ -106,7 +106,7 @@ def plan_of(config: EmbedConfig, images: ImageList, backbone: Backbone, options:
 
 
 def _fastest(config: EmbedConfig, images: ImageList, backbone: Backbone) -> list[dict[str, Any]]:
-    """Return the ways that agree with eager float32, fastest first; settings given by the user are kept."""
+    """Return the options that agree with eager float32, fastest first; settings given by the user are kept."""
     click.echo("measuring which options are fastest ...", err=True)
     settings, measured = fastest(
         images,
@@ -121,7 +121,7 @@ def _fastest(config: EmbedConfig, images: ImageList, backbone: Backbone) -> list
         rate = f"{measurement.images_per_s:8.1f} images/s" if measurement.images_per_s else "        -         "
         note = f"  rejected: {measurement.why_not}" if measurement.why_not else ""
         if measurement.why_not_fast and not measurement.why_not:
-            note = f"  without fast decoding: {measurement.why_not_fast}"
+            note = f"  fast decoding rejected: {measurement.why_not_fast}"
         click.echo(f"          {measurement.way!s:20} {rate}{note}", err=True)
     return settings
 
@@ -168,7 +168,7 @@ def describe_computation(computation: Computation, precision: str) -> str:
         for name, agreement in compared.items():
             text += (
                 f"\n          {name}: compared with {other}, minimum cosine {agreement.min_cosine:.6f}, "
-                f"largest difference {agreement.max_deviation:.1e} of the largest value"
+                f"difference at most {agreement.max_deviation:.1e} of the largest value"
             )
     return text
 

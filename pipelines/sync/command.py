@@ -17,15 +17,15 @@ __all__ = ["compact", "schedule", "sync", "watch"]
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--only", multiple=True, metavar="OUT", help="Process only this data set; may be repeated.")
 @click.option("--dry-run", is_flag=True, help="Only print what would change.")
-@click.option("--force", is_flag=True, help="Proceed although most images are gone, or the folder is another one.")
+@click.option("--force", is_flag=True, help="Proceed even if most images are gone, or the folder is another one.")
 @json_flag
 @click.pass_context
 def sync(ctx: click.Context, /, config: Path, only: tuple[str, ...], dry_run: bool, force: bool, as_json: bool) -> None:
     """Synchronise data sets with folders, as configured in the file CONFIG.
 
     New and changed files are computed; renamed and touched files are not. Rows of deleted files are removed. If a
-    large part of the files is gone, nothing is changed, since the disk may be unmounted. Readers see the data set
-    before or after a pass, and no state in between.
+    large part of the files is gone, nothing is changed, since the disk may be unmounted. Readers see the data set as it
+    was before or after a pass, never in between.
 
     \b
     layertap sync configs/nightly.yaml
@@ -102,7 +102,7 @@ def watch(ctx: click.Context, /, config: Path) -> None:
     type=click.FloatRange(0, 1),
     default=0.2,
     show_default=True,
-    help="Compact passes with a larger fraction of unused rows.",
+    help="Compact only passes with a larger fraction of unused rows.",
 )
 def compact(out: Path, max_dead: float) -> None:
     """Remove features of deleted and replaced images from the data set OUT of `layertap sync`.

@@ -96,7 +96,9 @@ class ScheduleConfig(BaseModel):
 
     cron: str | None = Field(None, description="minute hour day month weekday, in local time.")
     every: float | None = Field(None, gt=0, description="Time from one start to the next: 90s, 15m, 6h, 1d.")
-    timezone: str | None = Field(None, description="Time zone of cron, as Europe/Berlin. [default: this machine's]")
+    timezone: str | None = Field(
+        None, description="Time zone of cron, such as Europe/Berlin. [default: this machine's]"
+    )
     jitter: float = Field(0, ge=0, description="Delay each pass by a random time of at most this.")
     catch_up: bool = Field(True, description="Start at once if a pass was due while no scheduler ran.")
     log: Path | None = Field(None, description="Log file, rotated at 10 MB; 5 files are kept. [default: stderr]")

@@ -59,7 +59,7 @@ def time_zone(config: ScheduleConfig) -> tzinfo:
     except (LookupError, ValueError, OSError) as error:
         raise InputError(
             f"schedule: the time zone of this machine is unknown ({first_line(error)}); "
-            "set it, such as `timezone: Europe/Berlin`"
+            "set it, for example `timezone: Europe/Berlin`"
         ) from error
 
 

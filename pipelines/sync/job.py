@@ -1,4 +1,4 @@
-"""Bring data sets into step with their folders, once: `layertap sync CONFIG`."""
+"""Synchronise data sets with their folders, once: `layertap sync CONFIG`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _RUNS_KEPT = 1000  # lines of runs.jsonl
 
 # Keys that the features depend on. A pass with the same keys and no new images does not load the backbone.
 _FEATURE_KEYS = ("backbone", "layers", "weights", "allow_missing_head", "size", "crop", "interpolation", "mean", "std",
-            "decode", "dtype", "precision", "compile", "max_pixels", "seed")  # fmt: skip
+                 "decode", "dtype", "precision", "compile", "max_pixels", "seed")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def sync_all(
         force: see `extract.sync.passes.sync`.
         dry_run: see `extract.sync.passes.sync`.
         on_synced: called after each pass.
-        reporter: keeps the backbone between calls; only if all data sets have the same backbone.
+        reporter: keeps the backbone between calls; pass one only if all data sets have the same backbone.
 
     Returns:
         the results, and the signal that stopped the passes; 0: none did.
@@ -178,9 +178,9 @@ class PassReporter:
         from extract.extraction.run import plan
         from pipelines.terminal.backbone import backbone_of
 
-        asked = configuration_of(config)
-        if self._backbone is None or self._loaded_settings != asked:  # or its weights file was replaced
-            self._loaded_settings = asked
+        settings = configuration_of(config)
+        if self._backbone is None or self._loaded_settings != settings:  # or its weights file was replaced
+            self._loaded_settings = settings
             self._backbone = backbone_of(config)
         return plan(images, out=folder, backbone=self._backbone, settings=config.settings())
 

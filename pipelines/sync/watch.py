@@ -51,7 +51,7 @@ _SILENT = (
 
 
 def watch(configs: Sequence[SyncConfig], on_synced: Callable[[SyncResult], None]) -> int:
-    """Bring data sets into step now, and whenever something below their folders changes, until a signal arrives.
+    """Synchronise data sets now, and whenever something below their folders changes, until a signal arrives.
 
     The backbone stays in memory. Return the signal.
 

@@ -26,7 +26,7 @@ class Progress:
     def __init__(self, total: int | None, unit: str = "images"):
         self._unit = unit
         self._total = total
-        self._found = 0
+        self._resumed = 0
         self._done = 0
         self._start = self._last_line = time.perf_counter()
         self._bar: Any = None
@@ -34,17 +34,17 @@ class Progress:
             self._bar = tqdm(total=total, unit=f" {unit}", dynamic_ncols=True, file=sys.stderr)
 
     def advance(self, rows: int, resumed: bool) -> None:
-        """Count rows; `found`: they were stored by an earlier run."""
+        """Count rows; `resumed`: they were stored by an earlier run."""
         if not rows:
             return
         self._done += rows
-        self._found += rows if resumed else 0
+        self._resumed += rows if resumed else 0
         if self._bar is not None:
             self._bar.initial += rows if resumed else 0  # the rate covers this run only
             self._bar.update(rows)
         elif time.perf_counter() - self._last_line > _LINE_EVERY_S and not resumed:
             self._last_line = time.perf_counter()
-            rate = (self._done - self._found) / (self._last_line - self._start)
+            rate = (self._done - self._resumed) / (self._last_line - self._start)
             if self._total is None:
                 click.echo(f"{self._done:,} {self._unit}, {rate:,.0f} {self._unit}/s", err=True)
                 return

@@ -398,7 +398,7 @@ def _commands() -> Iterator[Command]:
     yield command(
         "embed what was killed to its end",
         f"embed photos -o out/killed {TWO_LAYERS}",
-        masked=(*RESUMED, (r".*byte for byte.*\n", "")),
+        masked=(*RESUMED, (r".*byte(?: for byte|-identical).*\n", "")),
         ignored=r"runs\.jsonl|\[made\]",
     )
     yield command(

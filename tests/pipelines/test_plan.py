@@ -39,7 +39,7 @@ def test_it_tells_what_it_listed(folder: Path, tmp_path: Path, monkeypatch: pyte
     assert "layertap embed outputs/pictures-plan" in result.stdout
     again = layertap("plan", "pictures")
     assert again.exit_code == 0
-    assert "outputs/pictures-plan was complete before; nothing was listed" in again.stdout
+    assert "outputs/pictures-plan is already complete; nothing was listed" in again.stdout
 
 
 def test_json_is_all_that_is_on_stdout(here: Path) -> None:

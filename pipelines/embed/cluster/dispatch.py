@@ -269,7 +269,7 @@ class _Dispatch:
         elif isinstance(event, Left):
             self._lost(event)
         elif isinstance(event, Built):
-            self._made(event.worker, event.shard)
+            self._built(event.worker, event.shard)
         elif isinstance(event, Done):
             self._done(event)
         elif isinstance(event, Failed):
@@ -280,7 +280,7 @@ class _Dispatch:
                 if len(worker.failures) >= _IN_A_ROW:
                     self._retire(event.worker, event.why)
 
-    def _made(self, number: int, shard: int) -> None:
+    def _built(self, number: int, shard: int) -> None:
         worker = self._workers.get(number)
         if worker is not None and shard in worker.shards:
             if worker.shards[0] == shard:
@@ -293,7 +293,7 @@ class _Dispatch:
         worker = self._workers.get(event.worker)
         if worker is None or not worker.has(event.shard):
             return
-        self._made(event.worker, event.shard)
+        self._built(event.worker, event.shard)
         worker.failures.clear()
         for number, other in list(self._workers.items()):
             if other.has(event.shard):

@@ -143,7 +143,8 @@ def _run(
     dataset = place.dataset
     published = np.zeros(dataset.n_shards, np.bool_)
     published[place.published()] = True
-    own_shards = np.arange(dataset.n_shards) % _share_of(config)[1] == _share_of(config)[0]
+    number, count = _share_of(config)
+    own_shards = np.arange(dataset.n_shards) % count == number
     pending = np.flatnonzero(own_shards & ~published)
     shared = SharedRun(config, dataset, int(published.sum()), len(pending))
     _print_plan(shared, pending)

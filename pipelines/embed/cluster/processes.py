@@ -54,8 +54,8 @@ class Processes:
         self._last_error = ""
 
     def __enter__(self) -> Self:
-        for slot in range(len(self._slots)):
-            self._start_worker(slot)
+        for slot_index in range(len(self._slots)):
+            self._start_worker(slot_index)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -66,8 +66,8 @@ class Processes:
             # A worker that has not joined has nothing to finish.
             process.stop(end - time.monotonic() if process.joined else 0.0)
 
-    def _start_worker(self, slot: int) -> None:
-        self._processes[self._count] = WorkerProcess(self._count, self._slots[slot], slot)
+    def _start_worker(self, slot_index: int) -> None:
+        self._processes[self._count] = WorkerProcess(self._count, self._slots[slot_index], slot_index)
         self._count += 1
 
     def events(self, timeout_s: float) -> list[Event]:
