@@ -70,8 +70,8 @@ MUTATIONS = (
     ),
     Mutation(
         "The second forward keeps the record of the first.",
-        "            self.forward = ModelCall(Record(self.why_absent), [[\"\"]])",
-        "            self.forward = self.forward or ModelCall(Record(self.why_absent), [[\"\"]])",
+        "            self._forward = ModelCall(Record(self._why_absent), [[\"\"]])",
+        "            self._forward = self._forward or ModelCall(Record(self._why_absent), [[\"\"]])",
         ("test_a_layer_that_did_not_run_raises_and_does_not_answer_with_old_values",),
     ),
     Mutation(

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.trace_path import path_of_one_image
+
 ROOT = Path(__file__).parents[1]
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
@@ -122,6 +124,15 @@ with Taps(model, ["1"]).edit("0", scale(2.0)).keep("2", "grad") as taps:
     taps(torch.ones(3, 2)).sum().backward()
 print(tuple(taps.record["1"].shape), sorted(name for name in sys.modules if name.startswith("extract")))
 """
+
+
+@pytest.mark.slow
+def test_one_image_passes_at_most_ten_files_with_twenty_changes_from_one_to_another() -> None:
+    files, changes = path_of_one_image()
+    assert len(files) <= 10, sorted(files)
+    assert len(changes) <= 20, sorted(changes)
+    # Something was traced: the ends of the path, and the hook between them.
+    assert {"images/loading.py", "taps/hook_calls.py", "store/format/row_hash.py"} <= files
 
 
 def test_taps_run_where_there_is_no_other_room_and_no_other_library() -> None:

@@ -3,9 +3,9 @@
     python -m tests.trace_path
 
 Two runs over different numbers of images are traced, in one process and in batches of one image: what `extract_shard`
-calls before it publishes, and what the thread does that writes. What the longer run has more belongs to the images that
-it has more. A change of file is a call, or a return, from a function of one file to one of another. It counts once,
-however often it happens, as for somebody who reads along.
+calls, but to open and to publish the file, and what the thread does that writes. What the longer run has more belongs
+to the images that it has more. A change of file is a call, or a return, from a function of one file to one of another.
+It counts once, however often it happens, as for somebody who reads along.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ def _file_of(frame: FrameType) -> str:
 
 
 def _is_on_the_path(frame: FrameType | None) -> bool:
-    """Whether it runs inside `extract_shard`, but not while that publishes, or in the thread that writes."""
+    """Whether it runs inside `extract_shard`, but not to open or publish the file, or in the thread that writes."""
     if threading.current_thread().name.startswith("writer"):
         return True
     while frame is not None:
         name = frame.f_code.co_name
-        if name == "publish":
+        if name in ("open_part", "publish"):
             return False
         if name == "extract_shard":
             return True
@@ -107,11 +107,11 @@ def traced(images: int, folder: Path) -> Trace:
 
 def path_of_one_image() -> tuple[set[str], set[tuple[str, str]]]:
     """Files that every image passes, and changes from one to another."""
-    found = []
+    traces = []
     for images in (FEWER, MORE):
         with tempfile.TemporaryDirectory() as folder:
-            found.append(traced(images, Path(folder)))
-    calls, changes = found[1].calls - found[0].calls, found[1].changes - found[0].changes
+            traces.append(traced(images, Path(folder)))
+    calls, changes = traces[1].calls - traces[0].calls, traces[1].changes - traces[0].changes
     images = MORE - FEWER
     return (
         {file for file, count in calls.items() if count >= images},

@@ -16,7 +16,7 @@ from extract import defaults
 from extract.backbones import LoadedBackbone, loading
 from extract.compute.backends import open_forward
 from extract.compute.feature_choice import choose_features
-from extract.compute.forward import check_rows
+from extract.compute.row_check import check_rows
 from extract.errors import InputError
 from extract.images import to_picture
 from extract.system.torch_state import evaluating, full_float32

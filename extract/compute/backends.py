@@ -1,25 +1,21 @@
-"""Backends of the forward: eager PyTorch, or its graph compiled by inductor or OpenVINO."""
+"""Choose and open a forward: eager PyTorch, or its graph compiled by inductor or OpenVINO."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
 
 from extract import defaults
 from extract.backbones import LoadedBackbone
 from extract.compute.compiled import compiled, openvino, openvino_computes_in
 from extract.compute.feature_choice import Choice
-from extract.compute.forward import Forward, Values, joined
-from extract.compute.transfers import Transfers, transfers_for
-from extract.errors import InputError, LayertapError, unknown_name
+from extract.compute.forward import EagerForward, Forward, ForwardTaps
+from extract.compute.transfers import transfers_for
+from extract.errors import InputError, unknown_name
 from extract.system.torch_state import evaluating, full_float32, keeping_freed_memory
-from extract.taps.record import copy_out
-from extract.taps.taps import Taps
 
 __all__ = ["COMPILE", "default_engine", "engine_for", "open_forward"]
 
@@ -86,51 +82,6 @@ def open_forward(
                 yield forward
             return
         lower = torch.autocast(backbone.device.type, getattr(torch, precision), enabled=precision != "float32")
-        taps = _SentTaps(backbone.model, transfers) if transfers.ahead else Taps(backbone.model, stop=True)
+        taps = ForwardTaps(backbone.model, transfers)
         with torch.inference_mode(), lower, choice.kept_by(taps, getattr(torch, dtype)):
-            yield _Eager(backbone, choice, taps, transfers)
-
-
-class _SentTaps(Taps):
-    """Taps that start copying the kept tensors to the CPU and do not wait for the copies."""
-
-    def __init__(self, model: nn.Module, transfers: Transfers):
-        super().__init__(model, stop=True)
-        self._hooks.copy_out = partial(copy_out, to_cpu=transfers.to_host)
-
-
-class _Eager(Forward):
-    """Forward of the backbone under taps. A batch is computed in parts if memory is insufficient for all of it."""
-
-    def __init__(self, backbone: LoadedBackbone, choice: Choice, taps: Taps, transfers: Transfers):
-        self._to_input, self._features = backbone.preprocessing.to_input, choice.features
-        self._taps, self._transfers = taps, transfers
-        self.ahead = int(transfers.ahead)
-
-    @property
-    def copying_s(self) -> float:
-        return self._transfers.seconds
-
-    def start(self, images: Tensor) -> Callable[[], Values]:
-        parts, last = self._parts(images), self._transfers.last_started()
-
-        def values() -> Values:
-            self._transfers.wait(last)
-            return joined(parts)
-
-        return values
-
-    def _part(self, images: Tensor) -> Values:
-        self._taps(self._to_input(self._transfers.to_device(images)))
-        return {feature.name: self._taps.record[feature.site][feature.name].numpy() for feature in self._features}
-
-    def _parts(self, images: Tensor) -> list[Values]:
-        while True:
-            try:
-                return [self._part(part) for part in torch.split(images, self.images_at_once or len(images))]
-            except torch.OutOfMemoryError as error:
-                size = min(self.images_at_once or len(images), len(images))
-                if size == 1:
-                    raise LayertapError(f"insufficient device memory for one image: {error}") from error
-            self.images_at_once = -(-size // 2)
-            torch.cuda.empty_cache()  # outside the except block: the error's frames hold tensors
+            yield EagerForward(backbone, choice, taps, transfers)

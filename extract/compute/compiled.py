@@ -19,8 +19,8 @@ from extract import defaults
 from extract.backbones import LoadedBackbone
 from extract.compute.exported_graph import graph_of
 from extract.compute.feature_choice import Choice
-from extract.compute.forward import Forward, Values, joined
-from extract.compute.transfers import Transfers
+from extract.compute.forward import DeviceForward, Forward, Values
+from extract.compute.transfers import Pinned
 from extract.errors import LayertapError, first_line
 from extract.system.optional_libraries import library
 
@@ -38,7 +38,7 @@ def compiled(
     dtype: str,
     precision: str,
     batch_size: int,
-    transfers: Transfers,
+    transfers: Pinned | None,
 ) -> Iterator[Forward]:
     """Context manager: yield a forward that compiles on its first call.
 
@@ -49,7 +49,7 @@ def compiled(
         dtype: dtype of the returned features.
         precision: precision of the computation.
         batch_size: images per batch.
-        transfers: copies of images to the device and of features back; used by inductor only.
+        transfers: see `DeviceForward`; used by inductor only.
 
     Raises:
         LayertapError: from calls of the forward: the backbone cannot be compiled, or memory is insufficient.
@@ -68,7 +68,7 @@ def _cannot(backbone: LoadedBackbone, engine: str, error: Exception) -> Layertap
     return LayertapError(f"{backbone.spec} cannot be compiled by {engine}: {first_line(error)}")
 
 
-class _ByInductor(Forward):
+class _ByInductor(DeviceForward):
     """Forward compiled by inductor for one batch size; shorter batches are padded with zeros, then cut."""
 
     def __init__(
@@ -78,38 +78,28 @@ class _ByInductor(Forward):
         dtype: str,
         precision: str,
         batch_size: int,
-        transfers: Transfers,
+        transfers: Pinned | None,
     ):
+        super().__init__(backbone.device, transfers)
+        self._to_host: Callable[[Tensor], Tensor] = Tensor.cpu if transfers is None else transfers.to_host
         self._backbone, self._choice, self._dtype, self._precision = backbone, choice, dtype, precision
-        self._batch_size, self._transfers = batch_size, transfers
+        self._batch_size = batch_size
         self._function: Callable[[Tensor], tuple[Tensor, ...]] | None = None
-        self.ahead = int(transfers.ahead)
 
-    @property
-    def copying_s(self) -> float:
-        return self._transfers.seconds
-
-    def start(self, images: Tensor) -> Callable[[], Values]:
+    def _parts(self, images: Tensor) -> list[Values]:
         try:
-            parts = [self._part(part) for part in torch.split(images, self._batch_size)]
+            return [self._part(part) for part in torch.split(images, self._batch_size)]
         except torch.OutOfMemoryError as error:
             text = f"insufficient device memory for {self._batch_size} images in compiled code: {error}"
             raise LayertapError(f"{text}. Use a smaller --batch-size") from error
-        last = self._transfers.last_started()
-
-        def values() -> Values:
-            self._transfers.wait(last)
-            return joined(parts)
-
-        return values
 
     def _part(self, images: Tensor) -> Values:
-        batch = self._transfers.to_device(_filled(images, self._batch_size))
+        batch = self._to_device(_filled(images, self._batch_size))
         if self._function is None:
             self._function = self._compile(batch)
         with torch.no_grad():
             outputs = self._function(batch)
-        kept = (self._transfers.to_host(values[: len(images)]).numpy() for values in outputs)
+        kept = (self._to_host(values[: len(images)]).numpy() for values in outputs)
         return {feature.name: values for feature, values in zip(self._choice.features, kept, strict=True)}
 
     def _compile(self, batch: Tensor) -> Callable[[Tensor], tuple[Tensor, ...]]:

@@ -63,12 +63,9 @@ class _Kept(nn.Module):
 class _TracedTaps(Taps):
     """Taps that keep each tensor on its device."""
 
-    def __init__(self, model: nn.Module):
-        super().__init__(model)
-        self._hooks.copy_out = _clones
-
-
-def _clones(tensor: Tensor, reduce: Reduce | None, site: Site) -> dict[str, Tensor]:
-    """Return copies of the features, because the model may write into the tensor later."""
-    assert reduce is not None
-    return {name: part.clone() for name, part in reduce(tensor.detach()).items()}
+    @staticmethod
+    def _copy_out(tensor: Tensor, reduce: Reduce | None, site: Site) -> dict[str, Tensor]:
+        assert reduce is not None
+        # Two layers may return one tensor, and OpenVINO refuses a graph with one tensor as two outputs: `movedim`
+        # makes another of the same values. Copies, because the model may write into the tensor later.
+        return {name: part.clone() for name, part in reduce(tensor.detach().movedim(0, 0)).items()}

@@ -7,15 +7,14 @@ to which image. A layer whose rows cannot be assigned to images is refused.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from extract.backbones import LoadedBackbone
 from extract.backbones.output_as_embedding import WithEmbedding
-from extract.compute.pooling import Layout, pool, pooling_names, recognise, resolve_pooling
+from extract.compute.pooling import Layout, pool, pooling_names, recognise, reduction, resolve_pooling
 from extract.errors import InputError, LayertapError, UnknownNameError, first_line
 from extract.taps.batch_axis import BatchAxis, Trial
 from extract.taps.layer_names import is_glob, match_layers, named_layers
@@ -66,14 +65,9 @@ class Choice:
     def kept_by(self, taps: Taps, dtype: torch.dtype) -> Taps:
         """Add these features to `taps` and return it. Each site records a dict of features, pooled on the device."""
         for site in dict.fromkeys(feature.site for feature in self.features):
-            taps.keep(site, reduce=_reduction([f for f in self.features if f.site == site], dtype))
+            features = {f.name: (f.rows, f.pooling, f.layout) for f in self.features if f.site == site}
+            taps.keep(site, reduce=reduction(features, dtype))
         return taps
-
-
-def _reduction(features: Sequence[Feature], dtype: torch.dtype) -> Callable[[Tensor], dict[str, Tensor]]:
-    return lambda activation: {
-        f.name: pool(f.rows.by_image(activation), f.pooling, f.layout).to(dtype) for f in features
-    }
 
 
 @dataclass(frozen=True)

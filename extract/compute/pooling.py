@@ -7,16 +7,19 @@ ambiguous, only `none` and `flatten` are accepted: no axis that might be channel
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from extract.errors import InputError, unknown_name
 
-if TYPE_CHECKING:
-    from torch import Tensor  # not at run time: the command line lists poolings without importing torch
+if TYPE_CHECKING:  # not at run time: the command line lists poolings without importing torch
+    import torch
+    from torch import Tensor
 
-__all__ = ["POOLINGS", "Layout", "Pooling", "pool", "pooling_names", "recognise", "resolve_pooling"]
+    from extract.taps.batch_axis import BatchAxis
+
+__all__ = ["POOLINGS", "Layout", "Pooling", "pool", "pooling_names", "recognise", "reduction", "resolve_pooling"]
 
 _STRIDES_PX = (1, 2, 4, 8, 14, 16, 32, 64)  # of maps; a square matrix of another size, such as T x T, is not a map
 _PATCH_SIZES_PX = (4, 8, 14, 16, 32, 64)  # of vision transformers, and of the later stages of hierarchical ones
@@ -166,6 +169,29 @@ def pool(activation: Tensor, pooling: str, layout: Layout) -> Tensor:
         layout: result of `recognise`.
     """
     return POOLINGS[pooling].function(activation, layout)
+
+
+def reduction(
+    features: Mapping[str, tuple[BatchAxis, str, Layout]], dtype: torch.dtype
+) -> Callable[[Tensor], dict[str, Tensor]]:
+    """Return a function that computes all features of one activation, name -> (B, ...), on its device.
+
+    Args:
+        features: name -> position of the images in the activation, result of `resolve_pooling`, result of `recognise`.
+        dtype: dtype of the features.
+    """
+    steps = [
+        (name, None if (rows.axis, rows.per_image) == (0, 1) else rows.by_image, POOLINGS[pooling].function, layout)
+        for name, (rows, pooling, layout) in features.items()
+    ]
+
+    def reduce(activation: Tensor) -> dict[str, Tensor]:
+        return {
+            name: function(activation if by_image is None else by_image(activation), layout).to(dtype)
+            for name, by_image, function, layout in steps
+        }
+
+    return reduce
 
 
 def _positions(layout: Layout) -> list[int]:

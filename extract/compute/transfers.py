@@ -19,60 +19,11 @@ from typing import NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-__all__ = ["Direct", "Gpu", "Pinned", "Transfers", "transfers_for"]
+__all__ = ["Gpu", "Pinned", "transfers_for"]
 
 RING_BYTES = 128 << 20  # per direction
 _PIECES = 4  # of the ring: larger copies are split, so that one piece is filled while another is being copied
 _ALIGNED = 64
-
-
-class Transfers(Protocol):
-    """Copies between this process and a device.
-
-    Attributes:
-        ahead: whether the device works asynchronously: results of `to_host` are complete only after `wait`.
-        seconds: seconds spent copying, as far as this process waited.
-    """
-
-    ahead: bool
-    seconds: float
-
-    def to_device(self, images: Tensor) -> Tensor:
-        """Copy a batch to the device."""
-
-    def to_host(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor to the CPU. The device may continue computing and change the tensor."""
-
-    def last_started(self) -> int:
-        """Return the number of the last copy to the CPU that was started; 0 if all have ended."""
-
-    def wait(self, number: int) -> None:
-        """Wait until this copy to the CPU, and all before it, have ended."""
-
-
-class Direct:
-    """Synchronous copies; on a CPU, nothing is copied."""
-
-    ahead = False
-    seconds = 0.0
-
-    def __init__(self, device: torch.device):
-        self._device = device
-
-    def to_device(self, images: Tensor) -> Tensor:
-        """See `Transfers`."""
-        return images.to(self._device)
-
-    def to_host(self, tensor: Tensor) -> Tensor:
-        """See `Transfers`."""
-        return tensor.cpu()
-
-    def last_started(self) -> int:
-        """See `Transfers`."""
-        return 0
-
-    def wait(self, number: int) -> None:
-        """See `Transfers`."""
 
 
 class Event(Protocol):
@@ -211,9 +162,10 @@ class Pinned:
     Args:
         gpu: the device.
         size: bytes of each ring.
-    """
 
-    ahead = True
+    Attributes:
+        seconds: seconds spent copying, as far as this process waited.
+    """
 
     def __init__(self, gpu: Gpu, size: int):
         self._gpu = gpu
@@ -221,7 +173,7 @@ class Pinned:
         self.seconds = 0.0
 
     def to_device(self, images: Tensor) -> Tensor:
-        """See `Transfers`."""
+        """Copy a batch to the device."""
         with torch.inference_mode(False):
             given = images.contiguous()
             on_gpu = self._gpu.empty_like(given)
@@ -230,7 +182,7 @@ class Pinned:
         return on_gpu
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """See `Transfers`."""
+        """Start copying a tensor to the CPU; `wait` completes the copy. The device may change the tensor meanwhile."""
         with torch.inference_mode(False), torch.no_grad():
             kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             if tensor.device == self._gpu.device:
@@ -240,11 +192,11 @@ class Pinned:
         return kept
 
     def last_started(self) -> int:
-        """See `Transfers`."""
+        """Return the number of the last copy to the CPU that was started; 0 if all have ended."""
         return self._downward.last
 
     def wait(self, number: int) -> None:
-        """See `Transfers`."""
+        """Wait until this copy to the CPU, and all before it, have ended."""
         self._downward.wait(number)
 
     def _begin_upward(self, source: Tensor, pinned: Tensor, target: Tensor) -> Callable[[], None]:
@@ -270,6 +222,6 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def transfers_for(device: torch.device) -> Transfers:
-    """Return the transfers for a device."""
-    return Pinned(Gpu(device), RING_BYTES) if device.type == "cuda" else Direct(device)
+def transfers_for(device: torch.device) -> Pinned | None:
+    """Return the asynchronous transfers for a device; None if it is not a GPU, and copies are synchronous."""
+    return Pinned(Gpu(device), RING_BYTES) if device.type == "cuda" else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import shutil
@@ -23,7 +24,7 @@ from extract.errors import InputError
 from extract.extraction.pipeline import extract_shard, stop_on_machine_errors
 from extract.extraction.plan import Plan, plan
 from extract.extraction.settings import ExtractionSettings
-from extract.extraction.summary import Callbacks, Summary
+from extract.extraction.summary import Summary
 from extract.extraction.todo import batches_of, check_disk_space, check_same_images, work_of
 from extract.extraction.validation import Computation, validated_forward
 from extract.images import load_batches
@@ -132,14 +133,12 @@ def extract_features(
     from tqdm.auto import tqdm
 
     with tqdm(total=len(planned.images), unit=" images", disable=not progress) as bar:
-        extract(
-            planned, retry_failed=retry_failed, on_rows=lambda rows, stored_earlier: _advance(bar, rows, stored_earlier)
-        )
+        extract(planned, retry_failed=retry_failed, on_rows=functools.partial(_advance, bar) if progress else None)
     return FeatureReader(out)
 
 
 def _advance(bar: Any, rows: int, stored_earlier: bool) -> None:
-    if stored_earlier and not bar.disable:  # a disabled bar does not count
+    if stored_earlier:  # not part of the rate
         bar.initial += rows
     bar.update(rows)
 
@@ -149,9 +148,9 @@ def extract(
     *,
     retry_failed: bool = False,
     has_stored_rows: bool = False,
-    on_rows: Callable[[int, bool], None] = lambda rows, stored_earlier: None,
-    on_computation: Callable[[Computation], None] = lambda computation: None,
-    stop: Callable[[], bool] = lambda: False,
+    on_rows: Callable[[int, bool], None] | None = None,
+    on_computation: Callable[[Computation], None] | None = None,
+    stop: Callable[[], bool] | None = None,
 ) -> Summary:
     """Compute every missing row of a data set.
 
@@ -180,7 +179,7 @@ def extract(
             check_same_images(plan, existing)
         work = work_of(dataset, plan.images.source, retry_failed)
         summary.found = dataset.n_rows - sum(len(shard.rows) for shard in work)
-        if summary.found:
+        if summary.found and on_rows is not None:
             on_rows(summary.found, True)
         if summary.found < dataset.n_rows:
             run = {name: value for name, value in plan.provenance.items() if name != "depends_on"}
@@ -194,15 +193,16 @@ def extract(
         def log_computation(computation: Computation) -> None:
             how = dataclasses.asdict(computation)
             dataset.add_run({"event": "computing", "started": plan.provenance["started"], "computation": how})
-            on_computation(computation)
+            summary.computation = computation
+            if on_computation is not None:
+                on_computation(computation)
 
-        callbacks = Callbacks(on_rows, log_computation, stop)
         has_stored_rows = has_stored_rows or summary.found > 0
-        with contextlib.closing(loaded), validated_forward(plan, has_stored_rows) as forward:
+        with contextlib.closing(loaded), validated_forward(plan, has_stored_rows, log_computation) as forward:
             batches = stop_on_machine_errors(loaded, plan.images.source)
             for shard in work:
                 count = sum(1 for _ in batches_of(shard.rows, plan))
-                extract_shard(plan, shard, itertools.islice(batches, count), forward, summary, callbacks)
+                extract_shard(plan, shard, itertools.islice(batches, count), forward, summary, on_rows, stop)
                 if summary.stopped:
                     break
         summary.seconds = time.perf_counter() - start

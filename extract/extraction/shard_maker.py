@@ -23,7 +23,7 @@ from extract.errors import LayertapError, LockedError
 from extract.extraction.pipeline import extract_shard, stop_on_machine_errors
 from extract.extraction.plan import Plan
 from extract.extraction.shard_decoding import ShardBatches
-from extract.extraction.summary import Callbacks, Summary
+from extract.extraction.summary import Summary
 from extract.extraction.todo import ShardWork, work_at
 from extract.extraction.validation import Computation, ValidatedForward, validated_forward
 from extract.images.worker_deaths import DeadWorkerError
@@ -135,16 +135,9 @@ class ShardMaker:
         work, batches = self._batches.take(shard, self._work, lambda known: self._fresh(following(known)))
         on_rows(len(dataset.shard_range(shard)) - len(work.rows), True)
         try:
-            forward = self._open_forward()
-            summary = Summary(n_rows=dataset.n_rows, computation=forward.computation)
-            extract_shard(
-                self._plan,
-                work,
-                stop_on_machine_errors(batches, self._plan.images.source),
-                forward,
-                summary,
-                Callbacks(on_rows, self._on_computation, stop),
-            )
+            summary = Summary(n_rows=dataset.n_rows)
+            checked = stop_on_machine_errors(batches, self._plan.images.source)
+            extract_shard(self._plan, work, checked, self._open_forward(), summary, on_rows, stop)
         except BaseException:
             self._was_ahead = self._batches.is_ahead
             self._batches.close()
@@ -172,7 +165,7 @@ class ShardMaker:
 
     def _open_forward(self) -> ValidatedForward:
         if self._forward is None:
-            forward = validated_forward(self._plan, self._has_rows_elsewhere)
+            forward = validated_forward(self._plan, self._has_rows_elsewhere, self._on_computation)
             self._forward = self._open_now.enter_context(forward)
         return self._forward
 

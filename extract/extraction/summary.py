@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Any
 
 from extract.extraction.validation import Computation
 from extract.row_status import Status
 
-__all__ = ["Callbacks", "Summary"]
-
-T = TypeVar("T")
-_END = object()
-
-
-@dataclass(frozen=True)
-class Callbacks:
-    """Functions that a run calls.
-
-    Attributes:
-        on_rows: called with a number of rows, and whether an earlier run stored them (True) or this one (False).
-        on_computation: called after the first batch with how features are computed.
-        stop: called after each batch; True stops the run cleanly.
-    """
-
-    on_rows: Callable[[int, bool], None] = lambda rows, stored_earlier: None
-    on_computation: Callable[[Computation], None] = lambda computation: None
-    stop: Callable[[], bool] = lambda: False
+__all__ = ["Summary"]
 
 
 @dataclass
@@ -96,23 +75,3 @@ class Summary:
         if seconds > 0:
             self.stages[stage] -= seconds
             self.stages[to] = self.stages.get(to, 0.0) + seconds
-
-    def timed_each(self, stage: str, values: Iterable[T]) -> Iterator[T]:
-        """Yield the values; add the time to get each to a stage, excluding the time of stages inside."""
-        iterator = iter(values)
-        while True:
-            with self.timed(stage):
-                value = next(iterator, _END)
-            if value is _END:
-                return
-            yield value  # type: ignore[misc]
-
-    @contextlib.contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
-        """Context manager: add the time of the block to a stage, excluding the time of stages inside."""
-        start, others = time.perf_counter(), sum(self.stages.values())
-        try:
-            yield
-        finally:
-            inside = sum(self.stages.values()) - others
-            self.stages[stage] += time.perf_counter() - start - inside

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import shutil
 import time
 from collections.abc import Iterator
@@ -153,9 +152,11 @@ def batches_of(rows: RowNumbers, plan: Plan) -> Iterator[list[int]]:
 
     The remaining batches of a resumed run are therefore those of an uninterrupted run.
     """
-    start = int(rows[0]) // plan.dataset.shard_rows * plan.dataset.shard_rows if len(rows) else 0
-    for _, batch in itertools.groupby(rows, lambda row: (int(row) - start) // plan.settings.batch_size):
-        yield [int(row) for row in batch]
+    if not len(rows):
+        return iter(())
+    start = int(rows[0]) // plan.dataset.shard_rows * plan.dataset.shard_rows
+    batch = (np.asarray(rows) - start) // plan.settings.batch_size
+    return map(np.ndarray.tolist, np.split(np.asarray(rows), np.flatnonzero(np.diff(batch)) + 1))
 
 
 def check_same_images(plan: Plan, existing: DataSet) -> None:

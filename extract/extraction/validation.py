@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -18,7 +18,8 @@ from torch import Tensor
 from extract.backbones.preprocessing import Preprocessing
 from extract.compute.agreement import Agreement, agreement, refusal
 from extract.compute.backends import default_engine, open_forward
-from extract.compute.forward import B, Forward, Values, check_rows
+from extract.compute.forward import B, Forward, Values
+from extract.compute.row_check import check_rows
 from extract.errors import DisagreementError, InputError, LayertapError, first_line
 from extract.extraction.plan import Plan
 from extract.images import Decoding, ImageList, load_batches
@@ -55,16 +56,21 @@ class Computation:
 
 
 @contextlib.contextmanager
-def validated_forward(plan: Plan, has_stored_rows: bool = False) -> Iterator[ValidatedForward]:
+def validated_forward(
+    plan: Plan,
+    has_stored_rows: bool = False,
+    on_computation: Callable[[Computation], None] = lambda computation: None,
+) -> Iterator[ValidatedForward]:
     """Context manager: yield the forward of a plan. Its first batch is compared with the reference.
 
     Args:
         plan: plan of the run. An `engine` of "auto" means compiled if that pays and agrees.
         has_stored_rows: whether the data set already has rows, which were compared when the first was computed. Then
             lower precision is compared but not refused.
+        on_computation: called after the first batch with how features are computed.
     """
     with contextlib.ExitStack() as open_now:
-        yield ValidatedForward(plan, has_stored_rows, open_now)
+        yield ValidatedForward(plan, has_stored_rows, on_computation, open_now)
 
 
 class ValidatedForward:
@@ -72,14 +78,19 @@ class ValidatedForward:
 
     Attributes:
         chosen: computes all later batches; None before the first batch.
-        computation: how features are computed; None before the first batch.
     """
 
-    def __init__(self, plan: Plan, has_stored_rows: bool, open_now: contextlib.ExitStack):
+    def __init__(
+        self,
+        plan: Plan,
+        has_stored_rows: bool,
+        on_computation: Callable[[Computation], None],
+        open_now: contextlib.ExitStack,
+    ):
         self._plan, self._has_stored_rows, self._open_now = plan, has_stored_rows, open_now
-        self.chosen: Forward | None = None
+        self._on_computation = on_computation
         self._rows_are_checked = False
-        self.computation: Computation | None = None
+        self.chosen: Forward | None = None
 
     @property
     def copying_s(self) -> float:
@@ -170,8 +181,9 @@ class ValidatedForward:
                 instead = f"--decode exact or {too}a lower --min-cosine"
                 raise DisagreementError(f"of fast decoded images, {no}", instead)
         computation.prepared_in_s = time.perf_counter() - start - own_s
-        self.computation = computation
-        return forward(images) if features is None else features
+        features = forward(images) if features is None else features
+        self._on_computation(computation)
+        return features
 
     def _check_rows(self, forward: Forward, images: Tensor, features: Values) -> None:
         check_rows(forward, images, features)

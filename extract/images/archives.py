@@ -19,8 +19,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from PIL import Image
-
 from extract.errors import InputError, LayertapError, first_line
 from extract.images.decoding import decode
 from extract.images.folders import pick_images
@@ -67,6 +65,8 @@ class _Member:
 
 class Members:
     """ImageSource of the members of archives."""
+
+    decode = staticmethod(decode)  # see `ImageSource`
 
     def __init__(self, archives: Sequence[str], members: Sequence[_Member], zipped: bool):
         self._archives, self._zipped = PackedNames(archives), zipped
@@ -127,10 +127,6 @@ class Members:
         if len(data) < length:
             raise ValueError("the archive is truncated")
         return data
-
-    def decode(self, data: bytes, max_pixels: int, min_decode_px: int = 0) -> Image.Image:
-        """See `ImageSource`."""
-        return decode(data, max_pixels, min_decode_px)
 
     def check_there(self) -> None:
         """See `ImageSource`."""

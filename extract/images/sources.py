@@ -91,6 +91,8 @@ class Files:
         anywhere: whether names may be URLs.
     """
 
+    decode = staticmethod(decode)  # see `ImageSource`
+
     def __init__(self, base: str, names: Sequence[str], *, anywhere: bool = False):
         self._base, self._anywhere = base, anywhere
         self._is_remote = is_url(base)
@@ -115,10 +117,6 @@ class Files:
                 return file.read(), status.st_mtime_ns
         finally:
             os.close(descriptor)
-
-    def decode(self, data: bytes, max_pixels: int, min_decode_px: int = 0) -> Image.Image:
-        """See `ImageSource`."""
-        return decode(data, max_pixels, min_decode_px)
 
     def check_there(self) -> None:
         """See `ImageSource`."""

@@ -6,7 +6,7 @@ The batch axis is the one axis whose length follows the number of pictures. The 
 alone.
 
 A layer may sort the pictures of a batch by their content. One order may happen to be sorted already; the reverse order
-is not. The first batch of a run checks for effects that only other pictures show (`forward.check_rows`).
+is not. The first batch of a run checks for effects that only other pictures show (`extract.compute.row_check`).
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def on_gradient(
                 gradient = apply_edit(gradient, edit, site)
             for site, request in requests:
                 if request.edit is None:
-                    forward.record._put(site, take(gradient, request.reduce, site))
+                    forward.record.by_site[site] = take(gradient, request.reduce, site)
         return gradient if edits else None
 
     tensor.register_hook(edited)  # type: ignore[no-untyped-call]

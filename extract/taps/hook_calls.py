@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from extract.errors import LayertapError
+from extract.errors import InputError, LayertapError
 from extract.taps.edits import apply_edit
-from extract.taps.functions import attention_weights, operation_name, unwatched, watching
+from extract.taps.functions import attention_weights, operation_name, unwatched
 from extract.taps.gradients import CopyOut, on_gradient, to_watch
-from extract.taps.layer_names import named_layers, named_parameters, unwrap
-from extract.taps.model_bound_hook import ModelBoundHook
+from extract.taps.layer_names import named_layers, named_parameters
 from extract.taps.nested import Path, map_tensors, tensors_in
-from extract.taps.record import Record, Site, What, copy_out, split_text
+from extract.taps.record import Record, Reduce, Site, What, split_text
 from extract.taps.requests import Block, Call, HookPoint, ModelCall, TapRequest
-from extract.taps.switches import COMPILED_CODE_OFF, FUSED_ATTENTION_OFF
 
-__all__ = ["HookCalls"]
+__all__ = ["HookCalls", "copy_out"]
 
 _UNKNOWN = -1
 _NOTHING_TO_HIDE = contextlib.nullcontext()
@@ -35,122 +33,136 @@ class _Stop(BaseException):
     """Ends a forward once all requested values are computed; a model's `except Exception` does not catch it."""
 
 
-class HookCalls:
-    """The hooks of one `Taps`, and their state while the model runs.
+def copy_out(
+    tensor: Tensor, reduce: Reduce | None, site: Site, to_cpu: Callable[[Tensor], Tensor] | None = None
+) -> Any:
+    """Reduce a tensor on its device, then copy the result to the CPU.
 
     Args:
-        model: the model to register the hooks on.
-        on_record: see `Taps`.
-
-    Attributes:
-        layers: name -> module.
-        parameters: name -> parameter.
-        requests: the values to keep and edit.
-        block: the open `with` block, or None.
-        forward: the current or last call of the model, or None.
-        take: the function that reduces and copies a kept tensor.
-        stands_in: whether the model may receive a copy of an output in its place, where a gradient hook on the output
-            itself is not safe.
+        tensor: on the device of the model.
+        reduce: see `Taps.keep`.
+        site: the site of the tensor, for errors.
+        to_cpu: copies a dense tensor to the CPU, possibly asynchronously; None makes a blocking copy.
     """
 
-    def __init__(self, model: nn.Module, on_record: Callable[[Record], None] | None):
-        self._model = model
-        self._on_record = on_record
-        self.layers = named_layers(model)
-        self.parameters = named_parameters(model)
-        self.requests: list[TapRequest] = []
-        self.block: Block | None = None
-        self.forward: ModelCall | None = None
-        self.copy_out: CopyOut = copy_out
-        self.stands_in = True
+    def kept(value: Any) -> Tensor:
+        dense = _dense(value, site)
+        return _copied(dense, site) if to_cpu is None else to_cpu(dense)
+
+    # Copies made in inference mode could not be used in training later.
+    with torch.inference_mode(False), torch.no_grad():
+        value = tensor.detach()
+        if reduce is None:
+            return kept(value)
+        try:
+            value = reduce(value)
+        except Exception as error:
+            error.add_note(f"while reducing {site} of shape {tuple(tensor.shape)}")
+            raise
+        if isinstance(value, dict):
+            return {name: kept(part) for name, part in value.items()}
+        return kept(value)
+
+
+def _dense(tensor: Any, site: Site) -> Tensor:
+    """Return the tensor in dense, unquantised form.
+
+    Raises:
+        InputError: the value is not a tensor, or is a nested tensor, or is inside torch.func.
+    """
+    if not isinstance(tensor, Tensor):
+        raise InputError(
+            f"the reduction of {site} returned {type(tensor).__name__}; expected a tensor or a dict of tensors"
+        )
+    if tensor.is_nested:
+        raise InputError(f"{site} is a nested tensor, whose rows differ in shape; reduce it to a plain tensor")
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise InputError(
+            f"{site} is inside torch.func (vmap, grad, ...), where values cannot be copied out of the model"
+        )
+    if tensor.is_quantized:
+        return tensor.dequantize()
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
+
+
+def _copied(tensor: Tensor, site: Site) -> Tensor:
+    """Return a contiguous copy on the CPU that owns its memory, and warn of infinite float16 values."""
+    kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    kept.copy_(tensor)  # what copy_ returns could be a subclass
+    if kept.dtype == torch.float16 and kept.isinf().any():
+        warnings.warn(f"{site} has infinite values: the largest float16 is 65504", RuntimeWarning, stacklevel=3)
+    return kept
+
+
+class HookCalls:
+    """The part of `Taps` that acts while the model runs: the call of the model, the hooks, and the record.
+
+    Args:
+        model: the model that the hooks are registered on.
+        stop: see `Taps`.
+        on_record: see `Taps`.
+    """
+
+    # Reduces and copies a kept tensor.
+    _copy_out: CopyOut = staticmethod(copy_out)
+    # Whether the model may receive a copy of an output in its place, where a gradient hook on the output is not safe.
+    _stands_in = True
+
+    def __init__(self, model: nn.Module, stop: bool, on_record: Callable[[Record], None] | None):
+        self._model, self._stop, self._on_record = model, stop, on_record
+        self._layers = named_layers(model)
+        self._parameters = named_parameters(model)
+        self._requests: list[TapRequest] = []
+        self._block: Block | None = None  # None outside the `with` block
+        self._forward: ModelCall | None = None  # the running call of the model, or the last one
         self._points: list[HookPoint] = []
         self._edited: set[int] = set()  # id of each request whose edit was applied in this block
-        self._stoppable = False  # the forward runs inside `stopping`, which catches _Stop
+        self._stoppable = False  # the forward runs inside `__call__`, which catches _Stop
         self._to_keep: Counter[tuple[str, What]] = Counter()  # `ModelCall.kept` of a whole forward
         self._calls: Counter[int] = Counter()  # id of a module -> its calls in a whole forward
 
-    def open(self, block: Block) -> None:
-        """Open a `with` block."""
-        self.block, self.forward = block, None
-        self._edited.clear()
-
-    @contextlib.contextmanager
-    def stopping(self) -> Iterator[None]:
-        """Context manager: end a call of the model as soon as all requested values are computed."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model and return its output, or None with `stop=True`."""
+        if self._block is None:
+            raise LayertapError("call Taps inside its `with` block")
+        if not self._stop:
+            return self._model(*args, **kwargs)
         self._stoppable = True
         try:
-            yield
+            self._model(*args, **kwargs)
         except _Stop:
-            assert self.forward is not None
-            self.forward.running = False
+            assert self._forward is not None
+            self._forward.running = False
         finally:
             self._stoppable = False
+        return None
 
-    def register(self, undo: contextlib.ExitStack) -> None:
-        """Register all hooks; closing `undo` removes them and restores the switches."""
-
-        def hook(register: Callable[..., RemovableHandle], function: Callable[..., Any], **options: Any) -> None:
-            undo.callback(register(ModelBoundHook(function), **options).remove)
-
-        root = unwrap(self._model)
-        modules = list(root.modules())
-        if any(isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer) for module in modules):
-            # Their fused code calls no submodules and no functions that `watching` sees.
-            undo.enter_context(FUSED_ATTENTION_OFF.active())
-        if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in [self._model, *modules]):
-            undo.enter_context(COMPILED_CODE_OFF.active())  # compiled code ignores hooks added later
-
-        hook(root.register_forward_pre_hook, self.begin, prepend=True)
-        if any(request.operation or request.what == "attention" for request in self.requests):
-            names: dict[int, list[str]] = {}
-            for name, module in self.layers.items():
-                names.setdefault(id(module), []).append(name)
-            for module in {id(module): module for module in self.layers.values()}.values():
-                hook(module.register_forward_pre_hook, partial(self._push, names[id(module)]))
-                hook(module.register_forward_hook, self._pop, always_call=True)
-            undo.enter_context(watching(self._on_operation))
-        requests_of: dict[int, tuple[nn.Module, list[tuple[str, TapRequest]]]] = {}
-        for request in sorted(self.requests, key=lambda request: request.edit is None):  # edits come before keeps
-            if request.layer in self.parameters:
-                parameter = self.parameters[request.layer]
-                if not parameter.requires_grad:
-                    continue
-                handle = parameter.register_hook(partial(self._on_parameter, request))  # type: ignore[no-untyped-call]
-                undo.callback(handle.remove)
-            elif not request.operation and request.what != "attention":
-                module = self.layers[request.layer]
-                requests_of.setdefault(id(module), (module, []))[1].append((request.layer, request))
-        points = [(module, HookPoint(requests)) for module, requests in requests_of.values()]
-        self._points = [point for _, point in points]
-        for module, point in points:
-            hook(module.register_forward_pre_hook, partial(self._pre_hook, point), with_kwargs=True)
-            hook(module.register_forward_hook, partial(self._forward_hook, point), always_call=True)
-        hook(root.register_forward_hook, self._end)
-
-    def check_edits(self) -> None:
-        """Check that every edit of an output or input was applied.
+    @property
+    def record(self) -> Record:
+        """The record of the last forward of the model.
 
         Raises:
-            LayertapError: the last forward finished, and an edit was never applied.
+            LayertapError: the model has not been called inside the `with` block, or its last call did not finish.
         """
-        edits = [request for request in self.requests if request.edit is not None and request.what != "grad"]
-        idle = [request for request in edits if id(request) not in self._edited]
-        if idle and self.forward is not None and not self.forward.running:
-            names = ", ".join(dict.fromkeys(f"{w.layer}/{w.operation}" if w.operation else w.layer for w in idle))
+        if self._forward is None:
             raise LayertapError(
-                f"the edit of {names} never took effect: no matching call returned a floating-point tensor"
+                "nothing recorded yet: the model itself must be called inside the `with` block, in its thread "
+                "(model.forward_features(...) or a single layer does not count)"
             )
+        if self._forward.running:
+            raise LayertapError("the last forward of the model did not finish; it left no record")
+        return self._forward.record
 
-    def why_absent(self, text: str) -> str | None:
+    def _why_absent(self, text: str) -> str | None:
         """Return why a requested value is missing from a record; None if it was not requested."""
-        layer = split_text(text, self.layers)[0]
+        layer = split_text(text, self._layers)[0]
         name, slash, operation = layer.partition("/")
-        asked = [w for w in self.requests if w.edit is None and w.layer == name and bool(w.operation) == bool(slash)]
+        asked = [w for w in self._requests if w.edit is None and w.layer == name and bool(w.operation) == bool(slash)]
         if not asked:
             return None
         if slash:
             return f"no function {operation!r} was called in the forward of layer {name!r}"
-        if name in self.layers and named_layers(self._model).get(name) is not self.layers[name]:
+        if name in self._layers and named_layers(self._model).get(name) is not self._layers[name]:
             return f"layer {name!r} was replaced by another module after these Taps were made"
         if all(request.what in ("grad", "grad_input") for request in asked) or "@grad" in text:
             return (
@@ -159,7 +171,7 @@ class HookCalls:
             )
         if all(request.what == "attention" for request in asked):
             return f"layer {name!r} computed no attention that layertap recognises"
-        parent = self.layers.get(name.rpartition(".")[0])
+        parent = self._layers.get(name.rpartition(".")[0])
         if isinstance(parent, nn.MultiheadAttention):
             return f"layer {name!r} never runs: nn.MultiheadAttention uses its weights without calling it"
         return f"layer {name!r} did not run in this forward"
@@ -168,14 +180,14 @@ class HookCalls:
     # ignored. When activation checkpointing recomputes layers in the backward pass, edits are applied again and
     # gradients are watched, but no values are kept.
 
-    def begin(self, module: nn.Module, args: Any) -> None:
+    def _begin(self, module: nn.Module, args: Any) -> None:
         """Complete the last record and start a new one; the pre-hook of the model."""
-        if self.block is not None and self.block.thread == threading.get_ident():
-            self.hand_on()
+        if self._block is not None and self._block.thread == threading.get_ident():
+            self._hand_on()
             for point in self._points:
                 point.calls.clear()  # calls of a forward that was stopped or interrupted
-            self.forward = ModelCall(Record(self.why_absent), [[""]])
-            self.forward.left = len(self._to_keep)
+            self._forward = ModelCall(Record(self._why_absent), [[""]])
+            self._forward.left = len(self._to_keep)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if forward := self._running():
@@ -185,16 +197,16 @@ class HookCalls:
             self._to_keep |= forward.kept
             self._calls = forward.calls
 
-    def hand_on(self) -> None:
+    def _hand_on(self) -> None:
         """Pass the last record, now complete, to `on_record`, once."""
-        forward = self.forward
+        forward = self._forward
         if forward is not None and not forward.running and not forward.handed_on and self._on_record is not None:
             forward.handed_on = True
             self._on_record(forward.record)
 
     def _running(self) -> ModelCall | None:
         """Return the forward that is running in this thread, or None."""
-        block, forward = self.block, self.forward
+        block, forward = self._block, self._forward
         if block is None or forward is None or not forward.running or block.thread != threading.get_ident():
             return None
         # A backward pass inside the forward may recompute checkpointed layers, which does not count as a call.
@@ -245,8 +257,8 @@ class HookCalls:
             return None
         if request.edit is not None:
             return apply_edit(gradient, request.edit, site)
-        if self.forward is not None:
-            self._keep(self.forward, site, request, gradient)
+        if self._forward is not None:
+            self._keep(self._forward, site, request, gradient)
         return None
 
     def _call_number(self, module: nn.Module) -> int | None:
@@ -257,16 +269,16 @@ class HookCalls:
         if forward := self._running():
             forward.calls[id(module)] += 1
             return forward.calls[id(module)] - 1
-        if self.forward is None or not _in_backward():
+        if self._forward is None or not _in_backward():
             return None
         return 0 if self._calls[id(module)] == 1 else _UNKNOWN
 
     def _is_our_thread(self) -> bool:
         """Whether a hook was called for the thread of the block; backward passes on a GPU run in another thread."""
-        if self.block is None:
+        if self._block is None:
             return False
         on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        return self.block.thread == threading.get_ident() or (on_gpu and _in_backward())
+        return self._block.thread == threading.get_ident() or (on_gpu and _in_backward())
 
     def _on_operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
         forward = self._running()
@@ -275,7 +287,7 @@ class HookCalls:
             return result
         attended = [
             request
-            for request in self.requests
+            for request in self._requests
             if request.what == "attention" and any(request.layer in n for n in forward.stack)
         ]
         if attended:
@@ -288,7 +300,7 @@ class HookCalls:
         for layer in forward.stack[-1]:
             requests = [
                 (f"{layer}/{name}", request)
-                for request in self.requests
+                for request in self._requests
                 if request.operation and request.layer == layer and fnmatchcase(name, request.operation)
             ]
             if requests and any(True for _ in tensors_in(result)):
@@ -308,11 +320,8 @@ class HookCalls:
         for layer, request in point.requests:
             if request.what != side or request.edit is not None or request.call not in (None, call):
                 continue
-            if isinstance(value, Tensor) and not request.path:
-                self._keep(forward, Site(layer, call, (), side), request, value)
-            else:
-                for path, tensor in tensors_in(value, request.path):
-                    self._keep(forward, Site(layer, call, path, side), request, tensor)
+            for path, tensor in _tensors(value, request.path):
+                self._keep(forward, Site(layer, call, path, side), request, tensor)
             forward.kept[layer, side] += 1
             forward.left -= forward.kept[layer, side] == self._to_keep[layer, side]
         if self._stoppable and self._to_keep and not forward.left:
@@ -323,7 +332,7 @@ class HookCalls:
         """Copy a tensor into the record."""
         # Entering `unwatched` takes as long as the copy of a small tensor, and is of no use without a function mode.
         with unwatched() if torch._C._len_torch_function_stack() else _NOTHING_TO_HIDE:
-            forward.record._put(site, self.copy_out(tensor, request.reduce, site))
+            forward.record.by_site[site] = self._copy_out(tensor, request.reduce, site)
 
     def _edited_or_watched(self, point: HookPoint, call: int, side: What, path: Path, tensor: Tensor) -> Tensor:
         """Return the tensor that replaces the given one: edited, or with its gradient watched."""
@@ -350,13 +359,22 @@ class HookCalls:
 
     def _watched(self, point: HookPoint, side: What, tensor: Tensor, requests: list[tuple[Site, TapRequest]]) -> Tensor:
         """Hook a tensor to edit and keep its gradient; return that tensor: the given one where that is safe."""
-        assert self.block is not None
-        assert self.forward is not None
-        watched = to_watch(point, side, tensor, requests[0][0], self.forward, stands_in=self.stands_in)
+        assert self._block is not None
+        assert self._forward is not None
+        watched = to_watch(point, side, tensor, requests[0][0], self._forward, stands_in=self._stands_in)
         if watched is None:
             return tensor
-        on_gradient(watched, requests, self.block, self.forward, self.copy_out)
+        on_gradient(watched, requests, self._block, self._forward, self._copy_out)
         return watched
+
+
+def _tensors(value: Any, within: tuple[str, ...]) -> Iterable[tuple[Path, Tensor]]:
+    """Return what `tensors_in` yields; a tensor, and arguments that are all tensors, need no search."""
+    if isinstance(value, Tensor):
+        return () if within else (((), value),)
+    if type(value) is dict and all(isinstance(part, Tensor) for part in value.values()):
+        return [((key,), part) for key, part in value.items() if within in ((), (str(key),))]
+    return tensors_in(value, within)
 
 
 def _in_backward() -> bool:

@@ -24,22 +24,28 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from extract.errors import InputError, LayertapError, unknown_name
 from extract.taps.edits import Edit
+from extract.taps.functions import watching
 from extract.taps.hook_calls import HookCalls
+from extract.taps.layer_names import unwrap
+from extract.taps.model_bound_hook import ModelBoundHook
 from extract.taps.record import Record, Reduce, Site, What
-from extract.taps.requests import Block, TapRequest, requests_for
+from extract.taps.requests import Block, HookPoint, TapRequest, requests_for
+from extract.taps.switches import COMPILED_CODE_OFF, FUSED_ATTENTION_OFF
 
 __all__ = ["Taps"]
 
 
-class Taps:
+class Taps(HookCalls):
     """Context manager: keep and edit activations and gradients of chosen layers.
 
     Args:
@@ -72,9 +78,7 @@ class Taps:
         on_record: Callable[[Record], None] | None = None,
     ):
         _check_hookable(model)
-        self._model = model
-        self._stop = stop
-        self._hooks = HookCalls(model, on_record)
+        super().__init__(model, stop, on_record)
         if layers:
             self.keep(layers, reduce=reduce)
 
@@ -105,7 +109,7 @@ class Taps:
             UnknownNameError: a pattern matches no layer, or `what` is unknown.
             InputError: the same value of a layer is already kept, or a function has no value of this kind.
         """
-        requests = self._hooks.requests
+        requests = self._requests
         for request in self._requests_for(layers, what, call):
             if any(request.overlaps(other) for other in requests if other.edit is None):
                 raise InputError(f"the {request.what} of layer {request.layer!r} is already kept")
@@ -137,65 +141,92 @@ class Taps:
         """
         if what not in ("output", "input", "grad"):
             raise unknown_name("what to edit", what, ["output", "input", "grad"])
-        self._hooks.requests += [
-            dataclasses.replace(request, edit=fn) for request in self._requests_for(layers, what, call)
-        ]
+        self._requests += [dataclasses.replace(request, edit=fn) for request in self._requests_for(layers, what, call)]
         return self
 
     def _requests_for(self, layers: str | Site | Sequence[str], what: What, call: int | None) -> list[TapRequest]:
-        if self._hooks.block is not None:
+        if self._block is not None:
             raise LayertapError("call keep and edit before the `with` block starts")
-        return requests_for(layers, what, call, list(self._hooks.layers), list(self._hooks.parameters))
-
-    @property
-    def record(self) -> Record:
-        """The record of the last forward of the model.
-
-        Raises:
-            LayertapError: the model has not been called inside the `with` block, or its last call did not finish.
-        """
-        forward = self._hooks.forward
-        if forward is None:
-            raise LayertapError(
-                "nothing recorded yet: the model itself must be called inside the `with` block, in its thread "
-                "(model.forward_features(...) or a single layer does not count)"
-            )
-        if forward.running:
-            raise LayertapError("the last forward of the model did not finish; it left no record")
-        return forward.record
+        return requests_for(layers, what, call, list(self._layers), list(self._parameters))
 
     def __enter__(self) -> Self:
-        if self._hooks.block is not None:
+        if self._block is not None:
             raise LayertapError("these Taps are already open in a `with` block")
-        if self._stop and any(request.what in ("grad", "grad_input") for request in self._hooks.requests):
+        if self._stop and any(request.what in ("grad", "grad_input") for request in self._requests):
             raise InputError("gradients need complete forwards; do not set stop=True")
         block = Block()
         with contextlib.ExitStack() as undo:
-            self._hooks.register(undo)
+            self._register(undo)
             block.undo = undo.pop_all()
-        self._hooks.open(block)
+        self._block, self._forward = block, None
+        self._edited.clear()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        block, self._hooks.block = self._hooks.block, None
+        block, self._block = self._block, None
         if block is not None:
             block.open = False
             block.undo.close()
         if kind is None:
-            self._hooks.hand_on()
-            self._hooks.check_edits()
+            self._hand_on()
+            self._check_edits()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model and return its output, or None with `stop=True`."""
-        if self._hooks.block is None:
-            raise LayertapError("call Taps inside its `with` block")
-        if not self._stop:
-            return self._model(*args, **kwargs)
-        with self._hooks.stopping():
-            self._model(*args, **kwargs)
-        return None
+    def _register(self, undo: contextlib.ExitStack) -> None:
+        """Register all hooks; closing `undo` removes them and restores the switches."""
+
+        def hook(register: Callable[..., RemovableHandle], function: Callable[..., Any], **options: Any) -> None:
+            undo.callback(register(ModelBoundHook(function), **options).remove)
+
+        root = unwrap(self._model)
+        modules = list(root.modules())
+        if any(isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer) for module in modules):
+            # Their fused code calls no submodules and no functions that `watching` sees.
+            undo.enter_context(FUSED_ATTENTION_OFF.active())
+        if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in [self._model, *modules]):
+            undo.enter_context(COMPILED_CODE_OFF.active())  # compiled code ignores hooks added later
+
+        hook(root.register_forward_pre_hook, self._begin, prepend=True)
+        if any(request.operation or request.what == "attention" for request in self._requests):
+            names: dict[int, list[str]] = {}
+            for name, module in self._layers.items():
+                names.setdefault(id(module), []).append(name)
+            for module in {id(module): module for module in self._layers.values()}.values():
+                hook(module.register_forward_pre_hook, partial(self._push, names[id(module)]))
+                hook(module.register_forward_hook, self._pop, always_call=True)
+            undo.enter_context(watching(self._on_operation))
+        requests_of: dict[int, tuple[nn.Module, list[tuple[str, TapRequest]]]] = {}
+        for request in sorted(self._requests, key=lambda request: request.edit is None):  # edits come before keeps
+            if request.layer in self._parameters:
+                parameter = self._parameters[request.layer]
+                if not parameter.requires_grad:
+                    continue
+                handle = parameter.register_hook(partial(self._on_parameter, request))  # type: ignore[no-untyped-call]
+                undo.callback(handle.remove)
+            elif not request.operation and request.what != "attention":
+                module = self._layers[request.layer]
+                requests_of.setdefault(id(module), (module, []))[1].append((request.layer, request))
+        points = [(module, HookPoint(requests)) for module, requests in requests_of.values()]
+        self._points = [point for _, point in points]
+        for module, point in points:
+            hook(module.register_forward_pre_hook, partial(self._pre_hook, point), with_kwargs=True)
+            hook(module.register_forward_hook, partial(self._forward_hook, point), always_call=True)
+        hook(root.register_forward_hook, self._end)
+
+    def _check_edits(self) -> None:
+        """Check that every edit of an output or input was applied.
+
+        Raises:
+            LayertapError: the last forward finished, and an edit was never applied.
+        """
+        edits = [request for request in self._requests if request.edit is not None and request.what != "grad"]
+        idle = [request for request in edits if id(request) not in self._edited]
+        if idle and self._forward is not None and not self._forward.running:
+            names = ", ".join(dict.fromkeys(f"{w.layer}/{w.operation}" if w.operation else w.layer for w in idle))
+            raise LayertapError(
+                f"the edit of {names} never took effect: no matching call returned a floating-point tensor"
+            )
 
 
 def _check_hookable(model: nn.Module) -> None:

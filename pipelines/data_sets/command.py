@@ -79,7 +79,8 @@ def status(out: str, watch: bool, as_json: bool) -> None:
 def report(out: Path, other: Path | None, **settings: Any) -> None:
     """Write an HTML page that describes the data set OUT, and how it differs from OTHER.
 
-    The page is a single file that includes thumbnails of the images. It loads nothing, and can be opened anywhere.
+    The page is a single file that includes thumbnails of the images. It loads no other files, and can be opened
+    anywhere.
 
     \b
     layertap report outputs/photos

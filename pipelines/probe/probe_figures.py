@@ -42,9 +42,8 @@ def _scale(outcome: ProbeRun) -> tuple[str, float]:
 
 
 def _title(outcome: ProbeRun, text: str) -> str:
-    return f"{text}, {outcome.config.protocol}" + (
-        f", {drawable(next(iter(outcome.labellings)))}" if len(outcome.labellings) == 1 else ""
-    )
+    data_set = f", data set {drawable(next(iter(outcome.labellings)))}" if len(outcome.labellings) == 1 else ""
+    return f"{text}: protocol {outcome.config.protocol}{data_set}"
 
 
 def _layers(outcome: ProbeRun) -> Figure | None:
@@ -116,7 +115,7 @@ def _curve(outcome: ProbeRun) -> Figure | None:
         axes.minorticks_off()
     axes.set_xlabel(probed[0].result.swept)
     axes.set_ylabel(f"{label}, on validation rows")
-    axes.set_title(_title(outcome, f"By {probed[0].result.swept}") + "; dots: chosen", fontsize=11)
+    axes.set_title(_title(outcome, f"By {probed[0].result.swept}, chosen values as dots"), fontsize=11)
     axes.grid(alpha=0.3)
     _legend(axes, len(probed))
     return figure
@@ -163,7 +162,7 @@ def _shots(outcome: ProbeRun) -> Figure | None:
     axes.minorticks_off()
     axes.set_xlabel("training images per class")
     axes.set_ylabel(_AXIS["top1"])
-    axes.set_title(_title(outcome, "By shots") + "; mean and range of draws", fontsize=11)
+    axes.set_title(_title(outcome, "By shots, mean and range of draws"), fontsize=11)
     axes.grid(alpha=0.3)
     _legend(axes, len(probed))
     return figure
@@ -192,7 +191,7 @@ def _confusion(outcome: ProbeRun) -> Figure | None:
     axes.set_xlabel("predicted" + number)
     axes.set_ylabel("class" + number)
     name = best.layer if len(outcome.labellings) == 1 else f"{best.data_set} {best.layer}"
-    axes.set_title(_title(outcome, f"{drawable(name)}: % of the test images of each class"), fontsize=10)
+    axes.set_title(_title(outcome, f"Confusion of {drawable(name)}, % of each class"), fontsize=10)
     figure.colorbar(image, ax=axes, shrink=0.7)
     return figure
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from extract import FeatureReader, InputError, LayertapError, Status, extract_features, load_backbone
 from extract.compute.backbone import Backbone
+from extract.extraction import pipeline
 from extract.extraction.run import Summary, extract
 from extract.images import list_images
 from extract.store.format.dataset import DataSet
@@ -426,12 +427,12 @@ def test_every_run_is_told_of_when_it_starts_and_ends(folder: Path, tmp_path: Pa
 
 def test_a_stage_does_not_count_what_another_counts_inside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 10.0, 13.0, 20.0])
-    summary = Summary(n_rows=1)
+    stages = Summary(n_rows=1).stages
     with monkeypatch.context() as patch:  # undone at once: others look at this clock, too
-        patch.setattr("extract.extraction.summary.time.perf_counter", lambda: next(times))
-        with summary.timed("forward"), summary.timed("write"):
+        patch.setattr("extract.extraction.pipeline.time.perf_counter", lambda: next(times))
+        with pipeline._timed(stages, "forward"), pipeline._timed(stages, "write"):
             pass
-    assert summary.stages == {"images": 0.0, "forward": 17.0, "write": 3.0}
+    assert stages == {"images": 0.0, "forward": 17.0, "write": 3.0}
 
 
 def test_too_little_space_is_told_before_any_image_is_read(

@@ -73,13 +73,11 @@ class Alarm:
 class _PassiveTaps(Taps):
     """Taps that do not change the training: no tensor is replaced by a copy."""
 
-    def __init__(self, model: nn.Module, on_record: Callable[[Record], None]):
-        super().__init__(model, on_record=on_record)
-        self._hooks.stands_in = False
+    _stands_in = False
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """Start a record in a forward that is already running."""
-        self._hooks.begin(module, args)
+        self._begin(module, args)
 
 
 class _Monitor:
@@ -147,7 +145,7 @@ class _Monitor:
         if self.step % self._every == 0:
             tensors = [value for value in args if isinstance(value, Tensor)]
             self._input_shape = tuple(tensors[0].shape) if tensors else ()
-            taps = self._taps = _PassiveTaps(self._model, partial(self._on_record, self.step))
+            taps = self._taps = _PassiveTaps(self._model, on_record=partial(self._on_record, self.step))
             self._request(taps)
             taps.__enter__()
             taps.begin(module, args)  # hooks added now are not called for this module in this forward

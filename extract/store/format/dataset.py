@@ -22,6 +22,7 @@ import contextlib
 import hashlib
 import json
 import re
+import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -253,10 +254,10 @@ class DataSet:
         """
         try:
             if content["format"] != FORMAT or content["format_version"] not in READABLE_VERSIONS:
-                stored_format = f"{content['format']} format version {content['format_version']}"
+                stored = reprlib.repr(content["format"]), reprlib.repr(content["format_version"])
                 raise InputError(
-                    f"{path} has {stored_format}; this version of layertap reads {FORMAT} format version "
-                    f"{VERSIONS_TEXT}"
+                    f"{path} has format {stored[0]}, format_version {stored[1]}; this version of layertap reads "
+                    f"format {FORMAT!r}, format_version {VERSIONS_TEXT}"
                 )
             features = [_feature(feature) for feature in content["features"]]
             images, depends_on, shard_rows = content["images"], content["depends_on"], content["shard_rows"]

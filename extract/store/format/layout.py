@@ -222,7 +222,7 @@ def new_shard_file(
     texts = {"path": names.paths, "split": names.splits, "classes": names.classes}
     if names.ids is not None:
         texts["id"] = names.ids
-    text_bytes = sum(max((len(os.fsencode(value)) for value in text), default=1) * len(text) for text in texts.values())
+    text_bytes = sum(max(map(len, map(os.fsencode, text)), default=1) * len(text) for text in texts.values())
     if text_bytes > _FIXED_BYTES:  # every path takes the space of the longest
         raise InputError(
             f"{path}: paths take {text_bytes / 1e6:,.0f} MB, too much for one file; set a smaller shard_rows"

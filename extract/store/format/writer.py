@@ -24,7 +24,7 @@ from extract.store.format.dataset import DataSet
 from extract.store.format.layout import ROW_DATA
 from extract.store.format.receipt import write_receipt
 from extract.store.format.row_hash import hash_records, hash_rows, wrong_rows
-from extract.store.format.shard import Shard, runs
+from extract.store.format.shard import Shard
 from extract.system.atomic_files import claim, discard, open_own, sync_folder
 
 __all__ = ["SOURCE", "ShardWriter"]
@@ -128,8 +128,7 @@ class ShardWriter:
         self.flush()
         self.status[rows] = Status.PENDING
         try:
-            for start, stop in runs(rows):
-                self._put("/status", start, self.status[start:stop])
+            self._put("/status", rows, self.status[rows])
         except OSError as error:
             raise LayertapError(f"cannot write to {self._part}: {error.strerror}") from error
 
@@ -230,15 +229,11 @@ class ShardWriter:
         places = {f"/features/{name}": values for name, values in features.items()}
         places |= {f"/{name}": values for name, values in columns.items() if name != "status"}
         places["/status"] = columns["status"]  # written last: it marks the other columns as stored
-        ranges = list(runs(local))
         try:
             for name, values in places.items():
                 if name == "/status" and self._sync_s == 0:
                     os.fdatasync(self._file)  # so that no status reaches the disk before its row
-                done = 0
-                for start, stop in ranges:
-                    self._put(name, start, values[done : done + stop - start])
-                    done += stop - start
+                self._put(name, local, values)
             if time.monotonic() - self._synced >= self._sync_s:
                 os.fdatasync(self._file)
                 self._synced = time.monotonic()
@@ -254,13 +249,17 @@ class ShardWriter:
         """Record why rows of the data set failed, for the receipt."""
         self._reasons.update(reasons)
 
-    def _put(self, name: str, row: int, values: NDArray[Any]) -> None:
-        """Write values in place, starting at `row` of the shard."""
-        content = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
-        offset = self._offsets[name] + row * (len(content) // max(1, len(values)))
-        while content:
-            written = os.pwrite(self._file, content, offset)
-            content, offset = content[written:], offset + written
+    def _put(self, name: str, rows: NDArray[np.int64], values: NDArray[Any]) -> None:
+        """Write values in place; `rows` are ascending rows of the shard, and neighbours are written together."""
+        if not len(rows):
+            return
+        breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+        for start, neighbours in zip(rows[[0, *breaks]].tolist(), np.split(values, breaks), strict=True):
+            content = np.ascontiguousarray(neighbours).reshape(-1).view(np.uint8).data
+            offset = self._offsets[name] + start * (len(content) // len(neighbours))
+            while content:
+                written = os.pwrite(self._file, content, offset)
+                content, offset = content[written:], offset + written
 
     def publish(self, compress: str | None = None, made: Mapping[str, Any] | None = None) -> Path:
         """Give the file its final name, remove the revisions it replaces, close it, and return the final path.

@@ -144,7 +144,7 @@
     document.getElementById("lead").textContent =
       `${plural(rows, "image")}, ${count(good)} with features${failed ? `, ${count(failed)} failed` : ""}.`;
     document.getElementById("footer").textContent =
-      `Written ${content.written} by layertap ${content.version}. This page loads nothing.`;
+      `Written ${content.written} by layertap ${content.version}. This page loads no other files.`;
     const part = section("Data set");
     for (const note of content.notes) add(part, "p", note, {class: "note"});
     if (content.about_thumbnails) add(part, "p", content.about_thumbnails, {class: "quiet"});

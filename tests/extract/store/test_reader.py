@@ -183,8 +183,8 @@ def test_a_torn_row_of_an_unfinished_shard_is_not_done(tmp_path: Path) -> None:
     data.open_or_create()
     with ShardWriter(*created(data, 0)) as writer:
         write(writer, list(range(6)))
-        writer._put("/features/vector", 2, np.zeros((1, 6), "float32"))
-        writer._put("/status", 8, np.array([1], "uint8"))
+        writer._put("/features/vector", np.array([2]), np.zeros((1, 6), "float32"))
+        writer._put("/status", np.array([8]), np.array([1], "uint8"))
     with FeatureReader(data.out, partial=True) as reader:
         assert reader.rows.tolist() == [0, 1, 3, 4, 5]
 

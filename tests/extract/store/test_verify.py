@@ -169,7 +169,7 @@ def test_a_torn_row_of_an_unfinished_shard_becomes_pending(complete: Path) -> No
     data.path(1).unlink()
     with ShardWriter(*created(data, 1)) as writer:
         write(writer, [10, 11])
-        writer._put("/features/vector", 1, np.zeros((1, 6), "float32"))
+        writer._put("/features/vector", np.array([1]), np.zeros((1, 6), "float32"))
     verification = verify(complete)
     assert ("shards/000001.h5.part", 11, "does not match its hashes") in faults(complete)
     assert repair(verification) == 1

@@ -38,7 +38,7 @@ def test_a_killed_write_leaves_its_rows_pending_and_the_others_stored(tmp_path: 
     if not child:  # dies as by SIGKILL, with the file open
         writer = ShardWriter(data, 0)
         write(writer, [0, 1, 2])
-        writer._put("/features/vector", 3, np.full((2, 6), 7, "float32"))
+        writer._put("/features/vector", np.array([3, 4]), np.full((2, 6), 7, "float32"))
         os._exit(9)
     os.waitpid(child, 0)
     with ShardWriter(data, 0) as writer:
