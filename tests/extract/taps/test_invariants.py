@@ -1,4 +1,4 @@
-"""Where a naive hook goes wrong and says nothing, and Taps do not; more of it in `test_hooks` and `test_wrappers`."""
+"""Where a naive hook goes wrong and says nothing, and Taps do not; more of it in `test_taps` and `test_wrappers`."""
 
 from __future__ import annotations
 

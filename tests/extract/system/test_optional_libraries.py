@@ -16,7 +16,7 @@ from extract.system import optional_libraries
 from extract.system.optional_libraries import library, pip_install
 from pipelines.cli import main
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 
 

@@ -26,8 +26,8 @@ from extract.store.verify import verify
 from pipelines.embed.cluster.dispatch import Done, Failed, Left
 from pipelines.embed.cluster.worker import Worker
 from tests.conftest import make_picture
-from tests.extract.test_engines import BY_OPENVINO
-from tests.extract.test_transfers import on_a_gpu
+from tests.extract.compute.test_backends import BY_OPENVINO
+from tests.extract.compute.test_transfers import on_a_gpu
 from tests.planning import plan
 
 ROWS = 8  # of a shard: one batch of two pieces for those that decode

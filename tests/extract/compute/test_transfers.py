@@ -25,7 +25,7 @@ from extract.compute.backbone import Backbone
 from extract.compute.transfers import Pinned, transfers_for
 from extract.extraction import validation
 from extract.extraction.run import extract
-from tests.extract.test_engines import BY_INDUCTOR, BY_OPENVINO
+from tests.extract.compute.test_backends import BY_INDUCTOR, BY_OPENVINO
 from tests.planning import plan
 
 
