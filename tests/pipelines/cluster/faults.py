@@ -187,7 +187,8 @@ def run(seed: int, folder: Path, expected: FeatureReader, scratch: Path) -> str:
     assert code == 0, told
     check(out, expected, told)
     left = sorted(str(path) for path in temporary.rglob("layertap-*"))
-    assert not left, f"{left}\n{told}"
+    # The scratch folder of a killed node is on a machine that is gone; here it stays until the next run.
+    assert len(left) <= faults.count("node"), f"{left}\n{told}"
     return f"run {seed}: {', '.join(happened) or 'nothing happened'}; {re.findall(r'.* rows in .*', told)[-1]}"
 
 
