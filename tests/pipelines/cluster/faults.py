@@ -186,8 +186,9 @@ def run(seed: int, folder: Path, expected: FeatureReader, scratch: Path) -> str:
         told = log.read()
     assert code == 0, told
     check(out, expected, told)
-    left = sorted(str(path) for path in temporary.rglob("layertap-*"))
-    # The scratch folder of a killed node is on a machine that is gone; here it stays until the next run.
+    # The next run removes what is left here: the folder of a killed node, and a folder without shards of an actor that
+    # was starting when the run ended.
+    left = sorted(str(path) for path in temporary.rglob("layertap-*") if any(path.rglob("*.h5*")))
     assert len(left) <= faults.count("node"), f"{left}\n{told}"
     return f"run {seed}: {', '.join(happened) or 'nothing happened'}; {re.findall(r'.* rows in .*', told)[-1]}"
 
