@@ -11,39 +11,68 @@ import inspect
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-__all__ = ["attention_weights", "operation_name", "unwatched", "watching"]
+__all__ = ["attention_weights", "operation_name", "unwatched", "watching", "watching_again"]
 
 # Common names of operators, which PyTorch names __radd__ and the like.
 _OPERATORS = {"truediv": "div", "getitem": "index"} | {f"r{name}": name for name in ("add", "mul", "sub", "div", "pow")}
+_IN_PLACE_OPERATORS = frozenset(
+    f"__{name}__"
+    for name in (
+        "add",
+        "sub",
+        "mul",
+        "truediv",
+        "floordiv",
+        "mod",
+        "pow",
+        "matmul",
+        "and",
+        "or",
+        "xor",
+        "lshift",
+        "rshift",
+    )
+)
 _NO_OPERATIONS = frozenset({"__get__", "__set__", "__delete__", "size", "dim", "stride"})
 
 
 OnCall = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Any]
+Edits = Callable[[Any], bool]
 
 
 class _Watch(TorchFunctionMode):
-    """Function mode that calls each listener after each function; the listener's return value replaces the result."""
+    """Function mode that calls each listener after each function; the listener's return value replaces the result.
+
+    If the result of a function that works in place is edited, the function gets a copy. The edited result is then
+    written into the argument, where the caller expects it. Written there directly, it would replace values that
+    autograd has saved.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.listeners: list[OnCall] = []
+        self.listeners: list[tuple[OnCall, Edits]] = []
 
     def __torch_function__(
         self, func: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if _state.busy:
+            return func(*args, **kwargs)
+        given = None
+        if _is_in_place(func, args, kwargs) and any(edits(func) for _, edits in self.listeners):
+            given, args = args[0], (args[0].clone(), *args[1:])
         result = func(*args, **kwargs)
-        if not _state.busy:
-            for listener in self.listeners:
-                result = listener(func, args, kwargs, result)
-        return result
+        for on_call, _ in self.listeners:
+            result = on_call(func, args, kwargs, result)
+        return result if given is None else given.copy_(result)
 
 
 class _State(threading.local):
@@ -57,24 +86,60 @@ class _State(threading.local):
 _state = _State()
 
 
+def _is_in_place(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the function writes its result into its first argument: `add_`, `+=`, `relu(x, inplace=True)`."""
+    name: str = getattr(function, "__name__", "")
+    if not args or not isinstance(args[0], Tensor):
+        return False
+    if name.startswith("__i") and f"__{name[3:]}" in _IN_PLACE_OPERATORS:
+        return True
+    if name.endswith("_") and not name.endswith("__"):
+        return True
+    if function.__class__ is not FunctionType or not (kwargs.get("inplace") or any(given is True for given in args)):
+        return False
+    return bool(inspect.signature(function).bind(*args, **kwargs).arguments.get("inplace"))
+
+
 @contextlib.contextmanager
-def watching(on_call: OnCall) -> Iterator[None]:
+def watching(on_call: OnCall, edits: Edits) -> Iterator[None]:
     """Context manager: pass each function call of this thread to `on_call(function, args, kwargs, result)`.
 
     The return value of `on_call` replaces the result of the function.
+
+    Args:
+        on_call: called after each function.
+        edits: whether `on_call` would replace the result of a function if it were called now.
     """
     watch = _state.watch
     if watch is None:
         watch = _state.watch = _Watch()
         watch.__enter__()  # type: ignore[no-untyped-call]
-    watch.listeners.append(on_call)
+    listener = on_call, edits
+    watch.listeners.append(listener)
     try:
         yield
     finally:
-        watch.listeners.remove(on_call)
+        watch.listeners.remove(listener)
         if not watch.listeners and _state.watch is watch:
             watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             _state.watch = None
+
+
+@contextlib.contextmanager
+def watching_again(on_call: OnCall, edits: Edits) -> Iterator[None]:
+    """Context manager: as `watching`, where a backward pass computes layers again.
+
+    A mode is off inside the functions that it watches, and `Tensor.backward` is one. On a GPU, a backward pass runs in
+    a thread of its own.
+    """
+    if _state.watch is None:
+        with watching(on_call, edits):
+            yield
+    elif _state.watch in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+        yield
+    else:
+        with _state.watch:
+            yield
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ def to_watch(
     """
     if side == "input":
         # Only this layer reads the copy, so the copy's gradient is the gradient through this layer alone.
-        known = [stand_in for given, stand_in, _ in point.calls[-1].stand_ins if given is tensor]
+        known = [stand_in.tensor for stand_in in point.calls[-1].stand_ins if stand_in.given is tensor]
         tensor = known[0] if known else tensor.clone()
     elif not stands_in:
         if tensor.is_leaf:  # a hook on it would outlive this forward
@@ -53,20 +53,36 @@ def to_watch(
 
 
 def on_gradient(
-    tensor: Tensor, requests: Sequence[tuple[Site, TapRequest]], block: Block, forward: ModelCall, take: CopyOut
+    tensor: Tensor,
+    requests: Sequence[tuple[Site, TapRequest]],
+    block: Block,
+    forward: ModelCall,
+    copy_out: CopyOut,
+    edited_requests: set[int],
 ) -> None:
-    """Register a hook that edits and keeps the gradient of a tensor while the `with` block is open."""
-    edits = [(site, request.edit) for site, request in requests if request.edit is not None]
+    """Register a hook that edits and keeps the gradient of a tensor while the `with` block is open.
+
+    Args:
+        tensor: the tensor.
+        requests: what to keep and edit.
+        block: the `with` block.
+        forward: the call of the model that computed the tensor.
+        copy_out: reduces and copies a kept gradient.
+        edited_requests: receives the id of each request whose edit was applied.
+    """
+    edits = [(site, request) for site, request in requests if request.edit is not None]
 
     def edited(gradient: Tensor) -> Tensor | None:
         if not block.open:
             return None
         with unwatched():
-            for site, edit in edits:
-                gradient = apply_edit(gradient, edit, site)
+            for site, request in edits:
+                assert request.edit is not None
+                gradient = apply_edit(gradient, request.edit, site)
+                edited_requests.add(id(request))
             for site, request in requests:
                 if request.edit is None:
-                    forward.record.by_site[site] = take(gradient, request.reduce, site)
+                    forward.record.by_site[site] = copy_out(gradient, request.reduce, site)
         return gradient if edits else None
 
     tensor.register_hook(edited)  # type: ignore[no-untyped-call]

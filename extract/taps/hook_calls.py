@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from torch import Tensor, nn
 
 from extract.errors import InputError, LayertapError
 from extract.taps.edits import apply_edit
-from extract.taps.functions import attention_weights, operation_name, unwatched
+from extract.taps.functions import attention_weights, operation_name, unwatched, watching_again
 from extract.taps.gradients import CopyOut, on_gradient, to_watch
 from extract.taps.layer_names import named_layers, named_parameters
 from extract.taps.nested import Path, map_tensors, tensors_in
@@ -113,13 +116,15 @@ class HookCalls:
         self._layers = named_layers(model)
         self._parameters = named_parameters(model)
         self._requests: list[TapRequest] = []
+        # A record may be kept for long, and must not keep the model alive.
+        why_absent = weakref.WeakMethod(self._why_absent)
+        self._explain = lambda text: explain(text) if (explain := why_absent()) else None
         self._block: Block | None = None  # None outside the `with` block
         self._forward: ModelCall | None = None  # the running call of the model, or the last one
         self._points: list[HookPoint] = []
         self._edited: set[int] = set()  # id of each request whose edit was applied in this block
         self._stoppable = False  # the forward runs inside `__call__`, which catches _Stop
         self._to_keep: Counter[tuple[str, What]] = Counter()  # `ModelCall.kept` of a whole forward
-        self._calls: Counter[int] = Counter()  # id of a module -> its calls in a whole forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model and return its output, or None with `stop=True`."""
@@ -132,7 +137,7 @@ class HookCalls:
             self._model(*args, **kwargs)
         except _Stop:
             assert self._forward is not None
-            self._forward.running = False
+            self._forward.running, self._forward.caller = False, None
         finally:
             self._stoppable = False
         return None
@@ -182,20 +187,23 @@ class HookCalls:
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         """Complete the last record and start a new one; the pre-hook of the model."""
-        if self._block is not None and self._block.thread == threading.get_ident():
-            self._hand_on()
-            for point in self._points:
-                point.calls.clear()  # calls of a forward that was stopped or interrupted
-            self._forward = ModelCall(Record(self._why_absent), [[""]])
-            self._forward.left = len(self._to_keep)
+        if self._block is None or self._block.thread != threading.get_ident():
+            return
+        if self._forward is not None and self._forward.running and _is_active(self._forward.caller):
+            return  # the model calls itself: its layers run again in the same forward
+        self._hand_on()
+        for point in self._points:
+            point.calls.clear()  # calls of a forward that was stopped or interrupted
+        self._forward = ModelCall(Record(self._explain), [[""]], sys._getframe(1))
+        self._forward.left = len(self._to_keep)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if forward := self._running():
+        if (forward := self._running()) and forward.caller is sys._getframe(1):
+            forward.caller = None
             if forward.stand_ins:
                 forward.check_stand_ins()
             forward.running = False
             self._to_keep |= forward.kept
-            self._calls = forward.calls
 
     def _hand_on(self) -> None:
         """Pass the last record, now complete, to `on_record`, once."""
@@ -212,50 +220,74 @@ class HookCalls:
         # A backward pass inside the forward may recompute checkpointed layers, which does not count as a call.
         return None if _in_backward() else forward
 
+    def _computing(self) -> ModelCall | None:
+        """Return the forward that is running, or some of whose layers a backward pass computes again; or None."""
+        if _in_backward():
+            return self._forward if self._is_our_thread() else None
+        return self._running()
+
     def _push(self, names: list[str], module: nn.Module, args: Any) -> None:
-        if forward := self._running():
-            forward.stack.append(names)
+        if forward := self._computing():
+            again = _in_backward()
+            if again and not forward.again:
+                forward.watching_again.enter_context(watching_again(self._on_operation, self._edits_function))
+            forward.modules(again).append(names)
 
     def _pop(self, module: nn.Module, args: Any, output: Any) -> None:
-        if forward := self._running():
-            forward.stack.pop()
+        if (forward := self._computing()) and (modules := forward.modules(_in_backward())):
+            modules.pop()
+            if modules is forward.again and not modules:
+                forward.watching_again.close()
 
-    def _pre_hook(self, point: HookPoint, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _enter(self, point: HookPoint, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Count the call of a module, and replace its inputs; runs before other hooks, so that they see the edits."""
         if not self._is_our_thread():
             return None
         call = Call(self._call_number(module))
         point.calls.append(call)
-        if call.number is None:
+        if call.number is None or point.only_keeps:
             return None
-        value: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        passed = self._edit_and_keep(point, call.number, value, "input")
+        value = _arguments(args, kwargs)
+        passed = self._change(point, call.number, value, "input")
+        if point.edits_output(call.number):
+            passed = {key: call.copied(part) if isinstance(part, Tensor) else part for key, part in passed.items()}
         if any(request.what == "grad" for _, request in point.requests):
             call.inputs = [tensor for _, tensor in tensors_in(passed)]
         if passed is value:
             return None
         return tuple(passed[i] for i in range(len(args))), {name: passed[name] for name in kwargs}
 
-    def _forward_hook(self, point: HookPoint, module: nn.Module, args: Any, output: Any) -> Any:
+    def _keep_inputs(self, point: HookPoint, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the inputs of a module, after other hooks have replaced them."""
+        if self._is_our_thread() and point.calls and (number := point.calls[-1].number) is not None:
+            self._keep_values(point, number, _arguments(args, kwargs), "input")
+
+    def _change_output(self, point: HookPoint, module: nn.Module, args: Any, output: Any) -> Any:
+        """Replace the output of a module; runs before other hooks, so that they see the edits."""
         if not self._is_our_thread() or not point.calls:
             return None
         call = point.calls[-1]
-        try:
-            for given, stand_in, version in call.stand_ins:
-                # The layer wrote into the copy of its input; other readers may expect the change in the input itself.
-                if stand_in._version != version:
-                    given.copy_(stand_in)
-            if call.number is None or output is None:  # output is None if the layer raised
-                return None
-            passed = self._edit_and_keep(point, call.number, output, "output")
-            return None if passed is output else passed
-        finally:
-            point.calls.pop()
+        passed = None
+        if call.number is not None and output is not None:  # output is None if the layer raised
+            passed = self._change(point, call.number, output, "output")
+        for stand_in in (*call.stand_ins, *call.copies):
+            stand_in.hand_back()
+        return None if passed is output else passed
+
+    def _leave(self, point: HookPoint, module: nn.Module, args: Any, output: Any) -> None:
+        """Keep the output of a module, after other hooks have replaced it."""
+        if not self._is_our_thread() or not point.calls:
+            return
+        call = point.calls.pop()
+        if call.number is not None and output is not None:  # output is None if the layer raised
+            self._keep_values(point, call.number, output, "output")
 
     def _on_parameter(self, request: TapRequest, gradient: Tensor) -> Tensor | None:
         site = Site(request.layer, what="grad")
         if not self._is_our_thread():
             return None
         if request.edit is not None:
+            self._edited.add(id(request))
             return apply_edit(gradient, request.edit, site)
         if self._forward is not None:
             self._keep(self._forward, site, request, gradient)
@@ -266,12 +298,15 @@ class HookCalls:
 
         In a recomputation it is 0 for a module that ran once, else _UNKNOWN; None for a call outside the model's.
         """
-        if forward := self._running():
-            forward.calls[id(module)] += 1
-            return forward.calls[id(module)] - 1
-        if self._forward is None or not _in_backward():
-            return None
-        return 0 if self._calls[id(module)] == 1 else _UNKNOWN
+        forward = self._computing()
+        return None if forward is None else self._number_of(forward.calls, id(module))
+
+    def _number_of(self, calls: Counter[Any], key: Any) -> int:
+        """Count a call in a forward, and return its index; in a recomputation see `_call_number`."""
+        if _in_backward():
+            return 0 if calls[key] == 1 else _UNKNOWN
+        calls[key] += 1
+        return calls[key] - 1
 
     def _is_our_thread(self) -> bool:
         """Whether a hook was called for the thread of the block; backward passes on a GPU run in another thread."""
@@ -280,43 +315,57 @@ class HookCalls:
         on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return self._block.thread == threading.get_ident() or (on_gpu and _in_backward())
 
+    def _edits_function(self, function: Any) -> bool:
+        """Whether a call of this function, now, has its result edited."""
+        forward, name = self._computing(), operation_name(function)
+        if forward is None or name is None or not (modules := forward.modules(_in_backward())):
+            return False
+        return any(
+            request.edit is not None and request.layer in modules[-1] and fnmatchcase(name, request.operation)
+            for request in self._requests
+            if request.operation
+        )
+
     def _on_operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        forward = self._running()
-        name = operation_name(function)
-        if forward is None or name is None:
+        forward, name, again = self._computing(), operation_name(function), _in_backward()
+        if forward is None or name is None or not (modules := forward.modules(again)):
             return result
         attended = [
             request
             for request in self._requests
-            if request.what == "attention" and any(request.layer in n for n in forward.stack)
+            if request.what == "attention" and any(request.layer in names for names in modules)
         ]
-        if attended:
+        if attended and not again:
             with unwatched():
                 weights = attention_weights(function, args, kwargs, result)
             for request in attended if weights is not None else ():
                 call = forward.attentions[request.layer]
                 forward.attentions[request.layer] += 1
-                self._edit_and_keep(HookPoint([(request.layer, request)]), call, weights, "attention")
-        for layer in forward.stack[-1]:
+                self._keep_values(HookPoint([(request.layer, request)]), call, weights, "attention")
+        for layer in modules[-1]:
             requests = [
                 (f"{layer}/{name}", request)
                 for request in self._requests
                 if request.operation and request.layer == layer and fnmatchcase(name, request.operation)
             ]
             if requests and any(True for _ in tensors_in(result)):
-                call = forward.operations[f"{layer}/{name}"]
-                forward.operations[f"{layer}/{name}"] += 1
-                result = self._edit_and_keep(HookPoint(requests), call, result, "output")
+                point, call = HookPoint(requests), self._number_of(forward.operations, f"{layer}/{name}")
+                result = self._change(point, call, result, "output")
+                self._keep_values(point, call, result, "output")
         return result
 
-    def _edit_and_keep(self, point: HookPoint, call: int, value: Any, side: What) -> Any:
-        """Edit a value, watch its gradients, keep it, and return what the model continues with."""
-        if not point.only_keeps:
-            with unwatched():
-                value = map_tensors(value, partial(self._edited_or_watched, point, call, side))
+    def _change(self, point: HookPoint, call: int, value: Any, side: What) -> Any:
+        """Edit a value, watch its gradients, and return what the model continues with."""
+        if point.only_keeps:
+            return value
+        with unwatched():
+            return map_tensors(value, partial(self._edited_or_watched, point, call, side))
+
+    def _keep_values(self, point: HookPoint, call: int, value: Any, side: What) -> None:
+        """Keep a value in the record; end the forward after the last value."""
         forward = self._running()
         if forward is None:
-            return value
+            return
         for layer, request in point.requests:
             if request.what != side or request.edit is not None or request.call not in (None, call):
                 continue
@@ -326,7 +375,6 @@ class HookCalls:
             forward.left -= forward.kept[layer, side] == self._to_keep[layer, side]
         if self._stoppable and self._to_keep and not forward.left:
             raise _Stop
-        return value
 
     def _keep(self, forward: ModelCall, site: Site, request: TapRequest, tensor: Tensor) -> None:
         """Copy a tensor into the record."""
@@ -354,8 +402,8 @@ class HookCalls:
         if watched and tensor.requires_grad:
             tensor = self._watched(point, side, tensor, watched)
         if side == "input" and tensor is not given:
-            point.calls[-1].stand_ins.append((given, tensor, tensor._version))
-        return tensor
+            return point.calls[-1].replaced(given, tensor)
+        return point.calls[-1].returned(given, tensor) if point.calls else tensor
 
     def _watched(self, point: HookPoint, side: What, tensor: Tensor, requests: list[tuple[Site, TapRequest]]) -> Tensor:
         """Hook a tensor to edit and keep its gradient; return that tensor: the given one where that is safe."""
@@ -364,8 +412,12 @@ class HookCalls:
         watched = to_watch(point, side, tensor, requests[0][0], self._forward, stands_in=self._stands_in)
         if watched is None:
             return tensor
-        on_gradient(watched, requests, self._block, self._forward, self._copy_out)
+        on_gradient(watched, requests, self._block, self._forward, self._copy_out, self._edited)
         return watched
+
+
+def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
+    return {**dict(enumerate(args)), **kwargs}
 
 
 def _tensors(value: Any, within: tuple[str, ...]) -> Iterable[tuple[Path, Tensor]]:
@@ -375,6 +427,14 @@ def _tensors(value: Any, within: tuple[str, ...]) -> Iterable[tuple[Path, Tensor
     if type(value) is dict and all(isinstance(part, Tensor) for part in value.values()):
         return [((key,), part) for key, part in value.items() if within in ((), (str(key),))]
     return tensors_in(value, within)
+
+
+def _is_active(caller: FrameType | None) -> bool:
+    """Whether a function runs in this thread."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame is not caller:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _in_backward() -> bool:

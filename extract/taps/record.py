@@ -99,6 +99,9 @@ class Record(Mapping[str, Any]):
             return [self.sites[text]]
         return [site for site in self.by_site if site.is_meant_by(text)]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _loaded, (self.by_site,)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.sites)
 
@@ -125,3 +128,10 @@ class Record(Mapping[str, Any]):
     def __repr__(self) -> str:
         rows = (f"  {name}: {tuple(v.shape) if isinstance(v, Tensor) else v!r}" for name, v in self.items())
         return "Record(\n" + "\n".join(rows) + "\n)"
+
+
+def _loaded(by_site: dict[Site, Any]) -> Record:
+    """Return a pickled record; it no longer knows why values are absent."""
+    record = Record(lambda text: None)
+    record.by_site.update(by_site)
+    return record

@@ -8,8 +8,10 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from types import FrameType
 from typing import cast, get_args
 
+import torch
 from torch import Tensor
 
 from extract.errors import InputError, LayertapError, unknown_name
@@ -36,6 +38,11 @@ class TapRequest:
     path: tuple[str, ...] = ()
     reduce: Reduce | None = None
     edit: Edit | None = None
+
+    @property
+    def name(self) -> str:
+        """The layer, parameter or function, for messages."""
+        return f"{self.layer}/{self.operation}" if self.operation else self.layer
 
     def overlaps(self, other: TapRequest) -> bool:
         """Whether both requests may be for the same value."""
@@ -103,6 +110,13 @@ class HookPoint:
     # Calls in progress, the innermost last: a module may call itself.
     calls: list[Call] = dataclasses.field(default_factory=list)
 
+    def edits_output(self, call: int) -> bool:
+        """Whether the output of this call is edited."""
+        return any(
+            request.edit is not None and request.what == "output" and request.call in (None, call)
+            for _, request in self.requests
+        )
+
     def __post_init__(self) -> None:
         self.only_keeps = all(request.edit is None and "grad" not in request.what for _, request in self.requests)
 
@@ -114,12 +128,74 @@ class Call:
     Attributes:
         number: index of the call in the forward of the model; see `HookCalls._call_number`.
         inputs: tensors that the module received; empty unless the gradient of its output is watched.
-        stand_ins: (input, tensor passed in its place, version of that tensor): see `gradients`.
+        stand_ins: inputs that are edited or whose gradient is watched.
+        copies: copies of the other inputs, if the output is edited. A layer that works in place writes into the copy
+            and returns it; its edited output is then written into the input, where a caller may expect it.
     """
 
     number: int | None
     inputs: list[Tensor] = dataclasses.field(default_factory=list)
-    stand_ins: list[tuple[Tensor, Tensor, int]] = dataclasses.field(default_factory=list)
+    stand_ins: list[StandIn] = dataclasses.field(default_factory=list)
+    copies: list[StandIn] = dataclasses.field(default_factory=list)
+
+    def replaced(self, given: Tensor, tensor: Tensor) -> Tensor:
+        """Pass a tensor on in place of an input, and return it."""
+        stand_in = StandIn.of(given, tensor)
+        self.stand_ins.append(stand_in)
+        return stand_in.tensor
+
+    def copied(self, given: Tensor) -> Tensor:
+        """Pass a copy on in place of an input, unless another tensor is passed already, and return it."""
+        if any(given is stand_in.tensor for stand_in in self.stand_ins):
+            return given
+        known = [copy for copy in self.copies if copy.given is given]
+        self.copies += known or [StandIn.of(given, given.clone())]
+        return (known or self.copies)[-1].tensor
+
+    def returned(self, output: Tensor, edited: Tensor) -> Tensor:
+        """Return what the model continues with, for an output that may be a copy of an input."""
+        for copy in self.copies:
+            if output is copy.tensor and copy.is_written:
+                copy.given.copy_(edited)
+                copy.version = None
+                return copy.given
+            if output is copy.tensor and edited is output:
+                return copy.given
+        return edited
+
+
+@dataclasses.dataclass
+class StandIn:
+    """A tensor that is passed to a layer in place of one of its inputs.
+
+    Attributes:
+        given: the input.
+        tensor: the tensor in its place.
+        version: its version when it was passed; None after `given` has been updated.
+    """
+
+    given: Tensor
+    tensor: Tensor
+    version: int | None
+
+    @classmethod
+    def of(cls, given: Tensor, tensor: Tensor) -> StandIn:
+        """Return the stand-in for an input; `tensor` is copied if it has no version, as in inference mode."""
+        if tensor.is_inference():
+            with torch.inference_mode(False), torch.no_grad():
+                tensor = tensor.clone()
+        return cls(given, tensor, tensor._version)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the layer has written into the tensor."""
+        return self.version is not None and self.tensor._version != self.version
+
+    def hand_back(self) -> None:
+        """Write into the input what the layer wrote into the tensor: other readers may expect it there."""
+        if self.is_written:
+            self.given.copy_(self.tensor)
+            self.version = None
 
 
 @dataclasses.dataclass
@@ -129,6 +205,10 @@ class ModelCall:
     Attributes:
         record: kept values.
         stack: names of the running modules, the innermost last.
+        caller: function that called the hook at the start of the model, and will call the one at its end; None
+            afterwards.
+        again: names of the modules that a backward pass computes again, the innermost last.
+        watching_again: open while a backward pass computes modules again.
         running: whether the model runs.
         handed_on: whether the record was passed to `on_record`.
         calls: id of a module -> number of its calls.
@@ -142,6 +222,9 @@ class ModelCall:
 
     record: Record
     stack: list[list[str]]
+    caller: FrameType | None
+    again: list[list[str]] = dataclasses.field(default_factory=list)
+    watching_again: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     running: bool = True
     handed_on: bool = False
     calls: Counter[int] = dataclasses.field(default_factory=Counter)
@@ -151,6 +234,10 @@ class ModelCall:
     left: int = 0
     stand_ins: list[tuple[Site, weakref.ref[Tensor] | None, Tensor, int]] = dataclasses.field(default_factory=list)
     _seen: weakref.WeakValueDictionary[int, Tensor] = dataclasses.field(default_factory=weakref.WeakValueDictionary)
+
+    def modules(self, again: bool) -> list[list[str]]:
+        """Return `again` or `stack`."""
+        return self.again if again else self.stack
 
     def see(self, tensor: Tensor) -> None:
         """Remember that the gradient of this tensor is watched."""

@@ -141,7 +141,12 @@ class Taps(HookCalls):
         """
         if what not in ("output", "input", "grad"):
             raise unknown_name("what to edit", what, ["output", "input", "grad"])
-        self._requests += [dataclasses.replace(request, edit=fn) for request in self._requests_for(layers, what, call)]
+        targets: set[tuple[int, str]] = set()  # a module or parameter with two names is edited once
+        for request in self._requests_for(layers, what, call):
+            target = id(self._layers.get(request.layer, self._parameters.get(request.layer))), request.operation
+            if target not in targets:
+                targets.add(target)
+                self._requests.append(dataclasses.replace(request, edit=fn))
         return self
 
     def _requests_for(self, layers: str | Site | Sequence[str], what: What, call: int | None) -> list[TapRequest]:
@@ -195,7 +200,7 @@ class Taps(HookCalls):
             for module in {id(module): module for module in self._layers.values()}.values():
                 hook(module.register_forward_pre_hook, partial(self._push, names[id(module)]))
                 hook(module.register_forward_hook, self._pop, always_call=True)
-            undo.enter_context(watching(self._on_operation))
+            undo.enter_context(watching(self._on_operation, self._edits_function))
         requests_of: dict[int, tuple[nn.Module, list[tuple[str, TapRequest]]]] = {}
         for request in sorted(self._requests, key=lambda request: request.edit is None):  # edits come before keeps
             if request.layer in self._parameters:
@@ -210,23 +215,35 @@ class Taps(HookCalls):
         points = [(module, HookPoint(requests)) for module, requests in requests_of.values()]
         self._points = [point for _, point in points]
         for module, point in points:
-            hook(module.register_forward_pre_hook, partial(self._pre_hook, point), with_kwargs=True)
-            hook(module.register_forward_hook, partial(self._forward_hook, point), always_call=True)
+            hook(module.register_forward_pre_hook, partial(self._enter, point), with_kwargs=True, prepend=True)
+            if any(request.what == "input" and request.edit is None for _, request in point.requests):
+                hook(module.register_forward_pre_hook, partial(self._keep_inputs, point), with_kwargs=True)
+            if not point.only_keeps:
+                hook(module.register_forward_hook, partial(self._change_output, point), always_call=True, prepend=True)
+            hook(module.register_forward_hook, partial(self._leave, point), always_call=True)
         hook(root.register_forward_hook, self._end)
 
     def _check_edits(self) -> None:
-        """Check that every edit of an output or input was applied.
+        """Check that every edit was applied in this block.
 
         Raises:
-            LayertapError: the last forward finished, and an edit was never applied.
+            LayertapError: an edit was never applied, although no call of the model was interrupted.
         """
-        edits = [request for request in self._requests if request.edit is not None and request.what != "grad"]
-        idle = [request for request in edits if id(request) not in self._edited]
-        if idle and self._forward is not None and not self._forward.running:
-            names = ", ".join(dict.fromkeys(f"{w.layer}/{w.operation}" if w.operation else w.layer for w in idle))
+        idle = [request for request in self._requests if request.edit is not None and id(request) not in self._edited]
+        if not idle or (self._forward is not None and self._forward.running):
+            return
+        names = ", ".join(dict.fromkeys(request.name for request in idle))
+        if self._forward is None:
             raise LayertapError(
-                f"the edit of {names} never took effect: no matching call returned a floating-point tensor"
+                f"the edit of {names} never took effect: the model itself was not called inside the `with` block, in "
+                "its thread (model.forward(...), other methods, single layers and steps compiled before do not count)"
             )
+        if all(request.what == "grad" for request in idle):
+            raise LayertapError(
+                f"the edit of the gradient of {names} never took effect: no gradient reached it inside the `with` "
+                "block; call backward() inside the block, on a loss that depends on it, and do not freeze it"
+            )
+        raise LayertapError(f"the edit of {names} never took effect: no matching call returned a floating-point tensor")
 
 
 def _check_hookable(model: nn.Module) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torchvision import models
 
-from extract import InputError, Site, Taps
+from extract import InputError, LayertapError, Site, Taps
 from extract.taps.edits import ablate, clamp, clip, freeze, mix, noise, prune, replace, scale, smooth
 
 H = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(0))
@@ -215,3 +217,234 @@ def test_functions_without_a_module_can_be_edited() -> None:
 def test_wrong_settings(make, message: str) -> None:
     with pytest.raises(InputError, match=message):
         make()
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("what", ["output", "input", "grad"])
+@pytest.mark.parametrize("elsewhere", ["forward", "layer", "thread", "nothing"])
+def test_an_edit_of_a_model_that_was_not_called_is_an_error(what, elsewhere: str) -> None:
+    model = net()
+
+    def run(use) -> None:
+        if use == "forward":
+            model.forward(X).sum().backward()
+        elif use == "layer":
+            model[0](X).sum().backward()
+        elif use == "thread":
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(lambda: model(X).sum().backward()).result()
+
+    message = "the edit of 0 never took effect: the model itself was not called"
+    with pytest.raises(LayertapError, match=message), Taps(model).edit("0", scale(0.0), what):
+        run(elsewhere)
+
+
+def test_an_edit_of_a_gradient_that_never_came_is_an_error() -> None:
+    model = net()
+    message = "the edit of the gradient of 0 never took effect"
+    with pytest.raises(LayertapError, match=message), Taps(model).edit("0", clip(1e-4), "grad") as taps:
+        y = taps(X)
+    (1000 * y).sum().backward()
+    with pytest.raises(LayertapError, match=message), Taps(model).edit("0", clip(1e-4), "grad") as taps:
+        taps(X).detach()
+    model[0].weight.requires_grad = False
+    with (
+        pytest.raises(
+            LayertapError, match=r"the edit of the gradient of 0\.weight never took effect.*do not freeze it"
+        ),
+        Taps(model).edit("0.weight", clip(1e-4), "grad") as taps,
+    ):
+        taps(X).sum().backward()
+    with Taps(model).edit("0", clip(1e-4), "grad").edit("0.bias", scale(2.0), "grad") as taps:
+        taps(X).sum().backward()
+
+
+def test_hooks_of_others_see_edited_values() -> None:
+    model = net()
+    seen_inputs, seen_outputs = [], []
+    model[2].register_forward_pre_hook(lambda module, args: seen_inputs.append(args[0].clone()))
+    model[0].register_forward_hook(lambda module, args, output: seen_outputs.append(output.clone()))
+    edits = Taps(model, "0").edit("0", scale(0.0)).edit("2", scale(3.0), "input")
+    with torch.no_grad(), Taps(model, ["0", "2:0@input"]) as outer, edits as taps:
+        taps(X)
+    assert torch.equal(seen_outputs[0], torch.zeros(3, 4))
+    assert torch.equal(taps.record["0"], seen_outputs[0])
+    assert torch.equal(outer.record["0"], seen_outputs[0])
+    assert torch.equal(outer.record["2:0@input"], seen_inputs[0])
+
+
+def test_values_that_other_hooks_replaced_are_kept() -> None:
+    model = net()
+    with Taps(model, ["0", "2:0@input"]).edit("0", scale(2.0)) as taps:
+        plain = model[0].register_forward_hook(lambda module, args, output: output + 1)
+        other = model[2].register_forward_pre_hook(lambda module, args: (args[0] + 5,))
+        try:
+            taps(X)
+        finally:
+            plain.remove()
+            other.remove()
+    expected = 2 * F.linear(X, model[0].weight, model[0].bias)
+    torch.testing.assert_close(taps.record["0"], expected.detach())  # registered later: it replaces what is kept
+
+
+class Statements(nn.Module):
+    """Uses layers and functions for what they write into their argument."""
+
+    def __init__(self, way: str):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.way = nn.Linear(4, 4), way
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.way == "layer":
+            self.relu(y)
+        elif self.way == "layer, used":
+            y = self.relu(y)
+        elif self.way == "function":
+            F.relu(y, inplace=True)
+        elif self.way == "positional":
+            F.relu(y, True)
+        elif self.way == "method":
+            y.relu_()
+        elif self.way == "method, used":
+            y = y.relu_()
+        else:
+            y += 0
+            y.relu_()
+        return y
+
+
+@pytest.mark.parametrize("mode", ["grad", "no_grad", "inference"])
+@pytest.mark.parametrize(
+    "way", ["layer", "layer, used", "function", "positional", "method", "method, used", "operator"]
+)
+def test_an_edit_of_what_works_in_place_takes_effect_where_the_result_is_not_used(way: str, mode: str) -> None:
+    model = Statements(way)
+    context = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}[mode]
+    site = "relu" if way.startswith("layer") else "/relu"
+    with context(), Taps(model, site).edit(site, scale(3.0)) as taps:
+        y = taps(X)
+    expected = 3 * F.linear(X, model.linear.weight, model.linear.bias).relu()
+    torch.testing.assert_close(y.clone(), expected)
+    torch.testing.assert_close(taps.record[site], expected.detach())
+    if mode == "grad":
+        (gradient,) = torch.autograd.grad(y.sum(), model.linear.weight)
+        torch.testing.assert_close(gradient, torch.autograd.grad(expected.sum(), model.linear.weight)[0])
+
+
+def test_an_edit_of_a_layer_that_returns_its_argument_leaves_the_argument() -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = nn.Dropout()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.drop(x)
+
+    model = Residual().eval()
+    with Taps(model).edit("drop", scale(3.0)) as taps:
+        assert torch.equal(taps(X), X + 3 * X)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_inputs_are_edited_in_every_mode(mode) -> None:
+    model = Statements("layer")
+    with mode(), Taps(model).edit("relu", scale(-1.0), "input") as taps:
+        y = taps(X).clone()
+    plain = F.linear(X, model.linear.weight, model.linear.bias)
+    torch.testing.assert_close(y, (-plain).relu())  # the layer writes into what it got, and the model reads it there
+
+
+def test_a_layer_or_parameter_with_two_names_is_edited_once() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = self.b = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x))
+
+    torch.manual_seed(0)
+    model = Twice()
+    with Taps(model).edit("?", scale(2.0)) as taps:
+        assert torch.equal(taps(X), 2 * model.a(2 * model.a(X)))
+    tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tied[1].weight = tied[0].weight
+    tied(X).sum().backward()
+    expected = tied[0].weight.grad.clone()
+    tied.zero_grad()
+    with Taps(tied).edit("*.weight", scale(0.5), "grad") as taps:
+        taps(X).sum().backward()
+    torch.testing.assert_close(tied[0].weight.grad, 0.5 * expected)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        h = h * h + h
+        return torch.tanh(h)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool | None):
+        super().__init__()
+        self.b, self.reentrant = Block(), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) if self.reentrant is None else checkpoint(self.b, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_edits_of_functions_are_repeated_when_a_checkpoint_recomputes(reentrant: bool) -> None:
+    gradients = []
+    for way in (None, reentrant):
+        model = Checkpointed(way)
+        with Taps(model, "b/add").edit("b/add", scale(3.0)) as taps:
+            taps(X.clone().requires_grad_()).sum().backward()
+        gradients.append(model.b.linear.weight.grad)
+        assert len(taps.record) == 1
+    torch.testing.assert_close(*gradients)
+    model = Checkpointed(None)
+    h = model.b.linear(X)
+    torch.tanh(3 * (h * h + h)).sum().backward()
+    torch.testing.assert_close(gradients[0], model.b.linear.weight.grad)
+
+
+def test_functions_that_a_backward_pass_calls_are_not_edited() -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1.0
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return torch.mul(gradient, 1.0)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.b = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Doubled.apply(self.b(x)) * 2.0
+
+    torch.manual_seed(0)
+    model = Model()
+    with Taps(model).edit("/mul", scale(10.0)) as taps:
+        taps(X).sum().backward()
+    expected = torch.autograd.grad((20.0 * model.b(X)).sum(), model.b.weight)[0]
+    torch.testing.assert_close(model.b.weight.grad, expected)

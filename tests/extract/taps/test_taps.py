@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
+import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -312,3 +315,69 @@ def test_wrapped_models_are_named_without_the_wrapper() -> None:
     with torch.no_grad(), Taps(model, "conv") as taps:
         taps(images())
         assert torch.equal(taps.record["conv"], model.module.conv(images()))
+
+
+class FlipTest(nn.Module):
+    """Averages its output with that for the flipped picture, which it computes by calling itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, flip: bool = True) -> Tensor:
+        y = self.fc(x)
+        return (y + self(x.flip(1), flip=False)) / 2 if flip else y
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_model_that_calls_itself_has_one_record_with_both_calls(stop: bool) -> None:
+    model, x, records = FlipTest(), torch.randn(3, 4), []
+    with torch.no_grad(), Taps(model, "fc", stop=stop, on_record=records.append) as taps:
+        for _ in range(3):
+            taps(x)
+    assert len(records) == 3
+    for record in records:
+        assert list(record) == ["fc#0", "fc#1"]
+        assert torch.equal(record["fc#0"], model.fc(x))
+        assert torch.equal(record["fc#1"], model.fc(x.flip(1)))
+
+
+def test_a_forward_after_an_interrupted_one_is_not_taken_for_a_part_of_it() -> None:
+    class Interrupted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.raises = nn.Linear(4, 2), True
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.fc(x)
+            if self.raises:
+                raise KeyboardInterrupt
+            return y
+
+    model = Interrupted()
+    with torch.no_grad(), Taps(model, "fc") as taps:
+        with pytest.raises(KeyboardInterrupt):
+            taps(torch.zeros(1, 4))
+        model.raises = False
+        taps(torch.ones(1, 4))
+        assert list(taps.record) == ["fc"]
+        assert torch.equal(taps.record["fc"], model.fc(torch.ones(1, 4)))
+
+
+def test_a_record_can_be_saved_and_does_not_keep_its_model_alive(tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(3, 4)
+    alive = weakref.ref(model)
+    with torch.no_grad(), Taps(model, "*") as taps:
+        taps(x)
+    record = taps.record
+    torch.save(record, tmp_path / "record.pt")
+    again = torch.load(tmp_path / "record.pt", weights_only=False)
+    assert list(again) == list(record) == ["0", "1"]
+    assert all(torch.equal(again[name], record[name]) for name in record)
+    with pytest.raises(UnknownNameError, match="'2' not found"):
+        again["2"]
+    del model, taps
+    gc.collect()
+    assert alive() is None
+    assert list(record) == ["0", "1"]
