@@ -7,6 +7,7 @@ public functions with its arguments and result, and does not change the call its
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import math
 import threading
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-__all__ = ["attention_weights", "operation_name", "unwatched", "watching", "watching_again"]
+__all__ = ["Listener", "attention_weights", "operation_name", "unwatched", "watching", "watching_again"]
 
 # Common names of operators, which PyTorch names __radd__ and the like.
 _OPERATORS = {"truediv": "div", "getitem": "index"} | {f"r{name}": name for name in ("add", "mul", "sub", "div", "pow")}
@@ -44,12 +45,24 @@ _IN_PLACE_OPERATORS = frozenset(
 _NO_OPERATIONS = frozenset({"__get__", "__set__", "__delete__", "size", "dim", "stride"})
 
 
-OnCall = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Any]
-Edits = Callable[[Any], bool]
+@dataclasses.dataclass(frozen=True)
+class Listener:
+    """Receives the function calls of a thread.
+
+    Attributes:
+        on_call: receives function, arguments, keyword arguments and result after each call; returns the result, or what
+            replaces it.
+        edits: whether `on_call` would replace the result of this function if it were called now.
+        on_write: receives a tensor that a function is about to write into.
+    """
+
+    on_call: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Any] = lambda function, args, kwargs, result: result
+    edits: Callable[[Any], bool] = lambda function: False
+    on_write: Callable[[Tensor], None] = lambda tensor: None
 
 
 class _Watch(TorchFunctionMode):
-    """Function mode that calls each listener after each function; the listener's return value replaces the result.
+    """Function mode that calls each listener after each function; what it returns replaces the result.
 
     If the result of a function that works in place is edited, the function gets a copy. The edited result is then
     written into the argument, where the caller expects it. Written there directly, it would replace values that
@@ -58,7 +71,7 @@ class _Watch(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.listeners: list[tuple[OnCall, Edits]] = []
+        self.listeners: list[Listener] = []
 
     def __torch_function__(
         self, func: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -67,11 +80,14 @@ class _Watch(TorchFunctionMode):
         if _state.busy:
             return func(*args, **kwargs)
         given = None
-        if _is_in_place(func, args, kwargs) and any(edits(func) for _, edits in self.listeners):
-            given, args = args[0], (args[0].clone(), *args[1:])
+        if _is_in_place(func, args, kwargs):
+            for listener in self.listeners:
+                listener.on_write(args[0])
+            if any(listener.edits(func) for listener in self.listeners):
+                given, args = args[0], (args[0].clone(), *args[1:])
         result = func(*args, **kwargs)
-        for on_call, _ in self.listeners:
-            result = on_call(func, args, kwargs, result)
+        for listener in self.listeners:
+            result = listener.on_call(func, args, kwargs, result)
         return result if given is None else given.copy_(result)
 
 
@@ -91,7 +107,7 @@ def _is_in_place(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     name: str = getattr(function, "__name__", "")
     if not args or not isinstance(args[0], Tensor):
         return False
-    if name.startswith("__i") and f"__{name[3:]}" in _IN_PLACE_OPERATORS:
+    if name == "__setitem__" or (name.startswith("__i") and f"__{name[3:]}" in _IN_PLACE_OPERATORS):
         return True
     if name.endswith("_") and not name.endswith("__"):
         return True
@@ -101,20 +117,12 @@ def _is_in_place(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 @contextlib.contextmanager
-def watching(on_call: OnCall, edits: Edits) -> Iterator[None]:
-    """Context manager: pass each function call of this thread to `on_call(function, args, kwargs, result)`.
-
-    The return value of `on_call` replaces the result of the function.
-
-    Args:
-        on_call: called after each function.
-        edits: whether `on_call` would replace the result of a function if it were called now.
-    """
+def watching(listener: Listener) -> Iterator[None]:
+    """Context manager: tell the listener of each function call of this thread."""
     watch = _state.watch
     if watch is None:
         watch = _state.watch = _Watch()
         watch.__enter__()  # type: ignore[no-untyped-call]
-    listener = on_call, edits
     watch.listeners.append(listener)
     try:
         yield
@@ -126,14 +134,14 @@ def watching(on_call: OnCall, edits: Edits) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def watching_again(on_call: OnCall, edits: Edits) -> Iterator[None]:
+def watching_again(listener: Listener) -> Iterator[None]:
     """Context manager: as `watching`, where a backward pass computes layers again.
 
     A mode is off inside the functions that it watches, and `Tensor.backward` is one. On a GPU, a backward pass runs in
     a thread of its own.
     """
     if _state.watch is None:
-        with watching(on_call, edits):
+        with watching(listener):
             yield
     elif _state.watch in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
         yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from extract.taps.edits import apply_edit
 from extract.taps.functions import unwatched
 from extract.taps.record import Reduce, Site, What
-from extract.taps.requests import Block, Call, HookPoint, ModelCall, TapRequest
+from extract.taps.requests import Block, Call, HookPoint, ModelCall, OutputStandIn, TapRequest
 
 __all__ = ["CopyOut", "on_gradient", "to_watch"]
 
@@ -45,9 +44,7 @@ def to_watch(
         # A hook on a leaf would outlive this forward. A hook on a view is lost when the view is written to in place.
         # A tensor that a layer returns unchanged, from its input or from a layer inside it, has other readers.
         given, tensor = tensor, tensor.clone()
-        # The base of a view may have other references, which cannot be tracked.
-        named = None if given._is_view() else weakref.ref(given)
-        forward.stand_ins.append((site, named, tensor.detach(), tensor._version))
+        forward.stand_ins.append(OutputStandIn(site, given, tensor))
     forward.see(tensor)
     return tensor
 

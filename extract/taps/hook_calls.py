@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from extract.errors import InputError, LayertapError
 from extract.taps.edits import apply_edit
-from extract.taps.functions import attention_weights, operation_name, unwatched, watching_again
+from extract.taps.functions import Listener, attention_weights, operation_name, unwatched, watching_again
 from extract.taps.gradients import CopyOut, on_gradient, to_watch
 from extract.taps.layer_names import named_layers, named_parameters
 from extract.taps.nested import Path, map_tensors, tensors_in
@@ -119,6 +119,7 @@ class HookCalls:
         # A record may be kept for long, and must not keep the model alive.
         why_absent = weakref.WeakMethod(self._why_absent)
         self._explain = lambda text: explain(text) if (explain := why_absent()) else None
+        self._listener = Listener()  # of functions, chosen when the block starts
         self._block: Block | None = None  # None outside the `with` block
         self._forward: ModelCall | None = None  # the running call of the model, or the last one
         self._points: list[HookPoint] = []
@@ -230,7 +231,7 @@ class HookCalls:
         if forward := self._computing():
             again = _in_backward()
             if again and not forward.again:
-                forward.watching_again.enter_context(watching_again(self._on_operation, self._edits_function))
+                forward.watching_again.enter_context(watching_again(self._listener))
             forward.modules(again).append(names)
 
     def _pop(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -314,6 +315,10 @@ class HookCalls:
             return False
         on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return self._block.thread == threading.get_ident() or (on_gpu and _in_backward())
+
+    def _on_write(self, tensor: Tensor) -> None:
+        if (forward := self._running()) and forward.stand_ins:
+            forward.check_write(tensor)
 
     def _edits_function(self, function: Any) -> bool:
         """Whether a call of this function, now, has its result edited."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from extract.errors import InputError
 from extract.taps.batch_axis import Trial
-from extract.taps.functions import operation_name, watching
+from extract.taps.functions import Listener, operation_name, watching
 from extract.taps.layer_names import match_layers, named_layers, unwrap
 from extract.taps.nested import tensors_in
 from extract.taps.record import Site
@@ -155,7 +155,7 @@ def _operations(model: nn.Module, picture: Tensor, names: Sequence[str]) -> list
     try:
         for name, module in named.items():
             handles += [module.register_forward_pre_hook(partial(push, name)), module.register_forward_hook(pop)]
-        with torch.no_grad(), watching(on_call, edits=lambda function: False):
+        with torch.no_grad(), watching(Listener(on_call)):
             model(picture)
     finally:
         for handle in handles:

@@ -13,6 +13,7 @@ from typing import cast, get_args
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from extract.errors import InputError, LayertapError, unknown_name
 from extract.taps.edits import Edit
@@ -216,8 +217,7 @@ class ModelCall:
         attentions: layer -> number of attentions computed in it.
         kept: (layer, what) -> number of calls kept.
         left: number of (layer, what) pairs with calls still to be kept.
-        stand_ins: (site, original output or None for a view, clone passed in its place, version of the clone): see
-            `gradients`.
+        stand_ins: copies of outputs, passed on in their place so that their gradients can be watched.
     """
 
     record: Record
@@ -232,7 +232,7 @@ class ModelCall:
     attentions: Counter[str] = dataclasses.field(default_factory=Counter)
     kept: Counter[tuple[str, What]] = dataclasses.field(default_factory=Counter)
     left: int = 0
-    stand_ins: list[tuple[Site, weakref.ref[Tensor] | None, Tensor, int]] = dataclasses.field(default_factory=list)
+    stand_ins: list[OutputStandIn] = dataclasses.field(default_factory=list)
     _seen: weakref.WeakValueDictionary[int, Tensor] = dataclasses.field(default_factory=weakref.WeakValueDictionary)
 
     def modules(self, again: bool) -> list[list[str]]:
@@ -247,16 +247,54 @@ class ModelCall:
         """Whether the gradient of this tensor is watched in this forward."""
         return self._seen.get(id(tensor)) is tensor
 
-    def check_stand_ins(self) -> None:
-        """Check that the model did not write into a clone whose original it may still read: results would be wrong.
+    def check_write(self, tensor: Tensor) -> None:
+        """Check, before the model writes into a tensor, that it is no copy whose original the model may still read.
 
         Raises:
-            StandInError: the model wrote into such a clone.
+            StandInError: it is such a copy; results would be wrong.
         """
-        for site, given, stand_in, version in self.stand_ins:
-            if stand_in._version != version and (given is None or given() is not None):
-                raise StandInError(site)
+        for stand_in in [stand_in for stand_in in self.stand_ins if stand_in.shares_memory(tensor)]:
+            if not stand_in.original_is_gone:
+                raise StandInError(stand_in.site)
+            self.stand_ins.remove(stand_in)  # nothing reads the original any more
+
+    def check_stand_ins(self) -> None:
+        """Check that the model did not write, unnoticed by `check_write`, into a copy whose original it may still read.
+
+        Raises:
+            StandInError: the model wrote into such a copy.
+        """
+        for stand_in in self.stand_ins:
+            if stand_in.tensor._version != stand_in.version and not stand_in.original_is_gone:
+                raise StandInError(stand_in.site)
         self.stand_ins.clear()
+
+
+class OutputStandIn:
+    """A copy of an output of a layer that is passed on in its place.
+
+    Attributes:
+        site: the site of its gradient.
+        tensor: the copy, without its graph.
+        version: version of the copy when it was made.
+    """
+
+    def __init__(self, site: Site, output: Tensor, copy: Tensor):
+        self.site, self.tensor, self.version = site, copy.detach(), copy._version
+        # Autograd may have saved the values of an output, which keeps its memory but not the tensor. The base of a view
+        # and its other views are other tensors.
+        self._memory = StorageWeakRef(output.untyped_storage())  # type: ignore[no-untyped-call]
+        self._output = None if output._is_view() else weakref.ref(output)
+
+    @property
+    def original_is_gone(self) -> bool:
+        """Whether nothing can read the output any more."""
+        expired: bool = self._memory.expired()  # type: ignore[no-untyped-call]
+        return expired or (self._output is not None and self._output() is None)
+
+    def shares_memory(self, tensor: Tensor) -> bool:
+        """Whether a tensor is the copy, or a view of it."""
+        return bool(tensor.untyped_storage()._cdata == self.tensor.untyped_storage()._cdata)
 
 
 class StandInError(LayertapError):

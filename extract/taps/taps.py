@@ -34,7 +34,7 @@ from torch.utils.hooks import RemovableHandle
 
 from extract.errors import InputError, LayertapError, unknown_name
 from extract.taps.edits import Edit
-from extract.taps.functions import watching
+from extract.taps.functions import Listener, watching
 from extract.taps.hook_calls import HookCalls
 from extract.taps.layer_names import unwrap
 from extract.taps.model_bound_hook import ModelBoundHook
@@ -200,7 +200,10 @@ class Taps(HookCalls):
             for module in {id(module): module for module in self._layers.values()}.values():
                 hook(module.register_forward_pre_hook, partial(self._push, names[id(module)]))
                 hook(module.register_forward_hook, self._pop, always_call=True)
-            undo.enter_context(watching(self._on_operation, self._edits_function))
+            self._listener = Listener(self._on_operation, self._edits_function, self._on_write)
+            undo.enter_context(watching(self._listener))
+        elif self._stands_in and any(request.what == "grad" for request in self._requests):
+            undo.enter_context(watching(Listener(on_write=self._on_write)))
         requests_of: dict[int, tuple[nn.Module, list[tuple[str, TapRequest]]]] = {}
         for request in sorted(self._requests, key=lambda request: request.edit is None):  # edits come before keeps
             if request.layer in self._parameters:

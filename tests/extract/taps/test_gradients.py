@@ -409,3 +409,63 @@ def test_a_backward_pass_inside_a_forward_counts_no_call_twice() -> None:
     with Taps(Force(), "energy.0") as taps:
         taps(torch.randn(3, 2))
     assert list(taps.record) == ["energy.0"]
+
+
+VIEWS = {
+    "InstanceNorm1d": (nn.InstanceNorm1d(4), (2, 4, 8)),
+    "InstanceNorm2d": (nn.InstanceNorm2d(4), (2, 4, 8, 8)),
+    "InstanceNorm3d": (nn.InstanceNorm3d(4), (2, 4, 4, 4, 4)),
+    "MaxPool1d": (nn.MaxPool1d(2), (2, 4, 8)),
+    "AvgPool1d": (nn.AvgPool1d(2), (2, 4, 8)),
+    "AdaptiveAvgPool1d": (nn.AdaptiveAvgPool1d(2), (2, 4, 8)),
+    "AdaptiveMaxPool1d": (nn.AdaptiveMaxPool1d(2), (2, 4, 8)),
+    "Flatten": (nn.Flatten(), (2, 4, 8)),
+    "Unflatten": (nn.Unflatten(1, (2, 2)), (2, 4, 8)),
+    "Identity": (nn.Identity(), (2, 4, 8)),
+    "Dropout": (nn.Dropout().eval(), (2, 4, 8)),
+}
+
+
+@pytest.mark.parametrize("edited", [False, True])
+@pytest.mark.parametrize("name", VIEWS)
+def test_gradients_before_an_in_place_layer_at_layers_that_return_views_or_their_argument(
+    name: str, edited: bool
+) -> None:
+    layer, shape = VIEWS[name]
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    gradients, outputs = [], []
+    for in_place in (False, True):
+        model = nn.Sequential(nn.BatchNorm1d(4).eval() if x.ndim == 3 else nn.Identity(), layer, nn.ReLU(in_place))
+        taps = Taps(model).keep("1", "grad")
+        with taps.edit("1", lambda g: 2 * g, "grad") if edited else taps:
+            y = taps(x.clone().requires_grad_() * 1.5)
+            (y * torch.arange(y.numel()).view(y.shape)).sum().backward()
+        gradients.append(taps.record["1@grad"])
+        outputs.append(y)
+    assert torch.equal(*gradients)
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize(
+    "statement", ["v += 1", "v.mul_(2)", "v[0] = 3.0", "torch.relu_(v)", "F.relu(v, inplace=True)"]
+)
+@pytest.mark.parametrize("identity", [nn.Identity(), nn.Dropout().eval(), nn.Flatten(0)])
+def test_a_copy_is_not_written_to_while_its_original_may_still_be_read(identity: nn.Module, statement: str) -> None:
+    """At the end of the forward the original is gone, and the result would be wrong without a word."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.identity = nn.Linear(4, 4), identity
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x)
+            v = self.identity(h)
+            exec(statement, {"v": v, "torch": torch, "F": F})
+            return h.sum()
+
+    refused = pytest.raises(LayertapError, match="writes in place into the output of layer 'identity'")
+    with refused, Taps(Model()).keep("identity", "grad") as taps:
+        taps(torch.randn(3, 4))
+    with refused, Taps(Model()).edit("identity", lambda g: g, "grad") as taps:
+        taps(torch.randn(3, 4))
