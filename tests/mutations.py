@@ -64,14 +64,14 @@ MUTATIONS = (
     ),
     Mutation(
         "All calls of a layer have the number of the first one.",
-        "            return forward.calls[id(module)] - 1\n",
-        "            return 0\n",
+        "        return calls[key] - 1\n",
+        "        return 0\n",
         ("test_every_call_of_a_shared_layer_is_kept", "test_one_call_can_be_asked_for"),
     ),
     Mutation(
         "The second forward keeps the record of the first.",
-        "            self._forward = ModelCall(Record(self._why_absent), [[\"\"]])",
-        "            self._forward = self._forward or ModelCall(Record(self._why_absent), [[\"\"]])",
+        "        self._forward = ModelCall(Record(self._explain), [[\"\"]], sys._getframe(1))",
+        "        self._forward = self._forward or ModelCall(Record(self._explain), [[\"\"]], sys._getframe(1))",
         ("test_a_layer_that_did_not_run_raises_and_does_not_answer_with_old_values",),
     ),
     Mutation(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import warnings
@@ -29,7 +28,6 @@ from extract.taps.requests import Block, Call, HookPoint, ModelCall, TapRequest
 __all__ = ["HookCalls", "copy_out"]
 
 _UNKNOWN = -1
-_NOTHING_TO_HIDE = contextlib.nullcontext()
 
 
 class _Stop(BaseException):
@@ -47,54 +45,64 @@ def copy_out(
         site: the site of the tensor, for errors.
         to_cpu: copies a dense tensor to the CPU, possibly asynchronously; None makes a blocking copy.
     """
-
-    def kept(value: Any) -> Tensor:
-        dense = _dense(value, site)
-        return _copied(dense, site) if to_cpu is None else to_cpu(dense)
-
-    # Copies made in inference mode could not be used in training later.
-    with torch.inference_mode(False), torch.no_grad():
+    if reduce is None and not torch.is_inference_mode_enabled():
+        return _copied(tensor.detach(), site, to_cpu)
+    with torch.inference_mode(False):  # copies made in inference mode could not be used in training later
         value = tensor.detach()
         if reduce is None:
-            return kept(value)
-        try:
-            value = reduce(value)
-        except Exception as error:
-            error.add_note(f"while reducing {site} of shape {tuple(tensor.shape)}")
-            raise
-        if isinstance(value, dict):
-            return {name: kept(part) for name, part in value.items()}
-        return kept(value)
+            return _copied(value, site, to_cpu)
+        with torch.no_grad():
+            try:
+                value = reduce(value)
+            except Exception as error:
+                error.add_note(f"while reducing {site} of shape {tuple(tensor.shape)}")
+                raise
+            if isinstance(value, dict):
+                return {name: _copied(part, site, to_cpu) for name, part in value.items()}
+            return _copied(value, site, to_cpu)
 
 
-def _dense(tensor: Any, site: Site) -> Tensor:
-    """Return the tensor in dense, unquantised form.
+def _copied(value: Any, site: Site, to_cpu: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """Return a contiguous, dense copy on the CPU that owns its memory, and warn of infinite float16 values.
 
     Raises:
         InputError: the value is not a tensor, or is a nested tensor, or is inside torch.func.
     """
-    if not isinstance(tensor, Tensor):
+    if type(value) is Tensor and to_cpu is None and _is_plain(value):
+        return value.clone()
+    if not isinstance(value, Tensor):
         raise InputError(
-            f"the reduction of {site} returned {type(tensor).__name__}; expected a tensor or a dict of tensors"
+            f"the reduction of {site} returned {type(value).__name__}; expected a tensor or a dict of tensors"
         )
-    if tensor.is_nested:
+    if value.is_nested:
         raise InputError(f"{site} is a nested tensor, whose rows differ in shape; reduce it to a plain tensor")
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):
         raise InputError(
             f"{site} is inside torch.func (vmap, grad, ...), where values cannot be copied out of the model"
         )
-    if tensor.is_quantized:
-        return tensor.dequantize()
-    return tensor if tensor.layout == torch.strided else tensor.to_dense()
-
-
-def _copied(tensor: Tensor, site: Site) -> Tensor:
-    """Return a contiguous copy on the CPU that owns its memory, and warn of infinite float16 values."""
-    kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    kept.copy_(tensor)  # what copy_ returns could be a subclass
-    if kept.dtype == torch.float16 and kept.isinf().any():
+    if value.is_quantized:
+        value = value.dequantize()
+    elif value.layout is not torch.strided:
+        value = value.to_dense()
+    if to_cpu is not None:
+        return to_cpu(value)
+    kept = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+    kept.copy_(value)  # what copy_ returns could be a subclass
+    if kept.dtype is torch.float16 and kept.isinf().any():
         warnings.warn(f"{site} has infinite values: the largest float16 is 65504", RuntimeWarning, stacklevel=3)
     return kept
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether `clone` gives what `_copied` returns."""
+    return (
+        tensor.is_cpu
+        and tensor.dtype is torch.float32
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and tensor.is_contiguous()
+    )
 
 
 class HookCalls:
@@ -240,11 +248,20 @@ class HookCalls:
             if modules is forward.again and not modules:
                 forward.watching_again.close()
 
+    def _start(self, point: HookPoint, module: nn.Module, args: Any) -> None:
+        """Count the call of a module whose outputs are kept and nothing else."""
+        if forward := self._running():
+            number = forward.calls.get(id(module), 0)
+            forward.calls[id(module)] = number + 1
+            point.calls.append(Call(number, forward))
+        elif self._is_our_thread():
+            point.calls.append(self._call(module))
+
     def _enter(self, point: HookPoint, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Count the call of a module, and replace its inputs; runs before other hooks, so that they see the edits."""
         if not self._is_our_thread():
             return None
-        call = Call(self._call_number(module))
+        call = self._call(module)
         point.calls.append(call)
         if call.number is None or point.only_keeps:
             return None
@@ -260,8 +277,8 @@ class HookCalls:
 
     def _keep_inputs(self, point: HookPoint, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the inputs of a module, after other hooks have replaced them."""
-        if self._is_our_thread() and point.calls and (number := point.calls[-1].number) is not None:
-            self._keep_values(point, number, _arguments(args, kwargs), "input")
+        if self._is_our_thread() and point.calls:
+            self._keep_values(point, point.calls[-1], _arguments(args, kwargs), "input")
 
     def _change_output(self, point: HookPoint, module: nn.Module, args: Any, output: Any) -> Any:
         """Replace the output of a module; runs before other hooks, so that they see the edits."""
@@ -280,8 +297,8 @@ class HookCalls:
         if not self._is_our_thread() or not point.calls:
             return
         call = point.calls.pop()
-        if call.number is not None and output is not None:  # output is None if the layer raised
-            self._keep_values(point, call.number, output, "output")
+        if output is not None:  # output is None if the layer raised
+            self._keep_values(point, call, output, "output")
 
     def _on_parameter(self, request: TapRequest, gradient: Tensor) -> Tensor | None:
         site = Site(request.layer, what="grad")
@@ -294,27 +311,26 @@ class HookCalls:
             self._keep(self._forward, site, request, gradient)
         return None
 
-    def _call_number(self, module: nn.Module) -> int | None:
-        """Return the index of this call of the module in the forward of the model.
+    def _call(self, module: nn.Module) -> Call:
+        """Return a new call of a module."""
+        if forward := self._running():
+            number = forward.calls.get(id(module), 0)
+            forward.calls[id(module)] = number + 1
+            return Call(number, forward)
+        if forward := self._computing():
+            return Call(self._number_again(forward.calls, id(module)), None)
+        return Call(None, None)
 
-        In a recomputation it is 0 for a module that ran once, else _UNKNOWN; None for a call outside the model's.
-        """
-        forward = self._computing()
-        return None if forward is None else self._number_of(forward.calls, id(module))
-
-    def _number_of(self, calls: Counter[Any], key: Any) -> int:
-        """Count a call in a forward, and return its index; in a recomputation see `_call_number`."""
-        if _in_backward():
-            return 0 if calls[key] == 1 else _UNKNOWN
-        calls[key] += 1
-        return calls[key] - 1
+    @staticmethod
+    def _number_again(calls: Counter[Any], key: Any) -> int:
+        """Return the index of a call that a backward pass repeats, see `_call_number`."""
+        return 0 if calls[key] == 1 else _UNKNOWN
 
     def _is_our_thread(self) -> bool:
         """Whether a hook was called for the thread of the block; backward passes on a GPU run in another thread."""
-        if self._block is None:
-            return False
-        on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        return self._block.thread == threading.get_ident() or (on_gpu and _in_backward())
+        if self._block is None or self._block.thread == threading.get_ident():
+            return self._block is not None
+        return torch.cuda.is_initialized() and _in_backward()  # type: ignore[no-untyped-call]
 
     def _on_write(self, tensor: Tensor) -> None:
         if (forward := self._running()) and forward.stand_ins:
@@ -344,7 +360,7 @@ class HookCalls:
             with unwatched():
                 weights = attention_weights(function, args, kwargs, result)
             for request in attended if weights is not None else ():
-                call = forward.attentions[request.layer]
+                call = Call(forward.attentions[request.layer], forward)
                 forward.attentions[request.layer] += 1
                 self._keep_values(HookPoint([(request.layer, request)]), call, weights, "attention")
         for layer in modules[-1]:
@@ -354,9 +370,12 @@ class HookCalls:
                 if request.operation and request.layer == layer and fnmatchcase(name, request.operation)
             ]
             if requests and any(True for _ in tensors_in(result)):
-                point, call = HookPoint(requests), self._number_of(forward.operations, f"{layer}/{name}")
-                result = self._change(point, call, result, "output")
-                self._keep_values(point, call, result, "output")
+                key = f"{layer}/{name}"
+                forward.operations[key] += not again
+                number = self._number_again(forward.operations, key) if again else forward.operations[key] - 1
+                point = HookPoint(requests)
+                result = self._change(point, number, result, "output")
+                self._keep_values(point, Call(number, None if again else forward), result, "output")
         return result
 
     def _change(self, point: HookPoint, call: int, value: Any, side: What) -> Any:
@@ -366,25 +385,33 @@ class HookCalls:
         with unwatched():
             return map_tensors(value, partial(self._edited_or_watched, point, call, side))
 
-    def _keep_values(self, point: HookPoint, call: int, value: Any, side: What) -> None:
-        """Keep a value in the record; end the forward after the last value."""
-        forward = self._running()
-        if forward is None:
+    def _keep_values(self, point: HookPoint, call: Call, value: Any, side: What) -> None:
+        """Keep a value of a call in the record; end the forward after the last value."""
+        forward, number = call.forward, call.number
+        if forward is None or number is None:
             return
-        for layer, request in point.requests:
-            if request.what != side or request.edit is not None or request.call not in (None, call):
+        for layer, request, first_site in point.kept[side]:
+            if request.call is not None and request.call != number:
                 continue
-            for path, tensor in _tensors(value, request.path):
-                self._keep(forward, Site(layer, call, path, side), request, tensor)
-            forward.kept[layer, side] += 1
-            forward.left -= forward.kept[layer, side] == self._to_keep[layer, side]
+            if isinstance(value, Tensor) and not request.path:
+                site = first_site if number == 0 else Site(layer, number, (), side)
+                self._keep(forward, site, request, value)
+            else:
+                for path, tensor in _tensors(value, request.path):
+                    self._keep(forward, Site(layer, number, path, side), request, tensor)
+            if self._stop:
+                forward.kept[layer, side] += 1
+                forward.left -= forward.kept[layer, side] == self._to_keep[layer, side]
         if self._stoppable and self._to_keep and not forward.left:
             raise _Stop
 
     def _keep(self, forward: ModelCall, site: Site, request: TapRequest, tensor: Tensor) -> None:
         """Copy a tensor into the record."""
         # Entering `unwatched` takes as long as the copy of a small tensor, and is of no use without a function mode.
-        with unwatched() if torch._C._len_torch_function_stack() else _NOTHING_TO_HIDE:
+        if not torch._C._len_torch_function_stack():
+            forward.record.by_site[site] = self._copy_out(tensor, request.reduce, site)
+            return
+        with unwatched():
             forward.record.by_site[site] = self._copy_out(tensor, request.reduce, site)
 
     def _edited_or_watched(self, point: HookPoint, call: int, side: What, path: Path, tensor: Tensor) -> Tensor:
@@ -426,9 +453,7 @@ def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
 
 
 def _tensors(value: Any, within: tuple[str, ...]) -> Iterable[tuple[Path, Tensor]]:
-    """Return what `tensors_in` yields; a tensor, and arguments that are all tensors, need no search."""
-    if isinstance(value, Tensor):
-        return () if within else (((), value),)
+    """Return what `tensors_in` yields; arguments that are all tensors need no search."""
     if type(value) is dict and all(isinstance(part, Tensor) for part in value.values()):
         return [((key,), part) for key, part in value.items() if within in ((), (str(key),))]
     return tensors_in(value, within)

@@ -104,11 +104,18 @@ def requests_for(
 
 @dataclasses.dataclass
 class HookPoint:
-    """A module, or a function called in a module, with its requests as (layer name, request) pairs."""
+    """A module, or a function called in a module, with its requests as (layer name, request) pairs.
+
+    Attributes:
+        requests: all requests.
+        kept: kind of value -> the requests that keep it, as (layer name, request, site of a tensor of the first call).
+        only_keeps: whether no value is edited, and no gradient watched.
+        calls: calls in progress, the innermost last: a module may call itself.
+    """
 
     requests: list[tuple[str, TapRequest]]
-    only_keeps: bool = dataclasses.field(init=False)  # no value is edited, and no gradient watched
-    # Calls in progress, the innermost last: a module may call itself.
+    kept: dict[What, list[tuple[str, TapRequest, Site]]] = dataclasses.field(init=False)
+    only_keeps: bool = dataclasses.field(init=False)
     calls: list[Call] = dataclasses.field(default_factory=list)
 
     def edits_output(self, call: int) -> bool:
@@ -119,15 +126,21 @@ class HookPoint:
         )
 
     def __post_init__(self) -> None:
+        self.kept = {what: [] for what in get_args(What)}
+        for layer, request in self.requests:
+            if request.edit is None:
+                self.kept[request.what].append((layer, request, Site(layer, 0, (), request.what)))
         self.only_keeps = all(request.edit is None and "grad" not in request.what for _, request in self.requests)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Call:
     """One call of a module.
 
     Attributes:
-        number: index of the call in the forward of the model; see `HookCalls._call_number`.
+        number: index of the call in the forward of the model; 0 where a backward pass repeats the only call, and
+            UNKNOWN where it repeats one of several; None for a call outside the model's.
+        forward: the running forward; None where a backward pass repeats a call, or outside.
         inputs: tensors that the module received; empty unless the gradient of its output is watched.
         stand_ins: inputs that are edited or whose gradient is watched.
         copies: copies of the other inputs, if the output is edited. A layer that works in place writes into the copy
@@ -135,6 +148,7 @@ class Call:
     """
 
     number: int | None
+    forward: ModelCall | None
     inputs: list[Tensor] = dataclasses.field(default_factory=list)
     stand_ins: list[StandIn] = dataclasses.field(default_factory=list)
     copies: list[StandIn] = dataclasses.field(default_factory=list)

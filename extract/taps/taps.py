@@ -109,11 +109,16 @@ class Taps(HookCalls):
             UnknownNameError: a pattern matches no layer, or `what` is unknown.
             InputError: the same value of a layer is already kept, or a function has no value of this kind.
         """
-        requests = self._requests
+        kept: dict[str, list[TapRequest]] = {}
+        for request in self._requests:
+            if request.edit is None:
+                kept.setdefault(request.layer, []).append(request)
         for request in self._requests_for(layers, what, call):
-            if any(request.overlaps(other) for other in requests if other.edit is None):
+            others = kept.setdefault(request.layer, [])
+            if any(request.overlaps(other) for other in others):
                 raise InputError(f"the {request.what} of layer {request.layer!r} is already kept")
-            requests.append(dataclasses.replace(request, reduce=reduce))
+            others.append(request)
+            self._requests.append(dataclasses.replace(request, reduce=reduce))
         return self
 
     def edit(
@@ -180,9 +185,16 @@ class Taps(HookCalls):
 
     def _register(self, undo: contextlib.ExitStack) -> None:
         """Register all hooks; closing `undo` removes them and restores the switches."""
+        handles: list[RemovableHandle] = []
+
+        def remove() -> None:
+            for handle in handles:
+                handle.remove()
+
+        undo.callback(remove)
 
         def hook(register: Callable[..., RemovableHandle], function: Callable[..., Any], **options: Any) -> None:
-            undo.callback(register(ModelBoundHook(function), **options).remove)
+            handles.append(register(ModelBoundHook(function), **options))
 
         root = unwrap(self._model)
         modules = list(root.modules())
@@ -211,15 +223,18 @@ class Taps(HookCalls):
                 if not parameter.requires_grad:
                     continue
                 handle = parameter.register_hook(partial(self._on_parameter, request))  # type: ignore[no-untyped-call]
-                undo.callback(handle.remove)
+                handles.append(handle)
             elif not request.operation and request.what != "attention":
                 module = self._layers[request.layer]
                 requests_of.setdefault(id(module), (module, []))[1].append((request.layer, request))
         points = [(module, HookPoint(requests)) for module, requests in requests_of.values()]
         self._points = [point for _, point in points]
         for module, point in points:
-            hook(module.register_forward_pre_hook, partial(self._enter, point), with_kwargs=True, prepend=True)
-            if any(request.what == "input" and request.edit is None for _, request in point.requests):
+            if point.only_keeps and not point.kept["input"]:
+                hook(module.register_forward_pre_hook, partial(self._start, point))
+            else:
+                hook(module.register_forward_pre_hook, partial(self._enter, point), with_kwargs=True, prepend=True)
+            if point.kept["input"]:
                 hook(module.register_forward_pre_hook, partial(self._keep_inputs, point), with_kwargs=True)
             if not point.only_keeps:
                 hook(module.register_forward_hook, partial(self._change_output, point), always_call=True, prepend=True)
