@@ -58,14 +58,14 @@ MUTATIONS = (
     # Taps: hooks, records, edits, gradients
     Mutation(
         "A kept output is the layer's own memory, not a copy.",
-        "    kept.copy_(tensor)  # what copy_ returns could be a subclass",
-        "    kept = tensor.detach().cpu()",
+        "        return value.clone()\n",
+        "        return value\n",
         ("test_inplace_layers_do_not_change_kept_outputs",),
     ),
     Mutation(
         "All calls of a layer have the number of the first one.",
-        "        return calls[key] - 1\n",
-        "        return 0\n",
+        "            point.calls.append(Call(number, forward))",
+        "            point.calls.append(Call(0, forward))",
         ("test_every_call_of_a_shared_layer_is_kept", "test_one_call_can_be_asked_for"),
     ),
     Mutation(
