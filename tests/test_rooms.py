@@ -6,6 +6,7 @@ Which room may import which is in pyproject.toml, for `lint-imports`.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import re
 import subprocess
@@ -25,7 +26,6 @@ FILES = {
     for package in ("extract", "layertap", "pipelines")
     for path in sorted((ROOT / package).rglob("*.py"))
 }
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
 LOOSE = {
     "extract": {"__init__", "errors", "defaults", "row_status", "ablation", "attribution", "edits", "probe", "search"},
     "layertap": {"__init__", "__main__", "ablation", "attribution", "edits", "probe", "search"},
@@ -34,9 +34,14 @@ LOOSE = {
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 500, 80
 
 
+@functools.cache
+def tree_of(name: str) -> ast.Module:
+    return ast.parse(FILES[name].read_text(encoding="utf-8"))
+
+
 def imported(name: str) -> Iterator[str]:
     """Modules that a module names in imports: at its top, in functions, and for type checkers."""
-    for node in ast.walk(TREES[name]):
+    for node in ast.walk(tree_of(name)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -89,7 +94,7 @@ def test_each_package_is_installed() -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_modules_and_functions_are_short(name: str) -> None:
     assert len(FILES[name].read_text(encoding="utf-8").splitlines()) <= MOST_LINES
-    functions = [node for node in ast.walk(TREES[name]) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    functions = [node for node in ast.walk(tree_of(name)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     assert {node.name: n for node in functions if (n := lines_of(node)) > MOST_LINES_OF_A_FUNCTION} == {}
 
 

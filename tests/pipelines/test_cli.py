@@ -22,7 +22,10 @@ from extract.store.format.dataset import DataSet
 from pipelines.cli import main
 from tests.conftest import make_picture
 
-SMALL = ["-b", "timm/test_resnet", "--weights", "random", "--workers", "0", "--device", "cpu"]
+SMALL = [
+    "-b", "timm/test_resnet", "--weights", "random", "--workers", "0", "--device", "cpu",
+    "--size", "64", "--crop", "64",
+]  # fmt: skip
 
 
 def layertap(*arguments: object) -> Result:

@@ -369,7 +369,7 @@ def of_every_kind(folder: Path, tmp_path: Path) -> dict[str, str]:
     made(tmp_path / "one", 1, 4, 1)
     made(tmp_path / "unlabelled", 40, 4, 0, unlabelled=True)
     made(tmp_path / "many classes", 3000, 8, 1000)
-    layers = ["-l", "layer2:none", "-l", "layer3:none"]
+    layers = ["-l", "layer2:none", "-l", "layer3:none", "--size", 160, "--crop", 160]  # more numbers than a map is of
     assert layertap("embed", folder, "-o", tmp_path / "maps", *SMALL, *layers).exit_code == 0
     folder.rename(tmp_path / "moved")
     return {

@@ -19,10 +19,10 @@ import yaml
 from extract import FeatureReader
 from pipelines.sync.config import load_sync_file
 from pipelines.sync.watch import reports_changes
-from tests.conftest import make_picture
+from tests.conftest import TINY_INPUT, make_picture
 from tests.pipelines.test_cli import fails, layertap
 
-SMALL = {"backbone": "timm/test_resnet", "weights": "random", "workers": 0, "device": "cpu", "settle": 0}
+SMALL = {"backbone": "timm/test_resnet", "weights": "random", "workers": 0, "device": "cpu", "settle": 0, **TINY_INPUT}
 
 
 def write(path: Path, **values: Any) -> Path:
@@ -58,6 +58,7 @@ def test_sync_tells_what_it_did_and_everything_else_reads_it(config: Path, folde
     assert layertap("export", out, "--to", "npy", "-o", tmp_path / "npy").exit_code == 0
     assert layertap("merge", out, "-o", tmp_path / "merged").exit_code == 0
     arguments = ["-b", SMALL["backbone"], "--weights", "random", "--workers", 0, "--device", "cpu"]
+    arguments += ["--size", 64, "--crop", 64]
     assert layertap("embed", folder, "-o", tmp_path / "fresh", *arguments).exit_code == 0
     assert "same fingerprint" in layertap("diff", out, tmp_path / "fresh").stdout
     with FeatureReader(tmp_path / "merged") as merged, FeatureReader(tmp_path / "fresh") as fresh:

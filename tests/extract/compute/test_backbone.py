@@ -10,14 +10,14 @@ from PIL import Image
 from torchvision.transforms.functional import pil_to_tensor, to_tensor
 
 from extract import Backbone, InputError, UnknownNameError, extract_features, load_backbone
-from tests.conftest import make_picture
+from tests.conftest import TINY_INPUT, make_picture
 
 LAYERS = ["layer4", "layer2:none", "embedding"]
 
 
 @pytest.fixture(scope="module")
 def backbone() -> Backbone:
-    return load_backbone("timm/test_resnet", weights="random", device="cpu")
+    return load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=TINY_INPUT)
 
 
 def test_the_numbers_are_those_that_embed_stores(backbone: Backbone, folder: Path, tmp_path: Path) -> None:

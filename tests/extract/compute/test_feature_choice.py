@@ -12,11 +12,12 @@ from extract.compute.feature_choice import choose_features
 from extract.errors import InputError, UnknownNameError
 from extract.taps.batch_axis import BatchAxis, Trial, find_batch_axis
 from extract.taps.layer_names import named_layers
+from tests.conftest import TINY_INPUT
 
 
 @pytest.fixture(scope="module")
 def resnet() -> Backbone:
-    return load_backbone("torchvision/resnet18", weights="random", device="cpu")
+    return load_backbone("torchvision/resnet18", weights="random", device="cpu", preprocessing=TINY_INPUT)
 
 
 def chosen(backbone: Backbone, *layers: str) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -36,7 +37,7 @@ def test_names_globs_and_poolings(resnet: Backbone) -> None:
         "layer4:mean_map": ("mean_map", (512,)),
         "layer4:max_map": ("max_map", (512,)),
         "fc": ("none", (1000,)),
-        "conv1": ("none", (64, 112, 112)),
+        "conv1": ("none", (64, 32, 32)),
         "embedding": ("none", (512,)),
         "avgpool": ("flatten", (512,)),
     }
@@ -102,9 +103,10 @@ class Net(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def net(resnet: Backbone) -> Backbone:
+def net() -> Backbone:
+    backbone = load_backbone("torchvision/resnet18", weights="random", device="cpu")
     torch.manual_seed(0)
-    return replace(resnet, spec="net", model=Net().eval(), classifier=None)
+    return replace(backbone, spec="net", model=Net().eval(), classifier=None)
 
 
 @pytest.mark.parametrize(

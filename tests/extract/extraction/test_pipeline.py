@@ -27,7 +27,7 @@ from extract.extraction.run import Summary, extract
 from extract.images import list_images
 from extract.store.format.dataset import DataSet
 from extract.store.format.writer import ShardWriter
-from tests.conftest import make_picture
+from tests.conftest import TINY_INPUT, make_picture
 from tests.planning import plan
 
 
@@ -38,7 +38,7 @@ def lite0() -> Backbone:
 
 @pytest.fixture(scope="module")
 def small() -> Backbone:
-    return load_backbone("timm/test_resnet", weights="random", device="cpu")
+    return load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=TINY_INPUT)
 
 
 def direct(model: nn.Module, images: Path, layers: dict[str, nn.Module]) -> dict[str, np.ndarray]:
@@ -255,7 +255,7 @@ def test_provenance_says_what_the_numbers_come_from(folder: Path, tmp_path: Path
     assert provenance["backbone"] == "timm/test_resnet"
     assert provenance["weights"] == "random (seed 0)"
     assert provenance["depends_on"]["weights_sha256"] == small.weights.sha256
-    assert provenance["depends_on"]["preprocessing"]["crop_px"] == [160, 160]
+    assert provenance["depends_on"]["preprocessing"]["crop_px"] == [64, 64]
     assert provenance["versions"]["torch"] == torch.__version__.split("+")[0]
 
 
@@ -324,7 +324,7 @@ def test_other_features_do_not_go_into_the_same_folder(
 
 def test_other_weights_do_not_go_into_the_same_folder(folder: Path, tmp_path: Path, small: Backbone) -> None:
     count_images(folder, tmp_path / "out", small)
-    other = load_backbone("timm/test_resnet", weights="random", seed=1, device="cpu")
+    other = load_backbone("timm/test_resnet", weights="random", seed=1, device="cpu", preprocessing=TINY_INPUT)
     with pytest.raises(InputError, match="weights_sha256: "):
         count_images(folder, tmp_path / "out", other)
 
@@ -452,7 +452,7 @@ def test_numbers_below_their_least_are_refused(folder: Path, tmp_path: Path, sma
 
 
 def test_where_the_memory_is_short_batches_are_halved_and_no_row_is_lost(folder: Path, tmp_path: Path) -> None:
-    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
+    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=TINY_INPUT)
     expected = extract_features(folder, out=tmp_path / "whole", backbone=backbone, progress=False)["embedding"][:]
     sizes: list[int] = []
 
@@ -473,7 +473,7 @@ def test_where_the_memory_is_short_batches_are_halved_and_no_row_is_lost(folder:
 
 
 def test_where_not_even_one_image_fits_the_run_ends(folder: Path, tmp_path: Path) -> None:
-    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
+    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=TINY_INPUT)
     planned = plan(folder, out=tmp_path / "out", backbone=backbone)
 
     def no_memory(module: Any, args: Any) -> None:

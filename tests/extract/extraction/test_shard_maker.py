@@ -25,7 +25,7 @@ from extract.store.places.shared_folder import SharedFolder
 from extract.store.verify import verify
 from pipelines.embed.cluster.dispatch import Done, Failed, Left
 from pipelines.embed.cluster.worker import Worker
-from tests.conftest import make_picture
+from tests.conftest import TINY_INPUT, make_picture
 from tests.extract.compute.test_backends import BY_OPENVINO
 from tests.extract.compute.test_transfers import on_a_gpu
 from tests.planning import plan
@@ -44,7 +44,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def options() -> dict[str, Any]:
-    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
+    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=TINY_INPUT)
     return {"backbone": backbone, "shard_rows": ROWS, "batch_size": ROWS // 2, "compile": "off"}
 
 

@@ -43,6 +43,7 @@ from extract.images.index.index_parts import Part, part_path, read_part, write_p
 from extract.images.index.index_writing import write_plan
 from extract.images.sources import BrokenListError
 from extract.system.folder_lock import locked
+from tests.conftest import TINY_INPUT
 from tests.extract.images.test_sources import as_tensor
 from tests.planning import plan as plan_of
 
@@ -622,7 +623,7 @@ def data_set(out: Path) -> tuple[dict[str, Any], list[Any]]:
 
 
 def test_features_from_a_plan_are_those_from_the_folder(folder: Path, planned: PlannedImages, tmp_path: Path) -> None:
-    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
+    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=TINY_INPUT)
     extract_features(folder, out=tmp_path / "one", backbone=backbone, **SETTINGS).close()
     extract_features(planned.folder, out=tmp_path / "two", backbone=backbone, **SETTINGS | {"workers": 2}).close()
     assert data_set(tmp_path / "one") == data_set(tmp_path / "two")
@@ -635,7 +636,7 @@ def test_features_from_a_plan_are_those_from_the_folder(folder: Path, planned: P
 def test_a_data_set_goes_on_from_the_plan_and_from_the_folder(
     folder: Path, planned: PlannedImages, tmp_path: Path, begun_with: str
 ) -> None:
-    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
+    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=TINY_INPUT)
     extract_features(folder, out=tmp_path / "whole", backbone=backbone, **SETTINGS).close()
     wheres = [folder, planned.folder] if begun_with == "folder" else [planned.folder, folder]
     options = {name: value for name, value in SETTINGS.items() if name != "progress"}
@@ -650,7 +651,7 @@ def test_a_data_set_goes_on_from_the_plan_and_from_the_folder(
 def test_a_plan_that_breaks_ends_a_run_and_makes_no_failed_rows(
     folder: Path, planned: PlannedImages, tmp_path: Path
 ) -> None:
-    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
+    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=TINY_INPUT)
     for workers in (0, 2):
         out, options = tmp_path / f"out-{workers}", {"batch_size": 4, "workers": workers}
         extract(plan_of(planned.folder, out=out, backbone=backbone, **options), stop=lambda: True)

@@ -19,7 +19,7 @@ from PIL import Image, ImageCms, ImageFile
 
 from extract import FeatureReader, Status, extract_features, load_backbone
 from extract.images import decode, list_images
-from tests.conftest import make_picture
+from tests.conftest import TINY_INPUT, make_picture
 
 Pixels = NDArray[np.uint8]
 
@@ -848,7 +848,7 @@ def test_a_run_over_all_of_them_ends_with_the_right_counts_and_features(tmp_path
         (folder / litter).parent.mkdir(exist_ok=True)
         (folder / litter).write_bytes(kinds["jpeg.jpg"].data)
 
-    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
+    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=TINY_INPUT)
     with extract_features(folder, out=tmp_path / "out", backbone=backbone, workers=2, progress=False) as reader:
         broken = {*REFUSED, "round.jpg", "gone.jpg"}
         assert sorted(reader.paths) == sorted({*kinds, *broken})

@@ -27,7 +27,7 @@ from extract import FeatureReader, extract_features, load_backbone
 from extract.errors import InputError, LayertapError
 from extract.images import Batch, Decoding, list_images, listed_again, load_batches
 from extract.row_status import Status
-from tests.conftest import make_picture
+from tests.conftest import TINY_INPUT, make_picture
 
 
 def as_tensor(picture: Image.Image) -> torch.Tensor:
@@ -138,7 +138,13 @@ def test_photos_give_identical_features_in_every_form(photos: Path, tmp_path: Pa
 def test_a_data_set_of_a_folder_goes_on_from_an_archive_of_it(folder: Path, tmp_path: Path) -> None:
     kept = folder / "ant" / "06.png"
     data = kept.read_bytes()
-    settings = {"out": tmp_path / "out", "backbone": "timm/test_resnet", "weights": "random", "workers": 0}
+    settings = {
+        "out": tmp_path / "out",
+        "backbone": "timm/test_resnet",
+        "weights": "random",
+        "workers": 0,
+        "preprocessing": TINY_INPUT,
+    }
     kept.write_bytes(b"")
     extract_features(folder, progress=False, **settings).close()
     kept.write_bytes(data)
@@ -473,7 +479,7 @@ def test_the_same_bytes_are_computed_once_and_stored_twice(
     from extract.extraction.run import extract
     from tests.planning import plan
 
-    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
+    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=TINY_INPUT)
     seen: list[int] = []
     backbone.model.register_forward_pre_hook(lambda module, images: seen.append(len(images[0])))
     planned = plan(folder, out=tmp_path / "out", backbone=backbone, batch_size=batch_size, workers=0)
@@ -517,7 +523,13 @@ def test_ids_of_a_list_are_stored_and_exported(folder: Path, tmp_path: Path) -> 
 
     lines = [f"{name},id {number}" for number, name in enumerate(files_of(folder)) if number != 3]
     (folder / "list.csv").write_text("path,id\n" + "\n".join(lines))
-    settings = {"backbone": "timm/test_resnet", "weights": "random", "workers": 0, "progress": False}
+    settings = {
+        "backbone": "timm/test_resnet",
+        "weights": "random",
+        "workers": 0,
+        "preprocessing": TINY_INPUT,
+        "progress": False,
+    }
     with extract_features(
         folder / "list.csv", out=tmp_path / "out", shard_rows=4, compress="gzip", **settings
     ) as reader:
@@ -542,7 +554,13 @@ def test_ids_of_a_list_are_stored_and_exported(folder: Path, tmp_path: Path) -> 
 
 
 def test_other_labels_for_the_same_paths_are_noticed(folder: Path, tmp_path: Path) -> None:
-    settings = {"out": tmp_path / "out", "backbone": "timm/test_resnet", "weights": "random", "workers": 0}
+    settings = {
+        "out": tmp_path / "out",
+        "backbone": "timm/test_resnet",
+        "weights": "random",
+        "workers": 0,
+        "preprocessing": TINY_INPUT,
+    }
     for label in ("cold", "hot"):
         (folder / "list.csv").write_text(f"path,label\nant/00.png,{label}\n")
         if label == "cold":
@@ -640,7 +658,13 @@ def test_the_line_of_a_wrong_value_is_told(tmp_path: Path) -> None:
 def test_a_server_that_dies_ends_the_run_and_its_rows_stay_pending(folder: Path, tmp_path: Path) -> None:
     lines = [f"http://127.0.0.1:9/{i}.png" for i in range(5)]
     (tmp_path / "dead.csv").write_text("path\n" + "\n".join(lines))
-    settings = {"backbone": "timm/test_resnet", "weights": "random", "workers": 2, "progress": False}
+    settings = {
+        "backbone": "timm/test_resnet",
+        "weights": "random",
+        "workers": 2,
+        "preprocessing": TINY_INPUT,
+        "progress": False,
+    }
     with pytest.raises(LayertapError, match="5 images in a row cannot be read: cannot be fetched"):
         extract_features(tmp_path / "dead.csv", out=tmp_path / "out", **settings)
     with FeatureReader(tmp_path / "out", partial=True) as reader:
@@ -721,7 +745,13 @@ def test_names_are_labels_of_arrays(tmp_path: Path) -> None:
 
 
 def test_a_shard_that_is_open_in_plain_h5py_can_be_read(folder: Path, tmp_path: Path) -> None:
-    settings = {"backbone": "timm/test_resnet", "weights": "random", "workers": 0, "progress": False}
+    settings = {
+        "backbone": "timm/test_resnet",
+        "weights": "random",
+        "workers": 0,
+        "preprocessing": TINY_INPUT,
+        "progress": False,
+    }
     extract_features(folder, out=tmp_path / "out", **settings).close()
     with h5py.File(tmp_path / "out" / "shards" / "000000.h5") as file, FeatureReader(tmp_path / "out") as reader:
         assert np.array_equal(file["features/embedding"][:], reader["embedding"][:])
