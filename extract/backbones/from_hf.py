@@ -141,12 +141,13 @@ def load_text_tower(request: LoadRequest) -> TextTower:
         model = loaded.model
         if not hasattr(model, "get_text_features"):
             raise InputError(f"{request.spec} is a {type(model).__name__}, which has no text tower")
-        tokenizer = location.load(lambda: transformers.AutoTokenizer.from_pretrained(location.name, **location.options))
+        tokenizer = _load_tokenizer(transformers, location)
     text_config = getattr(config, "text_config", None)
     known = int(getattr(text_config, "vocab_size", 0))
-    if len(tokenizer) < known / 2:  # if its files are missing, the library returns a tokenizer without a vocabulary
+    found = 0 if tokenizer is None else len(tokenizer)
+    if tokenizer is None or found < known / 2:
         raise InputError(
-            f"{request.spec}: no matching tokenizer in {location.name} (it has {len(tokenizer):,} tokens, the model "
+            f"{request.spec}: no matching tokenizer in {location.name} (it has {found:,} tokens, the model "
             f"{known:,})" + ("; copy the tokenizer's files there" if location.local else "")
         )
     limit = tokenizer.model_max_length
@@ -231,6 +232,13 @@ def _load_model(transformers: Any, request: LoadRequest, location: _Location, co
     name = Path(location.name).name if location.local else location.name
     checkpoint_origin = Weights(f"hf/{name}" + (f" at {commit[:12]}" if commit else ""), weights_sha256(model))
     return _Loaded(config, model, checkpoint_origin, (*notes, *unused_note))
+
+
+def _load_tokenizer(transformers: Any, location: _Location) -> Any:
+    """Load the tokenizer; if its files are missing, return None or a tokenizer without a vocabulary."""
+    with contextlib.suppress(TypeError):  # transformers 4 opens a vocabulary file whose name is None
+        return location.load(lambda: transformers.AutoTokenizer.from_pretrained(location.name, **location.options))
+    return None
 
 
 def _embed_text(model: Any, tokens: dict[str, Tensor]) -> Tensor:

@@ -386,3 +386,19 @@ def test_help_does_not_wait_for_torch() -> None:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "'pipelines.cli'" in run.stdout
     assert not {"'torch'", "'h5py'", "'timm'", "'numpy'"} & set(run.stdout.replace(",", " ").split())
+
+
+def test_commands_that_read_a_finished_data_set_do_not_import_torch(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert layertap("embed", folder, "-o", out, *SMALL).exit_code == 0
+    words = (["show", out], ["status", out], ["verify", out], ["diff", out, out], ["export", out, "--to", "npy"])
+    code = f"""
+import sys
+from pipelines.cli import main
+for words in {[[str(word) for word in command] for command in words]}:
+    main(words, standalone_mode=False)
+    print("loaded by", words[0], [name for name in ("torch", "timm", "matplotlib", "pandas") if name in sys.modules])
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = [line for line in run.stdout.splitlines() if line.startswith("loaded by")]
+    assert found == [f"loaded by {command} []" for command, *_ in words]

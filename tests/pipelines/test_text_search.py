@@ -54,7 +54,11 @@ def tokenizer(folder: Path) -> Any:
     """Of single letters; it is saved beside a model, as those of the hub are."""
     letters = [*map(chr, range(33, 127))]
     names = ["<|startoftext|>", "<|endoftext|>", *letters, *(f"{letter}</w>" for letter in letters), "a b"]
-    made = transformers.CLIPTokenizer({name: number for number, name in enumerate(names)}, [], model_max_length=16)
+    # Transformers 4 takes the names of two files, transformers 5 those or the contents.
+    (folder / "vocab.json").write_text(json.dumps({name: number for number, name in enumerate(names)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    files = str(folder / "vocab.json"), str(folder / "merges.txt")
+    made = transformers.CLIPTokenizer(*files, model_max_length=16)
     made.save_pretrained(folder)
     return made
 
