@@ -57,12 +57,12 @@ class extract.Site(layer: str, call: int = 0, path: Path = (), what: What = 'out
 extract.Site.is_meant_by(self, text: str) -> bool
 extract.Site.text(self, with_call: bool = False) -> str
 class extract.Status: PENDING OK DECODE_ERROR NOT_FINITE MISSING IO_ERROR
-class extract.Taps(model: nn.Module, layers: str | Sequence[str] = (), *, reduce: Reduce | None = None, stop: bool =
-        False, on_record: Callable[[Record], None] | None = None)
-extract.Taps.edit(self, layers: str | Site | Sequence[str], fn: Edit, what: Literal['output', 'input', 'grad'] =
-        'output', *, call: int | None = None) -> Self
-extract.Taps.keep(self, layers: str | Site | Sequence[str], what: What = 'output', *, reduce: Reduce | None =
-        None, call: int | None = None) -> Self
+class extract.Taps(model: nn.Module, layers: Layers = (), *, reduce: Reduce | None = None, stop: bool = False,
+        on_record: Callable[[Record], None] | None = None)
+extract.Taps.edit(self, layers: Layers, fn: Edit, what: Literal['output', 'input', 'grad'] = 'output', *, call: int
+        | None = None) -> Self
+extract.Taps.keep(self, layers: Layers, what: What = 'output', *, reduce: Reduce | None = None, call: int | None =
+        None) -> Self
 extract.Taps.record: Record
 class extract.UnknownNameError(LayertapError, KeyError)
 extract.extract_features(images: str | os.PathLike[str], *, out: str | os.PathLike[str], backbone: str |

@@ -20,7 +20,7 @@ from extract.errors import InputError, LayertapError
 from extract.taps.edits import apply_edit
 from extract.taps.functions import Listener, attention_weights, operation_name, unwatched, watching_again
 from extract.taps.gradients import CopyOut, on_gradient, to_watch
-from extract.taps.layer_names import named_layers, named_parameters
+from extract.taps.layer_names import named_layers, named_parameters, unwrap
 from extract.taps.nested import Path, map_tensors, tensors_in
 from extract.taps.record import Record, Reduce, Site, What, split_text
 from extract.taps.requests import Block, Call, HookPoint, ModelCall, TapRequest
@@ -121,7 +121,7 @@ class HookCalls:
 
     def __init__(self, model: nn.Module, stop: bool, on_record: Callable[[Record], None] | None):
         self._model, self._stop, self._on_record = model, stop, on_record
-        self._layers = named_layers(model)
+        self._layers = {"": unwrap(model), **named_layers(model)}
         self._parameters = named_parameters(model)
         self._requests: list[TapRequest] = []
         # A record may be kept for long, and must not keep the model alive.
@@ -176,7 +176,7 @@ class HookCalls:
             return None
         if slash:
             return f"no function {operation!r} was called in the forward of layer {name!r}"
-        if name in self._layers and named_layers(self._model).get(name) is not self._layers[name]:
+        if name and name in self._layers and named_layers(self._model).get(name) is not self._layers[name]:
             return f"layer {name!r} was replaced by another module after these Taps were made"
         if all(request.what in ("grad", "grad_input") for request in asked) or "@grad" in text:
             return (

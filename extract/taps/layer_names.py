@@ -1,7 +1,8 @@
 """Layer names: list the layers of a model and match patterns against their names.
 
 A layer is named as in `torch.nn.Module.named_modules()`. A pattern is a name or a glob (`*`, `?`, `[...]`) that is
-matched part by part, so that `blocks.*` matches the blocks but not the layers inside them.
+matched part by part, so that `blocks.*` matches the blocks but not the layers inside them. `**` matches any number of
+parts: `**` all layers, `blocks.**` all layers inside the blocks, `**.norm1` each `norm1`.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def match_layers(names: Iterable[str], patterns: str | Sequence[str], where: str
     """Return the names that match the patterns, without duplicates, in the order of the patterns, then of the names.
 
     A pattern that equals a name matches only that name. `*` does not match a dot: `layer1.*` matches `layer1.0` but not
-    `layer1.0.conv1`.
+    `layer1.0.conv1`, which `layer1.**` matches.
 
     Args:
         names: all layer names.
@@ -88,4 +89,9 @@ def match_layers(names: Iterable[str], patterns: str | Sequence[str], where: str
 
 
 def _parts_match(name: list[str], pattern: list[str]) -> bool:
-    return len(name) == len(pattern) and all(fnmatchcase(part, glob) for part, glob in zip(name, pattern, strict=True))
+    if not pattern:
+        return not name
+    if pattern[0] == "**":
+        least = 1 if len(pattern) == 1 else 0  # `layer1.**` does not match `layer1`
+        return any(_parts_match(name[skipped:], pattern[1:]) for skipped in range(least, len(name) + 1))
+    return bool(name) and fnmatchcase(name[0], pattern[0]) and _parts_match(name[1:], pattern[1:])

@@ -92,11 +92,11 @@ def requests_for(
         layer, slash, operation = pattern.partition("/")
         if kind in ("input", "grad_input", "attention") and slash:
             raise InputError(f"{pattern!r}: only outputs and gradients of a function without a module are available")
-        if slash and not layer:
-            inside = [""]
+        if not layer:
+            inside = [""]  # the model itself
         else:
-            names = [*layer_names, *parameter_names] if kind == "grad" else layer_names
-            inside = match_layers(names, layer)
+            names = [name for name in layer_names if name]
+            inside = match_layers([*names, *parameter_names] if kind == "grad" else names, layer)
         own_call = call if own_call is None else own_call
         requests += [TapRequest(name, operation, kind, own_call, path) for name in inside]
     return requests

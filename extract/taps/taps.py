@@ -32,7 +32,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from extract.errors import InputError, LayertapError, unknown_name
+from extract.errors import InputError, LayertapError, UnknownNameError, unknown_name
 from extract.taps.edits import Edit
 from extract.taps.functions import Listener, watching
 from extract.taps.hook_calls import HookCalls
@@ -44,6 +44,9 @@ from extract.taps.switches import COMPILED_CODE_OFF, FUSED_ATTENTION_OFF
 
 __all__ = ["Taps"]
 
+# Names, globs, text forms of a site, or types of layers; or a site.
+Layers = str | type[nn.Module] | Site | Sequence[str | type[nn.Module]]
+
 
 class Taps(HookCalls):
     """Context manager: keep and edit activations and gradients of chosen layers.
@@ -51,7 +54,7 @@ class Taps(HookCalls):
     Args:
         model: any module. Names refer to the model inside `torch.compile`, `DistributedDataParallel` and single-device
             `nn.DataParallel` wrappers. Compiled code runs uncompiled inside the block, because it ignores hooks.
-        layers: names or globs whose outputs are kept; `keep` adds more.
+        layers: names, globs or types of layers whose outputs are kept; see `keep`, which adds more.
         reduce: applied to each kept tensor on its device before the copy to the CPU; see `keep`.
         stop: end each forward as soon as all requested values are computed. The first forward runs to its end and
             counts the calls of each layer; later forwards stop when these counts are reached. Applies to `taps(...)`,
@@ -71,7 +74,7 @@ class Taps(HookCalls):
     def __init__(
         self,
         model: nn.Module,
-        layers: str | Sequence[str] = (),
+        layers: Layers = (),
         *,
         reduce: Reduce | None = None,
         stop: bool = False,
@@ -79,12 +82,12 @@ class Taps(HookCalls):
     ):
         _check_hookable(model)
         super().__init__(model, stop, on_record)
-        if layers:
+        if layers != ():
             self.keep(layers, reduce=reduce)
 
     def keep(
         self,
-        layers: str | Site | Sequence[str],
+        layers: Layers,
         what: What = "output",
         *,
         reduce: Reduce | None = None,
@@ -93,7 +96,8 @@ class Taps(HookCalls):
         """Keep values of more layers. Call it before the `with` block.
 
         Args:
-            layers: names or globs, or text forms of a `Site`: `relu#1`, `lstm:1.0`, `fc:0@input`; or a `Site`.
+            layers: names or globs (`blocks.*`, `**` for all layers), types (`nn.Conv2d`), or text forms of a `Site`:
+                `relu#1`, `lstm:1.0`, `fc:0@input`; or a `Site`. The empty name is the model itself.
                 `LAYER/FUNCTION` means functions called in the layer's own `forward`: `layer1.0/add`, `*/softmax`,
                 `/flatten` (of the model itself).
             what: `"output"`; `"input"`: every tensor among the arguments, positional by index, keywords by name;
@@ -123,7 +127,7 @@ class Taps(HookCalls):
 
     def edit(
         self,
-        layers: str | Site | Sequence[str],
+        layers: Layers,
         fn: Edit,
         what: Literal["output", "input", "grad"] = "output",
         *,
@@ -154,10 +158,27 @@ class Taps(HookCalls):
                 self._requests.append(dataclasses.replace(request, edit=fn))
         return self
 
-    def _requests_for(self, layers: str | Site | Sequence[str], what: What, call: int | None) -> list[TapRequest]:
+    def _requests_for(self, layers: Layers, what: What, call: int | None) -> list[TapRequest]:
         if self._block is not None:
             raise LayertapError("call keep and edit before the `with` block starts")
-        return requests_for(layers, what, call, list(self._layers), list(self._parameters))
+        if isinstance(layers, Site):
+            return requests_for(layers, what, call, list(self._layers), list(self._parameters))
+        names: list[str] = []
+        try:
+            given = [layers] if isinstance(layers, str | type) else list(layers)
+        except TypeError:
+            given = [layers]  # type: ignore[list-item]
+        for layer in given:
+            if isinstance(layer, type) and issubclass(layer, nn.Module):
+                of_type = [name for name, module in self._layers.items() if name and isinstance(module, layer)]
+                if not of_type:
+                    raise UnknownNameError(f"the model has no layer of type {layer.__name__}")
+                names += of_type
+            elif isinstance(layer, str):
+                names.append(layer)
+            else:
+                raise InputError(f"expected names, globs or types of layers, got {type(layer).__name__}")
+        return requests_for(names, what, call, list(self._layers), list(self._parameters))
 
     def __enter__(self) -> Self:
         if self._block is not None:
@@ -204,7 +225,6 @@ class Taps(HookCalls):
         if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in [self._model, *modules]):
             undo.enter_context(COMPILED_CODE_OFF.active())  # compiled code ignores hooks added later
 
-        hook(root.register_forward_pre_hook, self._begin, prepend=True)
         if any(request.operation or request.what == "attention" for request in self._requests):
             names: dict[int, list[str]] = {}
             for name, module in self._layers.items():
@@ -239,6 +259,7 @@ class Taps(HookCalls):
             if not point.only_keeps:
                 hook(module.register_forward_hook, partial(self._change_output, point), always_call=True, prepend=True)
             hook(module.register_forward_hook, partial(self._leave, point), always_call=True)
+        hook(root.register_forward_pre_hook, self._begin, prepend=True)  # before the hooks of the model as a layer
         hook(root.register_forward_hook, self._end)
 
     def _check_edits(self) -> None:

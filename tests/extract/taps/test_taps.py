@@ -381,3 +381,63 @@ def test_a_record_can_be_saved_and_does_not_keep_its_model_alive(tmp_path: Path)
     gc.collect()
     assert alive() is None
     assert list(record) == ["0", "1"]
+
+
+class Tree(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(4, 4)
+        self.blocks = nn.Sequential(
+            nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(self.stem(x)) * 2
+
+
+@pytest.mark.parametrize(
+    ("layers", "names"),
+    [
+        ("**", ["stem", "blocks.0.0", "blocks.0.1", "blocks.0", "blocks.1.0", "blocks.1.1", "blocks.1", "blocks"]),
+        ("blocks.**", ["blocks.0.0", "blocks.0.1", "blocks.0", "blocks.1.0", "blocks.1.1", "blocks.1"]),
+        ("**.1", ["blocks.0.1", "blocks.1.1", "blocks.1"]),
+        ("blocks.**.0", ["blocks.0.0", "blocks.0", "blocks.1.0"]),
+        ("*", ["stem", "blocks"]),
+        (nn.Linear, ["stem", "blocks.0.0", "blocks.1.0"]),
+        ([nn.ReLU, "stem"], ["stem", "blocks.0.1", "blocks.1.1"]),
+        ("", [""]),
+        (["", "stem"], ["stem", ""]),
+    ],
+)
+def test_layers_are_named_by_globs_of_any_depth_by_type_and_the_model_by_the_empty_name(layers, names) -> None:
+    model, x = Tree(), torch.randn(3, 4)
+    with torch.no_grad(), Taps(model, layers) as taps:
+        y = taps(x)
+        assert list(taps.record) == names
+        if "" in names:
+            assert torch.equal(taps.record[""], y)
+
+
+def test_the_model_itself_is_edited_and_its_gradient_kept() -> None:
+    model, x = Tree(), torch.randn(3, 4, requires_grad=True)
+    plain = model(x)
+    taps = Taps(model).edit("", lambda y: y + 1).edit("", lambda h: 3 * h, "input").keep("", "grad").keep("", "input")
+    with taps:
+        y = taps(x)
+        (2 * y).sum().backward()
+    assert torch.equal(y, model(3 * x) + 1)
+    assert not torch.equal(y, plain)
+    assert torch.equal(taps.record["@grad"], torch.full((3, 4), 2.0))
+    assert torch.equal(taps.record[":0@input"], 3 * x.detach())
+
+
+@pytest.mark.parametrize("layers", [0, nn.Linear(1, 1), [nn.Linear(1, 1)], nn.Sequential(nn.ReLU()), [None], int])
+def test_what_names_no_layer_is_refused(layers) -> None:
+    with pytest.raises(InputError, match="expected names, globs or types of layers"):
+        Taps(Tree(), layers)
+
+
+def test_a_type_that_no_layer_has_is_an_error() -> None:
+    with pytest.raises(UnknownNameError, match="the model has no layer of type Conv2d"):
+        Taps(Tree(), nn.Conv2d)
