@@ -62,7 +62,7 @@ class extract.Taps(model: nn.Module, layers: Layers = (), *, reduce: Reduce | No
 extract.Taps.edit(self, layers: Layers, fn: Edit, what: Literal['output', 'input', 'grad'] = 'output', *, call:
         int | None = None) -> Self
 extract.Taps.keep(self, layers: Layers, what: What = 'output', *, reduce: Reduce | None = None, call: int | None
-        = None) -> Self
+        = None, live: bool = False) -> Self
 extract.Taps.record: Record
 class extract.UnknownNameError(LayertapError, KeyError)
 extract.extract_features(images: str | os.PathLike[str], *, out: str | os.PathLike[str], backbone: str |

@@ -406,7 +406,10 @@ class HookCalls:
             raise _Stop
 
     def _keep(self, forward: ModelCall, site: Site, request: TapRequest, tensor: Tensor) -> None:
-        """Copy a tensor into the record."""
+        """Copy a tensor into the record, or keep the tensor itself."""
+        if request.live:
+            forward.record._keep_live(site, tensor)
+            return
         # Entering `unwatched` takes as long as the copy of a small tensor, and is of no use without a function mode.
         if not torch._C._len_torch_function_stack():
             forward.record.by_site[site] = self._copy_out(tensor, request.reduce, site)

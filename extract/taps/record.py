@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from extract.errors import UnknownNameError, unknown_name
+from extract.errors import LayertapError, UnknownNameError, unknown_name
 from extract.taps.nested import Path
 
 __all__ = ["Record", "Reduce", "Site", "What", "split_text"]
@@ -84,6 +84,7 @@ class Record(Mapping[str, Any]):
     why_absent: Callable[[str], str | None]
     by_site: dict[Site, Any] = dataclasses.field(default_factory=dict, init=False)
     _sites: dict[str, Site] = dataclasses.field(default_factory=dict, init=False)  # see `sites`
+    _versions: dict[Site, int] = dataclasses.field(default_factory=dict, init=False)  # of live tensors
 
     @property
     def sites(self) -> dict[str, Site]:
@@ -92,6 +93,12 @@ class Record(Mapping[str, Any]):
             repeated = {(site.layer, site.what) for site in self.by_site if site.call}
             self._sites = {site.text((site.layer, site.what) in repeated): site for site in self.by_site}
         return self._sites
+
+    def _keep_live(self, site: Site, tensor: Tensor) -> None:
+        """Keep a tensor itself."""
+        self.by_site[site] = tensor
+        if not tensor.is_inference():
+            self._versions[site] = tensor._version
 
     def find(self, text: str) -> list[Site]:
         """Return the sites that a text can mean; it may omit the call, path or kind."""
@@ -113,11 +120,11 @@ class Record(Mapping[str, Any]):
 
     def __getitem__(self, key: str | Site) -> Any:
         if isinstance(key, Site) and key in self.by_site:
-            return self.by_site[key]
+            return self._value(key)
         text = str(key)
         matches = self.find(text)
         if len(matches) == 1:
-            return self.by_site[matches[0]]
+            return self._value(matches[0])
         if matches:
             names = ", ".join(repr(name) for name, site in self.sites.items() if site in matches)
             raise UnknownNameError(f"{text!r} names more than one tensor: {names}")
@@ -125,8 +132,18 @@ class Record(Mapping[str, Any]):
             raise UnknownNameError(reason)
         raise unknown_name("kept tensor", text, self, "this record")
 
+    def _value(self, site: Site) -> Any:
+        value = self.by_site[site]
+        if site in self._versions and value._version != self._versions[site]:
+            raise LayertapError(
+                f"{site} was changed in place after it was kept live: a later layer wrote into it; keep it without "
+                "live=True, as a copy, or make that layer work out of place"
+            )
+        return value
+
     def __repr__(self) -> str:
-        rows = (f"  {name}: {tuple(v.shape) if isinstance(v, Tensor) else v!r}" for name, v in self.items())
+        values = ((name, self.by_site[site]) for name, site in self.sites.items())
+        rows = (f"  {name}: {tuple(v.shape) if isinstance(v, Tensor) else v!r}" for name, v in values)
         return "Record(\n" + "\n".join(rows) + "\n)"
 
 

@@ -39,6 +39,7 @@ class TapRequest:
     path: tuple[str, ...] = ()
     reduce: Reduce | None = None
     edit: Edit | None = None
+    live: bool = False  # the tensor itself is kept, not a copy
 
     @property
     def name(self) -> str:

@@ -92,6 +92,7 @@ class Taps(HookCalls):
         *,
         reduce: Reduce | None = None,
         call: int | None = None,
+        live: bool = False,
     ) -> Self:
         """Keep values of more layers. Call it before the `with` block.
 
@@ -108,10 +109,13 @@ class Taps(HookCalls):
             reduce: a function of one tensor, called on the tensor's device without autograd; it must not change the
                 tensor. It returns the tensor or dict of tensors that is copied to the CPU and recorded.
             call: keep only this call of the layer in each forward (0 is the first); None keeps all calls.
+            live: keep the tensor itself, on its device and with its graph, for a loss that trains layers before it.
+                Looking it up raises an error if the model has changed it in place since.
 
         Raises:
             UnknownNameError: a pattern matches no layer, or `what` is unknown.
-            InputError: the same value of a layer is already kept, or a function has no value of this kind.
+            InputError: the same value of a layer is already kept, a function has no value of this kind, or `live` is
+                combined with `reduce` or is not for an output or input.
         """
         kept: dict[str, list[TapRequest]] = {}
         for request in self._requests:
@@ -121,8 +125,10 @@ class Taps(HookCalls):
             others = kept.setdefault(request.layer, [])
             if any(request.overlaps(other) for other in others):
                 raise InputError(f"the {request.what} of layer {request.layer!r} is already kept")
+            if live and (reduce is not None or request.what not in ("output", "input")):
+                raise InputError("live=True keeps an output or input as it is; reduce the tensor of the record instead")
             others.append(request)
-            self._requests.append(dataclasses.replace(request, reduce=reduce))
+            self._requests.append(dataclasses.replace(request, reduce=reduce, live=live))
         return self
 
     def edit(

@@ -441,3 +441,47 @@ def test_what_names_no_layer_is_refused(layers) -> None:
 def test_a_type_that_no_layer_has_is_an_error() -> None:
     with pytest.raises(UnknownNameError, match="the model has no layer of type Conv2d"):
         Taps(Tree(), nn.Conv2d)
+
+
+@pytest.mark.parametrize("site", ["blocks.0.0", "blocks.0.0:0@input", Site("blocks.0", 0, (), "output"), ""])
+def test_a_live_tensor_carries_the_gradient_of_a_loss_to_earlier_layers(site: str | Site) -> None:
+    x, target = torch.randn(3, 4), torch.randn(3, 4)
+
+    def by_hand(model: Tree) -> Tensor:
+        h = model.stem(x)
+        values = {"blocks.0.0": model.blocks[0][0](h), "blocks.0.0:0@input": h, "blocks.0": model.blocks[0](h)}
+        return values["blocks.0"] if isinstance(site, Site) else values.get(site, model(x))
+
+    expected, model = Tree(), Tree()
+    ((by_hand(expected) - target) ** 2).mean().backward()
+    for _ in range(2):  # the second forward is stopped early
+        model.zero_grad()
+        with Taps(model, stop=site != "").keep(site, live=True) as taps:
+            taps(x)
+            kept = taps.record[site]
+            ((kept - target) ** 2).mean().backward()
+        assert kept.requires_grad
+        for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+            assert (parameter.grad is None) == (other.grad is None), name
+            assert parameter.grad is None or torch.equal(parameter.grad, other.grad), name
+
+
+def test_a_live_tensor_that_a_later_layer_overwrites_is_an_error() -> None:
+    model, x = Tree(), torch.randn(3, 4)
+    with Taps(model).keep("blocks.1.0", live=True).keep("stem", live=True) as taps:
+        taps(x)
+    record = taps.record
+    assert torch.equal(record["stem"], model.stem(x))
+    with pytest.raises(LayertapError, match=r"blocks\.1\.0 was changed in place after it was kept live"):
+        record["blocks.1.0"]
+    assert "blocks.1.0: (3, 4)" in repr(record)
+    with torch.inference_mode(), Taps(model).keep("stem", live=True) as taps:
+        taps(x)
+        assert torch.equal(taps.record["stem"], model.stem(x))
+
+
+def test_live_is_for_outputs_and_inputs_as_they_are() -> None:
+    with pytest.raises(InputError, match="live=True keeps an output or input as it is"):
+        Taps(Tree()).keep("stem", "grad", live=True)
+    with pytest.raises(InputError, match="live=True keeps an output or input as it is"):
+        Taps(Tree()).keep("stem", reduce=torch.mean, live=True)
