@@ -33,8 +33,8 @@ def names() -> dict[str, Any]:
     return found
 
 
-def test_there_are_eight_examples_of_hooks() -> None:
-    assert len(examples("Hooks by example")) == 8
+def test_there_are_nine_examples_of_hooks() -> None:
+    assert len(examples("Hooks by example")) == 9
 
 
 def test_the_histogram_holds_every_gradient(names: dict[str, Any]) -> None:
