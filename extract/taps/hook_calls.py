@@ -194,8 +194,8 @@ class HookCalls:
     # ignored. When activation checkpointing recomputes layers in the backward pass, edits are applied again and
     # gradients are watched, but no values are kept.
 
-    def _begin(self, module: nn.Module, args: Any) -> None:
-        """Complete the last record and start a new one; the pre-hook of the model."""
+    def _begin(self, module: nn.Module, args: Any, caller: FrameType | None = None) -> None:
+        """Complete the last record and start a new one; the pre-hook of the model, called by `caller`."""
         if self._block is None or self._block.thread != threading.get_ident():
             return
         if self._forward is not None and self._forward.running and _is_active(self._forward.caller):
@@ -203,7 +203,7 @@ class HookCalls:
         self._hand_on()
         for point in self._points:
             point.calls.clear()  # calls of a forward that was stopped or interrupted
-        self._forward = ModelCall(Record(self._explain), [[""]], sys._getframe(1))
+        self._forward = ModelCall(Record(self._explain), [[""]], caller or sys._getframe(1))
         self._forward.left = len(self._to_keep)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:

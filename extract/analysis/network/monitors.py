@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import csv
 import math
+import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -76,8 +77,8 @@ class _PassiveTaps(Taps):
     _stands_in = False
 
     def begin(self, module: nn.Module, args: Any) -> None:
-        """Start a record in a forward that is already running."""
-        self._begin(module, args)
+        """Start a record in a forward that is already running; called by a pre-hook of the model."""
+        self._begin(module, args, sys._getframe(2))
 
 
 class _Monitor:
