@@ -71,7 +71,7 @@ MUTATIONS = (
     Mutation(
         "The second forward keeps the record of the first.",
         "        self._forward = ModelCall(Record(self._explain), [[\"\"]], caller or sys._getframe(1))",
-        "        self._forward = self._forward or ModelCall(Record(self._explain), [[\"\"]], caller or sys._getframe(1))",
+        "        self._forward = self._forward or ModelCall(Record(self._explain), [[\"\"]], caller or sys._getframe(1))",  # noqa: E501
         ("test_a_layer_that_did_not_run_raises_and_does_not_answer_with_old_values",),
     ),
     Mutation(

@@ -117,6 +117,7 @@ def test_wrong_flags_are_refused_before_anything_begins(folder: Path, tmp_path: 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_wrong_layer_is_said_as_by_one_process(folder: Path, tmp_path: Path) -> None:
     found = CliRunner().invoke(
         main, ["embed", str(folder), "-o", str(tmp_path / "out"), "--engine", "processes", "-l", "no_such_layer"]
