@@ -64,8 +64,8 @@ MUTATIONS = (
     ),
     Mutation(
         "All calls of a layer have the number of the first one.",
-        "            point.calls.append(Call(number, forward))",
-        "            point.calls.append(Call(0, forward))",
+        "            return Call(number, forward)",
+        "            return Call(0, forward)",
         ("test_every_call_of_a_shared_layer_is_kept", "test_one_call_can_be_asked_for"),
     ),
     Mutation(

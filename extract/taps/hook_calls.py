@@ -250,11 +250,7 @@ class HookCalls:
 
     def _start(self, point: HookPoint, module: nn.Module, args: Any) -> None:
         """Count the call of a module whose outputs are kept and nothing else."""
-        if forward := self._running():
-            number = forward.calls.get(id(module), 0)
-            forward.calls[id(module)] = number + 1
-            point.calls.append(Call(number, forward))
-        elif self._is_our_thread():
+        if self._is_our_thread():
             point.calls.append(self._call(module))
 
     def _enter(self, point: HookPoint, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -323,7 +319,7 @@ class HookCalls:
 
     @staticmethod
     def _number_again(calls: Counter[Any], key: Any) -> int:
-        """Return the index of a call that a backward pass repeats, see `_call_number`."""
+        """Return the number of a call that a backward pass repeats; see `Call`."""
         return 0 if calls[key] == 1 else _UNKNOWN
 
     def _is_our_thread(self) -> bool:

@@ -139,8 +139,8 @@ class Call:
     """One call of a module.
 
     Attributes:
-        number: index of the call in the forward of the model; 0 where a backward pass repeats the only call, and
-            UNKNOWN where it repeats one of several; None for a call outside the model's.
+        number: index of the call in the forward of the model. Where a backward pass repeats a call, 0 if the module ran
+            once, else -1: which call it repeats is unknown. None for a call outside the model's.
         forward: the running forward; None where a backward pass repeats a call, or outside.
         inputs: tensors that the module received; empty unless the gradient of its output is watched.
         stand_ins: inputs that are edited or whose gradient is watched.
