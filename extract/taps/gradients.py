@@ -40,9 +40,10 @@ def to_watch(
     elif not stands_in:
         if tensor.is_leaf:  # a hook on it would outlive this forward
             return None
-    elif tensor.is_leaf or tensor._is_view() or forward.has_seen(tensor) or _is_among(tensor, point.calls):
+    elif tensor.is_leaf or tensor._is_view() or forward.has_seen(tensor) or _has_other_readers(tensor, point.calls):
         # A hook on a leaf would outlive this forward. A hook on a view is lost when the view is written to in place.
-        # A tensor that a layer returns unchanged, from its input or from a layer inside it, has other readers.
+        # A tensor that a layer returns unchanged, from its input or from a layer inside it, has other readers. So may
+        # one of several outputs: an LSTM cell computes its output from its cell state.
         given, tensor = tensor, tensor.clone()
         forward.stand_ins.append(OutputStandIn(site, given, tensor))
     forward.see(tensor)
@@ -85,6 +86,6 @@ def on_gradient(
     tensor.register_hook(edited)  # type: ignore[no-untyped-call]
 
 
-def _is_among(tensor: Tensor, calls: list[Call]) -> bool:
-    """Whether the innermost call received this very tensor as an input."""
-    return bool(calls) and any(tensor is given for given in calls[-1].inputs)
+def _has_other_readers(tensor: Tensor, calls: list[Call]) -> bool:
+    """Whether the innermost call received this very tensor as an input, or returns others beside it."""
+    return bool(calls) and (calls[-1].returns_several or any(tensor is given for given in calls[-1].inputs))

@@ -283,6 +283,7 @@ class HookCalls:
         call = point.calls[-1]
         passed = None
         if call.number is not None and output is not None:  # output is None if the layer raised
+            call.returns_several = not isinstance(output, Tensor) and sum(1 for _ in tensors_in(output)) > 1
             passed = self._change(point, call.number, output, "output")
         for stand_in in (*call.stand_ins, *call.copies):
             stand_in.hand_back()

@@ -143,6 +143,7 @@ class Call:
             once, else -1: which call it repeats is unknown. None for a call outside the model's.
         forward: the running forward; None where a backward pass repeats a call, or outside.
         inputs: tensors that the module received; empty unless the gradient of its output is watched.
+        returns_several: whether the module returned several tensors.
         stand_ins: inputs that are edited or whose gradient is watched.
         copies: copies of the other inputs, if the output is edited. A layer that works in place writes into the copy
             and returns it; its edited output is then written into the input, where a caller may expect it.
@@ -151,6 +152,7 @@ class Call:
     number: int | None
     forward: ModelCall | None
     inputs: list[Tensor] = dataclasses.field(default_factory=list)
+    returns_several: bool = False
     stand_ins: list[StandIn] = dataclasses.field(default_factory=list)
     copies: list[StandIn] = dataclasses.field(default_factory=list)
 

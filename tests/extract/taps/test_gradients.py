@@ -469,3 +469,47 @@ def test_a_copy_is_not_written_to_while_its_original_may_still_be_read(identity:
         taps(torch.randn(3, 4))
     with refused, Taps(Model()).edit("identity", lambda g: g, "grad") as taps:
         taps(torch.randn(3, 4))
+
+
+class Gate(nn.Module):
+    """Returns two values, the second made of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.linear(x)
+        return h, h.square().mean(1)
+
+
+class ReadsBoth(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.layer(x)
+        return 2 * a.sum() + 3 * b.sum()
+
+
+@pytest.mark.parametrize("layer", [Gate(), nn.LSTMCell(4, 4)])
+def test_gradients_of_several_outputs_are_those_of_their_readers(layer: nn.Module) -> None:
+    """Not of the layer itself, which makes one of the other."""
+    torch.manual_seed(0)
+    model, x = ReadsBoth(layer), torch.randn(3, 4)
+    model(x).backward()
+    plain = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    with Taps(model).keep("layer", "grad") as taps:
+        taps(x).backward()
+    assert (taps.record["layer:0@grad"] == 2).all()
+    assert (taps.record["layer:1@grad"] == 3).all()
+    for parameter, expected in zip(model.parameters(), plain, strict=True):
+        torch.testing.assert_close(parameter.grad, expected)
+    model.zero_grad()
+    with Taps(model).edit("layer", lambda g: g / 2, "grad") as taps:
+        taps(x).backward()
+    for parameter, expected in zip(model.parameters(), plain, strict=True):
+        torch.testing.assert_close(parameter.grad, expected / 2)
