@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import copy
 import io
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import timm
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from extract import InputError, LayertapError, Taps, UnknownNameError
 from extract.taps.edits import scale
@@ -536,3 +540,48 @@ def test_subclasses_are_kept_as_plain_tensors_and_wrong_reductions_named() -> No
         Taps(model, "0", reduce=lambda h: (h, h)) as taps,
     ):
         taps(torch.ones(2))
+
+
+def test_a_copy_made_inside_a_block_loses_the_hooks_and_takes_the_fused_path_again() -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    x = torch.randn(2, 3, 8)
+    fused = torch.ops.aten._transformer_encoder_layer_fwd.default
+
+    def calls(layer: nn.Module) -> int:
+        class Count(TorchDispatchMode):
+            count = 0
+
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                Count.count += func is fused
+                return func(*args, **(kwargs or {}))
+
+        with torch.no_grad(), Count():
+            layer(x)
+        return Count.count
+
+    assert calls(model) == 1
+    with torch.no_grad(), Taps(model, "**").edit("linear2", lambda h: 2 * h) as taps:
+        twin = copy.deepcopy(model)
+        assert not torch.equal(taps(x), twin(x))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in twin.modules())
+    assert not any(module._forward_hooks_always_called for module in twin.modules())
+    assert calls(twin) == 1
+    torch.testing.assert_close(twin(x), model(x))
+
+
+def test_a_model_saved_inside_a_block_is_loaded_without_layertap(tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4)
+    with Taps(model, "**").edit("0", lambda h: 2 * h).keep("1", "input") as taps:
+        taps(x)
+        torch.save(model, tmp_path / "model.pt")
+    torch.save((x, model(x)), tmp_path / "expected.pt")
+    script = f"""
+import sys
+sys.modules["extract"] = sys.modules["layertap"] = None
+import torch
+x, expected = torch.load({str(tmp_path / "expected.pt")!r})
+assert torch.equal(torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)(x), expected)
+"""
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
