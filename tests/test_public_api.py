@@ -59,8 +59,8 @@ extract.Site.text(self, with_call: bool = False) -> str
 class extract.Status: PENDING OK DECODE_ERROR NOT_FINITE MISSING IO_ERROR
 class extract.Taps(model: nn.Module, layers: Layers = (), *, reduce: Reduce | None = None, stop: bool = False,
         on_record: Callable[[Record], None] | None = None)
-extract.Taps.edit(self, layers: Layers, fn: Edit, what: Literal['output', 'input', 'grad'] = 'output', *, call:
-        int | None = None) -> Self
+extract.Taps.edit(self, layers: Layers, fn: Edit, what: Literal['output', 'input', 'grad', 'grad_input'] =
+        'output', *, call: int | None = None) -> Self
 extract.Taps.keep(self, layers: Layers, what: What = 'output', *, reduce: Reduce | None = None, call: int | None
         = None, live: bool = False) -> Self
 extract.Taps.record: Record

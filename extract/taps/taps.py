@@ -44,6 +44,8 @@ from extract.taps.switches import COMPILED_CODE_OFF, FUSED_ATTENTION_OFF
 
 __all__ = ["Taps"]
 
+_EDITABLE = ("output", "input", "grad", "grad_input")
+
 # Names, globs, text forms of a site, or types of layers; or a site.
 Layers = str | type[nn.Module] | Site | Sequence[str | type[nn.Module]]
 
@@ -135,7 +137,7 @@ class Taps(HookCalls):
         self,
         layers: Layers,
         fn: Edit,
-        what: Literal["output", "input", "grad"] = "output",
+        what: Literal["output", "input", "grad", "grad_input"] = "output",
         *,
         call: int | None = None,
     ) -> Self:
@@ -148,14 +150,15 @@ class Taps(HookCalls):
             fn: a function of one tensor that returns a tensor of the same shape, dtype and device; see `extract.edits`.
                 It receives a copy, which it may change. If a layer takes or returns several tensors, `fn` is applied to
                 each floating-point tensor; a `Site` selects one of them.
-            what: `"output"`, `"input"`, or `"grad"`: the gradient with respect to the output.
+            what: `"output"`, `"input"`, `"grad"`: the gradient with respect to the output, or `"grad_input"`: with respect
+                to the inputs, through this layer only.
             call: edit only this call of the layer in each forward; None edits all calls.
 
         Raises:
             UnknownNameError: a pattern matches no layer, or `what` is unknown.
         """
-        if what not in ("output", "input", "grad"):
-            raise unknown_name("what to edit", what, ["output", "input", "grad"])
+        if what not in _EDITABLE:
+            raise unknown_name("what to edit", what, _EDITABLE)
         targets: set[tuple[int, str]] = set()  # a module or parameter with two names is edited once
         for request in self._requests_for(layers, what, call):
             target = id(self._layers.get(request.layer, self._parameters.get(request.layer))), request.operation
@@ -283,7 +286,7 @@ class Taps(HookCalls):
                 f"the edit of {names} never took effect: the model itself was not called inside the `with` block, in "
                 "its thread (model.forward(...), other methods, single layers and steps compiled before do not count)"
             )
-        if all(request.what == "grad" for request in idle):
+        if all(request.what in ("grad", "grad_input") for request in idle):
             raise LayertapError(
                 f"the edit of the gradient of {names} never took effect: no gradient reached it inside the `with` "
                 "block; call backward() inside the block, on a loss that depends on it, and do not freeze it"

@@ -513,3 +513,27 @@ def test_gradients_of_several_outputs_are_those_of_their_readers(layer: nn.Modul
         taps(x).backward()
     for parameter, expected in zip(model.parameters(), plain, strict=True):
         torch.testing.assert_close(parameter.grad, expected / 2)
+
+
+@pytest.mark.parametrize("reentrant", [None, False])
+def test_the_gradient_of_an_input_is_edited_on_its_way_through_that_layer_alone(reentrant: bool | None) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.stem, self.layer = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.stem(x)
+            y = self.layer(h) if reentrant is None else checkpoint(self.layer, h, use_reentrant=reentrant)
+            return y.sum() + 5 * h.sum()
+
+    model, x = Model(), torch.randn(3, 4)
+    with Taps(model).edit("layer", torch.zeros_like, "grad_input").keep("layer", "grad_input") as taps:
+        taps(x).backward()
+    assert (taps.record["layer:0@grad_input"] == 0).all()
+    assert torch.equal(model.stem.bias.grad, torch.full((4,), 15.0))  # what flows past the layer, of three pictures
+    assert (model.layer.bias.grad == 3).all()
+    idle = pytest.raises(LayertapError, match="the edit of the gradient of layer never took effect")
+    with idle, Taps(model).edit("layer", torch.zeros_like, "grad_input") as taps:
+        taps(x)

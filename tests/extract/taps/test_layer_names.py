@@ -41,10 +41,19 @@ def dotted(letters: str) -> st.SearchStrategy[str]:
     return st.lists(st.text(letters, min_size=1, max_size=3), min_size=1, max_size=3).map(".".join)
 
 
+def as_regex(pattern: str) -> str:
+    """The pattern as a regular expression: `*` is a part of one component, `**` any number of components."""
+    *parts, last = pattern.split(".")
+    inner = "".join(r"([^.]+\.)*" if part == "**" else part.replace("*", "[^.]*") + r"\." for part in parts)
+    return inner + (r"[^.]+(\.[^.]+)*" if last == "**" else last.replace("*", "[^.]*"))
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(dotted("ab01"), unique=True, min_size=1), dotted("ab01*"))
-def test_a_star_stands_for_a_part_of_one_name_component(names: list[str], pattern: str) -> None:
-    expected = [name for name in names if re.fullmatch(pattern.replace(".", r"\.").replace("*", "[^.]*"), name)]
+def test_a_star_stands_for_a_part_of_one_component_and_two_for_any_number_of_them(
+    names: list[str], pattern: str
+) -> None:
+    expected = [name for name in names if re.fullmatch(as_regex(pattern), name)]
     if expected:
         assert match_layers(names, pattern) == expected
     else:
