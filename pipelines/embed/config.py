@@ -27,7 +27,7 @@ class FeaturesConfig(BackboneConfig):
     layers: list[str] = Field(
         list(defaults.LAYERS),
         min_length=1,
-        description=f"May be repeated; globs allowed. Poolings: {' '.join(pooling_names())}.",
+        description=f"May be repeated; globs allowed, ** at any depth. Poolings: {' '.join(pooling_names())}.",
     )
     decode: Literal["exact", "fast"] = Field(
         defaults.DECODE, description="fast: resize with torchvision, decode large JPEGs smaller; compared with exact."
