@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-__all__ = ["Listener", "attention_weights", "operation_name", "unwatched", "watching", "watching_again"]
+__all__ = ["Listener", "attention_weights", "memory_of", "operation_name", "unwatched", "watch_again", "watching"]
 
 # Common names of operators, which PyTorch names __radd__ and the like.
 _OPERATORS = {"truediv": "div", "getitem": "index"} | {f"r{name}": name for name in ("add", "mul", "sub", "div", "pow")}
@@ -42,6 +42,11 @@ _IN_PLACE_OPERATORS = frozenset(
         "rshift",
     )
 )
+# Their names end like those of functions that write, but they write no values.
+_NO_VALUES_WRITTEN = frozenset({
+    "detach_", "requires_grad_", "rename_", "resize_", "resize_as_", "set_", "share_memory_", "squeeze_", "swapaxes_",
+    "swapdims_", "t_", "transpose_", "unsqueeze_",
+})  # fmt: skip
 _NO_OPERATIONS = frozenset({"__get__", "__set__", "__delete__", "size", "dim", "stride"})
 
 
@@ -53,12 +58,13 @@ class Listener:
         on_call: receives function, arguments, keyword arguments and result after each call; returns the result, or what
             replaces it.
         edits: whether `on_call` would replace the result of this function if it were called now.
-        on_write: receives a tensor that a function is about to write into.
+        on_write: receives a tensor that a function is about to write into, and the memory (`memory_of`) of tensors that
+            change with it, to which it may add; returns what is to be done after the function.
     """
 
     on_call: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Any] = lambda function, args, kwargs, result: result
     edits: Callable[[Any], bool] = lambda function: False
-    on_write: Callable[[Tensor], None] = lambda tensor: None
+    on_write: Callable[[Tensor, set[int]], list[Callable[[], object]]] = lambda tensor, written: []
 
 
 class _Watch(TorchFunctionMode):
@@ -79,16 +85,38 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if _state.busy:
             return func(*args, **kwargs)
-        given = None
+        given, afterwards = None, []
         if _is_in_place(func, args, kwargs):
-            for listener in self.listeners:
-                listener.on_write(args[0])
-            if any(listener.edits(func) for listener in self.listeners):
+            afterwards = self._before_write(args[0])
+            if func.__name__ != "__setitem__" and any(listener.edits(func) for listener in self.listeners):
                 given, args = args[0], (args[0].clone(), *args[1:])
         result = func(*args, **kwargs)
         for listener in self.listeners:
             result = listener.on_call(func, args, kwargs, result)
-        return result if given is None else given.copy_(result)
+        if given is not None and isinstance(result, Tensor) and result.shape == given.shape:
+            result = given.copy_(result)
+        for action in afterwards:
+            action()
+        return result
+
+    def _before_write(self, tensor: Tensor) -> list[Callable[[], object]]:
+        """Tell the listeners of a write, and of writes that follow from it; return what is to be done after it."""
+        try:
+            written = {memory_of(tensor)}
+        except NotImplementedError:  # a tensor without memory of its own, as inside torch.func
+            return []
+        actions: list[Callable[[], object]] = []
+        known = 0
+        while len(written) > known:
+            known = len(written)
+            for listener in self.listeners:
+                actions += listener.on_write(tensor, written)
+        return actions
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Return what tensors have in common that share memory, as long as one of them exists."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 class _State(threading.local):
@@ -110,7 +138,7 @@ def _is_in_place(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if name == "__setitem__" or (name.startswith("__i") and f"__{name[3:]}" in _IN_PLACE_OPERATORS):
         return True
     if name.endswith("_") and not name.endswith("__"):
-        return True
+        return name not in _NO_VALUES_WRITTEN
     if function.__class__ is not FunctionType or not (kwargs.get("inplace") or any(given is True for given in args)):
         return False
     return bool(inspect.signature(function).bind(*args, **kwargs).arguments.get("inplace"))
@@ -133,21 +161,20 @@ def watching(listener: Listener) -> Iterator[None]:
             _state.watch = None
 
 
-@contextlib.contextmanager
-def watching_again(listener: Listener) -> Iterator[None]:
-    """Context manager: as `watching`, where a backward pass computes layers again.
+def watch_again(listener: Listener) -> TorchFunctionMode | None:
+    """Watch functions where a backward pass computes layers again; return the mode to exit afterwards, if any.
 
     A mode is off inside the functions that it watches, and `Tensor.backward` is one. On a GPU, a backward pass runs in
-    a thread of its own.
+    a thread of its own. If the backward pass is interrupted, PyTorch discards the mode.
     """
     if _state.watch is None:
-        with watching(listener):
-            yield
-    elif _state.watch in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
-        yield
-    else:
-        with _state.watch:
-            yield
+        _state.watch = _Watch()
+    if listener not in _state.watch.listeners:
+        _state.watch.listeners.append(listener)
+    if _state.watch in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+        return None
+    _state.watch.__enter__()  # type: ignore[no-untyped-call]
+    return _state.watch
 
 
 @contextlib.contextmanager

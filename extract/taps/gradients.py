@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ def to_watch(
     """
     if side == "input":
         # Only this layer reads the copy, so the copy's gradient is the gradient through this layer alone.
-        known = [stand_in.tensor for stand_in in point.calls[-1].stand_ins if stand_in.given is tensor]
+        known = [stand_in.tensor for stand_in in point.calls[-1].watched if stand_in.given is tensor]
         tensor = known[0] if known else tensor.clone()
     elif not stands_in:
         if tensor.is_leaf:  # a hook on it would outlive this forward
@@ -69,6 +70,8 @@ def on_gradient(
         edited_requests: receives the id of each request whose edit was applied.
     """
     edits = [(site, request) for site, request in requests if request.edit is not None]
+    # The graph must not keep the record alive, whose live tensors keep the graph alive.
+    record = weakref.ref(forward.record)
 
     def edited(gradient: Tensor) -> Tensor | None:
         if not block.open:
@@ -79,8 +82,8 @@ def on_gradient(
                 gradient = apply_edit(gradient, request.edit, site)
                 edited_requests.add(id(request))
             for site, request in requests:
-                if request.edit is None:
-                    forward.record.by_site[site] = copy_out(gradient, request.reduce, site)
+                if request.edit is None and (kept := record()) is not None:
+                    kept.by_site[site] = copy_out(gradient, request.reduce, site)
         return gradient if edits else None
 
     tensor.register_hook(edited)  # type: ignore[no-untyped-call]

@@ -7,7 +7,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from functools import partial
 from types import FrameType
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from extract.errors import InputError, LayertapError
 from extract.taps.edits import apply_edit
-from extract.taps.functions import Listener, attention_weights, operation_name, unwatched, watching_again
+from extract.taps.functions import Listener, attention_weights, operation_name, unwatched, watch_again
 from extract.taps.gradients import CopyOut, on_gradient, to_watch
 from extract.taps.layer_names import named_layers, named_parameters, unwrap
-from extract.taps.nested import Path, map_tensors, tensors_in
-from extract.taps.record import Record, Reduce, Site, What, split_text
-from extract.taps.requests import Block, Call, HookPoint, ModelCall, TapRequest
+from extract.taps.nested import Path, as_arguments, map_tensors, tensors_in
+from extract.taps.record import Record, Reduce, Site, What
+from extract.taps.requests import Block, Call, HookPoint, ModelCall, StandIn, TapRequest, handed_back, why_absent
 
 __all__ = ["HookCalls", "copy_out"]
 
@@ -125,8 +125,8 @@ class HookCalls:
         self._parameters = named_parameters(model)
         self._requests: list[TapRequest] = []
         # A record may be kept for long, and must not keep the model alive.
-        why_absent = weakref.WeakMethod(self._why_absent)
-        self._explain = lambda text: explain(text) if (explain := why_absent()) else None
+        explained_by = weakref.WeakMethod(self._why_absent)
+        self._explain = lambda text: explain(text) if (explain := explained_by()) else None
         self._listener = Listener()  # of functions, chosen when the block starts
         self._block: Block | None = None  # None outside the `with` block
         self._forward: ModelCall | None = None  # the running call of the model, or the last one
@@ -149,6 +149,8 @@ class HookCalls:
             self._forward.running, self._forward.caller = False, None
         finally:
             self._stoppable = False
+            if self._forward is not None:
+                self._forward.caller = None
         return None
 
     @property
@@ -168,27 +170,7 @@ class HookCalls:
         return self._forward.record
 
     def _why_absent(self, text: str) -> str | None:
-        """Return why a requested value is missing from a record; None if it was not requested."""
-        layer = split_text(text, self._layers)[0]
-        name, slash, operation = layer.partition("/")
-        asked = [w for w in self._requests if w.edit is None and w.layer == name and bool(w.operation) == bool(slash)]
-        if not asked:
-            return None
-        if slash:
-            return f"no function {operation!r} was called in the forward of layer {name!r}"
-        if name and name in self._layers and named_layers(self._model).get(name) is not self._layers[name]:
-            return f"layer {name!r} was replaced by another module after these Taps were made"
-        if all(request.what in ("grad", "grad_input") for request in asked) or "@grad" in text:
-            return (
-                f"no gradient reached layer {name!r}: call backward() inside the `with` block, on a loss that depends "
-                "on it (with reentrant checkpointing, layers that run more than once get none; use_reentrant=False)"
-            )
-        if all(request.what == "attention" for request in asked):
-            return f"layer {name!r} computed no attention that layertap recognises"
-        parent = self._layers.get(name.rpartition(".")[0])
-        if isinstance(parent, nn.MultiheadAttention):
-            return f"layer {name!r} never runs: nn.MultiheadAttention uses its weights without calling it"
-        return f"layer {name!r} did not run in this forward"
+        return why_absent(text, self._requests, self._layers, named_layers(self._model))
 
     # The hooks. A forward is running between the pre-hook and the hook of the model itself; calls in other threads are
     # ignored. When activation checkpointing recomputes layers in the backward pass, edits are applied again and
@@ -238,15 +220,18 @@ class HookCalls:
     def _push(self, names: list[str], module: nn.Module, args: Any) -> None:
         if forward := self._computing():
             again = _in_backward()
+            if again and forward.again_in != (task := torch._C._current_graph_task_id()):
+                forward.again.clear()  # of a backward pass that was interrupted
+                forward.again_in = task
             if again and not forward.again:
-                forward.watching_again.enter_context(watching_again(self._listener))
+                forward.again_mode = watch_again(self._listener)
             forward.modules(again).append(names)
 
     def _pop(self, module: nn.Module, args: Any, output: Any) -> None:
         if (forward := self._computing()) and (modules := forward.modules(_in_backward())):
             modules.pop()
-            if modules is forward.again and not modules:
-                forward.watching_again.close()
+            if modules is forward.again and not modules and forward.again_mode is not None:
+                forward.again_mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _start(self, point: HookPoint, module: nn.Module, args: Any) -> None:
         """Count the call of a module whose outputs are kept and nothing else."""
@@ -254,48 +239,64 @@ class HookCalls:
             point.calls.append(self._call(module))
 
     def _enter(self, point: HookPoint, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Count the call of a module, and replace its inputs; runs before other hooks, so that they see the edits."""
+        """Count the call of a module, and edit its inputs; runs before other hooks, so that they see the edits."""
         if not self._is_our_thread():
             return None
         call = self._call(module)
         point.calls.append(call)
-        if call.number is None or point.only_keeps:
+        if call.number is None:
             return None
         value = _arguments(args, kwargs)
-        passed = self._change(point, call.number, value, "input")
+        passed = self._edit(point, call.number, value, "input")
         if point.edits_output(call.number):
             passed = {key: call.copied(part) if isinstance(part, Tensor) else part for key, part in passed.items()}
-        if any(request.what == "grad" for _, request in point.requests):
-            call.inputs = [tensor for _, tensor in tensors_in(passed)]
-        if passed is value:
+        return None if passed is value else as_arguments(passed, len(args))
+
+    def _keep_inputs(self, point: HookPoint, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Watch and keep the inputs of a module, after other hooks have replaced them."""
+        if not self._is_our_thread() or not point.calls:
             return None
-        return tuple(passed[i] for i in range(len(args))), {name: passed[name] for name in kwargs}
+        call, value = point.calls[-1], _arguments(args, kwargs)
+        if call.number is None:
+            return None
+        passed = self._watch(point, call.number, value, "input")
+        if point.watches:
+            call.inputs = [tensor for _, tensor in tensors_in(passed)]
+        self._keep_values(point, call, passed, "input")
+        return None if passed is value else as_arguments(passed, len(args))
 
-    def _keep_inputs(self, point: HookPoint, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep the inputs of a module, after other hooks have replaced them."""
-        if self._is_our_thread() and point.calls:
-            self._keep_values(point, point.calls[-1], _arguments(args, kwargs), "input")
+    def _hand_back(self, point: HookPoint, module: nn.Module, args: Any, output: Any) -> Any:
+        """Give inputs what the module wrote into their watched copies; runs before the edits of outputs."""
+        if not self._is_our_thread() or not point.calls:
+            return None
+        passed = handed_back(point.calls[-1].watched, output)
+        return None if passed is output else passed
 
-    def _change_output(self, point: HookPoint, module: nn.Module, args: Any, output: Any) -> Any:
-        """Replace the output of a module; runs before other hooks, so that they see the edits."""
+    def _edit_output(self, point: HookPoint, module: nn.Module, args: Any, output: Any) -> Any:
+        """Edit the output of a module; runs before other hooks, so that they see the edits."""
         if not self._is_our_thread() or not point.calls:
             return None
         call = point.calls[-1]
-        passed = None
+        passed = output
         if call.number is not None and output is not None:  # output is None if the layer raised
-            call.returns_several = not isinstance(output, Tensor) and sum(1 for _ in tensors_in(output)) > 1
-            passed = self._change(point, call.number, output, "output")
-        for stand_in in (*call.stand_ins, *call.copies):
-            stand_in.hand_back()
+            passed = self._edit(point, call.number, output, "output")
+        passed = handed_back([*call.copies, *call.stand_ins], passed)
         return None if passed is output else passed
 
-    def _leave(self, point: HookPoint, module: nn.Module, args: Any, output: Any) -> None:
-        """Keep the output of a module, after other hooks have replaced it."""
+    def _leave(self, point: HookPoint, module: nn.Module, args: Any, output: Any) -> Any:
+        """Watch and keep the output of a module, after other hooks have replaced it."""
         if not self._is_our_thread() or not point.calls:
-            return
-        call = point.calls.pop()
-        if output is not None:  # output is None if the layer raised
-            self._keep_values(point, call, output, "output")
+            return None
+        call, passed = point.calls[-1], output
+        try:
+            if call.number is not None and output is not None:  # output is None if the layer raised
+                if point.watches:
+                    call.returns_several = not isinstance(output, Tensor) and sum(1 for _ in tensors_in(output)) > 1
+                    passed = self._watch(point, call.number, output, "output")
+                self._keep_values(point, call, passed, "output")
+        finally:
+            point.calls.pop()
+        return None if passed is output else passed
 
     def _on_parameter(self, request: TapRequest, gradient: Tensor) -> Tensor | None:
         site = Site(request.layer, what="grad")
@@ -329,9 +330,9 @@ class HookCalls:
             return self._block is not None
         return torch.cuda.is_initialized() and _in_backward()  # type: ignore[no-untyped-call]
 
-    def _on_write(self, tensor: Tensor) -> None:
-        if (forward := self._running()) and forward.stand_ins:
-            forward.check_write(tensor)
+    def _on_write(self, tensor: Tensor, written: set[int]) -> list[Callable[[], object]]:
+        forward = self._computing()
+        return forward.before_write(tensor, written) if forward is not None and forward.stand_ins else []
 
     def _edits_function(self, function: Any) -> bool:
         """Whether a call of this function, now, has its result edited."""
@@ -356,10 +357,11 @@ class HookCalls:
         if attended and not again:
             with unwatched():
                 weights = attention_weights(function, args, kwargs, result)
-            for request in attended if weights is not None else ():
-                call = Call(forward.attentions[request.layer], forward)
-                forward.attentions[request.layer] += 1
-                self._keep_values(HookPoint([(request.layer, request)]), call, weights, "attention")
+            for layer in dict.fromkeys(request.layer for request in attended if weights is not None):
+                point = HookPoint([(layer, request) for request in attended if request.layer == layer])
+                call = Call(forward.attentions[layer], forward)
+                forward.attentions[layer] += 1
+                self._keep_values(point, call, weights, "attention")
         for layer in modules[-1]:
             requests = [
                 (f"{layer}/{name}", request)
@@ -371,16 +373,23 @@ class HookCalls:
                 forward.operations[key] += not again
                 number = self._number_again(forward.operations, key) if again else forward.operations[key] - 1
                 point = HookPoint(requests)
-                result = self._change(point, number, result, "output")
+                result = self._watch(point, number, self._edit(point, number, result, "output"), "output")
                 self._keep_values(point, Call(number, None if again else forward), result, "output")
         return result
 
-    def _change(self, point: HookPoint, call: int, value: Any, side: What) -> Any:
-        """Edit a value, watch its gradients, and return what the model continues with."""
-        if point.only_keeps:
+    def _edit(self, point: HookPoint, call: int, value: Any, side: What) -> Any:
+        """Edit a value, and return what the model continues with."""
+        if not point.edits:
             return value
         with unwatched():
-            return map_tensors(value, partial(self._edited_or_watched, point, call, side))
+            return map_tensors(value, partial(self._edited_tensor, point, call, side))
+
+    def _watch(self, point: HookPoint, call: int, value: Any, side: What) -> Any:
+        """Watch the gradients of a value, and return what the model continues with."""
+        if not point.watches or not torch.is_grad_enabled():
+            return value
+        with unwatched():
+            return map_tensors(value, partial(self._watched_tensor, point, call, side))
 
     def _keep_values(self, point: HookPoint, call: Call, value: Any, side: What) -> None:
         """Keep a value of a call in the record; end the forward after the last value."""
@@ -414,38 +423,56 @@ class HookCalls:
         with unwatched():
             forward.record.by_site[site] = self._copy_out(tensor, request.reduce, site)
 
-    def _edited_or_watched(self, point: HookPoint, call: int, side: What, path: Path, tensor: Tensor) -> Tensor:
-        """Return the tensor that replaces the given one: edited, or with its gradient watched."""
-        gradient: What = "grad" if side == "output" else "grad_input"
-        given, watched = tensor, []
-        for layer, request in point.requests:
-            if not request.covers(path) or request.what not in (side, gradient):
-                continue
-            if call == _UNKNOWN and request.call is not None and request.edit is not None:
-                raise LayertapError(f"layer {layer!r} runs more than once under checkpointing: edit all calls or none")
-            if request.call not in (None, call):
-                continue
-            site = Site(layer, call, path, request.what)
-            if request.what == gradient and (call != _UNKNOWN or request.edit is not None):
-                watched.append((site, request))
-            elif request.what == side and request.edit is not None and tensor.is_floating_point():
-                tensor = apply_edit(tensor, request.edit, site)
+    def _edited_tensor(self, point: HookPoint, call: int, side: What, path: Path, tensor: Tensor) -> Tensor:
+        given = tensor
+        for layer, request in self._asked(point, call, side, path):
+            if request.edit is not None and tensor.is_floating_point():
+                tensor = apply_edit(tensor, request.edit, Site(layer, call, path, side))
                 self._edited.add(id(request))
-        if watched and tensor.requires_grad:
-            tensor = self._watched(point, side, tensor, watched)
-        if side == "input" and tensor is not given:
-            return point.calls[-1].replaced(given, tensor)
-        return point.calls[-1].returned(given, tensor) if point.calls else tensor
+        if not point.calls:  # a function
+            return tensor
+        if side == "output":
+            return point.calls[-1].returned(given, tensor)
+        return tensor if tensor is given else point.calls[-1].edited(given, tensor)
 
-    def _watched(self, point: HookPoint, side: What, tensor: Tensor, requests: list[tuple[Site, TapRequest]]) -> Tensor:
+    def _watched_tensor(self, point: HookPoint, call: int, side: What, path: Path, tensor: Tensor) -> Tensor:
         """Hook a tensor to edit and keep its gradient; return that tensor: the given one where that is safe."""
+        gradient: What = "grad" if side == "output" else "grad_input"
+        requests = [
+            (Site(layer, call, path, gradient), request)
+            for layer, request in self._asked(point, call, gradient, path)
+            if call != _UNKNOWN or request.edit is not None
+        ]
+        if not requests or not tensor.requires_grad:
+            return tensor
         assert self._block is not None
         assert self._forward is not None
         watched = to_watch(point, side, tensor, requests[0][0], self._forward, stands_in=self._stands_in)
         if watched is None:
             return tensor
+        if side == "input":
+            copies = point.calls[-1].watched
+            if any(copy.tensor is watched for copy in copies):
+                # A tensor that is passed twice has one gradient, which is edited once.
+                requests = [(site, request) for site, request in requests if request.edit is None]
+            else:
+                copies.append(StandIn.of(tensor, watched))
         on_gradient(watched, requests, self._block, self._forward, self._copy_out, self._edited)
         return watched
+
+    def _asked(self, point: HookPoint, call: int, what: What, path: Path) -> Iterator[tuple[str, TapRequest]]:
+        """Yield the requests for one tensor of a call.
+
+        Raises:
+            LayertapError: it is unknown which call is repeated, and an edit is for one of them.
+        """
+        for layer, request in point.requests:
+            if request.what != what or not request.covers(path):
+                continue
+            if call == _UNKNOWN and request.call is not None and request.edit is not None:
+                raise LayertapError(f"layer {layer!r} runs more than once under checkpointing: edit all calls or none")
+            if request.call in (None, call):
+                yield layer, request
 
 
 def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:

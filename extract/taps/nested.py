@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Path", "map_tensors", "tensors_in"]
+__all__ = ["Path", "as_arguments", "map_tensors", "tensors_in"]
 
 Path = tuple[str | int, ...]
 
@@ -70,3 +70,8 @@ def _rebuilt(value: Any, parts: dict[str | int, Any]) -> Any:
     for name, part in parts.items():
         object.__setattr__(rebuilt, str(name), part)  # works for frozen dataclasses too
     return rebuilt
+
+
+def as_arguments(value: dict[Any, Any], count: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call, of which the first `count` are positional, from a dict by index and name."""
+    return tuple(value[i] for i in range(count)), {name: part for name, part in value.items() if isinstance(name, str)}

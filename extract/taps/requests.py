@@ -7,21 +7,34 @@ import dataclasses
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import FrameType
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 
 from extract.errors import InputError, LayertapError, unknown_name
 from extract.taps.edits import Edit
+from extract.taps.functions import memory_of
 from extract.taps.layer_names import match_layers
-from extract.taps.nested import Path
+from extract.taps.nested import Path, map_tensors
 from extract.taps.record import Record, Reduce, Site, What, split_text
 
-__all__ = ["Block", "Call", "HookPoint", "ModelCall", "StandInError", "TapRequest", "requests_for"]
+__all__ = [
+    "Block",
+    "Call",
+    "HookPoint",
+    "ModelCall",
+    "StandInError",
+    "TapRequest",
+    "handed_back",
+    "requests_for",
+    "why_absent",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +53,7 @@ class TapRequest:
     reduce: Reduce | None = None
     edit: Edit | None = None
     live: bool = False  # the tensor itself is kept, not a copy
+    pattern: str = ""  # the glob or type that named the layer; empty if it was named itself
 
     @property
     def name(self) -> str:
@@ -99,8 +113,42 @@ def requests_for(
             names = [name for name in layer_names if name]
             inside = match_layers([*names, *parameter_names] if kind == "grad" else names, layer)
         own_call = call if own_call is None else own_call
-        requests += [TapRequest(name, operation, kind, own_call, path) for name in inside]
+        glob = pattern if inside != [layer] else ""
+        requests += [TapRequest(name, operation, kind, own_call, path, pattern=glob) for name in inside]
     return requests
+
+
+def why_absent(
+    text: str, requests: Sequence[TapRequest], layers: Mapping[str, nn.Module], layers_now: Mapping[str, nn.Module]
+) -> str | None:
+    """Return why a requested value is missing from a record; None if it was not requested.
+
+    Args:
+        text: text form of a site.
+        requests: all requests.
+        layers: layers of the model when the `Taps` were made.
+        layers_now: layers of the model.
+    """
+    layer = split_text(text, layers)[0]
+    name, slash, operation = layer.partition("/")
+    asked = [w for w in requests if w.edit is None and w.layer == name and bool(w.operation) == bool(slash)]
+    if not asked:
+        return None
+    if slash:
+        return f"no function {operation!r} was called in the forward of layer {name!r}"
+    if name and name in layers and layers_now.get(name) is not layers[name]:
+        return f"layer {name!r} was replaced by another module after these Taps were made"
+    if all(request.what in ("grad", "grad_input") for request in asked) or "@grad" in text:
+        return (
+            f"no gradient reached layer {name!r}: call backward() inside the `with` block, on a loss that depends "
+            "on it (with reentrant checkpointing, layers that run more than once get none; use_reentrant=False)"
+        )
+    if all(request.what == "attention" for request in asked):
+        return f"layer {name!r} computed no attention that layertap recognises"
+    parent = layers.get(name.rpartition(".")[0])
+    if isinstance(parent, nn.MultiheadAttention):
+        return f"layer {name!r} never runs: nn.MultiheadAttention uses its weights without calling it"
+    return f"layer {name!r} did not run in this forward"
 
 
 @dataclasses.dataclass
@@ -110,13 +158,15 @@ class HookPoint:
     Attributes:
         requests: all requests.
         kept: kind of value -> the requests that keep it, as (layer name, request, site of a tensor of the first call).
-        only_keeps: whether no value is edited, and no gradient watched.
+        edits: whether an input or output is edited.
+        watches: whether the gradient of an output or input is watched.
         calls: calls in progress, the innermost last: a module may call itself.
     """
 
     requests: list[tuple[str, TapRequest]]
     kept: dict[What, list[tuple[str, TapRequest, Site]]] = dataclasses.field(init=False)
-    only_keeps: bool = dataclasses.field(init=False)
+    edits: bool = dataclasses.field(init=False)
+    watches: bool = dataclasses.field(init=False)
     calls: list[Call] = dataclasses.field(default_factory=list)
 
     def edits_output(self, call: int) -> bool:
@@ -131,7 +181,9 @@ class HookPoint:
         for layer, request in self.requests:
             if request.edit is None:
                 self.kept[request.what].append((layer, request, Site(layer, 0, (), request.what)))
-        self.only_keeps = all(request.edit is None and "grad" not in request.what for _, request in self.requests)
+        asked = {(request.what, request.edit is not None) for _, request in self.requests}
+        self.edits = ("output", True) in asked or ("input", True) in asked
+        self.watches = any("grad" in what for what, _ in asked)
 
 
 @dataclasses.dataclass(slots=True)
@@ -144,7 +196,8 @@ class Call:
         forward: the running forward; None where a backward pass repeats a call, or outside.
         inputs: tensors that the module received; empty unless the gradient of its output is watched.
         returns_several: whether the module returned several tensors.
-        stand_ins: inputs that are edited or whose gradient is watched.
+        watched: copies of inputs whose gradient is watched.
+        stand_ins: inputs that are edited.
         copies: copies of the other inputs, if the output is edited. A layer that works in place writes into the copy
             and returns it; its edited output is then written into the input, where a caller may expect it.
     """
@@ -153,14 +206,14 @@ class Call:
     forward: ModelCall | None
     inputs: list[Tensor] = dataclasses.field(default_factory=list)
     returns_several: bool = False
+    watched: list[StandIn] = dataclasses.field(default_factory=list)
     stand_ins: list[StandIn] = dataclasses.field(default_factory=list)
     copies: list[StandIn] = dataclasses.field(default_factory=list)
 
-    def replaced(self, given: Tensor, tensor: Tensor) -> Tensor:
-        """Pass a tensor on in place of an input, and return it."""
-        stand_in = StandIn.of(given, tensor)
-        self.stand_ins.append(stand_in)
-        return stand_in.tensor
+    def edited(self, given: Tensor, tensor: Tensor) -> Tensor:
+        """Pass an edited tensor on in place of an input, and return it."""
+        self.stand_ins.append(StandIn.of(given, tensor))
+        return self.stand_ins[-1].tensor
 
     def copied(self, given: Tensor) -> Tensor:
         """Pass a copy on in place of an input, unless another tensor is passed already, and return it."""
@@ -171,15 +224,28 @@ class Call:
         return (known or self.copies)[-1].tensor
 
     def returned(self, output: Tensor, edited: Tensor) -> Tensor:
-        """Return what the model continues with, for an output that may be a copy of an input."""
+        """Return what the model continues with, for an output that may be what was passed in place of an input."""
+        for stand_in in (*self.copies, *self.stand_ins):
+            if output is stand_in.tensor and stand_in.is_written:
+                stand_in.update(edited)
+                return stand_in.given
         for copy in self.copies:
-            if output is copy.tensor and copy.is_written:
-                copy.given.copy_(edited)
-                copy.version = None
-                return copy.given
             if output is copy.tensor and edited is output:
                 return copy.given
         return edited
+
+
+def handed_back(stand_ins: Sequence[StandIn], output: Any) -> Any:
+    """Write into inputs what a layer wrote into the tensors in their place, and return its output.
+
+    Where it returns such a tensor, it would have returned the input.
+    """
+    inputs: dict[int, Tensor] = {}
+    for stand_in in reversed(stand_ins):
+        if stand_in.is_written:
+            stand_in.update(stand_in.tensor)
+            inputs[id(stand_in.tensor)] = stand_in.given
+    return map_tensors(output, lambda path, tensor: inputs.get(id(tensor), tensor)) if inputs else output
 
 
 @dataclasses.dataclass
@@ -209,11 +275,12 @@ class StandIn:
         """Whether the layer has written into the tensor."""
         return self.version is not None and self.tensor._version != self.version
 
-    def hand_back(self) -> None:
-        """Write into the input what the layer wrote into the tensor: other readers may expect it there."""
-        if self.is_written:
-            self.given.copy_(self.tensor)
-            self.version = None
+    def update(self, values: Tensor) -> None:
+        """Write values into the input."""
+        # A layer can write into a parameter only without autograd.
+        with torch.no_grad() if self.given.is_leaf and self.given.requires_grad else contextlib.nullcontext():
+            self.given.copy_(values)
+        self.version = None
 
 
 @dataclasses.dataclass
@@ -226,7 +293,8 @@ class ModelCall:
         caller: function that called the hook at the start of the model, and will call the one at its end; None
             afterwards.
         again: names of the modules that a backward pass computes again, the innermost last.
-        watching_again: open while a backward pass computes modules again.
+        again_in: the backward pass (graph task) that computes them.
+        again_mode: watches functions meanwhile.
         running: whether the model runs.
         handed_on: whether the record was passed to `on_record`.
         calls: id of a module -> number of its calls.
@@ -241,7 +309,8 @@ class ModelCall:
     stack: list[list[str]]
     caller: FrameType | None
     again: list[list[str]] = dataclasses.field(default_factory=list)
-    watching_again: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+    again_in: int = -1
+    again_mode: TorchFunctionMode | None = None
     running: bool = True
     handed_on: bool = False
     calls: Counter[int] = dataclasses.field(default_factory=Counter)
@@ -264,16 +333,23 @@ class ModelCall:
         """Whether the gradient of this tensor is watched in this forward."""
         return self._seen.get(id(tensor)) is tensor
 
-    def check_write(self, tensor: Tensor) -> None:
-        """Check, before the model writes into a tensor, that it is no copy whose original the model may still read.
+    def before_write(self, tensor: Tensor, written: set[int]) -> list[Callable[[], object]]:
+        """Return what is to be done after the model writes into a tensor: see `Listener.on_write`.
+
+        If the tensor is a copy of an output, the output is changed in the same way where something can still read it.
 
         Raises:
-            StandInError: it is such a copy; results would be wrong.
+            StandInError: the output can be read through another tensor only, or it is itself written to while its copy
+                can be read; results would be wrong.
         """
-        for stand_in in [stand_in for stand_in in self.stand_ins if stand_in.shares_memory(tensor)]:
-            if not stand_in.original_is_gone:
+        actions = []
+        for stand_in in self.stand_ins:
+            if stand_in.copy_memory in written and stand_in.output_memory not in written:
+                written.add(stand_in.output_memory)
+                actions += stand_in.write_through(tensor)
+            elif stand_in.output_memory in written and stand_in.copy_memory not in written and stand_in.both_are_read:
                 raise StandInError(stand_in.site)
-            self.stand_ins.remove(stand_in)  # nothing reads the original any more
+        return actions
 
     def check_stand_ins(self) -> None:
         """Check that the model did not write, unnoticed by `check_write`, into a copy whose original it may still read.
@@ -298,20 +374,39 @@ class OutputStandIn:
 
     def __init__(self, site: Site, output: Tensor, copy: Tensor):
         self.site, self.tensor, self.version = site, copy.detach(), copy._version
+        self.output_memory, self.copy_memory = memory_of(output), memory_of(copy)
         # Autograd may have saved the values of an output, which keeps its memory but not the tensor. The base of a view
         # and its other views are other tensors.
         self._memory = StorageWeakRef(output.untyped_storage())  # type: ignore[no-untyped-call]
-        self._output = None if output._is_view() else weakref.ref(output)
+        self._output, self._copy, self._is_view = weakref.ref(output), weakref.ref(copy), output._is_view()
 
     @property
     def original_is_gone(self) -> bool:
         """Whether nothing can read the output any more."""
         expired: bool = self._memory.expired()  # type: ignore[no-untyped-call]
-        return expired or (self._output is not None and self._output() is None)
+        return expired or (not self._is_view and self._output() is None)
 
-    def shares_memory(self, tensor: Tensor) -> bool:
-        """Whether a tensor is the copy, or a view of it."""
-        return bool(tensor.untyped_storage()._cdata == self.tensor.untyped_storage()._cdata)
+    @property
+    def both_are_read(self) -> bool:
+        """Whether the output and its copy exist."""
+        return self._copy() is not None and not self.original_is_gone
+
+    def write_through(self, written: Tensor) -> list[Callable[[], object]]:
+        """Return what gives the output the values of the copy, after a tensor that shares its memory is written to.
+
+        Raises:
+            StandInError: the output can be read through another tensor only.
+        """
+        if self.original_is_gone:
+            return [self._approve]
+        output = self._output()
+        for source in (self._copy(), written, written._base):
+            if output is not None and source is not None and source.shape == output.shape:
+                return [partial(output.copy_, source), self._approve]
+        raise StandInError(self.site)
+
+    def _approve(self) -> None:
+        self.version = self.tensor._version
 
 
 class StandInError(LayertapError):

@@ -170,24 +170,27 @@ class Taps(HookCalls):
     def _requests_for(self, layers: Layers, what: What, call: int | None) -> list[TapRequest]:
         if self._block is not None:
             raise LayertapError("call keep and edit before the `with` block starts")
-        if isinstance(layers, Site):
-            return requests_for(layers, what, call, list(self._layers), list(self._parameters))
-        names: list[str] = []
-        try:
-            given = [layers] if isinstance(layers, str | type) else list(layers)
-        except TypeError:
-            given = [layers]  # type: ignore[list-item]
+        names = partial(
+            requests_for, what=what, call=call, layer_names=[*self._layers], parameter_names=[*self._parameters]
+        )
+        if isinstance(layers, Site | str):
+            return names(layers)
+        given: list[Any] = [layers]
+        if not isinstance(layers, type):
+            with contextlib.suppress(TypeError):
+                given = list(layers)
+        requests: list[TapRequest] = []
         for layer in given:
             if isinstance(layer, type) and issubclass(layer, nn.Module):
                 of_type = [name for name, module in self._layers.items() if name and isinstance(module, layer)]
                 if not of_type:
                     raise UnknownNameError(f"the model has no layer of type {layer.__name__}")
-                names += of_type
+                requests += [dataclasses.replace(request, pattern=layer.__name__) for request in names(of_type)]
             elif isinstance(layer, str):
-                names.append(layer)
+                requests += names(layer)
             else:
                 raise InputError(f"expected names, globs or types of layers, got {type(layer).__name__}")
-        return requests_for(names, what, call, list(self._layers), list(self._parameters))
+        return requests
 
     def __enter__(self) -> Self:
         if self._block is not None:
@@ -209,6 +212,9 @@ class Taps(HookCalls):
         if block is not None:
             block.open = False
             block.undo.close()
+        if self._forward is not None:  # of a forward that was interrupted
+            self._forward.caller = None
+            self._forward.stand_ins.clear()
         if kind is None:
             self._hand_on()
             self._check_edits()
@@ -259,25 +265,34 @@ class Taps(HookCalls):
         points = [(module, HookPoint(requests)) for module, requests in requests_of.values()]
         self._points = [point for _, point in points]
         for module, point in points:
-            if point.only_keeps and not point.kept["input"]:
-                hook(module.register_forward_pre_hook, partial(self._start, point))
-            else:
+            if point.edits:
                 hook(module.register_forward_pre_hook, partial(self._enter, point), with_kwargs=True, prepend=True)
-            if point.kept["input"]:
+            else:
+                hook(module.register_forward_pre_hook, partial(self._start, point))
+            if point.watches or point.kept["input"]:
                 hook(module.register_forward_pre_hook, partial(self._keep_inputs, point), with_kwargs=True)
-            if not point.only_keeps:
-                hook(module.register_forward_hook, partial(self._change_output, point), always_call=True, prepend=True)
+            if point.watches:
+                hook(module.register_forward_hook, partial(self._hand_back, point), always_call=True)
+            if point.edits:
+                hook(module.register_forward_hook, partial(self._edit_output, point), always_call=True)
+            _move_edits_to_front(module)
             hook(module.register_forward_hook, partial(self._leave, point), always_call=True)
         hook(root.register_forward_pre_hook, self._begin, prepend=True)  # before the hooks of the model as a layer
         hook(root.register_forward_hook, self._end)
 
     def _check_edits(self) -> None:
-        """Check that every edit was applied in this block.
+        """Check that every edit was applied in this block; that of a glob or a type, to at least one layer.
 
         Raises:
             LayertapError: an edit was never applied, although no call of the model was interrupted.
         """
-        idle = [request for request in self._requests if request.edit is not None and id(request) not in self._edited]
+        edits = [request for request in self._requests if request.edit is not None]
+        effective = {(w.pattern, w.what, id(w.edit)) for w in edits if w.pattern and id(w) in self._edited}
+        idle = [
+            request
+            for request in edits
+            if id(request) not in self._edited and (request.pattern, request.what, id(request.edit)) not in effective
+        ]
         if not idle or (self._forward is not None and self._forward.running):
             return
         names = ", ".join(dict.fromkeys(request.name for request in idle))
@@ -292,6 +307,24 @@ class Taps(HookCalls):
                 "block; call backward() inside the block, on a loss that depends on it, and do not freeze it"
             )
         raise LayertapError(f"the edit of {names} never took effect: no matching call returned a floating-point tensor")
+
+
+def _move_edits_to_front(module: nn.Module) -> None:
+    """Let edits of outputs run before all other hooks, in the reverse order of what `Taps` do with inputs.
+
+    The `Taps` opened last edit inputs first, and watch their gradients last. What a layer writes into their copies thus
+    comes back step by step.
+    """
+    watched, edits = (
+        [
+            number
+            for number, hook in module._forward_hooks.items()
+            if isinstance(hook, ModelBoundHook) and getattr(hook.func, "__func__", None) is function
+        ]
+        for function in (HookCalls._hand_back, HookCalls._edit_output)
+    )
+    for number in reversed([*reversed(watched), *edits]):
+        module._forward_hooks.move_to_end(number, last=False)  # type: ignore[attr-defined]
 
 
 def _check_hookable(model: nn.Module) -> None:

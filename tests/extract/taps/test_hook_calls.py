@@ -1,0 +1,317 @@
+"""Several `Taps` at once, hooks of others, interrupted passes, and copies that stand in for what a layer gave."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from extract import LayertapError, Taps
+from extract.taps.requests import StandInError
+
+X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+
+
+def two_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Identity())
+
+
+def same(h: Tensor) -> Tensor:
+    return h
+
+
+@pytest.mark.parametrize("changed_by", ["outer edit", "hook", "pre-hook"])
+def test_the_gradient_is_that_of_the_value_that_is_kept(changed_by: str) -> None:
+    model = two_layers()
+    outer = Taps(model).edit("0", lambda h: 10 * h) if changed_by == "outer edit" else Taps(model)
+    what, site = ("grad_input", "1:0@grad_input") if changed_by == "pre-hook" else ("grad", "0@grad")
+    if changed_by == "hook":
+        model[0].register_forward_hook(lambda module, args, output: 10 * output)
+    if changed_by == "pre-hook":
+        model[1].register_forward_pre_hook(lambda module, args: (10 * args[0],))
+    with outer, Taps(model, ["0"]).keep("1" if changed_by == "pre-hook" else "0", what) as taps:
+        taps(X).sum().backward()
+    assert (taps.record[site] == 1).all()
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.relu = nn.Linear(4, 4), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.relu(y)
+        return y
+
+
+@pytest.mark.parametrize("inner", ["output", "input", "grad_input"])
+@pytest.mark.parametrize("outer", ["output", "input", "grad_input"])
+def test_what_a_layer_writes_reaches_the_model_through_several_taps(outer, inner) -> None:
+    model, x = InPlace(), X.clone().requires_grad_()
+    plain = model(x)
+    expected = torch.autograd.grad(plain.sum(), model.linear.weight)[0]
+    with Taps(model).edit("relu", same, outer), Taps(model).edit("relu", same, inner) as taps:
+        y = taps(x)
+        y.sum().backward()
+    assert torch.equal(y, plain)
+    torch.testing.assert_close(model.linear.weight.grad, expected)
+    with Taps(model).edit("relu", lambda h: 3 * h).edit("relu", same, "grad_input") as taps:
+        assert torch.equal(taps(x), 3 * plain)
+        taps(x).sum().backward()
+
+
+def test_outer_edits_of_an_output_come_first() -> None:
+    model = two_layers()
+    with Taps(model).edit("0", lambda h: h * 10), Taps(model).edit("0", lambda h: h + 1) as taps:
+        assert torch.equal(taps(X), model[0].forward(X) * 10 + 1)
+
+
+class Interrupted(nn.Module):
+    on = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.on and torch._C._current_graph_task_id() != -1:
+            raise KeyboardInterrupt
+        return (x.relu() * 2) ** 2
+
+
+class Recomputed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.part, self.linear, self.reentrant = Interrupted(), nn.Linear(4, 4), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda h: self.part(self.linear(h)), x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_an_interrupted_backward_pass_leaves_modes_as_they_were_and_can_be_repeated(reentrant: bool) -> None:
+    model, x = Recomputed(reentrant), X.clone().requires_grad_()
+    with Taps(model).edit("part/mul", lambda h: 5 * h) as taps:
+        with pytest.raises(KeyboardInterrupt):
+            taps(x).sum().backward()
+        model.part.on = False
+        model.zero_grad()
+        taps(x).sum().backward()
+    del taps
+    gc.collect()
+    with torch.device("meta"):
+        assert torch.ones(1).device.type == "meta"
+    gradient = model.linear.weight.grad
+    model.zero_grad()
+    ((F.linear(X, model.linear.weight, model.linear.bias).relu() * 10) ** 2).sum().backward()
+    torch.testing.assert_close(gradient, model.linear.weight.grad)
+
+
+@pytest.mark.parametrize("name", ["test_byobnet", "test_nfnet"])
+def test_gradients_of_networks_whose_identities_stand_before_in_place_layers(name: str) -> None:
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=4).eval()
+    x = torch.randn(2, *model.default_cfg["input_size"])
+    plain = model(x)
+    plain.sum().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    with Taps(model).keep("**", "grad") as taps:
+        y = taps(x)
+        y.sum().backward()
+    assert torch.equal(y, plain)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+    assert len(taps.record) > 50
+
+
+class CopyOfACopy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.block = nn.Linear(4, 4), Passing(nn.Identity())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        w = self.block(y)
+        w.relu_()
+        return y + w
+
+
+class Passing(nn.Module):
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x)
+
+
+class OriginalWritten(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.short, self.relu = nn.Linear(4, 4), nn.Identity(), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        short = self.short(y)
+        return self.relu(y) * 2 + short
+
+
+class Holds(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.held = 2 * x
+        return self.held, x + 1
+
+
+class ReadsWhatIsHeld(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.two = nn.Linear(4, 4), Holds()
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.two(self.linear(x))
+        a.relu_()
+        return self.two.held + b
+
+
+@pytest.mark.parametrize("taps_at_once", [1, 2])
+@pytest.mark.parametrize("make", [CopyOfACopy, OriginalWritten, ReadsWhatIsHeld])
+def test_watched_gradients_never_change_a_result_without_an_error(make, taps_at_once: int) -> None:
+    model = make()
+    plain = model(X)
+    model.linear.weight.grad = None
+    expected = torch.autograd.grad(plain.square().sum(), model.linear.weight)[0]
+    with contextlib.ExitStack() as opened:
+        for _ in range(taps_at_once):
+            opened.enter_context(Taps(model).keep("**", "grad"))
+        try:
+            y = model(X)
+        except StandInError:
+            return
+        y.square().sum().backward()
+    assert torch.equal(y, plain)
+    torch.testing.assert_close(model.linear.weight.grad, expected)
+
+
+def test_the_gradient_of_a_tensor_that_is_passed_twice_is_edited_once() -> None:
+    class Add(nn.Module):
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return a + b
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add = Add()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = x * 1
+            return self.add(h, h)
+
+    x = X.clone().requires_grad_()
+    with Taps(Model()).edit("add", lambda g: 10 * g, "grad_input") as taps:
+        taps(x).sum().backward()
+    assert (x.grad == 20).all()
+
+
+def test_attentions_are_counted_once_for_several_requests() -> None:
+    class Attends(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            F.scaled_dot_product_attention(x, x, x)
+            return F.scaled_dot_product_attention(3 * x, x, x)
+
+    model, x = nn.Sequential(Attends()), torch.randn(1, 1, 3, 4)
+    with Taps(model).keep("0", "attention") as taps:
+        taps(x)
+    both = taps.record
+    with Taps(model).keep("0", "attention", call=0).keep("0", "attention", call=1) as taps:
+        taps(x)
+    assert torch.equal(taps.record["0#0@attention"], both["0#0@attention"])
+    assert torch.equal(taps.record["0#1@attention"], both["0#1@attention"])
+
+
+def test_nothing_of_a_forward_stays_alive() -> None:
+    model, alive = two_layers(), []
+    with Taps(model).keep("0", live=True).keep("0", "grad") as taps:
+        for _ in range(3):
+            taps(X).sum().backward()
+            alive.append(weakref.ref(taps.record["0"]))
+    del taps, model
+    gc.collect()
+    assert [tensor() for tensor in alive] == [None, None, None]
+
+
+def test_frames_of_an_interrupted_forward_are_freed() -> None:
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError
+
+    class Local:
+        pass
+
+    taps = Taps(Fails(), "linear")
+
+    def training() -> weakref.ref[Local]:
+        local = Local()
+        with taps, pytest.raises(ValueError):  # noqa: PT011
+            taps(X)
+        return weakref.ref(local)
+
+    local = training()
+    gc.collect()
+    assert local() is None
+
+
+def test_functions_that_write_no_values_or_return_none_are_left_alone() -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 1
+            y[0] = 1
+            y.unsqueeze_(0)
+            return y.squeeze_(0) + 1
+
+    with Taps(Model()).edit("/*", same) as taps:
+        assert torch.equal(taps(X), Model()(X))
+
+
+def test_an_edit_of_a_glob_or_type_need_not_reach_every_layer() -> None:
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    x = torch.randn(1, 3, 8)
+    for layers in (nn.Linear, "**"):  # self_attn.out_proj is never called
+        with torch.no_grad(), Taps(model).edit(layers, same) as taps:
+            taps(x)
+    idle = pytest.raises(LayertapError, match=r"the edit of self_attn\.out_proj never took effect")
+    with idle, torch.no_grad(), Taps(model).edit("self_attn.out_proj", same) as taps:
+        taps(x)
+
+
+@pytest.mark.parametrize("what", ["grad", "grad_input"])
+def test_gradients_where_autograd_is_off_are_none(what) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.layer, x, use_reentrant=True)
+
+    model = Model()
+    with Taps(model).keep("layer", what) as taps:
+        taps(X.clone().requires_grad_()).sum().backward()
+    assert len(taps.record) == 1
+    with torch.no_grad(), Taps(model).keep("layer", what) as taps:
+        taps(nn.Parameter(X))
+    assert len(taps.record) == 0
