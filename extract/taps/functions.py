@@ -12,36 +12,23 @@ import inspect
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 __all__ = ["Listener", "attention_weights", "memory_of", "operation_name", "unwatched", "watch_again", "watching"]
 
 # Common names of operators, which PyTorch names __radd__ and the like.
 _OPERATORS = {"truediv": "div", "getitem": "index"} | {f"r{name}": name for name in ("add", "mul", "sub", "div", "pow")}
-_IN_PLACE_OPERATORS = frozenset(
-    f"__{name}__"
-    for name in (
-        "add",
-        "sub",
-        "mul",
-        "truediv",
-        "floordiv",
-        "mod",
-        "pow",
-        "matmul",
-        "and",
-        "or",
-        "xor",
-        "lshift",
-        "rshift",
-    )
-)
+_IN_PLACE_OPERATORS = frozenset({
+    "__iadd__", "__iand__", "__ifloordiv__", "__ilshift__", "__imatmul__", "__imod__", "__imul__", "__ior__",
+    "__ipow__", "__irshift__", "__isub__", "__itruediv__", "__ixor__", "__setitem__",
+})  # fmt: skip
 # Their names end like those of functions that write, but they write no values.
 _NO_VALUES_WRITTEN = frozenset({
     "detach_", "requires_grad_", "rename_", "resize_", "resize_as_", "set_", "share_memory_", "squeeze_", "swapaxes_",
@@ -135,11 +122,9 @@ def _is_in_place(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     name: str = getattr(function, "__name__", "")
     if not args or not isinstance(args[0], Tensor):
         return False
-    if name == "__setitem__" or (name.startswith("__i") and f"__{name[3:]}" in _IN_PLACE_OPERATORS):
-        return True
-    if name.endswith("_") and not name.endswith("__"):
-        return name not in _NO_VALUES_WRITTEN
-    if function.__class__ is not FunctionType or not (kwargs.get("inplace") or any(given is True for given in args)):
+    if name.endswith("_"):
+        return name in _IN_PLACE_OPERATORS or (not name.endswith("__") and name not in _NO_VALUES_WRITTEN)
+    if not isinstance(function, FunctionType) or not (kwargs.get("inplace") or any(given is True for given in args)):
         return False
     return bool(inspect.signature(function).bind(*args, **kwargs).arguments.get("inplace"))
 
@@ -157,24 +142,35 @@ def watching(listener: Listener) -> Iterator[None]:
     finally:
         watch.listeners.remove(listener)
         if not watch.listeners and _state.watch is watch:
-            watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            _leave(watch)
             _state.watch = None
 
 
-def watch_again(listener: Listener) -> TorchFunctionMode | None:
-    """Watch functions where a backward pass computes layers again; return the mode to exit afterwards, if any.
+def _leave(mode: TorchFunctionMode) -> None:
+    """Exit a function mode, whatever modes were entered after it; none if PyTorch has discarded it."""
+    if mode not in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+        return
+    later = []
+    while (last := _pop_mode()) is not mode:  # type: ignore[no-untyped-call]
+        later.append(last)
+    for other in reversed(later):
+        _push_mode(other)  # type: ignore[no-untyped-call]
+
+
+def watch_again(listener: Listener) -> Callable[[], None]:
+    """Watch functions where a backward pass computes layers again; return a function that ends it.
 
     A mode is off inside the functions that it watches, and `Tensor.backward` is one. On a GPU, a backward pass runs in
     a thread of its own. If the backward pass is interrupted, PyTorch discards the mode.
     """
-    if _state.watch is None:
-        _state.watch = _Watch()
-    if listener not in _state.watch.listeners:
-        _state.watch.listeners.append(listener)
-    if _state.watch in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
-        return None
-    _state.watch.__enter__()  # type: ignore[no-untyped-call]
-    return _state.watch
+    watch = _state.watch
+    if watch is None:
+        watch = _Watch()
+        watch.listeners.append(listener)
+    elif watch in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+        return lambda: None
+    watch.__enter__()  # type: ignore[no-untyped-call]
+    return partial(_leave, watch)
 
 
 @contextlib.contextmanager

@@ -146,7 +146,7 @@ class HookCalls:
             self._model(*args, **kwargs)
         except _Stop:
             assert self._forward is not None
-            self._forward.running, self._forward.caller = False, None
+            self._forward.running = False
         finally:
             self._stoppable = False
             if self._forward is not None:
@@ -224,17 +224,17 @@ class HookCalls:
                 forward.again.clear()  # of a backward pass that was interrupted
                 forward.again_in = task
             if again and not forward.again:
-                forward.again_mode = watch_again(self._listener)
+                forward.end_again = watch_again(self._listener)
             forward.modules(again).append(names)
 
     def _pop(self, module: nn.Module, args: Any, output: Any) -> None:
         if (forward := self._computing()) and (modules := forward.modules(_in_backward())):
             modules.pop()
-            if modules is forward.again and not modules and forward.again_mode is not None:
-                forward.again_mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            if modules is forward.again and not modules:
+                forward.end_again()
 
     def _start(self, point: HookPoint, module: nn.Module, args: Any) -> None:
-        """Count the call of a module whose outputs are kept and nothing else."""
+        """Count the call of a module of which no input or output is edited."""
         if self._is_our_thread():
             point.calls.append(self._call(module))
 

@@ -15,7 +15,6 @@ from typing import Any, cast, get_args
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 
 from extract.errors import InputError, LayertapError, unknown_name
 from extract.taps.edits import Edit
@@ -59,6 +58,13 @@ class TapRequest:
     def name(self) -> str:
         """The layer, parameter or function, for messages."""
         return f"{self.layer}/{self.operation}" if self.operation else self.layer
+
+    @property
+    def group(self) -> Any:
+        """What an edit has in common with those of the same glob or type: one of them has to take effect."""
+        if not self.pattern:
+            return id(self)
+        return self.pattern, self.path, self.what, self.call, id(self.edit)
 
     def overlaps(self, other: TapRequest) -> bool:
         """Whether both requests may be for the same value."""
@@ -169,13 +175,6 @@ class HookPoint:
     watches: bool = dataclasses.field(init=False)
     calls: list[Call] = dataclasses.field(default_factory=list)
 
-    def edits_output(self, call: int) -> bool:
-        """Whether the output of this call is edited."""
-        return any(
-            request.edit is not None and request.what == "output" and request.call in (None, call)
-            for _, request in self.requests
-        )
-
     def __post_init__(self) -> None:
         self.kept = {what: [] for what in get_args(What)}
         for layer, request in self.requests:
@@ -184,6 +183,13 @@ class HookPoint:
         asked = {(request.what, request.edit is not None) for _, request in self.requests}
         self.edits = ("output", True) in asked or ("input", True) in asked
         self.watches = any("grad" in what for what, _ in asked)
+
+    def edits_output(self, call: int) -> bool:
+        """Whether the output of this call is edited."""
+        return any(
+            request.edit is not None and request.what == "output" and request.call in (None, call)
+            for _, request in self.requests
+        )
 
 
 @dataclasses.dataclass(slots=True)
@@ -294,7 +300,7 @@ class ModelCall:
             afterwards.
         again: names of the modules that a backward pass computes again, the innermost last.
         again_in: the backward pass (graph task) that computes them.
-        again_mode: watches functions meanwhile.
+        end_again: ends the watching of functions meanwhile.
         running: whether the model runs.
         handed_on: whether the record was passed to `on_record`.
         calls: id of a module -> number of its calls.
@@ -310,7 +316,7 @@ class ModelCall:
     caller: FrameType | None
     again: list[list[str]] = dataclasses.field(default_factory=list)
     again_in: int = -1
-    again_mode: TorchFunctionMode | None = None
+    end_again: Callable[[], None] = lambda: None
     running: bool = True
     handed_on: bool = False
     calls: Counter[int] = dataclasses.field(default_factory=Counter)
@@ -352,7 +358,7 @@ class ModelCall:
         return actions
 
     def check_stand_ins(self) -> None:
-        """Check that the model did not write, unnoticed by `check_write`, into a copy whose original it may still read.
+        """Check that the model did not write, unnoticed by `before_write`, into a copy whose original can be read.
 
         Raises:
             StandInError: the model wrote into such a copy.

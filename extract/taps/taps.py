@@ -159,12 +159,12 @@ class Taps(HookCalls):
         """
         if what not in _EDITABLE:
             raise unknown_name("what to edit", what, _EDITABLE)
-        targets: set[tuple[int, str]] = set()  # a module or parameter with two names is edited once
+        requests: dict[Any, TapRequest] = {}  # of a module or parameter with two names, the first
         for request in self._requests_for(layers, what, call):
-            target = id(self._layers.get(request.layer, self._parameters.get(request.layer))), request.operation
-            if target not in targets:
-                targets.add(target)
-                self._requests.append(dataclasses.replace(request, edit=fn))
+            target = id(self._layers.get(request.layer, self._parameters.get(request.layer)))
+            value = target, request.operation, request.what, request.call, request.path
+            requests.setdefault(value, dataclasses.replace(request, edit=fn))
+        self._requests += requests.values()
         return self
 
     def _requests_for(self, layers: Layers, what: What, call: int | None) -> list[TapRequest]:
@@ -287,12 +287,8 @@ class Taps(HookCalls):
             LayertapError: an edit was never applied, although no call of the model was interrupted.
         """
         edits = [request for request in self._requests if request.edit is not None]
-        effective = {(w.pattern, w.what, id(w.edit)) for w in edits if w.pattern and id(w) in self._edited}
-        idle = [
-            request
-            for request in edits
-            if id(request) not in self._edited and (request.pattern, request.what, id(request.edit)) not in effective
-        ]
+        effective = {request.group for request in edits if id(request) in self._edited}
+        idle = [request for request in edits if id(request) not in self._edited and request.group not in effective]
         if not idle or (self._forward is not None and self._forward.running):
             return
         names = ", ".join(dict.fromkeys(request.name for request in idle))

@@ -315,3 +315,38 @@ def test_gradients_where_autograd_is_off_are_none(what) -> None:
     with torch.no_grad(), Taps(model).keep("layer", what) as taps:
         taps(nn.Parameter(X))
     assert len(taps.record) == 0
+
+
+def test_several_parts_and_calls_of_one_layer_are_edited_by_one_call_of_edit() -> None:
+    class Calls(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.cell, self.twice = nn.LSTMCell(4, 4), nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h, c = self.cell(x)
+            return torch.stack([self.twice(h), self.twice(c), self.twice(x)])
+
+    model = Calls()
+    h, c = model.cell(X)
+    with torch.no_grad(), Taps(model).edit(["cell:0", "cell:1", "twice#0", "twice#2"], lambda v: v + 1) as taps:
+        torch.testing.assert_close(taps(X), torch.stack([h + 2, c + 1, X + 1]))
+    idle = pytest.raises(LayertapError, match="the edit of twice never took effect")
+    with idle, torch.no_grad(), Taps(model).edit(["twice#0", "twice#7"], same) as taps:
+        taps(X)
+
+
+def test_taps_that_are_closed_out_of_order_leave_the_modes_of_others() -> None:
+    model, device = two_layers(), torch.device("meta")
+    taps = Taps(model).keep("0", "grad")
+    taps.__enter__()
+    taps(X).sum().backward()
+    device.__enter__()
+    try:
+        taps.__exit__(None, None, None)
+        assert torch.ones(1).device.type == "meta"
+    finally:
+        device.__exit__(None, None, None)
+    assert torch.ones(1).device.type == "cpu"
+    assert torch._C._len_torch_function_stack() == 0
