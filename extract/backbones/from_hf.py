@@ -144,10 +144,10 @@ def load_text_tower(request: LoadRequest) -> TextTower:
         tokenizer = _load_tokenizer(transformers, location)
     text_config = getattr(config, "text_config", None)
     known = int(getattr(text_config, "vocab_size", 0))
-    found = 0 if tokenizer is None else len(tokenizer)
-    if tokenizer is None or found < known / 2:
+    n_tokens = 0 if tokenizer is None else len(tokenizer)
+    if tokenizer is None or n_tokens < known / 2:
         raise InputError(
-            f"{request.spec}: no matching tokenizer in {location.name} (it has {found:,} tokens, the model "
+            f"{request.spec}: no matching tokenizer in {location.name} (it has {n_tokens:,} tokens, the model "
             f"{known:,})" + ("; copy the tokenizer's files there" if location.local else "")
         )
     limit = tokenizer.model_max_length

@@ -269,7 +269,12 @@ def overridden(preprocessing: Preprocessing, given: Mapping[str, Any]) -> Prepro
     crop = (crop, crop) if isinstance(crop, int) else (int(crop[0]), int(crop[1]))
     size = size if isinstance(size, int) else (int(size[0]), int(size[1]))
     mean, std = (tuple(map(float, given.get(name, getattr(preprocessing, name)))) for name in ("mean", "std"))
-    if len(mean) != 3 or len(std) != 3 or not all(0 < one < 1e6 for one in std) or not all(map(math.isfinite, mean)):
+    if (
+        len(mean) != 3
+        or len(std) != 3
+        or not all(0 < value < 1e6 for value in std)
+        or not all(map(math.isfinite, mean))
+    ):
         raise InputError(f"mean {mean}, std {std}; expected three numbers each, for pixels scaled to 0..1, std above 0")
     if min(crop) < 1 or min([size] if isinstance(size, int) else size) < 1 or max(crop) > _MAX_SIDE_PX:
         raise InputError(f"size {size}, crop {crop}; expected 1 to {_MAX_SIDE_PX:,} pixels")

@@ -162,7 +162,7 @@ def top_images(
         layer: name of the layer.
         total: number of images compared.
     """
-    title = f"{drawable(layer, 60)}: images with the largest value of each channel, of {total:,}; bright: where"
+    title = f"{drawable(layer, 60)}: largest values of each channel among {total:,} images, bright where they are"
     figure, tiles = _grid(len(best), max(len(rows) for rows in best.values()), title)
     for line, (channel, rows) in enumerate(best.items()):
         place = list(best).index(channel)

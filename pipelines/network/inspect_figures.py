@@ -134,26 +134,30 @@ def _gradient_flow(inspection: Inspection) -> Figure | None:
     if not tensors:
         return None
     places = {report.layer: place for place, report in enumerate(tensors)}
-    figure, (flow, ratio) = _stacked(len(tensors), 2, [report.name for report in tensors], 3.6)
-    norms = np.array([report.gradient_norm for report in tensors])
-    flow.plot(np.where(norms > 0, norms, np.nan), range(len(tensors)), color=COLOURS[0], marker="o", markersize=3)
-    flow.set_xscale("log")
-    flow.set_title("gradient norm of the activation of an image", fontsize=9)
     shown = [
         parameter
         for parameter in inspection.parameters
         if parameter.layer in places and parameter.gradient_to_weight > 0
     ]
+    figure, panels = _stacked(len(tensors), 2 if shown else 1, [report.name for report in tensors], 3.6)
+    norms = np.array([report.gradient_norm for report in tensors])
+    panels[0].plot(np.where(norms > 0, norms, np.nan), range(len(tensors)), color=COLOURS[0], marker="o", markersize=3)
+    panels[0].set_title("gradient norm of the activation of an image", fontsize=9)
     for kind, colour in (("weight", COLOURS[1]), ("bias", COLOURS[2])):
         parameters = [parameter for parameter in shown if parameter.name.rpartition(".")[2] == kind]
         ratios = [parameter.gradient_to_weight for parameter in parameters]
         rows = [places[parameter.layer] for parameter in parameters]
-        ratio.plot(ratios, rows, "o", color=colour, markersize=3, label=kind)
-    ratio.set_xscale("log")
-    for axes in (flow, ratio):
-        axes.xaxis.set_minor_formatter(NullFormatter())
-    ratio.set_title("gradient norm / norm of a parameter", fontsize=9)
-    ratio.legend(frameon=False, fontsize=7)
+        if rows:
+            panels[-1].plot(ratios, rows, "o", color=colour, markersize=3, label=kind)
+    if shown:
+        panels[-1].set_title("gradient norm / norm of a parameter", fontsize=9)
+        panels[-1].legend(frameon=False, fontsize=7)
+    for axes in panels:
+        axes.set_xscale("log")
+        axes.tick_params(axis="x", which="both", labelsize=7)
+        low, high = axes.get_xlim()
+        if high > 10 * low:  # the powers of ten are enough
+            axes.xaxis.set_minor_formatter(NullFormatter())
     return figure
 
 

@@ -197,7 +197,7 @@ class ShardWriter:
         local = np.asarray(rows, np.int64) - self.first_row
         if len(local) and not (local[0] >= 0 and local[-1] < len(self.status) and (np.diff(local) > 0).all()):
             raise ValueError(f"rows {rows} are not ascending rows of this shard")
-        if sorted(source) != sorted(SOURCE) or any(len(one) != len(rows) for one in (*columns, *source.values())):
+        if sorted(source) != sorted(SOURCE) or any(len(column) != len(rows) for column in (*columns, *source.values())):
             raise ValueError(f"expected status and {', '.join(SOURCE)}, with {len(rows)} values each")
         return local
 
