@@ -331,7 +331,7 @@ def test_layers_are_listed() -> None:
     assert "List them: layertap layers timm/test_resnet" in fails("layers", "timm/test_resnet", "layr1")
 
 
-# show and demo
+# show
 
 
 def test_show_tells_what_is_inside(folder: Path, tmp_path: Path) -> None:
@@ -360,23 +360,6 @@ def test_show_describes_a_data_set_that_is_not_complete(folder: Path, tmp_path: 
 def test_show_of_something_else(tmp_path: Path) -> None:
     assert "is not a layertap data set" in fails("show", tmp_path)
     assert "does not exist" in fails("show", tmp_path / "nothing")
-
-
-@pytest.mark.slow
-def test_the_demo_ends_with_lines_that_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = layertap("demo")
-    assert result.exit_code == 0
-    assert "(1797, 1280) float32" in result.stdout
-    assert "confusion.png" in result.stdout
-    assert "report, to be opened in a browser: outputs/demo/features/report.html" in result.stdout
-    assert (tmp_path / "outputs/demo/features/report.html").stat().st_size < 10_000_000
-    accuracy = json.loads((tmp_path / "outputs/demo/probe/results.json").read_text())["probes"][0]["metrics"]["top1"]
-    assert accuracy["value"] > 0.9
-    names: dict[str, np.ndarray] = {}
-    exec(result.stdout.split("To read the features:")[1], names)
-    assert names["x"].shape == (1797, 1280)
-    assert np.bincount(names["y"]).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
 
 
 def test_help_does_not_wait_for_torch() -> None:
