@@ -50,8 +50,10 @@ class extract.GradientMonitor(model: nn.Module, layers: str | Sequence[str] | No
 class extract.InputError(LayertapError, ValueError)
 class extract.LayertapError(Exception)
 class extract.LockedError(LayertapError)
-class extract.Record(why_absent: Callable[[str], str | None])
+class extract.Record(why_absent: Callable[[str], str | None], requested: Sequence[Requested] = ())
 extract.Record.find(self, text: str) -> list[Site]
+extract.Record.missing: dict[str, str]
+extract.Record.select(self, pattern: str) -> dict[str, Any]
 extract.Record.sites: dict[str, Site]
 class extract.Site(layer: str, call: int = 0, path: Path = (), what: What = 'output')
 extract.Site.is_meant_by(self, text: str) -> bool

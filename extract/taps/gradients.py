@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from extract.errors import LayertapError
 from extract.taps.edits import apply_edit
 from extract.taps.functions import unwatched
 from extract.taps.record import Reduce, Site, What
 from extract.taps.requests import Block, Call, HookPoint, ModelCall, OutputStandIn, TapRequest
 
-__all__ = ["CopyOut", "on_gradient", "to_watch"]
+__all__ = ["BackwardPasses", "CopyOut", "add_earlier_parts", "on_gradient", "to_watch"]
 
 CopyOut = Callable[[Tensor, Reduce | None, Site], Any]  # reduces and copies a kept tensor
 
@@ -92,3 +96,62 @@ def on_gradient(
 def _has_other_readers(tensor: Tensor, calls: list[Call]) -> bool:
     """Whether the innermost call received this very tensor as an input, or returns others beside it."""
     return bool(calls) and (calls[-1].returns_several or any(tensor is given for given in calls[-1].inputs))
+
+
+class BackwardPasses:
+    """Numbers the backward passes of a thread. A reentrant checkpoint runs passes inside another; all count as one."""
+
+    _STARTS = frozenset({torch.autograd.backward.__code__, torch.autograd.grad.__code__})
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._task = -1  # the graph task, one for each pass inside another
+        self._frame: FrameType | None = None  # of the outermost pass
+
+    def number(self, thread: int) -> int:
+        """Return the number of the backward pass that was started in a thread and is running."""
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return self._number
+        self._task, outermost = task, None
+        frame = sys._current_frames().get(thread)
+        while frame is not None:
+            if frame.f_code in self._STARTS:
+                outermost = frame
+            frame = frame.f_back
+        if outermost is None or outermost is not self._frame:
+            self._number += 1
+        self._frame = outermost
+        return self._number
+
+    def ended(self) -> None:
+        """Let go of the last pass, whose frame keeps variables of its callers alive."""
+        self._frame = None
+
+
+def add_earlier_parts(forward: ModelCall, site: Site, request: TapRequest, earlier: Any, number: int) -> None:
+    """Add the kept part of a parameter's gradient to what was kept before in the same backward pass.
+
+    A parameter that several reentrant checkpoints share receives its gradient in parts.
+
+    Args:
+        forward: the call of the model.
+        site: the site of the gradient.
+        request: the request that keeps it.
+        earlier: what was kept before; None if nothing was.
+        number: number of the backward pass.
+
+    Raises:
+        LayertapError: the parts are reduced.
+    """
+    same_pass = forward.parameters_in.get(site) == number
+    forward.parameters_in[site] = number
+    if earlier is None or not same_pass:
+        return
+    if request.reduce is not None:
+        raise LayertapError(
+            f"{site} comes in parts, one for each reentrant checkpoint, which cannot be reduced one by one; keep it "
+            "without `reduce`, or checkpoint with use_reentrant=False"
+        )
+    with unwatched(), torch.no_grad():
+        forward.record.by_site[site] = earlier + forward.record.by_site[site]

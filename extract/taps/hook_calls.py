@@ -8,7 +8,6 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from fnmatch import fnmatchcase
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -18,14 +17,24 @@ from torch import Tensor, nn
 
 from extract.errors import InputError, LayertapError
 from extract.taps.edits import apply_edit
-from extract.taps.functions import Listener, attention_weights, operation_name, unwatched, watch_again
-from extract.taps.gradients import CopyOut, on_gradient, to_watch
+from extract.taps.functions import unwatched
+from extract.taps.gradients import BackwardPasses, CopyOut, add_earlier_parts, on_gradient, to_watch
 from extract.taps.layer_names import named_layers, named_parameters, unwrap
 from extract.taps.nested import Path, as_arguments, map_tensors, tensors_in
-from extract.taps.record import Record, Reduce, Site, What
-from extract.taps.requests import Block, Call, HookPoint, ModelCall, StandIn, TapRequest, handed_back, why_absent
+from extract.taps.record import Record, Reduce, Requested, Site, What
+from extract.taps.requests import (
+    OPENED,
+    Block,
+    Call,
+    HookPoint,
+    ModelCall,
+    StandIn,
+    TapRequest,
+    handed_back,
+    why_absent,
+)
 
-__all__ = ["HookCalls", "copy_out"]
+__all__ = ["HookCalls", "copy_out", "in_backward", "number_again"]
 
 _UNKNOWN = -1
 
@@ -76,6 +85,11 @@ def _copied(value: Any, site: Site, to_cpu: Callable[[Tensor], Tensor] | None) -
         )
     if value.is_nested:
         raise InputError(f"{site} is a nested tensor, whose rows differ in shape; reduce it to a plain tensor")
+    if hasattr(value, "full_tensor"):
+        raise InputError(
+            f"{site} is a DTensor, spread over processes; reduce it to the part of this one (lambda t: t.to_local()) "
+            "or, in all of them, to the whole (lambda t: t.full_tensor())"
+        )
     if torch._C._functorch.is_functorch_wrapped_tensor(value):
         raise InputError(
             f"{site} is inside torch.func (vmap, grad, ...), where values cannot be copied out of the model"
@@ -126,14 +140,15 @@ class HookCalls:
         self._requests: list[TapRequest] = []
         # A record may be kept for long, and must not keep the model alive.
         explained_by = weakref.WeakMethod(self._why_absent)
-        self._explain = lambda text: explain(text) if (explain := explained_by()) else None
-        self._listener = Listener()  # of functions, chosen when the block starts
+        self._explain = lambda calls, text: explain(calls, text) if (explain := explained_by()) else None
+        self._requested: list[Requested] = []  # what is kept, for the records
         self._block: Block | None = None  # None outside the `with` block
         self._forward: ModelCall | None = None  # the running call of the model, or the last one
         self._points: list[HookPoint] = []
         self._edited: set[int] = set()  # id of each request whose edit was applied in this block
         self._stoppable = False  # the forward runs inside `__call__`, which catches _Stop
         self._to_keep: Counter[tuple[str, What]] = Counter()  # `ModelCall.kept` of a whole forward
+        self._passes: BackwardPasses | None = None  # numbered if gradients of parameters are kept
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model and return its output, or None with `stop=True`."""
@@ -162,15 +177,17 @@ class HookCalls:
         """
         if self._forward is None:
             raise LayertapError(
-                "nothing recorded yet: the model itself must be called inside the `with` block, in its thread "
-                "(model.forward_features(...) or a single layer does not count)"
+                "nothing recorded yet: the model itself must be called inside the `with` block, in its thread and "
+                "asyncio task (model.forward_features(...) or a single layer does not count)"
             )
         if self._forward.running:
             raise LayertapError("the last forward of the model did not finish; it left no record")
+        if self._passes is not None and not in_backward():
+            self._passes.ended()
         return self._forward.record
 
-    def _why_absent(self, text: str) -> str | None:
-        return why_absent(text, self._requests, self._layers, named_layers(self._model))
+    def _why_absent(self, calls: Counter[int], text: str) -> str | None:
+        return why_absent(text, self._requests, self._layers, named_layers(self._model), calls)
 
     # The hooks. A forward is running between the pre-hook and the hook of the model itself; calls in other threads are
     # ignored. When activation checkpointing recomputes layers in the backward pass, edits are applied again and
@@ -178,14 +195,20 @@ class HookCalls:
 
     def _begin(self, module: nn.Module, args: Any, caller: FrameType | None = None) -> None:
         """Complete the last record and start a new one; the pre-hook of the model, called by `caller`."""
-        if self._block is None or self._block.thread != threading.get_ident():
+        block = self._block
+        if block is None or block.thread != threading.get_ident() or block.mark not in OPENED.get():
             return
         if self._forward is not None and self._forward.running and _is_active(self._forward.caller):
             return  # the model calls itself: its layers run again in the same forward
         self._hand_on()
         for point in self._points:
             point.calls.clear()  # calls of a forward that was stopped or interrupted
-        self._forward = ModelCall(Record(self._explain), [[""]], caller or sys._getframe(1))
+            point.numbers.clear()
+        if self._passes is not None:
+            self._passes.ended()
+        calls: Counter[int] = Counter()
+        record = Record(partial(self._explain, calls), self._requested)
+        self._forward = ModelCall(record, [[""]], caller or sys._getframe(1), calls=calls)
         self._forward.left = len(self._to_keep)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -209,29 +232,27 @@ class HookCalls:
         if block is None or forward is None or not forward.running or block.thread != threading.get_ident():
             return None
         # A backward pass inside the forward may recompute checkpointed layers, which does not count as a call.
-        return None if _in_backward() else forward
+        return None if in_backward() else forward
 
     def _computing(self) -> ModelCall | None:
         """Return the forward that is running, or some of whose layers a backward pass computes again; or None."""
-        if _in_backward():
-            return self._forward if self._is_our_thread() else None
-        return self._running()
+        if not in_backward():
+            return self._running()
+        return self._forward if self._is_our_thread() and self._block and self._block.is_of_this_task else None
 
-    def _push(self, names: list[str], module: nn.Module, args: Any) -> None:
-        if forward := self._computing():
-            again = _in_backward()
-            if again and forward.again_in != (task := torch._C._current_graph_task_id()):
-                forward.again.clear()  # of a backward pass that was interrupted
-                forward.again_in = task
-            if again and not forward.again:
-                forward.end_again = watch_again(self._listener)
-            forward.modules(again).append(names)
+    def _count(self, point: HookPoint, module: nn.Module, args: Any) -> None:
+        """Count the call of a module whose outputs are kept, and nothing else."""
+        if forward := self._running():
+            number = forward.calls.get(key := id(module), 0)
+            forward.calls[key] = number + 1
+            point.numbers.append(number)
 
-    def _pop(self, module: nn.Module, args: Any, output: Any) -> None:
-        if (forward := self._computing()) and (modules := forward.modules(_in_backward())):
-            modules.pop()
-            if modules is forward.again and not modules:
-                forward.end_again()
+    def _keep_output(self, point: HookPoint, module: nn.Module, args: Any, output: Any) -> None:
+        """Keep the output of a counted call, after other hooks have replaced it."""
+        if (forward := self._running()) and point.numbers:
+            number = point.numbers.pop()
+            if output is not None:  # it is None if the layer raised
+                self._keep_values(point, forward, number, output, "output")
 
     def _start(self, point: HookPoint, module: nn.Module, args: Any) -> None:
         """Count the call of a module of which no input or output is edited."""
@@ -262,7 +283,7 @@ class HookCalls:
         passed = self._watch(point, call.number, value, "input")
         if point.watches:
             call.inputs = [tensor for _, tensor in tensors_in(passed)]
-        self._keep_values(point, call, passed, "input")
+        self._keep_values(point, call.forward, call.number, passed, "input")
         return None if passed is value else as_arguments(passed, len(args))
 
     def _hand_back(self, point: HookPoint, module: nn.Module, args: Any, output: Any) -> Any:
@@ -293,20 +314,23 @@ class HookCalls:
                 if point.watches:
                     call.returns_several = not isinstance(output, Tensor) and sum(1 for _ in tensors_in(output)) > 1
                     passed = self._watch(point, call.number, output, "output")
-                self._keep_values(point, call, passed, "output")
+                self._keep_values(point, call.forward, call.number, passed, "output")
         finally:
             point.calls.pop()
         return None if passed is output else passed
 
     def _on_parameter(self, request: TapRequest, gradient: Tensor) -> Tensor | None:
-        site = Site(request.layer, what="grad")
-        if not self._is_our_thread():
+        site, block, forward = Site(request.layer, what="grad"), self._block, self._forward
+        if block is None or not self._is_our_thread() or not block.is_of_this_task:
             return None
         if request.edit is not None:
             self._edited.add(id(request))
             return apply_edit(gradient, request.edit, site)
-        if self._forward is not None:
-            self._keep(self._forward, site, request, gradient)
+        if forward is not None:
+            earlier = forward.record.by_site.get(site)
+            self._keep(forward, site, request, gradient)
+            self._passes = self._passes or BackwardPasses()
+            add_earlier_parts(forward, site, request, earlier, self._passes.number(block.thread))
         return None
 
     def _call(self, module: nn.Module) -> Call:
@@ -316,66 +340,14 @@ class HookCalls:
             forward.calls[id(module)] = number + 1
             return Call(number, forward)
         if forward := self._computing():
-            return Call(self._number_again(forward.calls, id(module)), None)
+            return Call(number_again(forward.calls, id(module)), None)
         return Call(None, None)
-
-    @staticmethod
-    def _number_again(calls: Counter[Any], key: Any) -> int:
-        """Return the number of a call that a backward pass repeats; see `Call`."""
-        return 0 if calls[key] == 1 else _UNKNOWN
 
     def _is_our_thread(self) -> bool:
         """Whether a hook was called for the thread of the block; backward passes on a GPU run in another thread."""
         if self._block is None or self._block.thread == threading.get_ident():
             return self._block is not None
-        return torch.cuda.is_initialized() and _in_backward()  # type: ignore[no-untyped-call]
-
-    def _on_write(self, tensor: Tensor, written: set[int]) -> list[Callable[[], object]]:
-        forward = self._computing()
-        return forward.before_write(tensor, written) if forward is not None and forward.stand_ins else []
-
-    def _edits_function(self, function: Any) -> bool:
-        """Whether a call of this function, now, has its result edited."""
-        forward, name = self._computing(), operation_name(function)
-        if forward is None or name is None or not (modules := forward.modules(_in_backward())):
-            return False
-        return any(
-            request.edit is not None and request.layer in modules[-1] and fnmatchcase(name, request.operation)
-            for request in self._requests
-            if request.operation
-        )
-
-    def _on_operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        forward, name, again = self._computing(), operation_name(function), _in_backward()
-        if forward is None or name is None or not (modules := forward.modules(again)):
-            return result
-        attended = [
-            request
-            for request in self._requests
-            if request.what == "attention" and any(request.layer in names for names in modules)
-        ]
-        if attended and not again:
-            with unwatched():
-                weights = attention_weights(function, args, kwargs, result)
-            for layer in dict.fromkeys(request.layer for request in attended if weights is not None):
-                point = HookPoint([(layer, request) for request in attended if request.layer == layer])
-                call = Call(forward.attentions[layer], forward)
-                forward.attentions[layer] += 1
-                self._keep_values(point, call, weights, "attention")
-        for layer in modules[-1]:
-            requests = [
-                (f"{layer}/{name}", request)
-                for request in self._requests
-                if request.operation and request.layer == layer and fnmatchcase(name, request.operation)
-            ]
-            if requests and any(True for _ in tensors_in(result)):
-                key = f"{layer}/{name}"
-                forward.operations[key] += not again
-                number = self._number_again(forward.operations, key) if again else forward.operations[key] - 1
-                point = HookPoint(requests)
-                result = self._watch(point, number, self._edit(point, number, result, "output"), "output")
-                self._keep_values(point, Call(number, None if again else forward), result, "output")
-        return result
+        return torch.cuda.is_initialized() and in_backward()  # type: ignore[no-untyped-call]
 
     def _edit(self, point: HookPoint, call: int, value: Any, side: What) -> Any:
         """Edit a value, and return what the model continues with."""
@@ -391,9 +363,10 @@ class HookCalls:
         with unwatched():
             return map_tensors(value, partial(self._watched_tensor, point, call, side))
 
-    def _keep_values(self, point: HookPoint, call: Call, value: Any, side: What) -> None:
-        """Keep a value of a call in the record; end the forward after the last value."""
-        forward, number = call.forward, call.number
+    def _keep_values(
+        self, point: HookPoint, forward: ModelCall | None, number: int | None, value: Any, side: What
+    ) -> None:
+        """Keep a value of a call (see `Call`) in the record; end the forward after the last value."""
         if forward is None or number is None:
             return
         for layer, request, first_site in point.kept[side]:
@@ -494,6 +467,11 @@ def _is_active(caller: FrameType | None) -> bool:
     return frame is not None
 
 
-def _in_backward() -> bool:
+def number_again(calls: Counter[Any], key: Any) -> int:
+    """Return the number of a call that a backward pass repeats; see `Call`."""
+    return 0 if calls[key] == 1 else _UNKNOWN
+
+
+def in_backward() -> bool:
     """Whether this thread is inside a backward pass; the same test as in `torch.utils.checkpoint`."""
     return torch._C._current_graph_task_id() != -1

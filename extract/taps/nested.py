@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -57,15 +58,25 @@ def _parts(value: Any) -> list[tuple[str | int, Any]]:
 
 
 def _rebuilt(value: Any, parts: dict[str | int, Any]) -> Any:
+    if isinstance(value, MappingProxyType):
+        return MappingProxyType(parts)
     if isinstance(value, Mapping):
         rebuilt: Any = copy.copy(value)
         for key, part in parts.items():
             rebuilt[key] = part
         return rebuilt
-    if isinstance(value, tuple | list):
-        items = list(parts.values())
-        make = getattr(type(value), "_make", type(value))  # a named tuple's constructor takes separate fields
-        return make(items)
+    if isinstance(value, list):
+        rebuilt = copy.copy(value)
+        rebuilt[:] = parts.values()
+        return rebuilt
+    if hasattr(type(value), "n_sequence_fields"):  # torch.return_types
+        return type(value)(parts.values())
+    if isinstance(value, tuple):
+        # The constructor of a subclass may take other arguments.
+        rebuilt = tuple.__new__(type(value), parts.values())
+        if hasattr(value, "__dict__"):
+            vars(rebuilt).update(vars(value))
+        return rebuilt
     rebuilt = copy.copy(value)
     for name, part in parts.items():
         object.__setattr__(rebuilt, str(name), part)  # works for frozen dataclasses too

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from torch import Tensor
 
 from extract.errors import LayertapError, UnknownNameError, unknown_name
+from extract.taps.layer_names import is_glob, match_layers
 from extract.taps.nested import Path
 
-__all__ = ["Record", "Reduce", "Site", "What", "split_text"]
+__all__ = ["Record", "Reduce", "Requested", "Site", "What", "split_text"]
 
 Reduce = Callable[[Tensor], Any]
 What = Literal["output", "input", "grad", "grad_input", "attention"]
@@ -52,6 +54,41 @@ class Site:
         return False
 
 
+@dataclasses.dataclass(frozen=True)
+class Requested:
+    """Values of one layer that are to be kept or edited.
+
+    A `call` of None means every call. `path` is the path of a tensor or the start of one. If `operation` is not empty,
+    functions called in the layer's own forward whose names match this glob are meant.
+    """
+
+    layer: str
+    operation: str
+    what: What
+    call: int | None = None
+    path: tuple[str, ...] = ()
+    pattern: str = ""  # the glob or type that named the layer; empty if it was named itself
+
+    @property
+    def name(self) -> str:
+        """The layer, parameter or function, for messages."""
+        return f"{self.layer}/{self.operation}" if self.operation else self.layer
+
+    def text(self) -> str:
+        """Return the text form of the sites that are meant."""
+        return Site(self.name, self.call or 0, self.path, self.what).text(with_call=self.call is not None)
+
+    def covers(self, path: Path) -> bool:
+        """Whether a tensor at this path is meant, or is inside a tuple, list or mapping that is."""
+        return tuple(map(str, path[: len(self.path)])) == self.path
+
+    def is_met_by(self, site: Site) -> bool:
+        """Whether a site is one of those meant."""
+        layer, _, operation = site.layer.partition("/")
+        same = layer == self.layer and fnmatchcase(operation, self.operation) and site.what == self.what
+        return same and self.call in (None, site.call) and self.covers(site.path)
+
+
 _TEXT = re.compile(r"(?P<layer>[^#:@]*)(?:#(?P<call>\d+))?(?::(?P<path>[^@]*))?(?:@(?P<what>\w+))?")
 
 
@@ -78,10 +115,12 @@ class Record(Mapping[str, Any]):
 
     Attributes:
         why_absent: returns why a text names no value; None if it was never requested.
+        requested: what was to be kept.
         by_site: the values by their sites. The hooks store them here.
     """
 
     why_absent: Callable[[str], str | None]
+    requested: Sequence[Requested] = ()
     by_site: dict[Site, Any] = dataclasses.field(default_factory=dict, init=False)
     _sites: dict[str, Site] = dataclasses.field(default_factory=dict, init=False)  # see `sites`
     _versions: dict[Site, int] = dataclasses.field(default_factory=dict, init=False)  # of live tensors
@@ -100,14 +139,44 @@ class Record(Mapping[str, Any]):
         if not tensor.is_inference():
             self._versions[site] = tensor._version
 
+    @property
+    def missing(self) -> dict[str, str]:
+        """What was requested by name and has no value -> the reason: a layer that did not run, for example."""
+        absent = [
+            request.text()
+            for request in self.requested
+            if not request.pattern and not any(request.is_met_by(site) for site in self.by_site)
+        ]
+        return {text: self.why_absent(text) or "no value was recorded" for text in absent}
+
     def find(self, text: str) -> list[Site]:
-        """Return the sites that a text can mean; it may omit the call, path or kind."""
+        """Return the sites that a text can mean; it may omit the call, path or kind.
+
+        Where the output of a layer was requested, a text that omits the kind means the output.
+        """
         if text in self.sites:
             return [self.sites[text]]
-        return [site for site in self.by_site if site.is_meant_by(text)]
+        sites = [site for site in self.by_site if site.is_meant_by(text)]
+        outputs = {request.layer for request in self.requested if request.what == "output"}
+        return [site for site in sites if site.what == "output" or "@" in text or site.layer not in outputs]
+
+    def select(self, pattern: str) -> dict[str, Any]:
+        """Return name -> value of all sites whose layer matches a glob, in the order of computation.
+
+        Args:
+            pattern: name or glob of layers, as for `Taps.keep`: `blocks.*`, `**`, `blocks.*/softmax`; with a kind,
+                `blocks.*@grad`, only values of this kind.
+
+        Raises:
+            UnknownNameError: no kept value matches.
+        """
+        layers, _, _, what = split_text(pattern, ())
+        sites = {name: site for name, site in self.sites.items() if what in (None, site.what)}
+        matches = set(match_layers({site.layer: None for site in sites.values()}, layers, "this record"))
+        return {name: self._value(site) for name, site in sites.items() if site.layer in matches}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _loaded, (self.by_site,)
+        return _loaded, (self.by_site, self.requested, self.missing)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.sites)
@@ -130,7 +199,8 @@ class Record(Mapping[str, Any]):
             raise UnknownNameError(f"{text!r} names more than one tensor: {names}")
         if reason := self.why_absent(text):
             raise UnknownNameError(reason)
-        raise unknown_name("kept tensor", text, self, "this record")
+        hint = f"For all that match: record.select({text!r})" if is_glob(text) else ""
+        raise unknown_name("kept tensor", text, self, "this record", hint)
 
     def _value(self, site: Site) -> Any:
         value = self.by_site[site]
@@ -143,12 +213,13 @@ class Record(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         values = ((name, self.by_site[site]) for name, site in self.sites.items())
-        rows = (f"  {name}: {tuple(v.shape) if isinstance(v, Tensor) else v!r}" for name, v in values)
+        rows = [f"  {name}: {tuple(v.shape) if isinstance(v, Tensor) else v!r}" for name, v in values]
+        rows += [f"  {text}: none, {reason}" for text, reason in self.missing.items()]
         return "Record(\n" + "\n".join(rows) + "\n)"
 
 
-def _loaded(by_site: dict[Site, Any]) -> Record:
-    """Return a pickled record; it no longer knows why values are absent."""
-    record = Record(lambda text: None)
+def _loaded(by_site: dict[Site, Any], requested: Sequence[Requested], missing: dict[str, str]) -> Record:
+    """Return a pickled record; of values that are absent, it knows why those named are."""
+    record = Record(missing.get, requested)
     record.by_site.update(by_site)
     return record

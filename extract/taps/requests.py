@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from functools import partial
 from types import FrameType
 from typing import Any, cast, get_args
@@ -20,10 +21,11 @@ from extract.errors import InputError, LayertapError, unknown_name
 from extract.taps.edits import Edit
 from extract.taps.functions import memory_of
 from extract.taps.layer_names import match_layers
-from extract.taps.nested import Path, map_tensors
-from extract.taps.record import Record, Reduce, Site, What, split_text
+from extract.taps.nested import map_tensors
+from extract.taps.record import Record, Reduce, Requested, Site, What, split_text
 
 __all__ = [
+    "OPENED",
     "Block",
     "Call",
     "HookPoint",
@@ -37,27 +39,12 @@ __all__ = [
 
 
 @dataclasses.dataclass(frozen=True)
-class TapRequest:
-    """A request to edit a value of one layer, or to keep it if `edit` is None.
+class TapRequest(Requested):
+    """A request to edit a value of one layer, or to keep it if `edit` is None."""
 
-    A `call` of None means every call. `path` is the path of a tensor or the start of one. If `operation` is not empty,
-    the request is for functions called in the layer's own forward whose names match this glob.
-    """
-
-    layer: str
-    operation: str
-    what: What
-    call: int | None = None
-    path: tuple[str, ...] = ()
     reduce: Reduce | None = None
     edit: Edit | None = None
     live: bool = False  # the tensor itself is kept, not a copy
-    pattern: str = ""  # the glob or type that named the layer; empty if it was named itself
-
-    @property
-    def name(self) -> str:
-        """The layer, parameter or function, for messages."""
-        return f"{self.layer}/{self.operation}" if self.operation else self.layer
 
     @property
     def group(self) -> Any:
@@ -73,9 +60,9 @@ class TapRequest:
         calls = (self.call, other.call)
         return same and self.path[:depth] == other.path[:depth] and (None in calls or calls[0] == calls[1])
 
-    def covers(self, path: Path) -> bool:
-        """Whether the request is for the tensor at this path, or for a tuple, list or mapping that contains it."""
-        return tuple(map(str, path[: len(self.path)])) == self.path
+    def without_functions(self) -> Requested:
+        """Return what is requested, without what is done with it: it can be pickled."""
+        return Requested(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Requested)})
 
 
 def requests_for(
@@ -125,7 +112,11 @@ def requests_for(
 
 
 def why_absent(
-    text: str, requests: Sequence[TapRequest], layers: Mapping[str, nn.Module], layers_now: Mapping[str, nn.Module]
+    text: str,
+    requests: Sequence[TapRequest],
+    layers: Mapping[str, nn.Module],
+    layers_now: Mapping[str, nn.Module],
+    calls: Mapping[int, int],
 ) -> str | None:
     """Return why a requested value is missing from a record; None if it was not requested.
 
@@ -134,27 +125,42 @@ def why_absent(
         requests: all requests.
         layers: layers of the model when the `Taps` were made.
         layers_now: layers of the model.
+        calls: id of a module -> number of its calls in the forward.
     """
-    layer = split_text(text, layers)[0]
+    layer, _, _, what = split_text(text, layers)
     name, slash, operation = layer.partition("/")
     asked = [w for w in requests if w.edit is None and w.layer == name and bool(w.operation) == bool(slash)]
+    asked = [request for request in asked if what in (None, request.what)]
     if not asked:
         return None
     if slash:
         return f"no function {operation!r} was called in the forward of layer {name!r}"
+    layer = f"layer {name!r}" if name else "the model"
     if name and name in layers and layers_now.get(name) is not layers[name]:
-        return f"layer {name!r} was replaced by another module after these Taps were made"
-    if all(request.what in ("grad", "grad_input") for request in asked) or "@grad" in text:
+        return f"{layer} was replaced by another module after these Taps were made"
+    if name not in layers:
         return (
-            f"no gradient reached layer {name!r}: call backward() inside the `with` block, on a loss that depends "
+            f"no gradient reached parameter {name!r}: call backward() inside the `with` block, on a loss that depends "
+            "on it (FSDP hands the gradients of its parameters to no hook: read `.grad`)"
+        )
+    if all(request.what in ("grad", "grad_input") for request in asked):
+        return (
+            f"no gradient reached {layer}: call backward() inside the `with` block, on a loss that depends "
             "on it (with reentrant checkpointing, layers that run more than once get none; use_reentrant=False)"
         )
     if all(request.what == "attention" for request in asked):
-        return f"layer {name!r} computed no attention that layertap recognises"
-    parent = layers.get(name.rpartition(".")[0])
-    if isinstance(parent, nn.MultiheadAttention):
-        return f"layer {name!r} never runs: nn.MultiheadAttention uses its weights without calling it"
-    return f"layer {name!r} did not run in this forward"
+        return f"{layer} computed no attention that layertap recognises"
+    parent, count = layers.get(name.rpartition(".")[0]), calls.get(id(layers[name]), 0)
+    if not count and isinstance(parent, nn.MultiheadAttention):
+        return f"{layer} never runs: nn.MultiheadAttention uses its weights without calling it"
+    if not count:
+        return f"{layer} did not run in this forward"
+    request = asked[0]
+    if request.call is not None and request.call >= count:
+        return f"{layer} ran {count} times in this forward; there is no call {request.call}, since the first is 0"
+    verb = "returned" if request.what == "output" else "received"
+    where = " at path " + ".".join(request.path) if request.path else ""
+    return f"{layer} ran, but {verb} no tensor{where}"
 
 
 @dataclasses.dataclass
@@ -167,6 +173,7 @@ class HookPoint:
         edits: whether an input or output is edited.
         watches: whether the gradient of an output or input is watched.
         calls: calls in progress, the innermost last: a module may call itself.
+        numbers: their numbers instead, if outputs are kept and nothing else.
     """
 
     requests: list[tuple[str, TapRequest]]
@@ -174,6 +181,7 @@ class HookPoint:
     edits: bool = dataclasses.field(init=False)
     watches: bool = dataclasses.field(init=False)
     calls: list[Call] = dataclasses.field(default_factory=list)
+    numbers: list[int] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.kept = {what: [] for what in get_args(What)}
@@ -309,6 +317,7 @@ class ModelCall:
         kept: (layer, what) -> number of calls kept.
         left: number of (layer, what) pairs with calls still to be kept.
         stand_ins: copies of outputs, passed on in their place so that their gradients can be watched.
+        parameters_in: site of a parameter's gradient -> number of the backward pass that it is of.
     """
 
     record: Record
@@ -325,6 +334,7 @@ class ModelCall:
     kept: Counter[tuple[str, What]] = dataclasses.field(default_factory=Counter)
     left: int = 0
     stand_ins: list[OutputStandIn] = dataclasses.field(default_factory=list)
+    parameters_in: dict[Site, int] = dataclasses.field(default_factory=dict)
     _seen: weakref.WeakValueDictionary[int, Tensor] = dataclasses.field(default_factory=weakref.WeakValueDictionary)
 
     def modules(self, again: bool) -> list[list[str]]:
@@ -430,10 +440,27 @@ class StandInError(LayertapError):
         self.site = site
 
 
+# The marks of the blocks opened in this context and in those it was copied from: each asyncio task has one of its own.
+OPENED: ContextVar[frozenset[object]] = ContextVar("opened", default=frozenset())
+
+
 class Block:
     """One `with` block: its thread, its cleanup, and whether it is open; hooked tensors may outlive it."""
 
-    def __init__(self) -> None:
+    def __init__(self, undo: contextlib.ExitStack) -> None:
         self.open = True
         self.thread = threading.get_ident()
-        self.undo = contextlib.ExitStack()
+        self._undo = undo
+        self.mark = object()
+        OPENED.set(OPENED.get() | {self.mark})
+
+    @property
+    def is_of_this_task(self) -> bool:
+        """Whether this asyncio task opened the block, or was created inside it; true in other threads."""
+        return self.thread != threading.get_ident() or self.mark in OPENED.get()
+
+    def close(self) -> None:
+        """Undo what was set up for the block."""
+        self.open = False
+        OPENED.set(OPENED.get() - {self.mark})
+        self._undo.close()

@@ -34,6 +34,7 @@ from torch.utils.hooks import RemovableHandle
 
 from extract.errors import InputError, LayertapError, UnknownNameError, unknown_name
 from extract.taps.edits import Edit
+from extract.taps.function_calls import FunctionCalls
 from extract.taps.functions import Listener, watching
 from extract.taps.hook_calls import HookCalls
 from extract.taps.layer_names import unwrap
@@ -44,13 +45,14 @@ from extract.taps.switches import COMPILED_CODE_OFF, FUSED_ATTENTION_OFF
 
 __all__ = ["Taps"]
 
+_SHOWN = 20  # requests in `repr(taps)`
 _EDITABLE = ("output", "input", "grad", "grad_input")
 
 # Names, globs, text forms of a site, or types of layers; or a site.
 Layers = str | type[nn.Module] | Site | Sequence[str | type[nn.Module]]
 
 
-class Taps(HookCalls):
+class Taps(FunctionCalls):
     """Context manager: keep and edit activations and gradients of chosen layers.
 
     Args:
@@ -197,21 +199,27 @@ class Taps(HookCalls):
             raise LayertapError("these Taps are already open in a `with` block")
         if self._stop and any(request.what in ("grad", "grad_input") for request in self._requests):
             raise InputError("gradients need complete forwards; do not set stop=True")
-        block = Block()
         with contextlib.ExitStack() as undo:
             self._register(undo)
-            block.undo = undo.pop_all()
-        self._block, self._forward = block, None
+            self._block, self._forward = Block(undo.pop_all()), None
+        self._requested = [request.without_functions() for request in self._requests if request.edit is None]
         self._edited.clear()
         return self
+
+    def __repr__(self) -> str:
+        lines = [
+            f"  {'keep' if request.edit is None else 'edit'} {request.text() or 'the model itself'}"
+            for request in self._requests
+        ]
+        rest = [f"  ... {len(lines) - _SHOWN:,} more"] if len(lines) > _SHOWN else []
+        return "\n".join([f"Taps({type(unwrap(self._model)).__name__})", *lines[:_SHOWN], *rest])
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         block, self._block = self._block, None
         if block is not None:
-            block.open = False
-            block.undo.close()
+            block.close()
         if self._forward is not None:  # of a forward that was interrupted
             self._forward.caller = None
             self._forward.stand_ins.clear()
@@ -265,6 +273,10 @@ class Taps(HookCalls):
         points = [(module, HookPoint(requests)) for module, requests in requests_of.values()]
         self._points = [point for _, point in points]
         for module, point in points:
+            if not (point.edits or point.watches or point.kept["input"]):
+                hook(module.register_forward_pre_hook, partial(self._count, point))
+                hook(module.register_forward_hook, partial(self._keep_output, point), always_call=True)
+                continue
             if point.edits:
                 hook(module.register_forward_pre_hook, partial(self._enter, point), with_kwargs=True, prepend=True)
             else:
@@ -295,7 +307,8 @@ class Taps(HookCalls):
         if self._forward is None:
             raise LayertapError(
                 f"the edit of {names} never took effect: the model itself was not called inside the `with` block, in "
-                "its thread (model.forward(...), other methods, single layers and steps compiled before do not count)"
+                "its thread and asyncio task (model.forward(...), other methods, single layers and steps compiled "
+                "before do not count)"
             )
         if all(request.what in ("grad", "grad_input") for request in idle):
             raise LayertapError(

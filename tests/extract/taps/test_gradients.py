@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import pytest
 import timm
@@ -548,3 +549,62 @@ def test_the_gradient_of_an_input_is_edited_on_its_way_through_that_layer_alone(
     idle = pytest.raises(LayertapError, match="the edit of the gradient of layer never took effect")
     with idle, Taps(model).edit("layer", torch.zeros_like, "grad_input") as taps:
         taps(x)
+
+
+class Shared(nn.Module):
+    """One weight used in the head and, reentrant, in two checkpoints."""
+
+    def __init__(self, reentrant: bool | None, head: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.reentrant, self.head = nn.Linear(4, 4), reentrant, head
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = lambda h: self.layer(h).tanh()  # noqa: E731
+        h = x
+        for _ in range(2):
+            h = part(h) if self.reentrant is None else checkpoint(part, h, use_reentrant=self.reentrant)
+        return self.layer(h) if self.head else h
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("head", [False, True])
+def test_the_gradient_of_a_shared_weight_is_whole_under_checkpointing(reentrant: bool | None, head: bool) -> None:
+    torch.manual_seed(1)
+    model, images = Shared(reentrant, head), [torch.randn(3, 4, requires_grad=True) for _ in range(3)]
+    with Taps(model).keep("layer.weight", "grad").keep("layer.bias", "grad") as taps:
+        for x in images:
+            model.zero_grad()
+            taps(x).square().sum().backward()
+            for name in ("weight", "bias"):
+                torch.testing.assert_close(taps.record[f"layer.{name}@grad"], getattr(model.layer, name).grad)
+        # Two backward passes of one forward: the gradients are those of the last.
+        loss = taps(images[0]).square().sum()
+        loss.backward(retain_graph=True)
+        model.zero_grad()
+        (3 * loss).backward()
+        torch.testing.assert_close(taps.record["layer.weight@grad"], model.layer.weight.grad)
+
+
+def test_parts_of_a_gradient_are_not_reduced_one_by_one() -> None:
+    with Taps(Shared(True, False)).keep("layer.weight", "grad", reduce=Tensor.norm) as taps:
+        loss = taps(torch.randn(3, 4, requires_grad=True)).sum()
+        with pytest.raises(LayertapError, match="comes in parts, one for each reentrant checkpoint"):
+            loss.backward()
+
+
+def test_the_frames_of_a_backward_pass_are_let_go() -> None:
+    class Local:
+        pass
+
+    model = nn.Sequential(nn.Linear(4, 4))
+    with Taps(model).keep("0.weight", "grad") as taps:
+
+        def step() -> weakref.ref[Local]:
+            local = Local()
+            taps(torch.randn(3, 4)).sum().backward()
+            return weakref.ref(local)
+
+        local = step()
+        assert taps.record["0.weight@grad"].shape == (4, 4)
+        assert local() is None

@@ -1,0 +1,94 @@
+"""Callbacks of `Taps` for functions without a module: `relu`, `+`, attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from extract.taps.functions import Listener, attention_weights, operation_name, unwatched, watch_again
+from extract.taps.hook_calls import HookCalls, in_backward, number_again
+from extract.taps.nested import tensors_in
+from extract.taps.record import Record
+from extract.taps.requests import HookPoint
+
+__all__ = ["FunctionCalls"]
+
+
+class FunctionCalls(HookCalls):
+    """The part of `Taps` that acts when a layer calls a function: it knows which layer runs.
+
+    Args:
+        model: see `HookCalls`.
+        stop: see `HookCalls`.
+        on_record: see `HookCalls`.
+    """
+
+    def __init__(self, model: nn.Module, stop: bool, on_record: Callable[[Record], None] | None):
+        super().__init__(model, stop, on_record)
+        self._listener = Listener()  # chosen when the block starts
+
+    def _push(self, names: list[str], module: nn.Module, args: Any) -> None:
+        if forward := self._computing():
+            again = in_backward()
+            if again and forward.again_in != (task := torch._C._current_graph_task_id()):
+                forward.again.clear()  # of a backward pass that was interrupted
+                forward.again_in = task
+            if again and not forward.again:
+                forward.end_again = watch_again(self._listener)
+            forward.modules(again).append(names)
+
+    def _pop(self, module: nn.Module, args: Any, output: Any) -> None:
+        if (forward := self._computing()) and (modules := forward.modules(in_backward())):
+            modules.pop()
+            if modules is forward.again and not modules:
+                forward.end_again()
+
+    def _on_write(self, tensor: Tensor, written: set[int]) -> list[Callable[[], object]]:
+        forward = self._computing()
+        return forward.before_write(tensor, written) if forward is not None and forward.stand_ins else []
+
+    def _edits_function(self, function: Any) -> bool:
+        """Whether a call of this function, now, has its result edited."""
+        forward, name = self._computing(), operation_name(function)
+        if forward is None or name is None or not (modules := forward.modules(in_backward())):
+            return False
+        return any(
+            request.edit is not None and request.layer in modules[-1] and fnmatchcase(name, request.operation)
+            for request in self._requests
+            if request.operation
+        )
+
+    def _on_operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        forward, name, again = self._computing(), operation_name(function), in_backward()
+        if forward is None or name is None or not (modules := forward.modules(again)):
+            return result
+        attended = [
+            request
+            for request in self._requests
+            if request.what == "attention" and any(request.layer in names for names in modules)
+        ]
+        if attended and not again:
+            with unwatched():
+                weights = attention_weights(function, args, kwargs, result)
+            for layer in dict.fromkeys(request.layer for request in attended if weights is not None):
+                point = HookPoint([(layer, request) for request in attended if request.layer == layer])
+                self._keep_values(point, forward, forward.attentions[layer], weights, "attention")
+                forward.attentions[layer] += 1
+        for layer in modules[-1]:
+            requests = [
+                (f"{layer}/{name}", request)
+                for request in self._requests
+                if request.operation and request.layer == layer and fnmatchcase(name, request.operation)
+            ]
+            if requests and any(True for _ in tensors_in(result)):
+                key = f"{layer}/{name}"
+                forward.operations[key] += not again
+                number = number_again(forward.operations, key) if again else forward.operations[key] - 1
+                point = HookPoint(requests)
+                result = self._watch(point, number, self._edit(point, number, result, "output"), "output")
+                self._keep_values(point, None if again else forward, number, result, "output")
+        return result

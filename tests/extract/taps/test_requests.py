@@ -1,0 +1,172 @@
+"""Blocks of several threads and asyncio tasks on one model, and models that are spread over processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from extract import InputError, LayertapError, Taps, UnknownNameError
+
+
+def test_asyncio_tasks_on_one_model_see_their_own_forwards() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+    async def task(x: Tensor) -> tuple[bool, bool]:
+        with Taps(model, "0").keep("0.weight", "grad") as taps:
+            await asyncio.sleep(0)
+            loss = taps(x).sum()
+            await asyncio.sleep(0)  # the other tasks call the model here
+            same = torch.equal(taps.record["0"], model[0](x).detach())
+            loss.backward()
+            await asyncio.sleep(0)
+            gradient = torch.autograd.grad(model[:](x).sum(), model[0].weight)[0]
+            return same, torch.equal(taps.record["0.weight@grad"], gradient)
+
+    async def all_tasks() -> list[tuple[bool, bool]]:
+        return await asyncio.gather(*(task(torch.randn(3, 4)) for _ in range(3)))
+
+    assert asyncio.run(all_tasks()) == [(True, True)] * 3
+    assert not model[0]._forward_hooks
+
+
+def test_an_edit_of_one_task_does_not_change_what_another_computes() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(3, 4)
+    expected = model(x)
+
+    async def edits(opened: asyncio.Event, done: asyncio.Event) -> Tensor:
+        with Taps(model).edit("0", lambda h: h * 0) as taps:
+            opened.set()
+            await done.wait()
+            return taps(x)
+
+    async def plain(opened: asyncio.Event, done: asyncio.Event) -> Tensor:
+        await opened.wait()
+        output = model(x)
+        done.set()
+        return output
+
+    async def both() -> list[Tensor]:
+        opened, done = asyncio.Event(), asyncio.Event()
+        return await asyncio.gather(edits(opened, done), plain(opened, done))
+
+    edited, other = asyncio.run(both())
+    assert not edited.any()
+    assert torch.equal(other, expected)
+
+
+def test_a_task_created_inside_a_block_is_recorded_by_it() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(3, 4)
+
+    async def inner() -> None:
+        model(x)
+
+    async def outer() -> Taps:
+        with Taps(model, "0") as taps:
+            await asyncio.create_task(inner())
+        return taps
+
+    assert torch.equal(asyncio.run(outer()).record["0"], model(x))
+
+
+def test_a_backward_pass_of_one_task_is_not_edited_again_for_another() -> None:
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(lambda h: self.linear(h).tanh(), x, use_reentrant=False)
+
+    model, x = Part(), torch.randn(3, 4)
+    (expected,) = torch.autograd.grad(model(x).sum(), model.linear.weight)
+
+    async def edits(opened: asyncio.Event, done: asyncio.Event) -> None:
+        with Taps(model).edit("linear", lambda h: h * 3) as taps:
+            taps(x)
+            opened.set()
+            await done.wait()
+
+    async def plain(opened: asyncio.Event, done: asyncio.Event) -> Tensor:
+        await opened.wait()
+        gradient = torch.autograd.grad(model(x).sum(), model.linear.weight)[0]
+        done.set()
+        return gradient
+
+    async def both() -> list[Tensor]:
+        opened, done = asyncio.Event(), asyncio.Event()
+        return await asyncio.gather(edits(opened, done), plain(opened, done))
+
+    assert torch.equal(asyncio.run(both())[1], expected)
+
+
+def test_taps_of_another_task_say_that_the_task_is_another() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+
+    async def called() -> None:
+        model(torch.randn(3, 4))
+
+    async def outer() -> None:
+        event = asyncio.Event()
+
+        async def waits() -> None:
+            await event.wait()
+            await called()
+
+        task = asyncio.create_task(waits())
+        with Taps(model, "0") as taps:
+            event.set()
+            await task
+            with pytest.raises(LayertapError, match="thread and asyncio task"):
+                taps.record  # noqa: B018
+
+    asyncio.run(outer())
+
+
+@contextlib.contextmanager
+def one_process(folder: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'group'}", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def test_tensors_spread_over_processes_are_kept_reduced(tmp_path: Path) -> None:
+    tensors = pytest.importorskip("torch.distributed.tensor")
+
+    class Spreads(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return tensors.distribute_tensor(x, mesh, [tensors.Shard(0)])
+
+    with one_process(tmp_path):
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        model, x = nn.Sequential(Spreads()), torch.randn(3, 4)
+        with torch.no_grad(), Taps(model, "0") as taps, pytest.raises(InputError, match=r"to_local\(\).*full_tensor"):
+            taps(x)
+        for whole in (lambda t: t.full_tensor(), lambda t: t.to_local()):
+            with torch.no_grad(), Taps(model, "0", reduce=whole) as taps:
+                taps(x)
+            assert type(taps.record["0"]) is Tensor
+            assert torch.equal(taps.record["0"], x)
+
+
+def test_parameters_that_fsdp_shards_have_no_gradient_for_hooks_and_that_is_said(tmp_path: Path) -> None:
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    with one_process(tmp_path):
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        fsdp.fully_shard(model, mesh=mesh)
+        with Taps(model, "0").keep("0", "grad").keep("0.weight", "grad") as taps:
+            taps(torch.randn(3, 4)).sum().backward()
+        assert taps.record["0"].shape == taps.record["0@grad"].shape == (3, 4)
+        with pytest.raises(UnknownNameError, match=r"FSDP .* read `.grad`"):
+            taps.record["0.weight@grad"]
