@@ -64,14 +64,14 @@ MUTATIONS = (
     ),
     Mutation(
         "All calls of a layer have the number of the first one.",
-        "            return Call(number, forward)",
-        "            return Call(0, forward)",
+        "            point.numbers.append(number)",
+        "            point.numbers.append(0)",
         ("test_every_call_of_a_shared_layer_is_kept", "test_one_call_can_be_asked_for"),
     ),
     Mutation(
         "The second forward keeps the record of the first.",
-        "        self._forward = ModelCall(Record(self._explain), [[\"\"]], caller or sys._getframe(1))",
-        "        self._forward = self._forward or ModelCall(Record(self._explain), [[\"\"]], caller or sys._getframe(1))",  # noqa: E501
+        "        self._forward = ModelCall(record, [[\"\"]], caller or sys._getframe(1), calls=calls)",
+        "        self._forward = self._forward or ModelCall(record, [[\"\"]], caller or sys._getframe(1), calls=calls)",
         ("test_a_layer_that_did_not_run_raises_and_does_not_answer_with_old_values",),
     ),
     Mutation(
