@@ -354,7 +354,7 @@ class HookCalls:
         if not point.edits:
             return value
         with unwatched():
-            return map_tensors(value, partial(self._edited_tensor, point, call, side))
+            return map_tensors(value, partial(self._edited_tensor, point, call, side, {}))
 
     def _watch(self, point: HookPoint, call: int, value: Any, side: What) -> Any:
         """Watch the gradients of a value, and return what the model continues with."""
@@ -396,17 +396,26 @@ class HookCalls:
         with unwatched():
             forward.record.by_site[site] = self._copy_out(tensor, request.reduce, site)
 
-    def _edited_tensor(self, point: HookPoint, call: int, side: What, path: Path, tensor: Tensor) -> Tensor:
-        given = tensor
-        for layer, request in self._asked(point, call, side, path):
+    def _edited_tensor(
+        self, point: HookPoint, call: int, side: What, edited: dict[Any, Tensor], path: Path, tensor: Tensor
+    ) -> Tensor:
+        """Edit a tensor; one that stands in several places (`return h, h`) is edited once, and is in all of them."""
+        given, asked = tensor, list(self._asked(point, call, side, path))
+        key = id(given), *(id(request) for _, request in asked)
+        if key in edited:
+            return edited[key]
+        for layer, request in asked:
             if request.edit is not None and tensor.is_floating_point():
                 tensor = apply_edit(tensor, request.edit, Site(layer, call, path, side))
                 self._edited.add(id(request))
         if not point.calls:  # a function
-            return tensor
-        if side == "output":
-            return point.calls[-1].returned(given, tensor)
-        return tensor if tensor is given else point.calls[-1].edited(given, tensor)
+            passed = tensor
+        elif side == "output":
+            passed = point.calls[-1].returned(given, tensor)
+        else:
+            passed = tensor if tensor is given else point.calls[-1].edited(given, tensor)
+        edited[key] = passed
+        return passed
 
     def _watched_tensor(self, point: HookPoint, call: int, side: What, path: Path, tensor: Tensor) -> Tensor:
         """Hook a tensor to edit and keep its gradient; return that tensor: the given one where that is safe."""

@@ -448,3 +448,31 @@ def test_functions_that_a_backward_pass_calls_are_not_edited() -> None:
         taps(X).sum().backward()
     expected = torch.autograd.grad((20.0 * model.b(X)).sum(), model.b.weight)[0]
     torch.testing.assert_close(model.b.weight.grad, expected)
+
+
+def test_a_tensor_in_several_places_is_edited_once() -> None:
+    class Twice(nn.Module):
+        def forward(self, x: Tensor, *, again: Tensor | None = None):
+            return [x, {"same": x, "other": x + 1}]
+
+    x, draws = torch.zeros(3), []
+
+    def add_noise(h: Tensor) -> Tensor:
+        draws.append(torch.randn_like(h))
+        return h + draws[-1]
+
+    with torch.no_grad(), Taps(Twice(), "").edit("", add_noise) as taps:
+        first, parts = taps(x)
+    assert len(draws) == 2
+    assert first is parts["same"]
+    assert torch.equal(first, draws[0])
+    assert torch.equal(parts["other"], 1 + draws[1])
+    assert torch.equal(taps.record[":0"], taps.record[":1.same"])
+    with torch.no_grad(), Taps(Twice()).edit(Site("", 0, (0,)), add_noise) as taps:
+        first, parts = taps(x)
+    assert not torch.equal(first, parts["same"])  # only the first place was asked for
+    assert not parts["same"].any()
+    draws.clear()
+    with torch.no_grad(), Taps(Twice()).edit("", add_noise, "input") as taps:
+        taps(x, again=x)
+    assert len(draws) == 1
