@@ -55,8 +55,10 @@ def copy_out(
         to_cpu: copies a dense tensor to the CPU, possibly asynchronously; None makes a blocking copy.
     """
     if reduce is None and not torch.is_inference_mode_enabled():
-        return _copied(tensor.detach(), site, to_cpu)
-    with torch.inference_mode(False):  # copies made in inference mode could not be used in training later
+        return _copied(tensor.detach() if tensor.requires_grad else tensor, site, to_cpu)
+    # Copies made in inference mode could not be used in training later. This is the guard inside `torch.inference_mode`,
+    # which itself takes as long as the copy of a small tensor.
+    with torch._C._InferenceMode(False):
         value = tensor.detach()
         if reduce is None:
             return _copied(value, site, to_cpu)
@@ -232,7 +234,7 @@ class HookCalls:
         if block is None or forward is None or not forward.running or block.thread != threading.get_ident():
             return None
         # A backward pass inside the forward may recompute checkpointed layers, which does not count as a call.
-        return None if in_backward() else forward
+        return forward if torch._C._current_graph_task_id() == -1 else None  # `in_backward()`, but faster
 
     def _computing(self) -> ModelCall | None:
         """Return the forward that is running, or some of whose layers a backward pass computes again; or None."""
