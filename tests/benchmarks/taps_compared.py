@@ -294,14 +294,13 @@ class WithNnsight:
 
     @staticmethod
     def edit(model, images):
-        from nnsight import NNsight
+        from nnsight import NNsight, save
 
         traced = NNsight(model)
         with traced.trace(images):
             traced.layer2.output = traced.layer2.output * 0.5
-            later = traced.layer4.output.save()
-            output = traced.output.save()
-        return later, output
+            outputs = save((traced.layer4.output, traced.output))
+        return outputs
 
     @staticmethod
     def attention_timm(model, images):
@@ -326,11 +325,10 @@ class WithNnsight:
     def attention_torchvision(model, images):
         from nnsight import NNsight
 
-        traced = NNsight(model)
-        with traced.trace(images):
-            block = traced.encoder.layers.encoder_layer_1
-            x = block.ln_1.output
-            weights = block.self_attention(x, x, x, average_attn_weights=False)[1].save()
+        net = NNsight(model)
+        with net.trace(images):
+            x = net.encoder.layers.encoder_layer_1.ln_1.output
+            weights = net.encoder.layers.encoder_layer_1.self_attention(x, x, x, average_attn_weights=False)[1].save()
         return weights
 
     @staticmethod
@@ -378,7 +376,7 @@ class WithTorchvision:
         return create_feature_extractor(model, names)(images)
 
     @staticmethod
-    def by_pattern__without_clone(model, images, pattern):
+    def by_pattern__in_place(model, images, pattern):
         from fnmatch import fnmatch
 
         from torchvision.models.feature_extraction import create_feature_extractor
