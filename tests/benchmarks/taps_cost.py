@@ -3,8 +3,8 @@
 1. resnet18, ten layers kept, whole forward: over bare forward hooks that make the same copies.
 2. resnet18, only `layer2` kept, early stop: over a model cut behind `layer2` with one such hook.
 3. 10, 100 and 500 small linear layers, all kept, one thread: each forward over one with the same bare hooks, and
-   `with taps:` without a forward over registering and removing these hooks. A layer this small computes in about the
-   time that a hook takes; with larger layers the ratios are lower.
+   `with taps:` without a forward over registering and removing these hooks. A hook may take longer than such
+   a layer: bare hooks over no hooks are printed too. With larger layers the ratios are lower.
 
 Each round times both sides one after the other, in an order that alternates; medians over rounds are printed.
 """
