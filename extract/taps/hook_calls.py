@@ -56,8 +56,8 @@ def copy_out(
     """
     if reduce is None and not torch.is_inference_mode_enabled():
         return _copied(tensor.detach() if tensor.requires_grad else tensor, site, to_cpu)
-    # Copies made in inference mode could not be used in training later. This is the guard inside `torch.inference_mode`,
-    # which itself takes as long as the copy of a small tensor.
+    # Copies made in inference mode could not be used in training later. This guard is what `torch.inference_mode` uses;
+    # the latter takes as long as the copy of a small tensor.
     with torch._C._InferenceMode(False):
         value = tensor.detach()
         if reduce is None:
@@ -389,7 +389,8 @@ class HookCalls:
     def _keep(self, forward: ModelCall, site: Site, request: TapRequest, tensor: Tensor) -> None:
         """Copy a tensor into the record, or keep the tensor itself."""
         if request.live:
-            forward.record._keep_live(site, tensor)
+            with unwatched():
+                forward.record._keep_live(site, tensor if request.reduce is None else request.reduce(tensor))
             return
         # Entering `unwatched` takes as long as the copy of a small tensor, and is of no use without a function mode.
         if not torch._C._len_torch_function_stack():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from extract.errors import LayertapError, UnknownNameError, unknown_name
 from extract.taps.layer_names import is_glob, match_layers
-from extract.taps.nested import Path
+from extract.taps.nested import Path, tensors_in
 
 __all__ = ["Record", "Reduce", "Requested", "Site", "What", "split_text"]
 
@@ -123,7 +123,8 @@ class Record(Mapping[str, Any]):
     requested: Sequence[Requested] = ()
     by_site: dict[Site, Any] = dataclasses.field(default_factory=dict, init=False)
     _sites: dict[str, Site] = dataclasses.field(default_factory=dict, init=False)  # see `sites`
-    _versions: dict[Site, int] = dataclasses.field(default_factory=dict, init=False)  # of live tensors
+    # Site -> live tensors and their versions.
+    _live: dict[Site, list[tuple[Tensor, int]]] = dataclasses.field(default_factory=dict, init=False)
 
     @property
     def sites(self) -> dict[str, Site]:
@@ -133,11 +134,11 @@ class Record(Mapping[str, Any]):
             self._sites = {site.text((site.layer, site.what) in repeated): site for site in self.by_site}
         return self._sites
 
-    def _keep_live(self, site: Site, tensor: Tensor) -> None:
-        """Keep a tensor itself."""
-        self.by_site[site] = tensor
-        if not tensor.is_inference():
-            self._versions[site] = tensor._version
+    def _keep_live(self, site: Site, value: Any) -> None:
+        """Keep a tensor, or what it was reduced to, with its graph."""
+        self.by_site[site] = value
+        tensors = (tensor for _, tensor in tensors_in(value))
+        self._live[site] = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
     @property
     def missing(self) -> dict[str, str]:
@@ -204,10 +205,10 @@ class Record(Mapping[str, Any]):
 
     def _value(self, site: Site) -> Any:
         value = self.by_site[site]
-        if site in self._versions and value._version != self._versions[site]:
+        if any(tensor._version != version for tensor, version in self._live.get(site, ())):
             raise LayertapError(
-                f"{site} was changed in place after it was kept live: a later layer wrote into it; keep it without "
-                "live=True, as a copy, or make that layer work out of place"
+                f"{site} was changed in place after it was kept live: a later layer wrote into it; keep a copy with "
+                "its graph, keep(..., live=True, reduce=torch.clone), or make that layer work out of place"
             )
         return value
 

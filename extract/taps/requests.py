@@ -7,7 +7,7 @@ import dataclasses
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from types import FrameType
@@ -69,8 +69,8 @@ def requests_for(
     layers: str | Site | Sequence[str],
     what: What,
     call: int | None,
-    layer_names: list[str],
-    parameter_names: list[str],
+    layer_names: Collection[str],
+    parameter_names: Collection[str],
 ) -> list[TapRequest]:
     """Return the requests of one call of `Taps.keep` or `Taps.edit`, one per layer, without `reduce` and `edit`.
 
@@ -100,11 +100,11 @@ def requests_for(
         layer, slash, operation = pattern.partition("/")
         if kind in ("input", "grad_input", "attention") and slash:
             raise InputError(f"{pattern!r}: only outputs and gradients of a function without a module are available")
-        if not layer:
-            inside = [""]  # the model itself
+        if not layer or layer in layer_names:
+            inside = [layer]  # without a name, the model itself
         else:
-            names = [name for name in layer_names if name]
-            inside = match_layers([*names, *parameter_names] if kind == "grad" else names, layer)
+            names = [name for name in layer_names if name] + ([*parameter_names] if kind == "grad" else [])
+            inside = match_layers(names, layer)
         own_call = call if own_call is None else own_call
         glob = pattern if inside != [layer] else ""
         requests += [TapRequest(name, operation, kind, own_call, path, pattern=glob) for name in inside]

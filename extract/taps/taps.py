@@ -110,16 +110,18 @@ class Taps(FunctionCalls):
                 `"grad_input"`: with respect to the inputs, through this layer only; `"attention"`: the weights
                 (B, heads, T, S) of every attention computed in the layer. Gradients are those of the last backward
                 pass inside the block; a GradScaler scales them with the loss.
-            reduce: a function of one tensor, called on the tensor's device without autograd; it must not change the
-                tensor. It returns the tensor or dict of tensors that is copied to the CPU and recorded.
+            reduce: a function of one tensor, called on the tensor's device, without autograd unless `live` is set; it
+                must not change the tensor. It returns a tensor or a dict of tensors, which is copied to the CPU and
+                recorded.
             call: keep only this call of the layer in each forward (0 is the first); None keeps all calls.
             live: keep the tensor itself, on its device and with its graph, for a loss that trains layers before it.
-                Looking it up raises an error if the model has changed it in place since.
+                Looking it up raises an error if the model has changed it in place since. With `reduce`, what it returns
+                is kept, with its graph too: `reduce=torch.clone` keeps a copy that later layers do not change.
 
         Raises:
             UnknownNameError: a pattern matches no layer, or `what` is unknown.
             InputError: the same value of a layer is already kept, a function has no value of this kind, or `live` is
-                combined with `reduce` or is not for an output or input.
+                not for an output or input.
         """
         kept: dict[str, list[TapRequest]] = {}
         for request in self._requests:
@@ -129,8 +131,8 @@ class Taps(FunctionCalls):
             others = kept.setdefault(request.layer, [])
             if any(request.overlaps(other) for other in others):
                 raise InputError(f"the {request.what} of layer {request.layer!r} is already kept")
-            if live and (reduce is not None or request.what not in ("output", "input")):
-                raise InputError("live=True keeps an output or input as it is; reduce the tensor of the record instead")
+            if live and request.what not in ("output", "input"):
+                raise InputError(f"live=True keeps outputs and inputs; a value of kind {request.what!r} has no graph")
             others.append(request)
             self._requests.append(dataclasses.replace(request, reduce=reduce, live=live))
         return self
@@ -172,9 +174,7 @@ class Taps(FunctionCalls):
     def _requests_for(self, layers: Layers, what: What, call: int | None) -> list[TapRequest]:
         if self._block is not None:
             raise LayertapError("call keep and edit before the `with` block starts")
-        names = partial(
-            requests_for, what=what, call=call, layer_names=[*self._layers], parameter_names=[*self._parameters]
-        )
+        names = partial(requests_for, what=what, call=call, layer_names=self._layers, parameter_names=self._parameters)
         if isinstance(layers, Site | str):
             return names(layers)
         given: list[Any] = [layers]

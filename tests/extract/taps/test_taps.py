@@ -480,8 +480,24 @@ def test_a_live_tensor_that_a_later_layer_overwrites_is_an_error() -> None:
         assert torch.equal(taps.record["stem"], model.stem(x))
 
 
-def test_live_is_for_outputs_and_inputs_as_they_are() -> None:
-    with pytest.raises(InputError, match="live=True keeps an output or input as it is"):
+def test_live_is_for_outputs_and_inputs() -> None:
+    with pytest.raises(InputError, match="live=True keeps outputs and inputs; a value of kind 'grad' has no graph"):
         Taps(Tree()).keep("stem", "grad", live=True)
-    with pytest.raises(InputError, match="live=True keeps an output or input as it is"):
-        Taps(Tree()).keep("stem", reduce=torch.mean, live=True)
+
+
+def test_a_reduced_live_tensor_has_its_graph_and_is_not_overwritten() -> None:
+    model, x = Tree(), torch.randn(3, 4)
+    layer = model.blocks[1][0]  # an in-place ReLU follows
+    (expected,) = torch.autograd.grad(layer(model.blocks[0](model.stem(x))).square().sum(), model.stem.weight)
+    with Taps(model).keep("blocks.1.0", live=True, reduce=torch.clone) as taps:
+        taps(x)
+    torch.testing.assert_close(
+        torch.autograd.grad(taps.record["blocks.1.0"].square().sum(), model.stem.weight)[0], expected
+    )
+    with Taps(model).keep("blocks.1.0", live=True, reduce=lambda h: {"sum": h.square().sum(), "same": h}) as taps:
+        taps(x)
+    with pytest.raises(LayertapError, match=r"blocks\.1\.0 was changed in place after it was kept live"):
+        taps.record["blocks.1.0"]
+    with Taps(model).keep("blocks.1.0", live=True, reduce=lambda h: {"sum": h.clone().square().sum()}) as taps:
+        taps(x)
+    torch.testing.assert_close(torch.autograd.grad(taps.record["blocks.1.0"]["sum"], model.stem.weight)[0], expected)
