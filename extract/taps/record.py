@@ -80,13 +80,17 @@ class Requested:
 
     def covers(self, path: Path) -> bool:
         """Whether a tensor at this path is meant, or is inside a tuple, list or mapping that is."""
-        return tuple(map(str, path[: len(self.path)])) == self.path
+        return _starts(path, self.path)
 
     def is_met_by(self, site: Site) -> bool:
         """Whether a site is one of those meant."""
         layer, _, operation = site.layer.partition("/")
         same = layer == self.layer and fnmatchcase(operation, self.operation) and site.what == self.what
         return same and self.call in (None, site.call) and self.covers(site.path)
+
+
+def _starts(path: Path, start: tuple[str, ...]) -> bool:
+    return tuple(map(str, path[: len(start)])) == start
 
 
 _TEXT = re.compile(r"(?P<layer>[^#:@]*)(?:#(?P<call>\d+))?(?::(?P<path>[^@]*))?(?:@(?P<what>\w+))?")
@@ -165,14 +169,18 @@ class Record(Mapping[str, Any]):
         """Return name -> value of all sites whose layer matches a glob, in the order of computation.
 
         Args:
-            pattern: name or glob of layers, as for `Taps.keep`: `blocks.*`, `**`, `blocks.*/softmax`; with a kind,
-                `blocks.*@grad`, only values of this kind.
+            pattern: text form of a site whose layer may be a glob, as for `Taps.keep`: `blocks.*`, `blocks.*/softmax`.
+                Call, path and kind may be omitted: `**#0@grad` means the gradients of all first calls.
 
         Raises:
             UnknownNameError: no kept value matches.
         """
-        layers, _, _, what = split_text(pattern, ())
-        sites = {name: site for name, site in self.sites.items() if what in (None, site.what)}
+        layers, call, path, what = split_text(pattern, ())
+        sites = {
+            name: site
+            for name, site in self.sites.items()
+            if what in (None, site.what) and call in (None, site.call) and _starts(site.path, path)
+        }
         matches = set(match_layers({site.layer: None for site in sites.values()}, layers, "this record"))
         return {name: self._value(site) for name, site in sites.items() if site.layer in matches}
 
