@@ -27,7 +27,8 @@ class Site:
     Text form: `layer1.0.relu#1` is the second call, `lstm:1.0` the first item of the second item of a tuple,
     `fc:0@input` the first positional argument, `conv@grad` the gradient of the output. The call, the path and the kind
     may be omitted if exactly one tensor matches. A function without a module is named as `LAYER/FUNCTION`, where the
-    layer calls it: `layer1.0/add`.
+    layer calls it: `layer1.0/add`. `layertap embed` takes the names of outputs in the same form, with a pooling at the
+    end: `lstm:0:none`.
     """
 
     layer: str

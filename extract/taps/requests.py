@@ -159,7 +159,7 @@ def why_absent(
     if request.call is not None and request.call >= count:
         return f"{layer} ran {count} times in this forward; there is no call {request.call}, since the first is 0"
     verb = "returned" if request.what == "output" else "received"
-    where = " at path " + ".".join(request.path) if request.path else ""
+    where = f" at path {'.'.join(request.path)} (to pool, pass a function as `reduce`)" if request.path else ""
     return f"{layer} ran, but {verb} no tensor{where}"
 
 

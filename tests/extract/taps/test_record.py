@@ -52,9 +52,10 @@ def test_a_record_says_what_is_missing_and_why() -> None:
 
 
 def test_a_path_that_no_output_has_is_missing() -> None:
-    with torch.no_grad(), Taps(Branches(), "used:3") as taps:
+    with torch.no_grad(), Taps(Branches(), ["used:3"]) as taps:
         taps(torch.randn(3, 4))
-    assert taps.record.missing == {"used:3": "layer 'used' ran, but returned no tensor at path 3"}
+    reason = "layer 'used' ran, but returned no tensor at path 3 (to pool, pass a function as `reduce`)"
+    assert taps.record.missing == {"used:3": reason}
 
 
 def test_layers_of_a_glob_that_did_not_run_are_not_missing() -> None:
