@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from extract.errors import InputError
+from extract.taps.copies import copied
 from extract.taps.layer_names import match_layers, named_layers
 from extract.taps.record import Site
 
@@ -160,7 +161,7 @@ def apply_edit(tensor: Tensor, edit: Edit, site: Site) -> Tensor:
     if hasattr(edit, "at"):  # an edit such as `smooth`, which has a separate state for each tensor
         edit = edit.at(site)
     try:
-        result = edit(tensor.clone())
+        result = edit(copied(tensor))
     except Exception as error:
         error.add_note(f"while editing {site} of shape {tuple(tensor.shape)}")
         raise
@@ -173,4 +174,4 @@ def apply_edit(tensor: Tensor, edit: Edit, site: Site) -> Tensor:
             f"the edit of {site} returned {returned}; expected, as given, "
             f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
         )
-    return result.clone()
+    return copied(result)

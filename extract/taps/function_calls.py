@@ -1,4 +1,4 @@
-"""Callbacks of `Taps` for functions without a module: `relu`, `+`, attention."""
+"""Callbacks of `Taps` beside those of modules: of functions (`relu`, `+`, attention) and of parameters."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from extract.taps.edits import apply_edit
 from extract.taps.functions import Listener, attention_weights, operation_name, unwatched, watch_again
-from extract.taps.hook_calls import HookCalls, in_backward, number_again
+from extract.taps.gradients import BackwardPasses, add_earlier_parts
+from extract.taps.hook_calls import HookCalls, in_backward
 from extract.taps.nested import tensors_in
-from extract.taps.record import Record
-from extract.taps.requests import HookPoint
+from extract.taps.record import Record, Site
+from extract.taps.requests import HookPoint, TapRequest, number_again
 
-__all__ = ["FunctionCalls"]
+__all__ = ["FunctionAndParameterCalls"]
 
 
-class FunctionCalls(HookCalls):
-    """The part of `Taps` that acts when a layer calls a function: it knows which layer runs.
+class FunctionAndParameterCalls(HookCalls):
+    """The part of `Taps` that acts when a layer calls a function, or when a parameter receives its gradient.
 
     Args:
         model: see `HookCalls`.
@@ -89,6 +91,23 @@ class FunctionCalls(HookCalls):
                 forward.operations[key] += not again
                 number = number_again(forward.operations, key) if again else forward.operations[key] - 1
                 point = HookPoint(requests)
-                result = self._watch(point, number, self._edit(point, number, result, "output"), "output")
+                result = self._edit(point, number, result, "output")
+                result = self._watch(point, number, result, "output", self._watched_tensor)
                 self._keep_values(point, None if again else forward, number, result, "output")
         return result
+
+    def _on_parameter(self, request: TapRequest, gradient: Tensor) -> Tensor | None:
+        site, block, forward = Site(request.layer, what="grad"), self._block, self._forward
+        if block is None or not self._is_our_thread() or not block.is_of_this_task:
+            return None
+        if request.edit is not None:
+            self._edited.add(id(request))
+            return apply_edit(gradient, request.edit, site)
+        if forward is not None:
+            self._passes = self._passes or BackwardPasses()
+            if (number := self._passes.number(block.thread)) is None:
+                return None
+            earlier = forward.record.by_site.get(site)
+            self._keep(forward, site, request, gradient)
+            add_earlier_parts(forward, site, request, earlier, number)
+        return None

@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
+from extract.taps.copies import copied
+
 __all__ = ["Listener", "attention_weights", "memory_of", "operation_name", "unwatched", "watch_again", "watching"]
 
 # Common names of operators, which PyTorch names __radd__ and the like.
@@ -76,7 +78,7 @@ class _Watch(TorchFunctionMode):
         if _is_in_place(func, args, kwargs):
             afterwards = self._before_write(args[0])
             if func.__name__ != "__setitem__" and any(listener.edits(func) for listener in self.listeners):
-                given, args = args[0], (args[0].clone(), *args[1:])
+                given, args = args[0], (copied(args[0]), *args[1:])
         result = func(*args, **kwargs)
         for listener in self.listeners:
             result = listener.on_call(func, args, kwargs, result)

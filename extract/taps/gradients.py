@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from extract.errors import LayertapError
+from extract.taps.copies import copied
 from extract.taps.edits import apply_edit
 from extract.taps.functions import unwatched
 from extract.taps.record import Reduce, Site, What
 from extract.taps.requests import Block, Call, HookPoint, ModelCall, OutputStandIn, TapRequest
 
-__all__ = ["BackwardPasses", "CopyOut", "add_earlier_parts", "on_gradient", "to_watch"]
+__all__ = ["BackwardPasses", "CopyOut", "add_earlier_parts", "frames_of", "on_gradient", "separated", "to_watch"]
 
 CopyOut = Callable[[Tensor, Reduce | None, Site], Any]  # reduces and copies a kept tensor
 
@@ -41,18 +42,38 @@ def to_watch(
     if side == "input":
         # Only this layer reads the copy, so the copy's gradient is the gradient through this layer alone.
         known = [stand_in.tensor for stand_in in point.calls[-1].watched if stand_in.given is tensor]
-        tensor = known[0] if known else tensor.clone()
+        tensor = known[0] if known else copied(tensor)
     elif not stands_in:
         if tensor.is_leaf:  # a hook on it would outlive this forward
             return None
-    elif tensor.is_leaf or tensor._is_view() or forward.has_seen(tensor) or _has_other_readers(tensor, point.calls):
-        # A hook on a leaf would outlive this forward. A hook on a view is lost when the view is written to in place.
-        # A tensor that a layer returns unchanged, from its input or from a layer inside it, has other readers. So may
-        # one of several outputs: an LSTM cell computes its output from its cell state.
-        given, tensor = tensor, tensor.clone()
-        forward.stand_ins.append(OutputStandIn(site, given, tensor))
+    else:
+        tensor = separated(point, tensor, site, forward)
     forward.see(tensor)
     return tensor
+
+
+def separated(point: HookPoint, output: Tensor, site: Site, forward: ModelCall) -> Tensor:
+    """Return the output of a layer if a hook on it is safe, else a copy that is passed on in its place.
+
+    Args:
+        point: the point that the output passes.
+        output: the output.
+        site: the site of the gradient, for errors.
+        forward: the running forward.
+    """
+    call = point.calls[-1] if point.calls else None
+    if call is not None and any(output is copy for copy in call.separated):
+        return output
+    if not (output.is_leaf or output._is_view() or forward.has_seen(output) or _has_other_readers(output, call)):
+        return output
+    # A hook on a leaf would outlive this forward. A hook on a view is lost when the view is written to in place.
+    # A tensor that a layer returns unchanged, from its input or from a layer inside it, has other readers. So may
+    # one of several outputs: an LSTM cell computes its output from its cell state.
+    copy = copied(output)
+    forward.stand_ins.append(OutputStandIn(site, output, copy))
+    if call is not None:
+        call.separated.append(copy)
+    return copy
 
 
 def on_gradient(
@@ -93,40 +114,55 @@ def on_gradient(
     tensor.register_hook(edited)  # type: ignore[no-untyped-call]
 
 
-def _has_other_readers(tensor: Tensor, calls: list[Call]) -> bool:
-    """Whether the innermost call received this very tensor as an input, or returns others beside it."""
-    return bool(calls) and (calls[-1].returns_several or any(tensor is given for given in calls[-1].inputs))
+def _has_other_readers(tensor: Tensor, call: Call | None) -> bool:
+    """Whether the call of a layer received this very tensor as an input, or returns others beside it."""
+    return call is not None and (call.returns_several or any(tensor is given for given in call.inputs))
 
 
 class BackwardPasses:
     """Numbers the backward passes of a thread. A reentrant checkpoint runs passes inside another; all count as one."""
-
-    _STARTS = frozenset({torch.autograd.backward.__code__, torch.autograd.grad.__code__})
 
     def __init__(self) -> None:
         self._number = 0
         self._task = -1  # the graph task, one for each pass inside another
         self._frame: FrameType | None = None  # of the outermost pass
 
-    def number(self, thread: int) -> int:
-        """Return the number of the backward pass that was started in a thread and is running."""
+    def number(self, thread: int) -> int | None:
+        """Return the number of the backward pass that was started in a thread and is running.
+
+        The result is None for `torch.autograd.grad` inside another pass: what it computes is no part of the outer one.
+        """
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return self._number
-        self._task, outermost = task, None
-        frame = sys._current_frames().get(thread)
-        while frame is not None:
-            if frame.f_code in self._STARTS:
-                outermost = frame
-            frame = frame.f_back
+        passes = [
+            frame
+            for top in (sys._getframe(), sys._current_frames().get(thread))  # on a GPU, two threads
+            for frame in frames_of(top)
+            if frame.f_code is torch.autograd.graph._engine_run_backward.__code__
+        ]
+        innermost, outermost = (passes[0], passes[-1]) if passes else (None, None)
+        if innermost is not None and innermost is not outermost:
+            caller = innermost.f_back
+            if caller is not None and caller.f_code is torch.autograd.grad.__code__:
+                return None
+        if innermost is outermost:
+            torch.autograd.Variable._execution_engine.queue_callback(self.ended)
         if outermost is None or outermost is not self._frame:
             self._number += 1
-        self._frame = outermost
+        self._task, self._frame = task, outermost
         return self._number
 
     def ended(self) -> None:
         """Let go of the last pass, whose frame keeps variables of its callers alive."""
         self._frame = None
+
+
+def frames_of(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame and those of its callers."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def add_earlier_parts(forward: ModelCall, site: Site, request: TapRequest, earlier: Any, number: int) -> None:

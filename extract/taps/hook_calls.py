@@ -14,16 +14,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from extract.errors import InputError, LayertapError
 from extract.taps.edits import apply_edit
 from extract.taps.functions import unwatched
-from extract.taps.gradients import BackwardPasses, CopyOut, add_earlier_parts, on_gradient, to_watch
-from extract.taps.layer_names import named_layers, named_parameters, unwrap
-from extract.taps.nested import Path, as_arguments, map_tensors, tensors_in
-from extract.taps.record import Record, Reduce, Requested, Site, What
+from extract.taps.gradients import BackwardPasses, CopyOut, frames_of, on_gradient, separated, to_watch
+from extract.taps.layer_names import layer_named, named_layers, named_parameters, unwrap
+from extract.taps.nested import Path, as_arguments, is_several, map_tensors, tensors_in
+from extract.taps.record import Record, Reduce, Requested, Site, What, split_text
 from extract.taps.requests import (
     OPENED,
+    UNKNOWN,
     Block,
     Call,
     HookPoint,
@@ -31,12 +33,11 @@ from extract.taps.requests import (
     StandIn,
     TapRequest,
     handed_back,
+    number_again,
     why_absent,
 )
 
-__all__ = ["HookCalls", "copy_out", "in_backward", "number_again"]
-
-_UNKNOWN = -1
+__all__ = ["HookCalls", "copy_out", "in_backward"]
 
 
 class _Stop(BaseException):
@@ -55,7 +56,8 @@ def copy_out(
         to_cpu: copies a dense tensor to the CPU, possibly asynchronously; None makes a blocking copy.
     """
     if reduce is None and not torch.is_inference_mode_enabled():
-        return _copied(tensor.detach() if tensor.requires_grad else tensor, site, to_cpu)
+        attached = tensor.requires_grad or forward_ad._current_level >= 0
+        return _copied(tensor.detach() if attached else tensor, site, to_cpu)
     # Copies made in inference mode could not be used in training later. This guard is what `torch.inference_mode` uses;
     # the latter takes as long as the copy of a small tensor.
     with torch._C._InferenceMode(False):
@@ -144,6 +146,7 @@ class HookCalls:
         explained_by = weakref.WeakMethod(self._why_absent)
         self._explain = lambda calls, text: explain(calls, text) if (explain := explained_by()) else None
         self._requested: list[Requested] = []  # what is kept, for the records
+        self._kept_of: dict[str, list[TapRequest]] = {}  # name of a layer or parameter -> what is kept of it
         self._block: Block | None = None  # None outside the `with` block
         self._forward: ModelCall | None = None  # the running call of the model, or the last one
         self._points: list[HookPoint] = []
@@ -189,7 +192,9 @@ class HookCalls:
         return self._forward.record
 
     def _why_absent(self, calls: Counter[int], text: str) -> str | None:
-        return why_absent(text, self._requests, self._layers, named_layers(self._model), calls)
+        name = split_text(text, self._layers)[0].partition("/")[0]
+        replaced = name in self._layers and layer_named(self._model, name) is not self._layers[name]
+        return why_absent(text, self._kept_of.get(name, ()), self._layers, calls, replaced=replaced)
 
     # The hooks. A forward is running between the pre-hook and the hook of the model itself; calls in other threads are
     # ignored. When activation checkpointing recomputes layers in the backward pass, edits are applied again and
@@ -198,9 +203,13 @@ class HookCalls:
     def _begin(self, module: nn.Module, args: Any, caller: FrameType | None = None) -> None:
         """Complete the last record and start a new one; the pre-hook of the model, called by `caller`."""
         block = self._block
-        if block is None or block.thread != threading.get_ident() or block.mark not in OPENED.get():
+        if block is None or block.thread != threading.get_ident() or in_backward():
             return
-        if self._forward is not None and self._forward.running and _is_active(self._forward.caller):
+        if block.mark is not None and block.mark not in OPENED.get():
+            block.ran_in_other_tasks = True
+            return
+        forward = self._forward
+        if forward is not None and forward.running and forward.caller in list(frames_of(sys._getframe())):
             return  # the model calls itself: its layers run again in the same forward
         self._hand_on()
         for point in self._points:
@@ -282,7 +291,7 @@ class HookCalls:
         call, value = point.calls[-1], _arguments(args, kwargs)
         if call.number is None:
             return None
-        passed = self._watch(point, call.number, value, "input")
+        passed = self._watch(point, call.number, value, "input", self._watched_tensor)
         if point.watches:
             call.inputs = [tensor for _, tensor in tensors_in(passed)]
         self._keep_values(point, call.forward, call.number, passed, "input")
@@ -296,7 +305,10 @@ class HookCalls:
         return None if passed is output else passed
 
     def _edit_output(self, point: HookPoint, module: nn.Module, args: Any, output: Any) -> Any:
-        """Edit the output of a module; runs before other hooks, so that they see the edits."""
+        """Edit the output of a module; runs before other hooks, so that they see the edits.
+
+        They must also see the copy of an output whose gradient is watched: what they keep may be used in the loss.
+        """
         if not self._is_our_thread() or not point.calls:
             return None
         call = point.calls[-1]
@@ -304,6 +316,9 @@ class HookCalls:
         if call.number is not None and output is not None:  # output is None if the layer raised
             passed = self._edit(point, call.number, output, "output")
         passed = handed_back([*call.copies, *call.stand_ins], passed)
+        if call.number is not None and output is not None and self._stands_in:
+            call.returns_several = is_several(passed)
+            passed = self._watch(point, call.number, passed, "output", self._separated_tensor)
         return None if passed is output else passed
 
     def _leave(self, point: HookPoint, module: nn.Module, args: Any, output: Any) -> Any:
@@ -314,26 +329,12 @@ class HookCalls:
         try:
             if call.number is not None and output is not None:  # output is None if the layer raised
                 if point.watches:
-                    call.returns_several = not isinstance(output, Tensor) and sum(1 for _ in tensors_in(output)) > 1
-                    passed = self._watch(point, call.number, output, "output")
+                    call.returns_several = is_several(output)
+                    passed = self._watch(point, call.number, output, "output", self._watched_tensor)
                 self._keep_values(point, call.forward, call.number, passed, "output")
         finally:
             point.calls.pop()
         return None if passed is output else passed
-
-    def _on_parameter(self, request: TapRequest, gradient: Tensor) -> Tensor | None:
-        site, block, forward = Site(request.layer, what="grad"), self._block, self._forward
-        if block is None or not self._is_our_thread() or not block.is_of_this_task:
-            return None
-        if request.edit is not None:
-            self._edited.add(id(request))
-            return apply_edit(gradient, request.edit, site)
-        if forward is not None:
-            earlier = forward.record.by_site.get(site)
-            self._keep(forward, site, request, gradient)
-            self._passes = self._passes or BackwardPasses()
-            add_earlier_parts(forward, site, request, earlier, self._passes.number(block.thread))
-        return None
 
     def _call(self, module: nn.Module) -> Call:
         """Return a new call of a module."""
@@ -358,12 +359,12 @@ class HookCalls:
         with unwatched():
             return map_tensors(value, partial(self._edited_tensor, point, call, side, {}))
 
-    def _watch(self, point: HookPoint, call: int, value: Any, side: What) -> Any:
+    def _watch(self, point: HookPoint, call: int, value: Any, side: What, watched: Callable[..., Tensor]) -> Any:
         """Watch the gradients of a value, and return what the model continues with."""
         if not point.watches or not torch.is_grad_enabled():
             return value
         with unwatched():
-            return map_tensors(value, partial(self._watched_tensor, point, call, side))
+            return map_tensors(value, partial(watched, point, call, side))
 
     def _keep_values(
         self, point: HookPoint, forward: ModelCall | None, number: int | None, value: Any, side: What
@@ -400,13 +401,19 @@ class HookCalls:
             forward.record.by_site[site] = self._copy_out(tensor, request.reduce, site)
 
     def _edited_tensor(
-        self, point: HookPoint, call: int, side: What, edited: dict[Any, Tensor], path: Path, tensor: Tensor
+        self,
+        point: HookPoint,
+        call: int,
+        side: What,
+        edited: dict[Any, tuple[Tensor, Tensor]],
+        path: Path,
+        tensor: Tensor,
     ) -> Tensor:
         """Edit a tensor; one that stands in several places (`return h, h`) is edited once, and is in all of them."""
         given, asked = tensor, list(self._asked(point, call, side, path))
         key = id(given), *(id(request) for _, request in asked)
         if key in edited:
-            return edited[key]
+            return edited[key][1]
         for layer, request in asked:
             if request.edit is not None and tensor.is_floating_point():
                 tensor = apply_edit(tensor, request.edit, Site(layer, call, path, side))
@@ -417,18 +424,30 @@ class HookCalls:
             passed = point.calls[-1].returned(given, tensor)
         else:
             passed = tensor if tensor is given else point.calls[-1].edited(given, tensor)
-        edited[key] = passed
+        edited[key] = given, passed  # the id of `given` is a key as long as it lives
         return passed
+
+    def _gradient_requests(
+        self, point: HookPoint, call: int, side: What, path: Path, tensor: Tensor
+    ) -> list[tuple[Site, TapRequest]]:
+        gradient: What = "grad" if side == "output" else "grad_input"
+        return [
+            (Site(layer, call, path, gradient), request)
+            for layer, request in self._asked(point, call, gradient, path)
+            if tensor.requires_grad and (call != UNKNOWN or request.edit is not None)
+        ]
+
+    def _separated_tensor(self, point: HookPoint, call: int, side: What, path: Path, tensor: Tensor) -> Tensor:
+        """Return the tensor that is to be watched when all hooks have run."""
+        requests = self._gradient_requests(point, call, side, path, tensor)
+        if not requests or self._forward is None:
+            return tensor
+        return separated(point, tensor, requests[0][0], self._forward)
 
     def _watched_tensor(self, point: HookPoint, call: int, side: What, path: Path, tensor: Tensor) -> Tensor:
         """Hook a tensor to edit and keep its gradient; return that tensor: the given one where that is safe."""
-        gradient: What = "grad" if side == "output" else "grad_input"
-        requests = [
-            (Site(layer, call, path, gradient), request)
-            for layer, request in self._asked(point, call, gradient, path)
-            if call != _UNKNOWN or request.edit is not None
-        ]
-        if not requests or not tensor.requires_grad:
+        requests = self._gradient_requests(point, call, side, path, tensor)
+        if not requests:
             return tensor
         assert self._block is not None
         assert self._forward is not None
@@ -454,7 +473,7 @@ class HookCalls:
         for layer, request in point.requests:
             if request.what != what or not request.covers(path):
                 continue
-            if call == _UNKNOWN and request.call is not None and request.edit is not None:
+            if call == UNKNOWN and request.call is not None and request.edit is not None:
                 raise LayertapError(f"layer {layer!r} runs more than once under checkpointing: edit all calls or none")
             if request.call in (None, call):
                 yield layer, request
@@ -469,19 +488,6 @@ def _tensors(value: Any, within: tuple[str, ...]) -> Iterable[tuple[Path, Tensor
     if type(value) is dict and all(isinstance(part, Tensor) for part in value.values()):
         return [((key,), part) for key, part in value.items() if within in ((), (str(key),))]
     return tensors_in(value, within)
-
-
-def _is_active(caller: FrameType | None) -> bool:
-    """Whether a function runs in this thread."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame is not caller:
-        frame = frame.f_back
-    return frame is not None
-
-
-def number_again(calls: Counter[Any], key: Any) -> int:
-    """Return the number of a call that a backward pass repeats; see `Call`."""
-    return 0 if calls[key] == 1 else _UNKNOWN
 
 
 def in_backward() -> bool:

@@ -14,7 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Path", "as_arguments", "map_tensors", "tensors_in"]
+from extract.errors import InputError
+
+__all__ = ["Path", "as_arguments", "is_several", "map_tensors", "tensors_in"]
 
 Path = tuple[str | int, ...]
 
@@ -58,29 +60,50 @@ def _parts(value: Any) -> list[tuple[str | int, Any]]:
 
 
 def _rebuilt(value: Any, parts: dict[str | int, Any]) -> Any:
+    """Return a copy of a container with other parts."""
     if isinstance(value, MappingProxyType):
         return MappingProxyType(parts)
     if isinstance(value, Mapping):
-        rebuilt: Any = copy.copy(value)
-        for key, part in parts.items():
-            rebuilt[key] = part
-        return rebuilt
-    if isinstance(value, list):
-        rebuilt = copy.copy(value)
-        rebuilt[:] = parts.values()
-        return rebuilt
-    if hasattr(type(value), "n_sequence_fields"):  # torch.return_types
-        return type(value)(parts.values())
-    if isinstance(value, tuple):
-        # The constructor of a subclass may take other arguments.
-        rebuilt = tuple.__new__(type(value), parts.values())
-        if hasattr(value, "__dict__"):
-            vars(rebuilt).update(vars(value))
-        return rebuilt
+        return _rebuilt_mapping(value, parts)
+    if isinstance(value, tuple | list):
+        return _rebuilt_sequence(value, list(parts.values()))
     rebuilt = copy.copy(value)
     for name, part in parts.items():
         object.__setattr__(rebuilt, str(name), part)  # works for frozen dataclasses too
     return rebuilt
+
+
+def _rebuilt_mapping(value: Mapping[Any, Any], parts: dict[str | int, Any]) -> Any:
+    rebuilt: Any = copy.copy(value)
+    try:
+        for key, part in parts.items():
+            rebuilt[key] = part
+    except TypeError as error:
+        raise InputError(f"a value inside {type(value).__name__} was edited, which cannot be changed") from error
+    return rebuilt
+
+
+def _rebuilt_sequence(value: Any, items: list[Any]) -> Any:
+    """Return a tuple or list with other items, of the same type and with the same attributes."""
+    kind, attributes = type(value), getattr(value, "__dict__", {})
+    try:
+        rebuilt = kind._make(items) if hasattr(kind, "_make") else kind(items)  # as named tuples
+    except Exception:  # the constructor takes other arguments
+        rebuilt = ()
+    if len(rebuilt) != len(items) or any(a is not b for a, b in zip(rebuilt, items, strict=True)):
+        rebuilt = tuple.__new__(kind, items) if isinstance(value, tuple) else copy.copy(value)
+        if isinstance(value, list):
+            list.__setitem__(rebuilt, slice(None), items)
+            vars(rebuilt).clear()
+    of_part = {id(old): new for old, new in zip(value, items, strict=True)}
+    for name, attribute in attributes.items():
+        vars(rebuilt).setdefault(name, of_part.get(id(attribute), attribute))
+    return rebuilt
+
+
+def is_several(value: Any) -> bool:
+    """Whether a value holds more than one tensor."""
+    return not isinstance(value, Tensor) and sum(1 for _ in tensors_in(value)) > 1
 
 
 def as_arguments(value: dict[Any, Any], count: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from extract.errors import LayertapError, UnknownNameError, unknown_name
+from extract.errors import InputError, LayertapError, UnknownNameError, unknown_name
 from extract.taps.layer_names import is_glob, match_layers
-from extract.taps.nested import Path, tensors_in
+from extract.taps.nested import Path
 
 __all__ = ["Record", "Reduce", "Requested", "Site", "What", "split_text"]
 
@@ -141,30 +141,41 @@ class Record(Mapping[str, Any]):
 
     def _keep_live(self, site: Site, value: Any) -> None:
         """Keep a tensor, or what it was reduced to, with its graph."""
+        tensors = list(value.values()) if isinstance(value, dict) else [value]
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor):
+                raise InputError(
+                    f"the reduction of {site} returned {type(tensor).__name__}; expected a tensor or a dict of tensors"
+                )
         self.by_site[site] = value
-        tensors = (tensor for _, tensor in tensors_in(value))
         self._live[site] = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
     @property
     def missing(self) -> dict[str, str]:
         """What was requested by name and has no value -> the reason: a layer that did not run, for example."""
+        sites: dict[tuple[str, What], list[Site]] = {}
+        for site in self.by_site:
+            sites.setdefault((site.layer.partition("/")[0], site.what), []).append(site)
         absent = [
             request.text()
             for request in self.requested
-            if not request.pattern and not any(request.is_met_by(site) for site in self.by_site)
+            if not request.pattern and not any(map(request.is_met_by, sites.get((request.layer, request.what), ())))
         ]
         return {text: self.why_absent(text) or "no value was recorded" for text in absent}
 
     def find(self, text: str) -> list[Site]:
         """Return the sites that a text can mean; it may omit the call, path or kind.
 
-        Where the output of a layer was requested, a text that omits the kind means the output.
+        A text that omits the kind means the output, if there is one, or if the output of the layer was requested.
         """
         if text in self.sites:
             return [self.sites[text]]
         sites = [site for site in self.by_site if site.is_meant_by(text)]
-        outputs = {request.layer for request in self.requested if request.what == "output"}
-        return [site for site in sites if site.what == "output" or "@" in text or site.layer not in outputs]
+        if "@" in text or not sites:
+            return sites
+        outputs = [site for site in sites if site.what == "output"]
+        whole = {r.layer for r in self.requested if (r.what, r.operation, r.call, r.path) == ("output", "", None, ())}
+        return outputs or [site for site in sites if site.layer not in whole]
 
     def select(self, pattern: str) -> dict[str, Any]:
         """Return name -> value of all sites whose layer matches a glob, in the order of computation.
@@ -176,13 +187,21 @@ class Record(Mapping[str, Any]):
         Raises:
             UnknownNameError: no kept value matches.
         """
-        layers, call, path, what = split_text(pattern, ())
+        known = {site.layer: None for site in self.by_site}
+        layers, call, path, what = split_text(pattern, known)
         sites = {
             name: site
             for name, site in self.sites.items()
             if what in (None, site.what) and call in (None, site.call) and _starts(site.path, path)
         }
-        matches = set(match_layers({site.layer: None for site in sites.values()}, layers, "this record"))
+        base, slash, operation = layers.partition("/")
+        if layers in known:
+            matches = {layers}
+        else:  # a glob of layers matches neither functions nor the model itself
+            names = {site.layer: site.layer.partition("/") for site in sites.values()}
+            same = {n: parts[0] for n, parts in names.items() if parts[1] == slash and fnmatchcase(parts[2], operation)}
+            bases = {""} if not base else set(match_layers(filter(None, same.values()), base, "this record"))
+            matches = {name for name, layer in same.items() if layer in bases}
         return {name: self._value(site) for name, site in sites.items() if site.layer in matches}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -228,8 +247,10 @@ class Record(Mapping[str, Any]):
         return "Record(\n" + "\n".join(rows) + "\n)"
 
 
-def _loaded(by_site: dict[Site, Any], requested: Sequence[Requested], missing: dict[str, str]) -> Record:
+def _loaded(
+    by_site: dict[Site, Any], requested: Sequence[Requested] = (), missing: Mapping[str, str] | None = None
+) -> Record:
     """Return a pickled record; of values that are absent, it knows why those named are."""
-    record = Record(missing.get, requested)
+    record = Record((missing or {}).get, requested)
     record.by_site.update(by_site)
     return record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import threading
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from extract.errors import InputError, LayertapError, unknown_name
+from extract.taps.copies import copied
 from extract.taps.edits import Edit
 from extract.taps.functions import memory_of
 from extract.taps.layer_names import match_layers
@@ -26,6 +28,7 @@ from extract.taps.record import Record, Reduce, Requested, Site, What, split_tex
 
 __all__ = [
     "OPENED",
+    "UNKNOWN",
     "Block",
     "Call",
     "HookPoint",
@@ -33,6 +36,7 @@ __all__ = [
     "StandInError",
     "TapRequest",
     "handed_back",
+    "number_again",
     "requests_for",
     "why_absent",
 ]
@@ -115,28 +119,34 @@ def why_absent(
     text: str,
     requests: Sequence[TapRequest],
     layers: Mapping[str, nn.Module],
-    layers_now: Mapping[str, nn.Module],
     calls: Mapping[int, int],
+    *,
+    replaced: bool,
 ) -> str | None:
     """Return why a requested value is missing from a record; None if it was not requested.
 
     Args:
         text: text form of a site.
-        requests: all requests.
+        requests: what is kept of its layer.
         layers: layers of the model when the `Taps` were made.
-        layers_now: layers of the model.
         calls: id of a module -> number of its calls in the forward.
+        replaced: whether the model now has another module of this name.
     """
-    layer, _, _, what = split_text(text, layers)
+    layer, call, path, what = split_text(text, layers)
     name, slash, operation = layer.partition("/")
-    asked = [w for w in requests if w.edit is None and w.layer == name and bool(w.operation) == bool(slash)]
-    asked = [request for request in asked if what in (None, request.what)]
+    asked = [
+        request
+        for request in requests
+        if bool(request.operation) == bool(slash)
+        and what in (None, request.what)
+        and (call is None or request.call in (None, call))
+    ]
     if not asked:
         return None
     if slash:
         return f"no function {operation!r} was called in the forward of layer {name!r}"
     layer = f"layer {name!r}" if name else "the model"
-    if name and name in layers and layers_now.get(name) is not layers[name]:
+    if replaced:
         return f"{layer} was replaced by another module after these Taps were made"
     if name not in layers:
         return (
@@ -155,11 +165,11 @@ def why_absent(
         return f"{layer} never runs: nn.MultiheadAttention uses its weights without calling it"
     if not count:
         return f"{layer} did not run in this forward"
-    request = asked[0]
-    if request.call is not None and request.call >= count:
-        return f"{layer} ran {count} times in this forward; there is no call {request.call}, since the first is 0"
-    verb = "returned" if request.what == "output" else "received"
-    where = f" at path {'.'.join(request.path)} (to pool, pass a function as `reduce`)" if request.path else ""
+    call = asked[0].call if call is None else call
+    if call is not None and call >= count:
+        return f"{layer} ran {count} times in this forward; there is no call {call}, since the first is 0"
+    verb, path = "returned" if asked[0].what == "output" else "received", path or asked[0].path
+    where = f" at path {'.'.join(path)} (to pool, pass a function as `reduce`)" if path else ""
     return f"{layer} ran, but {verb} no tensor{where}"
 
 
@@ -200,6 +210,14 @@ class HookPoint:
         )
 
 
+UNKNOWN = -1  # number of a call
+
+
+def number_again(calls: Counter[Any], key: Any) -> int:
+    """Return the number of a call that a backward pass repeats; see `Call`."""
+    return 0 if calls[key] == 1 else UNKNOWN
+
+
 @dataclasses.dataclass(slots=True)
 class Call:
     """One call of a module.
@@ -212,6 +230,7 @@ class Call:
         returns_several: whether the module returned several tensors.
         watched: copies of inputs whose gradient is watched.
         stand_ins: inputs that are edited.
+        separated: copies of outputs, passed on in their place because their gradients are watched.
         copies: copies of the other inputs, if the output is edited. A layer that works in place writes into the copy
             and returns it; its edited output is then written into the input, where a caller may expect it.
     """
@@ -222,6 +241,7 @@ class Call:
     returns_several: bool = False
     watched: list[StandIn] = dataclasses.field(default_factory=list)
     stand_ins: list[StandIn] = dataclasses.field(default_factory=list)
+    separated: list[Tensor] = dataclasses.field(default_factory=list)
     copies: list[StandIn] = dataclasses.field(default_factory=list)
 
     def edited(self, given: Tensor, tensor: Tensor) -> Tensor:
@@ -234,7 +254,7 @@ class Call:
         if any(given is stand_in.tensor for stand_in in self.stand_ins):
             return given
         known = [copy for copy in self.copies if copy.given is given]
-        self.copies += known or [StandIn.of(given, given.clone())]
+        self.copies += known or [StandIn.of(given, copied(given))]
         return (known or self.copies)[-1].tensor
 
     def returned(self, output: Tensor, edited: Tensor) -> Tensor:
@@ -281,7 +301,7 @@ class StandIn:
         """Return the stand-in for an input; `tensor` is copied if it has no version, as in inference mode."""
         if tensor.is_inference():
             with torch.inference_mode(False), torch.no_grad():
-                tensor = tensor.clone()
+                tensor = copied(tensor)
         return cls(given, tensor, tensor._version)
 
     @property
@@ -445,22 +465,36 @@ OPENED: ContextVar[frozenset[object]] = ContextVar("opened", default=frozenset()
 
 
 class Block:
-    """One `with` block: its thread, its cleanup, and whether it is open; hooked tensors may outlive it."""
+    """One `with` block: its thread, its cleanup, and whether it is open; hooked tensors may outlive it.
+
+    Attributes:
+        mark: marks the asyncio task that opened the block in `OPENED`; None if no task did: the block is of all tasks.
+        ran_in_other_tasks: whether other tasks have called the model.
+    """
 
     def __init__(self, undo: contextlib.ExitStack) -> None:
         self.open = True
         self.thread = threading.get_ident()
+        self.mark = object() if _is_in_task() else None
+        self.ran_in_other_tasks = False
         self._undo = undo
-        self.mark = object()
-        OPENED.set(OPENED.get() | {self.mark})
+        if self.mark is not None:
+            OPENED.set(OPENED.get() | {self.mark})
 
     @property
     def is_of_this_task(self) -> bool:
         """Whether this asyncio task opened the block, or was created inside it; true in other threads."""
-        return self.thread != threading.get_ident() or self.mark in OPENED.get()
+        return self.mark is None or self.thread != threading.get_ident() or self.mark in OPENED.get()
 
     def close(self) -> None:
         """Undo what was set up for the block."""
         self.open = False
         OPENED.set(OPENED.get() - {self.mark})
         self._undo.close()
+
+
+def _is_in_task() -> bool:
+    try:
+        return asyncio.current_task() is not None
+    except RuntimeError:  # no event loop runs
+        return False

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
@@ -34,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from extract.errors import InputError, LayertapError, UnknownNameError, unknown_name
 from extract.taps.edits import Edit
-from extract.taps.function_calls import FunctionCalls
+from extract.taps.function_calls import FunctionAndParameterCalls
 from extract.taps.functions import Listener, watching
 from extract.taps.hook_calls import HookCalls
 from extract.taps.layer_names import unwrap
@@ -52,7 +53,7 @@ _EDITABLE = ("output", "input", "grad", "grad_input")
 Layers = str | type[nn.Module] | Site | Sequence[str | type[nn.Module]]
 
 
-class Taps(FunctionCalls):
+class Taps(FunctionAndParameterCalls):
     """Context manager: keep and edit activations and gradients of chosen layers.
 
     Args:
@@ -202,7 +203,11 @@ class Taps(FunctionCalls):
         with contextlib.ExitStack() as undo:
             self._register(undo)
             self._block, self._forward = Block(undo.pop_all()), None
-        self._requested = [request.without_functions() for request in self._requests if request.edit is None]
+        kept = [request for request in self._requests if request.edit is None]
+        self._requested = [request.without_functions() for request in kept]
+        self._kept_of = {}
+        for request in kept:
+            self._kept_of.setdefault(request.layer, []).append(request)
         self._edited.clear()
         return self
 
@@ -223,9 +228,18 @@ class Taps(FunctionCalls):
         if self._forward is not None:  # of a forward that was interrupted
             self._forward.caller = None
             self._forward.stand_ins.clear()
+        if self._passes is not None:
+            self._passes.ended()
         if kind is None:
             self._hand_on()
             self._check_edits()
+            if block is not None and block.ran_in_other_tasks and self._forward is None:
+                warnings.warn(
+                    "only asyncio tasks that were created outside the `with` block called the model, and nothing was "
+                    "recorded; open the block outside of tasks to record the forwards of all",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
 
     def _register(self, undo: contextlib.ExitStack) -> None:
         """Register all hooks; closing `undo` removes them and restores the switches."""
@@ -285,7 +299,7 @@ class Taps(FunctionCalls):
                 hook(module.register_forward_pre_hook, partial(self._keep_inputs, point), with_kwargs=True)
             if point.watches:
                 hook(module.register_forward_hook, partial(self._hand_back, point), always_call=True)
-            if point.edits:
+            if point.edits or point.watches:
                 hook(module.register_forward_hook, partial(self._edit_output, point), always_call=True)
             _move_edits_to_front(module)
             hook(module.register_forward_hook, partial(self._leave, point), always_call=True)

@@ -102,7 +102,8 @@ def test_functions_are_selected_by_a_glob() -> None:
         taps(torch.randn(3, 4))
     assert list(taps.record.select("*/add")) == ["0/add#0", "0/add#1", "1/add#0", "1/add#1"]
     assert list(taps.record.select("1/*")) == ["1/add#0", "1/add#1"]
-    assert list(taps.record.select("**#1")) == ["0/add#1", "1/add#1"]
+    assert list(taps.record.select("**/*#1")) == ["0/add#1", "1/add#1"]
+    assert list(taps.record.select("1/add#1")) == ["1/add#1"]
     with torch.no_grad(), Taps(nn.Sequential(nn.LSTM(4, 4)), "*") as taps:
         taps(torch.randn(3, 4))
     assert list(taps.record.select("*:1")) == ["0:1.0", "0:1.1"]
