@@ -221,11 +221,18 @@ def _load_model(transformers: Any, request: LoadRequest, location: _Location, co
         notes = ("masking is off (mask_ratio 0)",)
     model_class = _class_for(transformers, config)
     if weights is not None and not is_named(weights):
+
+        def build() -> Any:
+            if model_class is not transformers.AutoModel:
+                return model_class(config)
+            try:
+                return model_class.from_config(config, trust_remote_code=False)
+            except ValueError as error:  # AutoModel has no model of this kind
+                raise InputError(f"{spec}: {first_line(error)}") from error
+
         model, origin, _ = build_with_weights(
-            lambda: model_class.from_config(config, trust_remote_code=False) if model_class is transformers.AutoModel
-            else model_class(config),
-            weights, request.seed, spec, _classifier, allow_missing_head=request.allow_missing_head,
-        )  # fmt: skip
+            build, weights, request.seed, spec, _classifier, allow_missing_head=request.allow_missing_head
+        )
         return _Loaded(config, model, origin, notes)
     model, unused_note = _pretrained(spec, model_class, location, config)
     commit = getattr(config, "_commit_hash", None)
@@ -300,9 +307,15 @@ def _embed(model: Any, images: Tensor) -> Tensor:
         return _flat(output.pooler_output)
     hidden = output.last_hidden_state
     if hidden.ndim == 3:
-        embeddings = getattr(trunk, "embeddings", None)
-        return _flat(hidden[:, 0] if getattr(embeddings, "cls_token", None) is not None else hidden.mean(1))
+        return _flat(hidden[:, 0] if _has_class_token(trunk) else hidden.mean(1))
     return _flat(hidden.mean((2, 3)))
+
+
+def _has_class_token(trunk: Any) -> bool:
+    """Whether the first of the last tokens is the class token; in a pyramid of stages (Pvt), the last stage adds it."""
+    stages = [*getattr(getattr(trunk, "encoder", None), "patch_embeddings", ())]
+    holders = [getattr(trunk, "embeddings", None), *stages[-1:]]
+    return any(getattr(holder, "cls_token", None) is not None for holder in holders)
 
 
 def _trunk(model: Any) -> Any:

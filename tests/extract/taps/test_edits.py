@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -476,3 +477,47 @@ def test_a_tensor_in_several_places_is_edited_once() -> None:
     with torch.no_grad(), Taps(Twice()).edit("", add_noise, "input") as taps:
         taps(x, again=x)
     assert len(draws) == 1
+
+
+def test_tensors_made_when_a_mapping_is_read_are_edited_each() -> None:
+    class Lazy(Mapping):
+        def __init__(self, value: float) -> None:
+            self.value, self.edited = value, None
+
+        def __getitem__(self, key: str) -> Tensor:
+            return torch.full((4,), float(self.value)) if self.edited is None else self.edited
+
+        def __setitem__(self, key: str, value: Tensor) -> None:
+            self.edited = value
+
+        def __iter__(self):
+            return iter("k")
+
+        def __len__(self) -> int:
+            return 1
+
+    class Returns(nn.Module):
+        def forward(self, x: Tensor):
+            return [Lazy(1), Lazy(2), Lazy(3)]
+
+    with torch.no_grad(), Taps(Returns()).edit("", lambda h: h * 10) as taps:
+        assert [float(part["k"][0]) for part in taps(torch.zeros(1))] == [10, 20, 30]
+
+
+@pytest.mark.parametrize("what", ["edit", "grad", "grad_input"])
+def test_looking_at_a_slice_leaves_every_bit_of_the_output(what: str) -> None:
+    class Slices(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = nn.GELU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(x.split(20, -1)[0])
+
+    torch.manual_seed(0)
+    model, x = Slices(), torch.randn(64, 41, requires_grad=True)
+    expected = model(x)
+    taps = Taps(model)
+    taps = taps.edit("act", lambda h: h).edit("act", lambda h: h, "input") if what == "edit" else taps.keep("act", what)
+    with taps:
+        assert torch.equal(taps(x), expected)

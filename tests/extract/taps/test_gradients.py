@@ -608,3 +608,68 @@ def test_the_frames_of_a_backward_pass_are_let_go() -> None:
         local = step()
         assert taps.record["0.weight@grad"].shape == (4, 4)
         assert local() is None
+
+
+class OwnCheckpoint(torch.autograd.Function):
+    """Checkpointing as diffusion models have it: `torch.autograd.grad` inside the backward pass."""
+
+    @staticmethod
+    def forward(ctx, function, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.function, ctx.x, ctx.parameters = function, x, parameters
+        with torch.no_grad():
+            return function(x)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        x = ctx.x.detach().requires_grad_()
+        with torch.enable_grad():
+            output = ctx.function(x)
+        return None, *torch.autograd.grad(output, [x, *ctx.parameters], gradient)
+
+
+def test_captures_inside_a_backward_pass_are_no_parts_of_a_gradient() -> None:
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return OwnCheckpoint.apply(lambda h: self.layer(h).tanh(), x, *self.layer.parameters())
+
+    model, x = Part(), torch.randn(2, 3, requires_grad=True)
+    for reduce in (None, torch.clone):
+        model.zero_grad()
+        with Taps(model).keep("layer.weight", "grad", reduce=reduce) as taps:
+            taps(x).sum().backward()
+        torch.testing.assert_close(taps.record["layer.weight@grad"], model.layer.weight.grad)
+
+
+def test_what_another_hook_kept_of_an_output_is_part_of_its_gradient() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.head, self.kept = Block(), nn.Linear(3, 1), []
+            self.block.register_forward_hook(lambda module, args, output: self.kept.append(output))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.block(x)).sum() + self.kept.pop().square().sum()
+
+    model, x = Net(), torch.randn(2, 3)
+    h = model.block.inner(x).detach().requires_grad_()
+    (expected,) = torch.autograd.grad(model.head(h).sum() + h.square().sum(), h)
+    for layers in (["block"], ["block.inner"], ["block", "block.inner"]):
+        with Taps(model).keep(layers, "grad") as taps:
+            taps(x).backward()
+        for layer in layers:
+            torch.testing.assert_close(taps.record[f"{layer}@grad"], expected)
+    with Taps(model).edit("block", lambda g: g * 0, "grad").keep("block.inner", "grad") as taps:
+        taps(x).backward()
+    assert not taps.record["block.inner@grad"].any()

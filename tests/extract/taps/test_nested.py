@@ -82,3 +82,25 @@ def test_what_a_layer_returns_in_them_is_edited(kind: Any) -> None:
     left, right = output.values() if isinstance(output, MappingProxyType) else output
     assert (left.tolist(), right.tolist()) == ([10, 10], [20, 20])
     assert [value.tolist() for value in taps.record.values()] == [[10, 10], [20, 20]]
+
+
+def test_attributes_that_are_parts_follow_them() -> None:
+    class Out(tuple):
+        def __new__(cls, logits: Tensor, hidden: Tensor):
+            out = super().__new__(cls, (logits, hidden))
+            out.logits, out.note = logits, "kept"
+            return out
+
+    class Rows(list):
+        def __init__(self, items) -> None:
+            super().__init__(items)
+            self.last, self.total = self[-1], sum(float(item.sum()) for item in self)
+
+    x, y = torch.ones(2), torch.zeros(2)
+    out: Any = map_tensors(Out(x, y), lambda path, tensor: tensor + 1)
+    assert (type(out), out.note) == (Out, "kept")
+    assert out.logits is out[0]
+    rows: Any = map_tensors(Rows([x, y]), lambda path, tensor: tensor + 1)
+    assert type(rows) is Rows
+    assert rows.last is rows[1]
+    assert rows.total == 6

@@ -144,3 +144,42 @@ def test_taps_say_what_they_keep_and_edit() -> None:
     ]
     many = nn.Sequential(*[nn.ReLU() for _ in range(30)])
     assert repr(Taps(many, "*")).splitlines()[-1] == "  ... 10 more"
+
+
+def test_a_function_or_another_call_asked_for_does_not_hide_the_input() -> None:
+    class Adds(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    x = torch.randn(3, 4)
+    with torch.no_grad(), Taps(nn.Sequential(Adds()), "0/add").keep("0", "input") as taps:
+        taps(x)
+    assert torch.equal(taps.record["0"], x)
+    with torch.no_grad(), Taps(nn.Sequential(Adds())).keep("0", call=5).keep("0", "input") as taps:
+        taps(x)
+    assert torch.equal(taps.record["0"], x)
+    assert list(taps.record.missing) == ["0#5"]
+
+
+def test_reasons_are_those_of_the_call_and_path_that_is_looked_up() -> None:
+    with torch.no_grad(), Taps(Branches()).keep("used", call=0).keep("used", call=3) as taps:
+        taps(torch.randn(3, 4))
+    assert taps.record.missing == {
+        "used#3": "layer 'used' ran 2 times in this forward; there is no call 3, since the first is 0"
+    }
+    with torch.no_grad(), Taps(Branches(), "used") as taps:
+        taps(torch.randn(3, 4))
+    for text, reason in (("used#5", "there is no call 5"), ("used#0:7", "returned no tensor at path 7")):
+        with pytest.raises(UnknownNameError, match=reason):
+            taps.record[text]
+    with pytest.raises(UnknownNameError, match="not found in this record"):
+        taps.record["unused"]
+
+
+def test_a_glob_of_layers_selects_neither_functions_nor_the_model() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with torch.no_grad(), Taps(model, ["", "*", "1/*"]) as taps:
+        taps(torch.randn(3, 4))
+    assert list(taps.record.select("*")) == list(taps.record.select("**")) == ["0", "1"]
+    assert list(taps.record.select("**/*")) == ["1/relu"]
+    assert list(taps.record.select("")) == [""]

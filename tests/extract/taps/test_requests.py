@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -128,6 +129,45 @@ def test_taps_of_another_task_say_that_the_task_is_another() -> None:
                 taps.record  # noqa: B018
 
     asyncio.run(outer())
+
+
+def test_a_block_that_no_task_opened_is_of_all_tasks() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(3, 4)
+
+    async def work() -> None:
+        model(x)
+
+    with asyncio.Runner() as runner:
+        runner.run(work())  # the runner has its context from before the block
+        with Taps(model, "0") as taps:
+            runner.run(work())
+            assert torch.equal(taps.record["0"], model(x))
+    taps = Taps(model, "0")
+    contextvars.copy_context().run(taps.__enter__)
+    model(x)
+    assert torch.equal(taps.record["0"], model(x))
+    taps.__exit__(None, None, None)
+    assert not model[0]._forward_hooks
+
+
+def test_a_block_whose_model_only_older_tasks_have_called_warns() -> None:
+    model, records = nn.Sequential(nn.Linear(4, 4)), []
+
+    async def server() -> None:
+        opened = asyncio.Event()
+
+        async def worker() -> None:
+            await opened.wait()
+            model(torch.randn(3, 4))
+
+        task = asyncio.create_task(worker())
+        with Taps(model, "0", on_record=records.append):
+            opened.set()
+            await task
+
+    with pytest.warns(RuntimeWarning, match="open the block outside of tasks to record the forwards of all"):
+        asyncio.run(server())
+    assert records == []
 
 
 @contextlib.contextmanager

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from extract import LayertapError, Site, Taps, UnknownNameError
 from extract.errors import InputError
@@ -501,3 +503,18 @@ def test_a_reduced_live_tensor_has_its_graph_and_is_not_overwritten() -> None:
     with Taps(model).keep("blocks.1.0", live=True, reduce=lambda h: {"sum": h.clone().square().sum()}) as taps:
         taps(x)
     torch.testing.assert_close(torch.autograd.grad(taps.record["blocks.1.0"]["sum"], model.stem.weight)[0], expected)
+
+
+def test_kept_values_carry_no_tangents() -> None:
+    model = nn.Sequential(nn.Linear(4, 4)).requires_grad_(False)
+    with forward_ad.dual_level(), Taps(model, "0") as taps:
+        taps(forward_ad.make_dual(torch.randn(3, 4), torch.randn(3, 4)))
+        assert forward_ad.unpack_dual(taps.record["0"]).tangent is None
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_model_that_is_checkpointed_as_a_whole_keeps_its_record(reentrant: bool) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4, requires_grad=True)
+    with Taps(model, "0") as taps:
+        checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+        assert torch.equal(taps.record["0"], model[0](x).detach())
