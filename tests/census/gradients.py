@@ -58,7 +58,7 @@ def backward(model: nn.Module, pictures: Tensor, call: Callable[[Tensor], Any] |
         if tensor.is_floating_point():
             weights = torch.randn(tensor.shape, generator=generator) / max(1, tensor.numel()) ** 0.5
             if tensor.requires_grad:
-                terms.append((tensor.float().nan_to_num(0, 0, 0) * weights).sum())
+                terms.append((tensor.nan_to_num(0, 0, 0) * weights).sum(dtype=torch.float64))
     if not terms:
         raise NoGradientError("no output has a gradient")
     values = {path: tensor.detach().clone() for path, tensor in tensors_of(output)}
@@ -123,7 +123,7 @@ def twin_gradients(model: nn.Module, pictures: Tensor, keep: Iterable[Place] = (
     return twin
 
 
-def agree(a: Tensor, b: Tensor, tolerance: float = 1e-4, floor: float = 0.0) -> bool:
+def agree(a: Tensor, b: Tensor, tolerance: float, floor: float = 0.0) -> bool:
     """Whether two tensors are equal up to rounding, with the same NaN and infinite values.
 
     Args:

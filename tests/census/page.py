@@ -74,11 +74,11 @@ def page(about: dict[str, str], results: list[Result]) -> str:
         f"{sum(wrong.values()):,} values are wrong. A bare hook that keeps `output.detach().cpu()` has "
         f"{numbers['wrong calls of naive hooks']:,} calls wrong.",
         "",
-        f"Versions: {versions} ({about.get('date', '')}), on a CPU. Weights are random; parameters that a library "
-        "initialises with one value have noise, and batch norms have the statistics of the pictures. Each network "
-        "has the smallest of the inputs 32, 64, 96, 128, 160, 192, 224 and 256 that it takes, two pictures, and is in "
-        "eval mode. The fused code of `nn.TransformerEncoderLayer` is off. Of each family, the smallest network that "
-        "runs is compared.",
+        f"Versions: {versions} ({about.get('date', '')}), on a CPU. Of each family, the smallest network that runs is "
+        "compared, in eval mode, with two pictures of the smallest size of 32, 64, 96, 128, 160, 192, 224 and 256 that "
+        "it takes. Weights are random. Parameters that a library initialises with one value have noise, very small "
+        "weights are scaled up, and batch norms have the statistics of pictures of the same kind: without that, many "
+        "layers have no effect. The fused code of `nn.TransformerEncoderLayer` is off.",
         "",
         "```bash",
         "python -m tests.census OUT.jsonl --families    # all families; without --families every network",
@@ -115,8 +115,10 @@ def _notes(numbers: Counter[str]) -> str:
         "`Taps` pass a copy on, and a copy of a slice is contiguous, so some functions round it otherwise: hence the "
         f"last column. {numbers['outputs with NaN']:,} outputs have NaN. "
         f"{numbers['equal embeddings of different pictures']:,} embeddings are the same for different pictures. "
-        "Rounding means a difference of at most 1e-4 of the largest value of the tensor (rows: 2e-3); for gradients "
-        "of parameters also of at most 1e-6 of the largest gradient."
+        "Rounding means a difference of at most 1e-4 of the largest value of the tensor (gradients without edits: "
+        "1e-5, rows: 2e-3); for gradients of parameters also of at most 1e-6 of the largest gradient. Where a gradient "
+        "differs by more, the gradients of the network are compared again in double precision, which was necessary for "
+        f"{numbers['networks whose gradients were compared in double precision']:,} networks."
     )
 
 

@@ -12,8 +12,8 @@ def shake(model: nn.Module, pictures: Tensor) -> None:
     Libraries initialise the last layer of residual branches, LayerScale and some classifiers with zeros: every
     parameter that has one value only gets noise. Some initialise weights with a standard deviation of 0.02 whatever the
     size of the layer, and activations vanish layer by layer: weights of convolutions and linear layers get the standard
-    deviation of LeCun et al. 1998 (Efficient BackProp, equation 16) at least, and batch norms the statistics of these
-    pictures.
+    deviation of He et al. 2015 (arXiv:1502.01852, equation 10), if theirs is less than half of it, and batch norms get
+    the statistics of these pictures.
     """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -23,7 +23,7 @@ def shake(model: nn.Module, pictures: Tensor) -> None:
         for module in model.modules():
             weight = module._parameters.get("weight")
             if isinstance(module, nn.Linear | nn.modules.conv._ConvNd) and weight is not None and weight.numel() > 1:
-                expected, deviation = weight[0].numel() ** -0.5, float(weight.std())
+                expected, deviation = (2 / weight[0].numel()) ** 0.5, float(weight.std())
                 if 0 < deviation < 0.5 * expected:
                     weight *= expected / deviation
     norms = [
