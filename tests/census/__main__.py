@@ -67,7 +67,8 @@ def main() -> None:
     counts = _parameters(selected, options.out.with_suffix(".parameters.json"))
     selected.sort(key=lambda network: counts[network.key] or float("inf"))
     results = read(options.out)
-    _append(options.out, {"about": about()})
+    families = {(network.library, network.family) for network in selected}
+    _append(options.out, {"about": about() | {"families": len(families)}})
     done = 0
     for network in _family_members(selected, results) if options.families else selected:
         if network.key in results or (counts[network.key] or 0) > options.most_parameters:
@@ -81,7 +82,7 @@ def main() -> None:
         done += 1
 
 
-def about() -> dict[str, str]:
+def about() -> dict[str, Any]:
     """Return the versions that the results depend on, and the day."""
     libraries = (torch, timm, torchvision, transformers)
     return {library.__name__: library.__version__ for library in libraries} | {

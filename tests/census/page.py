@@ -47,9 +47,9 @@ NOT_RUN = {
 }
 
 
-def read(path: Path) -> tuple[dict[str, str], list[Result]]:
+def read(path: Path) -> tuple[dict[str, Any], list[Result]]:
     """Return the versions that were used, and the last result of each network."""
-    about: dict[str, str] = {}
+    about: dict[str, Any] = {}
     results: dict[tuple[str, str], Result] = {}
     for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
         if "about" in line:
@@ -59,13 +59,15 @@ def read(path: Path) -> tuple[dict[str, str], list[Result]]:
     return about, [results[key] for key in sorted(results)]
 
 
-def page(about: dict[str, str], results: list[Result]) -> str:
+def page(about: dict[str, Any], results: list[Result]) -> str:
     """Return the page."""
     compared = [result for result in results if "numbers" in result]
     numbers = _sum(result["numbers"] for result in compared)
     wrong = _sum(result.get("wrong", {}) for result in compared)
     families = {(result["library"], result["family"]) for result in compared}
-    versions = ", ".join(f"{name} {version}" for name, version in about.items() if name != "date")
+    tried = {(result["library"], result["family"]) for result in results}
+    total = about.get("families", len(tried))
+    versions = ", ".join(f"{name} {version}" for name, version in about.items() if name not in ("date", "families"))
     return "\n".join([
         "# Census",
         "",
@@ -73,6 +75,9 @@ def page(about: dict[str, str], results: list[Result]) -> str:
         f"networks of {len(families):,} families: {numbers['calls']:,} calls of {numbers['layers']:,} layers. "
         f"{sum(wrong.values()):,} values are wrong. A bare hook that keeps `output.detach().cpu()` has "
         f"{numbers['wrong calls of naive hooks']:,} calls wrong.",
+        "",
+        f"The libraries have {total:,} families of networks for pictures. Of {len(tried - families):,}, no network has "
+        f"run, and {total - len(tried):,} have not been tried yet.",
         "",
         f"Versions: {versions} ({about.get('date', '')}), on a CPU. Of each family, the smallest network that runs is "
         "compared, in eval mode, with two pictures of the smallest size of 32, 64, 96, 128, 160, 192, 224 and 256 that "

@@ -31,8 +31,8 @@ from tests.census.weights import shake
 # In-place ReLU and SiLU, layers that run twice, branches, windows, tokens, sequences, maps whose channels come last.
 QUICK = (
     "timm/test_byobnet", "timm/test_coatnet", "timm/test_convnext", "timm/test_convnext2", "timm/test_convnext3",
-    "timm/test_efficientnet", "timm/test_efficientnet_evos", "timm/test_efficientnet_gn", "timm/test_efficientnet_ln", "timm/test_mambaout",
-    "timm/test_nfnet", "timm/test_resnet", "timm/test_vit", "timm/test_vit_relpos",
+    "timm/test_efficientnet", "timm/test_efficientnet_evos", "timm/test_efficientnet_gn", "timm/test_efficientnet_ln",
+    "timm/test_mambaout", "timm/test_nfnet", "timm/test_resnet", "timm/test_vit", "timm/test_vit_relpos",
     "torchvision/mobilenet_v3_small", "torchvision/shufflenet_v2_x0_5", "torchvision/squeezenet1_1",
 )  # fmt: skip
 SLOW = (
