@@ -1,0 +1,190 @@
+"""Write the page of the documentation from the results of a census.
+
+python -m tests.census.page tests/census/results.jsonl > docs/census.md
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+Result = dict[str, Any]
+
+# Kind of comparison -> what is compared with what.
+COMPARED = {
+    "outputs": "output of every call of every layer, as kept by `Taps`; equal bits to a clone that a bare hook makes "
+    "at that moment",
+    "inputs": "every tensor among the arguments of every call; equal bits to a clone that a bare pre-hook makes",
+    "gradients": "gradient of every output with `keep(..., \"grad\")`; equal to the gradient in a twin whose layers "
+    "hand on clones of their outputs",
+    "gradients of parameters": "gradient of every parameter and of the pictures while those gradients are kept; equal "
+    "to the gradient without `Taps`",
+    "model outputs": "output of the model while outputs, inputs or gradients are kept; equal bits to its output "
+    "without `Taps`",
+    "model outputs under identity edits": "output of the model while every output or input is replaced by itself",
+    "gradients under identity edits": "gradient of every parameter while every output is replaced by itself",
+    "rows": "outputs whose rows `find_batch_axis` assigns to pictures, for up to 60 layers: five other pictures in "
+    "another order; equal to each picture alone",
+    "embeddings": "rows that `extract_features` stores of four PNG files; equal to the library's own preprocessing "
+    "and embedding",
+    "state": "state dict, modes, `requires_grad`, hooks of layers and parameters, and function modes, before and "
+    "after",
+}  # fmt: skip
+
+# Start of a reason -> a reason in words, for networks that were not compared; the first that fits.
+NOT_RUN = {
+    "a model of timm": "a model of timm, which is compared there",
+    "more than 400 M parameters": "more than 400 M parameters",
+    "more than": "more time or memory than permitted",
+    "cannot be built: ImportError": "needs a library that is not installed",
+    "cannot be built": "cannot be built from its default configuration",
+    "cannot be run: TypeError": "takes other inputs than one batch of pictures",
+    "cannot be run": "cannot be run on a batch of pictures with its default configuration",
+}
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[Result]]:
+    """Return the versions that were used, and the last result of each network."""
+    about: dict[str, Any] = {}
+    results: dict[tuple[str, str], Result] = {}
+    for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+        if "about" in line:
+            about |= line["about"]
+        else:
+            results[line["library"], line["name"]] = line
+    return about, [results[key] for key in sorted(results)]
+
+
+def page(about: dict[str, Any], results: list[Result]) -> str:
+    """Return the page."""
+    compared = [result for result in results if "numbers" in result]
+    numbers = _sum(result["numbers"] for result in compared)
+    wrong = _sum(result.get("wrong", {}) for result in compared)
+    families = {(result["library"], result["family"]) for result in compared}
+    tried = {(result["library"], result["family"]) for result in results}
+    total = about.get("families", len(tried))
+    versions = ", ".join(f"{name} {version}" for name, version in about.items() if name not in ("date", "families"))
+    return "\n".join([
+        "# Census",
+        "",
+        f"`Taps`, the assignment of rows and `extract_features` were compared with references on {len(compared):,} "
+        f"networks of {len(families):,} families: {numbers['calls']:,} calls of {numbers['layers']:,} layers. "
+        f"{sum(wrong.values()):,} values are wrong. A bare hook that keeps `output.detach().cpu()` has "
+        f"{numbers['wrong calls of naive hooks']:,} calls wrong.",
+        "",
+        f"The libraries have {total:,} families of networks for pictures. Of {len(tried - families):,}, no network has "
+        f"run, and {total - len(tried):,} have not been tried yet.",
+        "",
+        f"Versions: {versions} ({about.get('date', '')}), on a CPU. Of each family, the smallest network that runs is "
+        "compared, in eval mode, with two pictures of the smallest size of 32, 64, 96, 128, 160, 192, 224 and 256 that "
+        "it takes. Weights are random. Parameters that a library initialises with one value have noise, very small "
+        "weights are scaled up, and batch norms have the statistics of pictures of the same kind: without that, many "
+        "layers have no effect. The fused code of `nn.TransformerEncoderLayer` is off.",
+        "",
+        "```bash",
+        "python -m tests.census OUT.jsonl --families    # all families; without --families every network",
+        "python -m tests.census.page OUT.jsonl > docs/census.md",
+        "```",
+        "",
+        "## What was compared",
+        "",
+        "| what | compared | wrong | equal up to rounding |",
+        "|---|---|---|---|",
+        *(
+            f"| {text} | {numbers[kind]:,} | {wrong[kind]:,} | {numbers[f'rounded {kind}']:,} |"
+            for kind, text in COMPARED.items()
+        ),
+        "",
+        _notes(numbers),
+        "",
+        *_wrong_table(compared),
+        *_reason_table("Refused", "layertap declines these with an error that gives the reason.", "refused", compared),
+        *_reason_table("Not compared", "These have no independent reference.", "uncompared", compared),
+        *_not_run(results),
+        "## Networks",
+        "",
+        "| network | family | parameters | input | layers | calls | gradients | rows | wrong |",
+        "|---|---|---|---|---|---|---|---|---|",
+        *map(_row, compared),
+        "",
+    ])  # fmt: skip
+
+
+def _notes(numbers: Counter[str]) -> str:
+    return (
+        f"Of the gradients, {numbers['gradients of zero']:,} are zero. Gradients are summed in another order where "
+        "`Taps` pass a copy on, and a copy of a slice is contiguous, so some functions round it otherwise: hence the "
+        f"last column. {numbers['outputs with NaN']:,} outputs have NaN. "
+        f"{numbers['equal embeddings of different pictures']:,} embeddings are the same for different pictures. "
+        "Rounding means a difference of at most 1e-4 of the largest value of the tensor (gradients without edits: "
+        "1e-5, rows: 2e-3); for gradients of parameters also of at most 1e-6 of the largest gradient. Where a gradient "
+        "differs by more, the gradients of the network are compared again in double precision, which was necessary for "
+        f"{numbers['networks whose gradients were compared in double precision']:,} networks."
+    )
+
+
+def _wrong_table(compared: list[Result]) -> list[str]:
+    wrong = [result for result in compared if result.get("wrong")]
+    if not wrong:
+        return []
+    rows = [
+        f"| {_key(result)} | {kind} | {count:,} | {', '.join(f'`{place}`' for place in result['examples'][kind][:1])} |"
+        for result in wrong
+        for kind, count in result["wrong"].items()
+    ]
+    return ["## Wrong", "", "| network | what | values | first |", "|---|---|---|---|", *rows, ""]
+
+
+def _reason_table(title: str, text: str, field: str, compared: list[Result]) -> list[str]:
+    counts = _sum(result.get(field, {}) for result in compared)
+    networks = Counter(reason for result in compared for reason in result.get(field, {}))
+    rows = [f"| {_cell(reason)} | {count:,} | {networks[reason]:,} |" for reason, count in counts.most_common()]
+    if not rows:
+        return []
+    return [f"## {title}", "", text, "", "| reason | values | networks |", "|---|---|---|", *rows, ""]
+
+
+def _not_run(results: list[Result]) -> list[str]:
+    reasons: dict[str, list[str]] = {}
+    for result in results:
+        if "not run" in result:
+            text = result["not run"]
+            fitting = (words for start, words in NOT_RUN.items() if text.startswith(start))
+            reasons.setdefault(next(fitting, text), []).append(_key(result))
+    if not reasons:
+        return []
+    rows = [f"| {_cell(reason)} | {len(keys):,} | {', '.join(keys)} |" for reason, keys in sorted(reasons.items())]
+    return ["## Not run", "", "| reason | networks | names |", "|---|---|---|", *rows, ""]
+
+
+def _row(result: Result) -> str:
+    numbers = Counter(result["numbers"])
+    cells = [
+        result["family"], f"{result['parameters']:,}", "x".join(map(str, result["size"])),
+        *(f"{numbers[kind]:,}" for kind in ("layers", "calls", "gradients", "rows")),
+        f"{sum(result.get('wrong', {}).values()):,}",
+    ]  # fmt: skip
+    return f"| {_key(result)} | {' | '.join(cells)} |"
+
+
+def _key(result: Result) -> str:
+    return f"{result['library']}/{result['name']}"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _sum(counts: Iterable[dict[str, int]]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for part in counts:
+        total.update(part)
+    return total
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page(*read(Path(sys.argv[1]))))

@@ -1,0 +1,83 @@
+"""Compare what `find_batch_axis` says about rows with other pictures in another order."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from extract import Taps
+from extract.errors import InputError
+from extract.taps.batch_axis import BatchAxis, Trial
+from extract.taps.record import Record, Site
+from tests.census.gradients import agree
+from tests.census.values import names_of
+
+if TYPE_CHECKING:
+    from tests.census.comparison import Report
+
+MOST_LAYERS = 60
+# Largest difference, relative to the largest value: batches of other sizes are rounded otherwise, layer after layer.
+# Where that is exceeded, the rows are compared in double precision.
+TOLERANCE, TOLERANCE_OF_DOUBLE = 2e-3, 1e-6
+
+
+def compare_rows(model: nn.Module, pictures: Tensor, report: Report) -> None:
+    """Find the rows of up to 60 layers with three pictures; check them with five others, permuted."""
+    names = [name for texts in names_of(model).values() for name in texts[:1] if name]
+    step = max(1, -(-len(names) // MOST_LAYERS))
+    layers = names[step - 1 :: step]
+    generator = torch.Generator().manual_seed(2)
+    trial = Trial(
+        model, torch.randn(3, *pictures.shape[1:], generator=generator), [(name, "output") for name in layers]
+    )
+    accepted: dict[Site, BatchAxis] = {}
+    for site in trial.record.sites.values():
+        try:
+            accepted[site] = trial.rows(site)
+        except InputError as error:
+            report.refused[f"rows: {_reason(error)}"] += 1
+    others = torch.randn(5, *pictures.shape[1:], generator=generator)
+    order = torch.randperm(5, generator=generator)
+    batches = [others[order], *(others[i : i + 1] for i in order)]
+    wrong = _wrong_rows(model, batches, accepted, TOLERANCE)
+    if wrong:
+        with contextlib.suppress(RuntimeError):  # a model may contain float32 constants
+            double = copy.deepcopy(model).double()
+            wrong = _wrong_rows(double, [batch.double() for batch in batches], wrong, TOLERANCE_OF_DOUBLE)
+    report.compare("rows", wrong, len(accepted))
+
+
+def _reason(error: InputError) -> str:
+    text = re.sub(r"\(\d[\d, ]*\)|\(\)", "(...)", str(error))
+    text = re.sub(r"\d+ rows", "N rows", text)
+    return text.replace("(...) for 3 images and (...) for 1", "of shapes that do not follow the number of images")
+
+
+def _wrong_rows(
+    model: nn.Module, batches: list[Tensor], accepted: dict[Site, BatchAxis], tolerance: float
+) -> dict[Site, BatchAxis]:
+    """Return the sites whose rows in the first batch differ from what the pictures in the others give alone."""
+    if not accepted:
+        return {}
+    records = []
+    with torch.no_grad(), Taps(model).keep(sorted({site.layer for site in accepted})) as taps:
+        for batch in batches:
+            taps(batch.clone())
+            records.append(taps.record)
+    together, *alone = records
+    return {site: rows for site, rows in accepted.items() if not _are_rows(site, rows, together, alone, tolerance)}
+
+
+def _are_rows(site: Site, rows: BatchAxis, together: Record, alone: list[Record], tolerance: float) -> bool:
+    """Whether each row of the batch is what its picture gives alone; the index is written out, without layertap."""
+    values = together[site]
+    for position, record in enumerate(alone):
+        own = values.narrow(rows.axis, position * rows.per_image, rows.per_image)
+        if not agree(own, record[site], tolerance):
+            return False
+    return values.shape[rows.axis] == len(alone) * rows.per_image
