@@ -317,6 +317,31 @@ def test_the_pooler_of_a_checkpoint_without_one_is_not_drawn_at_random(tmp_path:
         assert torch.equal(first.model(x), model(x).last_hidden_state[:, 0])
 
 
+def test_the_embedding_of_a_pyramid_of_stages_is_its_class_token(tmp_path: Path) -> None:
+    config = transformers.PvtConfig(
+        image_size=64, num_encoder_blocks=2, depths=[1, 1], sequence_reduction_ratios=[8, 1], hidden_sizes=[16, 32],
+        patch_sizes=[4, 2], strides=[4, 2], num_attention_heads=[1, 2], mlp_ratios=[2, 2],
+    )  # fmt: skip
+    model = transformers.PvtModel(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(tmp_path)
+    transformers.PvtImageProcessor(size={"height": 64, "width": 64}).save_pretrained(tmp_path)
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        tokens = model(x).last_hidden_state
+        embedding = load_backbone(f"hf/{tmp_path}", device="cpu").model(x)
+    assert torch.equal(embedding, tokens[:, 0])
+    assert not torch.allclose(embedding, tokens.mean(1), atol=1e-3)
+
+
+def test_a_configuration_outside_automodel_is_an_input_error(tmp_path: Path) -> None:
+    transformers.PPLCNetConfig().save_pretrained(tmp_path)
+    transformers.ViTImageProcessor(size={"height": 64, "width": 64}).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="Unrecognized configuration class"):
+        load_backbone(f"hf/{tmp_path}", weights="random", device="cpu")
+
+
 def test_a_folder_of_hf_that_lacks_weights_is_an_error(tmp_path: Path) -> None:
     config = transformers.Dinov2Config(
         hidden_size=48, num_hidden_layers=2, num_attention_heads=3, image_size=112, patch_size=14
