@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 import time
@@ -24,7 +23,7 @@ from extract.taps.batch_axis import BatchAxis, Trial
 from tests.census.comparison import Report, compare
 from tests.census.embedding import compare_embedding
 from tests.census.networks import Network, prepare
-from tests.census.processes import LimitError, resident_bytes, run_limited
+from tests.census.processes import LimitError, run_limited
 from tests.census.values import Place, digest, values_by_bare_hooks
 from tests.census.weights import shake
 
@@ -211,7 +210,7 @@ def fail(tell: Callable[[Any], None]) -> None:
 def test_a_process_is_stopped_at_its_limits(function: Callable[..., None], reason: str) -> None:
     told: list[str] = []
     seconds = 0.5 if function is sleep else 30
-    memory = resident_bytes(os.getpid()) + 300_000_000
+    memory = 300_000_000 if function is fill_memory else 1 << 40
     with pytest.raises(LimitError, match=reason):
         run_limited(function, seconds=seconds, memory_bytes=memory, update=told.append)
     assert told == (["started"] if function is sleep else [])
