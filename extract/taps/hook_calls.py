@@ -196,6 +196,7 @@ class HookCalls:
         replaced = name in self._layers and layer_named(self._model, name) is not self._layers[name]
         return why_absent(text, self._kept_of.get(name, ()), self._layers, calls, replaced=replaced)
 
+    # PyTorch calls a hook without `kwargs` if another thread removes it meanwhile; then the call is not of its thread.
     # The hooks. A forward is running between the pre-hook and the hook of the model itself; calls in other threads are
     # ignored. When activation checkpointing recomputes layers in the backward pass, edits are applied again and
     # gradients are watched, but no values are kept.
@@ -270,7 +271,7 @@ class HookCalls:
         if self._is_our_thread():
             point.calls.append(self._call(module))
 
-    def _enter(self, point: HookPoint, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _enter(self, point: HookPoint, module: nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> Any:
         """Count the call of a module, and edit its inputs; runs before other hooks, so that they see the edits."""
         if not self._is_our_thread():
             return None
@@ -284,7 +285,7 @@ class HookCalls:
             passed = {key: call.copied(part) if isinstance(part, Tensor) else part for key, part in passed.items()}
         return None if passed is value else as_arguments(passed, len(args))
 
-    def _keep_inputs(self, point: HookPoint, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _keep_inputs(self, point: HookPoint, module: nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> Any:
         """Watch and keep the inputs of a module, after other hooks have replaced them."""
         if not self._is_our_thread() or not point.calls:
             return None
@@ -390,6 +391,10 @@ class HookCalls:
     def _keep(self, forward: ModelCall, site: Site, request: TapRequest, tensor: Tensor) -> None:
         """Copy a tensor into the record, or keep the tensor itself."""
         if request.live:
+            if tensor.is_inference() and request.reduce is None:
+                raise InputError(
+                    f"{site} cannot be kept live in inference mode, which has no graph; use torch.no_grad()"
+                )
             with unwatched():
                 forward.record._keep_live(site, tensor if request.reduce is None else request.reduce(tensor))
             return

@@ -122,7 +122,7 @@ class Taps(FunctionAndParameterCalls):
         Raises:
             UnknownNameError: a pattern matches no layer, or `what` is unknown.
             InputError: the same value of a layer is already kept, a function has no value of this kind, or `live` is
-                not for an output or input.
+                not for an output or input. In inference mode, a layer that is kept live raises it.
         """
         kept: dict[str, list[TapRequest]] = {}
         for request in self._requests:
@@ -156,7 +156,8 @@ class Taps(FunctionAndParameterCalls):
                 It receives a copy, which it may change. If a layer takes or returns several tensors, `fn` is applied to
                 each floating-point tensor; a `Site` selects one of them.
             what: `"output"`, `"input"`, `"grad"`: the gradient with respect to the output, or `"grad_input"`: with
-                respect to the inputs, through this layer only.
+                respect to the inputs, through this layer only. The gradient of a parameter that several reentrant
+                checkpoints share is edited in parts.
             call: edit only this call of the layer in each forward; None edits all calls.
 
         Raises:

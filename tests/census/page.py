@@ -117,8 +117,7 @@ def page(about: dict[str, Any], results: list[Result]) -> str:
 def _notes(numbers: Counter[str]) -> str:
     return (
         f"Of the gradients, {numbers['gradients of zero']:,} are zero. Gradients are summed in another order where "
-        "`Taps` pass a copy on, and a copy of a slice is contiguous, so some functions round it otherwise: hence the "
-        f"last column. {numbers['outputs with NaN']:,} outputs have NaN. "
+        f"`Taps` pass a copy on: hence the last column. {numbers['outputs with NaN']:,} outputs have NaN. "
         f"{numbers['equal embeddings of different pictures']:,} embeddings are the same for different pictures. "
         "Rounding means a difference of at most 1e-4 of the largest value of the tensor (gradients without edits: "
         "1e-5, rows: 2e-3); for gradients of parameters also of at most 1e-6 of the largest gradient. Where a gradient "

@@ -477,7 +477,11 @@ def test_a_live_tensor_that_a_later_layer_overwrites_is_an_error() -> None:
     with pytest.raises(LayertapError, match=r"blocks\.1\.0 was changed in place after it was kept live"):
         record["blocks.1.0"]
     assert "blocks.1.0: (3, 4)" in repr(record)
-    with torch.inference_mode(), Taps(model).keep("stem", live=True) as taps:
+    # Inference mode counts no changes.
+    refused = pytest.raises(InputError, match="stem cannot be kept live in inference mode")
+    with torch.inference_mode(), Taps(model).keep("stem", live=True) as taps, refused:
+        taps(x)
+    with torch.inference_mode(), Taps(model).keep("stem", live=True, reduce=torch.clone) as taps:
         taps(x)
         assert torch.equal(taps.record["stem"], model.stem(x))
 
