@@ -347,6 +347,7 @@ def test_tables_sort_by_click_and_by_enter(browser: Any, hostile_page: tuple[Pat
     fine(view)
 
 
+@pytest.mark.slow
 def test_dark_narrow_and_printed_pages_are_drawn(browser: Any, hostile_page: tuple[Path, dict[str, Any]]) -> None:
     view = opened(browser, hostile_page[0], 400, color_scheme="dark", reduced_motion="reduce")
     dark = view.evaluate("getComputedStyle(document.body).backgroundColor")

@@ -335,6 +335,7 @@ def test_the_embedding_of_a_pyramid_of_stages_is_its_class_token(tmp_path: Path)
     assert not torch.allclose(embedding, tokens.mean(1), atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_configuration_outside_automodel_is_an_input_error(tmp_path: Path) -> None:
     transformers.PPLCNetConfig().save_pretrained(tmp_path)
     transformers.ViTImageProcessor(size={"height": 64, "width": 64}).save_pretrained(tmp_path)

@@ -188,6 +188,7 @@ def _run(folder: Path, out: Path, backbone: Any, pays_from: int = 12, **settings
         return extract(plan(folder, out=out, backbone=backbone, batch_size=5, **settings))
 
 
+@pytest.mark.slow
 @openvino
 def test_auto_compiles_long_jobs_and_leaves_short_ones_eager(folder: Path, tmp_path: Path) -> None:
     backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")

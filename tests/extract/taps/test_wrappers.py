@@ -570,6 +570,7 @@ def test_a_copy_made_inside_a_block_loses_the_hooks_and_takes_the_fused_path_aga
     torch.testing.assert_close(twin(x), model(x))
 
 
+@pytest.mark.slow
 def test_a_model_saved_inside_a_block_is_loaded_without_layertap(tmp_path: Path) -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4)
     with Taps(model, "**").edit("0", lambda h: 2 * h).keep("1", "input") as taps:
