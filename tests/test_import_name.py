@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import subprocess
 import sys
@@ -87,3 +88,14 @@ def test_the_command_runs_as_a_module(module: str, tmp_path: Path) -> None:
     shown = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert shown.returncode == 2
     assert "nothing" in shown.stderr
+
+
+def test_the_command_runs_without_full_garbage_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = gc.get_threshold()
+    monkeypatch.setattr(sys, "argv", ["layertap", "--version"])
+    try:
+        with pytest.raises(SystemExit):
+            layertap.main()
+        assert gc.get_threshold() == (*before[:2], 1000)
+    finally:
+        gc.set_threshold(*before)

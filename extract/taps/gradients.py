@@ -1,4 +1,4 @@
-"""Gradients of activations: choose a tensor that is safe to hook, and edit and keep its gradient."""
+"""Gradients: choose a tensor that is safe to hook, edit and keep its gradient, and add up those of parameters."""
 
 from __future__ import annotations
 

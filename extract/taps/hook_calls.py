@@ -196,7 +196,6 @@ class HookCalls:
         replaced = name in self._layers and layer_named(self._model, name) is not self._layers[name]
         return why_absent(text, self._kept_of.get(name, ()), self._layers, calls, replaced=replaced)
 
-    # PyTorch calls a hook without `kwargs` if another thread removes it meanwhile; then the call is not of its thread.
     # The hooks. A forward is running between the pre-hook and the hook of the model itself; calls in other threads are
     # ignored. When activation checkpointing recomputes layers in the backward pass, edits are applied again and
     # gradients are watched, but no values are kept.
@@ -271,6 +270,7 @@ class HookCalls:
         if self._is_our_thread():
             point.calls.append(self._call(module))
 
+    # PyTorch calls a hook without `kwargs` if another thread removes it meanwhile; such a call is ignored.
     def _enter(self, point: HookPoint, module: nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> Any:
         """Count the call of a module, and edit its inputs; runs before other hooks, so that they see the edits."""
         if not self._is_our_thread():
@@ -306,9 +306,9 @@ class HookCalls:
         return None if passed is output else passed
 
     def _edit_output(self, point: HookPoint, module: nn.Module, args: Any, output: Any) -> Any:
-        """Edit the output of a module; runs before other hooks, so that they see the edits.
+        """Edit the output of a module, and replace it by a copy where its gradient cannot be watched otherwise.
 
-        They must also see the copy of an output whose gradient is watched: what they keep may be used in the loss.
+        It runs before other hooks: what they keep of the output may be a part of the loss.
         """
         if not self._is_our_thread() or not point.calls:
             return None
@@ -317,7 +317,7 @@ class HookCalls:
         if call.number is not None and output is not None:  # output is None if the layer raised
             passed = self._edit(point, call.number, output, "output")
         passed = handed_back([*call.copies, *call.stand_ins], passed)
-        if call.number is not None and output is not None and self._stands_in:
+        if point.watches and call.number is not None and output is not None and self._stands_in:
             call.returns_several = is_several(passed)
             passed = self._watch(point, call.number, passed, "output", self._separated_tensor)
         return None if passed is output else passed

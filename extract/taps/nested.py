@@ -94,7 +94,7 @@ def _rebuilt_sequence(value: Any, items: list[Any]) -> Any:
         rebuilt = tuple.__new__(kind, items) if isinstance(value, tuple) else copy.copy(value)
         if isinstance(value, list):
             list.__setitem__(rebuilt, slice(None), items)
-            vars(rebuilt).clear()
+            getattr(rebuilt, "__dict__", {}).clear()
     of_part = {id(old): new for old, new in zip(value, items, strict=True)}
     for name, attribute in attributes.items():
         vars(rebuilt).setdefault(name, of_part.get(id(attribute), attribute))

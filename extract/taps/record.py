@@ -200,9 +200,12 @@ class Record(Mapping[str, Any]):
         else:  # a glob of layers matches neither functions nor the model itself
             names = {site.layer: site.layer.partition("/") for site in sites.values()}
             same = {n: parts[0] for n, parts in names.items() if parts[1] == slash and fnmatchcase(parts[2], operation)}
-            bases = {""} if not base else set(match_layers(filter(None, same.values()), base, "this record"))
+            bases = match_layers(filter(None, same.values()), base, "this record") if base else [""]
             matches = {name for name, layer in same.items() if layer in bases}
-        return {name: self._value(site) for name, site in sites.items() if site.layer in matches}
+        selected = {name: self._value(site) for name, site in sites.items() if site.layer in matches}
+        if not selected:
+            raise unknown_name("kept tensor", pattern, self, "this record")
+        return selected
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _loaded, (self.by_site, self.requested, self.missing)

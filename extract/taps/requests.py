@@ -210,7 +210,7 @@ class HookPoint:
         )
 
 
-UNKNOWN = -1  # number of a call
+UNKNOWN = -1  # number of a call where it is not known which call a backward pass repeats
 
 
 def number_again(calls: Counter[Any], key: Any) -> int:
@@ -460,7 +460,7 @@ class StandInError(LayertapError):
         self.site = site
 
 
-# The marks of the blocks opened in this context and in those it was copied from: each asyncio task has one of its own.
+# Marks of the blocks opened in this context and in those it was copied from. Each asyncio task has its own context.
 OPENED: ContextVar[frozenset[object]] = ContextVar("opened", default=frozenset())
 
 
@@ -468,7 +468,7 @@ class Block:
     """One `with` block: its thread, its cleanup, and whether it is open; hooked tensors may outlive it.
 
     Attributes:
-        mark: marks the asyncio task that opened the block in `OPENED`; None if no task did: the block is of all tasks.
+        mark: is in `OPENED` in the asyncio task that opened the block; None if no task did, so it is of all tasks.
         ran_in_other_tasks: whether other tasks have called the model.
     """
 

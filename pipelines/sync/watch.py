@@ -7,6 +7,7 @@ scanned every few seconds instead, and the reason is printed.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import threading
@@ -93,6 +94,7 @@ def _pass_of(
 ) -> float:
     """Run a pass of a data set; return the seconds until the next pass is due even without changes."""
     (result,), number = sync_all([config], reporter=reporter)
+    gc.collect()  # the command raises the threshold of full collections, and this process runs for long
     if number:
         received.append(number)
     report = result.report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -10,8 +11,10 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -181,3 +184,22 @@ def test_beyond_the_limit_of_watches_changes_are_seen_within_seconds(folder: Pat
             process.kill()
     assert "OS file watch limit reached" in errors
     assert "scanned every few seconds" in errors
+
+
+def test_garbage_of_a_pass_is_collected_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    garbage = []
+
+    def one_pass(configs: list[Any], *, reporter: Any) -> tuple[list[Any], int]:
+        result = SimpleNamespace(report=None, exit_code=0)
+        cycle = SimpleNamespace()
+        cycle.itself = cycle
+        garbage.append(weakref.ref(cycle))
+        return [result], 0
+
+    monkeypatch.setattr(watching, "sync_all", one_pass)
+    gc.disable()
+    try:
+        watching._pass_of(None, None, lambda result: None, [])
+    finally:
+        gc.enable()
+    assert garbage[0]() is None

@@ -183,3 +183,6 @@ def test_a_glob_of_layers_selects_neither_functions_nor_the_model() -> None:
     assert list(taps.record.select("*")) == list(taps.record.select("**")) == ["0", "1"]
     assert list(taps.record.select("**/*")) == ["1/relu"]
     assert list(taps.record.select("")) == [""]
+    for pattern in ("*#1", "*@grad", "0:1", "blocks.*", "**/add", "/add"):
+        with pytest.raises(UnknownNameError, match="not found in this record"):
+            taps.record.select(pattern)
