@@ -187,13 +187,15 @@ def test_beyond_the_limit_of_watches_changes_are_seen_within_seconds(folder: Pat
 
 
 def test_garbage_of_a_pass_is_collected_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
     garbage = []
 
     def one_pass(configs: list[Any], *, reporter: Any) -> tuple[list[Any], int]:
         result = SimpleNamespace(report=None, exit_code=0)
-        cycle = SimpleNamespace()
-        cycle.itself = cycle
-        garbage.append(weakref.ref(cycle))
+        garbage.append(weakref.ref(Cycle()))
         return [result], 0
 
     monkeypatch.setattr(watching, "sync_all", one_pass)
