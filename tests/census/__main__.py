@@ -94,13 +94,21 @@ def read(path: Path) -> dict[str, dict[str, Any]]:
     """Return LIBRARY/NAME -> result, the last line of each network."""
     if not path.exists():
         return {}
-    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    lines = map(json.loads, whole_lines(path))
     return {f"{line['library']}/{line['name']}": line for line in lines if "about" not in line}
 
 
+def whole_lines(path: Path) -> list[str]:
+    """Return the lines of a file, without a last one that a killed process did not write to its end."""
+    return path.read_text(encoding="utf-8").split("\n")[:-1]
+
+
 def _append(path: Path, line: dict[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    with path.open("a+b") as file:
+        file.seek(0)
+        content = file.read()
+        file.truncate(content.rfind(b"\n") + 1)
+        file.write(json.dumps(line).encode() + b"\n")
 
 
 def _family_members(selected: list[Network], results: dict[str, dict[str, Any]]) -> Iterator[Network]:

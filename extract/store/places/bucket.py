@@ -135,6 +135,9 @@ class Bucket:
                 )
             self._is_safe = True
 
+    def clean(self) -> None:
+        """Do nothing: an object appears whole, under its own name."""
+
     def published(self) -> NDArray[np.int64]:
         """Return (n,) int64, the numbers of the finished shards, ascending; lists the bucket once.
 

@@ -47,6 +47,9 @@ class Destination(Protocol):
     def publish(self, path: Path, receipt: dict[str, Any]) -> bool:
         """Publish a finished shard; return False if another process has published it first."""
 
+    def clean(self) -> None:
+        """Remove what processes that were killed, or were not first, have left beside published shards."""
+
 
 def destination_of(out: str) -> Destination:
     """Return the destination for an output folder or a URL."""

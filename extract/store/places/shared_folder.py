@@ -2,8 +2,9 @@
 
 Each machine builds a shard on its own disk. The shard is copied into the folder under a temporary name (unless it is on
 that file system already), synced to the disk, and given its final name by a hard link. The link fails if the name
-exists, so one of several machines that publish the same shard wins. The winner writes the receipt; another machine
-writes it only if the winner was killed first.
+exists, so one of several machines that publish the same shard wins. Each machine writes its receipt under a temporary
+name first; the winner renames its own. If the winner is killed between the two, the next worker finds the receipt under
+its temporary name and renames it.
 
 The file system must guarantee that `link` fails if the name exists, and that synced data is on the disk. NFS guarantees
 both (RFC 1813, sections 3.3.15 and 3.3.21). Its server may answer a repeated `link` request with "exists"; `_link`
@@ -15,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import re
 import secrets
@@ -29,8 +31,8 @@ from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError
 from extract.store.format.dataset import DataSet
-from extract.store.format.receipt import read_receipt, receipt_of
-from extract.system.atomic_files import check_own_folders, discard, own_folder, sync_folder, write_json
+from extract.store.format.receipt import read_receipt, receipt_of, size_and_hash
+from extract.system.atomic_files import check_own_folders, discard, own_folder, read_json, sync_folder
 
 __all__ = ["SharedFolder"]
 
@@ -98,10 +100,22 @@ class SharedFolder:
                 yield path.name, shard, read_receipt(path)
 
     def clean(self) -> None:
-        """Remove copies of published shards, left by workers that were killed or were not first."""
+        """Remove copies of published shards and receipts, left by workers that were killed or were not first.
+
+        The receipt of a worker that was killed after it published its shard gets its name.
+
+        Raises:
+            LayertapError: such a receipt cannot be read or renamed.
+        """
         published = set(self.published().tolist())
         for copy in (self.out / "shards").glob("*.copy"):
-            if copy.name[:6].isdigit() and int(copy.name[:6]) in published:
+            if not copy.name[:6].isdigit() or int(copy.name[:6]) not in published:
+                continue
+            stem, is_receipt, _ = copy.name.partition(".json.")
+            final = copy.with_name(f"{stem}.h5")
+            if is_receipt and final.exists() and not final.with_suffix(".json").exists():
+                _adopt_receipt(copy, final)
+            else:
                 discard(copy)
 
     @property
@@ -132,10 +146,13 @@ class SharedFolder:
             LayertapError: the folder cannot be written to (the shard stays in `path`), or `path` is damaged.
         """
         final = self.out / "shards" / path.name
-        copy = final.with_name(f"{final.name}.{_own_name()}.copy")
+        own_name = _own_name()
+        copy = final.with_name(f"{final.name}.{own_name}.copy")
+        receipt_copy = final.with_name(f"{final.stem}.json.{own_name}.copy")
         try:
             if not final.exists():
                 try:
+                    _write_new(receipt_copy, receipt)
                     if not _try_link(path, final):
                         _copy(path, copy, receipt)
                         _link(copy, final)
@@ -143,7 +160,8 @@ class SharedFolder:
                     if not final.exists():
                         raise
                 else:
-                    write_json(final.with_suffix(".json"), receipt)
+                    with contextlib.suppress(FileNotFoundError):  # another worker's `clean` was first
+                        receipt_copy.rename(final.with_suffix(".json"))
                     sync_folder(final.parent)
                     return True
             self._ensure_receipt(final, receipt)
@@ -153,6 +171,7 @@ class SharedFolder:
             ) from error
         finally:
             discard(copy)
+            discard(receipt_copy)
         return False
 
     def _ensure_receipt(self, final: Path, own_receipt: dict[str, Any]) -> None:
@@ -165,11 +184,35 @@ class SharedFolder:
             content = receipt_of(final, shard, reasons)
         temporary = receipt_path.with_name(f"{receipt_path.name}.{_own_name()}.copy")
         try:
-            write_json(temporary, content)
-            with contextlib.suppress(FileExistsError):
-                _link(temporary, receipt_path)
+            _write_new(temporary, content)
+            _link(temporary, receipt_path)
+        except (FileExistsError, FileNotFoundError):
+            if not receipt_path.exists():
+                raise
         finally:
             discard(temporary)
+
+
+def _write_new(path: Path, receipt: dict[str, Any]) -> None:
+    """Write a receipt under a temporary name and sync it to the disk."""
+    with path.open("x", encoding="utf-8") as file:
+        json.dump(receipt, file, indent=1)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _adopt_receipt(copy: Path, final: Path) -> None:
+    """Give a receipt its name if it is that of the published shard `final`; otherwise it stays."""
+    try:
+        receipt = read_json(copy)
+        if size_and_hash(final).items() <= receipt.items():
+            _link(copy, final.with_suffix(".json"))
+            discard(copy)
+    except (FileExistsError, FileNotFoundError, InputError):
+        pass  # another worker was first; or the copy is incomplete
+    except OSError as error:
+        raise LayertapError(f"cannot write {final.with_suffix('.json')}: {error.strerror or error}") from error
 
 
 def _try_link(path: Path, final: Path) -> bool:

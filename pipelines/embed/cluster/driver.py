@@ -159,6 +159,7 @@ def _run(
             pending.tolist(), workers, joined=joined, on_event=handle, stop=lambda: bool(received)
         )
         shared.seconds = time.monotonic() - start
+        place.clean()
         handle.note("ended", seconds=round(shared.seconds, 3), rows=shared.computed)
     shared.signal = received[0] if shared.dispatched.stopped and received else 0
     return shared

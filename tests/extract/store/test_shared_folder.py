@@ -97,37 +97,63 @@ def test_of_many_that_publish_a_shard_at_once_one_wins(
     assert sorted(path.name for path in (folder.out / "shards").iterdir()) == ["000000.h5", "000000.json"]
 
 
-@pytest.mark.parametrize("step", ["_copy", "_link", "write_json"])
-def test_killed_at_any_step_another_can_publish_and_nothing_stays_behind(
-    tmp_path: Path, built: DataSet, step: str
-) -> None:
-    folder = SharedFolder(tmp_path / "out")
-    folder.open_or_create(built)
+def publish_and_be_killed(out: Path, built: DataSet, step: str, elsewhere: bool) -> None:
+    """Publish shard 1 in a process that is killed right after a step."""
     code = f"""
-import errno, os, signal, sys
+import os, signal, sys
 from pathlib import Path
 from extract.store.places import shared_folder
 from extract.system.atomic_files import read_json
 step = getattr(shared_folder, {step!r})
 def killed(*given):
-    step(*given) if {step!r} != "write_json" else None
+    step(*given)
     os.kill(os.getpid(), signal.SIGKILL)
-shared_folder._try_link = lambda path, final: False
+if {elsewhere}:
+    shared_folder._try_link = lambda path, final: False
 setattr(shared_folder, {step!r}, killed)
 path = Path({str(built.path(1))!r})
-shared_folder.SharedFolder(Path({str(folder.out)!r})).publish(path, read_json(path.with_suffix(".json")))
+shared_folder.SharedFolder(Path({str(out)!r})).publish(path, read_json(path.with_suffix(".json")))
 """
     assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("step", ["_write_new", "_copy", "_link"])
+def test_killed_at_any_step_another_can_publish_and_nothing_stays_behind(
+    tmp_path: Path, built: DataSet, step: str
+) -> None:
+    folder = SharedFolder(tmp_path / "out")
+    folder.open_or_create(built)
+    publish_and_be_killed(folder.out, built, step, elsewhere=True)
     before = sorted(path.name for path in (folder.out / "shards").iterdir())
     assert before
     won = folder.publish(built.path(1), receipt_of(built, 1))
-    assert won == (step == "_copy")
+    assert won == (step != "_link")
     SharedFolder(folder.out).open_or_create(built)  # as the next worker does
     assert sorted(path.name for path in (folder.out / "shards").iterdir()) == ["000001.h5", "000001.json"]
     receipt = read_json(folder.out / "shards" / "000001.json")
     assert {name: receipt[name] for name in ("sha256", "reasons", "status")} == {
         name: receipt_of(built, 1)[name] for name in ("sha256", "reasons", "status")
     }
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_killed_right_after_it_published_a_shard_its_receipt_is_there_in_the_next_run(
+    tmp_path: Path, built: DataSet, elsewhere: bool
+) -> None:
+    """No other worker builds the shard again: it is published."""
+    folder = SharedFolder(tmp_path / "out")
+    folder.open_or_create(built)
+    for shard in (0, 2):
+        folder.publish(built.path(shard), receipt_of(built, shard))
+    other = folder.out / "shards" / "000001.json.node7-12-ab.copy"
+    other.write_text(json.dumps(receipt_of(built, 1) | {"sha256": "0" * 64}))  # of a worker that was not first
+    publish_and_be_killed(folder.out, built, "_link" if elsewhere else "_try_link", elsewhere)
+    assert folder.published().tolist() == [0, 1, 2]
+    for _ in range(2):
+        SharedFolder(folder.out).open_or_create(built)
+    assert read_json(folder.out / "shards" / "000001.json") == receipt_of(built, 1)
+    assert verify(folder.out).faults == []
+    assert len(list((folder.out / "shards").iterdir())) == 6
 
 
 def test_a_receipt_that_is_there_is_never_written_over(tmp_path: Path, built: DataSet) -> None:
