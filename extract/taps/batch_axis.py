@@ -132,6 +132,11 @@ class Trial:
             if same_gaps and not nearer:
                 nearer = 2 * own <= min(_distance(batched, other) for i, other in enumerate(alone) if i != picture)
             if not same_gaps or not nearer or own > max(_OF_ANOTHER_PICTURE * nearest, _ROUNDINGS * rounding):
+                if same_gaps and max(own, nearest) <= _ROUNDINGS * rounding:
+                    raise InputError(
+                        "its outputs for different pictures differ by rounding only: its rows cannot be assigned to "
+                        "the images"
+                    )
                 raise InputError(
                     "its output for a picture differs in a batch from the picture alone: its rows are not the images"
                 )

@@ -51,9 +51,6 @@ def main() -> None:
     parser.add_argument("--families", action="store_true", help="the smallest network of each family")
     parser.add_argument("--only", default="*", help="glob of LIBRARY/NAME")
     parser.add_argument("--limit", type=int, help="number of networks to run")
-    parser.add_argument(
-        "--most-parameters", type=float, default=MOST_PARAMETERS, help="leave larger networks for later"
-    )
     parser.add_argument("--seconds", type=float, default=120, help="time limit for a network")
     parser.add_argument("--memory-gb", type=float, default=10, help="memory limit for a network")
     options = parser.parse_args()
@@ -71,7 +68,7 @@ def main() -> None:
     _append(options.out, {"about": about() | {"families": len(families)}})
     done = 0
     for network in _family_members(selected, results) if options.families else selected:
-        if network.key in results or (counts[network.key] or 0) > options.most_parameters:
+        if network.key in results:
             continue
         if done == options.limit:
             return

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.census.values import digest, tensors_of
 from tests.census.weights import shake
 
 LIBRARIES = ("timm", "torchvision", "transformers")
@@ -79,7 +80,7 @@ def prepare(network: Network, batch: int = 2) -> tuple[nn.Module, Tensor]:
     """Return a network with random weights, and pictures (batch, 3, size, size) of the smallest size that it takes.
 
     Raises:
-        NotRunError: it takes no batch of pictures.
+        NotRunError: it takes no batch of pictures, or is not deterministic.
     """
     try:
         with torch.device("meta"):
@@ -91,7 +92,15 @@ def prepare(network: Network, batch: int = 2) -> tuple[nn.Module, Tensor]:
     pictures = torch.randn(pictures.shape, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(3)
     shake(model, torch.randn(8, *pictures.shape[1:], generator=generator))
+    if _digests(model, pictures) != _digests(model, pictures):
+        raise NotRunError("computes other values in a second forward of the same pictures with the same seed")
     return model, pictures
+
+
+def _digests(model: nn.Module, pictures: Tensor) -> list[str]:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return [digest(tensor) for _, tensor in tensors_of(model(pictures.clone()))]
 
 
 def _smallest(network: Network, sizes: tuple[int, ...], batch: int) -> tuple[nn.Module, Tensor]:

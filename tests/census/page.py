@@ -29,6 +29,8 @@ COMPARED = {
     "gradients under identity edits": "gradient of every parameter while every output is replaced by itself",
     "rows": "outputs whose rows `find_batch_axis` assigns to pictures, for up to 60 layers: five other pictures in "
     "another order; equal to each picture alone",
+    "refusals of rows": "outputs for which `find_batch_axis` raises; the outputs of five pictures alone, put together "
+    "on any axis, are not the output of the batch, or are so in a wrong order, too",
     "embeddings": "rows that `extract_features` stores of four PNG files; equal to the library's own preprocessing "
     "and embedding",
     "state": "state dict, modes, `requires_grad`, hooks of layers and parameters, and function modes, before and "
@@ -40,6 +42,7 @@ NOT_RUN = {
     "a model of timm": "a model of timm, which is compared there",
     "more than 400 M parameters": "more than 400 M parameters",
     "more than": "more time or memory than permitted",
+    "computes other values": "computes other values in a second forward of the same pictures with the same seed",
     "cannot be built: ImportError": "needs a library that is not installed",
     "cannot be built": "cannot be built from its default configuration",
     "cannot be run: TypeError": "takes other inputs than one batch of pictures",

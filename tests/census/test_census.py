@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torchvision import models
 
-from extract import Taps
+from extract import InputError, Taps
 from extract.taps import hook_calls
 from extract.taps.batch_axis import BatchAxis, Trial
 from tests.census.comparison import Report, compare
@@ -158,6 +158,15 @@ def test_the_census_notices_rows_that_are_not_the_images(monkeypatch: pytest.Mon
     monkeypatch.setattr(Trial, "rows", lambda self, site: BatchAxis())
     report = compare(*built("timm/test_vit_relpos"), Report())
     assert report.wrong["rows"] > 0
+
+
+def test_the_census_notices_rows_that_are_refused_needlessly(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(trial: Trial, site: Any) -> BatchAxis:
+        raise InputError("refused")
+
+    monkeypatch.setattr(Trial, "rows", refuse)
+    report = compare(*built("timm/test_vit"), Report())
+    assert report.wrong["refusals of rows"] == report.numbers["refusals of rows"] > 20
 
 
 def test_the_census_notices_hooks_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:

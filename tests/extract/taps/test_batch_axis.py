@@ -42,6 +42,15 @@ def test_a_layer_that_sorts_its_batch_is_refused_whatever_it_sorts_by(seed: int)
         find_batch_axis(model, pictures, ["inside"])
 
 
+def test_pictures_that_differ_by_rounding_only_cannot_be_assigned() -> None:
+    """A permutation of the rows would look the same as rounding."""
+    model = Sorting(lambda x: x[:, 0])
+    model.inside.weight.data = torch.eye(4) * 2**-20
+    model.inside.bias.data.fill_(1.0)
+    with pytest.raises(InputError, match="differ by rounding only: its rows cannot be assigned to the images"):
+        find_batch_axis(model, torch.tensor([2.0, 1.0, 3.0]).view(3, 1).expand(3, 4), ["inside"])
+
+
 FILE = """
 import torch
 from torch import nn
