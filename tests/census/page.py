@@ -79,8 +79,9 @@ def page(about: dict[str, Any], results: list[Result]) -> str:
         f"{sum(wrong.values()):,} values are wrong. A bare hook that keeps `output.detach().cpu()` has "
         f"{numbers['wrong calls of naive hooks']:,} calls wrong.",
         "",
-        f"The libraries have {total:,} families of networks for pictures. Of {len(tried - families):,}, no network has "
-        f"run, and {total - len(tried):,} have not been tried yet.",
+        f"The libraries have {total:,} families of networks for pictures. Of {len(tried - families):,}, no network ran "
+        "(the table below gives the reasons)"
+        + (f", and {total - len(tried):,} have not been tried yet." if total > len(tried) else "."),
         "",
         f"Versions: {versions} ({about.get('date', '')}), on a CPU. Of each family, the smallest network that runs is "
         "compared, in eval mode, with two pictures of the smallest size of 32, 64, 96, 128, 160, 192, 224 and 256 that "
