@@ -266,7 +266,9 @@ def new_shard_file(
             file.flush()  # assigns the offsets of compressed chunks
             written = [file["features"][feature.name] for feature in features]
             ranges = [_range_of(data) for data in (*written, *(file[name] for name, *_ in ROW_DATA))]
-            first_rows = [(plain_offset(data), data[0].tobytes()) for data in written if not _is_packed(data)]
+            first_rows = [
+                (plain_offset(data.id, data.chunks), data[0].tobytes()) for data in written if not _is_packed(data)
+            ]
         with temporary.open("r+b") as raw:
             if hasattr(os, "posix_fallocate"):  # not on macOS
                 os.posix_fallocate(raw.fileno(), 0, os.fstat(raw.fileno()).st_size)
@@ -297,20 +299,25 @@ def preallocated(chunks: tuple[int, ...] | None) -> Any:
     return properties
 
 
-def plain_offset(data: h5py.Dataset) -> int | None:
-    """Return the offset in the file of an uncompressed dataset with contiguous rows; None if it has no such offset."""
-    if data.chunks is None:
-        offset: int | None = data.id.get_offset()
+def plain_offset(data: h5py.h5d.DatasetID, chunks: tuple[int, ...] | None) -> int | None:
+    """Return the offset in the file of an uncompressed dataset with contiguous rows; None if it has no such offset.
+
+    Args:
+        data: the dataset.
+        chunks: shape of a chunk; None: it is contiguous.
+    """
+    if chunks is None:
+        offset: int | None = data.get_offset()
         return offset
-    rows, count = data.chunks[0], data.id.get_num_chunks()
-    full = math.prod(data.chunks) * data.dtype.itemsize
-    if count != -(-data.shape[0] // rows):
+    rows, count, shape = chunks[0], data.get_num_chunks(), data.shape
+    full = math.prod(chunks) * data.dtype.itemsize
+    if count != -(-shape[0] // rows):
         return None
-    zeros = (0,) * (len(data.shape) - 1)
-    first, last = (data.id.get_chunk_info_by_coord((row, *zeros)) for row in (0, (count - 1) * rows))
+    zeros = (0,) * (len(shape) - 1)
+    first, last = (data.get_chunk_info_by_coord((row, *zeros)) for row in (0, (count - 1) * rows))
     if (first.size, last.size, last.byte_offset - first.byte_offset) != (full, full, (count - 1) * full):
         return None
-    return int(first.byte_offset) + before_hdf5(data.file)
+    return int(first.byte_offset) + before_hdf5(h5py.h5i.get_file_id(data))
 
 
 def _is_packed(data: h5py.Dataset) -> bool:
@@ -343,12 +350,12 @@ def _range_of(data: h5py.Dataset) -> tuple[int, int]:
         stops.append(chunk.byte_offset + chunk.size)
 
     data.id.chunk_iter(note)
-    return min(starts) + before_hdf5(data.file), max(stops) + before_hdf5(data.file)
+    return min(starts) + before_hdf5(data.file.id), max(stops) + before_hdf5(data.file.id)
 
 
-def before_hdf5(file: h5py.File) -> int:
+def before_hdf5(file: h5py.h5f.FileID) -> int:
     """Return the bytes to add to a chunk's offset: HDF5 before 1.14.4 omits the user block (HDF5 issue 3003)."""
-    return int(file.userblock_size) if h5py.version.hdf5_version_tuple < (1, 14, 4) else 0
+    return int(file.get_create_plist().get_userblock()) if h5py.version.hdf5_version_tuple < (1, 14, 4) else 0
 
 
 # The user block

@@ -12,7 +12,6 @@ import errno
 import io
 import itertools
 import json
-import math
 import mmap
 import os
 import stat
@@ -39,10 +38,12 @@ from extract.store.format.layout import (
 )
 from extract.store.format.untrusted import (
     Refuse,
+    StoredDataset,
     attributes_of,
+    dataset_in,
     filters_of,
+    group_in,
     identity_of,
-    member,
     need_libraries,
     open_untrusted,
 )
@@ -121,16 +122,16 @@ class Shard:
 
         self.identity = identity_of(file, refuse)
         n_rows = self.identity.n_rows
-        group = member(file, "features", h5py.Group, refuse)
-        if not 1 <= len(group) <= _FEATURES:
-            raise refuse(f"it has {len(group):,} features; expected 1 to {_FEATURES:,}")
+        group = group_in(file.id, "features", refuse)
+        if not 1 <= (count := group.get_num_objs()) <= _FEATURES:
+            raise refuse(f"it has {count:,} features; expected 1 to {_FEATURES:,}")
         self.features: list[StoredFeature] = []
         self.compression: dict[str, str] = {}
         self.chunks: dict[str, int] = {}
         self.stored_bytes: dict[str, int] = {}
         self.offsets: dict[str, int] = {}
-        for name in sorted(group):
-            data = member(group, name, h5py.Dataset, refuse)
+        for name in sorted(encoded.decode() for encoded in group):
+            data = dataset_in(group, name, refuse, "/features")
             if data.dtype not in (np.dtype("<f4"), np.dtype("<f2")):
                 raise refuse(f"feature {name!r} is {data.dtype}; expected float32 or float16")
             if not data.shape or data.shape[0] != n_rows or (data.chunks or data.shape)[1:] != data.shape[1:]:
@@ -147,8 +148,7 @@ class Shard:
                 self._locate(data, refuse)
                 continue
             self.compression[name] = packed
-            if data.id.get_num_chunks() != -(-n_rows // self.chunks[name]):
-                count = data.id.get_num_chunks()
+            if (count := data.id.get_num_chunks()) != -(-n_rows // self.chunks[name]):
                 raise refuse(f"feature {name!r} has {count:,} chunks, too few or too many for {n_rows:,} rows")
             plain = feature.row_bytes * n_rows
             if self.stored_bytes[name] > plain * 2 + (1 << 20):
@@ -170,7 +170,7 @@ class Shard:
             raise refuse(f"its provenance has {self._columns['provenance'].nbytes:,} bytes; at most {_TEXT_BYTES:,}")
 
     def _column(self, file: h5py.File, name: str, refuse: Refuse) -> NDArray[Any]:
-        data = member(file, name, h5py.Dataset, refuse)
+        data = dataset_in(file.id, name, refuse)
         if data.chunks is not None:
             raise refuse(f"{name} is stored in chunks; expected one contiguous block")
         return self._array_at(self._locate(data, refuse), data.shape, data.dtype)
@@ -179,14 +179,14 @@ class Shard:
         """Return a plain dataset as an array over the memory map; None as `start` gives an array without bytes."""
         return np.empty(shape, dtype) if start is None else np.ndarray(shape, dtype, self._mapping, start)
 
-    def _locate(self, data: h5py.Dataset, refuse: Refuse) -> int | None:
+    def _locate(self, data: StoredDataset, refuse: Refuse) -> int | None:
         """Check the location of a plain dataset and return its offset in the file; None if it has no bytes."""
         if filters_of(data, refuse):
             raise refuse(f"{data.name} is compressed; expected plain data")
         if data.size == 0:
             return None
-        needed = math.prod(data.shape) * data.dtype.itemsize
-        start = plain_offset(data)
+        needed = data.size * data.dtype.itemsize
+        start = plain_offset(data.id, data.chunks)
         if start is None or data.id.get_storage_size() < needed or start + needed > self.size:
             raise refuse(f"{data.name} needs {needed:,} bytes, which are not in the file or not contiguous")
         # Only row data lies in the ranges that the user block lists.

@@ -29,7 +29,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError, first_line
-from extract.store.format.untrusted import member
+from extract.store.format.untrusted import dataset_in
 from extract.system.atomic_files import own_folder, write_whole
 
 __all__ = ["RowTable", "Version", "is_intact", "pass_folder", "read_rows", "table_path", "write_rows"]
@@ -165,12 +165,12 @@ def read_rows(out: Path, version: Version, n_rows: int) -> RowTable:
     try:
         with h5py.File(io.BytesIO(content), "r") as file:
             for name, kinds in _COLUMNS.items():
-                data = member(file, name, h5py.Dataset, refuse)
-                if data.dtype.kind not in kinds or data.ndim != 1 or data.id.get_create_plist().get_nfilters():
+                data = dataset_in(file.id, name, refuse)
+                if data.dtype.kind not in kinds or len(data.shape) != 1 or data.properties.get_nfilters():
                     raise refuse(f"column {name!r} is {data.dtype} {data.shape}, or compressed")
                 if data.size * data.dtype.itemsize > len(content):
                     raise refuse(f"column {name!r} has more bytes than the file")
-                columns[name] = data[:]
+                columns[name] = h5py.Dataset(data.id)[:]
     except LayertapError:
         raise
     except Exception as error:  # h5py raises errors of many types on malformed files

@@ -237,7 +237,7 @@ def _chunks_of(data: h5py.Dataset) -> NDArray[np.int64]:
         ranges[chunk.chunk_offset[0]] = chunk.byte_offset, chunk.byte_offset + chunk.size
 
     data.id.chunk_iter(note)
-    return np.array([ranges[row] for row in sorted(ranges)], np.int64) + before_hdf5(data.file)
+    return np.array([ranges[row] for row in sorted(ranges)], np.int64) + before_hdf5(data.file.id)
 
 
 def _unpickled(file: RemoteFile, receipt: dict[str, Any], cache: BlockCache, identity: Identity) -> RemoteShard:
