@@ -29,7 +29,7 @@ extract.Backbone.features(self, pictures: Picture | Iterable[Picture], layers: s
         ('embedding',), *, batch_size: int = 64) -> dict[str, NDArray[np.float32]]
 class extract.DisagreementError(LayertapError)
 class extract.FeatureReader(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, partial: bool = False,
-        cache_bytes: int = 10000000000)
+        cache_bytes: int = 10000000000, check: bool = False)
 extract.FeatureReader.batches(self, layer: str, batch_size: int, *, shuffle: Shuffle = None, seed: int = 0,
         split: str | None = None, memory_bytes: int = 268435456) -> Iterator[tuple[NDArray[Any],
         NDArray[np.int64]]]

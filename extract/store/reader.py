@@ -19,7 +19,7 @@ from extract.store.batches import Shuffle, batches
 from extract.store.format.layout import ROW_DATA, StoredFeature
 from extract.store.format.receipt import reasons_in, reasons_of
 from extract.store.format.row_hash import hash_records, hash_rows
-from extract.store.format.shard import Shard
+from extract.store.format.shard import BLOCK_BYTES, Shard
 from extract.store.places.block_cache import CACHE_BYTES, BlockCache
 from extract.store.places.remote_shard import RemoteShard
 from extract.store.row_selection import RowSelection, open_selections
@@ -49,6 +49,8 @@ class FeatureReader:
             an unfinished shard must match their hashes. Behind a URL, only finished shards are read.
         cache_bytes: maximum size of the cache for URLs in `$XDG_CACHE_HOME/layertap` (`~/.cache/layertap`); the least
             recently used blocks are removed.
+        check: verify the hashes of each row when its features are first read; a row that was changed raises InputError.
+            All features of the row are read for this, also behind a URL.
 
     Raises:
         InputError: `path` does not exist or is not of this format; or the folders' fingerprints differ.
@@ -61,6 +63,7 @@ class FeatureReader:
         *,
         partial: bool = False,
         cache_bytes: int = CACHE_BYTES,
+        check: bool = False,
     ):
         paths = [_path_or_url(source) for source in ([path] if isinstance(path, str | os.PathLike) else path)]
         if not paths:
@@ -93,6 +96,7 @@ class FeatureReader:
         self._row_data: dict[str, NDArray[Any]] = {}
         counts = [len(selection.rows) for selection in self._selections]
         self._starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        self._unverified = np.ones(len(self), np.bool_) if check else None
         # The rows of each shard that the reader has; None for all rows.
         self._chosen = [selection.chosen for selection in self._selections]
         self._rows = [selection.rows for selection in self._selections]
@@ -232,7 +236,7 @@ class FeatureReader:
         Raises:
             InputError: a row does not match its hashes.
         """
-        features = {layer: self[layer].take(rows) for layer in self.layers}
+        features = {layer: self[layer].unchecked(rows) for layer in self.layers}
         columns = {name: self.column(name)[rows] for name, *_ in ROW_DATA}
         own_paths = self._own_paths
         paths = [os.fsencode(own_paths[row]) for row in rows.tolist()]
@@ -307,6 +311,16 @@ class FeatureReader:
         chosen = self._chosen[shard_index]
         return rows if chosen is None else chosen[rows]
 
+    def _verify(self, rows: NDArray[np.int64]) -> None:
+        """Verify those rows that were not verified before, if the reader checks what it reads."""
+        if self._unverified is None:
+            return
+        new = np.unique(rows[self._unverified[rows]])
+        at_once = max(1, BLOCK_BYTES // max(1, sum(feature.row_bytes for feature in self._features)))
+        for start in range(0, len(new), at_once):
+            self.checked(new[start : start + at_once])
+            self._unverified[new[start : start + at_once]] = False
+
     @cached_property
     def _own_paths(self) -> list[str]:
         """The paths that the record hashes cover."""
@@ -363,7 +377,8 @@ class FeatureArray:
         return np.asarray(self[:], dtype=dtype)
 
     def __getitem__(self, rows: Any) -> NDArray[Any]:
-        if type(rows) in _INTEGERS and 0 <= rows < self.shape[0]:  # fast path for a loop over rows
+        is_row = type(rows) in _INTEGERS and 0 <= rows < self.shape[0]
+        if is_row and self._reader._unverified is None:  # fast path for a loop over rows
             shard_index = bisect_right(self._edges, rows) - 1
             chosen, local = self._reader._chosen[shard_index], rows - self._edges[shard_index]
             shard = self._reader._shards[shard_index]
@@ -411,6 +426,8 @@ class FeatureArray:
 
     def between(self, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
         """Return (stop - start, *shape), neighbouring rows, all in range; in `out` if it is given."""
+        if self._reader._unverified is not None:
+            self._reader._verify(np.arange(start, stop))
         ranges = list(self._ranges_between(start, stop))
         if out is None:
             if len(ranges) == 1:
@@ -424,6 +441,11 @@ class FeatureArray:
 
     def take(self, rows: NDArray[np.int64], out: NDArray[Any] | None = None) -> NDArray[Any]:
         """Return (len(rows), *shape), rows in any order, all in range; in `out` if it is given."""
+        self._reader._verify(rows)
+        return self.unchecked(rows, out)
+
+    def unchecked(self, rows: NDArray[np.int64], out: NDArray[Any] | None = None) -> NDArray[Any]:
+        """Like `take`, but the rows are never verified."""
         if out is None:
             out = np.empty((len(rows), *self.shape[1:]), self.dtype)
         reader, name = self._reader, self._feature.name
@@ -432,7 +454,7 @@ class FeatureArray:
         if len(rows) and (rows[1:] < rows[:-1]).any():
             # Sorted first, so that each shard is read once and all rows are reordered at once.
             order = np.argsort(rows, kind="stable")
-            out[order] = self.take(rows[order])
+            out[order] = self.unchecked(rows[order])
             return out
         edges = np.searchsorted(rows, reader._starts).tolist()
         for shard_index, (first, last) in enumerate(pairwise(edges)):

@@ -60,7 +60,7 @@ def run_search(
     if (query is None) == (text is None):
         raise InputError("expected exactly one query: a row number, a path, an image file, or --text TEXT")
     dataset = data_set_at(out)
-    with FeatureReader(out) as reader:
+    with FeatureReader(out, check=isinstance(out, Path)) as reader:
         name, row, path, note = "embedding", None, "", ""
         if text is not None:
             if layer not in (None, name):

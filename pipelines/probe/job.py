@@ -135,7 +135,10 @@ def run_probe(
     """
     outcome = ProbeRun(config)
     with contextlib.ExitStack() as stack:
-        readers = {name: stack.enter_context(FeatureReader(path)) for name, path in data_sets(config.out).items()}
+        readers = {
+            name: stack.enter_context(FeatureReader(path, check=isinstance(path, Path)))
+            for name, path in data_sets(config.out).items()
+        }
         columns: dict[tuple[str, tuple[str, ...]], list[Any]] = {}
         for name, reader in readers.items():
             labelling = label_rows(

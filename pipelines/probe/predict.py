@@ -118,7 +118,7 @@ def _predict(probe: LinearProbe, out: Path, layers: list[str], output: Path) -> 
     shown = probe.has_probabilities and probe.task != "regression"
     classes = [str(name) for name in probe.classes_.tolist()]
     counts: Counter[str] = Counter()
-    with FeatureReader(out) as reader, table_file(link_target(output)) as write:
+    with FeatureReader(out, check=True) as reader, table_file(link_target(output)) as write:
         write(["path", "status", "predicted", *(f"p({name})" for name in classes if shown)])
         for line in _lines(probe, reader, layers, classes, shown):
             counts[line[2] if line[1] == Status.OK.text else "\0"] += 1

@@ -14,6 +14,7 @@ from PIL import Image
 from extract import FeatureReader
 from extract.images.decoding import decode, decode_partly
 from tests.conftest import make_picture
+from tests.extract.store.rows import change_a_value
 from tests.pipelines.test_cli import SMALL, fails, layertap
 
 
@@ -55,6 +56,23 @@ def test_a_row_finds_its_copies_and_neighbours_and_not_itself(out: Path) -> None
     text = layertap("search", out, 0, "-k", 1).stdout
     assert "nearest to row 0 (ant/00.png) by cosine of embedding, among 12 rows" in text
     assert "  1  1.000000  row 13  cat/copy.png  [cat]" in text
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["search", 0], ["probe", "--test-fraction", 0.3], ["report", "-o", "page.html"], ["export", "--to", "h5", "-o", "rows.h5"],
+    ],
+)  # fmt: skip
+def test_a_value_that_was_changed_on_the_disk_is_not_used(
+    out: Path, command: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    change_a_value(out, 1, "embedding", 2)
+    message = fails(command[0], out, *command[1:])
+    assert message.startswith("error: row 7 (")
+    assert "is damaged: it does not match its hashes" in message
+    assert not any((tmp_path / name).exists() for name in ("page.html", "rows.h5"))
 
 
 def test_a_path_of_the_data_set_is_its_row(out: Path) -> None:

@@ -99,7 +99,7 @@ def run_report(
     say("reading the description")
     described = describe(out)
     dataset = DataSet.open(out)
-    with FeatureReader(out, partial=not described["complete"]) as reader:
+    with FeatureReader(out, partial=not described["complete"], check=True) as reader:
         content = _Content(reader, described, dataset, layer, seed, say)
         content.fill(maps)
         content.data["probes"], notes = probes(out, probe_results)

@@ -18,6 +18,7 @@ import xxhash
 from extract import Status
 from extract.store.format.dataset import DataSet
 from extract.store.format.layout import RowNames, StoredFeature, create_shard
+from extract.store.format.shard import Shard
 from extract.store.format.writer import ShardWriter
 
 ROWS, SHARD_ROWS = 23, 10
@@ -133,3 +134,16 @@ def sign(path: Path) -> None:
     }
     content[:header_bytes] = (title + b"\n" + json.dumps(header).encode() + b"\n").ljust(header_bytes, b"\0")
     path.write_bytes(content)
+
+
+def change_a_value(out: Path, shard: int, layer: str, row: int) -> None:
+    """Change a byte of a feature in a finished shard, as a bad disk or another program does."""
+    path = out / "shards" / f"{shard:06d}.h5"
+    with Shard(path) as opened:
+        (feature,) = (feature for feature in opened.features if feature.name == layer)
+        offset = opened.offsets[f"/features/{layer}"] + row * feature.row_bytes
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))

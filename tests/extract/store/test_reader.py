@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import h5py
@@ -15,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from extract import FeatureReader, InputError, LayertapError, Status, UnknownNameError
@@ -27,6 +29,7 @@ from tests.extract.store.rows import (
     ROWS,
     VALUES,
     change,
+    change_a_value,
     complete_data_set,
     created,
     data_set,
@@ -154,6 +157,57 @@ def test_a_partial_reader_has_the_rows_that_are_done_and_no_others(tmp_path: Pat
         assert reader.failures == [(11, PATHS[21], "decode error", "")]
         again = pickle.loads(pickle.dumps(reader))
         assert again.rows.tolist() == expected
+
+
+READS: list[Callable[[FeatureReader], object]] = [
+    lambda reader: reader["vector"][12],
+    lambda reader: reader["vector"][np.int64(12)],
+    lambda reader: reader["vector"][-11],
+    lambda reader: reader["vector"][5:20],
+    lambda reader: reader["vector"][::-2],
+    lambda reader: reader["vector"][[3, 12, 4]],
+    lambda reader: reader["vector"][np.arange(23) == 12],
+    lambda reader: np.asarray(reader["vector"]),
+    lambda reader: list(reader.batches("vector", 4)),
+    lambda reader: list(reader.batches("vector", 4, shuffle="chunks")),
+    lambda reader: list(reader.batches("vector", 4, shuffle="rows")),
+    lambda reader: [reader.dataset("vector")[i] for i in range(23)],
+    lambda reader: pickle.loads(pickle.dumps(reader))["vector"][12],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("changed", ["vector", "map:none"])
+def test_a_changed_value_is_refused_however_it_is_read(
+    tmp_path: Path, read: Callable[[FeatureReader], object], changed: str
+) -> None:
+    out = complete_data_set(tmp_path / "out").out
+    with FeatureReader(out, check=True) as reader:
+        read(reader)
+    change_a_value(out, 1, changed, 2)
+    with FeatureReader(out) as reader:
+        read(reader)  # only with `check`
+    with FeatureReader(out, check=True) as reader:
+        for _ in range(2):
+            with pytest.raises(InputError, match=r"row 12 \(.*\) of .* is damaged: it does not match its hashes"):
+                read(reader)
+        assert np.array_equal(reader["vector"][[0, 22]], VALUES["vector"][[0, 22]])
+
+
+def test_a_row_is_verified_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verified: list[int] = []
+    checked = FeatureReader.checked
+
+    def count(reader: FeatureReader, rows: NDArray[np.int64]) -> object:
+        verified.extend(rows.tolist())
+        return checked(reader, rows)
+
+    monkeypatch.setattr(FeatureReader, "checked", count)
+    with FeatureReader(complete_data_set(tmp_path / "out").out, check=True) as reader:
+        for rows in ([3, 3, 1], [1, 4], slice(0, 6), slice(0, 6)):
+            reader["vector"][rows]
+            reader["map:none"][rows]
+    assert sorted(verified) == list(range(6))
 
 
 def test_an_empty_partial_reader_has_columns(tmp_path: Path) -> None:
