@@ -61,7 +61,8 @@ def test_a_row_finds_its_copies_and_neighbours_and_not_itself(out: Path) -> None
 @pytest.mark.parametrize(
     "command",
     [
-        ["search", 0], ["probe", "--test-fraction", 0.3], ["report", "-o", "page.html"], ["export", "--to", "h5", "-o", "rows.h5"],
+        ["search", 0], ["probe", "--test-fraction", 0.3], ["report", "-o", "page.html"],
+        ["export", "--to", "h5", "-o", "rows.h5"],
     ],
 )  # fmt: skip
 def test_a_value_that_was_changed_on_the_disk_is_not_used(
