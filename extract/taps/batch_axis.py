@@ -122,7 +122,8 @@ class Trial:
         """
         if together.shape[rows.axis] != len(alone) * rows.per_image:
             raise InputError("the number of its rows depends on the order of the pictures: its rows are not the images")
-        rounding = torch.finfo(together.dtype).eps * _distance(together, torch.zeros_like(together))
+        largest = _distance(together, torch.zeros_like(together))
+        rounding = torch.finfo(together.dtype).eps * largest
         for picture, batched in enumerate(rows.by_image(together)):
             expected, nearest = alone[picture], apart[picture]
             own = _distance(batched, expected)
@@ -132,7 +133,8 @@ class Trial:
             if same_gaps and not nearer:
                 nearer = 2 * own <= min(_distance(batched, other) for i, other in enumerate(alone) if i != picture)
             if not same_gaps or not nearer or own > max(_OF_ANOTHER_PICTURE * nearest, _ROUNDINGS * rounding):
-                if same_gaps and max(own, nearest) <= _ROUNDINGS * rounding:
+                # 100 roundings of a 16-bit value are as large as the value.
+                if same_gaps and max(own, nearest) <= min(_ROUNDINGS * rounding, _OF_ANOTHER_PICTURE * largest):
                     raise InputError(
                         "its outputs for different pictures differ by rounding only: its rows cannot be assigned to "
                         "the images"
