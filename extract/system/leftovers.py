@@ -1,8 +1,8 @@
 """Temporary names for output that is not complete, and the removal of those that killed processes have left.
 
-A file is written under `NAME.MACHINE-RANDOM.new`, a folder under `.NAME.MACHINE-RANDOM.new`, both beside NAME. A process
-that is killed leaves them. The next process that writes to NAME removes them. To tell a leftover from the temporary
-file of a living process:
+A file is written as `NAME.MACHINE-RANDOM.new`, a folder as `.NAME.MACHINE-RANDOM.new`, both beside NAME. A process that
+is killed leaves them. The next process that writes to NAME removes them. To tell a leftover from the temporary file of
+a living process:
 
 - The process that writes holds a lock (flock) on the file, or on the file `lock` in the folder. The kernel releases it
   when the process ends, however it ends. A process id would not do: ids are used again, and two containers, or two
@@ -12,8 +12,8 @@ file of a living process:
 - Where the file system has no locks, nothing is removed.
 - RANDOM is unique, so a name is never used twice, and nobody can place a link there beforehand.
 
-Only regular files and folders of this user that have exactly such a name are removed. If a file was removed although its
-process was alive (suspended for more than a day), that process fails when it renames the file; no data is mixed.
+Only regular files and folders of this user that have exactly such a name are removed. If a file was removed although
+its process was alive (suspended for more than a day), that process fails when it renames the file; no data is mixed.
 """
 
 from __future__ import annotations
