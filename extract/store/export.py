@@ -29,6 +29,7 @@ from extract.store.format.row_hash import hash_records, hash_rows
 from extract.store.format.shard import BLOCK_BYTES
 from extract.store.reader import FeatureReader
 from extract.system.atomic_files import claim, reserve_space, sync_folder
+from extract.system.csv_cells import safe_cell
 from extract.system.leftovers import remove_leftovers, temporary_folder
 from extract.system.optional_libraries import library
 
@@ -142,7 +143,8 @@ def _to_npy(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
         for row, values in enumerate(zip(reader.paths, reader.labels, reader.splits, reader.status, strict=True)):
             image, label, split, status = values
             id_column = [ids[row]] if ids else []
-            table.writerow([reader.rows[row], image, label, classes[label], split, Status(status).text, *id_column])
+            cells = [reader.rows[row], image, label, classes[label], split, Status(status).text, *id_column]
+            table.writerow(map(safe_cell, cells))
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context((path / f"{name}.npy").open("wb")) for name in names}
         for name, file in files.items():

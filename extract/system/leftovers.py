@@ -46,7 +46,7 @@ _OWN: set[str] = set()
 
 @contextlib.contextmanager
 def temporary_file(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
-    """Context manager: create a file under a temporary name beside `path`, and yield it, open for writing, and its name.
+    """Context manager: create a file with a temporary name beside `path`; yield it, open for writing, and its name.
 
     If the file still has the temporary name at the end, it is deleted. Rename it inside: afterwards the lock is gone.
 
