@@ -44,9 +44,7 @@ class _EndOnSignals:
         if time.monotonic() - _EndOnSignals.received_at < defaults.AT_ONCE_S:
             return
         if self._ends:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-            return
+            os._exit(128 + number)
         _EndOnSignals.received_at = time.monotonic()
         _raise(number)
 

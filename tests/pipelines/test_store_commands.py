@@ -311,7 +311,8 @@ def test_csv_files_run_nothing_and_their_paths_match(folder: Path, tmp_path: Pat
         assert [int(row["label"]) for row in rows] == reader.labels.tolist()
         labelling = label_rows(reader, f"{table}:class")
         assert labelling.counts["unlabelled"] == 0
-    assert layertap("probe", tmp_path / "out", "-p", "knn", "-o", tmp_path / "res").exit_code == 0
+    result = layertap("probe", tmp_path / "out", "-p", "centroid", "-o", tmp_path / "res")
+    assert result.exit_code == 0, result.stderr
     predictions = (tmp_path / "res" / "predictions.csv").read_bytes()
     assert b"'=bee()" in predictions
     assert not re.search(rb"(?m)(^|,)[=+@-](?!\d)|\x1b", predictions)
