@@ -18,4 +18,5 @@ COMPILE: Literal["auto", "on", "off", "inductor", "openvino"] = "auto"
 MIN_COSINE = 0.999  # between a feature in lower precision or from fast decoding, and the exact one
 SYNC_S = 30.0  # age at which Linux itself writes changed pages to the disk (vm.dirty_expire_centisecs)
 SEED = 0
+AT_ONCE_S = 0.5  # signals to end that arrive this close together, to a process and to its group, count as one
 MAX_PIXELS = 2 * 89_478_485  # of one image; Pillow refuses more as a decompression bomb

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import errno
 import io
-import signal
 import sys
-import threading
-from types import FrameType
 from typing import Any
 
 import click
@@ -23,19 +20,12 @@ from pipelines.embed import command as embed
 from pipelines.network import command as network
 from pipelines.probe import command as probe
 from pipelines.sync import command as sync
+from pipelines.terminal.graceful_stop import Terminated, end_on_signals
 
 __all__ = ["main"]
 
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 _OPEN_FILES_ERRORS = {errno.EMFILE, errno.ENFILE}
-
-
-class _Terminated(KeyboardInterrupt):
-    """Raised at SIGTERM, so that unfinished files are removed as after Ctrl-C."""
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise _Terminated
 
 
 def _print_memory_error(error: BaseException) -> None:
@@ -51,8 +41,7 @@ class _Commands(click.Group):
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
                 stream.reconfigure(errors="backslashreplace")  # file names may have undecodable bytes
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, _terminate)
+        signals = end_on_signals()
         try:
             return super().invoke(ctx)
         except LayertapError as error:
@@ -73,9 +62,11 @@ class _Commands(click.Group):
             _print_memory_error(error)
             ctx.exit(1)
         except KeyboardInterrupt as stop:
-            terminated = isinstance(stop, _Terminated)
+            terminated = isinstance(stop, Terminated)
             click.echo("terminated" if terminated else "interrupted", err=True)
             ctx.exit(143 if terminated else 130)
+        finally:
+            signals.end()
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

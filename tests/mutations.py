@@ -266,7 +266,7 @@ MUTATIONS = (
     ),
     Mutation(
         "A small file is renamed before its content is on the disk.",
-        "            os.fsync(file.fileno())\n        temporary.rename(path)",
+        "        os.fsync(file.fileno())\n        temporary.rename(path)",
         "        temporary.rename(path)",
         ("test_no_row_that_says_it_is_done_is_wrong", "test_a_published_shard_always_has_its_receipt"),
     ),

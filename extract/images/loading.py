@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import os
 import signal
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -362,7 +364,8 @@ def _start_worker(collects_garbage: bool, worker: int) -> None:
     """Prepare a worker process.
 
     It ignores Ctrl-C and a service manager's SIGTERM, which reach every process: the main process decides how to end.
-    Only the first SIGTERM is ignored. A second, which the DataLoader sends to a hanging worker, ends the worker.
+    A service manager may send several at once. A SIGTERM more than half a second after the first, as the DataLoader
+    sends to a hanging worker, ends the worker.
 
     Args:
         collects_garbage: whether the main process does.
@@ -374,8 +377,13 @@ def _start_worker(collects_garbage: bool, worker: int) -> None:
     if collects_garbage:
         gc.enable()
 
+    first: list[float] = []
+
     def let_by(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        first.append(time.monotonic())
+        if first[-1] - first[0] > defaults.AT_ONCE_S:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, let_by)

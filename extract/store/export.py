@@ -1,6 +1,7 @@
 """Export features to files for other tools: one HDF5 file, NumPy arrays, Parquet, or MATLAB.
 
-An export is written to a temporary folder and moved to its path when complete. At most 64 MB of features are held in
+An export is written to a temporary folder and moved to its path when complete. What a killed export has left is removed
+by the next one to the same path; see `extract.system.leftovers`. At most 64 MB of features are held in
 memory at once.
 """
 
@@ -12,8 +13,6 @@ import json
 import math
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,8 @@ from extract.store.format.row_hash import hash_records, hash_rows
 from extract.store.format.shard import BLOCK_BYTES
 from extract.store.reader import FeatureReader
 from extract.system.atomic_files import claim, reserve_space, sync_folder
+from extract.system.csv_cells import safe_cell
+from extract.system.leftovers import remove_leftovers, temporary_folder
 from extract.system.optional_libraries import library
 
 __all__ = ["FORMATS", "Format", "export"]
@@ -66,29 +67,38 @@ def export(
     names = list(dict.fromkeys(layers or reader.layers))
     for name in names:
         reader[name]
+    remove_leftovers(path)  # also if the export was complete when its process was killed
     try:
-        if os.path.lexists(path):
+        if _exists(path):
             raise InputError(f"{path} already exists; choose another name, or delete it")
         path.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{path.name[:100]}.", suffix=".new", dir=path.parent))
-    except OSError as error:
-        raise LayertapError(f"cannot write {path}: {error.strerror}") from error
-    try:
-        output = folder / "export"
-        FORMATS[to].write(reader, output, names, on_rows)
-        for file in output.iterdir() if output.is_dir() else [output]:
-            with file.open("rb") as written:
-                os.fsync(written.fileno())
-        if output.is_dir():
-            sync_folder(output)
-        claim(output, path)
-        sync_folder(path.parent)
+        with temporary_folder(path) as folder:
+            output = folder / "export"
+            FORMATS[to].write(reader, output, names, on_rows)
+            for file in output.iterdir() if output.is_dir() else [output]:
+                with file.open("rb") as written:
+                    os.fsync(written.fileno())
+            if output.is_dir():
+                sync_folder(output)
+            claim(output, path)
+            sync_folder(path.parent)
     except FileExistsError as error:
         raise InputError(f"{path} was created by another process; choose another name, or delete it") from error
     except OSError as error:
         raise LayertapError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _exists(path: Path) -> bool:
+    """Return whether a path exists, also as a broken link.
+
+    Raises:
+        OSError: the path cannot exist; for example, its name is too long.
+    """
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def _blocks(reader: FeatureReader) -> Iterator[tuple[int, int, dict[str, NDArray[Any]]]]:
@@ -133,7 +143,8 @@ def _to_npy(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
         for row, values in enumerate(zip(reader.paths, reader.labels, reader.splits, reader.status, strict=True)):
             image, label, split, status = values
             id_column = [ids[row]] if ids else []
-            table.writerow([reader.rows[row], image, label, classes[label], split, Status(status).text, *id_column])
+            cells = [reader.rows[row], image, label, classes[label], split, Status(status).text, *id_column]
+            table.writerow(map(safe_cell, cells))
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context((path / f"{name}.npy").open("wb")) for name in names}
         for name, file in files.items():

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError
 from extract.store.format.copying import COMPRESSIONS
-from extract.store.format.dataset import DataSet, shard_rows_for
+from extract.store.format.dataset import DataSet, remove_strays, shard_rows_for
 from extract.store.format.layout import RowNames
 from extract.store.format.version import pass_folder
 from extract.store.reader import FeatureReader
@@ -104,6 +104,7 @@ def compact(
     if published.version is None:
         raise InputError(f"{out} was not written by `layertap sync`; only such data sets have unneeded rows")
     with locked(out):
+        remove_strays(out)
         published = DataSet.open(out)
         with Manifest(out) as manifest:
             if manifest.rebuilt_because or manifest.version < (published.version.number if published.version else 0):

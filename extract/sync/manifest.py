@@ -28,6 +28,7 @@ from extract.errors import LayertapError
 from extract.row_status import Status
 from extract.sync.scan import ScannedFile
 from extract.system.atomic_files import check_regular, make_own
+from extract.system.leftovers import temporary_folder
 
 __all__ = ["Candidate", "FeatureRow", "Manifest", "PlannedFile", "StoredRow"]
 
@@ -155,11 +156,11 @@ class Manifest:
 
     def _copy_from(self, path: Path) -> None:
         # Even reading may write to the file, because SQLite checkpoints a WAL into it. Therefore copy the files first.
-        with tempfile.TemporaryDirectory(prefix="layertap-") as folder:
+        with temporary_folder(Path(tempfile.gettempdir()) / "layertap-manifest") as folder:
             for suffix in ("", "-wal"):
                 with contextlib.suppress(FileNotFoundError):
-                    shutil.copyfile(path.with_name(path.name + suffix), Path(folder) / (path.name + suffix))
-            with contextlib.closing(sqlite3.connect(Path(folder) / path.name)) as source:
+                    shutil.copyfile(path.with_name(path.name + suffix), folder / (path.name + suffix))
+            with contextlib.closing(sqlite3.connect(folder / path.name)) as source:
                 source.backup(self._sql)
         if self._get("format", 0) != _FORMAT:
             raise sqlite3.DatabaseError(f"it has format {self._get('format', 0)}, expected {_FORMAT}")

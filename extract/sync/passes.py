@@ -22,7 +22,7 @@ from extract.errors import InputError, LayertapError
 from extract.images.image_list import Images
 from extract.images.sources import Files
 from extract.row_status import Status
-from extract.store.format.dataset import DataSet, changes, differences
+from extract.store.format.dataset import DataSet, changes, differences, remove_strays
 from extract.store.format.version import pass_folder
 from extract.sync.compaction import compact_passes, rewrite
 from extract.sync.difference import Resolved, StoppedError, difference, time_before
@@ -135,6 +135,8 @@ def sync(
         try:
             with contextlib.nullcontext() if dry_run and not out.exists() else locked(out):
                 pass_.check_out()
+                if not dry_run:
+                    remove_strays(out)
                 with Manifest(out, copy=dry_run, rebuild_because=damage) as manifest:
                     pass_.run(manifest)
         except sqlite3.DatabaseError as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from extract.errors import InputError, LayertapError
+from extract.system.leftovers import remove_leftovers, temporary_file
 
 __all__ = [
     "allow_more_files",
@@ -64,38 +65,40 @@ def read_json(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Write a small JSON file atomically."""
-    write_whole(path, (json.dumps(content, indent=1) + "\n").encode())
+def write_json(path: Path, content: Any, *, tidy: bool = True) -> None:
+    """Write a small JSON file atomically; `tidy` as in `atomic_write`."""
+    write_whole(path, (json.dumps(content, indent=1) + "\n").encode(), tidy=tidy)
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a small file atomically, replacing an existing one."""
-    with atomic_write(path) as file:
+def write_whole(path: Path, content: bytes, *, tidy: bool = True) -> None:
+    """Write a small file atomically, replacing an existing one; `tidy` as in `atomic_write`."""
+    with atomic_write(path, tidy=tidy) as file:
         file.write(content)
 
 
 @contextlib.contextmanager
-def atomic_write(path: Path) -> Iterator[BinaryIO]:
+def atomic_write(path: Path, *, tidy: bool = True) -> Iterator[BinaryIO]:
     """Context manager: yield a file under a temporary name, and rename it to `path` when it is complete.
 
     An existing file is replaced. A symbolic link is replaced too, and its target stays unchanged; see `link_target`.
+
+    Args:
+        path: path of the file.
+        tidy: whether to remove what killed processes that wrote this file have left; see `extract.system.leftovers`.
+            This lists the folder. False: for one of many files of a folder that is tidied when a run starts.
 
     Raises:
         InputError: the path is a device, a pipe or a folder.
     """
     if os.path.lexists(path) and not (path.is_file() or path.is_symlink()):
         raise InputError(f"{path} is not a regular file; choose another output file")
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
-    discard(temporary)  # left by an earlier process with the same pid
-    try:
-        with temporary.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
+    with temporary_file(path) as (file, temporary):
+        if tidy:
+            remove_leftovers(path)
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
         temporary.rename(path)
-    finally:
-        discard(temporary)
     sync_folder(path.parent)
 
 

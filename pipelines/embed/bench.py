@@ -35,6 +35,7 @@ from extract.extraction.tuning import (
 )  # fmt: skip
 from extract.images import ImageList, Images, list_images
 from extract.images.sources import ImageSource
+from extract.system.leftovers import temporary_folder
 from extract.system.torch_state import evaluating, full_float32
 
 __all__ = ["Bench", "PipelineRate", "as_json", "bench", "print_bench"]
@@ -163,12 +164,14 @@ def _images(images: str | None) -> Iterator[str]:
     if images is not None:
         yield images
         return
-    with tempfile.TemporaryDirectory(prefix="layertap-bench-") as folder:
+    with temporary_folder(Path(tempfile.gettempdir()) / "layertap-bench") as temporary:
+        folder = temporary / "images"
+        folder.mkdir()
         for number in range(_SYNTHETIC):
             noise = np.random.default_rng(number).integers(0, 256, (75, 100, 3)).astype(np.uint8)
             picture = Image.fromarray(noise).resize((500, 375), Image.Resampling.BICUBIC)
-            picture.save(Path(folder) / f"{number:03d}.jpg", quality=90)
-        yield folder
+            picture.save(folder / f"{number:03d}.jpg", quality=90)
+        yield str(folder)
 
 
 def _write_rate(row_bytes: int) -> float:
@@ -201,11 +204,11 @@ def _pipeline_rate(
 ) -> float:
     """Return images per second of a whole run, without the time for comparing and compiling."""
     repeated = _repeated(images, max(12 * batch_size, int(bound * _PIPELINE_S)))
-    with tempfile.TemporaryDirectory(prefix=".layertap-bench-", dir=".") as folder:
+    with temporary_folder(Path("layertap-bench")) as folder:
         settings = ExtractionSettings(
             layers=layers, batch_size=batch_size, decode=decode, precision=option.precision, compile=option.compile
         )
-        planned = plan(repeated, out=Path(folder) / "out", backbone=backbone, settings=settings)
+        planned = plan(repeated, out=folder / "out", backbone=backbone, settings=settings)
         summary = extract(planned)
     prepared_in_s = summary.computation.prepared_in_s if summary.computation else 0.0
     return summary.computed / (summary.seconds - prepared_in_s)

@@ -12,6 +12,7 @@ from extract.compute.backbone import Backbone
 from extract.errors import InputError
 from extract.images import Images
 from extract.images.csv_lists import file_and_column, read_table
+from extract.system.csv_cells import safe_cell
 from extract.taps.layer_names import named_layers
 
 __all__ = ["Targets", "class_name", "n_outputs", "targets_of"]
@@ -80,9 +81,11 @@ def _of_file(images: Images, labels: str) -> list[str | None]:
     if "path" not in table:
         raise InputError(f"{where} has no column 'path'")
     value_of = {str(path): value for path, value in zip(table["path"], table[column.strip().lower()], strict=True)}
-    if not any(path in value_of for path in images.paths):
+    # A table that layertap wrote has the escaped forms of a few paths.
+    keys = [path if path in value_of else safe_cell(path) for path in images.paths]
+    if not any(key in value_of for key in keys):
         raise InputError(f"{where}: no path matches an image; expected paths relative to {images.root}")
-    values = (value_of.get(path) for path in images.paths)
+    values = (value_of.get(key) for key in keys)
     return [None if value in (None, "") else str(value) for value in values]
 
 

@@ -15,6 +15,7 @@ from extract.images.csv_lists import file_and_column, read_table
 from extract.images.image_list import SPLITS, labels_from_values
 from extract.row_status import Status
 from extract.store.reader import FeatureReader
+from extract.system.csv_cells import safe_cell
 from pipelines.terminal.text_output import printable
 
 __all__ = ["SEPARATOR", "Labelling", "drop_leaks", "image_hashes", "label_rows"]
@@ -158,7 +159,8 @@ def _from_file(
     if len(row_of) < len(table[key]):
         twice = next(name for name, count in Counter(map(str, table[key])).items() if count > 1)
         raise InputError(f"{where}: the {key} {twice!r} occurs twice")
-    table_rows = [row_of.get(name) for name in names]
+    # A table that layertap wrote has the escaped forms of a few names.
+    table_rows = [row_of.get(name, row_of.get(safe_cell(name))) for name in names]
     matched = {row for row in table_rows if row is not None}
     if not matched:
         raise InputError(

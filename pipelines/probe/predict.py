@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from extract.row_status import Status
 from extract.store.format.dataset import DataSet, differences
 from extract.store.reader import FeatureReader
 from extract.system.atomic_files import link_target
+from extract.system.leftovers import temporary_folder
 from pipelines.probe.report import answer
 from pipelines.terminal.progress import Progress
 from pipelines.terminal.tables import table_file
@@ -77,8 +77,8 @@ def run_predict(
     if computation["compile"] == "openvino" and device == "auto":
         device = "cpu"
     loaded = load_backbone(permitted(named, backbone, path), device=device, **asked)
-    with tempfile.TemporaryDirectory(prefix=".predict-", dir=output.parent) as folder:
-        out = Path(folder) / "features"
+    with temporary_folder(output) as folder:
+        out = folder / "features"
         settings = ExtractionSettings(layers=layers, dtype=dtype, max_pixels=max_pixels, **computation)
         planned = plan(images, out=out, backbone=loaded, settings=settings)
         names = _same_features(path, described, fitted_on, planned.dataset, images)

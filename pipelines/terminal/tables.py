@@ -10,17 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from extract.system.atomic_files import atomic_write
+from extract.system.csv_cells import safe_cell
 
 __all__ = ["print_aligned", "table_file"]
 
 
 @contextlib.contextmanager
 def table_file(path: Path) -> Iterator[Callable[[list[Any]], Any]]:
-    """Context manager: yield a function that writes one row of a CSV file. The file appears when it is complete."""
+    """Context manager: yield a function that writes one row of a CSV file. The file appears when it is complete.
+
+    Text that a spreadsheet or a terminal would run is escaped; see `extract.system.csv_cells`.
+    """
     with atomic_write(path) as file:
         # surrogateescape: file names may have undecodable bytes
         text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
-        yield csv.writer(text, lineterminator="\n").writerow
+        writer = csv.writer(text, lineterminator="\n")
+        yield lambda row: writer.writerow(map(safe_cell, row))
         text.flush()
         text.detach()
 

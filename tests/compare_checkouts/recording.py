@@ -130,7 +130,7 @@ def _states(scratch: Path) -> dict[Path, tuple[int, ...]]:
 
 def _name(name: str) -> str:
     """The name of a file without what a random generator chose."""
-    return re.sub(r"(?<=layertap-)\w+|tmp\w{8}|(?<=\.)\w{8}(?=\.new)", "RANDOM", name)
+    return re.sub(r"(?<=layertap-)\w+|tmp\w{8}|(?<=\.)(\w{8}|[0-9a-f]{12}-[0-9a-f]{8})(?=\.new)", "RANDOM", name)
 
 
 def _described(path: Path, command: Command, blobs: Blobs, normal: Normaliser) -> dict[str, str]:

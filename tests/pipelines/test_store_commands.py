@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -13,6 +15,8 @@ import pytest
 from extract import FeatureReader
 from extract.store.format.receipt import size_and_hash
 from extract.store.format.row_hash import hash_records
+from extract.system.csv_cells import exact_text
+from pipelines.probe.labelling import label_rows
 from tests.conftest import make_picture
 from tests.pipelines.test_cli import SMALL, fails, layertap
 
@@ -289,3 +293,26 @@ def test_merge_of_two_halves_is_the_whole(folder: Path, tmp_path: Path) -> None:
     assert "holds a merged data set" in fails("embed", half, "-o", tmp_path / "all", *SMALL, *LAYERS)
     assert "is not empty" in fails("merge", tmp_path / "a", tmp_path / "b", "-o", folder)
     assert not (folder / ".lock").exists()
+
+
+def test_csv_files_run_nothing_and_their_paths_match(folder: Path, tmp_path: Path) -> None:
+    (folder / "bee").rename(folder / "=bee()")
+    (folder / "cat").rename(folder / "@cat\x1b[31m")
+    assert layertap("embed", folder, "-o", tmp_path / "out", *SMALL).exit_code == 0
+    assert layertap("export", tmp_path / "out", "--to", "npy").exit_code == 0
+    table = tmp_path / "out-npy" / "rows.csv"
+    content = table.read_bytes()
+    assert b"\x1b" not in content
+    assert not re.search(rb"(?m)(^|,)[=+@-](?!\d)", content)
+    with FeatureReader(tmp_path / "out") as reader, table.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+        assert [exact_text(row["path"]) for row in rows] == reader.paths
+        assert {exact_text(row["class"]) for row in rows} == {"ant", "=bee()", "@cat\x1b[31m"}
+        assert [int(row["label"]) for row in rows] == reader.labels.tolist()
+        labelling = label_rows(reader, f"{table}:class")
+        assert labelling.counts["unlabelled"] == 0
+    result = layertap("probe", tmp_path / "out", "-p", "centroid", "-o", tmp_path / "res")
+    assert result.exit_code == 0, result.stderr
+    predictions = (tmp_path / "res" / "predictions.csv").read_bytes()
+    assert b"'=bee()" in predictions
+    assert not re.search(rb"(?m)(^|,)[=+@-](?!\d)|\x1b", predictions)

@@ -208,6 +208,23 @@ def test_a_pass_without_changes_imports_no_torch(config: Path) -> None:
     assert run.stdout.splitlines()[-1] == "False"
 
 
+def test_what_a_killed_pass_has_left_is_removed_by_the_next(config: Path, tmp_path: Path) -> None:
+    layertap("sync", config)
+    out = tmp_path / "out"
+    left = out / "dataset.json.0123456789ab-01234567.new", out / "dataset.json.77.new"
+    for path in left:
+        path.write_text("{")
+    (out / "thesis.new").write_text("mine")
+    layertap("sync", config, "--dry-run")
+    assert all(path.exists() for path in left)
+    layertap("sync", config)
+    assert not any(path.exists() for path in left)
+    left[0].write_text("{")
+    layertap("compact", out)
+    assert not left[0].exists()
+    assert (out / "thesis.new").read_text() == "mine"
+
+
 @pytest.mark.slow
 def test_a_pass_that_is_stopped_finishes_its_batch_and_the_next_goes_on(folder: Path, tmp_path: Path) -> None:
     for i in range(300):

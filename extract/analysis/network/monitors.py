@@ -34,6 +34,7 @@ from torch.utils.hooks import RemovableHandle
 from extract.analysis.network.activation_statistics import Statistics, Summary, summarise
 from extract.analysis.network.inspection import does_something, positions_of
 from extract.errors import InputError, LayertapError
+from extract.system.csv_cells import safe_cell
 from extract.taps.layer_names import match_layers, named_layers, named_parameters
 from extract.taps.model_bound_hook import ModelBoundHook
 from extract.taps.record import Record
@@ -378,7 +379,7 @@ def _to_tensorboard(writer: Any, step: int, rows: Rows) -> None:
 
 
 def _append_csv(path: Path, rows: Rows) -> None:
-    """Append rows to a CSV file.
+    """Append rows to a CSV file; text as in `extract.system.csv_cells`.
 
     Raises:
         InputError: the file exists with other columns.
@@ -395,4 +396,4 @@ def _append_csv(path: Path, rows: Rows) -> None:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         if is_new:
             writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows({name: safe_cell(value) for name, value in row.items()} for row in rows)

@@ -75,7 +75,7 @@ class Runs:
         """
         last = os.fsdecode(rows[-1].path) if rows else ""
         head = {"rows": len(rows), "last": last, "deciding": list(deciding), "end": end, **more}
-        with atomic_write(self._path(len(self.heads))) as file:
+        with atomic_write(self._path(len(self.heads)), tidy=False) as file:
             file.write(json.dumps(head).encode() + b"\n")
             for start in range(0, len(rows), BLOCK_ROWS):
                 paths, *others = zip(*rows[start : start + BLOCK_ROWS], strict=True)

@@ -74,7 +74,7 @@ def write_part(path: Path, part: Part) -> None:
         "splits": part.splits.astype("|u1"),
         **(_packed("ids", "id_ends", part.ids) if part.ids is not None else {}),
     }
-    with atomic_write(path) as file, zipfile.ZipFile(file, "w") as zipped:
+    with atomic_write(path, tidy=False) as file, zipfile.ZipFile(file, "w") as zipped:
         for name, values in columns.items():
             content = io.BytesIO()
             np.lib.format.write_array(content, values, (1, 0), allow_pickle=False)

@@ -41,6 +41,7 @@ from extract.images.index.index_parts import SPLIT_CODES, Part, part_path, read_
 from extract.images.kinds import kind_of, no_images
 from extract.system.atomic_files import atomic_write, discard, own_folder, read_json, write_json
 from extract.system.folder_lock import locked
+from extract.system.leftovers import is_temporary
 from extract.system.urls import file_system, is_url
 
 __all__ = ["is_finished", "write_plan"]
@@ -189,7 +190,7 @@ def _begin(out: Path, where: str, kind: str, root: str) -> None:
     write_json(listing / "begun.json", begun)
     own_folder(parts)
     for folder in (out, listing, parts):
-        for stray in folder.glob("*.new"):
+        for stray in filter(is_temporary, folder.glob("*.new")):
             discard(stray)
 
 

@@ -41,8 +41,9 @@ from extract.store.format.layout import (
 )
 from extract.store.format.shard import Shard
 from extract.store.format.version import RowTable, Version, pass_folder, read_rows
-from extract.system.atomic_files import append_line, own_folder, read_json, sync_folder, write_json
+from extract.system.atomic_files import append_line, discard, own_folder, read_json, sync_folder, write_json
 from extract.system.folder_lock import locked
+from extract.system.leftovers import TOKEN
 
 __all__ = [
     "BUILDING",
@@ -52,6 +53,7 @@ __all__ = [
     "differences",
     "existing_shard_rows",
     "fingerprint_of",
+    "remove_strays",
     "shard_rows_for",
     "stem_of",
 ]
@@ -396,10 +398,8 @@ class DataSet:
 
     def _clean(self) -> None:
         """Remove unfinished temporary files of interrupted runs, and files that a later revision has replaced."""
-        for folder in (self.out, self.out / "shards"):
-            for stray in folder.iterdir():
-                if _is_stray(stray):
-                    stray.unlink()
+        remove_strays(self.out)
+        remove_strays(self.out / "shards")
         published = [files.published for files in self.shard_files()]
         complete: dict[int, bool] = {}
         for shard, revision, part, path in self.files():
@@ -434,6 +434,13 @@ class DataSet:
             append_line(self.out / "runs.jsonl", json.dumps(run))
         except OSError as error:
             raise LayertapError(f"cannot write to {self.out / 'runs.jsonl'}: {error.strerror}") from error
+
+
+def remove_strays(folder: Path) -> None:
+    """Remove temporary files of killed runs from a locked data set, or from its folder `shards`."""
+    for entry in folder.iterdir():
+        if _is_stray(entry):
+            discard(entry)
 
 
 def existing_shard_rows(out: Path) -> int | None:
@@ -471,7 +478,7 @@ def _is_foreign(entry: Path) -> bool:
 def _is_stray(entry: Path) -> bool:
     """Return whether a file is a temporary file of a run that was killed."""
     return entry.is_file() and bool(
-        re.fullmatch(r"(dataset\.json|\d{6}[-.].*)\.(\d+|packed)\.new", entry.name, re.ASCII)
+        re.fullmatch(rf"(dataset\.json|\d{{6}}[-.].*)\.(\d+|packed|{TOKEN})\.new", entry.name, re.ASCII)
     )
 
 

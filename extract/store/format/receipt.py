@@ -23,7 +23,7 @@ def write_receipt(
     final: Path, file: Path, shard: Shard, reasons: Mapping[int, str], made: Mapping[str, Any] | None = None
 ) -> None:
     """Write the receipt of the shard `final`; see `receipt_of` for the other arguments."""
-    write_json(final.with_suffix(".json"), receipt_of(file, shard, reasons, made))
+    write_json(final.with_suffix(".json"), receipt_of(file, shard, reasons, made), tidy=False)
 
 
 def receipt_of(

@@ -29,6 +29,7 @@ from extract.store.places.objects import put
 from extract.store.reader import FeatureReader
 from extract.system.atomic_files import append_line
 from extract.system.folder_lock import locked
+from extract.system.leftovers import temporary_folder
 from extract.system.urls import is_url
 from pipelines.embed.cluster.dispatch import (
     DispatchResult,
@@ -173,8 +174,8 @@ def _log_of(config: EmbedConfig) -> Iterator[Path]:
     if not is_url(config.place):
         yield config.folder / name
         return
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / name
+    with temporary_folder(Path(tempfile.gettempdir()) / "layertap-log") as folder:
+        path = folder / name
         try:
             yield path
         finally:

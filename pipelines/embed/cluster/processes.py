@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import signal
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, Self
 
+from extract import defaults
 from extract.errors import LayertapError
 from pipelines.embed.cluster.dispatch import Done, Event, Failed, Joined, Left
 from pipelines.embed.cluster.worker import Start, Worker
@@ -217,12 +219,30 @@ def _work(number: int, pipe: Connection[Any, Any], slot: Slot, start_method: str
     # The spawn method would also apply to decoding processes, which would cost 6 s per shard.
     multiprocessing.set_start_method(start_method, force=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; only the first process acts on it
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1) if worker.ending else worker.end())
+    signal.signal(signal.SIGTERM, lambda *_: terminate())
     if slot.cores is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, slot.cores)
     sending = threading.Lock()
+    joined, ended_at = False, math.inf
+
+    def end() -> None:
+        nonlocal ended_at
+        ended_at = min(ended_at, time.monotonic())
+        worker.end()
+
+    def terminate() -> None:
+        """End the worker; exit if it has been ending for some time, or has nothing to finish.
+
+        A service manager sends SIGTERM to all processes, perhaps several times at once. The first process sends its own
+        if the batch in flight does not end.
+        """
+        if worker.ending and (not joined or time.monotonic() - ended_at > defaults.AT_ONCE_S):
+            sys.exit(1)
+        end()
 
     def send(event: Event) -> None:
+        nonlocal joined
+        joined = joined or isinstance(event, Joined)
         with sending, contextlib.suppress(OSError):  # the other end is closed: `receive` ends the worker
             pipe.send(event)
 
@@ -235,7 +255,7 @@ def _work(number: int, pipe: Connection[Any, Any], slot: Slot, start_method: str
                 if method == "end":
                     break
                 (worker.submit if method == "submit" else worker.cancel)(shard)
-        worker.end()
+        end()
 
     threading.Thread(target=receive, daemon=True).start()
     worker.run()

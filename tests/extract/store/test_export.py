@@ -3,7 +3,9 @@ from __future__ import annotations
 import csv
 import errno
 import json
+import multiprocessing
 import os
+import signal
 from pathlib import Path
 
 import h5py
@@ -11,10 +13,12 @@ import numpy as np
 import pytest
 
 from extract import FeatureReader, InputError, LayertapError, UnknownNameError
+from extract.store import export as export_module
 from extract.store.export import _variables, export
 from extract.store.format.layout import StoredFeature
 from extract.store.format.row_hash import wrong_rows
 from extract.store.format.shard import Shard
+from extract.system.atomic_files import claim
 from tests.extract.store.rows import PATHS, ROWS, VALUES, change, complete_data_set
 
 FAILED = 3
@@ -150,6 +154,41 @@ def test_a_class_that_is_no_text(tmp_path: Path) -> None:
     with FeatureReader(data.out) as reader:
         export(reader, tmp_path / "a.parquet", "parquet")
     assert parquet.read_table(tmp_path / "a.parquet")["class"].to_pylist()[0] == "cl\\xff"
+
+
+@pytest.mark.parametrize("to", ["h5", "npy", "parquet", "mat"])
+def test_what_a_killed_export_has_left_is_removed_by_the_next(reader: FeatureReader, tmp_path: Path, to: str) -> None:
+    def kill(rows: int) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    process = multiprocessing.get_context("fork").Process(target=export, args=(reader, tmp_path / "a", to, None, kill))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 2
+    export(reader, tmp_path / "a", to)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "out"]
+
+
+@pytest.mark.parametrize("to", ["h5", "npy"])
+def test_an_export_that_was_killed_when_it_was_complete_leaves_nothing_after_the_next(
+    reader: FeatureReader, tmp_path: Path, to: str
+) -> None:
+    def kill_after_claim(path: Path, name: Path) -> None:
+        claim(path, name)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def killed_export() -> None:
+        export_module.claim = kill_after_claim  # type: ignore[attr-defined]
+        export(reader, tmp_path / "a", to)
+
+    process = multiprocessing.get_context("fork").Process(target=killed_export)
+    process.start()
+    process.join()
+    assert len(list(tmp_path.iterdir())) == 3
+    with pytest.raises(InputError, match="already exists"):
+        export(reader, tmp_path / "a", to)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "out"]
 
 
 @pytest.mark.parametrize("to", ["h5", "npy", "parquet", "mat"])

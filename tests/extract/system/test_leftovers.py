@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from extract.system import leftovers
+from extract.system.atomic_files import atomic_write, write_json
+from extract.system.leftovers import is_temporary, remove_leftovers, temporary_file, temporary_folder
+
+
+def killed_in(function: Callable[..., Any], *arguments: Any) -> None:
+    """Call a function in another process, and kill the process when it has called SIGKILL on itself."""
+    process = multiprocessing.get_context("fork").Process(target=function, args=arguments)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
+def kill_while_writing(path: Path) -> None:
+    with atomic_write(path) as file:
+        file.write(b"half")
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_in_folder(path: Path, machine: str | None = None) -> None:
+    if machine:
+        leftovers._machine = lambda: machine
+    with temporary_folder(path) as folder:
+        (folder / "features").mkdir()
+        (folder / "features" / "a").write_bytes(b"half")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hold(path: Path, ready: Any, end: Any) -> None:
+    with temporary_file(path) as (file, _), temporary_folder(path):
+        file.write(b"living")
+        ready.set()
+        end.wait(30)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def test_a_file_of_a_killed_process_is_removed_when_the_file_is_written_again(tmp_path: Path) -> None:
+    killed_in(kill_while_writing, tmp_path / "a.json")
+    killed_in(kill_while_writing, tmp_path / "b.json")
+    assert len(names(tmp_path)) == 2
+    write_json(tmp_path / "a.json", {})
+    assert [name[:6] for name in names(tmp_path)] == ["a.json", "b.json"]
+    assert "b.json" not in names(tmp_path)
+
+
+def test_a_folder_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -> None:
+    killed_in(kill_in_folder, tmp_path / "a")
+    assert len(names(tmp_path)) == 1
+    with temporary_folder(tmp_path / "a") as folder:
+        assert names(tmp_path) == [folder.name]
+    assert names(tmp_path) == []
+
+
+def test_what_a_living_process_writes_is_kept(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    ready, end = context.Event(), context.Event()
+    process = context.Process(target=hold, args=(tmp_path / "a", ready, end))
+    process.start()
+    assert ready.wait(30)
+    for name in names(tmp_path):  # as old as can be
+        os.utime(tmp_path / name, (0, 0))
+    living = names(tmp_path)
+    assert len(living) == 2
+    os.kill(process.pid, signal.SIGSTOP)  # type: ignore[arg-type]
+    try:
+        write_json(tmp_path / "a", {})
+        with temporary_folder(tmp_path / "a"):
+            pass
+        assert names(tmp_path) == sorted([*living, "a"])
+    finally:
+        os.kill(process.pid, signal.SIGCONT)  # type: ignore[arg-type]
+        end.set()
+        process.join()
+    assert names(tmp_path) == ["a"]
+
+
+def test_own_files_are_kept_where_a_lock_does_not_exclude_its_own_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fcntl.flock", lambda *_: None)  # as on NFS
+    with temporary_file(tmp_path / "a") as (_, temporary), temporary_folder(tmp_path / "a") as folder:
+        write_json(tmp_path / "a", {})
+        assert temporary.exists()
+        assert folder.exists()
+
+
+@pytest.mark.parametrize(("age_h", "kept"), [(23, True), (25, False)])
+def test_of_another_machine_only_what_is_a_day_old_is_removed(tmp_path: Path, age_h: int, kept: bool) -> None:
+    killed_in(kill_in_folder, tmp_path / "a", "0" * 12)
+    for path in tmp_path.rglob("*"):
+        if path.name != "lock":
+            os.utime(path, (time.time() - age_h * 3600,) * 2)
+    remove_leftovers(tmp_path / "a")
+    assert bool(names(tmp_path)) == kept
+
+
+def test_a_file_without_a_lock_is_kept_where_the_file_system_has_no_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: Any) -> None:
+        raise OSError(38, "Function not implemented")
+
+    killed_in(kill_while_writing, tmp_path / "a")
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    write_json(tmp_path / "a", {})
+    assert len(names(tmp_path)) == 2
+
+
+USERS = [
+    "a.new", "a.123.new", "a.20260101.new", ".a.new", "a.0123456789ab-01234567.new.txt", "b.0123456789ab-01234567.new",
+    "a.0123456789AB-01234567.new", "xa.0123456789ab-01234567.new", "a.b.0123456789ab-01234567.new",
+]  # fmt: skip
+
+
+def test_files_of_the_user_are_kept(tmp_path: Path) -> None:
+    for name in USERS:
+        (tmp_path / name).write_text("mine")
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "a.0123456789ab-01234567.new").symlink_to(tmp_path / "precious")
+    os.mkfifo(tmp_path / "a.0123456789ab-01234568.new")
+    before = names(tmp_path)
+    write_json(tmp_path / "a", {})
+    with temporary_folder(tmp_path / "a"):
+        pass
+    assert names(tmp_path) == sorted([*before, "a"])
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
+def test_a_link_in_a_leftover_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "x").write_text("mine")
+    (tmp_path / "y").write_text("mine")
+    left = tmp_path / "out" / f".a.{leftovers._token()}.new"
+    left.mkdir(parents=True)
+    (left / "linked").symlink_to(tmp_path / "mine")
+    (left / "lock").symlink_to(tmp_path / "y")
+    remove_leftovers(tmp_path / "out" / "a")
+    assert left.exists()  # its lock is a link: not one of ours
+    (left / "lock").unlink()
+    remove_leftovers(tmp_path / "out" / "a")
+    assert not left.exists()
+    assert (tmp_path / "mine" / "x").exists()
+    assert (tmp_path / "y").read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_temporary_that_was_taken_for_a_leftover_gets_another_name(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = leftovers._claimed, []
+
+    def removed_first(descriptor: int) -> bool:
+        if not calls:
+            calls.append(names(tmp_path)[0])
+            leftovers._OWN.clear()
+            remove_leftovers(tmp_path / "a")
+            assert names(tmp_path) == []
+        return real(descriptor)
+
+    monkeypatch.setattr(leftovers, "_claimed", removed_first)
+    with (temporary_file if kind == "file" else temporary_folder)(tmp_path / "a"):  # type: ignore[operator]
+        assert len(names(tmp_path)) == 1
+        assert names(tmp_path) != calls
+    assert names(tmp_path) == []
+
+
+def test_an_error_inside_is_raised_and_nothing_stays(tmp_path: Path) -> None:
+    for temporary in (temporary_file, temporary_folder):
+        with pytest.raises(FileNotFoundError, match="inside"), temporary(tmp_path / "a"):  # type: ignore[operator]
+            raise FileNotFoundError("inside")
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["x" * 255, "ü" * 127, "日" * 85, "a\udcff" + "b" * 200])
+def test_long_names_get_a_shorter_temporary_name(tmp_path: Path, name: str) -> None:
+    killed_in(kill_while_writing, tmp_path / name)
+    killed_in(kill_in_folder, tmp_path / name)
+    assert all(map(is_temporary, tmp_path.iterdir()))
+    write_json(tmp_path / name, {})
+    assert names(tmp_path) == [name]
