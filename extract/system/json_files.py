@@ -133,6 +133,9 @@ def parse_json(content: bytes, name: Path | str, shape: Any = dict) -> dict[str,
     """
     try:
         parsed = json.loads(content.decode())
+        # Half of a surrogate pair is text only if `os.fsdecode` made it from a byte of a path.
+        if re.search(rb"\\u[dD][89a-fA-F]", content):
+            os.fsencode(json.dumps(parsed, ensure_ascii=False))
     except (ValueError, RecursionError) as error:  # RecursionError: [[[[...
         raise InputError(f"{name} is damaged: {type(error).__name__}: {error}") from error
     if _is_deep(parsed):

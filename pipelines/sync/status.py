@@ -19,7 +19,7 @@ from extract.store.format.layout import row_bytes
 from extract.store.reader import FeatureReader
 from extract.store.row_selection import read_one_version
 from extract.system.atomic_files import bytes_below
-from extract.system.json_files import TIME, read_json, read_json_lines
+from extract.system.json_files import TIME, Text, read_json, read_json_lines
 from pipelines.terminal.text_output import print_failures
 
 __all__ = ["describe_status", "print_status"]
@@ -29,7 +29,7 @@ _LAST_RUNS = 10
 # Shapes of a line of runs.jsonl, and of schedule.json; see `extract.system.json_files`.
 _DRIFT = {"layer": str, "new_rows": int, "far": bool, "shift": float, "spread": float}
 _RUN = {
-    "event": str,
+    "event": Text("synced|stopped|failed"),
     "started": TIME,
     "seconds": float,
     "added?": int,

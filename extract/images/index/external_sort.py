@@ -21,6 +21,7 @@ from extract.system.json_files import parse_json
 __all__ = ["Runs"]
 
 BLOCK_ROWS = 100  # one block of each run is in memory while they are merged: 40 KB
+_HEAD_BYTES = 1 << 28
 
 # Shape of a head; see `extract.system.json_files`. A run of a folder has left_out, a run of a list the others.
 _HEAD = {
@@ -116,7 +117,7 @@ def _head(path: Path) -> dict[str, Any]:
         InputError: the file is not a run, or is damaged.
     """
     with os.fdopen(open_unfollowed(path, os.O_RDONLY), "rb") as file:
-        line = file.readline()
+        line = file.readline(_HEAD_BYTES)
     try:
         return parse_json(line, path, _HEAD)
     except InputError as error:

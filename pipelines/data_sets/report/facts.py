@@ -145,7 +145,7 @@ def probes(out: Path, others: Sequence[Path]) -> tuple[list[dict[str, Any]], lis
             content = read_json(file)
             layers = [_probed(probe) for probe in content["probes"]]
             protocol = str(content["configuration"]["protocol"])
-        except (LayertapError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        except (LayertapError, OSError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             notes.append(printable(f"{file} cannot be read as results of a probe: {type(error).__name__}: {error}"))
             continue
         if layers:
