@@ -168,13 +168,21 @@ def _existing(out: str | Path) -> tuple[DataSet | None, bool]:
 def settings_of_existing(out: str | Path) -> dict[str, str] | None:
     """Return `how_made` of the data set at `out`; None if there is none, or an empty one that may be replaced."""
     existing, has_rows = _existing(out)
-    return how_made(existing.depends_on) if existing is not None and has_rows else None
+    if existing is None or not has_rows:
+        return None
+    try:
+        return how_made(existing.depends_on)
+    except KeyError:  # other features, which the check of the output folder refuses
+        return None
 
 
 def how_made(depends_on: dict[str, Any]) -> dict[str, str]:
     """Return the `precision`, `compile` and `decode` of features with this fingerprint.
 
     In float32, `compile` is "auto", because features of all engines agree up to rounding.
+
+    Raises:
+        KeyError: an entry is missing.
     """
     precision, _, way = str(depends_on["precision"]).partition(" ")
     fast = depends_on["preprocessing"].get("resized_by") == "torchvision"

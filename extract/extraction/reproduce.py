@@ -49,7 +49,10 @@ def recorded_plan(
     """
     layers, spec, asked = _said(dataset, provenance, weights)
     max_pixels = provenance["configuration"].get("max_pixels", defaults.MAX_PIXELS)
-    made = how_made(dataset.depends_on)
+    try:
+        made = how_made(dataset.depends_on)
+    except KeyError as error:
+        raise InputError(f"{dataset.out} does not record how it was computed: it has no {error}") from error
     if made["compile"] == "openvino" and device == "auto":
         device = "cpu"
     if not isinstance(backbone, Backbone):

@@ -28,8 +28,9 @@ from extract.extraction.todo import ShardWork, work_at
 from extract.extraction.validation import Computation, ValidatedForward, validated_forward
 from extract.images.worker_deaths import DeadWorkerError
 from extract.store.format.dataset import DataSet, ShardFiles
+from extract.store.format.receipt import checked_receipt
 from extract.store.places.destination import Destination
-from extract.system.atomic_files import discard, read_json
+from extract.system.atomic_files import discard
 from extract.system.folder_lock import locked
 
 __all__ = ["ShardMaker", "scratch_folder"]
@@ -118,7 +119,7 @@ class ShardMaker:
         """
         dataset = self._plan.dataset
         final = dataset.path(shard)
-        receipt = read_json(final.with_suffix(".json"))
+        receipt = checked_receipt(final, len(dataset.shard_range(shard)))
         won = self._place.publish(final, receipt)
         dataset.withdraw(final)
         return receipt if won else None

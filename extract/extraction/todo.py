@@ -71,8 +71,8 @@ def _of_io_errors(dataset: DataSet, source: ImageSource, shard: int, where: Shar
     """Return the rows of a finished shard with an I/O error, if an image of them can be read now."""
     assert where.published is not None
     published = dataset.path(shard, where.published)
-    counts = (read_receipt(published) or {}).get("status")
-    if not isinstance(counts, dict) or not counts.get(Status.IO_ERROR.text):
+    receipt = read_receipt(published, len(dataset.shard_range(shard)))
+    if receipt is None or not receipt["status"].get(Status.IO_ERROR.text):
         return None
     with dataset.open_shard(shard, published) as opened:
         compress = next(iter(opened.compression.values()), None)

@@ -203,7 +203,9 @@ class FeatureReader:
         for row in np.flatnonzero(self.status != Status.OK).tolist():
             shard, its_row = self._shard_and_row(row)
             if reasons[0] is not shard:
-                shard_reasons = reasons_in(shard.receipt) if isinstance(shard, RemoteShard) else reasons_of(shard.path)
+                shard_reasons = (
+                    reasons_in(shard.receipt) if isinstance(shard, RemoteShard) else reasons_of(shard.path, len(shard))
+                )
                 reasons = shard, shard_reasons
             failures.append((row, self.paths[row], Status(self.status[row]).text, reasons[1].get(its_row, "")))
         return failures

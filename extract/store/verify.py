@@ -18,14 +18,14 @@ from extract.errors import InputError, LayertapError
 from extract.row_status import Status
 from extract.store.format.copying import copy_shard
 from extract.store.format.dataset import DataSet, ShardFiles
-from extract.store.format.receipt import reasons_of, size_and_hash, write_receipt
+from extract.store.format.receipt import checked_receipt, reasons_of, size_and_hash, write_receipt
 from extract.store.format.row_hash import checked
 from extract.store.format.shard import MEDIA_ERRORS, Shard
 from extract.store.format.version import pass_folder
 from extract.store.format.writer import ShardWriter
 from extract.store.reader import FeatureReader
 from extract.store.row_selection import read_one_version
-from extract.system.atomic_files import read_json, sync_folder
+from extract.system.atomic_files import sync_folder
 
 __all__ = ["Fault", "Remedy", "Verification", "repair", "verify"]
 
@@ -257,11 +257,15 @@ def _matches_status(block: dict[str, NDArray[Any]], status: NDArray[np.uint8]) -
 def _faults_of_receipt(shard: Shard, name: str, row_faults: Collection[Fault]) -> list[Fault]:
     number, receipt_name = shard.identity.shard, Path(name).with_suffix(".json").as_posix()
     try:
-        receipt = read_json(shard.path.with_suffix(".json"))
+        receipt = checked_receipt(shard.path, len(shard))
     except FileNotFoundError:
         return [Fault("is missing", Remedy.RECEIPT, number, receipt_name)]
     except LayertapError as error:
-        return [Fault(str(error), Remedy.RECEIPT, number, receipt_name)]
+        path = shard.path.with_suffix(".json")
+        what = str(error).removeprefix(f"{path} ")
+        if path.exists() and not path.is_file():
+            return [Fault(f"{what}; remove it, and --repair writes a receipt", Remedy.NONE, number, receipt_name)]
+        return [Fault(f"{what}; --repair writes it again", Remedy.RECEIPT, number, receipt_name)]
     counts = Counter(shard.column("status").tolist())
     status = {Status(code).text: counts[code] for code in sorted(counts) if code in list(Status)}
     expected = {**vars(shard.identity), **size_and_hash(shard.path), "status": status}
@@ -357,7 +361,7 @@ def _apply_remedies(dataset: DataSet, number: int, files: ShardFiles, shard: Sha
     if Remedy.RECEIPT in remedies:
         failed = np.flatnonzero(shard.column("status") != Status.OK) + shard.identity.first_row
         unknown_reasons = {int(row): "unknown, because the receipt was lost" for row in failed}
-        write_receipt(path, path, shard, {**unknown_reasons, **reasons_of(path)})
+        write_receipt(path, path, shard, {**unknown_reasons, **reasons_of(path, len(shard))})
     return 0
 
 

@@ -107,9 +107,10 @@ def compact(
         remove_strays(out)
         published = DataSet.open(out)
         with Manifest(out) as manifest:
-            if manifest.rebuilt_because or manifest.version < (published.version.number if published.version else 0):
-                raise InputError(f"{out}/manifest.sqlite is missing or damaged; run `layertap sync` to rebuild it")
+            number = published.version.number if published.version else 0
             try:
+                if manifest.rebuilt_because or manifest.version < number:
+                    raise InputError(f"{out}/manifest.sqlite is missing or damaged; run `layertap sync` to rebuild it")
                 return compact_passes(out, manifest, published, max_dead, time.time_ns(), on_rows)[0]
             except (sqlite3.Error, ValueError, TypeError) as error:  # InputError is a ValueError, too
                 if isinstance(error, LayertapError):

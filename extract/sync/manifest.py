@@ -28,6 +28,7 @@ from extract.errors import LayertapError
 from extract.row_status import Status
 from extract.sync.scan import ScannedFile
 from extract.system.atomic_files import check_regular, make_own
+from extract.system.json_files import parse_json
 from extract.system.leftovers import temporary_folder
 
 __all__ = ["Candidate", "FeatureRow", "Manifest", "PlannedFile", "StoredRow"]
@@ -208,13 +209,25 @@ class Manifest:
         row = self._sql.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
         return default if row is None else row[0]
 
+    def _number(self, name: str) -> int:
+        value = self._get(name, 0)
+        if not isinstance(value, int):
+            raise sqlite3.DatabaseError(f"its {name} is {str(value)[:40]!r}, expected a number")
+        return value
+
+    def _object(self, name: str) -> dict[str, Any]:
+        try:
+            return parse_json(str(self._get(name, "{}")).encode(), name)
+        except ValueError as error:
+            raise sqlite3.DatabaseError(str(error)) from error
+
     def _set(self, name: str, value: Any) -> None:
         self._sql.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
 
     @property
     def version(self) -> int:
         """Version number of the recorded state, which may still have to be published."""
-        return int(self._get("version", 0))
+        return self._number("version")
 
     @version.setter
     def version(self, number: int) -> None:
@@ -223,8 +236,7 @@ class Manifest:
     @property
     def configuration(self) -> dict[str, Any]:
         """Settings of the features that the last pass requested; empty if there was no pass."""
-        configuration: dict[str, Any] = json.loads(self._get("configuration", "{}"))
-        return configuration
+        return self._object("configuration")
 
     @configuration.setter
     def configuration(self, values: dict[str, Any]) -> None:
@@ -233,8 +245,7 @@ class Manifest:
     @property
     def versions(self) -> dict[str, Any]:
         """Library versions of the last computation; empty if there was none."""
-        versions: dict[str, Any] = json.loads(self._get("versions", "{}"))
-        return versions
+        return self._object("versions")
 
     @versions.setter
     def versions(self, values: dict[str, Any]) -> None:
@@ -243,7 +254,7 @@ class Manifest:
     def next_pass(self) -> int:
         """Return and reserve a number that no pass has used."""
         folders = (self._out / "passes").glob("[0-9]" * 6)
-        number = max(int(self._get("passes", 0)), *self.passes(), *(int(folder.name) for folder in folders), 0) + 1
+        number = max(self._number("passes"), *self.passes(), *(int(folder.name) for folder in folders), 0) + 1
         with self.transaction():
             self._set("passes", number)
         return number
@@ -441,7 +452,7 @@ class Manifest:
         """Return the started pass and its rows in order; (0, []) if there is none."""
         cursor = self._sql.execute("SELECT path, size, mtime_ns, ctime_ns, settled FROM planned ORDER BY position")
         rows = [PlannedFile(ScannedFile(*file), bool(settled)) for *file, settled in cursor]
-        return (int(self._get("planned_pass", 0)), rows) if rows else (0, [])
+        return (self._number("planned_pass"), rows) if rows else (0, [])
 
     def set_planned(self, number: int, rows: Sequence[PlannedFile]) -> None:
         """Record a started pass and its rows; an empty `rows` means that no pass is in progress."""

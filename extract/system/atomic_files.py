@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from extract.errors import InputError, LayertapError
+from extract.errors import InputError
 from extract.system.leftovers import remove_leftovers, temporary_file
 
 __all__ = [
@@ -30,39 +30,11 @@ __all__ = [
     "open_own",
     "open_unfollowed",
     "own_folder",
-    "read_json",
     "reserve_space",
     "sync_folder",
     "write_json",
     "write_whole",
 ]
-
-_JSON_BYTES = 1 << 26  # far more than dataset.json, or a receipt of a million failed rows
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Raises:
-        FileNotFoundError, NotADirectoryError: the file does not exist.
-        InputError: the content is not a JSON object, or larger than 64 MiB.
-        LayertapError: the file cannot be read.
-    """
-    try:
-        if not path.is_file():
-            raise FileNotFoundError(path)
-        if path.stat().st_size > _JSON_BYTES:
-            raise ValueError(f"larger than {_JSON_BYTES >> 20} MiB")
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError("expected a JSON object")
-        return content
-    except (FileNotFoundError, NotADirectoryError):
-        raise
-    except OSError as error:
-        raise LayertapError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # RecursionError: [[[[...
-        raise InputError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 
 def write_json(path: Path, content: Any, *, tidy: bool = True) -> None:

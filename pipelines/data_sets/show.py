@@ -15,6 +15,8 @@ from pipelines.terminal.text_output import SHOWN, print_failures, printable
 
 __all__ = ["describe", "print_description"]
 
+_UNKNOWN = "unknown"  # an entry that another writer has left out
+
 
 def describe(out: Path) -> dict[str, Any]:
     """Return everything that `show` prints, as JSON-compatible data. The data set may be incomplete."""
@@ -39,7 +41,7 @@ def describe(out: Path) -> dict[str, Any]:
                 "shape": [dataset.n_rows, *feature.shape],
                 "dtype": feature.dtype,
                 "bytes": feature.row_bytes * dataset.n_rows,
-                **feature.attributes,
+                **{name: text for name, text in feature.attributes.items() if name not in ("shape", "dtype", "bytes")},
             }
             for feature in dataset.features
         },
@@ -81,7 +83,7 @@ def print_description(content: dict[str, Any], echo: Callable[[str], None]) -> N
     echo("features")
     for name, feature in content["features"].items():
         shape = ", ".join(map(str, feature["shape"]))
-        source = f"{feature['layer']} {feature['pooling']}"
+        source = f"{feature.get('layer', _UNKNOWN)} {feature.get('pooling', '')}".rstrip()
         packed = content["compression"].get(name)
         ratio = f", {packed['filter']} compression ratio {packed['ratio']:.2f}" if packed else ""
         echo(f"  {name}  ({shape}) {feature['dtype']}, {feature['bytes'] / 1e6:,.1f} MB{ratio}, from {source}")
@@ -97,15 +99,19 @@ def print_description(content: dict[str, Any], echo: Callable[[str], None]) -> N
         failures = [(f["path"], f["status"], f["reason"]) for f in content["failures"]]
         print_failures(failures, Path(content["out"]), lambda line: echo(f"  {line}"))
     echo("backbone")
-    echo(f"  {provenance.get('backbone', depends_on['architecture'])}, weights {provenance.get('weights', '')}")
-    echo(f"  weights sha256 {depends_on['weights_sha256']}")
+    name, sha256, precision, stored_as, decoder = (
+        depends_on.get(key, _UNKNOWN) for key in ("architecture", "weights_sha256", "precision", "stored_as", "decoder")
+    )
+    echo(f"  {provenance.get('backbone', name)}, weights {provenance.get('weights') or ''}")
+    echo(f"  weights sha256 {sha256}")
     user_set = " ".join(provenance.get("configuration", {}).get("preprocessing") or {})
-    preprocessing = ", ".join(f"{key} {value}" for key, value in depends_on["preprocessing"].items())
-    echo(f"  preprocessing {preprocessing}" + (f" (set by the user: {user_set})" if user_set else ""))
-    echo(f"  {depends_on['precision']}, stored as {depends_on['stored_as']}, decoded by {depends_on['decoder']}")
+    preprocessing = ", ".join(f"{key} {value}" for key, value in depends_on.get("preprocessing", {}).items())
+    echo(f"  preprocessing {preprocessing or _UNKNOWN}" + (f" (set by the user: {user_set})" if user_set else ""))
+    echo(f"  {precision}, stored as {stored_as}, decoded by {decoder}")
     if provenance:
-        versions = ", ".join(f"{name} {number}" for name, number in provenance["versions"].items())
-        echo(f"computed {provenance['started']} on {provenance['device']} with {versions}")
+        versions = ", ".join(f"{name} {number}" for name, number in provenance.get("versions", {}).items())
+        started, device = (provenance.get(key, _UNKNOWN) for key in ("started", "device"))
+        echo(f"computed {started} on {device} with {versions or _UNKNOWN}")
     echo(f"fingerprint {content['fingerprint']}")
 
 

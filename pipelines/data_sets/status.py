@@ -49,12 +49,13 @@ class ShardProgress:
     def read(self) -> dict[str, Any]:
         """Return everything that `status` prints, as JSON-compatible data."""
         dataset = self._dataset
-        without_receipt: list[int] = []
+        without_receipt: dict[int, str] = {}
         for name, shard, receipt in self._place.receipts(self._read):
             if receipt is None:
-                without_receipt.append(shard)  # it may follow
+                without_receipt[shard] = f"shards/{Path(name).stem}.json"  # it may follow
             else:
                 self._read[name] = shard
+                self._rows += len(dataset.shard_range(shard))
                 self._count(receipt)
         done = len(set(self._read.values())) + len(without_receipt)
         now = time.time()
@@ -68,7 +69,8 @@ class ShardProgress:
             "rows_done": dataset.n_rows - left,
             "shards": dataset.n_shards,
             "shards_done": done,
-            "shards_without_receipt": without_receipt,
+            "shards_without_receipt": list(without_receipt),
+            "receipts_missing": list(without_receipt.values()),
             "status": dict(self._status),
             "images_per_s": rate and round(rate, 2),
             "seconds_left": rate and round(left / rate),
@@ -86,18 +88,18 @@ class ShardProgress:
         }
 
     def _count(self, receipt: dict[str, Any]) -> None:
-        self._rows += int(receipt["n_rows"])
-        self._status.update({str(name): int(count) for name, count in receipt["status"].items()})
+        """Add what a receipt says; it has the shape `extract.store.format.schemas.RECEIPT`."""
+        self._status.update(receipt["status"])
         built = receipt.get("made")
-        if not built:
+        if built is None:
             return
-        worker = str(built["host"]), str(built["device"])
+        worker = built["host"], built["device"]
         self._shards[worker] += 1
-        self._computed[worker] += int(built["computed"])
-        self._seconds[worker] += float(built["seconds"])
+        self._computed[worker] += built["computed"]
+        self._seconds[worker] += built["seconds"]
         for stage, seconds in built["stages"].items():
-            self._stages[str(stage)] += float(seconds)
-        self._ended.append((datetime.fromisoformat(built["ended"]).astimezone(UTC).timestamp(), int(built["computed"])))
+            self._stages[stage] += seconds
+        self._ended.append((datetime.fromisoformat(built["ended"]).astimezone(UTC).timestamp(), built["computed"]))
 
 
 def watch(out: str, wait: Callable[[float], None] = time.sleep) -> Iterator[dict[str, Any]]:
@@ -117,7 +119,7 @@ def print_progress(content: dict[str, Any], echo: Callable[[str], None]) -> None
     state = "complete" if done == rows else f"{done / rows:.1%} done"
     echo(f"{out}: {state}, images in {printable(content['images'])}")
     echo(f"shards    {content['shards_done']:,} of {content['shards']:,}")
-    counts = ", ".join(f"{count:,} {status}" for status, count in content["status"].items()) or "none yet"
+    counts = ", ".join(f"{count:,} {printable(status)}" for status, count in content["status"].items()) or "none yet"
     echo(f"rows      {done:,} of {rows:,}: {counts}")
     if content["images_per_s"] and done < rows:
         left = tqdm.format_interval(content["seconds_left"])
@@ -130,8 +132,8 @@ def print_progress(content: dict[str, Any], echo: Callable[[str], None]) -> None
                 f"  {printable(worker['host']):{width}}  {printable(worker['device'])}: {worker['shards']:,} shards, "
                 f"{worker['rows']:,} rows, {worker['images_per_s']:.1f} images/s per worker"
             )
-    if content["shards_without_receipt"]:
-        few = ", ".join(map(str, content["shards_without_receipt"][:8]))
-        echo(f"shards without a receipt: {few}; if receipts stay missing, `layertap verify --repair` writes them")
+    if content["receipts_missing"]:
+        few = ", ".join(content["receipts_missing"][:8])
+        echo(f"receipts missing or damaged: {few}; if they stay so, `layertap verify --repair` writes them")
     if done < rows:
         echo("to resume, run `layertap embed` with the same arguments again")

@@ -271,9 +271,15 @@ def _rows_in_order(arrays: list[Any], rows: NDArray[np.int64]) -> FeatureRows:
 
 
 def description_of(dataset: DataSet, layers: Sequence[str]) -> dict[str, Any]:
-    """Return what the features of `layers` depend on, without the other features of the data set."""
-    depends_on = dict(dataset.depends_on)
-    return {**depends_on, "features": {name: depends_on["features"][name] for name in layers}}
+    """Return what the features of `layers` depend on, without the other features of the data set.
+
+    Raises:
+        InputError: the data set does not say what a feature is.
+    """
+    features = dataset.depends_on.get("features", {})
+    if missing := [name for name in layers if name not in features]:
+        raise InputError(f"{dataset.out} does not record what {missing[0]} is; its probe cannot be saved")
+    return {**dataset.depends_on, "features": {name: features[name] for name in layers}}
 
 
 def _save(probed: ProbedFeature, out: str, config: ProbeConfig) -> None:
@@ -288,7 +294,7 @@ def _save(probed: ProbedFeature, out: str, config: ProbeConfig) -> None:
         "protocol": probed.result.protocol,
         "chosen": {probed.result.swept: probed.result.chosen} if probed.result.swept else {},
         "layers": layers,
-        "poolings": [feature.attributes["pooling"] for name in layers
+        "poolings": [feature.attributes.get("pooling", "none") for name in layers
                      for feature in dataset.features if feature.name == name],
         "depends_on": description_of(dataset, layers),
         "provenance": provenance,

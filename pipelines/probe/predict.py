@@ -98,7 +98,7 @@ def _same_features(
     """Return the names of the probe's features in a data set; the names may differ in a pooling suffix."""
     names = []
     for name, description in fitted_on:
-        features = dataset.depends_on["features"]
+        features = dataset.depends_on.get("features", {})
         same = [other for other, other_description in features.items() if other_description == description]
         if not same:
             raise InputError(

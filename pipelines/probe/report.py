@@ -16,7 +16,8 @@ from extract.analysis.probe.metrics import Estimate
 from extract.analysis.probe.model import LinearProbe
 from extract.analysis.probe.protocols import PROTOCOLS
 from extract.errors import InputError
-from extract.system.atomic_files import own_folder, read_json, write_json
+from extract.system.atomic_files import own_folder, write_json
+from extract.system.json_files import read_json
 from extract.system.urls import is_url
 from pipelines.probe.config import ProbeConfig
 from pipelines.probe.job import ProbedFeature, ProbeRun, data_sets, run_probe

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 from collections import Counter
 from collections.abc import Callable
@@ -19,12 +18,29 @@ from extract.store.format.dataset import DataSet
 from extract.store.format.layout import row_bytes
 from extract.store.reader import FeatureReader
 from extract.store.row_selection import read_one_version
-from extract.system.atomic_files import bytes_below, read_json
+from extract.system.atomic_files import bytes_below
+from extract.system.json_files import TIME, Text, read_json, read_json_lines
 from pipelines.terminal.text_output import print_failures
 
 __all__ = ["describe_status", "print_status"]
 
 _LAST_RUNS = 10
+
+# Shapes of a line of runs.jsonl, and of schedule.json; see `extract.system.json_files`.
+_DRIFT = {"layer": str, "new_rows": int, "far": bool, "shift": float, "spread": float}
+_RUN = {
+    "event": Text("synced|stopped|failed"),
+    "started": TIME,
+    "seconds": float,
+    "added?": int,
+    "changed?": int,
+    "renamed?": int,
+    "deleted?": int,
+    "failed?": int,
+    "computed?": int,
+    "drift?": [_DRIFT],
+}
+_NOTE = {"next": TIME, "host": str, "pid": int, "config": str}
 
 
 def describe_status(out: Path) -> dict[str, Any]:
@@ -71,34 +87,22 @@ def _version_status(dataset: DataSet) -> dict[str, Any]:
 
 def read_runs(out: Path) -> list[dict[str, Any]]:
     """Return the runs in `runs.jsonl`, oldest first, without lines that a power cut has damaged."""
-    runs = []
-    try:
-        lines = (out / "runs.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise LayertapError(f"cannot read {out / 'runs.jsonl'}: {error.strerror}") from error
-    for line in lines:
-        with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError):
-            run = json.loads(line)
-            datetime.fromisoformat(run["started"])
-            if {"event", "seconds"} <= run.keys():
-                runs.append(run)
-    return runs
+    return list(read_json_lines(out / "runs.jsonl", _RUN))
 
 
 def _next_run(out: Path) -> dict[str, Any] | None:
     """Return the note of the scheduler, and whether it is alive; None if there is no readable note."""
     try:
-        noted = read_json(out / "schedule.json")
-        datetime.fromisoformat(noted["next"])
-        is_local = noted["host"] == socket.gethostname() and Path("/proc").exists()
-        alive = not is_local or b"schedule" in Path(f"/proc/{int(noted['pid'])}/cmdline").read_bytes()
-        return {**noted, "config": str(noted["config"]), "alive": alive}
-    except FileNotFoundError as error:  # of the note, or of the process in /proc
-        return None if str(error.filename).endswith("json") or not error.filename else {**noted, "alive": False}
-    except (OSError, LayertapError, LookupError, ValueError, TypeError):
+        noted = read_json(out / "schedule.json", _NOTE)
+    except (FileNotFoundError, NotADirectoryError, LayertapError):
         return None
+    alive = True
+    if noted["host"] == socket.gethostname() and Path("/proc").exists():
+        try:
+            alive = b"schedule" in Path(f"/proc/{noted['pid']}/cmdline").read_bytes()
+        except OSError:  # the process has ended
+            alive = False
+    return {**noted, "alive": alive}
 
 
 def print_status(content: dict[str, Any], echo: Callable[[str], None]) -> None:

@@ -13,12 +13,26 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from extract.errors import InputError
 from extract.images.csv_lists import Row
-from extract.system.atomic_files import atomic_write
+from extract.system.atomic_files import atomic_write, open_unfollowed
+from extract.system.json_files import parse_json
 
 __all__ = ["Runs"]
 
 BLOCK_ROWS = 100  # one block of each run is in memory while they are merged: 40 KB
+_HEAD_BYTES = 1 << 28
+
+# Shape of a head; see `extract.system.json_files`. A run of a folder has left_out, a run of a list the others.
+_HEAD = {
+    "rows": int,
+    "last": str,
+    "deciding": [str],
+    "end": bool,
+    "left_out?": {str: int},
+    "behind?": dict,
+    "ids?": bool,
+}
 
 
 class Runs:
@@ -47,6 +61,8 @@ class Runs:
 
     def _add_head(self) -> None:
         head = _head(self._path(len(self.heads)))
+        if not self._in_sequence and not {"behind", "ids"} <= head.keys():
+            raise _damaged(self._path(len(self.heads)))
         del head["deciding"]  # those of all runs may not fit into memory
         self.heads.append(head)
 
@@ -90,14 +106,30 @@ class Runs:
         return itertools.chain.from_iterable(runs) if self._in_sequence else heapq.merge(*runs)
 
 
+def _damaged(path: Path) -> InputError:
+    return InputError(f"{path} is damaged; delete {path.parent}, and run `layertap plan` again")
+
+
 def _head(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        head: dict[str, Any] = json.loads(file.readline())
-        return head
+    """Return the head of a run.
+
+    Raises:
+        InputError: the file is not a run, or is damaged.
+    """
+    with os.fdopen(open_unfollowed(path, os.O_RDONLY), "rb") as file:
+        line = file.readline(_HEAD_BYTES)
+    try:
+        return parse_json(line, path, _HEAD)
+    except InputError as error:
+        raise _damaged(path) from error
 
 
 def _rows_of(path: Path, start: bytes) -> Iterator[Row]:
-    """Yield a run's rows from path `start` on. The file is open only while a block is read: there may be hundreds."""
+    """Yield a run's rows from path `start` on. The file is open only while a block is read: there may be hundreds.
+
+    Raises:
+        InputError: a block is damaged.
+    """
     with path.open("rb") as file:
         file.readline()
         place = file.tell()
@@ -108,9 +140,26 @@ def _rows_of(path: Path, start: bytes) -> Iterator[Row]:
         if not line:
             return
         place += len(line)
-        names, *others = json.loads(line)
-        paths = list(map(os.fsencode, names))
+        paths, others = _block(line, path)
         if paths[-1] < start:
             continue
         rows = map(Row, paths, *others) if others else map(Row, paths, itertools.repeat(0))
         yield from rows if paths[0] >= start else (row for row in rows if row.path >= start)
+
+
+def _block(line: bytes, path: Path) -> tuple[list[bytes], list[list[Any]]]:
+    """Return the paths of a block, and its other columns: none, or place, label, split and id.
+
+    Raises:
+        InputError: the block is damaged.
+    """
+    try:
+        names, *others = json.loads(line)
+        kinds = zip(others, (int, str | None, str, str | None), strict=True) if others else ()
+        if not names or not all(len(column) == len(names) for column in others):
+            raise ValueError
+        if not all(isinstance(value, kind) for column, kind in kinds for value in column):
+            raise ValueError
+        return list(map(os.fsencode, names)), others
+    except (ValueError, TypeError, RecursionError) as error:
+        raise _damaged(path) from error

@@ -38,7 +38,7 @@ from extract.errors import InputError
 from extract.images.image_list import Images, hashes_of
 from extract.images.index.index_parts import MOST_PART_ROWS, SPLIT_CODES, Part, part_path, read_part
 from extract.images.sources import Chosen, Files
-from extract.system.atomic_files import read_json
+from extract.system.json_files import read_json
 from extract.system.urls import is_url
 
 __all__ = ["FORMAT", "LISTING", "VERSION", "PlannedImages", "is_plan", "open_plan", "read_in_pieces"]

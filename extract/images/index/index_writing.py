@@ -39,8 +39,9 @@ from extract.images.index.external_sort import Runs
 from extract.images.index.image_index import FORMAT, LISTING, VERSION, PlannedImages, is_plan, open_plan, read_in_pieces
 from extract.images.index.index_parts import SPLIT_CODES, Part, part_path, read_part, write_part
 from extract.images.kinds import kind_of, no_images
-from extract.system.atomic_files import atomic_write, discard, own_folder, read_json, write_json
+from extract.system.atomic_files import atomic_write, discard, own_folder, write_json
 from extract.system.folder_lock import locked
+from extract.system.json_files import read_json
 from extract.system.leftovers import is_temporary
 from extract.system.urls import file_system, is_url
 

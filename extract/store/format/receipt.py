@@ -1,8 +1,13 @@
-"""The receipt beside a finished shard: its size and hash when it was finished, and why rows failed."""
+"""The receipt beside a finished shard: its size and hash when it was finished, and why rows failed.
+
+A receipt is not trusted. Its size is bounded by the number of rows of its shard, and is checked before the receipt is
+parsed; its content has the shape `RECEIPT`.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -13,10 +18,31 @@ import numpy as np
 
 from extract.errors import LayertapError
 from extract.row_status import Status
+from extract.store.format.schemas import RECEIPT
 from extract.store.format.shard import Shard
-from extract.system.atomic_files import read_json, write_json
+from extract.system.atomic_files import write_json
+from extract.system.json_files import read_json
 
-__all__ = ["read_receipt", "reasons_in", "reasons_of", "receipt_of", "size_and_hash", "write_receipt"]
+__all__ = [
+    "checked_receipt",
+    "read_receipt",
+    "reasons_in",
+    "reasons_of",
+    "receipt_bytes",
+    "receipt_of",
+    "size_and_hash",
+    "write_receipt",
+]
+
+# The largest receipt: everything but the reasons, and for each row its number and its reason.
+_OTHER_BYTES = 1 << 16
+_ROW_BYTES = 1 << 10
+_REASON_BYTES = 960  # of a reason in JSON, with its quotes
+
+
+def receipt_bytes(n_rows: int) -> int:
+    """Return the largest size of the receipt of a shard with `n_rows` rows, in bytes."""
+    return _OTHER_BYTES + n_rows * _ROW_BYTES
 
 
 def write_receipt(
@@ -42,7 +68,7 @@ def receipt_of(
     receipt = {
         **vars(shard.identity),
         "status": {Status(code).text: count for code, count in sorted(Counter(status.tolist()).items())},
-        "reasons": {str(row): reasons[row] for row in sorted(failed & reasons.keys())},
+        "reasons": {str(row): _short(reasons[row]) for row in sorted(failed & reasons.keys())},
         **size_and_hash(file),
         **({"made": dict(made)} if made else {}),
     }
@@ -57,26 +83,48 @@ def receipt_of(
     return receipt
 
 
-def read_receipt(final: Path) -> dict[str, Any] | None:
-    """Return the receipt of a shard; None if it is missing or damaged."""
+def _short(reason: str) -> str:
+    """Return a reason, cut if it takes more than its share of a receipt."""
+    while len(reason) * 12 > _REASON_BYTES and len(json.dumps(reason)) > _REASON_BYTES:  # 12: \\ud83d\\ude00
+        reason = reason[: len(reason) * 3 // 4] + "..."
+    return reason
+
+
+def checked_receipt(final: Path, n_rows: int) -> dict[str, Any]:
+    """Return the receipt of a shard, which has the shape `RECEIPT`.
+
+    Args:
+        final: the file of the shard.
+        n_rows: rows of the shard.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: there is no receipt.
+        InputError: the receipt is damaged, or larger than one of `n_rows` rows can be.
+        LayertapError: the receipt cannot be read.
+    """
+    return read_json(final.with_suffix(".json"), RECEIPT, receipt_bytes(n_rows))
+
+
+def read_receipt(final: Path, n_rows: int) -> dict[str, Any] | None:
+    """Like `checked_receipt`, but return None if the receipt is missing or damaged."""
     try:
-        return read_json(final.with_suffix(".json"))
+        return checked_receipt(final, n_rows)
     except (OSError, LayertapError):
         return None
 
 
-def reasons_of(final: Path) -> dict[int, str]:
-    """Return row of the data set -> why it failed; empty if the receipt is missing or damaged."""
-    return reasons_in(read_receipt(final) or {})
+def reasons_of(final: Path, n_rows: int) -> dict[int, str]:
+    """Return row of the data set -> why it failed; empty if the receipt is missing or damaged.
+
+    See `checked_receipt` for the arguments.
+    """
+    receipt = read_receipt(final, n_rows)
+    return {} if receipt is None else reasons_in(receipt)
 
 
 def reasons_in(receipt: Mapping[str, Any]) -> dict[int, str]:
     """Like `reasons_of`, for the content of a receipt."""
-    reasons = receipt.get("reasons")
-    try:
-        return {int(row): str(reason) for row, reason in reasons.items()} if isinstance(reasons, dict) else {}
-    except ValueError:
-        return {}
+    return {int(row): reason for row, reason in receipt["reasons"].items()}
 
 
 def size_and_hash(path: Path) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import contextlib
 import errno
 import io
 import itertools
-import json
 import mmap
 import os
 import stat
@@ -36,6 +35,7 @@ from extract.store.format.layout import (
     read_header,
     row_bytes,
 )
+from extract.store.format.schemas import PROVENANCE
 from extract.store.format.untrusted import (
     Refuse,
     StoredDataset,
@@ -48,6 +48,7 @@ from extract.store.format.untrusted import (
     open_untrusted,
 )
 from extract.system.atomic_files import allow_more_files
+from extract.system.json_files import parse_json
 
 __all__ = ["BLOCK_BYTES", "MEDIA_ERRORS", "Seekable", "Shard", "runs"]
 
@@ -388,15 +389,9 @@ class Shard:
         """Backbone, weights, configuration, versions and machine that computed the features.
 
         Raises:
-            InputError: the provenance is not a JSON object.
+            InputError: the provenance is damaged.
         """
-        try:
-            content = json.loads(self._view("provenance").item())
-            if isinstance(content, dict):
-                return content
-        except (ValueError, RecursionError):
-            pass
-        raise InputError(f"{self.name} is damaged: its provenance is not a JSON object")
+        return parse_json(self._view("provenance").item(), f"/provenance of {self.name}", PROVENANCE)
 
     # Closing and pickling
 

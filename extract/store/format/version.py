@@ -54,17 +54,14 @@ class Version:
 
     @classmethod
     def of(cls, content: Any) -> Version:
-        """Return the version for content read from JSON.
+        """Return the version for the entry `version` of a `dataset.json`, whose shape was checked.
 
         Raises:
-            ValueError, KeyError, TypeError: the content is not a version.
+            ValueError: a number is out of range.
         """
         version = cls(content["number"], content["rows_xxh3"], tuple(content["passes"]))
-        numbers = [version.number, *version.passes]
-        if not all(type(number) is int and 0 < number < 1_000_000_000 for number in numbers) or not isinstance(
-            version.rows_xxh3, str
-        ):
-            raise ValueError("invalid version")
+        if not all(0 < number < 1_000_000_000 for number in (version.number, *version.passes)):
+            raise ValueError("a number of its version is out of range")
         return version
 
 

@@ -32,12 +32,14 @@ from numpy.typing import NDArray
 from extract.errors import InputError, LayertapError
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet, stem_of
-from extract.store.format.receipt import reasons_in, receipt_of
+from extract.store.format.receipt import reasons_in, receipt_bytes, receipt_of
 from extract.store.format.row_hash import wrong_rows
+from extract.store.format.schemas import RECEIPT
 from extract.store.places import objects
 from extract.store.places.block_cache import BlockCache, RemoteFile
 from extract.store.places.remote_shard import RemoteShard
 from extract.system.atomic_files import discard
+from extract.system.json_files import JSON_BYTES, parse_json
 
 __all__ = ["Bucket", "open_remote_shard"]
 
@@ -74,7 +76,7 @@ class Bucket:
             content = objects.read(name)
         except FileNotFoundError as error:
             raise InputError(f"{self.url} is not a layertap data set: it has no dataset.json") from error
-        dataset = DataSet.from_content(_json_of(content, name), Path(self.url), name)
+        dataset = DataSet.from_content(parse_json(content, name), Path(self.url), name)
         if dataset.version:
             raise InputError(
                 f"{self.url} is a data set of `layertap sync`, which can only be read from a folder; copy it to a "
@@ -156,8 +158,9 @@ class Bucket:
         new = {stem: (shard, size) for shard, (stem, _, size) in self._published().items() if stem not in known}
 
         def read_receipt(stem: str) -> tuple[str, int, dict[str, Any] | None]:
-            name = f"{self.url}/shards/{stem}.json"
-            return stem, new[stem][0], _json_of(objects.read(name, new[stem][1]), name)
+            shard, size = new[stem]
+            most_bytes = receipt_bytes(len(self.dataset.shard_range(shard)))
+            return stem, shard, _read_receipt(f"{self.url}/shards/{stem}.json", size, most_bytes)
 
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             yield from pool.map(read_receipt, new)
@@ -272,7 +275,9 @@ class Bucket:
 
         def open_shard(shard: int) -> RemoteShard:
             stem, size, receipt_size = published[shard]
-            opened = open_remote_shard(f"{self.url}/shards/{stem}.h5", cache, size, receipt_size)
+            opened = open_remote_shard(
+                f"{self.url}/shards/{stem}.h5", cache, size, receipt_size, len(dataset.shard_range(shard))
+            )
             try:
                 dataset.check_shard(shard, opened)
             except BaseException:
@@ -293,25 +298,39 @@ class Bucket:
 
 
 def open_remote_shard(
-    url: str, cache: BlockCache, size: int | None = None, receipt_size: int | None = None
+    url: str,
+    cache: BlockCache,
+    size: int | None = None,
+    receipt_size: int | None = None,
+    n_rows: int | None = None,
 ) -> RemoteShard:
-    """Open one finished shard by the URL of its object; sizes that are None are requested from the store.
+    """Open one finished shard by the URL of its object.
+
+    Args:
+        url: URL of the object.
+        cache: the block cache to read through.
+        size: bytes of the object; None requests them from the store.
+        receipt_size: bytes of its receipt; None requests them from the store.
+        n_rows: rows of the shard, which bound the receipt; None if unknown.
 
     Raises:
         InputError: the shard has no receipt, or is damaged.
         LayertapError: the object is missing or does not match its receipt, or the store does not answer.
     """
     receipt_url = f"{url.removesuffix('.h5')}.json"
+    metadata = objects.info(url) if size is None else objects.ObjectInfo(size)
+    if n_rows is not None:
+        most_bytes = receipt_bytes(n_rows)
+    else:  # a row takes more than 32 bytes of the object
+        most_bytes = min(receipt_bytes(metadata.size // 32), JSON_BYTES) if metadata else JSON_BYTES
     try:
-        receipt = _json_of(objects.read(receipt_url, receipt_size), receipt_url)
+        receipt = _read_receipt(receipt_url, receipt_size, most_bytes)
     except FileNotFoundError as error:
         raise InputError(f"{url} is not a finished shard: it has no receipt {receipt_url}") from error
+    if metadata is None:
+        raise LayertapError(f"{url} is missing, but its receipt exists; restore the object, or remove the receipt")
+    size = metadata.size
     expected, sha256 = _size_and_sha256(receipt, receipt_url)
-    if size is None:
-        metadata = objects.info(url)
-        if metadata is None:
-            raise LayertapError(f"{url} is missing, but its receipt exists; restore the object, or remove the receipt")
-        size = metadata.size
     if size != expected:
         raise LayertapError(
             f"{url} has {size:,} bytes, its receipt says {expected:,}; it was changed after it was published. Restore "
@@ -327,11 +346,6 @@ def _size_and_sha256(receipt: Mapping[str, Any], name: str) -> tuple[int, str]:
     return size, str(sha256)
 
 
-def _json_of(content: bytes, name: str) -> dict[str, Any]:
-    try:
-        parsed = json.loads(content.decode())
-        if not isinstance(parsed, dict):
-            raise ValueError("expected a JSON object")
-        return parsed
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{name} is damaged: {type(error).__name__}: {error}") from error
+def _read_receipt(url: str, size: int | None, most_bytes: int) -> dict[str, Any]:
+    """Return a receipt, which has the shape `RECEIPT`; errors as for `objects.read`, or it is damaged."""
+    return parse_json(objects.read(url, size, most_bytes), url, RECEIPT)

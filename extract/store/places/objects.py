@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from extract.errors import InputError, LayertapError, first_line
+from extract.system.json_files import JSON_BYTES
 from extract.system.urls import file_system
 
 __all__ = ["ObjectInfo", "download", "info", "names", "put", "put_file", "read", "read_range", "sha256_of"]
@@ -46,7 +47,6 @@ _ANSWER_S = 30  # longest wait for the first or the next bytes of an answer
 _SLOWEST = 128 << 10  # bytes a second; a slower transfer times out
 _CONNECTIONS = 32
 
-_WHOLE_BYTES = 1 << 26  # limit of `read`: far above a description, or a receipt of a million failed rows
 _PIECE_BYTES = 16 << 20  # of a large object, for each request
 _PUT_BYTES = 5 << 30  # limit of S3 for one request (Amazon S3 user guide, "Uploading objects")
 
@@ -130,16 +130,17 @@ def info(url: str) -> ObjectInfo | None:
         return None
 
 
-def read(url: str, size: int | None = None) -> bytes:
+def read(url: str, size: int | None = None, most_bytes: int = JSON_BYTES) -> bytes:
     """Read a small object completely.
 
     Args:
         url: URL of the object.
         size: bytes of the object; None if unknown.
+        most_bytes: size that the object may have; a larger object is not read.
 
     Raises:
         FileNotFoundError: there is no such object.
-        InputError: the object is too large for a file that layertap reads whole.
+        InputError: the object is too large.
         LayertapError: the store does not answer.
     """
     if size is None:
@@ -147,8 +148,8 @@ def read(url: str, size: int | None = None) -> bytes:
         if metadata is None:
             raise FileNotFoundError(url)
         size = metadata.size
-    if size > _WHOLE_BYTES:
-        raise InputError(f"{url} is damaged: it is larger than {_WHOLE_BYTES >> 20} MiB")
+    if size > most_bytes:
+        raise InputError(f"{url} is damaged: it has {size:,} bytes, expected at most {most_bytes:,}")
     return read_range(url, 0, size)
 
 

@@ -31,8 +31,10 @@ from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError
 from extract.store.format.dataset import DataSet
-from extract.store.format.receipt import read_receipt, receipt_of, size_and_hash
-from extract.system.atomic_files import check_own_folders, discard, own_folder, read_json, sync_folder
+from extract.store.format.receipt import read_receipt, reasons_in, receipt_bytes, receipt_of, size_and_hash
+from extract.store.format.schemas import RECEIPT
+from extract.system.atomic_files import check_own_folders, discard, own_folder, sync_folder
+from extract.system.json_files import read_json
 
 __all__ = ["SharedFolder"]
 
@@ -97,7 +99,7 @@ class SharedFolder:
                 continue
             path = dataset.path(shard, files.published)
             if path.name not in known:
-                yield path.name, shard, read_receipt(path)
+                yield path.name, shard, read_receipt(path, len(dataset.shard_range(shard)))
 
     def clean(self) -> None:
         """Remove copies of published shards and receipts, left by workers that were killed or were not first.
@@ -107,14 +109,14 @@ class SharedFolder:
         Raises:
             LayertapError: such a receipt cannot be read or renamed.
         """
-        published = set(self.published().tolist())
+        dataset, published = self.dataset, set(self.published().tolist())
         for copy in (self.out / "shards").glob("*.copy"):
             if not copy.name[:6].isdigit() or int(copy.name[:6]) not in published:
                 continue
             stem, is_receipt, _ = copy.name.partition(".json.")
             final = copy.with_name(f"{stem}.h5")
             if is_receipt and final.exists() and not final.with_suffix(".json").exists():
-                _adopt_receipt(copy, final)
+                _adopt_receipt(copy, final, len(dataset.shard_range(int(copy.name[:6]))))
             else:
                 discard(copy)
 
@@ -180,8 +182,7 @@ class SharedFolder:
         if receipt_path.exists():
             return
         with self.dataset.open_shard(int(own_receipt["shard"]), final) as shard:
-            reasons = {int(row): reason for row, reason in own_receipt["reasons"].items()}
-            content = receipt_of(final, shard, reasons)
+            content = receipt_of(final, shard, reasons_in(own_receipt))
         temporary = receipt_path.with_name(f"{receipt_path.name}.{_own_name()}.copy")
         try:
             _write_new(temporary, content)
@@ -202,10 +203,10 @@ def _write_new(path: Path, receipt: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def _adopt_receipt(copy: Path, final: Path) -> None:
+def _adopt_receipt(copy: Path, final: Path, n_rows: int) -> None:
     """Give a receipt its name if it is that of the published shard `final`; otherwise it stays."""
     try:
-        receipt = read_json(copy)
+        receipt = read_json(copy, RECEIPT, receipt_bytes(n_rows))
         if size_and_hash(final).items() <= receipt.items():
             _link(copy, final.with_suffix(".json"))
             discard(copy)

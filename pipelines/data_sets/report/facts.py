@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import operator
 from collections import Counter
@@ -13,8 +12,9 @@ from typing import Any
 
 from extract.errors import LayertapError
 from extract.store.format.dataset import DataSet
+from extract.store.format.schemas import RUN
 from extract.store.format.version import pass_folder
-from extract.system.atomic_files import read_json
+from extract.system.json_files import read_json, read_json_lines
 from pipelines.terminal.text_output import printable
 
 __all__ = ["facts", "probes", "runs", "stages"]
@@ -115,16 +115,9 @@ def _logs(out: Path) -> list[Path]:
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the undamaged lines of a log."""
-    try:
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return
-    for text in lines:
-        with contextlib.suppress(ValueError, RecursionError):
-            line = json.loads(text)
-            if isinstance(line, dict) and {"event", "started"} <= line.keys():
-                yield line
+    """Yield the undamaged lines of a log; none if the log cannot be read."""
+    with contextlib.suppress(LayertapError):
+        yield from read_json_lines(file, RUN)
 
 
 def _numbers(line: dict[str, Any]) -> dict[str, Any]:
@@ -132,7 +125,10 @@ def _numbers(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # a whole number beyond 1e308
+        return False
 
 
 def probes(out: Path, others: Sequence[Path]) -> tuple[list[dict[str, Any]], list[str]]:
@@ -149,7 +145,7 @@ def probes(out: Path, others: Sequence[Path]) -> tuple[list[dict[str, Any]], lis
             content = read_json(file)
             layers = [_probed(probe) for probe in content["probes"]]
             protocol = str(content["configuration"]["protocol"])
-        except (LayertapError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        except (LayertapError, OSError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             notes.append(printable(f"{file} cannot be read as results of a probe: {type(error).__name__}: {error}"))
             continue
         if layers:

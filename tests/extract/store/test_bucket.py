@@ -19,9 +19,9 @@ from extract.store.places import objects as remote
 from extract.store.places.block_cache import cache_folder
 from extract.store.places.bucket import Bucket
 from extract.store.verify import verify
-from extract.system.atomic_files import read_json
+from extract.system.json_files import read_json
 from tests.extract.store.bucket_server import Proxy, direct, first
-from tests.extract.store.rows import VALUES, complete_data_set, create, created, data_set, write
+from tests.extract.store.rows import SHARD_ROWS, VALUES, complete_data_set, create, created, data_set, write
 
 PUBLISH = """
 import json
@@ -36,7 +36,7 @@ print(Bucket(sys.argv[1]).publish(path, json.loads(path.with_suffix(".json").rea
 
 
 def receipt_of(path: Path) -> dict[str, object]:
-    receipt = read_receipt(path)
+    receipt = read_receipt(path, SHARD_ROWS)
     assert receipt is not None
     return receipt
 

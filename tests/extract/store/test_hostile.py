@@ -20,7 +20,7 @@ import pytest
 from extract import FeatureReader, InputError, LayertapError
 from extract.store.format.dataset import DataSet
 from extract.store.verify import verify
-from extract.system.atomic_files import read_json
+from extract.system.json_files import read_json
 from tests.extract.store.rows import VALUES, change, complete_data_set, sign
 
 

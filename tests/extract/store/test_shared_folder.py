@@ -20,7 +20,7 @@ from extract.store.format.dataset import DataSet
 from extract.store.places import shared_folder
 from extract.store.places.shared_folder import SharedFolder
 from extract.store.verify import verify
-from extract.system.atomic_files import read_json
+from extract.system.json_files import read_json
 from tests.extract.store.rows import VALUES, complete_data_set, data_set
 
 
@@ -103,7 +103,7 @@ def publish_and_be_killed(out: Path, built: DataSet, step: str, elsewhere: bool)
 import os, signal, sys
 from pathlib import Path
 from extract.store.places import shared_folder
-from extract.system.atomic_files import read_json
+from extract.system.json_files import read_json
 step = getattr(shared_folder, {step!r})
 def killed(*given):
     step(*given)

@@ -1,0 +1,268 @@
+"""JSON that means harm, in each file that a command reads: one line that names the file, and no traceback."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from extract.images.index import index_writing
+from extract.store.format.receipt import receipt_bytes
+from extract.store.verify import verify
+from tests.conftest import make_picture
+from tests.extract.store.rows import SHARD_ROWS, complete_data_set
+from tests.pipelines.test_cli import SMALL, layertap
+from tests.pipelines.test_sync import SMALL as SMALL_SYNC
+
+Made = Callable[[Path], object]
+
+
+def huge(path: Path) -> None:
+    """100 MB that take no room on the disk."""
+    path.write_bytes(b"{}")
+    os.truncate(path, 100_000_000)
+
+
+CONTENTS: dict[str, bytes | Made] = {
+    "missing": lambda path: None,
+    "empty": b"",
+    "object": b"{}",
+    "list": b"[]",
+    "null": b"null",
+    "number": b"17",
+    "text": b'"text"',
+    "nan": b"NaN",
+    "digits": b"9" * 5000,
+    "cut": b'{"format": "layertap", ',
+    "deep": b'{"a":' * 50_000,
+    "nested": b'{"a":' * 500 + b"1" + b"}" * 500,
+    "not utf-8": b'{"a": "\xff\xfe"}',
+    "huge": huge,
+    "pipe": os.mkfifo,
+    "folder": Path.mkdir,
+    "dangling link": lambda path: path.symlink_to("nowhere"),
+    "link to itself": lambda path: path.symlink_to(path),
+    "link to a device": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
+def put(path: Path, content: bytes | Made) -> None:
+    """Put something in the place of a file."""
+    path.unlink(missing_ok=True)
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        content(path)
+
+
+BAD: list[Any] = ["text", "\ud800\x1b[31m", [], {}, -1, 1.5, 10**400, 1 << 62, float("nan"), True, None]
+
+
+def mutations(content: Any, bad: list[Any] = BAD) -> Iterator[tuple[str, Any]]:
+    """Name and content of each copy in which one value at any depth was removed, or replaced by one of `bad`."""
+    keys = list(content) if isinstance(content, dict) else range(len(content)) if isinstance(content, list) else []
+    for key in keys:
+        without = copy.copy(content)
+        del without[key]
+        yield f"[{key!r}] removed", without
+        deeper = ((f"[{key!r}]{name}", changed) for name, changed in mutations(content[key], bad))
+        replaced = ((f"[{key!r}] is {str(value)[:20]!r}", value) for value in bad)
+        for name, changed in itertools.chain(replaced, deeper):
+            mutant = copy.copy(content)
+            mutant[key] = changed
+            yield name, mutant
+
+
+@pytest.fixture(scope="module")
+def _made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set of `embed` with the results of a probe, one of `sync`, a plan, and a plan that was interrupted."""
+    root = tmp_path_factory.mktemp("hostile-json")
+    for i in range(12):
+        path = root / "pictures" / ["ant", "bee", "cat"][i % 3] / f"{i:02d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        make_picture(i).save(path)
+    (root / "pictures" / "bee" / "07.png").write_bytes(b"no picture")
+    layertap("embed", root / "pictures", "-o", root / "embedded", *SMALL, "-l", "layer4", "--shard-rows", 5)
+    values = {"images": str(root / "pictures"), "out": str(root / "synced"), **SMALL_SYNC}
+    (root / "sync.yaml").write_text(yaml.safe_dump(values))
+    layertap("sync", root / "sync.yaml")
+    noted = {"next": "2030-01-01T00:00:00+00:00", "pid": 4194999, "config": "x.yaml", "host": "elsewhere"}
+    (root / "synced" / "schedule.json").write_text(json.dumps(noted))
+    results = {
+        "configuration": {"protocol": "knn"},
+        "complete": True,
+        "probes": [
+            {
+                "data_set": "x", "layer": "layer4", "width": 3, "chosen": {"k": 5},
+                "rows": {"train": 4, "val": 2, "test": 5},
+                "metrics": {"accuracy": {"value": 0.5, "low": 0.4, "high": 0.6}},
+            },
+        ],
+    }  # fmt: skip
+    (root / "embedded" / "probe" / "knn").mkdir(parents=True)
+    (root / "embedded" / "probe" / "knn" / "results.json").write_text(json.dumps(results))
+    layertap("plan", root / "pictures", "-o", root / "plan")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index_writing, "WALKED_ROWS", 5)
+        patch.setattr(index_writing, "_finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        layertap("plan", root / "pictures", "-o", root / "begun")
+    return root
+
+
+@pytest.fixture
+def made(_made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Copies; the commands run in their folder."""
+    for name in ("embedded", "synced", "plan", "begun", "sync.yaml"):
+        entry = _made / name
+        (shutil.copytree if entry.is_dir() else shutil.copyfile)(entry, tmp_path / name)
+    (tmp_path / "pictures").symlink_to(_made / "pictures")
+    text = (tmp_path / "sync.yaml").read_text().replace(str(_made / "synced"), str(tmp_path / "synced"))
+    (tmp_path / "sync.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+EMBED = ["embed", "pictures", "-o", "embedded", *SMALL, "-l", "layer4", "--shard-rows", 5]
+PLAN = ["plan", "pictures", "-o"]
+READING: list[list[object]] = [
+    ["show"], ["status"], ["export", "--to", "npy", "-o", "exported"], ["search", 0], ["diff", "embedded"], ["report"],
+    ["merge", "-o", "merged"],
+]  # fmt: skip
+
+
+def of(out: str, *left_out: str) -> list[list[object]]:
+    """The commands that read a data set."""
+    return [[name, out, *more] for name, *more in READING if name not in left_out]
+
+
+# File -> the commands that refuse, those that report a fault, and those that do without the file.
+Commands = list[list[object]]
+FILES: dict[str, tuple[Commands, Commands, Commands]] = {
+    "embedded/dataset.json": ([*of("embedded"), EMBED], [["verify", "embedded"]], []),
+    "embedded/shards/000001.json": ([], [["verify", "embedded"]], [*of("embedded"), EMBED]),
+    "embedded/runs.jsonl": ([], [], [["report", "embedded"], EMBED]),
+    "embedded/probe/knn/results.json": ([], [], [["report", "embedded"]]),
+    "synced/dataset.json": ([*of("synced", "merge"), ["compact", "synced"], ["sync", "sync.yaml"]],
+                            [["verify", "synced"]], []),
+    "synced/passes/000001/dataset.json": (of("synced"), [["verify", "synced"]], []),
+    "synced/passes/000001/shards/000000.json": ([], [["verify", "synced"]], [*of("synced"), ["compact", "synced"]]),
+    "synced/runs.jsonl": ([], [], [["status", "synced"], ["report", "synced"]]),
+    "synced/schedule.json": ([], [], [["status", "synced"], ["sync", "sync.yaml"]]),
+    "plan/plan.json": ([["embed", "plan", "-o", "new", *SMALL], [*PLAN, "plan"]], [], []),
+    "begun/listing/begun.json": ([[*PLAN, "begun"]], [], []),
+    "begun/listing/000000.jsonl": ([[*PLAN, "begun"]], [], []),
+}  # fmt: skip
+# Without these files, or with something that is not a file in their place, a command has another reason to refuse, or
+# none: a folder without plan.json is a folder of images, and a data set of `sync` without dataset.json is empty.
+NO_FILE = {"missing", "dangling link", "link to itself"}
+ELSEWHERE = {"plan/plan.json", "begun/listing/begun.json"}
+SLOWER = {"search", "diff", "report", "merge"}
+QUICK = {"missing", "object", "number", "not utf-8", "huge", "pipe"}
+
+
+def check(command: list[object], code: int, named: str = "") -> None:
+    start = time.perf_counter()
+    result = layertap(*command)
+    assert result.exit_code == code, (command, result.output)
+    assert named in result.output, (command, result.output)
+    assert result.stderr.count("error: ") == (code == 2), (command, result.stderr)
+    assert time.perf_counter() - start < 5, command
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize(
+    "content", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CONTENTS]
+)
+def test_no_content_of_a_file_ends_in_a_traceback(made: Path, file: str, content: str) -> None:
+    most = content not in QUICK or content == "object"
+    refusing, verifying, others = (
+        [command for command in commands if most or command[0] not in SLOWER] for commands in FILES[file]
+    )
+    put(Path(file), CONTENTS[content])
+    no_file = content in NO_FILE
+    if file in ELSEWHERE and (no_file or content in ("object", "pipe", "folder", "link to a device")):
+        for command in refusing:
+            assert layertap(*command).exit_code in (0, 2), command
+        return
+    for command in verifying:
+        check(command, 2 if no_file and file.count("/") == 1 else 1, Path(file).name)
+    for command in others:
+        named = command[0] == "status" and file.startswith("embedded/shards/")
+        check(command, 0, Path(file).name if named else "")
+    for command in refusing:
+        if no_file and (file.startswith("begun/") or command[0] in ("sync", "status") or command == EMBED):
+            assert layertap(*command).exit_code in (0, 2), command
+        else:
+            check(command, 2, Path(file).name)
+
+
+def test_a_damaged_receipt_is_repaired_and_something_else_in_its_place_is_left(made: Path) -> None:
+    receipt = made / "embedded" / "shards" / "000001.json"
+    for name in ("object", "huge", "pipe", "folder", "dangling link"):
+        put(receipt, CONTENTS[name])
+        is_other = receipt.is_fifo() or receipt.is_dir() or receipt.is_char_device()
+        told = layertap("verify", "embedded", "--repair")
+        assert told.exit_code == 1
+        assert "shards/000001.json: " in told.stdout
+        assert ("remove it" in told.stdout) == is_other
+        again = layertap("verify", "embedded")
+        assert again.exit_code == is_other, again.output
+        receipt.rmdir() if receipt.is_dir() else receipt.unlink()
+
+
+def mutants(file: Path) -> Iterator[tuple[str, str]]:
+    """Name and text of each file in which one value is another or missing; of a log, its first line."""
+    first, *others = [file.read_text()] if file.suffix == ".json" else file.read_text().splitlines()
+    for name, content in mutations(json.loads(first)):
+        yield name, "\n".join([json.dumps(content), *others]) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "every"),
+    [("embedded/shards/000001.json", 11), ("embedded/dataset.json", 47), ("synced/runs.jsonl", 19),
+     ("synced/schedule.json", 5),
+     *(pytest.param(name, 1, marks=pytest.mark.slow) for name in FILES)],
+)  # fmt: skip
+def test_no_value_in_a_file_ends_in_a_traceback(made: Path, file: str, every: int) -> None:
+    """Each command that reads the file, for each value (of many, every third or so) that is missing or another."""
+    commands = [command for commands in FILES[file] for command in commands]
+    if every > 1:
+        commands = [command for command in commands if command[0] in ("show", "status", "verify")]
+    for i, (name, text) in enumerate(list(mutants(Path(file)))):
+        if i % every:
+            continue
+        Path(file).write_text(text)
+        for command in commands:
+            result = layertap(*command)
+            assert result.exit_code in (0, 1, 2), (name, command, result.output)
+
+
+def test_a_receipt_of_42_mb_costs_nothing(made: Path) -> None:
+    data = complete_data_set(made / "out")
+    path = data.path(1).with_suffix(".json")
+    text = path.read_bytes()
+    path.write_bytes(text.replace(b'"reasons": {', b'"reasons": {' + b'"11": "no reason",\n' * 2_400_000 + b'"12": ""'))
+    assert path.stat().st_size > 42_000_000
+    start = time.process_time()
+    (fault,) = verify(data.out).faults
+    assert time.process_time() - start < 0.5
+    most = receipt_bytes(SHARD_ROWS)
+    expected = f"is damaged: it has {path.stat().st_size:,} bytes, expected at most {most:,}; --repair writes it again"
+    assert (fault.file, fault.what) == ("shards/000001.json", expected)
+    assert "shards/000001.json" in layertap("status", data.out).stdout
+
+
+def test_show_describes_a_data_set_that_records_no_more_than_a_hash(made: Path) -> None:
+    complete_data_set(made / "out", depends_on={"weights": "w"})
+    told = layertap("show", made / "out")
+    assert told.exit_code == 0
+    assert "unknown, weights" in told.stdout
