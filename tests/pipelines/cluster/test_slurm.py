@@ -89,5 +89,5 @@ def test_status_of_a_data_set_that_is_being_made(folder: Path, tmp_path: Path) -
     assert told["shards_without_receipt"] == [2]
     text = layertap("status", out).stdout
     assert "58.3% done" in text
-    assert "shards without a receipt: 2" in text
+    assert "receipts missing or damaged: shards/000002.json" in text
     assert "to resume, run `layertap embed` with the same arguments again" in text
