@@ -104,7 +104,8 @@ def test_where_nothing_fast_may_be_taken_it_says_why(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("decode", [pytest.param("exact", marks=pytest.mark.slow), "fast"])
+@pytest.mark.slow
+@pytest.mark.parametrize("decode", ["exact", "fast"])
 def test_where_the_first_batch_refuses_the_fastest_the_next_one_is_taken(
     decode: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

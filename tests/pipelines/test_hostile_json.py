@@ -228,7 +228,7 @@ def mutants(file: Path) -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize(
     ("file", "every"),
-    [("embedded/shards/000001.json", 11), ("embedded/dataset.json", 47), ("synced/runs.jsonl", 19),
+    [("embedded/shards/000001.json", 23), ("embedded/dataset.json", 47), ("synced/runs.jsonl", 19),
      ("synced/schedule.json", 5),
      *(pytest.param(name, 1, marks=pytest.mark.slow) for name in FILES)],
 )  # fmt: skip

@@ -196,6 +196,7 @@ def test_wrong_words_for_an_ablation(net: Path, folder: Path, args: tuple[str, .
     assert says in run("ablate", f"python/{net}:make", folder, *args, "--workers", 0, code=2)
 
 
+@pytest.mark.slow
 def test_photos_in_folders_of_wordnet_ids_have_right_classes(photos: Path, tmp_path: Path) -> None:
     output = run("ablate", "bundled/efficientnet_lite0", photos, "-l", "blocks.6", "--sample", 16, "--edit", "scale:1",
                  "--json")  # fmt: skip

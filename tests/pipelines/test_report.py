@@ -286,6 +286,7 @@ def test_a_script_that_got_into_the_page_all_the_same_would_not_run(
     view.context.close()
 
 
+@pytest.mark.slow
 def test_pointing_at_the_map_shows_the_image(browser: Any, hostile_page: tuple[Path, dict[str, Any]]) -> None:
     page, content = hostile_page
     view = opened(browser, page)
@@ -303,6 +304,7 @@ def test_pointing_at_the_map_shows_the_image(browser: Any, hostile_page: tuple[P
     fine(view)
 
 
+@pytest.mark.slow
 def test_the_map_is_walked_by_keys(browser: Any, hostile_page: tuple[Path, dict[str, Any]]) -> None:
     view = opened(browser, hostile_page[0])
     view.locator(".map").focus()
@@ -324,6 +326,7 @@ def test_the_map_is_walked_by_keys(browser: Any, hostile_page: tuple[Path, dict[
     fine(view)
 
 
+@pytest.mark.slow
 def test_tables_sort_by_click_and_by_enter(browser: Any, hostile_page: tuple[Path, dict[str, Any]]) -> None:
     view = opened(browser, hostile_page[0])
     table = view.get_by_role("region", name="Statistics by layer")
