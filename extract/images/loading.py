@@ -377,11 +377,11 @@ def _start_worker(collects_garbage: bool, worker: int) -> None:
     if collects_garbage:
         gc.enable()
 
-    first: list[float] = []
+    received_at: list[float] = []
 
     def let_by(number: int, frame: FrameType | None) -> None:
-        first.append(time.monotonic())
-        if first[-1] - first[0] > defaults.AT_ONCE_S:
+        received_at.append(time.monotonic())
+        if received_at[-1] - received_at[0] > defaults.AT_ONCE_S:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
 

@@ -1,8 +1,7 @@
 """Export features to files for other tools: one HDF5 file, NumPy arrays, Parquet, or MATLAB.
 
 An export is written to a temporary folder and moved to its path when complete. What a killed export has left is removed
-by the next one to the same path; see `extract.system.leftovers`. At most 64 MB of features are held in
-memory at once.
+by the next one to the same path; see `extract.system.leftovers`. At most 64 MB of features are held in memory at once.
 """
 
 from __future__ import annotations

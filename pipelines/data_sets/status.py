@@ -69,7 +69,6 @@ class ShardProgress:
             "rows_done": dataset.n_rows - left,
             "shards": dataset.n_shards,
             "shards_done": done,
-            "shards_without_receipt": list(without_receipt),
             "receipts_missing": list(without_receipt.values()),
             "status": dict(self._status),
             "images_per_s": rate and round(rate, 2),

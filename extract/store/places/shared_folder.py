@@ -113,8 +113,9 @@ class SharedFolder:
         for copy in (self.out / "shards").glob("*.copy"):
             if not copy.name[:6].isdigit() or int(copy.name[:6]) not in published:
                 continue
-            stem, is_receipt, _ = copy.name.partition(".json.")
+            stem, separator, _ = copy.name.partition(".json.")
             final = copy.with_name(f"{stem}.h5")
+            is_receipt = bool(separator) and not copy.is_symlink()  # a receipt is a file of the data set itself
             if is_receipt and final.exists() and not final.with_suffix(".json").exists():
                 _adopt_receipt(copy, final, len(dataset.shard_range(int(copy.name[:6]))))
             else:

@@ -156,6 +156,20 @@ def test_killed_right_after_it_published_a_shard_its_receipt_is_there_in_the_nex
     assert len(list((folder.out / "shards").iterdir())) == 6
 
 
+def test_a_link_in_place_of_a_receipt_is_not_taken_for_one(tmp_path: Path, built: DataSet) -> None:
+    folder = SharedFolder(tmp_path / "out")
+    folder.open_or_create(built)
+    folder.publish(built.path(1), receipt_of(built, 1))
+    elsewhere = tmp_path / "elsewhere.json"
+    (folder.out / "shards" / "000001.json").rename(elsewhere)
+    link = folder.out / "shards" / "000001.json.node7-12-ab.copy"
+    link.symlink_to(elsewhere)
+    folder.clean()
+    assert not (folder.out / "shards" / "000001.json").is_symlink()
+    assert not link.is_symlink()
+    assert elsewhere.exists()
+
+
 def test_a_receipt_that_is_there_is_never_written_over(tmp_path: Path, built: DataSet) -> None:
     folder = SharedFolder(tmp_path / "out")
     folder.open_or_create(built)

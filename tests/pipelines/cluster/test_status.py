@@ -31,11 +31,11 @@ def test_the_receipts_tell_how_far_it_is(folder: Path, tmp_path: Path) -> None:
 
     half, whole = watch(str(out), wait)
     assert (half["shards_done"], half["rows_done"], half["rows"]) == (3, 9, 13)
-    assert half["shards_without_receipt"] == [2]
+    assert half["receipts_missing"] == ["shards/000002.json"]
     assert half["status"] == {"ok": 5, "decode error": 1}  # of shards 0 and 3
     assert half["images_per_s"] > 0
     assert half["seconds_left"] >= 0
-    assert (whole["shards_done"], whole["rows_done"], whole["shards_without_receipt"]) == (5, 13, [])
+    assert (whole["shards_done"], whole["rows_done"], whole["receipts_missing"]) == (5, 13, [])
     assert whole["status"] == {"ok": 12, "decode error": 1}
     assert (whole["images_per_s"], whole["seconds_left"]) == (None, None)
     made = [receipt["made"] for receipt in receipts.values()]
