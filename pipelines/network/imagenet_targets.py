@@ -12,6 +12,7 @@ from extract.compute.backbone import Backbone
 from extract.errors import InputError
 from extract.images import Images
 from extract.images.csv_lists import file_and_column, read_table
+from extract.system.urls import is_url, without_credentials
 from extract.taps.layer_names import named_layers
 
 __all__ = ["Targets", "class_name", "n_outputs", "targets_of"]
@@ -79,7 +80,8 @@ def _of_file(images: Images, labels: str) -> list[str | None]:
     table, _ = read_table(where, column)
     if "path" not in table:
         raise InputError(f"{where} has no column 'path'")
-    value_of = {str(path): value for path, value in zip(table["path"], table[column.strip().lower()], strict=True)}
+    paths = [without_credentials(str(path)) if is_url(str(path)) else str(path) for path in table["path"]]
+    value_of = dict(zip(paths, table[column.strip().lower()], strict=True))
     if not any(path in value_of for path in images.paths):
         raise InputError(f"{where}: no path matches an image; expected paths relative to {images.root}")
     values = (value_of.get(path) for path in images.paths)

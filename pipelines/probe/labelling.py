@@ -15,6 +15,7 @@ from extract.images.csv_lists import file_and_column, read_table
 from extract.images.image_list import SPLITS, labels_from_values
 from extract.row_status import Status
 from extract.store.reader import FeatureReader
+from extract.system.urls import is_url, without_credentials
 from pipelines.terminal.text_output import printable
 
 __all__ = ["SEPARATOR", "Labelling", "drop_leaks", "image_hashes", "label_rows"]
@@ -154,7 +155,9 @@ def _from_file(
     names = reader.paths if key == "path" else reader.ids
     if names is None:
         raise InputError(f"{where} has ids, but the data set has none; add a column 'path'")
-    row_of = {_relative(reader, str(name)) if key == "path" else str(name): row for row, name in enumerate(table[key])}
+    known = set(names)
+    given = [_relative(reader, str(name)) if key == "path" else str(name) for name in table[key]]
+    row_of = {_stored(name, known): row for row, name in enumerate(given)}
     if len(row_of) < len(table[key]):
         twice = next(name for name, count in Counter(map(str, table[key])).items() if count > 1)
         raise InputError(f"{where}: the {key} {twice!r} occurs twice")
@@ -189,6 +192,11 @@ def _text(value: Any, empty: str | None) -> str | None:
         value = None if np.isnan(value) else int(value) if value.is_integer() else value
     text = "" if value is None else str(value).strip()
     return text or empty
+
+
+def _stored(name: str, known: set[str]) -> str:
+    """Return a path or id as the data set stores it: a URL without credentials, unless `known` has it as it is."""
+    return without_credentials(name) if is_url(name) and name not in known else name
 
 
 def _relative(reader: FeatureReader, path: str) -> str:
