@@ -60,7 +60,8 @@ _HASH = re.compile(r"^(hash|md5|sha1|sha256)$")  # of the file, or the signature
 _OPAQUE = re.compile(r"(?=[A-Za-z0-9]*\d)(?=[A-Za-z0-9]*[A-Za-z])[A-Za-z0-9]{16,}")
 _FILE_NAME = re.compile(r"\.[A-Za-z][A-Za-z0-9]{1,4}$")
 _SEPARATORS = re.compile(r"&amp;|&|;(?=[^&;=]+=)")
-_IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+]*://[^\s\"'<>`]+")
+# A path of the local disk that was made from a URL has one slash.
+_IN_TEXT = re.compile(r"(?:[A-Za-z][A-Za-z0-9+]*://|\b(?:https?|ftp|s3a?|gs|gcs|abfss?|wasbs?):/)[^\s\"'<>`]+")
 
 
 def is_url(text: str) -> bool:
@@ -116,12 +117,15 @@ def text_without_credentials(text: str) -> str:
 
     A URL ends at white space or a quotation mark; punctuation after it stays.
     """
-    if "://" not in text:
+    if ":/" not in text:
         return text
 
     def cleaned(match: re.Match[str]) -> str:
         url = match[0].rstrip(".,:;!)]}\\")
-        return without_credentials(url) + match[0][len(url) :]
+        behind = match[0][len(url) :]
+        if is_url(url):
+            return without_credentials(url) + behind
+        return without_credentials(url.replace(":/", "://", 1)).replace("://", ":/", 1) + behind
 
     return _IN_TEXT.sub(cleaned, text)
 

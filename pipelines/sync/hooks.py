@@ -59,8 +59,8 @@ def _shown(hook: str) -> str:
     public = text_without_credentials(hook)
     if not hook.startswith(("http://", "https://")):
         return public
-    protocol, _, rest = public.partition("://")
-    return f"{protocol}://{re.split('[/?#]', rest, maxsplit=1)[0]}/..."
+    host = re.match(r"https?://(\[[^\]]*\]|[^:/?#]*)(:\d+(?![^/?#]))?", public)
+    return f"{host[0] if host else ''}/..."
 
 
 def _reason_of(error: Exception) -> str:

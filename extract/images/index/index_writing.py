@@ -266,6 +266,7 @@ def _sort(listing: Path, where: str, runs: Runs, on_rows: Callable[[str, int], N
     base = places_of(where)[1]
     for rows, behind in rows_in_pieces(where, file, SORTED_ROWS, begin):
         if signed := [row for row in rows if stored_path(row.path, base) != row.path]:
+            shutil.rmtree(listing.parent / "parts")
             shutil.rmtree(listing)  # it has a copy of the list
             raise _has_credentials(where, f"the URL in line or row {signed[0].place} has credentials")
         rows.sort(key=operator.itemgetter(0))
