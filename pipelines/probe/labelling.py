@@ -15,7 +15,7 @@ from extract.images.csv_lists import file_and_column, read_table
 from extract.images.image_list import SPLITS, labels_from_values
 from extract.row_status import Status
 from extract.store.reader import FeatureReader
-from extract.system.urls import is_url, without_credentials
+from extract.system.urls import is_url, text_without_credentials, without_credentials
 from pipelines.terminal.text_output import printable
 
 __all__ = ["SEPARATOR", "Labelling", "drop_leaks", "image_hashes", "label_rows"]
@@ -86,7 +86,7 @@ def label_rows(
     used = good & labelled
     if not used.any():
         raise InputError(f"none of the {len(reader):,} rows has both features and a label: {_reasons(counts)}")
-    classes, targets = _targets(texts, used, task, labels or "the data set")
+    classes, targets = _targets(texts, used, task, text_without_credentials(labels or "the data set"))
     names = np.array(splits)
     known_splits = set(names[used].tolist()) - {""}
     if test_fraction is not None or not known_splits:
@@ -151,15 +151,17 @@ def _from_file(
     """
     where, column = file_and_column(labels)
     table, lines = read_table(where, column)
+    where = text_without_credentials(where)
     key = "path" if "path" in table else "id"
     names = reader.paths if key == "path" else reader.ids
     if names is None:
         raise InputError(f"{where} has ids, but the data set has none; add a column 'path'")
     known = set(names)
     given = [_relative(reader, str(name)) if key == "path" else str(name) for name in table[key]]
-    row_of = {_stored(name, known): row for row, name in enumerate(given)}
-    if len(row_of) < len(table[key]):
-        twice = next(name for name, count in Counter(map(str, table[key])).items() if count > 1)
+    stored = [_stored(name, known) for name in given]
+    row_of = {name: row for row, name in enumerate(stored)}
+    if len(row_of) < len(stored):
+        twice = next(name for name, count in Counter(stored).items() if count > 1)
         raise InputError(f"{where}: the {key} {twice!r} occurs twice")
     table_rows = [row_of.get(name) for name in names]
     matched = {row for row in table_rows if row is not None}

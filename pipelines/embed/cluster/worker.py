@@ -116,7 +116,7 @@ class Worker:
                     while (shard := self._take()) is not None:
                         self._make(maker, shard, publisher)
         except LayertapError as error:
-            self._send(Left(self._number, str(error), error))
+            self._send(Left(self._number, text_without_credentials(str(error)), error))
         except Exception as error:
             self._send(Left(self._number, f"{type(error).__name__}: {reason_of(error)}"))
             raise
