@@ -16,12 +16,21 @@ from extract.errors import InputError, LayertapError, first_line
 from extract.images.image_list import SPLITS, Images, label_text, labels_from_values
 from extract.images.sources import Files, read_remote
 from extract.system.optional_libraries import library
-from extract.system.urls import is_url
+from extract.system.urls import errors_without_credentials, is_url, without_credentials, without_query
 
 if TYPE_CHECKING:
     from _csv import Reader as CsvReader
 
-__all__ = ["Row", "check_once", "file_and_column", "list_table", "places_of", "read_table", "rows_in_pieces"]
+__all__ = [
+    "Row",
+    "check_once",
+    "file_and_column",
+    "list_table",
+    "places_of",
+    "read_table",
+    "rows_in_pieces",
+    "stored_path",
+]
 
 _TEXT, _WHOLE, _NUMBER = "text", "text or whole numbers", "text or numbers"
 _COLUMNS = {"path": _TEXT, "label": _WHOLE, "split": _TEXT, "id": _WHOLE}
@@ -60,22 +69,49 @@ def list_table(where: str) -> Images:
     count = len(given["path"])
     columns = [given.get(name) or [None] * count for name in _COLUMNS]
     places = lines or range(count)
-    rows = sorted(_row(where, place, *values) for place, *values in zip(places, *columns, strict=True))
+    root, base = places_of(where)
+    rows, credentials = [], {}
+    for place, *values in zip(places, *columns, strict=True):
+        row = _row(where, place, *values)
+        if (stored := stored_path(row.path, base)) != row.path:
+            credentials[place] = os.fsdecode(row.path)
+            row = row._replace(path=stored)
+        rows.append(row)
+    rows.sort()
     for before, row in itertools.pairwise(rows):
         check_once(where, before, row)
     labels, classes = labels_from_values([row.label for row in rows])
     ids = None
     if any(row.id is not None for row in rows):
         ids = [row.id or "" for row in rows]
-    root, base = places_of(where)
     paths = [os.fsdecode(row.path) for row in rows]
-    return Images(root, paths, labels, classes, [row.split for row in rows], Files(base, paths, anywhere=True), ids)
+    full = [credentials.get(row.place, path) for row, path in zip(rows, paths, strict=True)] if credentials else paths
+    source = Files(base, full, anywhere=True)
+    return Images(root, paths, labels, classes, [row.split for row in rows], source, ids)
 
 
 def places_of(where: str) -> tuple[str, str]:
-    """Return the absolute path or URL of a list, and the folder that its paths are relative to."""
-    root = where if is_url(where) else str(Path(where).resolve())
+    """Return a list's absolute path, or its URL without credentials, and the folder that its paths are relative to.
+
+    The folder is the place to read from. It has the user name of a URL, but not its query.
+    """
+    if is_url(where):
+        return without_credentials(where), without_query(where).rpartition("/")[0]
+    root = str(Path(where).resolve())
     return root, root.rpartition("/")[0] or "/"
+
+
+def stored_path(path: bytes, base: str) -> bytes:
+    """Return a path of a list as data sets store it: a URL without credentials, any other path unchanged.
+
+    Args:
+        path: the path as bytes.
+        base: folder that the paths of the list are relative to.
+    """
+    if b"?" not in path and b"@" not in path and b"#" not in path:
+        return path
+    text = os.fsdecode(path)
+    return os.fsencode(without_credentials(text)) if is_url(text) or is_url(base) else path
 
 
 def check_once(where: str, before: Row, row: Row) -> None:
@@ -88,7 +124,7 @@ def check_once(where: str, before: Row, row: Row) -> None:
         first, second = sorted((before.place, row.place))
         raise InputError(
             f"{_place(where, second)}: {os.fsdecode(row.path)} is already in {_place(where, first)}; expected each "
-            "path only once"
+            "path only once" + ("; signatures and tokens are not compared" if is_url(os.fsdecode(row.path)) else "")
         )
 
 
@@ -118,7 +154,9 @@ def _row(where: str, place: int, path: Any, label: Any, split: Any, id: Any) -> 
     split = str(split or "").strip().lower()
     if split and split not in SPLITS:
         raise InputError(f"{_place(where, place)}: split {split!r}; expected train, val, test or an empty value")
-    return Row(os.fsencode(path), place, label_text(label), SPLITS.get(split, ""), None if id is None else str(id))
+    if id is not None:
+        id = without_credentials(str(id)) if is_url(str(id)) else str(id)
+    return Row(os.fsencode(path), place, label_text(label), SPLITS.get(split, ""), id)
 
 
 def rows_in_pieces(
@@ -199,9 +237,11 @@ def read_table(where: str, column: str) -> tuple[dict[str, Sequence[Any]], list[
     """
     column = column.strip().lower()
     kinds = {"path": _TEXT, "id": _WHOLE, "split": _TEXT, column: _NUMBER}
-    given, lines = _read(where, kinds)
-    if column not in given or not ("path" in given or "id" in given):
-        raise InputError(f"{where}: expected a column 'path' or 'id', and a column {column!r}; it has {_names(given)}")
+    with errors_without_credentials(where):
+        given, lines = _read(where, kinds)
+        if column not in given or not ("path" in given or "id" in given):
+            known = _names(given)
+            raise InputError(f"{where}: expected a column 'path' or 'id', and a column {column!r}; it has {known}")
     return {name: values for name, values in given.items() if name in kinds}, lines
 
 
@@ -319,7 +359,7 @@ def _unique(where: str, header: Sequence[str], kinds: Mapping[str, str]) -> None
 def file_and_column(labels: str) -> tuple[str, str]:
     """Split a name into file and column: labels.csv has the column `label`, labels.csv:age the column `age`."""
     for ending in (".csv", ".tsv", ".parquet"):
-        if labels.lower().endswith(ending):
+        if (without_query(labels) if is_url(labels) else labels).lower().endswith(ending):
             return labels, "label"
     where, _, column = labels.rpartition(":")
     if not where or not column:

@@ -11,11 +11,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from extract.errors import InputError, LayertapError, first_line
+from extract.errors import InputError, LayertapError
 from extract.images.decoding import IMAGE_SUFFIXES
 from extract.images.image_list import Images, is_litter, labels_from_folders, order_of
 from extract.images.sources import Files
-from extract.system.urls import file_system, is_url
+from extract.system.urls import file_system, is_url, reason_of, without_credentials
 
 __all__ = [
     "entries_below",
@@ -36,20 +36,31 @@ def list_folder(where: str) -> Images:
     Links are followed. Hidden files and litter (`is_litter`) are skipped; other files are counted in `left_out`.
     """
     if is_url(where):
-        root, names = where.rstrip("/"), _names_behind(where)
-    else:
-        folder = Path(where)
-        if folder.is_file() and folder.suffix.lower() in IMAGE_SUFFIXES:
-            root, paths = str(folder.parent.resolve()), [folder.name]
-            return Images(root, paths, np.full(1, -1, np.int64), [], [""], Files(root, paths))
-        if not folder.is_dir():
-            there = "not an image, folder, list, archive or array"
-            raise InputError(f"{where}: {there if folder.exists() else 'no such folder or file'}")
-        root, names = str(folder.resolve()), files_below(where)
-    paths, left_out = pick_images(names)
+        return _list_behind(where)
+    folder = Path(where)
+    if folder.is_file() and folder.suffix.lower() in IMAGE_SUFFIXES:
+        root, paths = str(folder.parent.resolve()), [folder.name]
+        return Images(root, paths, np.full(1, -1, np.int64), [], [""], Files(root, paths))
+    if not folder.is_dir():
+        there = "not an image, folder, list, archive or array"
+        raise InputError(f"{where}: {there if folder.exists() else 'no such folder or file'}")
+    root = str(folder.resolve())
+    paths, left_out = pick_images(files_below(where))
     paths = [paths[i] for i in order_of(paths)]
     labels, classes, splits = labels_from_folders(paths)
     return Images(root, paths, labels, classes, splits, Files(root, paths), left_out=left_out)
+
+
+def _list_behind(url: str) -> Images:
+    """List every image below a URL; the source has the full names, and the rows have names without credentials."""
+    base = url.rstrip("/")
+    names, left_out = pick_images(_names_behind(url))
+    full = {without_credentials(name): name for name in names}
+    stored = list(full)
+    paths = [stored[i] for i in order_of(stored)]
+    labels, classes, splits = labels_from_folders(paths)
+    source = Files(base, [full[path] for path in paths])
+    return Images(without_credentials(base), paths, labels, classes, splits, source, left_out=left_out)
 
 
 def pick_images(names: Iterable[str]) -> tuple[list[str], Counter[str]]:
@@ -67,7 +78,10 @@ def pick_images(names: Iterable[str]) -> tuple[list[str], Counter[str]]:
 def other_suffix(name: str) -> str:
     """Return the suffix of a file that is not an image ("no suffix" if it has none), or "" for an image."""
     suffix = os.path.splitext(name)[1].lower()  # noqa: PTH122  a Path for each of a million files is slow
-    return "" if suffix in IMAGE_SUFFIXES else suffix or "no suffix"
+    if suffix in IMAGE_SUFFIXES:
+        return ""
+    # Without the query of a link, which may have a token.
+    return os.path.splitext(name.partition("?")[0])[1].lower() or "no suffix"  # noqa: PTH122
 
 
 def files_below(root: str, after: bytes = b"") -> Iterator[str]:
@@ -162,7 +176,7 @@ def _names_behind(url: str) -> Iterator[str]:
     except FileNotFoundError as error:
         raise InputError(f"{url}: no such folder or file") from error
     except Exception as error:  # each protocol's library raises its own errors
-        raise LayertapError(f"{url} cannot be listed: {type(error).__name__}: {first_line(error)}") from error
+        raise LayertapError(f"{url} cannot be listed: {type(error).__name__}: {reason_of(error)}") from error
     root = path.rstrip("/") + "/"
     if not names:
         raise InputError(f"{url}: no files there")
@@ -198,7 +212,7 @@ def files_behind(url: str, after: bytes = b"") -> Iterator[str]:
             raise InputError(f"{url}: no such folder or file") from error
         except Exception as error:  # each protocol's library raises its own errors
             where = f"{url}/{folder}".rstrip("/")
-            raise LayertapError(f"{where} cannot be listed: {type(error).__name__}: {first_line(error)}") from error
+            raise LayertapError(f"{where} cannot be listed: {type(error).__name__}: {reason_of(error)}") from error
         if not folder and not entries:
             raise InputError(f"{url}: no files there")
         if not folder and entries == [(path, False)]:

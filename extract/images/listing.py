@@ -19,7 +19,7 @@ from extract.images.image_list import Images
 from extract.images.index.image_index import PlannedImages, is_plan, open_plan
 from extract.images.kinds import is_file_of_images, kind_of, no_images
 from extract.images.sources import Chosen, Files, ImageSource
-from extract.system.urls import file_system, is_url
+from extract.system.urls import errors_without_credentials, file_system, is_url, without_credentials, without_query
 
 __all__ = ["list_images", "listed_again"]
 
@@ -41,6 +41,11 @@ def list_images(where: str | os.PathLike[str], limit: int | None = None) -> Imag
         LayertapError: a URL does not answer, or the library for its protocol is not installed.
     """
     where = os.fspath(where).removeprefix("file://")
+    with errors_without_credentials(where):
+        return _listed(where, limit)
+
+
+def _listed(where: str, limit: int | None) -> Images | PlannedImages:
     kind = "plan" if not is_url(where) and is_plan(where) else kind_of(where)
     images: Images | PlannedImages
     if kind == "plan":
@@ -77,9 +82,11 @@ def listed_again(root: str, paths: Sequence[str]) -> Images:
     else:
         images = list_images(root)
         row_of = {path: row for row, path in enumerate(images.slice(0, len(images)).paths)}
-        if gone := [path for path in paths if path not in row_of]:
-            raise InputError(f"{root} no longer lists {gone[0]}")
-        source = Chosen(images.source, [row_of[path] for path in paths])
+        # Data sets of earlier versions have paths with credentials.
+        listed_paths = [path if path in row_of else without_credentials(path) for path in paths]
+        if gone := [path for path in listed_paths if path not in row_of]:
+            raise InputError(f"{without_credentials(root)} no longer lists {gone[0]}")
+        source = Chosen(images.source, [row_of[path] for path in listed_paths])
     return Images(root, list(paths), none, [], [""] * len(paths), source)
 
 
@@ -91,13 +98,17 @@ def _expanded(pattern: str) -> list[str]:
     """
     if not is_url(pattern) and os.path.exists(pattern):  # noqa: PTH110
         return [pattern]
+    query = ""
+    if is_url(pattern):  # its query is not part of the pattern
+        query = pattern[len(without_query(pattern)) :]
+        pattern = without_query(pattern)
     archives: list[str] = []
     for name in _in_braces(pattern):
         if not glob.has_magic(name):
-            archives.append(name)
+            archives.append(name + query)
         elif is_url(name):
             fs, path = file_system(name)
-            archives += [str(fs.unstrip_protocol(match)) for match in sorted(fs.glob(path))]
+            archives += [str(fs.unstrip_protocol(match)) + query for match in sorted(fs.glob(path))]
         else:
             archives += sorted(glob.glob(name))  # noqa: PTH207
     if not archives:

@@ -31,6 +31,7 @@ from extract.images.image_list import ImageList
 from extract.images.sources import UNKNOWN, BrokenListError, ImageSource, UnreachableError
 from extract.images.worker_deaths import WorkerDeaths
 from extract.row_status import Status
+from extract.system.urls import text_without_credentials
 
 __all__ = ["Batch", "Batches", "Decoding", "load_batches"]
 
@@ -166,6 +167,7 @@ class _Decoded(Dataset[Item | LayertapError]):
             if is_of_the_machine(error) or (isinstance(error, MemoryError) and pixels_of(data) < _NOT_MANY_PIXELS):
                 return _machine_error(error, row)
             status, reason = _why(error)
+            reason = text_without_credentials(reason)
             of_another = status is Status.IO_ERROR or isinstance(error, MemoryError)
             return Item(row, None, status, reason, size, mtime_ns, content_hash, _kind(error) if of_another else "")
         try:

@@ -19,6 +19,7 @@ from extract.row_status import Status
 from extract.store.places.destination import data_set_at
 from extract.store.reader import FeatureReader
 from extract.system.atomic_files import link_target
+from extract.system.urls import is_url, without_credentials
 from pipelines.data_sets.search_results import Hit, SearchResults
 from pipelines.data_sets.thumbnails import Pictures
 from pipelines.terminal.output_paths import PICTURES, check_file
@@ -109,6 +110,8 @@ def _row_of(reader: FeatureReader, query: str, out: Path | str) -> tuple[int | N
             raise InputError(f"{out} has no row {row}: {expected}" + (f"; {file}" if file else ""))
         return row, file
     rows = np.flatnonzero(_equal(reader.paths, query))
+    if not len(rows) and is_url(query):
+        rows = np.flatnonzero(_equal(reader.paths, without_credentials(query)))
     if len(rows):
         several = f"{len(rows)} rows have this path; the first row is used" if len(rows) > 1 else ""
         return int(rows[0]), "; ".join(text for text in (several, file) if text)

@@ -11,6 +11,7 @@ from typing import Any
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from extract.store.reader import FeatureReader
+from extract.system.urls import text_without_credentials
 from pipelines.terminal.text_output import SHOWN, print_failures, printable
 
 __all__ = ["describe", "print_description"]
@@ -45,12 +46,15 @@ def describe(out: Path) -> dict[str, Any]:
             }
             for feature in dataset.features
         },
-        "images": dataset.images,
+        "images": {**dataset.images, "root": text_without_credentials(dataset.images["root"])},
         "fingerprint": dataset.fingerprint,
         "depends_on": dataset.depends_on,
     }
     with FeatureReader(out, partial=not content["complete"]) as reader:
         content["provenance"] = {k: v for k, v in reader.provenance.items() if k != "depends_on"}
+        if isinstance(configuration := content["provenance"].get("configuration"), dict) and "images" in configuration:
+            images = text_without_credentials(str(configuration["images"]))  # earlier versions stored all of a URL
+            content["provenance"]["configuration"] = {**configuration, "images": images}
         content["rows_done"] = len(reader)
         content["compression"] = {
             name: {"filter": filter_name, "ratio": round(ratio, 3)}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from extract.errors import LayertapError
 from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.config import load_config
 from pipelines.terminal.options import config_file, given, json_flag, option, print_result
+from pipelines.terminal.text_output import command_line
 
 __all__ = ["bench", "embed", "plan", "slurm"]
 
@@ -121,8 +120,7 @@ def plan(images: str, out: Path | None, as_json: bool) -> None:
     try:
         planned = make_plan(images, out)
     except KeyboardInterrupt:
-        command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-        click.echo(f"\nstopped: the images listed so far are kept in {out}. To resume:\n  {command}", err=True)
+        click.echo(f"\nstopped: the images listed so far are kept in {out}. To resume:\n  {command_line()}", err=True)
         raise
     print_result(planned, as_json, plan_as_json, print_plan)
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import click
@@ -25,7 +22,7 @@ from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.backbone import backbone_of
 from pipelines.terminal.graceful_stop import signals_held
 from pipelines.terminal.progress import Progress
-from pipelines.terminal.text_output import print_failures, print_remedy
+from pipelines.terminal.text_output import command_line, print_failures, print_remedy
 
 __all__ = ["EmbedResult", "bottleneck", "describe_computation", "embed", "plan_of", "print_summary", "summary_as_json"]
 
@@ -178,7 +175,9 @@ def print_summary(outcome: EmbedResult, echo: Callable[[str], None]) -> None:
     dataset, summary = outcome.plan.dataset, outcome.summary
     if summary.stopped:
         done = summary.found + summary.computed
-        echo(f"stopped: {done:,} of {summary.n_rows:,} rows are stored in {dataset.out}. To resume:\n  {_command()}")
+        echo(
+            f"stopped: {done:,} of {summary.n_rows:,} rows are stored in {dataset.out}. To resume:\n  {command_line()}"
+        )
         return
     if summary.computed:
         resumed = f", {summary.found:,} of them from earlier runs" if summary.found else ""
@@ -276,7 +275,3 @@ def summary_as_json(outcome: EmbedResult) -> dict[str, Any]:
         "bottleneck": bottleneck(summary) if summary.computed else None,
         "stages": {stage: round(seconds, 3) for stage, seconds in summary.stages.items()},
     }
-
-
-def _command() -> str:
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])

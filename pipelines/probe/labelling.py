@@ -16,6 +16,7 @@ from extract.images.image_list import SPLITS, labels_from_values
 from extract.row_status import Status
 from extract.store.reader import FeatureReader
 from extract.system.csv_cells import safe_cell
+from extract.system.urls import is_url, text_without_credentials, without_credentials
 from pipelines.terminal.text_output import printable
 
 __all__ = ["SEPARATOR", "Labelling", "drop_leaks", "image_hashes", "label_rows"]
@@ -86,7 +87,7 @@ def label_rows(
     used = good & labelled
     if not used.any():
         raise InputError(f"none of the {len(reader):,} rows has both features and a label: {_reasons(counts)}")
-    classes, targets = _targets(texts, used, task, labels or "the data set")
+    classes, targets = _targets(texts, used, task, text_without_credentials(labels or "the data set"))
     names = np.array(splits)
     known_splits = set(names[used].tolist()) - {""}
     if test_fraction is not None or not known_splits:
@@ -151,13 +152,17 @@ def _from_file(
     """
     where, column = file_and_column(labels)
     table, lines = read_table(where, column)
+    where = text_without_credentials(where)
     key = "path" if "path" in table else "id"
     names = reader.paths if key == "path" else reader.ids
     if names is None:
         raise InputError(f"{where} has ids, but the data set has none; add a column 'path'")
-    row_of = {_relative(reader, str(name)) if key == "path" else str(name): row for row, name in enumerate(table[key])}
-    if len(row_of) < len(table[key]):
-        twice = next(name for name, count in Counter(map(str, table[key])).items() if count > 1)
+    known = set(names)
+    given = [_relative(reader, str(name)) if key == "path" else str(name) for name in table[key]]
+    stored = [_stored(name, known) for name in given]
+    row_of = {name: row for row, name in enumerate(stored)}
+    if len(row_of) < len(stored):
+        twice = next(name for name, count in Counter(stored).items() if count > 1)
         raise InputError(f"{where}: the {key} {twice!r} occurs twice")
     # A table that layertap wrote has the escaped forms of a few names.
     table_rows = [row_of.get(name, row_of.get(safe_cell(name))) for name in names]
@@ -191,6 +196,11 @@ def _text(value: Any, empty: str | None) -> str | None:
         value = None if np.isnan(value) else int(value) if value.is_integer() else value
     text = "" if value is None else str(value).strip()
     return text or empty
+
+
+def _stored(name: str, known: set[str]) -> str:
+    """Return a path or id as the data set stores it: a URL without credentials, unless `known` has it as it is."""
+    return without_credentials(name) if is_url(name) and name not in known else name
 
 
 def _relative(reader: FeatureReader, path: str) -> str:

@@ -18,7 +18,7 @@ from extract.analysis.probe.protocols import PROTOCOLS
 from extract.errors import InputError
 from extract.system.atomic_files import own_folder, write_json
 from extract.system.json_files import read_json
-from extract.system.urls import is_url
+from extract.system.urls import is_url, text_without_credentials
 from pipelines.probe.config import ProbeConfig
 from pipelines.probe.job import ProbedFeature, ProbeRun, data_sets, run_probe
 from pipelines.probe.labelling import SEPARATOR
@@ -125,7 +125,9 @@ def _has_results(folder: Path) -> bool:
 
 def _result_settings(config: ProbeConfig) -> dict[str, Any]:
     """Return the settings that the results depend on."""
-    return config.model_dump(mode="json", exclude={"results", "save", "device", "max_memory_mb"})
+    settings = config.model_dump(mode="json", exclude={"results", "save", "device", "max_memory_mb"})
+    labels = settings.get("labels")
+    return settings | {"labels": text_without_credentials(labels)} if labels else settings
 
 
 def print_outcome(outcome: ProbeRun, echo: Callable[[str], None]) -> None:

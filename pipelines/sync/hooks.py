@@ -5,11 +5,12 @@ from __future__ import annotations
 import http.client
 import logging
 import os
+import re
 import subprocess
 import urllib.request
 from collections.abc import Sequence
 
-from extract.errors import first_line
+from extract.system.urls import reason_of, text_without_credentials
 
 __all__ = ["call_hooks"]
 
@@ -33,7 +34,7 @@ def call_hooks(hooks: Sequence[str], content: str, code: int) -> None:
             else:
                 _run(hook, content, code)
         except (OSError, ValueError, subprocess.SubprocessError, http.client.HTTPException) as error:
-            log.error("%s: %s", hook, first_line(error))
+            log.error("%s: %s", _shown(hook), _reason_of(error))
 
 
 def _post(url: str, content: str) -> None:
@@ -49,4 +50,19 @@ def _run(command: str, content: str, code: int) -> None:
     )
     if process.returncode:
         output = (process.stderr or process.stdout).strip()
-        log.error("%s: exit code %d: %s", command, process.returncode, output[-500:])
+        shown = text_without_credentials(output[-500:])
+        log.error("%s: exit code %d: %s", _shown(command), process.returncode, shown)
+
+
+def _shown(hook: str) -> str:
+    """Return a hook for the log: of a URL only protocol and host, since the path of a webhook often is its secret."""
+    public = text_without_credentials(hook)
+    if not hook.startswith(("http://", "https://")):
+        return public
+    host = re.match(r"https?://(\[[^\]]*\]|[^:/?#]*)(:\d+(?![^/?#]))?", public)
+    return f"{host[0] if host else ''}/..."
+
+
+def _reason_of(error: Exception) -> str:
+    """Return why a hook failed; the message of a URL that is not valid may repeat any part of it."""
+    return type(error).__name__ if isinstance(error, http.client.InvalidURL) else reason_of(error)

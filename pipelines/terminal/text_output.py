@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from extract.row_status import Status
+from extract.system.urls import is_url, text_without_credentials, without_credentials
 
-__all__ = ["SHOWN", "print_failures", "print_remedy", "printable"]
+__all__ = ["SHOWN", "command_line", "print_failures", "print_remedy", "printable"]
 
 SHOWN = 10  # lines of a list on the terminal; --json has all of them
 
@@ -22,7 +24,7 @@ def print_failures(failures: Sequence[tuple[str, str, str]], out: Path, echo: Ca
     kinds = ", ".join(f"{count:,} {status}" for status, count in counts.items())
     echo(f"{len(failures):,} row{'s' if len(failures) > 1 else ''} without features ({kinds}):")
     for path, status, reason in failures[:SHOWN]:
-        echo(f"  {printable(path)}: {status}: {reason}")
+        echo(f"  {printable(path)}: {status}: {text_without_credentials(reason)}")
     if len(failures) > SHOWN:
         echo(f"  ... and {len(failures) - SHOWN:,} more: layertap show {shlex.quote(str(out))} --json")
 
@@ -43,6 +45,18 @@ def print_remedy(failures: Sequence[tuple[int, str, str, str]], echo: Callable[[
         echo(f"to retry failed images after fixing them, add --retry-failed{where and f' to a run{where}'}")
 
 
+def command_line() -> str:
+    """Return the command of this process, to be run again; a comment says if URLs have lost their credentials."""
+    arguments = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    public = [
+        without_credentials(argument) if is_url(argument) else text_without_credentials(argument)
+        for argument in arguments
+    ]
+    lost = "" if public == arguments else "  # add the signature, token or user name of the URL again"
+    return shlex.join(public) + lost
+
+
 def printable(path: str) -> str:
-    """Escape control characters and undecodable bytes of a path, so that it cannot break the line or the terminal."""
+    """Make a path safe to print: escape control characters and undecodable bytes; remove credentials from a URL."""
+    path = text_without_credentials(path)
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in path)

@@ -24,6 +24,7 @@ The content does not depend on when and where the plan is written: the same imag
 from __future__ import annotations
 
 import bisect
+import itertools
 import os
 import re
 from collections import Counter
@@ -35,13 +36,14 @@ from typing import Any
 import numpy as np
 
 from extract.errors import InputError
+from extract.images.csv_lists import stored_path
 from extract.images.image_list import Images, hashes_of
 from extract.images.index.index_parts import MOST_PART_ROWS, SPLIT_CODES, Part, part_path, read_part
-from extract.images.sources import Chosen, Files
+from extract.images.sources import BrokenListError, Chosen, Files
 from extract.system.json_files import read_json
-from extract.system.urls import is_url
+from extract.system.urls import is_url, without_credentials, without_query
 
-__all__ = ["FORMAT", "LISTING", "VERSION", "PlannedImages", "is_plan", "open_plan", "read_in_pieces"]
+__all__ = ["FORMAT", "LISTING", "VERSION", "PlannedImages", "base_of", "is_plan", "open_plan", "read_in_pieces"]
 
 FORMAT, VERSION = "layertap plan", 1
 LISTING = "listing"
@@ -146,7 +148,7 @@ class PlannedImages:
         """See `ImageList`.
 
         Raises:
-            BrokenListError: a part is damaged or missing.
+            BrokenListError: a part is damaged or missing, or has a URL with credentials.
         """
         stop = min(stop, self.count)
         pieces = []
@@ -164,6 +166,12 @@ class PlannedImages:
         return self._images(pieces, rows)
 
     def _images(self, pieces: list[Part], rows: Sequence[int]) -> Images:
+        for name in itertools.chain.from_iterable(piece.names for piece in pieces):
+            if stored_path(name, self.root) != name:
+                raise BrokenListError(
+                    f"{self.folder} is a plan of an earlier version, and has URLs with signatures or passwords, which "
+                    f"a data set must not store. Delete the plan, and use {self.root} directly"
+                )
         none = np.zeros(0, np.int64)
         ids = [text.decode() for piece in pieces for text in piece.ids or ()]
         return Images(
@@ -217,6 +225,13 @@ def open_plan(where: str | os.PathLike[str]) -> PlannedImages:
         raise InputError(f"{path} is damaged: {why}. Delete the plan, and run `layertap plan` again") from error
 
 
+def base_of(kind: str, root: str) -> str:
+    """Return the folder or URL that the names of a plan are relative to."""
+    if kind == "folder":
+        return root
+    return (without_query(root) if is_url(root) else root).rpartition("/")[0] or "/"
+
+
 def read_in_pieces(folder: Path, content: dict[str, Any]) -> Iterator[Images]:
     """Yield the images of a plan part by part, before its hashes and splits are known."""
     images = _images(folder.resolve(), {**content, "splits": [], "paths_xxh3": "0" * 32, "labels_xxh3": "0" * 32})
@@ -256,16 +271,15 @@ def _images(folder: Path, content: dict[str, Any]) -> PlannedImages:
         raise ValueError(f"splits {splits}")
     below = kind == "folder" and not is_url(root)
     names = PlannedNames(folder, part_rows, count, len(classes), ids, below, bytes.fromhex("".join(hashes)))
-    base = root if kind == "folder" else root.rpartition("/")[0] or "/"
     return PlannedImages(
         folder,
         kind,
-        root,
+        without_credentials(root) if is_url(root) else root,
         count,
         part_rows,
         names,
         classes,
-        Files(base, names, anywhere=kind == "list"),
+        Files(base_of(kind, root), names, anywhere=kind == "list"),
         sorted(splits),
         content["paths_xxh3"],
         content["labels_xxh3"],

@@ -31,19 +31,28 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from extract.errors import InputError, LayertapError, first_line
-from extract.images.csv_lists import Row, check_once, places_of, rows_in_pieces
+from extract.errors import InputError, LayertapError
+from extract.images.csv_lists import Row, check_once, places_of, rows_in_pieces, stored_path
 from extract.images.folders import files_behind, files_below, other_suffix
 from extract.images.image_list import Images, class_and_split, classes_of_folders, classes_of_values, hashes_of
 from extract.images.index.external_sort import Runs
-from extract.images.index.image_index import FORMAT, LISTING, VERSION, PlannedImages, is_plan, open_plan, read_in_pieces
+from extract.images.index.image_index import (
+    FORMAT,
+    LISTING,
+    VERSION,
+    PlannedImages,
+    base_of,
+    is_plan,
+    open_plan,
+    read_in_pieces,
+)
 from extract.images.index.index_parts import SPLIT_CODES, Part, part_path, read_part, write_part
 from extract.images.kinds import kind_of, no_images
 from extract.system.atomic_files import atomic_write, discard, own_folder, write_json
 from extract.system.folder_lock import locked
 from extract.system.json_files import read_json
 from extract.system.leftovers import is_temporary
-from extract.system.urls import file_system, is_url
+from extract.system.urls import errors_without_credentials, file_system, is_url, reason_of, without_credentials
 
 __all__ = ["is_finished", "write_plan"]
 
@@ -77,14 +86,22 @@ def write_plan(
             listed.
 
     Raises:
-        InputError: no images, `images` is neither a folder nor a list, or `out` contains something else.
+        InputError: no images, `images` is neither a folder nor a list, a URL that the plan would store has credentials,
+            or `out` contains something else.
         LockedError: another process writes to `out`.
         LayertapError: the disk is full, or a URL does not answer.
     """
     where, out = os.fspath(images).removeprefix("file://"), Path(out)
+    with errors_without_credentials(where):
+        return _write_plan(where, out, on_rows)
+
+
+def _write_plan(where: str, out: Path, on_rows: Callable[[str, int], None]) -> PlannedImages:
     kind = _kind(where)
     where = where.rstrip("/") if is_url(where) else where
-    root = places_of(where)[0]
+    root, base = places_of(where)
+    if is_url(where) and base_of(kind, root) != (where if kind == "folder" else base):
+        raise _has_credentials(root, "its URL has a user name or a signature")
     _check_place(out, where, kind, root)
     with _errors_of_files(out), locked(out):
         if not is_finished(out):
@@ -112,6 +129,13 @@ def is_finished(out: Path) -> bool:
         InputError: its plan.json is damaged.
     """
     return (out / "plan.json").is_file() and is_plan(out)
+
+
+def _has_credentials(where: str, what: str) -> InputError:
+    return InputError(
+        f"{where}: {what}, without which the images cannot be read, and which a plan would store. Use the images "
+        "directly: `layertap embed` stores no credentials"
+    )
 
 
 def _kind(where: str) -> str:
@@ -199,13 +223,21 @@ def _walk(listing: Path, where: str, runs: Runs, on_rows: Callable[[str, int], N
     """Write the runs of a folder, whose images come in order."""
     left_out = _left_out(runs)
     after = os.fsencode(runs.heads[-1]["last"]) if runs.heads else b""
-    images = _images(files_behind(where, after) if is_url(where) else files_below(where, after), left_out)
+    images = _images(_unsigned(where, after) if is_url(where) else files_below(where, after), left_out)
     while not runs.ended:
         rows = list(itertools.islice(images, WALKED_ROWS))
         deciding = dict.fromkeys(_first_two(row.path) for row in rows)
         # Other files after the last image are counted with the next run, which starts there.
         runs.add(rows, deciding, end=len(rows) < WALKED_ROWS, left_out=left_out)
         on_rows("listed", len(rows))
+
+
+def _unsigned(url: str, after: bytes) -> Iterator[str]:
+    """Yield `files_behind`; refuse an image whose link has credentials."""
+    for name in files_behind(url, after):
+        if without_credentials(name) != name and not other_suffix(name):
+            raise _has_credentials(url, "the links of its images have credentials")
+        yield name
 
 
 def _images(names: Iterator[str], left_out: Counter[str]) -> Iterator[Row]:
@@ -233,7 +265,12 @@ def _sort(listing: Path, where: str, runs: Runs, on_rows: Callable[[str, int], N
         if not file.exists():
             _copy(where, file)
     begin = runs.heads[-1]["behind"] if runs.heads else {}
+    base = places_of(where)[1]
     for rows, behind in rows_in_pieces(where, file, SORTED_ROWS, begin):
+        if signed := [row for row in rows if stored_path(row.path, base) != row.path]:
+            shutil.rmtree(listing.parent / "parts")
+            shutil.rmtree(listing)  # it has a copy of the list
+            raise _has_credentials(where, f"the URL in line or row {signed[0].place} has credentials")
         rows.sort(key=operator.itemgetter(0))
         labels = dict.fromkeys(row.label for row in rows if row.label is not None)
         ids = any(row.id is not None for row in rows)
@@ -255,7 +292,7 @@ def _copy(url: str, file: Path) -> None:
         except FileNotFoundError as error:
             raise InputError(f"{url}: no such file") from error
         except Exception as error:  # each protocol's library raises its own errors
-            raise LayertapError(f"{url} cannot be copied: {type(error).__name__}: {first_line(error)}") from error
+            raise LayertapError(f"{url} cannot be copied: {type(error).__name__}: {reason_of(error)}") from error
 
 
 def _classes(where: str, kind: str, runs: Runs) -> tuple[list[str], bool]:

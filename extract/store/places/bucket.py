@@ -40,6 +40,7 @@ from extract.store.places.block_cache import BlockCache, RemoteFile
 from extract.store.places.remote_shard import RemoteShard
 from extract.system.atomic_files import discard
 from extract.system.json_files import JSON_BYTES, parse_json
+from extract.system.urls import without_credentials
 
 __all__ = ["Bucket", "open_remote_shard"]
 
@@ -54,11 +55,16 @@ class Bucket:
             servers.
 
     Raises:
-        InputError: not the URL of a location in a bucket.
+        InputError: not the URL of a location in a bucket, or it contains credentials.
     """
 
     def __init__(self, url: str):
         self.url = url.rstrip("/")
+        if (public := without_credentials(self.url)) != self.url:
+            raise InputError(
+                f"{public}: the given URL has credentials, which files of the data set would repeat; give it without "
+                "them, and set them in the environment or in the configuration file of the protocol's library"
+            )
         if not re.fullmatch(r"[a-z0-9]+://[^/]+(/[^/]+)*", self.url):
             raise InputError(f"{url} is not a location in a bucket; expected s3://BUCKET/NAME")
         self._is_safe = False

@@ -6,9 +6,7 @@ import contextlib
 import json
 import os
 import platform
-import shlex
 import shutil
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -47,7 +45,7 @@ from pipelines.embed.cluster.launch import engine_of
 from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.graceful_stop import signals_held
 from pipelines.terminal.progress import Progress
-from pipelines.terminal.text_output import print_failures, print_remedy, printable
+from pipelines.terminal.text_output import command_line, print_failures, print_remedy, printable
 
 __all__ = ["SharedRun", "as_json", "embed_shared", "exit_code", "print_shared"]
 
@@ -274,7 +272,7 @@ def print_shared(shared: SharedRun, echo: Callable[[str], None]) -> None:
             echo(f"  {printable(reason)}")
     if dispatched.stopped or dispatched.failed:
         purpose = "To resume" if dispatched.stopped else "To retry"
-        echo(f"{purpose}:\n  {shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}")
+        echo(f"{purpose}:\n  {command_line()}")
     print_failures([failure[1:] for failure in shared.failures], Path(out), echo)
     if not is_url(out):
         print_remedy(shared.failures, echo, " in one process (without --engine)")

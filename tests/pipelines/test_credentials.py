@@ -1,0 +1,472 @@
+"""Signatures, tokens and passwords in URLs: used to fetch, and nowhere else."""
+
+from __future__ import annotations
+
+import base64
+import http.server
+import json
+import logging
+import shutil
+import sys
+import threading
+import urllib.parse
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import h5py
+import pytest
+
+from extract import FeatureReader, extract_features
+from extract.errors import InputError, LayertapError
+from extract.images import csv_lists, list_images, write_plan
+from extract.images.index import image_index, index_writing
+from extract.store.merge import merge
+from extract.store.places.bucket import Bucket
+from pipelines.sync.hooks import call_hooks
+from pipelines.terminal.config import name_of
+from tests.pipelines.test_cli import SMALL, layertap
+
+# A signature of today and one of tomorrow. The first characters show a secret that was cut or is encoded in part.
+DAYS = ["SECRETone0a1b2c3d4e5f6a7b8c9", "SECRETtwo9f8e7d6c5b4a39281706"]
+MARK = "SECRET"
+
+# What may follow the path of an image -> what of it is stored.
+SIGNED = {
+    "?X-Amz-Algorithm=AWS4-HMAC-SHA256&X-Amz-Credential=AKIA{s}/20260101/eu/s3/aws4_request&X-Amz-Expires=60"
+    "&X-Amz-SignedHeaders=host&X-Amz-Signature={s}": "",
+    "?AWSAccessKeyId={s}&Expires=1790000000&Signature=a%2Fb%2B{s}%3D": "",
+    "?X-Goog-Algorithm=GOOG4&X-Goog-Credential={s}&X-Goog-Signature={s}&generation=7": "?generation=7",
+    "?sv=2024-11-04&sr=b&sp=r&se=2026-01-01T00%3A00%3A00Z&sig={s}": "",
+    "?token={s}": "",
+    "?id=1&token={s}": "?id=1",
+    "?ID=2&Access_Token={s}": "?ID=2",
+    "?X%2DAmz%2DSignature={s}&view=front": "?view=front",
+    "?w=64;auth-token={s}": "?w=64",
+    "?Policy={s}&Key-Pair-Id=K{s}": "",
+    "?expires=1790000000&md5={s}": "",
+    "?v=1&token={s}#access_token={s}": "?v=1",
+}
+
+# URL -> what is stored of it.
+SHAPES = {
+    "https://me:{s}@host/a.jpg": "https://host/a.jpg",
+    "https://me:p@{s}@host/a.jpg": "https://host/a.jpg",
+    "https://me:p/{s}@host/a.jpg": "https://host/a.jpg",
+    "https://me:p@x/{s}@host/a.jpg": "https://host/a.jpg",
+    "https://me:p#{s}@host/a.jpg": "https://host/a.jpg",
+    "https://me:p?{s}@host:8080/a.jpg": "https://host:8080/a.jpg",
+    "https://me:%40{s}%2F@host/a.jpg": "https://host/a.jpg",
+    "https://{s}@host/a.jpg": "https://host/a.jpg",
+    "https://:{s}@host/a.jpg": "https://host/a.jpg",
+    "https://me:{s}@[2001:db8::1]:443/a.jpg?x=1": "https://[2001:db8::1]:443/a.jpg?x=1",
+    "https://[2001:db8::1]:443/a@b.jpg?SIG={s}": "https://[2001:db8::1]:443/a@b.jpg",
+    "https://host:8080/a@b.jpg?to=c@d.e": "https://host:8080/a@b.jpg?to=c@d.e",
+    "s3://{s}:{s}@bucket/a.jpg": "s3://bucket/a.jpg",
+    "s3://bucket/what?.jpg": "s3://bucket/what?.jpg",
+    "s3://bucket/a#b@c.jpg": "s3://bucket/a#b@c.jpg",
+    "s3://arn:aws:s3:eu:1:accesspoint/x/a@b.jpg": "s3://arn:aws:s3:eu:1:accesspoint/x/a@b.jpg",
+    "gs://bucket/a.jpg?X-Goog-Signature={s}": "gs://bucket/a.jpg",
+    "abfss://photos@account.dfs.core.windows.net/a.jpg?sig={s}": "abfss://photos@account.dfs.core.windows.net/a.jpg",
+    "https://host/a.jpg?id=1&amp;token={s}": "https://host/a.jpg?id=1",
+    "https://host/a.jpg?ex=6a&is=6b&hm={s}": "https://host/a.jpg",
+    "https://proxy/?url=https%3A%2F%2Fme%3A{s}%40host%2Fa.jpg%3Fsig%3D{s}&w=9": (
+        "https://proxy/?url=https%3A%2F%2Fhost%2Fa.jpg&w=9"
+    ),
+    "https://host/img?id=550e8400e29b41d4a716446655440000": "https://host/img?id=550e8400e29b41d4a716446655440000",
+    "https://host/img?file=x/a1b2c3d4e5f6a7b8c9.jpg": "https://host/img?file=x/a1b2c3d4e5f6a7b8c9.jpg",
+    "https://host/img?id=1&name=%C3%A4&id=2": "https://host/img?id=1&name=%C3%A4&id=2",
+    "https://host/a.jpg?": "https://host/a.jpg?",
+    "a.jpg?token={s}": "a.jpg",
+    **{f"https://host/a.jpg{query}": f"https://host/a.jpg{kept}" for query, kept in SIGNED.items()},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_url_is_the_same_on_both_days_and_has_no_secret(shape: str) -> None:
+    from extract.system.urls import text_without_credentials, without_credentials
+
+    for day in DAYS:
+        url = shape.format(s=day)
+        assert without_credentials(url) == SHAPES[shape]
+        assert without_credentials(SHAPES[shape]) == SHAPES[shape]
+        if "://" in url:
+            assert text_without_credentials(f"403, url='{url}': ({url}).") == (
+                f"403, url='{SHAPES[shape]}': ({SHAPES[shape]})."
+            )
+
+
+def test_an_unknown_secret_is_hidden_and_two_of_them_stay_two() -> None:
+    from extract.system.urls import without_credentials
+
+    first, second = (without_credentials(f"https://host/a.jpg?k={day}&w=9") for day in DAYS)
+    assert first != second
+    for hidden in (first, second):
+        assert MARK not in hidden
+        assert hidden.startswith("https://host/a.jpg?k=hidden:")
+        assert hidden.endswith("&w=9")
+        assert without_credentials(hidden) == hidden
+
+
+class Guarded(http.server.BaseHTTPRequestHandler):
+    """Sends /signed/NAME only with the secret of the day in the query or as the user's name, /open/NAME to all."""
+
+    folder: Path
+    secret = DAYS[0]
+    requests = 0
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        type(self).requests += 1
+        path, _, query = self.path.partition("?")
+        user = base64.b64decode(self.headers.get("Authorization", "Basic ").partition(" ")[2]).decode()
+        if path.startswith("/signed/") and self.secret not in urllib.parse.unquote(query) + user:
+            self.send_error(403)
+            return
+        file = self.folder / path.removeprefix("/signed/").removeprefix("/open/")
+        if file.is_dir():
+            links = "".join(f'<a href="{entry.name}{"/" * entry.is_dir()}">x</a>' for entry in sorted(file.iterdir()))
+            self._send(200, links.encode(), "text/html")
+        elif not file.is_file():
+            self.send_error(404)
+        else:
+            data, first = file.read_bytes(), 0
+            if wanted := self.headers.get("Range"):
+                first, last = (int(number) for number in wanted.removeprefix("bytes=").split("-"))
+                data, size = data[first : last + 1], len(data)
+                self._send(206, data, "image/png", f"bytes {first}-{first + len(data) - 1}/{size}")
+            else:
+                self._send(200, data, "image/png")
+
+    def _send(self, code: int, data: bytes, kind: str, content_range: str = "") -> None:
+        self.send_response(code)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Accept-Ranges", "bytes")
+        if content_range:
+            self.send_header("Content-Range", content_range)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def guarded(folder: Path) -> Iterator[type[Guarded]]:
+    class Here(Guarded):
+        pass
+
+    Here.folder = folder.parent
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Here) as running:
+        Here.host = f"127.0.0.1:{running.server_port}"  # type: ignore[attr-defined]
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield Here
+        running.shutdown()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder.parent).as_posix() for path in folder.rglob("*.*"))
+
+
+def write_list(folder: Path, host: str, day: str, extra: str = "") -> Path:
+    """A list with one shape of URL for each picture; on another day, the file has other bytes."""
+    lines = [
+        f'"http://{host}/signed/{name}{query.format(s=day)}",{i}'
+        for i, (name, query) in enumerate(zip(names(folder), SIGNED, strict=True))
+    ]
+    path = folder.parent / "list.csv"
+    path.write_text("path,id\n" + "\n".join(lines) + "\n" + extra)
+    return path
+
+
+def check_no_secret(place: Path, *outputs: str) -> None:
+    """Read every byte below a folder, every value in HDF5 files, and every text; and the names of all files."""
+    for path in place.rglob("*"):
+        assert MARK not in path.name
+        if path.is_file():
+            assert MARK.encode() not in path.read_bytes(), path
+        if ".h5" in path.suffixes:
+            with h5py.File(path) as file:
+                assert MARK not in repr(dict(file.attrs))
+                file.visititems(lambda name, item: check_item(item))
+    for output in outputs:
+        assert MARK not in output
+
+
+def check_item(item: h5py.Dataset | h5py.Group) -> None:
+    assert MARK not in repr(dict(item.attrs))
+    if isinstance(item, h5py.Dataset):
+        assert MARK.encode() not in item[()].tobytes()
+
+
+def run(*arguments: object, code: int = 0) -> str:
+    result = layertap(*arguments)
+    assert result.exit_code == code, result.output
+    assert MARK not in result.output
+    return result.output
+
+
+def test_a_list_of_signed_urls_leaves_no_signature_and_resumes_with_those_of_another_day(
+    folder: Path, tmp_path: Path, guarded: type[Guarded]
+) -> None:
+    out, host = tmp_path / "data" / "out", guarded.host  # type: ignore[attr-defined]
+    where = write_list(folder, host, DAYS[0])
+    run("embed", where, "-o", out, *SMALL, "--compress", "gzip")
+    check_no_secret(out)
+    with FeatureReader(out) as reader:
+        assert not reader.failures
+        kept = [f"http://{host}/signed/{n}{k}" for n, k in zip(names(folder), SIGNED.values(), strict=True)]
+        assert sorted(reader.paths) == sorted(kept)
+        assert {kept[int(number)]: number for number in reader.ids} == dict(zip(reader.paths, reader.ids, strict=True))
+    stored = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    guarded.secret, guarded.requests = DAYS[1], 0
+    write_list(folder, host, DAYS[1])
+    again = json.loads(layertap("embed", where, "-o", out, *SMALL, "--json").stdout)
+    assert (again["found_done"], again["computed"], guarded.requests) == (12, 0, 0)
+    assert stored == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+def test_rows_that_failed_are_retried_with_the_signatures_of_another_day(
+    folder: Path, tmp_path: Path, guarded: type[Guarded]
+) -> None:
+    out, host = tmp_path / "data" / "out", guarded.host  # type: ignore[attr-defined]
+    passwords = f'"http://me:{MARK}p@ss/w@rd@{host}/a.png",12\n"http://me:{MARK}/x@{host}/b.png",13\n'
+    dead = f'"http://127.0.0.1:9/c.png?token={MARK}",14\n"nothing://{MARK}@x/d.png?sig={MARK}",15\n'
+    where = write_list(folder, host, DAYS[1], passwords + dead)
+    printed = run("embed", where, "-o", out, *SMALL, code=1)  # 403 for all
+    check_no_secret(out)
+    assert "HTTP 403" in printed
+    assert "a password in a URL is not accepted" in printed
+    write_list(folder, host, DAYS[0], passwords + dead)
+    run("embed", where, "-o", out, *SMALL, "--retry-failed")
+    check_no_secret(out)
+    with FeatureReader(out) as reader:
+        failed = {path: reason for _, path, _, reason in reader.failures}
+        assert len(failed) == 4
+        assert len(reader) == 16
+        assert all(reason for reason in failed.values())
+        assert not any(MARK in text for text in (*failed, *failed.values()))
+
+
+def test_images_of_signed_urls_are_found_again(folder: Path, tmp_path: Path, guarded: type[Guarded]) -> None:
+    out, host = tmp_path / "data" / "out", guarded.host  # type: ignore[attr-defined]
+    where = write_list(folder, host, DAYS[0])
+    run("embed", where, "-o", out, *SMALL)
+    guarded.secret = DAYS[1]
+    write_list(folder, host, DAYS[1])
+    run("show", out)
+    run("show", out, "--json")
+    run("status", out)
+    assert "12 rows computed again" in run("verify", out, "--sample", 12)
+    shutil.copy(where, moved := where.with_name("moved.csv"))
+    run("verify", out, "--sample", 3, "--images", moved)
+    run("report", out, "-o", tmp_path / "data" / "report.html")
+    assert (tmp_path / "data" / "report.html").read_text().count("data:image/webp") >= 12
+    asked = f"http://{host}/signed/{names(folder)[5]}?id=1&token={DAYS[1]}"
+    found = json.loads(run("search", out, asked, "--json", "-o", tmp_path / "data" / "found.png"))
+    assert found["query"]["path"] == asked.partition("&")[0]
+    run("export", out, "--to", "npy", "-o", tmp_path / "data" / "npy")
+    check_no_secret(tmp_path / "data")
+    # The list is at another place: the report names it without its signature.
+    where.unlink()
+    assert "No thumbnails" in (
+        run("report", out, "-o", tmp_path / "data" / "report.html") and (tmp_path / "data" / "report.html").read_text()
+    )
+
+
+def test_rows_that_differ_in_other_parameters_stay_apart(folder: Path, tmp_path: Path, guarded: type[Guarded]) -> None:
+    url = f"http://{guarded.host}/signed/{names(folder)[0]}"  # type: ignore[attr-defined]
+    lines = [f"{url}?id={i}&token={DAYS[0]}" for i in (2, 1, 3)]
+    (tmp_path / "list.csv").write_text("path\n" + "\n".join(lines))
+    images = list_images(tmp_path / "list.csv")
+    assert images.paths == [f"{url}?id={i}" for i in (1, 2, 3)]
+    assert images.source.read(1)[0] == (folder.parent / names(folder)[0]).read_bytes()
+    (tmp_path / "list.csv").write_text("path\n" + "\n".join([*lines, lines[1].replace(*DAYS)]))
+    with pytest.raises(InputError, match=r"\?id=1 is already in .* signatures and tokens are not compared") as raised:
+        list_images(tmp_path / "list.csv")
+    assert MARK not in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["list", "zip", "folder", "list by user", "zips"])
+def test_a_root_with_credentials(folder: Path, tmp_path: Path, guarded: type[Guarded], kind: str) -> None:
+    host = guarded.host  # type: ignore[attr-defined]
+    (tmp_path / "web").mkdir()
+    shutil.move(folder, tmp_path / "web" / "pictures")
+    guarded.folder, folder = tmp_path / "web", tmp_path / "web" / "pictures"
+    rows = "\n".join(f"http://{host}/open/{name}" for name in names(folder))
+    (guarded.folder / "list.csv").write_text("path\n" + rows)
+    (guarded.folder / "relative.csv").write_text("path\n" + "\n".join(names(folder)))
+    for number in range(2):
+        with zipfile.ZipFile(guarded.folder / f"pictures-{number}.zip", "w") as archive:
+            for name in names(folder)[number::2]:
+                archive.write(guarded.folder / name, "same/name.png" if name == names(folder)[number] else name)
+    place = {
+        "list": "http://{h}/signed/list.csv?X-Amz-Credential=A/{s}/b&X-Amz-Signature={s}",
+        "list by user": "http://{s}@{h}/signed/relative.csv?version=2&sig={s}",
+        "folder": "http://{s}@{h}/signed/pictures/",
+        "zip": "http://{h}/signed/pictures-0.zip?token={s}",
+        "zips": "http://{h}/signed/pictures-{{0..1}}.zip?token={s}",
+    }[kind]
+    out = tmp_path / "data" / "out"
+    roots = []
+    for day in DAYS:
+        guarded.secret = day
+        url = place.format(h=host, s=day)
+        assert MARK not in name_of(url)
+        result = layertap("embed", url, "-o", out, *SMALL, "--json")
+        assert result.exit_code == 0, result.output
+        assert MARK not in result.output
+        assert json.loads(result.stdout)["computed"] == (0 if roots else 6 if kind == "zip" else 12)
+        check_no_secret(out)
+        roots.append(json.loads((out / "dataset.json").read_text())["images"]["root"])
+        assert run("verify", out, "--sample", 4, "--images", url)
+    assert roots[0] == roots[1]
+    assert roots[0].startswith(f"http://{host}/")
+    run("show", out)
+    # With a signature of yesterday, nothing can be read; the message does not repeat it.
+    result = layertap("verify", out, "--sample", 4, "--images", place.format(h=host, s=DAYS[0]))
+    assert result.exit_code in (1, 2)
+    assert MARK not in result.output
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if "{s}" in shape and "host" in shape])
+def test_a_place_that_cannot_be_read_is_named_without_its_credentials(shape: str, tmp_path: Path) -> None:
+    url = shape.format(s=DAYS[0]).replace("host:8080", "host").replace("host", "127.0.0.1:9")
+    for changed in (
+        url,
+        url.replace(".jpg", ".csv", 1),
+        url.replace(".jpg", ".tar", 1),
+        url.replace(".jpg", ".npy", 1),
+    ):
+        with pytest.raises(LayertapError) as raised:
+            list_images(changed)
+        assert MARK not in str(raised.value)
+
+
+def test_messages_of_commands_have_no_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    url = f"http://me:{MARK}@127.0.0.1:9/x/list.csv?token={MARK}"
+    for arguments in (
+        ("embed", url, *SMALL),
+        ("embed", "photos", "-o", url, *SMALL),
+        ("embed", "photos", "-o", f"s3://{MARK}@bucket/x?sig={MARK}", *SMALL),
+        ("embed", url, *SMALL, "--batch-size", 0),
+        ("embed", url, *SMALL, "--engine", "processes"),
+        ("plan", url),
+        ("show", url),
+        ("status", url),
+        ("verify", url),
+        ("report", url),
+        ("sync", url),
+        ("search", f"s3://{MARK}@bucket/x", 0),
+        ("inspect", url),
+    ):
+        result = layertap(*arguments)
+        assert result.exit_code in (1, 2)
+        assert MARK not in result.output, arguments
+    check_no_secret(tmp_path)
+    with pytest.raises(InputError, match="s3://bucket/x: the given URL has credentials"):
+        Bucket(f"s3://{MARK}@bucket/x")
+    with pytest.raises(InputError, match="from Python") as raised:
+        extract_features("photos", out=f"s3://{MARK}@bucket/x?sig={MARK}")
+    assert MARK not in str(raised.value)
+
+
+def test_the_command_to_resume_has_no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipelines.terminal.text_output import command_line
+
+    url = f"https://h/list.csv?id=1&token={MARK}"
+    monkeypatch.setattr(sys, "argv", ["/bin/layertap", "embed", url, f"--scratch={url}", f"https://me:{MARK}'/@h/x y"])
+    assert command_line() == (
+        "layertap embed 'https://h/list.csv?id=1' '--scratch=https://h/list.csv?id=1' 'https://h/x y'"
+        "  # add the signature, token or user name of the URL again"
+    )
+    monkeypatch.setattr(sys, "argv", ["/bin/layertap", "embed", "my photos", "--limit", "3"])
+    assert command_line() == "layertap embed 'my photos' --limit 3"
+
+
+def test_a_plan_stores_no_credentials(folder: Path, tmp_path: Path, guarded: type[Guarded]) -> None:
+    host = guarded.host  # type: ignore[attr-defined]
+    signed = write_list(folder, host, DAYS[0])
+    data = tmp_path / "data"
+    for where in (
+        signed,
+        f"http://{host}/open/list.csv?sig={DAYS[0]}",
+        f"http://{DAYS[0]}@{host}/signed/pictures",
+        f"http://{host}/signed/pictures?token={DAYS[0]}",
+    ):
+        assert "which a plan would store" in run("plan", where, "-o", data / "refused", code=2)
+        check_no_secret(data)
+    rows = [f"http://{host}/open/{name}" for name in names(folder)]
+    signed.write_text("path\n" + "\n".join(rows))
+    for day in DAYS:
+        guarded.secret = day
+        run("plan", f"http://{host}/signed/list.csv?sig={day}", "-o", data / "plan")
+        run("embed", data / "plan", "-o", data / "out", *SMALL)
+    assert list_images(data / "plan").paths_xxh3 == list_images(signed).paths_xxh3
+    check_no_secret(data)
+
+
+def test_a_plan_of_an_earlier_version_with_credentials_is_refused(
+    folder: Path, tmp_path: Path, guarded: type[Guarded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = write_list(folder, guarded.host, DAYS[0])  # type: ignore[attr-defined]
+    with monkeypatch.context() as earlier:
+        for module in (index_writing, image_index):
+            earlier.setattr(module, "stored_path", lambda path, base: path)
+        write_plan(where, tmp_path / "plan")
+    assert "Delete the plan" in run("embed", tmp_path / "plan", "-o", tmp_path / "out", *SMALL, code=2)
+
+
+def test_data_sets_of_an_earlier_version_are_read_and_printed_without_credentials(
+    folder: Path, tmp_path: Path, guarded: type[Guarded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = write_list(folder, guarded.host, DAYS[0])  # type: ignore[attr-defined]
+    url = f"http://{guarded.host}/signed/list.csv?sig={DAYS[0]}"  # type: ignore[attr-defined]
+    out = tmp_path / "out"
+    with monkeypatch.context() as earlier:
+        earlier.setattr(csv_lists, "stored_path", lambda path, base: path)
+        earlier.setattr(csv_lists, "without_credentials", lambda text: text)
+        run("embed", where, "-o", out, *SMALL)
+    content = json.loads((out / "dataset.json").read_text())
+    content["images"]["root"] = url  # which no shard has
+    (out / "dataset.json").write_text(json.dumps(content))
+    with FeatureReader(out) as reader:
+        assert any(MARK in path for path in reader.paths)
+    run("show", out)
+    run("status", out)
+    run("verify", out, "--sample", 3)
+    run("report", out, "-o", tmp_path / "report.html")
+    assert "data:image/webp" in (tmp_path / "report.html").read_text()
+    assert MARK not in merge([out], tmp_path / "merged").images["root"]
+
+
+def test_labels_for_urls_are_found_with_other_signatures(folder: Path, tmp_path: Path, guarded: type[Guarded]) -> None:
+    where, out = write_list(folder, guarded.host, DAYS[0]), tmp_path / "out"  # type: ignore[attr-defined]
+    run("embed", where, "-o", out, *SMALL)
+    rows = where.read_text().replace(*DAYS).splitlines()[1:]
+    labels = [f"{row.rpartition(',')[0]},{['a', 'b'][i % 2]}" for i, row in enumerate(rows)]
+    (folder.parent / "labels.csv").write_text("path,label\n" + "\n".join([*labels, f"http://h/x?sig={MARK},a"]))
+    guarded.secret = DAYS[1]
+    url = f"http://{guarded.host}/signed/labels.csv?token={DAYS[1]}"  # type: ignore[attr-defined]
+    run("probe", out, "--labels", url, "--results", tmp_path / "data", "--protocol", "centroid")
+    check_no_secret(tmp_path / "data")
+    (folder.parent / "labels.csv").write_text("path,label\n" + "\n".join([*labels, labels[0].replace(*reversed(DAYS))]))
+    assert "occurs twice" in run("probe", out, "--labels", url, "--results", tmp_path / "twice", code=2)
+
+
+def test_the_log_of_hooks_has_no_credentials(caplog: pytest.LogCaptureFixture) -> None:
+    hooks = [
+        f"http://me:{MARK}@127.0.0.1:9/services/{MARK}?token={MARK}",
+        f"http://127.0.0.1:x{MARK}/services",
+        f"echo https://h/x?sig={MARK} >&2; exit 3 # https://h/?token={MARK}",
+    ]
+    with caplog.at_level(logging.ERROR):
+        call_hooks(hooks, "{}", 0)
+    assert len(caplog.messages) == 3
+    assert "http://127.0.0.1:9/..." in caplog.text
+    assert MARK not in caplog.text
