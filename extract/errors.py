@@ -9,6 +9,8 @@ import difflib
 import errno
 from collections.abc import Iterable
 
+from extract.credentials import text_without_credentials
+
 __all__ = [
     "DisagreementError",
     "InputError",
@@ -23,7 +25,14 @@ __all__ = [
 
 
 class LayertapError(Exception):
-    """layertap refuses an operation or cannot finish it; the message says what failed and what to do."""
+    """layertap refuses an operation or cannot finish it; the message says what failed and what to do.
+
+    Args:
+        args: the message; URLs in it lose their credentials.
+    """
+
+    def __init__(self, *args: object):
+        super().__init__(*(text_without_credentials(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class InputError(LayertapError, ValueError):
@@ -70,8 +79,11 @@ def is_of_the_machine(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of another library's error message, or the name of its class if the message is empty."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """Return the first line of another library's error message, or the name of its class if the message is empty.
+
+    URLs in it lose their credentials.
+    """
+    return text_without_credentials((str(error).strip() or type(error).__name__).splitlines()[0])
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str], where: str = "", hint: str = "") -> UnknownNameError:

@@ -14,7 +14,6 @@ from typing import Any
 import click
 
 from extract.errors import InputError, LayertapError, LockedError, UnknownNameError, first_line
-from extract.system.urls import text_without_credentials
 from pipelines import demo
 from pipelines.data_sets import command as data_sets
 from pipelines.embed import command as embed
@@ -46,7 +45,7 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except LayertapError as error:
-            click.secho(f"error: {text_without_credentials(str(error))}", fg="red", err=True)
+            click.secho(f"error: {error}", fg="red", err=True)
             ctx.exit(
                 4 if isinstance(error, LockedError) else 2 if isinstance(error, InputError | UnknownNameError) else 1
             )

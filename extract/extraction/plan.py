@@ -19,13 +19,14 @@ from extract.compute.backbone import Backbone
 from extract.compute.backends import engine_for
 from extract.compute.feature_choice import Choice, choose_features
 from extract.compute.pooling import POOLINGS
+from extract.credentials import without_credentials
 from extract.extraction.settings import ExtractionSettings
 from extract.images import Decoding, ImageList, list_images
 from extract.store.format.dataset import DataSet, shard_rows_for
 from extract.store.format.layout import StoredFeature
 from extract.store.places.bucket import Bucket
 from extract.system.torch_state import evaluating, full_float32
-from extract.system.urls import is_url, without_credentials
+from extract.system.urls import is_url
 
 __all__ = ["Plan", "asked_of", "how_made", "plan", "settings_of_existing"]
 
@@ -78,7 +79,7 @@ def plan(
     """
     out, recorded = os.fspath(out), settings.recorded()
     configuration = {
-        "images": _without_credentials(os.fspath(images)) if isinstance(images, str | os.PathLike) else images.root,
+        "images": without_credentials(os.fspath(images)) if isinstance(images, str | os.PathLike) else images.root,
         "layers": recorded.pop("layers"),
         **backbone.asked,
         "weights": _as_found_from_anywhere(backbone.asked.get("weights")),
@@ -203,10 +204,6 @@ def asked_of(configuration: dict[str, Any], weights: str | None = None) -> dict[
     asked = {name: configuration[name] for name in ("weights", "seed", "allow_missing_head")}
     asked["preprocessing"] = configuration.get("preprocessing")
     return asked | ({"weights": weights} if weights else {})
-
-
-def _without_credentials(images: str) -> str:
-    return without_credentials(images) if is_url(images) else images
 
 
 def _as_found_from_anywhere(weights: str | None) -> str | None:

@@ -30,7 +30,7 @@ from extract.extraction.validation import Computation, validated_forward
 from extract.images import load_batches
 from extract.store.format.dataset import BUILDING
 from extract.store.reader import FeatureReader
-from extract.system.urls import is_url, without_credentials
+from extract.system.urls import is_url
 
 __all__ = ["ExtractionSettings", "Plan", "Summary", "extract", "extract_features", "plan"]
 
@@ -102,9 +102,8 @@ def extract_features(
         LayertapError: the disk is full, a download failed, or a device is missing.
     """
     if is_url(os.fspath(out)):
-        url = without_credentials(os.fspath(out))
         raise InputError(
-            f"{url}: from Python, features are written to a folder; `layertap embed -o {url}` "
+            f"{os.fspath(out)}: from Python, features are written to a folder; `layertap embed -o {os.fspath(out)}` "
             "builds shards and publishes them there"
         )
     settings = ExtractionSettings(

@@ -22,7 +22,6 @@ from extract.store.format.dataset import DataSet, ShardFiles
 from extract.store.format.layout import RowNames, create_shard, row_bytes
 from extract.store.format.receipt import read_receipt
 from extract.store.format.writer import ShardWriter
-from extract.system.urls import text_without_credentials
 
 __all__ = ["ShardWork", "batches_of", "check_disk_space", "check_same_images", "open_part", "work_at", "work_of"]
 
@@ -182,9 +181,8 @@ def check_same_images(plan: Plan, existing: DataSet) -> None:
                 except (OSError, ValueError):
                     same = False
                 if not same:
-                    root = text_without_credentials(existing.images["root"])
                     raise InputError(
-                        f"{existing.out} holds features of the images in {root}; those in "
+                        f"{existing.out} holds features of the images in {existing.images['root']}; those in "
                         f"{plan.images.root} are others: {path} differs. Choose another output folder"
                     )
         if len(chosen):

@@ -19,12 +19,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from extract.errors import InputError, LayertapError
+from extract.credentials import without_credentials
+from extract.errors import InputError, LayertapError, first_line
 from extract.images.decoding import decode
 from extract.images.folders import pick_images
 from extract.images.image_list import Images, is_litter, labels_from_folders, labels_from_values, order_of
 from extract.images.sources import UNKNOWN, PackedNames, integers, read_remote
-from extract.system.urls import file_system, is_url, reason_of, without_credentials, without_query
+from extract.system.urls import file_system, is_url, without_query
 
 __all__ = ["ARCHIVES", "list_archives"]
 
@@ -138,7 +139,7 @@ class Members:
                     f"{error}. Stored rows are safe; run again when the archive is available"
                 ) from error
             if not same:  # the offsets may be wrong
-                raise LayertapError(f"{_shown(archive)} has changed since its files were listed. Stored rows are safe")
+                raise LayertapError(f"{archive} has changed since its files were listed. Stored rows are safe")
 
 
 def list_archives(where: str, archives: Sequence[str]) -> Images:
@@ -187,7 +188,7 @@ def list_archives(where: str, archives: Sequence[str]) -> Images:
         notes = (*notes, f"all images lie in the folder {only!r}, which is the only class; {hint}")
     # A pattern stays as it is if its alternatives in braces are absolute paths.
     whole = is_url(where) or any(os.path.isabs(archive) for archive in archives)  # noqa: PTH117
-    root = _shown(where) if whole else os.path.abspath(where)  # noqa: PTH100
+    root = without_credentials(where) if whole else os.path.abspath(where)  # noqa: PTH100
     source = Members(archives, members, zipped)
     return Images(root, paths, values, classes, splits, source, left_out=left_out, notes=notes)
 
@@ -198,7 +199,7 @@ def _names(where: str, archives: Sequence[str], members: Sequence[_Member]) -> t
     twice, count = (Counter(pick_images(names)[0]).most_common(1) or [("", 0)])[0]
     if count < 2:
         return names, ()
-    titles = [_shown(archive).rpartition("/")[2] for archive in archives]
+    titles = [without_credentials(archive).rpartition("/")[2] for archive in archives]
     if len(set(titles)) < len(titles):
         raise InputError(f"{where}: several archives have the same name, and {twice} is in more than one")
     note = f"{twice} is in several archives; therefore all paths start with the name of their archive"
@@ -210,11 +211,6 @@ def _suffix_of(archive: str) -> str:
     if is_url(archive) and suffix not in ARCHIVES:  # the suffix may precede a query
         suffix = os.path.splitext(without_query(archive))[1].lower()  # noqa: PTH122
     return suffix
-
-
-def _shown(archive: str) -> str:
-    """Return an archive as it is stored and printed: a URL without credentials."""
-    return without_credentials(archive) if is_url(archive) else archive
 
 
 def _only_folder(members: Sequence[_Member]) -> str:
@@ -321,11 +317,11 @@ def _opened(archive: str) -> Iterator[BinaryIO]:
     except FileNotFoundError as error:
         raise InputError(f"{archive}: no such file") from error
     except OSError as error:
-        raise LayertapError(f"{archive} cannot be read: {error.strerror or reason_of(error)}") from error
+        raise LayertapError(f"{archive} cannot be read: {error.strerror or first_line(error)}") from error
     except LayertapError:
         raise
     except Exception as error:  # each protocol's library raises its own errors
-        raise LayertapError(f"{archive} cannot be read: {type(error).__name__}: {reason_of(error)}") from error
+        raise LayertapError(f"{archive} cannot be read: {type(error).__name__}: {first_line(error)}") from error
     with file:
         yield file
 
@@ -337,11 +333,11 @@ def _errors_of_format(archive: str, kind: str) -> Iterator[None]:
     except LayertapError:
         raise
     except OSError as error:
-        raise LayertapError(f"{archive} cannot be read: {error.strerror or reason_of(error)}") from error
+        raise LayertapError(f"{archive} cannot be read: {error.strerror or first_line(error)}") from error
     except Exception as error:  # tarfile and zipfile raise many types for damaged archives
         if is_url(archive) and "range" in str(error).lower():
             raise InputError(f"{archive}: {_NO_PARTS}") from error
-        raise InputError(f"{archive} is damaged, or not a {kind} archive: {reason_of(error)}") from error
+        raise InputError(f"{archive} is damaged, or not a {kind} archive: {first_line(error)}") from error
 
 
 def _size_of(archive: str) -> int:
@@ -353,7 +349,7 @@ def _size_of(archive: str) -> int:
     except LayertapError:
         raise
     except Exception as error:
-        raise LayertapError(f"{_shown(archive)} cannot be read: {type(error).__name__}: {reason_of(error)}") from error
+        raise LayertapError(f"{archive} cannot be read: {type(error).__name__}: {first_line(error)}") from error
 
 
 def _unpacked(data: bytes, method: int, size: int) -> bytes:

@@ -12,11 +12,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
+from extract.credentials import parameters_without_credentials, without_credentials
 from extract.errors import InputError, LayertapError, first_line
 from extract.images.image_list import SPLITS, Images, label_text, labels_from_values
 from extract.images.sources import Files, read_remote
 from extract.system.optional_libraries import library
-from extract.system.urls import errors_without_credentials, is_url, without_credentials, without_query
+from extract.system.urls import is_url, without_query
 
 if TYPE_CHECKING:
     from _csv import Reader as CsvReader
@@ -111,7 +112,9 @@ def stored_path(path: bytes, base: str) -> bytes:
     if b"?" not in path and b"@" not in path and b"#" not in path:
         return path
     text = os.fsdecode(path)
-    return os.fsencode(without_credentials(text)) if is_url(text) or is_url(base) else path
+    if is_url(text):
+        return os.fsencode(without_credentials(text))
+    return os.fsencode(parameters_without_credentials(text)) if is_url(base) else path
 
 
 def check_once(where: str, before: Row, row: Row) -> None:
@@ -124,7 +127,12 @@ def check_once(where: str, before: Row, row: Row) -> None:
         first, second = sorted((before.place, row.place))
         raise InputError(
             f"{_place(where, second)}: {os.fsdecode(row.path)} is already in {_place(where, first)}; expected each "
-            "path only once" + ("; signatures and tokens are not compared" if is_url(os.fsdecode(row.path)) else "")
+            "path only once"
+            + (
+                "; parameters of URLs with the name of a credential are not compared"
+                if is_url(os.fsdecode(row.path))
+                else ""
+            )
         )
 
 
@@ -154,8 +162,7 @@ def _row(where: str, place: int, path: Any, label: Any, split: Any, id: Any) -> 
     split = str(split or "").strip().lower()
     if split and split not in SPLITS:
         raise InputError(f"{_place(where, place)}: split {split!r}; expected train, val, test or an empty value")
-    if id is not None:
-        id = without_credentials(str(id)) if is_url(str(id)) else str(id)
+    id = None if id is None else without_credentials(str(id))
     return Row(os.fsencode(path), place, label_text(label), SPLITS.get(split, ""), id)
 
 
@@ -237,11 +244,9 @@ def read_table(where: str, column: str) -> tuple[dict[str, Sequence[Any]], list[
     """
     column = column.strip().lower()
     kinds = {"path": _TEXT, "id": _WHOLE, "split": _TEXT, column: _NUMBER}
-    with errors_without_credentials(where):
-        given, lines = _read(where, kinds)
-        if column not in given or not ("path" in given or "id" in given):
-            known = _names(given)
-            raise InputError(f"{where}: expected a column 'path' or 'id', and a column {column!r}; it has {known}")
+    given, lines = _read(where, kinds)
+    if column not in given or not ("path" in given or "id" in given):
+        raise InputError(f"{where}: expected a column 'path' or 'id', and a column {column!r}; it has {_names(given)}")
     return {name: values for name, values in given.items() if name in kinds}, lines
 
 

@@ -11,11 +11,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from extract.errors import InputError, LayertapError
+from extract.credentials import parameters_without_credentials, without_credentials
+from extract.errors import InputError, LayertapError, first_line
 from extract.images.decoding import IMAGE_SUFFIXES
 from extract.images.image_list import Images, is_litter, labels_from_folders, order_of
 from extract.images.sources import Files
-from extract.system.urls import file_system, is_url, reason_of, without_credentials
+from extract.system.urls import file_system, is_url
 
 __all__ = [
     "entries_below",
@@ -55,7 +56,7 @@ def _list_behind(url: str) -> Images:
     """List every image below a URL; the source has the full names, and the rows have names without credentials."""
     base = url.rstrip("/")
     names, left_out = pick_images(_names_behind(url))
-    full = {without_credentials(name): name for name in names}
+    full = {parameters_without_credentials(name): name for name in names}
     stored = list(full)
     paths = [stored[i] for i in order_of(stored)]
     labels, classes, splits = labels_from_folders(paths)
@@ -176,7 +177,7 @@ def _names_behind(url: str) -> Iterator[str]:
     except FileNotFoundError as error:
         raise InputError(f"{url}: no such folder or file") from error
     except Exception as error:  # each protocol's library raises its own errors
-        raise LayertapError(f"{url} cannot be listed: {type(error).__name__}: {reason_of(error)}") from error
+        raise LayertapError(f"{url} cannot be listed: {type(error).__name__}: {first_line(error)}") from error
     root = path.rstrip("/") + "/"
     if not names:
         raise InputError(f"{url}: no files there")
@@ -212,7 +213,7 @@ def files_behind(url: str, after: bytes = b"") -> Iterator[str]:
             raise InputError(f"{url}: no such folder or file") from error
         except Exception as error:  # each protocol's library raises its own errors
             where = f"{url}/{folder}".rstrip("/")
-            raise LayertapError(f"{where} cannot be listed: {type(error).__name__}: {reason_of(error)}") from error
+            raise LayertapError(f"{where} cannot be listed: {type(error).__name__}: {first_line(error)}") from error
         if not folder and not entries:
             raise InputError(f"{url}: no files there")
         if not folder and entries == [(path, False)]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from extract.credentials import without_credentials
 from extract.errors import InputError, LayertapError
 from extract.images.archives import list_archives
 from extract.images.arrays import list_array
@@ -19,7 +20,7 @@ from extract.images.image_list import Images
 from extract.images.index.image_index import PlannedImages, is_plan, open_plan
 from extract.images.kinds import is_file_of_images, kind_of, no_images
 from extract.images.sources import Chosen, Files, ImageSource
-from extract.system.urls import errors_without_credentials, file_system, is_url, without_credentials, without_query
+from extract.system.urls import file_system, is_url, without_query
 
 __all__ = ["list_images", "listed_again"]
 
@@ -41,11 +42,6 @@ def list_images(where: str | os.PathLike[str], limit: int | None = None) -> Imag
         LayertapError: a URL does not answer, or the library for its protocol is not installed.
     """
     where = os.fspath(where).removeprefix("file://")
-    with errors_without_credentials(where):
-        return _listed(where, limit)
-
-
-def _listed(where: str, limit: int | None) -> Images | PlannedImages:
     kind = "plan" if not is_url(where) and is_plan(where) else kind_of(where)
     images: Images | PlannedImages
     if kind == "plan":
@@ -85,7 +81,7 @@ def listed_again(root: str, paths: Sequence[str]) -> Images:
         # Data sets of earlier versions have paths with credentials.
         listed_paths = [path if path in row_of else without_credentials(path) for path in paths]
         if gone := [path for path in listed_paths if path not in row_of]:
-            raise InputError(f"{without_credentials(root)} no longer lists {gone[0]}")
+            raise InputError(f"{root} no longer lists {gone[0]}")
         source = Chosen(images.source, [row_of[path] for path in listed_paths])
     return Images(root, list(paths), none, [], [""] * len(paths), source)
 

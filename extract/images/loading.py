@@ -25,13 +25,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from extract import defaults
+from extract.credentials import text_without_credentials
 from extract.errors import LayertapError, MachineError, first_line, is_of_the_machine
 from extract.images.decoding import check_decoders, pixels_of
 from extract.images.image_list import ImageList
 from extract.images.sources import UNKNOWN, BrokenListError, ImageSource, UnreachableError
 from extract.images.worker_deaths import WorkerDeaths
 from extract.row_status import Status
-from extract.system.urls import text_without_credentials
 
 __all__ = ["Batch", "Batches", "Decoding", "load_batches"]
 

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from extract.errors import InputError, LayertapError
+from extract.errors import InputError, LayertapError, first_line
 from extract.images.decoding import decode
-from extract.system.urls import file_system, is_url, reason_of, text_without_credentials, without_credentials
+from extract.system.urls import file_system, is_url
 
 __all__ = [
     "UNKNOWN",
@@ -97,7 +97,6 @@ class Files:
     def __init__(self, base: str, names: Sequence[str], *, anywhere: bool = False):
         self._base, self._anywhere = base, anywhere
         self._is_remote = is_url(base)
-        self._shown = without_credentials(base) if self._is_remote else base
         self._names = PackedNames(names) if isinstance(names, list) else names
 
     def read(self, row: int) -> tuple[bytes, int]:
@@ -132,7 +131,7 @@ class Files:
                 there = False
         if not there:
             raise LayertapError(
-                f"{self._shown} has vanished or is empty (an unmounted disk?). Stored rows are safe; "
+                f"{self._base} has vanished or is empty (an unmounted disk?). Stored rows are safe; "
                 "run again when it is back"
             )
 
@@ -188,10 +187,10 @@ def read_remote(url: str, start: int | None = None, end: int | None = None, insi
         except Exception as error:
             status = getattr(error, "status", 0)  # HTTP status
             if 400 <= status < 500 and status not in (408, 425, 429):
-                message = text_without_credentials(getattr(error, "message", "")) or reason_of(error)
+                message = getattr(error, "message", "") or first_line(error)
                 raise OSError(f"HTTP {status}: {message}") from error
             if attempt == _ATTEMPTS - 1:
-                why = f"{type(error).__name__}: {reason_of(error)}, {_ATTEMPTS} times"
+                why = f"{type(error).__name__}: {first_line(error)}, {_ATTEMPTS} times"
                 raise UnreachableError(f"cannot be fetched: {why}") from error
             time.sleep(_WAIT_S * 2**attempt)
     raise AssertionError
@@ -202,8 +201,7 @@ def _ask_server(url: str, ask: Callable[[], bool]) -> bool:
         return ask()
     except Exception as error:
         raise LayertapError(
-            f"{without_credentials(url)} does not answer: {reason_of(error)}. Stored rows are safe; run again when it "
-            "answers"
+            f"{url} does not answer: {first_line(error)}. Stored rows are safe; run again when it answers"
         ) from error
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from extract.store.format.layout import RowNames
 from extract.store.format.untrusted import need_libraries
 from extract.store.reader import FeatureReader
 from extract.store.row_copying import copy_rows
-from extract.system.urls import text_without_credentials
 
 __all__ = ["merge"]
 
@@ -52,7 +51,7 @@ def merge(
     if shard_rows is not None and shard_rows < 1:
         raise InputError(f"shard_rows is {shard_rows}; it must be at least 1")
     need_libraries(compress)
-    datasets = [_without_credentials(DataSet.open(source)) for source in sources]
+    datasets = [DataSet.open(source) for source in sources]
     for source in sources:
         if source.resolve() in (out.resolve(), *out.resolve().parents):
             raise InputError(f"{out} is one of the data sets to merge, or inside one; choose another output folder")
@@ -86,11 +85,6 @@ def merge(
             merged.open_or_create()
             copy_rows(reader, rows.source, merged, partial(rows.names, reader), provenance, compress, on_rows)
     return merged
-
-
-def _without_credentials(dataset: DataSet) -> DataSet:
-    """Return a data set whose root, if earlier versions stored a URL with credentials, has none."""
-    return replace(dataset, images={**dataset.images, "root": text_without_credentials(dataset.images["root"])})
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from extract import defaults
 from extract.analysis.nearest_rows import layer_to_search, nearest
+from extract.credentials import without_credentials
 from extract.errors import InputError
 from extract.extraction.reproduce import features_of_file, features_of_text
 from extract.images import decode
@@ -19,7 +20,6 @@ from extract.row_status import Status
 from extract.store.places.destination import data_set_at
 from extract.store.reader import FeatureReader
 from extract.system.atomic_files import link_target
-from extract.system.urls import is_url, without_credentials
 from pipelines.data_sets.search_results import Hit, SearchResults
 from pipelines.data_sets.thumbnails import Pictures
 from pipelines.terminal.output_paths import PICTURES, check_file
@@ -110,7 +110,7 @@ def _row_of(reader: FeatureReader, query: str, out: Path | str) -> tuple[int | N
             raise InputError(f"{out} has no row {row}: {expected}" + (f"; {file}" if file else ""))
         return row, file
     rows = np.flatnonzero(_equal(reader.paths, query))
-    if not len(rows) and is_url(query):
+    if not len(rows):
         rows = np.flatnonzero(_equal(reader.paths, without_credentials(query)))
     if len(rows):
         several = f"{len(rows)} rows have this path; the first row is used" if len(rows) > 1 else ""

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from extract.credentials import text_without_credentials
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from extract.store.reader import FeatureReader
-from extract.system.urls import text_without_credentials
 from pipelines.terminal.text_output import SHOWN, print_failures, printable
 
 __all__ = ["describe", "print_description"]
@@ -46,7 +46,7 @@ def describe(out: Path) -> dict[str, Any]:
             }
             for feature in dataset.features
         },
-        "images": {**dataset.images, "root": text_without_credentials(dataset.images["root"])},
+        "images": dataset.images,
         "fingerprint": dataset.fingerprint,
         "depends_on": dataset.depends_on,
     }

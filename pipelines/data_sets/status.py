@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from extract.store.format.dataset import DataSet
 from extract.store.places.destination import destination_of
-from extract.system.urls import is_url, text_without_credentials
+from extract.system.urls import is_url
 from pipelines.terminal.text_output import printable
 
 __all__ = ["ShardProgress", "is_built_in_shards", "print_progress", "watch"]
@@ -64,7 +64,7 @@ class ShardProgress:
         rate = sum(rows for _, rows in recent) / (now - min(recent)[0]) if left and len(recent) > 1 else None
         return {
             "out": self._out,
-            "images": text_without_credentials(dataset.images["root"]),
+            "images": dataset.images["root"],
             "rows": dataset.n_rows,
             "rows_done": dataset.n_rows - left,
             "shards": dataset.n_shards,

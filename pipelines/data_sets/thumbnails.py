@@ -11,7 +11,6 @@ from extract.errors import LayertapError, first_line
 from extract.images import listed_again
 from extract.images.decoding import decode_partly
 from extract.store.reader import FeatureReader
-from extract.system.urls import reason_of
 
 __all__ = ["Pictures"]
 
@@ -37,7 +36,7 @@ class Pictures:
         try:
             self._source = listed_again(root, [reader.paths[row] for row in rows]).source
         except LayertapError as error:
-            self.why_not = reason_of(error)
+            self.why_not = first_line(error)
 
     def picture(self, row: int, min_decode_px: int = 0) -> tuple[Image.Image | None, str]:
         """Return the upright RGB picture of a row, or None and why it is missing.
@@ -68,6 +67,6 @@ class Pictures:
         except FileNotFoundError:
             return None, "no such file"
         except (OSError, ValueError, LayertapError) as error:
-            return None, reason_of(error)
+            return None, first_line(error)
         same = xxhash.xxh3_128_digest(data) == self._hashes[row].tobytes()
         return (data, "") if same else (None, "its file has changed")

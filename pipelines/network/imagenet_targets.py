@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.compute.backbone import Backbone
+from extract.credentials import text_without_credentials, without_credentials
 from extract.errors import InputError
 from extract.images import Images
 from extract.images.csv_lists import file_and_column, read_table
 from extract.system.csv_cells import safe_cell
-from extract.system.urls import is_url, text_without_credentials, without_credentials
 from extract.taps.layer_names import named_layers
 
 __all__ = ["Targets", "class_name", "n_outputs", "targets_of"]
@@ -57,8 +57,7 @@ def targets_of(backbone: Backbone, images: Images, labels: str | None = None) ->
     """
     width = n_outputs(backbone)
     if labels is not None:
-        names, labels = _of_file(images, labels), text_without_credentials(labels)
-        source = labels
+        names, source = _of_file(images, labels), text_without_credentials(labels)
     else:
         names = [images.classes[label] if label >= 0 else None for label in images.labels.tolist()]
         source = "the classes of the images"
@@ -80,10 +79,9 @@ def targets_of(backbone: Backbone, images: Images, labels: str | None = None) ->
 def _of_file(images: Images, labels: str) -> list[str | None]:
     where, column = file_and_column(labels)
     table, _ = read_table(where, column)
-    where = text_without_credentials(where)
     if "path" not in table:
         raise InputError(f"{where} has no column 'path'")
-    paths = [without_credentials(str(path)) if is_url(str(path)) else str(path) for path in table["path"]]
+    paths = [without_credentials(str(path)) for path in table["path"]]
     value_of = dict(zip(paths, table[column.strip().lower()], strict=True))
     # A table that layertap wrote has the escaped forms of a few paths.
     keys = [path if path in value_of else safe_cell(path) for path in images.paths]

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from extract.credentials import text_without_credentials, without_credentials
 from extract.errors import InputError
 from extract.images.csv_lists import file_and_column, read_table
 from extract.images.image_list import SPLITS, labels_from_values
 from extract.row_status import Status
 from extract.store.reader import FeatureReader
 from extract.system.csv_cells import safe_cell
-from extract.system.urls import is_url, text_without_credentials, without_credentials
 from pipelines.terminal.text_output import printable
 
 __all__ = ["SEPARATOR", "Labelling", "drop_leaks", "image_hashes", "label_rows"]
@@ -87,7 +87,7 @@ def label_rows(
     used = good & labelled
     if not used.any():
         raise InputError(f"none of the {len(reader):,} rows has both features and a label: {_reasons(counts)}")
-    classes, targets = _targets(texts, used, task, text_without_credentials(labels or "the data set"))
+    classes, targets = _targets(texts, used, task, labels or "the data set")
     names = np.array(splits)
     known_splits = set(names[used].tolist()) - {""}
     if test_fraction is not None or not known_splits:
@@ -152,14 +152,14 @@ def _from_file(
     """
     where, column = file_and_column(labels)
     table, lines = read_table(where, column)
-    where = text_without_credentials(where)
     key = "path" if "path" in table else "id"
     names = reader.paths if key == "path" else reader.ids
     if names is None:
         raise InputError(f"{where} has ids, but the data set has none; add a column 'path'")
     known = set(names)
     given = [_relative(reader, str(name)) if key == "path" else str(name) for name in table[key]]
-    stored = [_stored(name, known) for name in given]
+    # Data sets of earlier versions have URLs as they were given.
+    stored = [name if name in known else without_credentials(name) for name in given]
     row_of = {name: row for row, name in enumerate(stored)}
     if len(row_of) < len(stored):
         twice = next(name for name, count in Counter(stored).items() if count > 1)
@@ -174,7 +174,9 @@ def _from_file(
         )
     notes = []
     if unmatched := len(row_of) - len(matched):
-        notes.append(f"{unmatched:,} of the {len(row_of):,} rows of {where} are not in the data set")
+        notes.append(
+            f"{unmatched:,} of the {len(row_of):,} rows of {text_without_credentials(where)} are not in the data set"
+        )
     values = table[column.strip().lower()]
     empty = "" if keep_empty else None
     texts = [None if row is None else _text(values[row], empty) for row in table_rows]
@@ -196,11 +198,6 @@ def _text(value: Any, empty: str | None) -> str | None:
         value = None if np.isnan(value) else int(value) if value.is_integer() else value
     text = "" if value is None else str(value).strip()
     return text or empty
-
-
-def _stored(name: str, known: set[str]) -> str:
-    """Return a path or id as the data set stores it: a URL without credentials, unless `known` has it as it is."""
-    return without_credentials(name) if is_url(name) and name not in known else name
 
 
 def _relative(reader: FeatureReader, path: str) -> str:

@@ -15,10 +15,11 @@ from typing import Any
 from extract.analysis.probe.metrics import Estimate
 from extract.analysis.probe.model import LinearProbe
 from extract.analysis.probe.protocols import PROTOCOLS
+from extract.credentials import text_without_credentials
 from extract.errors import InputError
 from extract.system.atomic_files import own_folder, write_json
 from extract.system.json_files import read_json
-from extract.system.urls import is_url, text_without_credentials
+from extract.system.urls import is_url
 from pipelines.probe.config import ProbeConfig
 from pipelines.probe.job import ProbedFeature, ProbeRun, data_sets, run_probe
 from pipelines.probe.labelling import SEPARATOR

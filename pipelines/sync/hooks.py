@@ -10,7 +10,8 @@ import subprocess
 import urllib.request
 from collections.abc import Sequence
 
-from extract.system.urls import reason_of, text_without_credentials
+from extract.credentials import text_without_credentials
+from extract.errors import first_line
 
 __all__ = ["call_hooks"]
 
@@ -50,7 +51,7 @@ def _run(command: str, content: str, code: int) -> None:
     )
     if process.returncode:
         output = (process.stderr or process.stdout).strip()
-        shown = text_without_credentials(output[-500:])
+        shown = text_without_credentials(output)[-500:]
         log.error("%s: exit code %d: %s", _shown(command), process.returncode, shown)
 
 
@@ -65,4 +66,4 @@ def _shown(hook: str) -> str:
 
 def _reason_of(error: Exception) -> str:
     """Return why a hook failed; the message of a URL that is not valid may repeat any part of it."""
-    return type(error).__name__ if isinstance(error, http.client.InvalidURL) else reason_of(error)
+    return type(error).__name__ if isinstance(error, http.client.InvalidURL) else first_line(error)

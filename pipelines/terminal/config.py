@@ -11,8 +11,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from extract import defaults
+from extract.credentials import without_credentials
 from extract.errors import InputError, unknown_name
-from extract.system.urls import is_url, without_credentials
 
 __all__ = ["COMPRESS_HELP", "SHARD_ROWS_HELP", "BackboneConfig", "checked", "load_config", "name_of", "read_yaml"]
 
@@ -84,7 +84,7 @@ def name_of(images: str) -> str:
     if "://" not in images and is_plan(images):
         images = open_plan(images).root
     images = re.sub(r"(\.(?:h5|hdf5)):.*$", r"\1", images, flags=re.IGNORECASE)  # cut off the name of the HDF5 data set
-    images = without_credentials(images) if is_url(images) else images
+    images = without_credentials(images)
     path = images if "://" in images else str(Path(images).resolve())
     name = path.rstrip("/").rpartition("/")[2]
     if not Path(images).is_dir():
@@ -124,7 +124,7 @@ def checked(model: type[Config], values: dict[str, Any], where: str = "") -> Con
     try:
         return model(**values)
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')} {_given(e['input'])}"
+        lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')} (given: {e['input']!r})"
                  if e["loc"] else e["msg"].removeprefix("Value error, ")
                  for e in error.errors()
                  if e["type"] != "missing"]  # fmt: skip
@@ -133,12 +133,6 @@ def checked(model: type[Config], values: dict[str, Any], where: str = "") -> Con
             expected = "" if where else f"; expected {missing.upper()}, or the key `{missing}` in a config file"
             lines.append(f"{missing}: none given{expected}")
         raise InputError((f"{where}: " if where else "") + "\n".join(lines)) from None
-
-
-def _given(value: Any) -> str:
-    """Return a value as given by the user, without the credentials of URLs."""
-    value = without_credentials(value) if isinstance(value, str) and is_url(value) else value
-    return f"(given: {value!r})"
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

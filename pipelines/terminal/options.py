@@ -11,7 +11,7 @@ import click
 from pydantic import BaseModel
 
 from extract.errors import InputError
-from extract.system.urls import is_url, without_credentials
+from extract.system.urls import is_url
 
 __all__ = [
     "BACKBONE_HELP",
@@ -42,7 +42,6 @@ class _Folder(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if is_url(str(value)):
-            value = without_credentials(str(value))
             raise InputError(
                 f"{value}: this command reads folders; copy the data set (aws s3 sync {value} FOLDER). Buckets are "
                 f"read by `layertap status`, `probe`, `search`, `export`, and in Python FeatureReader({str(value)!r})"

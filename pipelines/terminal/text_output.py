@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from extract.credentials import text_without_credentials, without_credentials
 from extract.row_status import Status
-from extract.system.urls import is_url, text_without_credentials, without_credentials
 
 __all__ = ["SHOWN", "command_line", "print_failures", "print_remedy", "printable"]
 
@@ -48,10 +48,7 @@ def print_remedy(failures: Sequence[tuple[int, str, str, str]], echo: Callable[[
 def command_line() -> str:
     """Return the command of this process, to be run again; a comment says if URLs have lost their credentials."""
     arguments = [Path(sys.argv[0]).name, *sys.argv[1:]]
-    public = [
-        without_credentials(argument) if is_url(argument) else text_without_credentials(argument)
-        for argument in arguments
-    ]
+    public = [text_without_credentials(without_credentials(argument)) for argument in arguments]
     lost = "" if public == arguments else "  # add the signature, token or user name of the URL again"
     return shlex.join(public) + lost
 

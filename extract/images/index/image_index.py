@@ -35,13 +35,14 @@ from typing import Any
 
 import numpy as np
 
+from extract.credentials import without_credentials
 from extract.errors import InputError
 from extract.images.csv_lists import stored_path
 from extract.images.image_list import Images, hashes_of
 from extract.images.index.index_parts import MOST_PART_ROWS, SPLIT_CODES, Part, part_path, read_part
 from extract.images.sources import BrokenListError, Chosen, Files
 from extract.system.json_files import read_json
-from extract.system.urls import is_url, without_credentials, without_query
+from extract.system.urls import is_url, without_query
 
 __all__ = ["FORMAT", "LISTING", "VERSION", "PlannedImages", "base_of", "is_plan", "open_plan", "read_in_pieces"]
 
@@ -274,7 +275,7 @@ def _images(folder: Path, content: dict[str, Any]) -> PlannedImages:
     return PlannedImages(
         folder,
         kind,
-        without_credentials(root) if is_url(root) else root,
+        without_credentials(root),
         count,
         part_rows,
         names,

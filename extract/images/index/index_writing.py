@@ -31,7 +31,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from extract.errors import InputError, LayertapError
+from extract.credentials import parameters_without_credentials
+from extract.errors import InputError, LayertapError, first_line
 from extract.images.csv_lists import Row, check_once, places_of, rows_in_pieces, stored_path
 from extract.images.folders import files_behind, files_below, other_suffix
 from extract.images.image_list import Images, class_and_split, classes_of_folders, classes_of_values, hashes_of
@@ -52,7 +53,7 @@ from extract.system.atomic_files import atomic_write, discard, own_folder, write
 from extract.system.folder_lock import locked
 from extract.system.json_files import read_json
 from extract.system.leftovers import is_temporary
-from extract.system.urls import errors_without_credentials, file_system, is_url, reason_of, without_credentials
+from extract.system.urls import file_system, is_url
 
 __all__ = ["is_finished", "write_plan"]
 
@@ -92,11 +93,6 @@ def write_plan(
         LayertapError: the disk is full, or a URL does not answer.
     """
     where, out = os.fspath(images).removeprefix("file://"), Path(out)
-    with errors_without_credentials(where):
-        return _write_plan(where, out, on_rows)
-
-
-def _write_plan(where: str, out: Path, on_rows: Callable[[str, int], None]) -> PlannedImages:
     kind = _kind(where)
     where = where.rstrip("/") if is_url(where) else where
     root, base = places_of(where)
@@ -235,7 +231,7 @@ def _walk(listing: Path, where: str, runs: Runs, on_rows: Callable[[str, int], N
 def _unsigned(url: str, after: bytes) -> Iterator[str]:
     """Yield `files_behind`; refuse an image whose link has credentials."""
     for name in files_behind(url, after):
-        if without_credentials(name) != name and not other_suffix(name):
+        if parameters_without_credentials(name) != name and not other_suffix(name):
             raise _has_credentials(url, "the links of its images have credentials")
         yield name
 
@@ -292,7 +288,7 @@ def _copy(url: str, file: Path) -> None:
         except FileNotFoundError as error:
             raise InputError(f"{url}: no such file") from error
         except Exception as error:  # each protocol's library raises its own errors
-            raise LayertapError(f"{url} cannot be copied: {type(error).__name__}: {reason_of(error)}") from error
+            raise LayertapError(f"{url} cannot be copied: {type(error).__name__}: {first_line(error)}") from error
 
 
 def _classes(where: str, kind: str, runs: Runs) -> tuple[list[str], bool]:

@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from extract.credentials import without_credentials
 from extract.errors import InputError, LayertapError
 from extract.row_status import Status
 from extract.store.format.layout import (
@@ -115,8 +116,7 @@ class DataSet:
     @property
     def n_rows(self) -> int:
         """Rows of the data set."""
-        count: int = self.images["count"]
-        return count
+        return int(self.images["count"])
 
     @property
     def n_shards(self) -> int:
@@ -268,7 +268,8 @@ class DataSet:
                 )
             check_shape(content, path, DESCRIPTION)
             features = [_feature(feature) for feature in content["features"]]
-            images, shard_rows = content["images"], content["shard_rows"]
+            images, shard_rows = dict(content["images"]), content["shard_rows"]
+            images["root"] = without_credentials(images["root"])  # earlier versions stored URLs as they were given
             version = Version.of(content["version"]) if "version" in content else None
             if len({feature.name for feature in features}) < max(1, len(features)):
                 raise ValueError("it has no features, or two features with the same name")
@@ -373,7 +374,6 @@ class DataSet:
 
     def content(self) -> dict[str, Any]:
         """Return the content of `dataset.json`."""
-        version = {"version": asdict(self.version)} if self.version else {}
         return {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
@@ -382,7 +382,7 @@ class DataSet:
             "features": [asdict(feature) for feature in self.features],
             "images": self.images,
             "shard_rows": self.shard_rows,
-            **version,
+            **({"version": asdict(self.version)} if self.version else {}),
         }
 
     def _differences(self, other: DataSet) -> list[str]:

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from extract.credentials import without_credentials
 from extract.errors import InputError, LayertapError
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet, stem_of
@@ -40,7 +41,6 @@ from extract.store.places.block_cache import BlockCache, RemoteFile
 from extract.store.places.remote_shard import RemoteShard
 from extract.system.atomic_files import discard
 from extract.system.json_files import JSON_BYTES, parse_json
-from extract.system.urls import without_credentials
 
 __all__ = ["Bucket", "open_remote_shard"]
 

@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 
 from extract.errors import InputError, LayertapError, first_line
 from extract.system.json_files import JSON_BYTES
-from extract.system.urls import file_system, reason_of
+from extract.system.urls import file_system
 
 __all__ = ["ObjectInfo", "download", "info", "names", "put", "put_file", "read", "read_range", "sha256_of"]
 
@@ -359,4 +359,4 @@ def _reason(error: Exception, status: int, code: str) -> str:
         return "no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
     if isinstance(error, TimeoutError | asyncio.TimeoutError) or "Timeout" in type(error).__name__:
         return f"no answer ({type(error).__name__})"
-    return f"{type(error).__name__}: {reason_of(error)}"
+    return f"{type(error).__name__}: {first_line(error)}"

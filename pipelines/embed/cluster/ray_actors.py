@@ -17,7 +17,6 @@ from typing import Any, Self
 
 from extract.errors import InputError, LayertapError, first_line
 from extract.system.optional_libraries import library
-from extract.system.urls import reason_of
 from pipelines.embed.cluster.dispatch import Done, Event, Failed, Joined, Left
 from pipelines.embed.cluster.processes import Slot, WorkerProcess
 from pipelines.embed.cluster.worker import Start
@@ -188,7 +187,7 @@ class RayWorkers:
         try:
             events: list[Event] = self._ray.get(answer)
         except Exception as error:  # of Ray: the actor or its node has died
-            return self._replace(number, Left(number, f"{type(error).__name__}: {reason_of(error)}"))
+            return self._replace(number, Left(number, f"{type(error).__name__}: {first_line(error)}"))
         if events:
             actor.heard = time.monotonic()
         for place, event in enumerate(events):

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from extract.errors import LayertapError, first_line
-from extract.system.urls import reason_of, text_without_credentials
 from pipelines.embed.cluster.dispatch import Built, Done, Event, Failed, Joined, Left, Message, Progressed
 from pipelines.embed.config import EmbedConfig
 
@@ -116,9 +115,9 @@ class Worker:
                     while (shard := self._take()) is not None:
                         self._make(maker, shard, publisher)
         except LayertapError as error:
-            self._send(Left(self._number, text_without_credentials(str(error)), error))
+            self._send(Left(self._number, str(error), error))
         except Exception as error:
-            self._send(Left(self._number, f"{type(error).__name__}: {reason_of(error)}"))
+            self._send(Left(self._number, f"{type(error).__name__}: {first_line(error)}"))
             raise
 
     def _make(self, maker: Maker, shard: int, publisher: Executor) -> None:
@@ -165,7 +164,6 @@ class Worker:
 
     def _failed(self, shard: int, error: Exception) -> None:
         text = str(error) if isinstance(error, LayertapError) else f"{type(error).__name__}: {first_line(error)}"
-        text = text_without_credentials(text)
         if not self._is_cancelled(shard):
             self._send(Failed(self._number, shard, text))
 
