@@ -63,7 +63,7 @@ def recheck(
         out: folder of the data set.
         sample: number of rows; all rows with features if there are fewer.
         seed: seed of the random choice.
-        images: location of the images; None: the recorded one.
+        images: location of the images; None: the recorded one, unless images would be fetched from a URL.
         backbone: a loaded backbone or a spec; None loads the recorded backbone, unless that runs code.
         weights: a name or file; None: the recorded weights.
         device: device to compute on.
@@ -79,8 +79,7 @@ def recheck(
         if not len(good):
             raise InputError(f"{out} has no row with features")
         chosen = np.sort(np.random.default_rng(seed).permutation(good)[:sample])
-        root = dataset.images["root"] if images is None else os.fspath(images)
-        sampled = _listed(root, [reader.paths[row] for row in chosen], out)
+        sampled = _listed(dataset, [reader.paths[row] for row in chosen], images)
         workers = workers if len(chosen) > defaults.BATCH_SIZE else 0
         plan = recorded_plan(dataset, reader.provenance, sampled, backbone, weights, device, workers)
         if changed := differences(dataset.depends_on, plan.dataset.depends_on):
@@ -122,8 +121,8 @@ def recheck(
     return Recheck(compared, largest, faults, apart)
 
 
-def _listed(root: str, paths: list[str], out: Path) -> Images:
+def _listed(dataset: DataSet, paths: list[str], images: str | os.PathLike[str] | None) -> Images:
     try:
-        return listed_again(root, paths)
+        return listed_again(dataset.images["root"], paths, None if images is None else os.fspath(images))
     except InputError as error:
-        raise InputError(f"{out}: {error}") from error
+        raise InputError(f"{dataset.out}: {error}") from error

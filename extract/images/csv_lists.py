@@ -127,12 +127,7 @@ def check_once(where: str, before: Row, row: Row) -> None:
         first, second = sorted((before.place, row.place))
         raise InputError(
             f"{_place(where, second)}: {os.fsdecode(row.path)} is already in {_place(where, first)}; expected each "
-            "path only once"
-            + (
-                "; parameters of URLs with the name of a credential are not compared"
-                if is_url(os.fsdecode(row.path))
-                else ""
-            )
+            "path only once" + ("; credentials in URLs are not compared" if is_url(os.fsdecode(row.path)) else "")
         )
 
 

@@ -6,6 +6,7 @@ import glob
 import itertools
 import os
 import re
+import shlex
 from collections.abc import Sequence
 
 import numpy as np
@@ -55,13 +56,28 @@ def list_images(where: str | os.PathLike[str], limit: int | None = None) -> Imag
     return images if limit is None else images.head(limit)
 
 
-def listed_again(root: str, paths: Sequence[str]) -> Images:
-    """List the images of `root` with these paths, in this order, without labels.
+def listed_again(dataset_root: str, paths: Sequence[str], images: str | None = None) -> Images:
+    """List the images of a data set with these paths, in this order, without labels.
+
+    A URL is opened only if the user named the location of the images: a data set may come from anywhere, and could name
+    any server, also one that only this machine reaches.
+
+    Args:
+        dataset_root: location of the images as recorded in the data set.
+        paths: their paths as recorded in the data set.
+        images: location that the user named; None: the recorded location.
 
     Raises:
-        InputError: `root` no longer lists a path; a local folder is only checked to exist and not to be empty.
+        InputError: the location no longer lists a path (a local folder is only checked to exist and not to be empty),
+            or images would be fetched from a URL that only the data set names.
         InputError, LayertapError: as for `list_images`.
     """
+    root = images or dataset_root
+    if not images and (servers := _servers(root, paths)):
+        raise InputError(
+            f"the images would be fetched from {servers}, a location that only the data set names; to allow this, add "
+            f"--images {shlex.quote(root)}"
+        )
     none = np.full(len(paths), -1, np.int64)
     if not is_url(root) and is_plan(root):
         plan = open_plan(root)
@@ -76,14 +92,27 @@ def listed_again(root: str, paths: Sequence[str]) -> Images:
         except LayertapError as error:
             raise InputError(f"the images are not in {root} any more; say where they are") from error
     else:
-        images = list_images(root)
-        row_of = {path: row for row, path in enumerate(images.slice(0, len(images)).paths)}
+        listed = list_images(root)
+        row_of = {path: row for row, path in enumerate(listed.slice(0, len(listed)).paths)}
         # Data sets of earlier versions have paths with credentials.
         listed_paths = [path if path in row_of else without_credentials(path) for path in paths]
         if gone := [path for path in listed_paths if path not in row_of]:
             raise InputError(f"{root} no longer lists {gone[0]}")
-        source = Chosen(images.source, [row_of[path] for path in listed_paths])
+        source = Chosen(listed.source, [row_of[path] for path in listed_paths])
     return Images(root, list(paths), none, [], [""] * len(paths), source)
+
+
+def _servers(root: str, paths: Sequence[str]) -> str:
+    """Return the first servers or buckets that images would be fetched from, and the number of the others; "" if none.
+
+    Args:
+        root: location of the images.
+        paths: paths of the images.
+    """
+    roots = [root] if is_url(root) or not is_plan(root) else [open_plan(root).root]
+    urls = (without_credentials(place) for place in (*roots, *paths) if is_url(place))
+    servers = dict.fromkeys("/".join(url.split("/", 3)[:3]) for url in urls)
+    return ", ".join(list(servers)[:3]) + (f" and {len(servers) - 3} others" if len(servers) > 3 else "")
 
 
 def _expanded(pattern: str) -> list[str]:
@@ -100,6 +129,8 @@ def _expanded(pattern: str) -> list[str]:
         pattern = without_query(pattern)
     archives: list[str] = []
     for name in _in_braces(pattern):
+        if is_url(name) and not is_url(pattern):
+            raise InputError(f"{pattern}: the URL {name} in braces; write the protocol before the braces")
         if not glob.has_magic(name):
             archives.append(name + query)
         elif is_url(name):

@@ -73,7 +73,7 @@ def status(out: str, watch: bool, as_json: bool) -> None:
     metavar="FOLDER",
     help="More results of `layertap probe`, besides OUT/probe; may be repeated.",
 )
-@click.option("--images", help="Location of the images, if they were moved.")
+@click.option("--images", help="Location of the images, if they were moved or are behind a URL.")
 @click.option("--thumbnails", type=click.IntRange(min=0), default=1500, show_default=True, help="Maximum number.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of random choices.")
 def report(out: Path, other: Path | None, **settings: Any) -> None:
@@ -102,7 +102,7 @@ def report(out: Path, other: Path | None, **settings: Any) -> None:
 @click.option("--itself", is_flag=True, help="Include the query row in the results.")
 @click.option("-b", "--backbone", help=BACKBONE_HELP)
 @click.option("--weights", help="Name or file of the backbone's weights, if the file was moved.")
-@click.option("--images", help="Location of the images, if they were moved; for --output.")
+@click.option("--images", help="Location of the images, if they were moved or are behind a URL; for --output.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N or mps.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Draw the results; .png, .svg or .pdf.")
 @json_flag
@@ -153,7 +153,7 @@ def diff(first: Path, second: Path, as_json: bool) -> None:
 @click.argument("out", type=FOLDER)
 @click.option("--sample", type=click.IntRange(min=1), help="Also compute this many random rows again, and compare.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the choice of rows.")
-@click.option("--images", help="Location of the images, if they were moved.")
+@click.option("--images", help="Location of the images, if they were moved or are behind a URL.")
 @click.option("-b", "--backbone", help=BACKBONE_HELP)
 @click.option("--weights", help="Name or file of the backbone's weights, if the file was moved.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N or mps.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ def run_search(
         backbone: spec of the backbone; required if the backbone is code, since an untrusted data set could name any
             code.
         weights: name or file of the backbone's weights, if the file was moved.
-        images: location of the images, for the picture; None: the recorded location.
+        images: location of the images, for the picture; None: the recorded location, unless images would be fetched
+            from a URL.
         device: device to compute on.
         output: PNG, SVG or PDF file to draw into.
 
@@ -86,7 +88,8 @@ def run_search(
         ]
         results = SearchResults(out, name, row, path, text or "", note, hits, len(good) - (without is not None))
         if output is not None:
-            _draw(results, reader, images or dataset.images["root"], link_target(output))
+            why_not = _draw(results, reader, dataset.images["root"], images, link_target(output))
+            results = replace(results, no_pictures=why_not)
     return results
 
 
@@ -131,16 +134,18 @@ def _device(device: str) -> str:
     return device if device != "auto" else "cpu"  # reading rows takes longer than comparing them
 
 
-def _draw(results: SearchResults, reader: FeatureReader, root: str, output: Path) -> None:
+def _draw(results: SearchResults, reader: FeatureReader, root: str, images: str | None, output: Path) -> str:
+    """Draw the results, and return why there are no pictures, or ""."""
     from pipelines.data_sets.search_gallery import draw
 
     rows = [hit.row for hit in results.hits] + ([] if results.query is None else [results.query])
-    pictures = Pictures(reader, root, rows)
+    pictures = Pictures(reader, root, rows, images)
     if results.query is not None:
         query = pictures.picture(results.query)
     else:
         query = (None, "") if results.text else (decode(Path(results.path).read_bytes()), "")
     draw(results, query, [pictures.picture(hit.row) for hit in results.hits], output)
+    return pictures.why_not
 
 
 def print_results(results: SearchResults, echo: Callable[[str], None]) -> None:
@@ -151,6 +156,8 @@ def print_results(results: SearchResults, echo: Callable[[str], None]) -> None:
     echo(f"{results.out}: nearest to {query} by cosine of {results.layer}, among {results.searched:,} rows")
     if results.note:
         echo(f"  note: {printable(results.note)}")
+    if results.no_pictures:
+        echo(f"  note: no pictures: {printable(results.no_pictures)}")
     if not results.hits:
         echo("  no other row has features")
     width = max((len(str(hit.row)) for hit in results.hits), default=0)
@@ -171,6 +178,7 @@ def as_json(results: SearchResults) -> dict[str, Any]:
             "text": results.text or None,
             "note": results.note,
         },
+        "no_pictures": results.no_pictures,
         "searched": results.searched,
         "results": [
             {

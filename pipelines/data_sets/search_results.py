@@ -40,6 +40,7 @@ class SearchResults:
         note: what else the query may mean; empty: nothing.
         hits: results, nearest first.
         searched: number of rows compared.
+        no_pictures: why the figure has no pictures; empty: it has, or no figure was requested.
     """
 
     out: Path | str
@@ -50,3 +51,4 @@ class SearchResults:
     note: str
     hits: list[Hit]
     searched: int
+    no_pictures: str = ""

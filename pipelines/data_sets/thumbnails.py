@@ -22,19 +22,20 @@ class Pictures:
 
     Args:
         reader: reader of the data set.
-        root: location of the images; see `extract.images.list_images`.
+        root: location of the images as recorded in the data set.
         rows: rows that may be requested.
+        images: location that the user named; None: `root`, unless pictures would be fetched from a URL.
 
     Attributes:
         why_not: why no pictures are available; empty: pictures may be available.
     """
 
-    def __init__(self, reader: FeatureReader, root: str, rows: Sequence[int]):
+    def __init__(self, reader: FeatureReader, root: str, rows: Sequence[int], images: str | None = None):
         self._hashes = reader.column("source_hash")
         self._place = {row: place for place, row in enumerate(rows)}
         self.why_not = ""
         try:
-            self._source = listed_again(root, [reader.paths[row] for row in rows]).source
+            self._source = listed_again(root, [reader.paths[row] for row in rows], images).source
         except LayertapError as error:
             self.why_not = first_line(error)
 
@@ -61,7 +62,7 @@ class Pictures:
     def _read(self, row: int) -> tuple[bytes | None, str]:
         """Return the bytes from which a row was computed, or None and why they are missing."""
         if self.why_not:
-            return None, self.why_not
+            return None, "not available"
         try:
             data, _ = self._source.read(self._place[row])
         except FileNotFoundError:

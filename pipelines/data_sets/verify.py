@@ -59,7 +59,7 @@ def check(
         out: folder of the data set.
         sample: number of rows to compute again; None: no rows.
         seed: seed of their choice.
-        images: location of the images; None: the recorded location.
+        images: location of the images; None: the recorded location, unless images would be fetched from a URL.
         backbone: spec of the backbone; required if the backbone is code.
         weights: name or file of the weights; None: the recorded weights.
         device: device to compute on.

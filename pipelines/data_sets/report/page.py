@@ -81,7 +81,7 @@ def run_report(
         layer: layer by which images are compared; None: `embedding`, or the last layer.
         maps: some of pca, tsne and umap.
         probe_results: folders or files of results besides OUT/probe.
-        images: location of the images; None: the recorded location.
+        images: location of the images; None: the recorded location, unless images would be fetched from a URL.
         thumbnails: maximum number of thumbnails; 0: no thumbnails.
         seed: seed of random choices.
         say: receives a line about each step.
@@ -108,8 +108,7 @@ def run_report(
             say(f"comparing with {other}")
             content.compare_with(out, other)
         say("making thumbnails")
-        root = images or str(dataset.images["root"])
-        page = content.page(root, thumbnails)
+        page = content.page(dataset.images["root"], images, thumbnails)
     with atomic_write(written_to) as file:
         file.write(page)
     return output
@@ -352,8 +351,8 @@ class _Content:
 
     # Page
 
-    def page(self, root: str, thumbnails: int) -> bytes:
-        """Return the HTML file; thumbnails of images in `root` take the room that is left."""
+    def page(self, root: str, images: str | None, thumbnails: int) -> bytes:
+        """Return the HTML file; thumbnails of the images in `root`, or in `images`, take the room that is left."""
         points = self.data.get("map", {}).get("rows", [])
         self._list_rows(self.thumbnail_rows)
         self._list_rows(points)
@@ -366,19 +365,20 @@ class _Content:
         }
         self._request_thumbnails(points)
         size = len(_assembled(self.data))
-        data_urls, about = self._thumbnails(root, thumbnails, PAGE_BYTES - size - 100_000)
+        data_urls, about = self._thumbnails(root, images, thumbnails, PAGE_BYTES - size - 100_000)
         self.data |= {"thumbnails": data_urls, "about_thumbnails": about}
         return _assembled(self.data)
 
-    def _thumbnails(self, root: str, limit: int, room: int) -> tuple[dict[str, str], str]:
+    def _thumbnails(self, root: str, images: str | None, limit: int, room: int) -> tuple[dict[str, str], str]:
         """Return row -> data URL, for as many rows as there is room for, and a note about them."""
         rows = list(self.thumbnail_rows)
         if not limit or not rows:
             return {}, "No thumbnails, as requested." if not limit else ""
-        if is_url(root):
+        if is_url(images or root):
             limit = min(limit, 200)  # each image is downloaded
-        pictures = Pictures(self._reader, root, rows[:limit])
+        pictures = Pictures(self._reader, root, rows[:limit], images)
         if pictures.why_not:
+            self._say(f"no thumbnails: {printable(pictures.why_not)}")
             return {}, printable(f"No thumbnails: {pictures.why_not}")
         failed = {row for row, *_ in self._failed}
         data_urls: dict[str, str] = {}

@@ -455,7 +455,7 @@ def test_a_memory_folder_that_vanishes_stops_the_run(folder: Path, tmp_path: Pat
 def test_images_are_found_again_by_their_names(folder: Path, tmp_path: Path) -> None:
     for where in (str(folder), as_zip(folder, tmp_path), as_memory(folder, tmp_path)):
         images = list_images(where)
-        again = listed_again(images.root, [images.paths[7], images.paths[2]])
+        again = listed_again(images.root, [images.paths[7], images.paths[2]], images.root)
         assert [again.source.read(row)[0] for row in (0, 1)] == [images.source.read(row)[0] for row in (7, 2)]
     with pytest.raises(InputError, match="no longer lists gone.png"):
         listed_again(as_zip(folder, tmp_path), ["gone.png"])
