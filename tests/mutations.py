@@ -381,6 +381,18 @@ MUTATIONS = (
         "    if len(outcome.failures) > outcome.summary.n_rows:",
         ("test_a_run_in_which_every_row_failed_has_failed",),
     ),
+    Mutation(
+        "The fragment of a URL is stored with its token.",
+        "    return path + _kept(query_mark, query) + _kept(fragment_mark, fragment)",
+        "    return path + _kept(query_mark, query) + fragment_mark + fragment",
+        ("test_a_url_is_the_same_on_both_days_and_has_no_secret",),
+    ),
+    Mutation(
+        "A command opens any URL that a data set names.",
+        "    if not images and (servers := _servers(root, paths)):",
+        "    if images and (servers := _servers(root, paths)):",
+        ("test_no_request_is_sent_before_the_user_has_named_the_location",),
+    ),
 )  # fmt: skip
 
 

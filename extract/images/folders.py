@@ -56,7 +56,11 @@ def _list_behind(url: str) -> Images:
     """List every image below a URL; the source has the full names, and the rows have names without credentials."""
     base = url.rstrip("/")
     names, left_out = pick_images(_names_behind(url))
-    full = {parameters_without_credentials(name): name for name in names}
+    full: dict[str, str] = {}
+    for name in names:
+        path = parameters_without_credentials(name)
+        if full.setdefault(path, name) != name:
+            raise InputError(f"{url}: two links to {path} differ in credentials only; expected one for each image")
     stored = list(full)
     paths = [stored[i] for i in order_of(stored)]
     labels, classes, splits = labels_from_folders(paths)
