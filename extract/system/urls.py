@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from extract.credentials import user_info
+from extract.credentials import user_info, without_credentials
 from extract.errors import InputError, LayertapError, first_line
 from extract.system.optional_libraries import pip_install
 
@@ -48,8 +48,8 @@ def file_system(url: str, **settings: Any) -> tuple[Any, str]:
     protocol, _, location = url.partition("://")
     if user_info(location)[1]:
         raise InputError(
-            f"{url}: a password in a URL is not accepted; set it in the environment or in the configuration file of "
-            "the protocol's library"
+            f"{without_credentials(url)}: a password in a URL is not accepted; set it in the environment or in "
+            "the configuration file of the protocol's library"
         )
     try:
         fs_class: Any = fsspec.get_filesystem_class(protocol)
