@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
@@ -16,13 +17,15 @@ from numpy.typing import NDArray
 from extract.errors import InputError, unknown_name
 from extract.row_status import Status
 from extract.store.batches import Shuffle, batches
-from extract.store.format.layout import ROW_DATA, StoredFeature
+from extract.store.format.layout import ROW_DATA, StoredFeature, chunk_rows
 from extract.store.format.receipt import reasons_in, reasons_of
 from extract.store.format.row_hash import hash_records, hash_rows
 from extract.store.format.shard import BLOCK_BYTES, Shard
+from extract.store.open_shards import OpenShards
 from extract.store.places.block_cache import CACHE_BYTES, BlockCache
 from extract.store.places.remote_shard import RemoteShard
 from extract.store.row_selection import RowSelection, open_selections
+from extract.store.text_column import TextColumn
 from extract.system.urls import is_url
 
 if TYPE_CHECKING:  # imports torch, which is not needed to read arrays
@@ -39,7 +42,8 @@ class FeatureReader:
             reader["layer4"][10:20]          # (10, 2048), rows 10 to 19
             reader.paths[10], reader.labels[10], reader.classes
 
-    A reader can be shared by threads, forked, and pickled (another process opens the files again).
+    A reader can be shared by threads, forked, and pickled (another process opens the files again). The shards of a data
+    set of more than 64 are opened on first use: an error in such a shard is raised then.
 
     Args:
         path: a data set folder, a `.h5` shard, or a list of folders, whose rows are concatenated; `classes` is then the
@@ -73,10 +77,11 @@ class FeatureReader:
         self._sets: list[int] = []  # index of the path that each selection is from
         features: list[StoredFeature] | None = None
         fingerprint, base = "", 0
+        self._open_shards = OpenShards()
         self._cache = BlockCache(cache_bytes) if any(isinstance(source, str) for source in paths) else None
         try:
             for number, source in enumerate(paths):
-                opened = open_selections(source, partial, self._cache)
+                opened = open_selections(source, partial, self._cache, self._open_shards)
                 self._selections += [selection.after(base) for selection in opened.selections]
                 if features is None:
                     features, fingerprint = opened.features, opened.fingerprint
@@ -91,7 +96,7 @@ class FeatureReader:
         except BaseException:
             self.close()
             raise
-        self._shards = [selection.shard for selection in self._selections]
+        self._files = [selection.file for selection in self._selections]
         self._features, self._fingerprint = features or [], fingerprint
         self._row_data: dict[str, NDArray[Any]] = {}
         counts = [len(selection.rows) for selection in self._selections]
@@ -123,26 +128,45 @@ class FeatureReader:
         """(N,) int64, row of the data set for each row: 0 to N - 1, except for a single shard or with `partial`."""
         return _frozen(np.concatenate([np.empty(0, np.int64), *self._rows]))
 
-    @cached_property
-    def paths(self) -> list[str]:
-        """Path of each image, relative to the image folder; undecodable bytes as in `os.fsdecode`."""
-        return [path for selection in self._selections for path in selection.paths]
+    @property
+    def paths(self) -> Sequence[str]:
+        """Path of each image, relative to the image folder; undecodable bytes as in `os.fsdecode`.
 
-    @cached_property
-    def splits(self) -> list[str]:
+        Like `splits` and `ids`, it is read from the files; copy what is needed after the reader is closed: `paths[:]`.
+        """
+        return self._text_column("path")
+
+    @property
+    def splits(self) -> Sequence[str]:
         """Split of each row: train, val, test or empty."""
-        return [split for selection in self._selections for split in selection.splits]
+        return self._text_column("split")
+
+    @property
+    def ids(self) -> Sequence[str] | None:
+        """Id of each row from the list of images; None if there are no ids."""
+        return self._text_column("id") if self._has_ids else None
+
+    def _text_column(self, name: str) -> TextColumn:
+        def read(start: int, stop: int) -> list[str]:
+            ranges = self._ranges_between(start, stop)
+            return [text for i, first, last in ranges for text in self._selections[i].texts(name, first, last)]
+
+        return TextColumn(len(self), read)
 
     @cached_property
-    def ids(self) -> list[str] | None:
-        """Id of each row from the list of images; None if there are no ids."""
-        ids = [selection.ids for selection in self._selections]
-        return [name for selection_ids in ids for name in selection_ids or ()] if ids and None not in ids else None
+    def _has_ids(self) -> bool:
+        return bool(self._selections) and all(selection.has_ids for selection in self._with_other_names())
+
+    def _with_other_names(self) -> Iterator[RowSelection]:
+        """Yield one selection of each data set whose shards have the same classes, and all of the others."""
+        for number, selection in enumerate(self._selections):
+            if not (selection.same_names and number and self._sets[number] == self._sets[number - 1]):
+                yield selection
 
     @cached_property
     def classes(self) -> list[str]:
         """Names of the classes."""
-        class_lists = {tuple(selection.classes) for selection in self._selections}
+        class_lists = {tuple(selection.classes) for selection in self._with_other_names()}
         if len(class_lists) == 1:
             return list(class_lists.pop())
         return sorted({name for names in class_lists for name in names}, key=os.fsencode)
@@ -153,6 +177,10 @@ class FeatureReader:
         number = {name: i for i, name in enumerate(self.classes)}
         labels = []
         for selection in self._selections:
+            if unknown := set(selection.classes) - number.keys():
+                raise InputError(
+                    f"{selection.file.name} is damaged: other shards do not have its class {min(unknown)!r}"
+                )
             numbers = np.array([*(number[name] for name in selection.classes), -1], np.int64)  # -1 stays -1
             labels.append(numbers[selection.labels])
         return _frozen(np.concatenate([np.empty(0, np.int64), *labels]))
@@ -173,11 +201,12 @@ class FeatureReader:
         """Fingerprint of the data set: sha256 of everything that the features depend on."""
         return self._fingerprint
 
-    def column(self, name: str) -> NDArray[Any]:
-        """Return (N, ...), a column of all rows.
+    def column(self, name: str, rows: slice | None = None) -> NDArray[Any]:
+        """Return (N, ...), a column of all rows, which the reader keeps; or a copy for a range of rows.
 
         Args:
             name: status, row_hash, record_hash, source_size, source_mtime_ns or source_hash.
+            rows: the range of rows; its step must be 1.
 
         Raises:
             UnknownNameError: no such column.
@@ -185,6 +214,13 @@ class FeatureReader:
         empty = {name: np.empty((0, *width), dtype) for name, width, dtype in ROW_DATA}
         if name not in empty:
             raise unknown_name("column", name, empty, self._name)
+        if rows is not None:
+            start, stop, step = rows.indices(len(self))
+            if step != 1:
+                raise ValueError(f"the rows have step {step}; it must be 1")
+            ranges = self._ranges_between(start, stop)
+            columns = [self._selections[i].column(name, first, last) for i, first, last in ranges]
+            return np.concatenate([empty[name], *columns])
         if name not in self._row_data:
             columns = [selection.column(name) for selection in self._selections]
             self._row_data[name] = _frozen(np.concatenate([empty[name], *columns]))
@@ -193,7 +229,7 @@ class FeatureReader:
     @property
     def provenance(self) -> dict[str, Any]:
         """Backbone, weights, configuration, versions and machine that computed the features of the first shard."""
-        return self._shards[0].provenance if self._shards else {}
+        return self._files[0].shard.provenance if self._files else {}
 
     @property
     def failures(self) -> list[tuple[int, str, str, str]]:
@@ -218,18 +254,25 @@ class FeatureReader:
     def _shard_and_row(self, row: int) -> tuple[Shard, int]:
         shard_index = int(np.searchsorted(self._starts, row, "right")) - 1
         local = self._local(shard_index, np.array([row - self._starts[shard_index]]))
-        return self._shards[shard_index], self._shards[shard_index].identity.first_row + int(local[0])
+        shard = self._files[shard_index].shard
+        return shard, shard.identity.first_row + int(local[0])
 
     @property
     def compression(self) -> dict[str, tuple[str, float]]:
         """Feature -> (gzip, lzf or blosc2; compression ratio), for compressed features."""
         compression = {}
+        kinds: dict[str, set[str]] = {}
+        stored = Counter[str]()
+        for file in self._files:
+            shard = file.shard
+            stored.update(shard.stored_bytes)
+            for name, filter_name in shard.compression.items():
+                kinds.setdefault(name, set()).add(filter_name)
         for feature in self._features:
-            kinds = {shard.compression[feature.name] for shard in self._shards if feature.name in shard.compression}
-            if kinds:
-                plain = sum(len(shard) for shard in self._shards) * feature.row_bytes
-                stored = sum(shard.stored_bytes[feature.name] for shard in self._shards)
-                compression[feature.name] = (" and ".join(sorted(kinds)), plain / max(1, stored))
+            if feature.name in kinds:
+                plain = sum(file.n_rows for file in self._files) * feature.row_bytes
+                filters = " and ".join(sorted(kinds[feature.name]))
+                compression[feature.name] = (filters, plain / max(1, stored[feature.name]))
         return compression
 
     def checked(self, rows: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
@@ -239,9 +282,7 @@ class FeatureReader:
             InputError: a row does not match its hashes.
         """
         features = {layer: self[layer].unchecked(rows) for layer in self.layers}
-        columns = {name: self.column(name)[rows] for name, *_ in ROW_DATA}
-        own_paths = self._own_paths
-        paths = [os.fsencode(own_paths[row]) for row in rows.tolist()]
+        columns, paths = self._records(rows)
         agree = (hash_rows(features) == columns["row_hash"]) & (hash_records(paths, columns) == columns["record_hash"])
         if not agree.all():
             row = int(rows[np.flatnonzero(~agree)[0]])
@@ -323,15 +364,37 @@ class FeatureReader:
             self.checked(new[start : start + at_once])
             self._unverified[new[start : start + at_once]] = False
 
-    @cached_property
-    def _own_paths(self) -> list[str]:
-        """The paths that the record hashes cover."""
-        return [path for selection in self._selections for path in selection.own_paths()]
+    def _records(self, rows: NDArray[np.int64]) -> tuple[dict[str, NDArray[Any]], list[bytes]]:
+        """Return (column -> its values, paths when the features were computed) of rows in any order."""
+        columns = {name: np.empty((len(rows), *width), dtype) for name, width, dtype in ROW_DATA}
+        paths = [b""] * len(rows)
+        order = np.argsort(rows, kind="stable")
+        edges = np.searchsorted(rows[order], self._starts).tolist()
+        for shard_index, (first, stop) in enumerate(pairwise(edges)):
+            if first == stop:
+                continue
+            positions, shard = order[first:stop], self._files[shard_index].shard
+            local = self._local(shard_index, rows[positions] - self._starts[shard_index])
+            for name, values in columns.items():
+                values[positions] = shard.column(name, local)
+            for position, path in zip(positions.tolist(), shard.text("path", local), strict=True):
+                paths[position] = os.fsencode(path)
+        return columns, paths
+
+    def _ranges_between(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (shard index, start, stop), the range of rows `start` to `stop` in each shard that has some of them."""
+        starts = self._starts
+        for shard_index in range(int(np.searchsorted(starts, start, "right")) - 1, len(starts) - 1):
+            if starts[shard_index] >= stop:
+                return
+            first, last = max(start, int(starts[shard_index])), min(stop, int(starts[shard_index + 1]))
+            if first < last:
+                yield shard_index, first - int(starts[shard_index]), last - int(starts[shard_index])
 
     def close(self) -> None:
         """Close the files; arrays that were read stay valid."""
         for selection in self._selections:
-            selection.shard.close()
+            selection.file.close()
         if self._cache is not None:
             self._cache.close()
 
@@ -383,7 +446,7 @@ class FeatureArray:
         if is_row and self._reader._unverified is None:  # fast path for a loop over rows
             shard_index = bisect_right(self._edges, rows) - 1
             chosen, local = self._reader._chosen[shard_index], rows - self._edges[shard_index]
-            shard = self._reader._shards[shard_index]
+            shard = self._reader._files[shard_index].shard
             return shard.row(self._feature.name, int(local if chosen is None else chosen[local]))
         if isinstance(rows, slice):
             start, stop, step = rows.indices(len(self))
@@ -406,31 +469,21 @@ class FeatureArray:
         pieces: list[tuple[int, int]] = []
         for shard_index, start in enumerate(self._reader._starts[:-1].tolist()):
             stop = int(self._reader._starts[shard_index + 1])
-            step = self._reader._shards[shard_index].chunks[self._feature.name]
+            step = chunk_rows(self._feature, self._reader._files[shard_index].n_rows)
             pieces += [(first, min(first + step, stop)) for first in range(start, stop, step)]
         return pieces
 
     def forget(self, start: int, stop: int) -> None:
         """Release memory-mapped pages of rows that were read; the file stays in the kernel's cache."""
-        for shard_index, first, last in self._ranges_between(start, stop):
+        for shard_index, first, last in self._reader._ranges_between(start, stop):
             if self._reader._chosen[shard_index] is None:
-                self._reader._shards[shard_index].forget(self._feature.name, first, last)
-
-    def _ranges_between(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (shard index, start, stop), the range of rows `start` to `stop` in each shard that has some of them."""
-        starts = self._reader._starts
-        for shard_index in range(int(np.searchsorted(starts, start, "right")) - 1, len(starts) - 1):
-            if starts[shard_index] >= stop:
-                return
-            first, last = max(start, int(starts[shard_index])), min(stop, int(starts[shard_index + 1]))
-            if first < last:
-                yield shard_index, first - int(starts[shard_index]), last - int(starts[shard_index])
+                self._reader._files[shard_index].shard.forget(self._feature.name, first, last)
 
     def between(self, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
         """Return (stop - start, *shape), neighbouring rows, all in range; in `out` if it is given."""
         if self._reader._unverified is not None:
             self._reader._verify(np.arange(start, stop))
-        ranges = list(self._ranges_between(start, stop))
+        ranges = list(self._reader._ranges_between(start, stop))
         if out is None:
             if len(ranges) == 1:
                 return self._read(*ranges[0])
@@ -451,8 +504,8 @@ class FeatureArray:
         if out is None:
             out = np.empty((len(rows), *self.shape[1:]), self.dtype)
         reader, name = self._reader, self._feature.name
-        if len(reader._shards) == 1:
-            return reader._shards[0].take(name, reader._local(0, rows), out)
+        if len(reader._files) == 1:
+            return reader._files[0].shard.take(name, reader._local(0, rows), out)
         if len(rows) and (rows[1:] < rows[:-1]).any():
             # Sorted first, so that each shard is read once and all rows are reordered at once.
             order = np.argsort(rows, kind="stable")
@@ -462,15 +515,15 @@ class FeatureArray:
         for shard_index, (first, last) in enumerate(pairwise(edges)):
             if first < last:
                 local = reader._local(shard_index, rows[first:last] - self._edges[shard_index])
-                reader._shards[shard_index].take(name, local, out[first:last])
+                reader._files[shard_index].shard.take(name, local, out[first:last])
         return out
 
     def _read(self, shard_index: int, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
         reader, name = self._reader, self._feature.name
         chosen = reader._chosen[shard_index]
         if chosen is None:
-            return reader._shards[shard_index].read(name, start, stop, out)
-        return reader._shards[shard_index].take(name, chosen[start:stop], out)
+            return reader._files[shard_index].shard.read(name, start, stop, out)
+        return reader._files[shard_index].shard.take(name, chosen[start:stop], out)
 
 
 def _path_or_url(path: str | os.PathLike[str]) -> Path | str:

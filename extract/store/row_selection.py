@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial as bind
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from extract.store.format.dataset import DataSet
 from extract.store.format.layout import RowNames, StoredFeature
 from extract.store.format.row_hash import wrong_rows
 from extract.store.format.shard import Shard
+from extract.store.open_shards import OpenShards, ShardFile
 from extract.store.places.block_cache import BlockCache
 from extract.store.places.bucket import Bucket, open_remote_shard
 from extract.system.atomic_files import allow_more_files
@@ -26,6 +28,8 @@ __all__ = ["OpenedDataSet", "RowSelection", "open_selections", "read_one_version
 T = TypeVar("T")
 
 _ATTEMPTS = 5  # to read a data set while new versions are published
+# A data set of more shards is opened shard by shard, on first use: an open shard takes 2 ms and 90 KB.
+OPENED_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -33,47 +37,50 @@ class RowSelection:
     """Rows of one shard.
 
     Attributes:
-        shard: the open shard.
-        rows: (N,) int64, their numbers in the data set, ascending.
+        file: the file of the shard.
+        rows: (N,), their numbers in the data set, ascending.
         chosen: (N,) int64, their numbers in the shard; None for all rows of the shard, in order.
         names: paths, labels, splits and classes; None to read them from the shard.
+        same_names: whether all shards of the data set have the same classes, and all or none of them ids.
     """
 
-    shard: Shard
-    rows: NDArray[np.int64]
+    file: ShardFile
+    rows: range | NDArray[np.int64]
     chosen: NDArray[np.int64] | None = None
     names: RowNames | None = None
+    same_names: bool = False
+
+    @property
+    def shard(self) -> Shard:
+        """The open shard; see `ShardFile.shard` for errors."""
+        return self.file.shard
 
     def after(self, count: int) -> RowSelection:
         """Return the selection with `count` added to its row numbers, for the rows of preceding data sets."""
+        if isinstance(self.rows, range):
+            return replace(self, rows=range(self.rows.start + count, self.rows.stop + count))
         return replace(self, rows=self.rows + count)
 
-    def column(self, name: str) -> NDArray[Any]:
-        """Return (N, ...), a column of the shard."""
-        column = self.shard.column(name)
-        return column if self.chosen is None else column[self.chosen]
+    def column(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
+        """Return (stop - start, ...), a column of the shard for some of the rows; by default for all."""
+        if self.chosen is None:
+            return self.shard.column(name, slice(start, stop))
+        return self.shard.column(name, self.chosen[start:stop])
 
-    def own_paths(self) -> list[str]:
-        """Return the paths of the images when their features were computed."""
-        return self._text("path")
+    def own_paths(self, start: int, stop: int) -> list[str]:
+        """Return the paths of the images of some of the rows when their features were computed."""
+        return self.shard.text("path", slice(start, stop) if self.chosen is None else self.chosen[start:stop])
 
-    def _text(self, name: str) -> list[str]:
-        return self.shard.text(name, ... if self.chosen is None else self.chosen)
-
-    @property
-    def paths(self) -> list[str]:
-        """Path of each image."""
-        return self._text("path") if self.names is None else list(self.names.paths)
-
-    @property
-    def splits(self) -> list[str]:
-        """Split of each row: train, val, test or empty."""
-        return self._text("split") if self.names is None else list(self.names.splits)
+    def texts(self, name: str, start: int, stop: int) -> list[str]:
+        """Return the path, split or id of some of the rows."""
+        if self.names is not None:
+            return list({"path": self.names.paths, "split": self.names.splits}[name][start:stop])
+        return self.shard.text(name, slice(start, stop) if self.chosen is None else self.chosen[start:stop])
 
     @property
-    def ids(self) -> list[str] | None:
-        """Ids from the list of images; None if it has none."""
-        return self._text("id") if self.names is None and self.shard.has_ids else None
+    def has_ids(self) -> bool:
+        """Whether the rows have ids."""
+        return self.names is None and self.shard.has_ids
 
     @property
     def classes(self) -> list[str]:
@@ -110,13 +117,15 @@ class OpenedDataSet:
     n_rows: int
 
 
-def open_selections(path: Path | str, partial: bool, cache: BlockCache | None) -> OpenedDataSet:
+def open_selections(
+    path: Path | str, partial: bool, cache: BlockCache | None, open_shards: OpenShards
+) -> OpenedDataSet:
     """Open a data set folder or a shard, for a URL through `cache`; see `FeatureReader` for `partial` and errors."""
     if isinstance(path, str):
         assert cache is not None
         return _open_url(path, partial, cache)
     if path.is_dir():
-        return read_one_version(path, lambda dataset: _select_from_shards(dataset, partial))
+        return read_one_version(path, lambda dataset: _select_from_shards(dataset, partial, open_shards))
     with contextlib.ExitStack() as on_error:
         shard = on_error.enter_context(Shard(path))
         selection = _select_stored(shard, shard.identity.first_row, partial)
@@ -156,21 +165,19 @@ def read_one_version(out: Path, read: Callable[[DataSet], T]) -> T:
     raise AssertionError("the last attempt returns or raises")
 
 
-def _select_from_shards(dataset: DataSet, partial: bool) -> OpenedDataSet:
+def _select_from_shards(dataset: DataSet, partial: bool, open_shards: OpenShards) -> OpenedDataSet:
     selections: list[RowSelection] = []
+    same_names = dataset.version is not None or "labels_xxh3" in dataset.images
     with contextlib.ExitStack() as on_error:
-        if dataset.version is None:
-            for first, shard in _open_shards(dataset, partial):
-                selections.append(_select_stored(on_error.enter_context(shard), first, partial))
-        else:
-            for selection in _select_from_version(dataset):
-                on_error.enter_context(selection.shard)
-                selections.append(selection)
+        select = _select_from_version if dataset.version is not None else _select_from_files
+        for selection in select(dataset, partial, open_shards):
+            on_error.callback(selection.file.close)
+            selections.append(replace(selection, same_names=same_names))
         on_error.pop_all()  # the shards stay open
     return OpenedDataSet(selections, dataset.features, dataset.fingerprint, dataset.n_rows)
 
 
-def _select_from_version(dataset: DataSet) -> Iterator[RowSelection]:
+def _select_from_version(dataset: DataSet, partial: bool, open_shards: OpenShards) -> Iterator[RowSelection]:
     """Yield the rows of the published version of a data set of `layertap sync`.
 
     Raises:
@@ -179,47 +186,87 @@ def _select_from_version(dataset: DataSet) -> Iterator[RowSelection]:
     """
     table = dataset.version_rows()
     assert dataset.version is not None
-    for number, pass_dataset in zip(dataset.version.passes, dataset.data_sets_with_shards(), strict=True):
+    passes = dataset.data_sets_with_shards()
+    at_once = sum(pass_dataset.n_shards for pass_dataset in passes) <= OPENED_AT_ONCE
+    for number, pass_dataset in zip(dataset.version.passes, passes, strict=True):
         start, stop = np.searchsorted(table.passes, [number, number + 1]).tolist()
         shards = table.rows[start:stop] // pass_dataset.shard_rows
         shard_files = pass_dataset.shard_files()
-        allow_more_files(len(shard_files))
+        if at_once:
+            allow_more_files(len(shard_files))
         for shard in np.unique(shards).tolist():
             if shard >= len(shard_files):
                 raise InputError(f"{pass_dataset.out} has no shard {shard}; run `layertap sync` to repair the data set")
             first, last = (start + np.searchsorted(shards, [shard, shard + 1])).tolist()
             path = pass_dataset.path(shard, shard_files[shard].published or 0)
-            opened = pass_dataset.open_shard(shard, path)
+            n_rows = len(pass_dataset.shard_range(shard))
+            if at_once:
+                file = ShardFile(str(path), n_rows, _open_finished(pass_dataset, shard, path))
+            else:
+                read = bind(_open_later, pass_dataset, shard, path)
+                file = ShardFile(str(path), n_rows, read=read, open_shards=open_shards)
             try:
-                _stored_rows(opened, partial=False)
-                chosen = table.rows[first:last] - opened.identity.first_row
-                if chosen.max() >= len(opened):
+                chosen = table.rows[first:last] - pass_dataset.shard_range(shard).start
+                if chosen.max() >= n_rows:
                     raise InputError(f"{path} has no row {chosen.max()}, to which the version refers")
                 names = RowNames(
                     table.paths[first:last], table.labels[first:last], table.splits[first:last], table.classes
                 )
-                all_rows = len(chosen) == len(opened) and bool((chosen == np.arange(len(opened))).all())
-                yield RowSelection(opened, np.arange(first, last), None if all_rows else chosen, names)
+                all_rows = len(chosen) == n_rows and bool((chosen == np.arange(n_rows)).all())
+                yield RowSelection(file, range(first, last), None if all_rows else chosen, names)
             except BaseException:
-                opened.close()
+                file.close()
                 raise
 
 
 def _select_stored(shard: Shard, first_row: int, partial: bool) -> RowSelection:
     """Select the rows of a shard that are not pending."""
     stored = _stored_rows(shard, partial)
-    return RowSelection(shard, first_row + stored, None if len(stored) == len(shard) else stored)
+    file = ShardFile(shard.name, len(shard), shard)
+    if len(stored) == len(shard):
+        return RowSelection(file, range(first_row, first_row + len(shard)))
+    return RowSelection(file, first_row + stored, stored)
 
 
-def _open_shards(dataset: DataSet, partial: bool) -> Iterator[tuple[int, Shard]]:
-    """Yield (first row, shard) of the shards of a data set that can be read."""
+def _open_finished(dataset: DataSet, shard: int, path: Path) -> Shard:
+    """Open a finished shard, and check that no row is pending; see `_stored_rows` for errors."""
+    opened = dataset.open_shard(shard, path)
+    try:
+        _stored_rows(opened, partial=False)
+    except BaseException:
+        opened.close()
+        raise
+    return opened
+
+
+def _open_later(dataset: DataSet, shard: int, path: Path) -> Shard:
+    """Like `_open_finished`, for a reader that is open; the shard may have been replaced since."""
+    try:
+        return _open_finished(dataset, shard, path)
+    except InputError as error:
+        if path.exists():
+            raise
+        raise InputError(
+            f"{path} no longer exists: it was replaced or removed after the reader was opened; open the data set again"
+        ) from error
+
+
+def _select_from_files(dataset: DataSet, partial: bool, open_shards: OpenShards) -> Iterator[RowSelection]:
+    """Yield the rows of the shards of a data set that can be read."""
     shard_files = dataset.shard_files()
     if not partial and any(files.published is None for files in shard_files):
         shard_files = dataset.shard_files()  # a listing can miss a file that is renamed at the same time
-    allow_more_files(len(shard_files))
+    at_once = len(shard_files) <= OPENED_AT_ONCE
+    if at_once:
+        allow_more_files(len(shard_files))
     for shard, files in enumerate(shard_files):
+        rows = dataset.shard_range(shard)
         if files.published is not None:
             path = dataset.path(shard, files.published)
+            if not at_once:
+                read = bind(_open_later, dataset, shard, path)
+                yield RowSelection(ShardFile(str(path), len(rows), read=read, open_shards=open_shards), rows)
+                continue
         elif partial and files.part is not None:
             path = dataset.path(shard, files.part, part=True)
         elif partial:
@@ -239,7 +286,12 @@ def _open_shards(dataset: DataSet, partial: bool) -> Iterator[tuple[int, Shard]]
             if current_files == files or current_files.published is None:
                 raise
             opened = dataset.open_shard(shard, dataset.path(shard, current_files.published))
-        yield dataset.shard_range(shard).start, opened
+        try:
+            selection = _select_stored(opened, rows.start, partial)
+        except BaseException:
+            opened.close()
+            raise
+        yield selection
 
 
 def _stored_rows(shard: Shard, partial: bool) -> NDArray[np.int64]:

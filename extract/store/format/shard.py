@@ -355,9 +355,9 @@ class Shard:
 
     # Columns beside the features
 
-    def column(self, name: str) -> NDArray[Any]:
+    def column(self, name: str, rows: slice | NDArray[np.int64] = slice(None)) -> NDArray[Any]:
         """Return (N, ...), a copy of the current values of a column: row data, label, or path as stored bytes."""
-        return self._view(name).copy()
+        return self._view(name)[rows].copy()
 
     def text(self, name: str, rows: slice | NDArray[np.int64] | EllipsisType = ...) -> list[str]:
         """Return the path, split or id of rows, or the classes, decoded by `os.fsdecode`."""

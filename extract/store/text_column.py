@@ -1,0 +1,64 @@
+"""Text of each row of a reader, read from the files when it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["TextColumn"]
+
+_AT_ONCE = 1 << 16  # texts held in memory while they are iterated over
+
+
+class TextColumn(Sequence[str]):
+    """A sequence of str, such as the paths of all rows; a slice of it is a list.
+
+    It is equal to every sequence of the same texts.
+
+    Args:
+        n_rows: number of texts.
+        read: returns the texts of rows from start to stop.
+    """
+
+    def __init__(self, n_rows: int, read: Callable[[int, int], list[str]]):
+        self._n_rows, self._read = n_rows, read
+
+    def __len__(self) -> int:
+        return self._n_rows
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            rows = range(self._n_rows)[index]
+            if rows.step == 1:
+                return self._read(rows.start, max(rows.start, rows.stop))
+            return [self[row] for row in rows]
+        row = range(self._n_rows)[index]
+        return self._read(row, row + 1)[0]
+
+    def __iter__(self) -> Iterator[str]:
+        for start in range(0, self._n_rows, _AT_ONCE):
+            yield from self._read(start, min(start + _AT_ONCE, self._n_rows))
+
+    def __contains__(self, text: object) -> bool:
+        return any(text == other for other in self)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence) or isinstance(other, str):
+            return NotImplemented
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.array(list(self), dtype=dtype or (np.str_ if len(self) else "<U1"))
+
+    def __repr__(self) -> str:
+        shown = ", ".join(map(repr, self[:3]))
+        return f"[{shown}{', ...' if len(self) > 3 else ''}]"
