@@ -35,7 +35,7 @@ extract.FeatureReader.batches(self, layer: str, batch_size: int, *, shuffle: Shu
         NDArray[np.int64]]]
 extract.FeatureReader.checked(self, rows: NDArray[np.int64]) -> dict[str, NDArray[Any]]
 extract.FeatureReader.close(self) -> None
-extract.FeatureReader.column(self, name: str) -> NDArray[Any]
+extract.FeatureReader.column(self, name: str, rows: slice | None = None) -> NDArray[Any]
 extract.FeatureReader.compression: dict[str, tuple[str, float]]
 extract.FeatureReader.dataset(self, layers: str | Sequence[str], *, split: str | None = None, transform: Any =
         None) -> FeatureDataset

@@ -1,7 +1,8 @@
 """Export features to files for other tools: one HDF5 file, NumPy arrays, Parquet, or MATLAB.
 
 An export is written to a temporary folder and moved to its path when complete. What a killed export has left is removed
-by the next one to the same path; see `extract.system.leftovers`. At most 64 MB of features are held in memory at once.
+by the next one to the same path; see `extract.system.leftovers`. At most 64 MB of features are held in memory at once,
+and the labels and the status of all rows.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from extract.system.optional_libraries import library
 __all__ = ["FORMATS", "Format", "export"]
 
 _OnRows = Callable[[int], None]
+_ROWS_AT_ONCE = 1 << 16  # rows in memory, with their paths
 
 
 def export(
@@ -103,9 +105,12 @@ def _exists(path: Path) -> bool:
 def _blocks(reader: FeatureReader) -> Iterator[tuple[int, int, dict[str, NDArray[Any]]]]:
     """Yield all rows in blocks that fit in memory: (start, stop, layer -> features that match their hashes)."""
     step = max(1, BLOCK_BYTES // max(1, sum(reader[name].row_bytes for name in reader.layers)))
+    step = min(step, _ROWS_AT_ONCE)
     for start in range(0, len(reader), step):
         stop = min(start + step, len(reader))
         yield start, stop, reader.checked(np.arange(start, stop))
+        for name in reader.layers:
+            reader[name].forget(start, stop)
 
 
 def _to_h5(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _OnRows) -> None:
@@ -117,16 +122,16 @@ def _to_h5(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _On
     rows = RowNames(reader.paths, reader.labels, reader.splits, reader.classes, reader.ids)
     layouts = [preallocated(None) for _ in features]
     with new_shard_file(path, features, layouts, identity, rows, reader.provenance) as file:
-        columns = {name: reader.column(name).copy() for name, *_ in ROW_DATA}
         for start, stop, block in _blocks(reader):
             chosen = {feature.name: block[feature.name] for feature in features}
             for name, values in chosen.items():
                 file["features"][name][start:stop] = values
-            columns["row_hash"][start:stop] = hash_rows(chosen)
+            columns = {name: reader.column(name, slice(start, stop)) for name, *_ in ROW_DATA}
+            columns["row_hash"] = hash_rows(chosen)
+            columns["record_hash"] = hash_records(list(map(os.fsencode, rows.paths[start:stop])), columns)
+            for name, values in columns.items():
+                file[name][start:stop] = values
             on_rows(stop - start)
-        columns["record_hash"] = hash_records([os.fsencode(image) for image in rows.paths], columns)
-        for name, values in columns.items():
-            file[name][...] = values
 
 
 def _to_npy(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _OnRows) -> None:
@@ -139,10 +144,9 @@ def _to_npy(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
         ids = reader.ids
         table.writerow(["row", "path", "label", "class", "split", "status", *(["id"] if ids else [])])
         classes = [*reader.classes, ""]  # label -1 indexes the last entry
-        for row, values in enumerate(zip(reader.paths, reader.labels, reader.splits, reader.status, strict=True)):
-            image, label, split, status = values
-            id_column = [ids[row]] if ids else []
-            cells = [reader.rows[row], image, label, classes[label], split, Status(status).text, *id_column]
+        columns = (reader.rows, reader.paths, reader.labels, reader.splits, reader.status)
+        for row, image, label, split, status, *id_column in zip(*columns, *([ids] if ids else []), strict=True):
+            cells = [row, image, label, classes[label], split, Status(status).text, *id_column]
             table.writerow(map(safe_cell, cells))
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context((path / f"{name}.npy").open("wb")) for name in names}

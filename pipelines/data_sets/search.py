@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,7 @@ def _row_of(reader: FeatureReader, query: str, out: Path | str) -> tuple[int | N
     return None, ""
 
 
-def _equal(paths: list[str], query: str) -> NDArray[np.bool_]:
+def _equal(paths: Sequence[str], query: str) -> NDArray[np.bool_]:
     encoded = os.fsencode(query)
     return np.fromiter((os.fsencode(path) == encoded for path in paths), np.bool_, len(paths))
 

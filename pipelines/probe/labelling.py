@@ -140,7 +140,7 @@ def drop_leaks(reader: FeatureReader, labelling: Labelling) -> Labelling:
 
 def _from_data_set(reader: FeatureReader) -> tuple[list[str | None], list[str], list[str]]:
     names = [*reader.classes, None]  # label -1 gives the last item, None
-    return [names[label] for label in reader.labels.tolist()], reader.splits, []
+    return [names[label] for label in reader.labels.tolist()], list(reader.splits), []
 
 
 def _from_file(
@@ -180,7 +180,7 @@ def _from_file(
     values = table[column.strip().lower()]
     empty = "" if keep_empty else None
     texts = [None if row is None else _text(values[row], empty) for row in table_rows]
-    splits = reader.splits
+    splits = list(reader.splits)
     if "split" in table:
         splits = []
         for row in table_rows:

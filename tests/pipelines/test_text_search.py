@@ -113,7 +113,7 @@ def test_a_text_finds_the_images_that_the_model_puts_nearest(
     model, _ = clip
     transform = open_clip.image_transform(32, is_train=False, resize_mode=model.visual.preprocess_cfg["resize_mode"])
     with FeatureReader(out) as reader:
-        paths = reader.paths
+        paths = reader.paths[:]
     with torch.no_grad():
         images = torch.stack([transform(Image.open(folder / path).convert("RGB")) for path in paths])
         text = model.encode_text(open_clip.get_tokenizer("tiny-clip")(TEXTS[:1]), normalize=True)

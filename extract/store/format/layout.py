@@ -93,6 +93,7 @@ VERSIONS_TEXT = " or ".join(map(str, READABLE_VERSIONS))
 _CHUNK_BYTES = 1 << 20
 
 # Limit on the bytes that do not change after creation: opening a shard hashes them.
+_TEXTS_AT_ONCE = 1 << 16  # paths, splits or ids in memory while they are written
 _FIXED_BYTES = 1 << 30
 
 # Datasets other than features that are written row by row; datasets with 8-byte rows come first, for alignment.
@@ -222,15 +223,15 @@ def new_shard_file(
     texts = {"path": names.paths, "split": names.splits, "classes": names.classes}
     if names.ids is not None:
         texts["id"] = names.ids
-    text_bytes = sum(max(map(len, map(os.fsencode, text)), default=1) * len(text) for text in texts.values())
+    widths = {name: max(map(len, map(os.fsencode, text)), default=1) or 1 for name, text in texts.items()}
+    text_bytes = sum(widths[name] * len(text) for name, text in texts.items())
     if text_bytes > _FIXED_BYTES:  # every path takes the space of the longest
         raise InputError(
             f"{path}: paths take {text_bytes / 1e6:,.0f} MB, too much for one file; set a smaller shard_rows"
         )
-    fixed = {name: _fixed_length(values) for name, values in texts.items()}
-    fixed["label"] = np.asarray(names.labels, "<i8")
-    fixed["provenance"] = np.array(json.dumps(provenance, indent=1).encode())
-    fixed_bytes = sum(values.nbytes for values in fixed.values())
+    labels = np.asarray(names.labels, "<i8")
+    encoded_provenance = np.array(json.dumps(provenance, indent=1).encode())
+    fixed_bytes = text_bytes + labels.nbytes + encoded_provenance.nbytes
     header_bytes = 512
     while header_bytes < 256 + 48 * (len(features) + len(ROW_DATA)):  # 48: two numbers of up to 20 digits
         header_bytes *= 2
@@ -258,10 +259,17 @@ def new_shard_file(
                 data.attrs.update(feature.attributes)
             for name, width, row_dtype in ROW_DATA:
                 file.create_dataset(name, (n_rows, *width), row_dtype, dcpl=preallocated(None), fillvalue=0)
-            for name, values in fixed.items():
-                if values.dtype.kind == "S":
-                    values = values.astype(h5py.string_dtype("utf-8", values.dtype.itemsize))
-                file.create_dataset(name, values.shape, values.dtype, dcpl=preallocated(None))[...] = values
+            for name, text in texts.items():
+                data = file.create_dataset(
+                    name, len(text), h5py.string_dtype("utf-8", widths[name]), dcpl=preallocated(None)
+                )
+                for start in range(0, len(text), _TEXTS_AT_ONCE):
+                    encoded = list(map(os.fsencode, text[start : start + _TEXTS_AT_ONCE]))
+                    data[start : start + len(encoded)] = np.array(encoded, f"S{widths[name]}")
+            file.create_dataset("label", labels.shape, labels.dtype, dcpl=preallocated(None))[...] = labels
+            text_type = h5py.string_dtype("utf-8", encoded_provenance.dtype.itemsize)
+            data = file.create_dataset("provenance", (), text_type, dcpl=preallocated(None))
+            data[...] = encoded_provenance
             yield file
             file.flush()  # assigns the offsets of compressed chunks
             written = [file["features"][feature.name] for feature in features]
@@ -282,11 +290,6 @@ def new_shard_file(
         raise LayertapError(f"cannot create {path} ({size / 1e6:,.1f} MB): {reason}") from error
     finally:
         discard(temporary)
-
-
-def _fixed_length(values: Sequence[str]) -> NDArray[np.bytes_]:
-    encoded = [os.fsencode(value) for value in values]
-    return np.array(encoded, f"S{max(map(len, encoded), default=1) or 1}")
 
 
 def preallocated(chunks: tuple[int, ...] | None) -> Any:

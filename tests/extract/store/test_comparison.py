@@ -32,7 +32,7 @@ def test_two_interpolations(folder: Path, tmp_path: Path) -> None:
     assert comparison.changes == [("preprocessing.interpolation", "bicubic", "bilinear")]
     assert (comparison.same, comparison.only) == (12, (0, 0))
     with FeatureReader(tmp_path / "bicubic") as reader:
-        paths = reader.paths
+        paths = reader.paths[:]
     expected = expected_cosines(tmp_path / "bicubic", tmp_path / "bilinear", paths)
     similarity = comparison.features["embedding"]
     assert isinstance(similarity, Similarity)

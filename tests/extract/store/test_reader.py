@@ -226,7 +226,7 @@ def test_a_closed_reader_says_so(tmp_path: Path, compress: str | None) -> None:
     reader = FeatureReader(complete_data_set(tmp_path / "out", compress).out)
     reader.close()
     for use in (lambda: reader["vector"][0], lambda: reader["vector"][[1, 2]], lambda: reader["vector"][:],
-                lambda: reader.status, lambda: reader.paths, lambda: reader.provenance):  # fmt: skip
+                lambda: reader.status, lambda: reader.paths[0], lambda: reader.provenance):  # fmt: skip
         with pytest.raises(LayertapError, match="is closed"):
             use()
 

@@ -1,0 +1,157 @@
+"""Readers of data sets with many shards, which are opened on first use; the limits are lowered for three shards."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from extract import FeatureReader, InputError, LayertapError
+from extract.store import open_shards, row_selection
+from extract.store.export import export
+from extract.store.format.shard import Shard
+
+
+@pytest.fixture(autouse=True)
+def _on_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_selection, "OPENED_AT_ONCE", 0)
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files that were opened."""
+    names: list[str] = []
+    original = Shard.__init__
+
+    def recorded(shard: Shard, path: Path) -> None:
+        names.append(path.name)
+        original(shard, path)
+
+    monkeypatch.setattr(Shard, "__init__", recorded)
+    return names
+
+
+def in_files(out: Path, name: str) -> np.ndarray:
+    """Return a dataset of all shards, read by h5py."""
+    parts = []
+    for path in sorted(out.glob("shards/*.h5")):
+        with h5py.File(path) as file:
+            parts.append(file[name][()])
+    return np.concatenate(parts)
+
+
+def test_only_the_shard_that_is_read_is_opened(complete: Path, opened: list[str]) -> None:
+    with FeatureReader(complete) as reader:
+        assert opened == []
+        row = len(reader) - 1
+        np.testing.assert_array_equal(reader["vector"][row], in_files(complete, "features/vector")[row])
+    assert opened == ["000002.h5"]
+
+
+def test_everything_is_as_in_the_files(complete: Path) -> None:
+    with FeatureReader(complete) as reader:
+        order = np.random.default_rng(0).permutation(len(reader))
+        np.testing.assert_array_equal(reader["vector"][order], in_files(complete, "features/vector")[order])
+        np.testing.assert_array_equal(reader.status, in_files(complete, "status"))
+        assert list(map(str.encode, reader.paths)) == in_files(complete, "path").tolist()
+        assert list(map(str.encode, reader.splits)) == in_files(complete, "split").tolist()
+        np.testing.assert_array_equal(reader.rows, np.arange(len(order)))
+        hashes = in_files(complete, "row_hash")
+        np.testing.assert_array_equal(reader.column("row_hash", slice(3, 17)), hashes[3:17])
+        np.testing.assert_array_equal(reader.column("row_hash"), hashes)
+
+
+def test_a_range_of_a_column_has_no_step(complete: Path) -> None:
+    with FeatureReader(complete) as reader, pytest.raises(ValueError, match="step 2"):
+        reader.column("status", slice(0, 8, 2))
+
+
+@pytest.mark.parametrize("shuffle", [None, "chunks", "rows"])
+def test_batches_are_those_of_a_reader_that_opens_all_shards(
+    complete: Path, shuffle: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FeatureReader(complete) as reader:
+        lazy = list(reader.batches("vector", 4, shuffle=shuffle, seed=3))  # type: ignore[arg-type]
+    monkeypatch.setattr(row_selection, "OPENED_AT_ONCE", 64)
+    with FeatureReader(complete) as reader:
+        eager = list(reader.batches("vector", 4, shuffle=shuffle, seed=3))  # type: ignore[arg-type]
+    assert len(lazy) == len(eager) > 0
+    for (features, rows), (expected, expected_rows) in zip(lazy, eager, strict=True):
+        np.testing.assert_array_equal(rows, expected_rows)
+        np.testing.assert_array_equal(features, expected)
+
+
+def test_the_shard_that_was_opened_first_is_closed_at_the_limit(
+    complete: Path, opened: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(open_shards, "_most_open_shards", lambda: 2)
+    expected = in_files(complete, "features/vector")
+    with FeatureReader(complete) as reader:
+        first = [int(start) for start in reader._starts[:-1]]
+        kept = reader["vector"][first[0] : first[0] + 2]
+        for row in (*first, first[1], first[2], first[0]):
+            np.testing.assert_array_equal(reader["vector"][row], expected[row])
+        np.testing.assert_array_equal(kept, expected[:2])
+    assert opened == ["000000.h5", "000001.h5", "000002.h5", "000000.h5"]
+
+
+def test_a_damaged_shard_is_named_when_it_is_read(complete: Path) -> None:
+    with (complete / "shards/000001.h5").open("r+b") as file:
+        file.truncate(1000)
+    with FeatureReader(complete) as reader:
+        assert reader["vector"][0].shape == (6,)
+        with pytest.raises(InputError, match=r"000001\.h5 is damaged: it has 1,000 bytes"):
+            reader["vector"][:]
+
+
+def test_a_shard_that_was_removed_is_named_when_it_is_read(complete: Path) -> None:
+    with FeatureReader(complete) as reader:
+        (complete / "shards/000002.h5").unlink()
+        with pytest.raises(InputError, match=r"000002\.h5 no longer exists: .* open the data set again"):
+            reader["vector"][:]
+
+
+def test_a_missing_shard_is_named_when_the_data_set_is_opened(complete: Path) -> None:
+    (complete / "shards/000002.h5").unlink()
+    with pytest.raises(LayertapError, match=r"000002\.h5 is missing"):
+        FeatureReader(complete)
+
+
+def test_a_shard_of_another_data_set_is_refused_when_it_is_read(complete: Path) -> None:
+    shutil.copy(complete / "shards/000000.h5", complete / "shards/000001.h5")
+    with FeatureReader(complete) as reader, pytest.raises(InputError, match="is not shard 1 of this data set"):
+        reader["vector"][:]
+
+
+def test_a_closed_reader_opens_nothing(complete: Path) -> None:
+    with FeatureReader(complete) as reader:
+        reader["vector"][0]
+    for use in (lambda: reader["vector"][0], lambda: reader["vector"][len(reader) - 1], lambda: reader.paths[-1]):
+        with pytest.raises(LayertapError, match="is closed"):
+            use()
+
+
+def test_a_pickled_reader_opens_the_files_again(complete: Path, opened: list[str]) -> None:
+    with FeatureReader(complete) as reader:
+        reader["vector"][:]
+        opened.clear()
+        copy = pickle.loads(pickle.dumps(reader))
+    assert opened == []
+    with copy:
+        np.testing.assert_array_equal(copy["vector"][:], in_files(complete, "features/vector"))
+        assert list(map(str.encode, copy.paths)) == in_files(complete, "path").tolist()
+    assert len(opened) == 3
+
+
+def test_an_export_opens_as_the_data_set(complete: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("extract.store.export._ROWS_AT_ONCE", 5)  # blocks that begin within a shard
+    monkeypatch.setattr("extract.store.format.layout._TEXTS_AT_ONCE", 4)
+    with FeatureReader(complete) as reader:
+        export(reader, tmp_path / "one.h5", "h5")
+    with h5py.File(tmp_path / "one.h5") as file:
+        for name in ("features/vector", "path", "split", "status", "row_hash", "source_hash"):
+            np.testing.assert_array_equal(file[name][()], in_files(complete, name))

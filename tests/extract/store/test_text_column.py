@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extract.store.text_column import TextColumn
+
+TEXTS = ["a", "", "b/c.jpg", "ü", "a"]
+
+
+def column(texts: list[str]) -> TextColumn:
+    return TextColumn(len(texts), lambda start, stop: texts[start:stop])
+
+
+@given(st.lists(st.text(max_size=3), max_size=8), st.slices(8))
+def test_a_slice_is_that_of_a_list(texts: list[str], index: slice) -> None:
+    assert column(texts)[index] == texts[index]
+
+
+@given(st.lists(st.text(max_size=3), max_size=8))
+def test_it_is_a_sequence_like_a_list(texts: list[str]) -> None:
+    values = column(texts)
+    assert (list(values), len(values), list(reversed(values))) == (texts, len(texts), texts[::-1])
+    assert [values[i] for i in range(-len(texts), len(texts))] == texts + texts
+    assert values == texts
+    assert np.array(values).tolist() == texts
+    for text in texts:
+        assert text in values
+        assert values.index(text) == texts.index(text)
+
+
+def test_it_differs_from_other_texts() -> None:
+    for other in (TEXTS[:-1], [*TEXTS[:-1], "z"], "a", None):
+        assert column(TEXTS) != other
+    assert "z" not in column(TEXTS)
+
+
+@pytest.mark.parametrize("row", [5, -6])
+def test_a_row_out_of_range_raises(row: int) -> None:
+    with pytest.raises(IndexError):
+        column(TEXTS)[row]
+
+
+def test_many_texts_are_read_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("extract.store.text_column._AT_ONCE", 2)
+    reads = []
+
+    def read(start: int, stop: int) -> list[str]:
+        reads.append((start, stop))
+        return TEXTS[start:stop]
+
+    assert list(TextColumn(5, read)) == TEXTS
+    assert reads == [(0, 2), (2, 4), (4, 5)]
