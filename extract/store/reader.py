@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -17,13 +15,15 @@ from numpy.typing import NDArray
 from extract.errors import InputError, unknown_name
 from extract.row_status import Status
 from extract.store.batches import Shuffle, batches
-from extract.store.format.layout import ROW_DATA, StoredFeature, chunk_rows
+from extract.store.feature_array import FeatureArray
+from extract.store.format.layout import ROW_DATA, StoredFeature
 from extract.store.format.receipt import reasons_in, reasons_of
 from extract.store.format.row_hash import hash_records, hash_rows
 from extract.store.format.shard import BLOCK_BYTES, Shard
 from extract.store.open_shards import OpenShards
 from extract.store.places.block_cache import CACHE_BYTES, BlockCache
 from extract.store.places.remote_shard import RemoteShard
+from extract.store.row_index import RowIndex
 from extract.store.row_selection import RowSelection, open_selections
 from extract.store.text_column import TextColumn
 from extract.system.urls import is_url
@@ -96,18 +96,18 @@ class FeatureReader:
         except BaseException:
             self.close()
             raise
-        self._files = [selection.file for selection in self._selections]
         self._features, self._fingerprint = features or [], fingerprint
         self._row_data: dict[str, NDArray[Any]] = {}
-        counts = [len(selection.rows) for selection in self._selections]
-        self._starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        self._index = RowIndex(
+            [selection.file for selection in self._selections],
+            [selection.chosen for selection in self._selections],
+            [len(selection.rows) for selection in self._selections],
+        )
         self._unverified = np.ones(len(self), np.bool_) if check else None
-        # The rows of each shard that the reader has; None for all rows.
-        self._chosen = [selection.chosen for selection in self._selections]
         self._rows = [selection.rows for selection in self._selections]
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return len(self._index)
 
     @property
     def layers(self) -> list[str]:
@@ -117,7 +117,7 @@ class FeatureReader:
     def __getitem__(self, layer: str) -> FeatureArray:
         for feature in self._features:
             if feature.name == layer:
-                return FeatureArray(self, feature)
+                return FeatureArray(self._index, feature, None if self._unverified is None else self._verify)
         raise unknown_name("layer", layer, self.layers, self._name)
 
     def __contains__(self, layer: object) -> bool:
@@ -148,7 +148,7 @@ class FeatureReader:
 
     def _text_column(self, name: str) -> TextColumn:
         def read(start: int, stop: int) -> list[str]:
-            ranges = self._ranges_between(start, stop)
+            ranges = self._index.ranges_between(start, stop)
             return [text for i, first, last in ranges for text in self._selections[i].texts(name, first, last)]
 
         return TextColumn(len(self), read)
@@ -193,8 +193,7 @@ class FeatureReader:
     @cached_property
     def sets(self) -> NDArray[np.int64]:
         """(N,) int64, index of the path that each row is from; 0 if a single path was given."""
-        counts = np.diff(self._starts)
-        return _frozen(np.repeat(np.array(self._sets, np.int64), counts))
+        return _frozen(np.repeat(np.array(self._sets, np.int64), np.diff(self._index.starts)))
 
     @property
     def fingerprint(self) -> str:
@@ -218,7 +217,7 @@ class FeatureReader:
             start, stop, step = rows.indices(len(self))
             if step != 1:
                 raise ValueError(f"the rows have step {step}; it must be 1")
-            ranges = self._ranges_between(start, stop)
+            ranges = self._index.ranges_between(start, stop)
             columns = [self._selections[i].column(name, first, last) for i, first, last in ranges]
             return np.concatenate([empty[name], *columns])
         if name not in self._row_data:
@@ -229,7 +228,7 @@ class FeatureReader:
     @property
     def provenance(self) -> dict[str, Any]:
         """Backbone, weights, configuration, versions and machine that computed the features of the first shard."""
-        return self._files[0].shard.provenance if self._files else {}
+        return self._index.files[0].shard.provenance if self._index.files else {}
 
     @property
     def failures(self) -> list[tuple[int, str, str, str]]:
@@ -252,10 +251,8 @@ class FeatureReader:
         return shard.path, shard.identity.shard, its_row
 
     def _shard_and_row(self, row: int) -> tuple[Shard, int]:
-        shard_index = int(np.searchsorted(self._starts, row, "right")) - 1
-        local = self._local(shard_index, np.array([row - self._starts[shard_index]]))
-        shard = self._files[shard_index].shard
-        return shard, shard.identity.first_row + int(local[0])
+        shard, local = self._index.shard_and_row(row)
+        return shard, shard.identity.first_row + local
 
     @property
     def compression(self) -> dict[str, tuple[str, float]]:
@@ -263,14 +260,14 @@ class FeatureReader:
         compression = {}
         kinds: dict[str, set[str]] = {}
         stored = Counter[str]()
-        for file in self._files:
+        for file in self._index.files:
             shard = file.shard
             stored.update(shard.stored_bytes)
             for name, filter_name in shard.compression.items():
                 kinds.setdefault(name, set()).add(filter_name)
         for feature in self._features:
             if feature.name in kinds:
-                plain = sum(file.n_rows for file in self._files) * feature.row_bytes
+                plain = sum(file.n_rows for file in self._index.files) * feature.row_bytes
                 filters = " and ".join(sorted(kinds[feature.name]))
                 compression[feature.name] = (filters, plain / max(1, stored[feature.name]))
         return compression
@@ -349,15 +346,9 @@ class FeatureReader:
 
     # Internals
 
-    def _local(self, shard_index: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Convert row numbers of a selection to row numbers of its shard."""
-        chosen = self._chosen[shard_index]
-        return rows if chosen is None else chosen[rows]
-
     def _verify(self, rows: NDArray[np.int64]) -> None:
-        """Verify those rows that were not verified before, if the reader checks what it reads."""
-        if self._unverified is None:
-            return
+        """Verify those rows that were not verified before."""
+        assert self._unverified is not None
         new = np.unique(rows[self._unverified[rows]])
         at_once = max(1, BLOCK_BYTES // max(1, sum(feature.row_bytes for feature in self._features)))
         for start in range(0, len(new), at_once):
@@ -368,28 +359,12 @@ class FeatureReader:
         """Return (column -> its values, paths when the features were computed) of rows in any order."""
         columns = {name: np.empty((len(rows), *width), dtype) for name, width, dtype in ROW_DATA}
         paths = [b""] * len(rows)
-        order = np.argsort(rows, kind="stable")
-        edges = np.searchsorted(rows[order], self._starts).tolist()
-        for shard_index, (first, stop) in enumerate(pairwise(edges)):
-            if first == stop:
-                continue
-            positions, shard = order[first:stop], self._files[shard_index].shard
-            local = self._local(shard_index, rows[positions] - self._starts[shard_index])
+        for shard, positions, local in self._index.by_shard(rows):
             for name, values in columns.items():
                 values[positions] = shard.column(name, local)
             for position, path in zip(positions.tolist(), shard.text("path", local), strict=True):
                 paths[position] = os.fsencode(path)
         return columns, paths
-
-    def _ranges_between(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (shard index, start, stop), the range of rows `start` to `stop` in each shard that has some of them."""
-        starts = self._starts
-        for shard_index in range(int(np.searchsorted(starts, start, "right")) - 1, len(starts) - 1):
-            if starts[shard_index] >= stop:
-                return
-            first, last = max(start, int(starts[shard_index])), min(stop, int(starts[shard_index + 1]))
-            if first < last:
-                yield shard_index, first - int(starts[shard_index]), last - int(starts[shard_index])
 
     def close(self) -> None:
         """Close the files; arrays that were read stay valid."""
@@ -406,124 +381,6 @@ class FeatureReader:
 
     def __repr__(self) -> str:
         return f"FeatureReader({self._name!r}, {len(self):,} rows, layers={self.layers})"
-
-
-_INTEGERS = (int, np.int64, np.int32)  # but not bool
-
-
-class FeatureArray:
-    """One feature over all shards; indexing reads rows.
-
-    The index is an int, a slice, a boolean mask, or an array of rows in any order, with or without repeats. The result
-    is a NumPy array.
-    """
-
-    def __init__(self, reader: FeatureReader, feature: StoredFeature):
-        self._reader = reader
-        self._feature = feature
-        self.dtype: np.dtype[Any] = np.dtype(feature.dtype)
-        self.shape: tuple[int, ...] = (len(reader), *feature.shape)
-        self._edges: list[int] = reader._starts.tolist()  # first row of each shard, and the end
-
-    @property
-    def attributes(self) -> dict[str, str]:
-        """HDF5 attributes of the feature: layer, pooling, axes, source_dtype."""
-        return dict(self._feature.attributes)
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row."""
-        return self._feature.row_bytes
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        return np.asarray(self[:], dtype=dtype)
-
-    def __getitem__(self, rows: Any) -> NDArray[Any]:
-        is_row = type(rows) in _INTEGERS and 0 <= rows < self.shape[0]
-        if is_row and self._reader._unverified is None:  # fast path for a loop over rows
-            shard_index = bisect_right(self._edges, rows) - 1
-            chosen, local = self._reader._chosen[shard_index], rows - self._edges[shard_index]
-            shard = self._reader._files[shard_index].shard
-            return shard.row(self._feature.name, int(local if chosen is None else chosen[local]))
-        if isinstance(rows, slice):
-            start, stop, step = rows.indices(len(self))
-            return self.between(start, stop) if step == 1 else self.take(np.arange(start, stop, step))
-        index = np.asarray(rows)
-        if index.dtype == bool:
-            if index.shape != (len(self),):
-                raise IndexError(f"the mask has shape {index.shape}, expected ({len(self)},)")
-            return self.take(np.flatnonzero(index))
-        if isinstance(rows, tuple) or index.ndim > 1 or (index.size and index.dtype.kind not in "iu"):
-            raise IndexError(f"expected an int, a slice, a list of ints or a mask, got {rows!r}")
-        index = index.astype(np.int64)
-        if index.size and (int(index.min()) < -len(self) or int(index.max()) >= len(self)):
-            raise IndexError(f"rows {index.min()} to {index.max()} are out of range for {len(self)} rows")
-        values = self.take(np.atleast_1d(np.where(index < 0, index + len(self), index)))
-        return values if index.ndim else values[0]
-
-    def pieces(self) -> list[tuple[int, int]]:
-        """Return (start, stop), the rows of each chunk: about a megabyte of neighbouring rows in one file."""
-        pieces: list[tuple[int, int]] = []
-        for shard_index, start in enumerate(self._reader._starts[:-1].tolist()):
-            stop = int(self._reader._starts[shard_index + 1])
-            step = chunk_rows(self._feature, self._reader._files[shard_index].n_rows)
-            pieces += [(first, min(first + step, stop)) for first in range(start, stop, step)]
-        return pieces
-
-    def forget(self, start: int, stop: int) -> None:
-        """Release memory-mapped pages of rows that were read; the file stays in the kernel's cache."""
-        for shard_index, first, last in self._reader._ranges_between(start, stop):
-            if self._reader._chosen[shard_index] is None:
-                self._reader._files[shard_index].shard.forget(self._feature.name, first, last)
-
-    def between(self, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
-        """Return (stop - start, *shape), neighbouring rows, all in range; in `out` if it is given."""
-        if self._reader._unverified is not None:
-            self._reader._verify(np.arange(start, stop))
-        ranges = list(self._reader._ranges_between(start, stop))
-        if out is None:
-            if len(ranges) == 1:
-                return self._read(*ranges[0])
-            out = np.empty((max(0, stop - start), *self.shape[1:]), self.dtype)
-        n_read = 0
-        for shard_index, first, last in ranges:
-            self._read(shard_index, first, last, out[n_read : n_read + last - first])
-            n_read += last - first
-        return out
-
-    def take(self, rows: NDArray[np.int64], out: NDArray[Any] | None = None) -> NDArray[Any]:
-        """Return (len(rows), *shape), rows in any order, all in range; in `out` if it is given."""
-        self._reader._verify(rows)
-        return self.unchecked(rows, out)
-
-    def unchecked(self, rows: NDArray[np.int64], out: NDArray[Any] | None = None) -> NDArray[Any]:
-        """Like `take`, but the rows are never verified."""
-        if out is None:
-            out = np.empty((len(rows), *self.shape[1:]), self.dtype)
-        reader, name = self._reader, self._feature.name
-        if len(reader._files) == 1:
-            return reader._files[0].shard.take(name, reader._local(0, rows), out)
-        if len(rows) and (rows[1:] < rows[:-1]).any():
-            # Sorted first, so that each shard is read once and all rows are reordered at once.
-            order = np.argsort(rows, kind="stable")
-            out[order] = self.unchecked(rows[order])
-            return out
-        edges = np.searchsorted(rows, reader._starts).tolist()
-        for shard_index, (first, last) in enumerate(pairwise(edges)):
-            if first < last:
-                local = reader._local(shard_index, rows[first:last] - self._edges[shard_index])
-                reader._files[shard_index].shard.take(name, local, out[first:last])
-        return out
-
-    def _read(self, shard_index: int, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
-        reader, name = self._reader, self._feature.name
-        chosen = reader._chosen[shard_index]
-        if chosen is None:
-            return reader._files[shard_index].shard.read(name, start, stop, out)
-        return reader._files[shard_index].shard.take(name, chosen[start:stop], out)
 
 
 def _path_or_url(path: str | os.PathLike[str]) -> Path | str:

@@ -260,16 +260,15 @@ def new_shard_file(
             for name, width, row_dtype in ROW_DATA:
                 file.create_dataset(name, (n_rows, *width), row_dtype, dcpl=preallocated(None), fillvalue=0)
             for name, text in texts.items():
-                data = file.create_dataset(
-                    name, len(text), h5py.string_dtype("utf-8", widths[name]), dcpl=preallocated(None)
-                )
+                text_type = h5py.string_dtype("utf-8", widths[name])
+                data = file.create_dataset(name, len(text), text_type, dcpl=preallocated(None))
                 for start in range(0, len(text), _TEXTS_AT_ONCE):
                     encoded = list(map(os.fsencode, text[start : start + _TEXTS_AT_ONCE]))
-                    data[start : start + len(encoded)] = np.array(encoded, f"S{widths[name]}")
-            file.create_dataset("label", labels.shape, labels.dtype, dcpl=preallocated(None))[...] = labels
+                    data[start : start + len(encoded)] = np.array(encoded, f"S{widths[name]}").astype(text_type)
             text_type = h5py.string_dtype("utf-8", encoded_provenance.dtype.itemsize)
-            data = file.create_dataset("provenance", (), text_type, dcpl=preallocated(None))
-            data[...] = encoded_provenance
+            fixed = {"label": labels, "provenance": encoded_provenance.astype(text_type)}
+            for name, values in fixed.items():
+                file.create_dataset(name, values.shape, values.dtype, dcpl=preallocated(None))[...] = values
             yield file
             file.flush()  # assigns the offsets of compressed chunks
             written = [file["features"][feature.name] for feature in features]

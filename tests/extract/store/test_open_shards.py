@@ -91,7 +91,7 @@ def test_the_shard_that_was_opened_first_is_closed_at_the_limit(
     monkeypatch.setattr(open_shards, "_most_open_shards", lambda: 2)
     expected = in_files(complete, "features/vector")
     with FeatureReader(complete) as reader:
-        first = [int(start) for start in reader._starts[:-1]]
+        first = [int(start) for start in reader._index.starts[:-1]]
         kept = reader["vector"][first[0] : first[0] + 2]
         for row in (*first, first[1], first[2], first[0]):
             np.testing.assert_array_equal(reader["vector"][row], expected[row])

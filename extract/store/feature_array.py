@@ -1,0 +1,135 @@
+"""One feature of the rows of a reader, indexed as a NumPy array."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from extract.store.format.layout import StoredFeature, chunk_rows
+from extract.store.row_index import RowIndex
+
+__all__ = ["FeatureArray"]
+
+_INTEGERS = (int, np.int64, np.int32)  # but not bool
+
+
+class FeatureArray:
+    """One feature over all shards; indexing reads rows.
+
+    The index is an int, a slice, a boolean mask, or an array of rows in any order, with or without repeats. The result
+    is a NumPy array.
+    """
+
+    def __init__(
+        self, index: RowIndex, feature: StoredFeature, verify: Callable[[NDArray[np.int64]], None] | None = None
+    ):
+        """Hold a feature of the rows of a reader; `verify` is called with the rows before they are read."""
+        self._index, self._feature, self._verify = index, feature, verify
+        self.dtype: np.dtype[Any] = np.dtype(feature.dtype)
+        self.shape: tuple[int, ...] = (len(index), *feature.shape)
+        self._edges: list[int] = index.starts.tolist()  # first row of each shard, and the end
+
+    @property
+    def attributes(self) -> dict[str, str]:
+        """HDF5 attributes of the feature: layer, pooling, axes, source_dtype."""
+        return dict(self._feature.attributes)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return self._feature.row_bytes
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.asarray(self[:], dtype=dtype)
+
+    def __getitem__(self, rows: Any) -> NDArray[Any]:
+        is_row = type(rows) in _INTEGERS and 0 <= rows < self.shape[0]
+        if is_row and self._verify is None:  # fast path for a loop over rows
+            shard_index = bisect_right(self._edges, rows) - 1
+            chosen, local = self._index.chosen[shard_index], rows - self._edges[shard_index]
+            shard = self._index.files[shard_index].shard
+            return shard.row(self._feature.name, int(local if chosen is None else chosen[local]))
+        if isinstance(rows, slice):
+            start, stop, step = rows.indices(len(self))
+            return self.between(start, stop) if step == 1 else self.take(np.arange(start, stop, step))
+        index = np.asarray(rows)
+        if index.dtype == bool:
+            if index.shape != (len(self),):
+                raise IndexError(f"the mask has shape {index.shape}, expected ({len(self)},)")
+            return self.take(np.flatnonzero(index))
+        if isinstance(rows, tuple) or index.ndim > 1 or (index.size and index.dtype.kind not in "iu"):
+            raise IndexError(f"expected an int, a slice, a list of ints or a mask, got {rows!r}")
+        index = index.astype(np.int64)
+        if index.size and (int(index.min()) < -len(self) or int(index.max()) >= len(self)):
+            raise IndexError(f"rows {index.min()} to {index.max()} are out of range for {len(self)} rows")
+        values = self.take(np.atleast_1d(np.where(index < 0, index + len(self), index)))
+        return values if index.ndim else values[0]
+
+    def pieces(self) -> list[tuple[int, int]]:
+        """Return (start, stop), the rows of each chunk: about a megabyte of neighbouring rows in one file."""
+        pieces: list[tuple[int, int]] = []
+        for file, start, stop in zip(self._index.files, self._edges, self._edges[1:], strict=False):
+            step = chunk_rows(self._feature, file.n_rows)
+            pieces += [(first, min(first + step, stop)) for first in range(start, stop, step)]
+        return pieces
+
+    def forget(self, start: int, stop: int) -> None:
+        """Release memory-mapped pages of rows that were read; the file stays in the kernel's cache."""
+        for shard_index, first, last in self._index.ranges_between(start, stop):
+            if self._index.chosen[shard_index] is None:
+                self._index.files[shard_index].shard.forget(self._feature.name, first, last)
+
+    def between(self, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
+        """Return (stop - start, *shape), neighbouring rows, all in range; in `out` if it is given."""
+        if self._verify is not None:
+            self._verify(np.arange(start, stop))
+        ranges = list(self._index.ranges_between(start, stop))
+        if out is None:
+            if len(ranges) == 1:
+                return self._read(*ranges[0])
+            out = np.empty((max(0, stop - start), *self.shape[1:]), self.dtype)
+        n_read = 0
+        for shard_index, first, last in ranges:
+            self._read(shard_index, first, last, out[n_read : n_read + last - first])
+            n_read += last - first
+        return out
+
+    def take(self, rows: NDArray[np.int64], out: NDArray[Any] | None = None) -> NDArray[Any]:
+        """Return (len(rows), *shape), rows in any order, all in range; in `out` if it is given."""
+        if self._verify is not None:
+            self._verify(rows)
+        return self.unchecked(rows, out)
+
+    def unchecked(self, rows: NDArray[np.int64], out: NDArray[Any] | None = None) -> NDArray[Any]:
+        """Like `take`, but the rows are never verified."""
+        if out is None:
+            out = np.empty((len(rows), *self.shape[1:]), self.dtype)
+        index, name = self._index, self._feature.name
+        if len(index.files) == 1:
+            return index.files[0].shard.take(name, index.local(0, rows), out)
+        if len(rows) and (rows[1:] < rows[:-1]).any():
+            # Sorted first, so that each shard is read once and all rows are reordered at once.
+            order = np.argsort(rows, kind="stable")
+            out[order] = self.unchecked(rows[order])
+            return out
+        edges = np.searchsorted(rows, index.starts).tolist()
+        for shard_index, (first, last) in enumerate(pairwise(edges)):
+            if first < last:
+                local = index.local(shard_index, rows[first:last] - self._edges[shard_index])
+                index.files[shard_index].shard.take(name, local, out[first:last])
+        return out
+
+    def _read(self, shard_index: int, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
+        shard, name = self._index.files[shard_index].shard, self._feature.name
+        chosen = self._index.chosen[shard_index]
+        if chosen is None:
+            return shard.read(name, start, stop, out)
+        return shard.take(name, chosen[start:stop], out)
