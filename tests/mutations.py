@@ -333,6 +333,18 @@ MUTATIONS = (
         ("test_simclr_takes_the_best_of_45_strengths_on_val_and_fits_again",),
     ),
     Mutation(
+        "A shard that is opened on first use is not compared with its data set.",
+        "    opened = dataset.open_shard(shard, path)\n    try:\n        _stored_rows(opened, partial=False)",
+        "    opened = Shard(path)\n    try:\n        _stored_rows(opened, partial=False)",
+        ("test_a_shard_of_another_data_set_is_refused_when_it_is_read",),
+    ),
+    Mutation(
+        "Shards stay open above the limit of open files.",
+        "            first.let_go()",
+        "            pass",
+        ("test_the_shard_that_was_opened_first_is_closed_at_the_limit",),
+    ),
+    Mutation(
         "A search leaves out rows that float32 puts behind the last one found.",
         "        near = (cosines >= (least - 2 * off)[:, None]) & good",
         "        near = (cosines >= least[:, None]) & good",

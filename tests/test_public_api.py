@@ -41,9 +41,12 @@ extract.FeatureReader.dataset(self, layers: str | Sequence[str], *, split: str |
         None) -> FeatureDataset
 extract.FeatureReader.failures: list[tuple[int, str, str, str]]
 extract.FeatureReader.fingerprint: str
+extract.FeatureReader.ids: Sequence[str] | None
 extract.FeatureReader.layers: list[str]
+extract.FeatureReader.paths: Sequence[str]
 extract.FeatureReader.place_of(self, row: int) -> tuple[Path, int, int]
 extract.FeatureReader.provenance: dict[str, Any]
+extract.FeatureReader.splits: Sequence[str]
 extract.FeatureReader.status: NDArray[np.uint8]
 class extract.GradientMonitor(model: nn.Module, layers: str | Sequence[str] | None = None, *, every: int = 100, to:
         Target = None, on_alarm: Callable[[Alarm], None] | None = None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import shutil
 from pathlib import Path
@@ -57,8 +58,8 @@ def test_everything_is_as_in_the_files(complete: Path) -> None:
         order = np.random.default_rng(0).permutation(len(reader))
         np.testing.assert_array_equal(reader["vector"][order], in_files(complete, "features/vector")[order])
         np.testing.assert_array_equal(reader.status, in_files(complete, "status"))
-        assert list(map(str.encode, reader.paths)) == in_files(complete, "path").tolist()
-        assert list(map(str.encode, reader.splits)) == in_files(complete, "split").tolist()
+        assert list(map(os.fsencode, reader.paths)) == in_files(complete, "path").tolist()
+        assert list(map(os.fsencode, reader.splits)) == in_files(complete, "split").tolist()
         np.testing.assert_array_equal(reader.rows, np.arange(len(order)))
         hashes = in_files(complete, "row_hash")
         np.testing.assert_array_equal(reader.column("row_hash", slice(3, 17)), hashes[3:17])
@@ -143,7 +144,7 @@ def test_a_pickled_reader_opens_the_files_again(complete: Path, opened: list[str
     assert opened == []
     with copy:
         np.testing.assert_array_equal(copy["vector"][:], in_files(complete, "features/vector"))
-        assert list(map(str.encode, copy.paths)) == in_files(complete, "path").tolist()
+        assert list(map(os.fsencode, copy.paths)) == in_files(complete, "path").tolist()
     assert len(opened) == 3
 
 
