@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from extract.errors import InputError, unknown_name
+from extract.errors import InputError, LayertapError, unknown_name
 from extract.row_status import Status
 from extract.store.batches import Shuffle, batches
 from extract.store.feature_array import FeatureArray
@@ -78,6 +78,7 @@ class FeatureReader:
         features: list[StoredFeature] | None = None
         fingerprint, base = "", 0
         self._open_shards = OpenShards()
+        self._is_closed = False
         self._cache = BlockCache(cache_bytes) if any(isinstance(source, str) for source in paths) else None
         try:
             for number, source in enumerate(paths):
@@ -148,6 +149,11 @@ class FeatureReader:
 
     def _text_column(self, name: str) -> TextColumn:
         def read(start: int, stop: int) -> list[str]:
+            if self._is_closed:
+                raise LayertapError(
+                    f"{self._name} is closed; copy what is needed later, such as reader.paths[:], before the reader is "
+                    "closed"
+                )
             ranges = self._index.ranges_between(start, stop)
             return [text for i, first, last in ranges for text in self._selections[i].texts(name, first, last)]
 
@@ -368,6 +374,7 @@ class FeatureReader:
 
     def close(self) -> None:
         """Close the files; arrays that were read stay valid."""
+        self._is_closed = True
         for selection in self._selections:
             selection.file.close()
         if self._cache is not None:

@@ -193,7 +193,7 @@ def labels_file(path: Path, lines: list[list[str]]) -> Path:
 
 def test_labels_come_from_a_file_by_path_and_what_is_left_out_is_counted(made, tmp_path):
     with FeatureReader(made / "out") as reader:
-        paths = reader.paths
+        paths = reader.paths[:]
     lines = [["path", "Label"]] + [[path, "warm" if "ant" in path else "cold"] for path in paths[:-3]]
     file = labels_file(tmp_path / "labels.csv", [*lines, [paths[-3], ""], ["nowhere.png", "warm"]])
     result = layertap("probe", made / "out", "-l", "layer4", "-p", "centroid", "--labels", file, "-o", tmp_path / "res")
@@ -203,7 +203,7 @@ def test_labels_come_from_a_file_by_path_and_what_is_left_out_is_counted(made, t
 
 def test_labels_of_a_file_may_be_several_or_numbers_and_have_splits(made, tmp_path):
     with FeatureReader(made / "out") as reader:
-        paths = reader.paths
+        paths = reader.paths[:]
     generator = np.random.default_rng(0)
     lines = [["path", "tags", "size", "split"]]
     for path in paths:
@@ -253,7 +253,7 @@ def test_labels_that_do_not_fit_are_explained(made, tmp_path, lines, labels, mes
 
 def test_numbers_and_names_of_images_are_not_taken_for_classes(made, tmp_path):
     with FeatureReader(made / "out") as reader:
-        paths = reader.paths
+        paths = reader.paths[:]
     file = labels_file(tmp_path / "many.csv", [["path", "age"], *([path, str(i / 7)] for i, path in enumerate(paths))])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pipelines.probe.labelling._MOST_CLASSES", 10)
@@ -265,7 +265,7 @@ def test_labels_of_lists_are_read_as_embed_reads_them(made, tmp_path):
     import pyarrow.parquet as parquet
 
     with FeatureReader(made / "out") as reader:
-        paths = reader.paths
+        paths = reader.paths[:]
     numbers = [None if i % 10 == 0 else -1.0 if i % 10 == 1 else float("ant" in path) for i, path in enumerate(paths)]
     parquet.write_table(pa.table({"path": paths, "label": numbers}), tmp_path / "labels.parquet")
     layertap("probe", made / "out", "-l", "layer4", "-p", "centroid", "--labels", tmp_path / "labels.parquet",
@@ -353,7 +353,7 @@ def test_only_files_of_the_same_kind_are_written_over(made, kept, tmp_path):
 
 def test_classes_that_training_lacks_keep_their_names(made, tmp_path):
     with FeatureReader(made / "out") as reader:
-        paths = reader.paths
+        paths = reader.paths[:]
     names = {path: "zebra" if "test/ant/00" in path else "yak" if "test/ant/01" in path else path.split("/")[1]
              for path in paths}  # fmt: skip
     file = labels_file(tmp_path / "labels.csv", [["path", "label"], *map(list, names.items())])
@@ -531,7 +531,7 @@ def test_a_probe_of_two_layers_side_by_side_and_of_the_embedding_predicts(made, 
 
 def test_images_without_any_label_are_no_failures(made, tmp_path):
     with FeatureReader(made / "out") as reader:
-        paths = reader.paths
+        paths = reader.paths[:]
     lines = [["path", "label"]] + [[path, "warm|hot" if "ant" in path else ""] for path in paths]
     file = labels_file(tmp_path / "labels.csv", lines)
     for protocol in ("clip", "knn"):

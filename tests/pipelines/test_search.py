@@ -44,7 +44,7 @@ def expected(out: Path, query: np.ndarray) -> list[int]:
 
 def test_a_row_finds_its_copies_and_neighbours_and_not_itself(out: Path) -> None:
     with FeatureReader(out) as reader:
-        query, paths = reader["embedding"][0].astype(np.float64), reader.paths
+        query, paths = reader["embedding"][0].astype(np.float64), reader.paths[:]
     content = found(out, 0, "-k", 4)
     assert content["query"] == {"row": 0, "path": "ant/00.png", "text": None, "note": ""}
     assert [one["row"] for one in content["results"]] == expected(out, query)[1:5]

@@ -616,7 +616,7 @@ SETTINGS: dict[str, Any] = {"batch_size": 4, "workers": 0, "shard_rows": 5, "pro
 def data_set(out: Path) -> tuple[dict[str, Any], list[Any]]:
     with FeatureReader(out) as reader:
         rows = [
-            reader["embedding"][:].tobytes(), reader.paths, reader.labels.tolist(), reader.splits, reader.classes,
+            reader["embedding"][:].tobytes(), reader.paths[:], reader.labels.tolist(), reader.splits[:], reader.classes,
             reader.column("row_hash")[:].tobytes(), reader.column("source_hash")[:].tobytes(),
         ]  # fmt: skip
     return json.loads((out / "dataset.json").read_text()), rows

@@ -124,7 +124,7 @@ def test_photos_give_identical_features_in_every_form(photos: Path, tmp_path: Pa
     backbone = load_backbone("bundled/efficientnet_lite0", device="cpu")
     extract = functools.partial(extract_features, backbone=backbone, batch_size=50, workers=2, progress=False)
     with extract(local, out=tmp_path / "out") as reader:
-        expected, paths, labels = reader["embedding"][:], reader.paths, reader.labels
+        expected, paths, labels = reader["embedding"][:], reader.paths[:], reader.labels
         assert (reader.status == Status.OK).all()
     assert len(paths) == 200
     for form in FORMS:
@@ -534,7 +534,7 @@ def test_ids_of_a_list_are_stored_and_exported(folder: Path, tmp_path: Path) -> 
         folder / "list.csv", out=tmp_path / "out", shard_rows=4, compress="gzip", **settings
     ) as reader:
         assert reader.ids == [line.partition(",")[2] for line in lines]
-        ids = reader.ids
+        ids = reader.ids[:]
     with h5py.File(tmp_path / "out" / "shards" / "000000.h5") as file:
         assert file["id"].asstr()[:].tolist() == ids[:4]
     merged = merge([tmp_path / "out"], tmp_path / "merged")

@@ -80,7 +80,7 @@ def content(out: Path) -> dict[str, Any]:
     with FeatureReader(out) as reader:
         for layer in reader.layers:
             content_of_run[layer] = reader[layer][:].tobytes()
-        content_of_run |= {"paths": reader.paths, "labels": reader.labels.tolist(), "splits": reader.splits}
+        content_of_run |= {"paths": reader.paths[:], "labels": reader.labels.tolist(), "splits": reader.splits[:]}
         content_of_run |= {"classes": reader.classes, "status": reader.status.tolist(), "failures": reader.failures}
         content_of_run["hashes"] = reader.column("row_hash").tolist()
     return content_of_run

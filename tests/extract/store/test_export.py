@@ -50,7 +50,7 @@ def test_one_hdf5_file(reader: FeatureReader, tmp_path: Path) -> None:
     mapped = np.memmap(tmp_path / "a.h5", "<f4", "r", offset, (ROWS, 6))
     assert np.array_equal(mapped, expected("vector"), equal_nan=True)
     with FeatureReader(tmp_path / "a.h5") as again:
-        assert again.paths == reader.paths
+        assert again.paths == reader.paths[:]
         assert np.array_equal(again.labels, reader.labels)
         assert np.array_equal(again.status, reader.status)
         assert again.provenance == reader.provenance

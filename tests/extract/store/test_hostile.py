@@ -234,7 +234,7 @@ def read_everything(out: Path) -> str:
     try:
         with FeatureReader(out) as reader:
             right = all(np.array_equal(reader[name][:], values) for name, values in VALUES.items())
-            str((reader.paths, reader.labels, reader.splits, reader.classes, reader.status, reader.failures))
+            str((reader.paths[:], reader.labels, reader.splits[:], reader.classes, reader.status, reader.failures))
             try:
                 str(reader.provenance)
             except InputError:

@@ -134,6 +134,8 @@ def test_a_closed_reader_opens_nothing(complete: Path) -> None:
     for use in (lambda: reader["vector"][0], lambda: reader["vector"][len(reader) - 1], lambda: reader.paths[-1]):
         with pytest.raises(LayertapError, match="is closed"):
             use()
+    with pytest.raises(LayertapError, match=r"copy what is needed later, such as reader.paths\[:\]"):
+        list(reader.paths)
 
 
 def test_a_pickled_reader_opens_the_files_again(complete: Path, opened: list[str]) -> None:

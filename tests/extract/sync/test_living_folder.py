@@ -225,7 +225,7 @@ class LivingFolder(RuleBasedStateMachine):
 
     def snapshot(self) -> tuple[FeatureReader, list[str], np.ndarray]:
         reader = FeatureReader(self.out)
-        return reader, reader.paths, reader["fc"][:]
+        return reader, reader.paths[:], reader["fc"][:]
 
     def check(self, report: Any) -> None:
         with same_as_fresh(self.root, self.out) as expected:

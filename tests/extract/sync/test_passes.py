@@ -664,7 +664,7 @@ def test_rows_that_a_version_cannot_have_are_refused(home: Home) -> None:
 def test_a_reader_sees_one_version_throughout(home: Home) -> None:
     home.sync()
     with FeatureReader(home.out) as reader:
-        paths, features = reader.paths, reader["fc"][:]
+        paths, features = reader.paths[:], reader["fc"][:]
         (home.root / "a/0.ppm").unlink()
         for i in range(12):  # passes that are joined, too
             home.write(f"c/{i}.ppm", 100 + i)
