@@ -163,9 +163,9 @@ def test_a_pickled_reader_shares_the_cache(proxy: Proxy, url: str, complete: Pat
     with FeatureReader(url, cache_bytes=50_000_000) as reader:
         again = pickle.loads(pickle.dumps(reader))
     assert np.array_equal(again["vector"][:], VALUES["vector"])
-    caches = {id(shard._cache) for shard in again._shards}
+    caches = {id(file.shard._cache) for file in again._index.files}
     assert len(caches) == 1
-    assert again._shards[0]._cache.cache_bytes == 50_000_000
+    assert again._index.files[0].shard._cache.cache_bytes == 50_000_000
     put(proxy, f"{url}/shards/000000.h5", b"x" * 100)  # its content is known, and here
     assert np.array_equal(pickle.loads(pickle.dumps(again))["vector"][:], VALUES["vector"])
 
