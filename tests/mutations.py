@@ -339,6 +339,12 @@ MUTATIONS = (
         ("test_a_shard_of_another_data_set_is_refused_when_it_is_read",),
     ),
     Mutation(
+        "An error of a write to a new HDF5 file is forgotten.",
+        "                self.error = error\n            else:\n                content, start",
+        "                return wanted\n            else:\n                content, start",
+        ("test_each_failed_write_of_a_new_shard_is_an_error", "test_each_failed_write_of_an_export_is_an_error"),
+    ),
+    Mutation(
         "Shards stay open above the limit of open files.",
         "            first.let_go()",
         "            pass",

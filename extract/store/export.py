@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError, unknown_name
 from extract.row_status import Status
+from extract.store.format.checked_file import hdf5_on_disk
 from extract.store.format.layout import ROW_DATA, Identity, RowNames, StoredFeature, new_shard_file, preallocated
 from extract.store.format.row_hash import hash_records, hash_rows
 from extract.store.format.shard import BLOCK_BYTES
@@ -223,7 +224,7 @@ def _to_mat(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
     for name, shape in shapes.items():  # full chunks, and 256 bytes for the index of each
         size += -(-n_rows // rows[name]) * (rows[name] * 4 * math.prod(shape) + 256)
     reserve_space(path, size)
-    with h5py.File(path, "w", libver=("earliest", "v108"), userblock_size=512) as file:
+    with hdf5_on_disk(path, "x", libver=("earliest", "v108"), userblock_size=512) as file:
         for name, values in texts.items():
             data = file.create_dataset(name, (longest[name], len(values)), np.uint16)
             data.attrs["MATLAB_class"] = np.bytes_("char")

@@ -193,7 +193,7 @@ def sync_folder(folder: Path) -> None:
 def reserve_space(path: Path, size: int) -> None:
     """Check for free disk space: allocate a file of `size` bytes at `path`, and delete it.
 
-    HDF5 ends the process if the disk is full when it closes a file.
+    A full disk is found before the work, not at its end.
 
     Raises:
         OSError: the space cannot be allocated.

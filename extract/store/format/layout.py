@@ -62,6 +62,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError
+from extract.store.format.checked_file import hdf5_in_memory, hdf5_on_disk
 from extract.system.atomic_files import discard, reserve_space, sync_folder
 
 __all__ = [
@@ -244,12 +245,10 @@ def new_shard_file(
     temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
         reserve_space(temporary, size)
+        options: dict[str, Any] = {"libver": ("v110", "v110"), "alignment_threshold": 64, "alignment_interval": 64}
         # All metadata in one block at the start, so that the data after it has no gaps.
-        with h5py.File(
-            temporary, "x", libver=("v110", "v110"), userblock_size=header_bytes,
-            meta_block_size=1 << (4096 + 2048 * len(features)).bit_length(),
-            alignment_threshold=64, alignment_interval=64,
-        ) as file:  # fmt: skip
+        meta_block_size = 1 << (4096 + 2048 * len(features)).bit_length()
+        with hdf5_in_memory(temporary, userblock_size=header_bytes, meta_block_size=meta_block_size, **options) as file:
             file.attrs.update(format=FORMAT, format_version=FORMAT_VERSION)
             file.attrs.update(vars(identity))
             group = file.create_group("features")
@@ -259,16 +258,21 @@ def new_shard_file(
                 data.attrs.update(feature.attributes)
             for name, width, row_dtype in ROW_DATA:
                 file.create_dataset(name, (n_rows, *width), row_dtype, dcpl=preallocated(None), fillvalue=0)
+            text_types = {name: h5py.string_dtype("utf-8", width) for name, width in widths.items()}
             for name, text in texts.items():
-                text_type = h5py.string_dtype("utf-8", widths[name])
-                data = file.create_dataset(name, len(text), text_type, dcpl=preallocated(None))
-                for start in range(0, len(text), _TEXTS_AT_ONCE):
-                    encoded = list(map(os.fsencode, text[start : start + _TEXTS_AT_ONCE]))
-                    data[start : start + len(encoded)] = np.array(encoded, f"S{widths[name]}").astype(text_type)
+                file.create_dataset(name, len(text), text_types[name], dcpl=preallocated(None))
             text_type = h5py.string_dtype("utf-8", encoded_provenance.dtype.itemsize)
             fixed = {"label": labels, "provenance": encoded_provenance.astype(text_type)}
             for name, values in fixed.items():
-                file.create_dataset(name, values.shape, values.dtype, dcpl=preallocated(None))[...] = values
+                file.create_dataset(name, values.shape, values.dtype, dcpl=preallocated(None))
+        with hdf5_on_disk(temporary, "r+", **options) as file:
+            for name, text in texts.items():
+                for start in range(0, len(text), _TEXTS_AT_ONCE):
+                    encoded = list(map(os.fsencode, text[start : start + _TEXTS_AT_ONCE]))
+                    part = np.array(encoded, f"S{widths[name]}").astype(text_types[name])
+                    file[name][start : start + len(part)] = part
+            for name, values in fixed.items():
+                file[name][...] = values
             yield file
             file.flush()  # assigns the offsets of compressed chunks
             written = [file["features"][feature.name] for feature in features]
@@ -292,12 +296,12 @@ def new_shard_file(
 
 
 def preallocated(chunks: tuple[int, ...] | None) -> Any:
-    """Return creation properties that allocate space early and, with chunks, do not fill it: rows are written first."""
+    """Return creation properties that allocate space early and do not fill it: a new file is zero."""
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     if chunks is not None:
         properties.set_chunk(chunks)
-        properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     return properties
 
 

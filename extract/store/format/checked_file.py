@@ -1,0 +1,178 @@
+"""HDF5 files that are written with checked system calls.
+
+HDF5 does not survive a write that fails: it may end the process with a segmentation fault, when the file is closed or
+later. Here it never sees one. The structure of a file is written in memory, and copied to the file. Values are written
+through a Python file object, which remembers the first error and writes nothing after it. HDF5 is told that every
+write succeeded, and the error is raised when HDF5 has closed the file.
+
+The structure is not written through the file object, because HDF5 then spreads it over the file: it collects metadata
+in blocks for its own drivers only, and a reader of a bucket would fetch many blocks to open the file.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import h5py
+
+__all__ = ["hdf5_in_memory", "hdf5_on_disk"]
+
+_COPIED_BYTES = 1 << 20  # at once
+
+
+@contextmanager
+def hdf5_in_memory(path: Path, **options: Any) -> Iterator[h5py.File]:
+    """Context manager: yield a new HDF5 file in memory, and write it to `path` at the end of the block.
+
+    Parts of the file that HDF5 allocates but does not write take no memory, and no space on the disk.
+
+    Args:
+        path: the file, which must not exist.
+        options: see `h5py.File`.
+
+    Raises:
+        OSError: the file exists, or a write failed.
+    """
+    with _memory() as memory:
+        # The default driver resolves symbolic links, and /dev/fd/N is a link to a file without a name.
+        with h5py.File(f"/dev/fd/{memory.fileno()}", "w", driver="stdio", **options) as file:
+            yield file
+        raw = _CheckedFile(path, os.O_CREAT | os.O_EXCL)
+        try:
+            size = raw.truncate(os.fstat(memory.fileno()).st_size)
+            start = 0
+            while start < size:
+                try:
+                    start = os.lseek(memory.fileno(), start, os.SEEK_DATA)
+                except OSError:  # ENXIO: no data up to the end
+                    break
+                stop = os.lseek(memory.fileno(), start, os.SEEK_HOLE)
+                raw.seek(start)
+                for first in range(start, stop, _COPIED_BYTES):
+                    raw.write(os.pread(memory.fileno(), min(_COPIED_BYTES, stop - first), first))
+                start = stop
+        finally:
+            raw.close()
+        if raw.error is not None:
+            raise raw.error
+
+
+@contextmanager
+def hdf5_on_disk(path: Path, mode: str, **options: Any) -> Iterator[h5py.File]:
+    """Context manager: yield an HDF5 file, open for writing.
+
+    Args:
+        path: the file.
+        mode: "x" for a new file, which must not exist; "r+" for a file that exists.
+        options: see `h5py.File`.
+
+    Raises:
+        OSError: the file exists or does not exist, or a write failed; raised at the end of the block.
+    """
+    raw = _CheckedFile(path, os.O_CREAT | os.O_EXCL if mode == "x" else 0)
+    try:
+        with h5py.File(raw, "w" if mode == "x" else mode, **options) as file:
+            yield file
+    except BaseException as error:
+        if raw.error is not None and isinstance(error, Exception):  # `error` may be its consequence
+            raise raw.error from error
+        raise
+    finally:
+        raw.close()
+    if raw.error is not None:
+        raise raw.error
+
+
+def _memory() -> Any:
+    """Return a new file in memory; a temporary file where the system has no such files (macOS)."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("hdf5"), "r+b")
+    return tempfile.TemporaryFile()
+
+
+class _CheckedFile(io.RawIOBase):
+    """File object for HDF5; `error` is the first error of a read or write."""
+
+    def __init__(self, path: Path, flags: int):
+        self.error: OSError | None = None
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o666)
+        self._position, self._size = 0, os.fstat(self._descriptor).st_size
+
+    def readable(self) -> bool:
+        """See `io.RawIOBase`."""
+        return True
+
+    def writable(self) -> bool:
+        """See `io.RawIOBase`."""
+        return True
+
+    def seekable(self) -> bool:
+        """See `io.RawIOBase`."""
+        return True
+
+    def tell(self) -> int:
+        """See `io.RawIOBase`."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """See `io.RawIOBase`."""
+        starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}
+        self._position = starts[whence] + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        """See `io.RawIOBase`; after an error, bytes are zero."""
+        space = memoryview(buffer).cast("B")
+        wanted = len(space)
+        space[:] = bytes(wanted)
+        start, count = self._position, 1
+        while space and count and self.error is None:
+            try:
+                count = os.preadv(self._descriptor, [space], start)
+            except OSError as error:
+                self.error = error
+            else:
+                space, start = space[count:], start + count
+        self._position += wanted
+        return wanted
+
+    def write(self, buffer: Any) -> int:
+        """See `io.RawIOBase`; after an error, nothing is written."""
+        content = memoryview(buffer).cast("B")
+        wanted, start = len(content), self._position
+        while content and self.error is None:
+            try:
+                count = os.pwrite(self._descriptor, content, start)
+            except OSError as error:
+                self.error = error
+            else:
+                content, start = content[count:], start + count
+        self._position += wanted
+        self._size = max(self._size, self._position)
+        return wanted
+
+    def truncate(self, size: int | None = None) -> int:
+        """See `io.RawIOBase`."""
+        self._size = self._position if size is None else size
+        if self.error is None:
+            try:
+                os.ftruncate(self._descriptor, self._size)
+            except OSError as error:
+                self.error = error
+        return self._size
+
+    def close(self) -> None:
+        """Close the file."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            try:
+                os.close(descriptor)
+            except OSError as error:
+                self.error = self.error or error
+        super().close()
