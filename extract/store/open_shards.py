@@ -91,6 +91,11 @@ class ShardFile:
             self._shard = shard = self._open_shards.open(self, self._read)
         return shard
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the shard is open now."""
+        return self._shard is not None
+
     def let_go(self) -> None:
         """Close the file as soon as no array over it and no other thread uses it; it can be opened again."""
         self._shard = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +22,7 @@ from extract.store.format.shard import BLOCK_BYTES, Shard
 from extract.store.open_shards import OpenShards
 from extract.store.places.block_cache import CACHE_BYTES, BlockCache
 from extract.store.places.remote_shard import RemoteShard
+from extract.store.row_counts import RowCounts, count_rows
 from extract.store.row_index import RowIndex
 from extract.store.row_selection import RowSelection, open_selections
 from extract.store.text_column import TextColumn
@@ -166,8 +166,13 @@ class FeatureReader:
     def _with_other_names(self) -> Iterator[RowSelection]:
         """Yield one selection of each data set whose shards have the same classes, and all of the others."""
         for number, selection in enumerate(self._selections):
-            if not (selection.same_names and number and self._sets[number] == self._sets[number - 1]):
+            if not self._has_names_of_previous(number):
                 yield selection
+
+    def _has_names_of_previous(self, number: int) -> bool:
+        """Return whether a selection has the same classes as the previous one."""
+        same_set = number > 0 and self._sets[number] == self._sets[number - 1]
+        return same_set and self._selections[number].same_names
 
     @cached_property
     def classes(self) -> list[str]:
@@ -236,19 +241,29 @@ class FeatureReader:
         """Backbone, weights, configuration, versions and machine that computed the features of the first shard."""
         return self._index.files[0].shard.provenance if self._index.files else {}
 
+    @cached_property
+    def counts(self) -> RowCounts:
+        """Numbers of rows by status, class and split; from the receipts of shards that are not open."""
+        lists: list[list[str]] = []
+        for number, selection in enumerate(self._selections):
+            lists.append(lists[-1] if self._has_names_of_previous(number) else selection.classes)
+        return count_rows(self._selections, lists, self._features, self.fingerprint)
+
     @property
     def failures(self) -> list[tuple[int, str, str, str]]:
         """Rows whose status is not ok: (row, path, status, reason)."""
         failures = []
-        reasons: tuple[Shard | None, dict[int, str]] = None, {}
-        for row in np.flatnonzero(self.status != Status.OK).tolist():
-            shard, its_row = self._shard_and_row(row)
-            if reasons[0] is not shard:
-                shard_reasons = (
-                    reasons_in(shard.receipt) if isinstance(shard, RemoteShard) else reasons_of(shard.path, len(shard))
-                )
-                reasons = shard, shard_reasons
-            failures.append((row, self.paths[row], Status(self.status[row]).text, reasons[1].get(its_row, "")))
+        for number in self.counts.failed:
+            selection, start = self._selections[number], int(self._index.starts[number])
+            shard, status = selection.shard, selection.column("status")
+            reasons = (
+                reasons_in(shard.receipt) if isinstance(shard, RemoteShard) else reasons_of(shard.path, len(shard))
+            )
+            bad = np.flatnonzero(status != Status.OK)
+            for row, its_row in zip(bad.tolist(), self._index.local(number, bad).tolist(), strict=True):
+                path = selection.texts("path", row, row + 1)[0]
+                reason = reasons.get(shard.identity.first_row + its_row, "")
+                failures.append((start + row, path, Status(status[row]).text, reason))
         return failures
 
     def place_of(self, row: int) -> tuple[Path, int, int]:
@@ -263,20 +278,7 @@ class FeatureReader:
     @property
     def compression(self) -> dict[str, tuple[str, float]]:
         """Feature -> (gzip, lzf or blosc2; compression ratio), for compressed features."""
-        compression = {}
-        kinds: dict[str, set[str]] = {}
-        stored = Counter[str]()
-        for file in self._index.files:
-            shard = file.shard
-            stored.update(shard.stored_bytes)
-            for name, filter_name in shard.compression.items():
-                kinds.setdefault(name, set()).add(filter_name)
-        for feature in self._features:
-            if feature.name in kinds:
-                plain = sum(file.n_rows for file in self._index.files) * feature.row_bytes
-                filters = " and ".join(sorted(kinds[feature.name]))
-                compression[feature.name] = (filters, plain / max(1, stored[feature.name]))
-        return compression
+        return self.counts.compression
 
     def checked(self, rows: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         """Return layer -> (len(rows), *shape), all features of rows, verified so that copies do not hide damage.

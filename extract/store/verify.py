@@ -18,7 +18,7 @@ from extract.errors import InputError, LayertapError
 from extract.row_status import Status
 from extract.store.format.copying import copy_shard
 from extract.store.format.dataset import DataSet, ShardFiles
-from extract.store.format.receipt import checked_receipt, reasons_of, size_and_hash, write_receipt
+from extract.store.format.receipt import checked_receipt, count_all, reasons_of, size_and_hash, write_receipt
 from extract.store.format.row_hash import checked
 from extract.store.format.shard import MEDIA_ERRORS, Shard
 from extract.store.format.version import pass_folder
@@ -269,6 +269,9 @@ def _faults_of_receipt(shard: Shard, name: str, row_faults: Collection[Fault]) -
     counts = Counter(shard.column("status").tolist())
     status = {Status(code).text: counts[code] for code in sorted(counts) if code in list(Status)}
     expected = {**vars(shard.identity), **size_and_hash(shard.path), "status": status}
+    if not row_faults:
+        counted = count_all(shard).as_json()  # receipts of earlier versions have no labels and splits
+        expected |= {entry: value for entry, value in counted.items() if entry in receipt}
     # Wrong rows explain a mismatch. Without wrong rows, the receipt is wrong, or bytes that no other hash covers; a
     # repair does not overwrite the receipt, because it is the only evidence.
     hint = "" if row_faults else "; all rows match their hashes. If the receipt is removed, --repair writes a new one"

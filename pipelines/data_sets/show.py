@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from extract.credentials import text_without_credentials
-from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from extract.store.reader import FeatureReader
 from pipelines.terminal.text_output import SHOWN, print_failures, printable
@@ -61,12 +59,11 @@ def describe(out: Path) -> dict[str, Any]:
             for name, (filter_name, ratio) in reader.compression.items()
         }
         if content["complete"]:
-            status = Counter(Status(code).text for code in reader.status.tolist())
-            labels = Counter(reader.labels.tolist())
-            content["status"] = dict(status)
-            content["classes"] = {name: labels[i] for i, name in enumerate(reader.classes)}
-            content["unlabelled"] = labels[-1]
-            content["splits"] = dict(Counter(split for split in reader.splits if split))
+            counts = reader.counts
+            content["status"] = counts.status
+            content["classes"] = counts.classes
+            content["unlabelled"] = counts.unlabelled
+            content["splits"] = counts.splits
             content["failures"] = [
                 {"row": row, "path": path, "status": text, "reason": reason}
                 for row, path, text, reason in reader.failures

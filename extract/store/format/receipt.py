@@ -10,11 +10,13 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from extract.errors import LayertapError
 from extract.row_status import Status
@@ -24,7 +26,11 @@ from extract.system.atomic_files import write_json
 from extract.system.json_files import read_json
 
 __all__ = [
+    "ShardCounts",
     "checked_receipt",
+    "count_all",
+    "count_shard",
+    "counts_in",
     "read_receipt",
     "reasons_in",
     "reasons_of",
@@ -38,6 +44,77 @@ __all__ = [
 _OTHER_BYTES = 1 << 16
 _ROW_BYTES = 1 << 10
 _REASON_BYTES = 960  # of a reason in JSON, with its quotes
+
+
+@dataclass(frozen=True)
+class ShardCounts:
+    """Numbers of rows of a shard, and its compression.
+
+    Attributes:
+        status: code of `Status` -> rows.
+        labels: number of the class, -1 if unknown -> rows.
+        splits: split -> rows; rows without a split are left out.
+        filters: feature -> gzip, lzf or blosc2, for compressed features.
+        stored_bytes: compressed feature -> bytes in the file.
+    """
+
+    status: Mapping[int, int]
+    labels: Mapping[int, int]
+    splits: Mapping[str, int]
+    filters: Mapping[str, str]
+    stored_bytes: Mapping[str, int]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the entries of a receipt."""
+        return {
+            "status": {Status(code).text: count for code, count in self.status.items()},
+            "labels": {str(label): count for label, count in self.labels.items()},
+            "splits": dict(self.splits),
+        }
+
+
+def count_shard(
+    shard: Shard, status: NDArray[np.uint8], labels: NDArray[np.int64], splits: Iterable[bytes]
+) -> ShardCounts:
+    """Count rows of an open shard, which have this status, label and split."""
+    by_split = Counter(splits)
+    del by_split[b""]
+    return ShardCounts(
+        status=_sorted(Counter(status.tolist())),
+        labels=_sorted(Counter(labels.tolist())),
+        splits={os.fsdecode(split): count for split, count in _sorted(by_split).items()},
+        filters=dict(shard.compression),
+        stored_bytes={name: shard.stored_bytes[name] for name in shard.compression},
+    )
+
+
+def count_all(shard: Shard) -> ShardCounts:
+    """Count all rows of an open shard."""
+    return count_shard(shard, shard.column("status"), shard.column("label"), shard.column("split").tolist())
+
+
+def counts_in(receipt: Mapping[str, Any]) -> ShardCounts | None:
+    """Return the counts in a receipt; None if it has no counts, as of an earlier version, or they do not add up."""
+    status, labels, splits = (receipt.get(name) for name in ("status", "labels", "splits"))
+    packed = receipt.get("compression", {"filter": "", "bytes": {}})
+    codes = {status.text: status.value for status in Status if status != Status.PENDING}
+    if status is None or labels is None or splits is None or "bytes" not in packed or status.keys() - codes.keys():
+        return None
+    n_rows = receipt["n_rows"]
+    sums_differ = sum(status.values()) != n_rows or sum(labels.values()) != n_rows or sum(splits.values()) > n_rows
+    if sums_differ or min([*status.values(), *labels.values(), *splits.values(), *packed["bytes"].values()]) < 1:
+        return None
+    return ShardCounts(
+        status={codes[text]: count for text, count in status.items()},
+        labels={int(label): count for label, count in labels.items()},
+        splits=splits,
+        filters=dict.fromkeys(packed["bytes"], packed["filter"]),
+        stored_bytes=packed["bytes"],
+    )
+
+
+def _sorted(counts: Counter[Any]) -> dict[Any, int]:
+    return dict(sorted(counts.items()))
 
 
 def receipt_bytes(n_rows: int) -> int:
@@ -67,7 +144,7 @@ def receipt_of(
     failed = {first_row + int(row) for row in np.flatnonzero(status != Status.OK)}
     receipt = {
         **vars(shard.identity),
-        "status": {Status(code).text: count for code, count in sorted(Counter(status.tolist()).items())},
+        **count_all(shard).as_json(),
         "reasons": {str(row): _short(reasons[row]) for row in sorted(failed & reasons.keys())},
         **size_and_hash(file),
         **({"made": dict(made)} if made else {}),
@@ -79,6 +156,7 @@ def receipt_of(
             receipt["compression"] = {
                 "filter": next(iter(ready.compression.values())),
                 "ratio": round(plain / max(1, sum(packed.values())), 3),
+                "bytes": packed,
             }
     return receipt
 

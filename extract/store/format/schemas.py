@@ -41,6 +41,8 @@ RECEIPT = {
     "fingerprint": str,
     "images": str,
     "status": {str: int},
+    "labels?": {Text(r"-1|\d{1,18}", "the number of a class, or -1"): int},
+    "splits?": {str: int},
     "reasons": {Text(r"\d{1,18}", "a row number"): str},
     "size": int,
     "sha256": Text("[0-9a-f]{64}", "64 hexadecimal digits"),
@@ -52,7 +54,7 @@ RECEIPT = {
         "seconds": float,
         "stages": {str: float},
     },
-    "compression?": {"filter": str, "ratio": float},
+    "compression?": {"filter": str, "ratio": float, "bytes?": {str: int}},
 }
 
 PROVENANCE = {

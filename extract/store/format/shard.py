@@ -356,7 +356,7 @@ class Shard:
     # Columns beside the features
 
     def column(self, name: str, rows: slice | NDArray[np.int64] = slice(None)) -> NDArray[Any]:
-        """Return (N, ...), a copy of the current values of a column: row data, label, or path as stored bytes."""
+        """Return (N, ...), a copy of the current values of a column: row data, label, or stored bytes of a text."""
         return self._view(name)[rows].copy()
 
     def text(self, name: str, rows: slice | NDArray[np.int64] | EllipsisType = ...) -> list[str]:
