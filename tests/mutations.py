@@ -345,6 +345,18 @@ MUTATIONS = (
         ("test_each_failed_write_of_a_new_shard_is_an_error", "test_each_failed_write_of_an_export_is_an_error"),
     ),
     Mutation(
+        "The counts in a receipt are used although they do not add up.",
+        "    if sums_differ or min(",
+        "    if min(",
+        ("test_a_receipt_that_cannot_be_right_is_not_used",),
+    ),
+    Mutation(
+        "Labels and splits in a receipt are not compared by verify.",
+        "        expected |= {entry: value",
+        "        _ = {entry: value",
+        ("test_verify_compares_the_counts",),
+    ),
+    Mutation(
         "Shards stay open above the limit of open files.",
         "            first.let_go()",
         "            pass",

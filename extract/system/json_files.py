@@ -17,6 +17,7 @@ A shape is written like the content that it describes:
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -37,6 +38,11 @@ JSON_BYTES = 1 << 26  # far more than a description, or the log of a thousand ru
 _DEPTH = 64  # functions that print or compare the content are recursive
 _LARGEST = (1 << 63) - 1
 
+# A place in the content: an entry of an object is its name; an item of a list, or of an object with any names, is a
+# tuple of its index or name. It becomes text only in an error, because receipts have thousands of values.
+_Place = tuple[Any, ...]
+_A_NAME = object()
+
 
 @dataclass(frozen=True)
 class Text:
@@ -52,7 +58,11 @@ class Text:
 
     def fits(self, value: Any) -> bool:
         """Return whether a value is text in this form."""
-        return isinstance(value, str) and re.fullmatch(self.form, value, re.ASCII) is not None
+        return isinstance(value, str) and self._pattern.fullmatch(value) is not None
+
+    @functools.cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        return re.compile(self.form, re.ASCII)
 
 
 class _Time(Text):
@@ -138,10 +148,10 @@ def parse_json(content: bytes, name: Path | str, shape: Any = dict) -> dict[str,
             os.fsencode(json.dumps(parsed, ensure_ascii=False))
     except (ValueError, RecursionError) as error:  # RecursionError: [[[[...
         raise InputError(f"{name} is damaged: {type(error).__name__}: {error}") from error
-    if _is_deep(parsed):
+    if content.count(b"[") + content.count(b"{") > _DEPTH and _is_deep(parsed):
         raise InputError(f"{name} is damaged: its content is nested more than {_DEPTH} deep")
     if not isinstance(parsed, dict):
-        raise InputError(f"{name} is damaged: {_fault(parsed, dict, 'it')}")
+        raise InputError(f"{name} is damaged: {_fault(parsed, dict, ())}")
     check_shape(parsed, name, shape)
     return parsed
 
@@ -152,7 +162,7 @@ def check_shape(content: dict[str, Any], name: Path | str, shape: Any) -> None:
     Raises:
         InputError: the content has another shape.
     """
-    if fault := _fault(content, shape, "it"):
+    if fault := _fault(content, shape, ()):
         raise InputError(f"{name} is damaged: {fault}")
 
 
@@ -178,46 +188,59 @@ def _is_deep(content: Any) -> bool:
     return bool(level)
 
 
-def _fault(value: Any, shape: Any, where: str) -> str | None:
-    """Return in what a value differs from a shape; None if it does not."""
-    if isinstance(shape, tuple):
+def _fault(value: Any, shape: Any, where: _Place) -> str | None:
+    """Return in what a value differs from a shape; None if it does not. `where` is the value's place in the content."""
+    if shape is int:
+        fits, expected = type(value) is int and 0 <= value <= _LARGEST, "a whole number from 0"
+    elif isinstance(shape, Text):
+        fits, expected = shape.fits(value), shape.name
+    elif isinstance(shape, tuple):
         faults = [_fault(value, option, where) for option in shape]
         return None if None in faults else faults[0]
-    if isinstance(shape, list):
+    elif isinstance(shape, list):
         return _fault(value, list, where) or _first_fault(value, shape[0], where)
-    if isinstance(shape, dict):
+    elif isinstance(shape, dict):
         return _fault(value, dict, where) or _fault_in_object(value, shape, where)
-    if isinstance(shape, Text):
-        fits, expected = shape.fits(value), shape.name
-    elif shape is int:
-        fits, expected = type(value) is int and 0 <= value <= _LARGEST, "a whole number from 0"
     elif shape is float:
         fits, expected = _is_finite(value), "a finite number"
     else:
         fits, expected = value is None if shape is None else isinstance(value, shape), _NAMES.get(shape, "a value")
-    return None if fits else f"{where} is {_brief(value)}, expected {expected}"
+    return None if fits else f"{_name_of(where)} is {_brief(value)}, expected {expected}"
 
 
-def _first_fault(values: list[Any], shape: Any, where: str) -> str | None:
-    faults = (_fault(value, shape, f"{where}[{i}]") for i, value in enumerate(values))
+def _first_fault(values: list[Any], shape: Any, where: _Place) -> str | None:
+    faults = (_fault(value, shape, (*where, (i,))) for i, value in enumerate(values))
     return next((fault for fault in faults if fault), None)
 
 
-def _fault_in_object(content: dict[str, Any], shape: dict[Any, Any], where: str) -> str | None:
+def _fault_in_object(content: dict[str, Any], shape: dict[Any, Any], where: _Place) -> str | None:
     for name, inner in shape.items():
         if isinstance(name, str):
             key = name.removesuffix("?")
             if key in content:
-                fault = _fault(content[key], inner, repr(key) if where == "it" else f"{where}.{key!r}")
+                fault = _fault(content[key], inner, (*where, key))
             else:
-                fault = None if key != name else f"{where} has no {key!r}"
+                fault = None if key != name else f"{_name_of(where)} has no {key!r}"
         else:
-            faults = (_fault(key, name, f"a name in {where}") or _fault(each, inner, f"{where}[{_brief(key)}]")
+            faults = (_fault(key, name, (*where, _A_NAME)) or _fault(each, inner, (*where, (key,)))
                       for key, each in content.items())  # fmt: skip
             fault = next((fault for fault in faults if fault), None)
         if fault:
             return fault
     return None
+
+
+def _name_of(where: _Place) -> str:
+    """Return a place in the content as text: 'features'[0].'name'."""
+    text = "it"
+    for part in where:
+        if part is _A_NAME:
+            text = f"a name in {text}"
+        elif isinstance(part, tuple):
+            text += f"[{_brief(part[0])}]"
+        else:
+            text = repr(part) if text == "it" else f"{text}.{part!r}"
+    return text
 
 
 def _is_finite(value: Any) -> bool:

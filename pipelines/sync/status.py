@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections import Counter
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from extract.errors import InputError, LayertapError
-from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from extract.store.format.layout import row_bytes
 from extract.store.reader import FeatureReader
@@ -62,8 +60,7 @@ def _version_status(dataset: DataSet) -> dict[str, Any]:
         raise InputError(f"{dataset.out} is not a data set of `layertap sync`; `layertap show` describes it")
     out = dataset.out
     with FeatureReader(out) as reader:
-        status = Counter(Status(code).text for code in reader.status.tolist())
-        failures = reader.failures
+        status, failures = reader.counts.status, reader.failures
     table = dataset.version_rows()
     needed = len(np.unique(np.stack([table.passes, table.rows]), axis=1).T)
     stored = 0
@@ -75,7 +72,7 @@ def _version_status(dataset: DataSet) -> dict[str, Any]:
         "images": dataset.images["root"],
         "version": dataset.version.number,
         "rows": dataset.n_rows,
-        "status": dict(status),
+        "status": status,
         "failures": [{"path": path, "status": text, "reason": reason} for _, path, text, reason in failures],
         "passes": len(dataset.version.passes),
         "stored_rows": stored,

@@ -20,6 +20,9 @@ import xxhash
 FEATURE = "vector"
 JOBS = {
     "import": "pass",
+    "show": "from pipelines.data_sets.show import describe; describe(out)",
+    "status": "from pipelines.sync.status import STATUS",
+    "verify": "from extract.store.verify import verify; assert not verify(out).faults",
     "open": "FeatureReader(out)",
     "one row": "FeatureReader(out)['vector'][len(FeatureReader(out)) // 2]",
     "names": "r = FeatureReader(out); [sum(map(len, x)) for x in (r.paths, r.splits)], r.labels.sum(), r.status.sum()",

@@ -1,0 +1,182 @@
+"""Counts of rows, from receipts and from the shards, against counts of h5py."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import pytest
+
+from extract import FeatureReader
+from extract.row_status import Status
+from extract.store import row_selection
+from extract.store.format.shard import Shard
+from extract.store.verify import verify
+from pipelines.data_sets.show import describe
+from tests.extract.store.rows import FEATURES, PATHS, PATHS_XXH3, ROWS, complete_data_set, create, data_set
+
+IMAGES = {"root": "/photos", "count": ROWS, "paths_xxh3": PATHS_XXH3, "labels_xxh3": "0" * 32}
+FAILED = (11, 15)  # both in shard 1
+
+
+@pytest.fixture(autouse=True)
+def _on_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_selection, "OPENED_AT_ONCE", 0)
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files that were opened."""
+    names: list[str] = []
+    original = Shard.__init__
+
+    def recorded(shard: Shard, path: Path) -> None:
+        names.append(path.name)
+        original(shard, path)
+
+    monkeypatch.setattr(Shard, "__init__", recorded)
+    return names
+
+
+def counted(out: Path) -> dict[str, Any]:
+    """Count the rows with h5py."""
+    status, classes, splits, labels = Counter[str](), Counter[str](), Counter[str](), Counter[int]()
+    for path in sorted(out.glob("shards/*.h5")):
+        with h5py.File(path) as file:
+            names = [name.decode() for name in file["classes"][()].tolist()]
+            classes.update(dict.fromkeys(names, 0))
+            status.update(Status(code).text for code in file["status"][()].tolist())
+            labels.update(file["label"][()].tolist())
+            classes.update(names[label] for label in file["label"][()].tolist() if label >= 0)
+            splits.update(split.decode() for split in file["split"][()].tolist() if split)
+    return {"status": status, "classes": classes, "unlabelled": labels[-1], "splits": splits}
+
+
+def check_counts(out: Path) -> None:
+    with FeatureReader(out) as reader:
+        counts = reader.counts
+        assert {name: getattr(counts, name) for name in counted(out)} == counted(out)
+
+
+def edited(out: Path, shard: int, how: Callable[[dict[str, Any]], object]) -> None:
+    """Change a receipt."""
+    path = out / f"shards/{shard:06d}.json"
+    content = json.loads(path.read_text())
+    how(content)
+    path.write_text(json.dumps(content))
+
+
+def test_counts_come_from_receipts(tmp_path: Path, opened: list[str]) -> None:
+    out = complete_data_set(tmp_path / "out", images=IMAGES).out
+    opened.clear()
+    check_counts(out)
+    assert set(opened) == {"000000.h5"}  # for the names of the classes
+
+
+def test_only_shards_with_failed_rows_are_opened_for_failures(tmp_path: Path, opened: list[str]) -> None:
+    out = complete_data_set(tmp_path / "out", failed=FAILED, images=IMAGES).out
+    opened.clear()
+    check_counts(out)
+    with FeatureReader(out) as reader:
+        assert reader.failures == [(row, PATHS[row], "decode error", f"row {row} failed") for row in FAILED]
+    assert set(opened) == {"000000.h5", "000001.h5"}
+
+
+def test_compression_comes_from_receipts(tmp_path: Path, opened: list[str]) -> None:
+    out = complete_data_set(tmp_path / "out", "gzip", images=IMAGES).out
+    opened.clear()
+    with FeatureReader(out) as reader:
+        compression = reader.compression
+    assert set(opened) == {"000000.h5"}
+    for feature in FEATURES:
+        stored = 0
+        for path in out.glob("shards/*.h5"):
+            with h5py.File(path) as file:
+                stored += file[f"features/{feature.name}"].id.get_storage_size()
+        assert compression[feature.name] == ("gzip", feature.row_bytes * ROWS / stored)
+
+
+def test_a_data_set_may_be_compressed_in_part(tmp_path: Path) -> None:
+    out = complete_data_set(tmp_path / "out", images=IMAGES).out
+    packed = complete_data_set(tmp_path / "packed", "gzip", images=IMAGES).out
+    for suffix in ("h5", "json"):
+        (packed / f"shards/000001.{suffix}").replace(out / f"shards/000001.{suffix}")
+    with h5py.File(out / "shards/000001.h5") as file:
+        stored = file["features/vector"].id.get_storage_size()
+    plain = FEATURES[0].row_bytes
+    with FeatureReader(out) as reader:
+        assert reader.compression["vector"] == ("gzip", plain * ROWS / (plain * (ROWS - 10) + stored))
+
+
+UNUSABLE = {
+    "of an earlier version": lambda receipt: [receipt.pop(name) for name in ("labels", "splits")],
+    "of another data set": lambda receipt: receipt.update(fingerprint="0" * 64, status={"decode error": 10}),
+    "of another size": lambda receipt: receipt.update(size=receipt["size"] - 1, splits={"val": 10}),
+    "status does not add up": lambda receipt: receipt.update(status={"ok": 9}),
+    "unknown status": lambda receipt: receipt.update(status={"fine": 10}),
+    "pending": lambda receipt: receipt.update(status={"pending": 10}),
+    "labels do not add up": lambda receipt: receipt["labels"].update({"0": 99}),
+    "no such class": lambda receipt: receipt.update(labels={"3": 10}),
+    "negative": lambda receipt: receipt.update(labels={"0": 12, "1": -2}),
+    "splits do not add up": lambda receipt: receipt.update(splits={"train": 11}),
+}
+
+
+@pytest.mark.parametrize("fault", UNUSABLE)
+def test_a_receipt_that_cannot_be_right_is_not_used(tmp_path: Path, opened: list[str], fault: str) -> None:
+    out = complete_data_set(tmp_path / "out", failed=FAILED, images=IMAGES).out
+    edited(out, 2 if fault == "of an earlier version" else 1, UNUSABLE[fault])
+    opened.clear()
+    check_counts(out)
+    assert {"000000.h5", "000002.h5" if fault == "of an earlier version" else "000001.h5"} == set(opened)
+
+
+@pytest.mark.parametrize("content", [None, "", "{}", "[" * 100_000])
+def test_without_a_receipt_the_rows_are_counted(tmp_path: Path, content: str | None) -> None:
+    out = complete_data_set(tmp_path / "out", failed=FAILED, images=IMAGES).out
+    (out / "shards/000001.json").unlink()
+    if content is not None:
+        (out / "shards/000001.json").write_text(content)
+    check_counts(out)
+
+
+def test_rows_of_an_unfinished_data_set_are_counted(tmp_path: Path) -> None:
+    out = complete_data_set(tmp_path / "out", images=IMAGES).out
+    for suffix in ("h5", "json"):
+        (out / f"shards/000001.{suffix}").unlink()
+    create(data_set(out, images=IMAGES), 1)
+    with FeatureReader(out, partial=True) as reader:
+        assert reader.counts.status == {"ok": ROWS - 10}
+        assert reader.counts.classes == Counter(f"class {i % 3}" for i in range(ROWS) if not 10 <= i < 20)
+
+
+def test_counts_of_two_data_sets_are_added(tmp_path: Path) -> None:
+    one, other = (complete_data_set(tmp_path / name, images=IMAGES).out for name in ("a", "b"))
+    with FeatureReader([one, other]) as reader:
+        assert reader.counts.status == {"ok": 2 * ROWS}
+        assert reader.counts.classes == {name: 2 * count for name, count in counted(one)["classes"].items()}
+
+
+@pytest.mark.parametrize("entry", ["labels", "splits"])
+def test_verify_compares_the_counts(tmp_path: Path, entry: str) -> None:
+    out = complete_data_set(tmp_path / "out", images=IMAGES).out
+    assert verify(out).faults == []
+    edited(out, 1, lambda receipt: receipt[entry].clear())
+    (fault,) = verify(out).faults
+    assert f"its {entry} differs from the receipt" in str(fault)
+
+
+def test_show_prints_the_same_from_receipts_and_from_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = complete_data_set(tmp_path / "out", "gzip", failed=FAILED, images=IMAGES).out
+    from_receipts = describe(out)
+    for path in out.glob("shards/*.json"):
+        edited(out, int(path.stem), lambda receipt: receipt.pop("labels"))
+    assert describe(out) == from_receipts
+    monkeypatch.setattr(row_selection, "OPENED_AT_ONCE", 64)
+    assert describe(out) == from_receipts
+    assert from_receipts["splits"] == {"train": ROWS}
+    assert sum(from_receipts["classes"].values()) == ROWS
