@@ -4,7 +4,7 @@ A data set is a folder:
 
     dataset.json          its content, and what the features depend on (extract/store/format/dataset.py)
     shards/000000.h5      a finished shard: the name is the commit
-    shards/000000.json    its receipt: size, sha256, rows by status, why rows failed
+    shards/000000.json    its receipt: size, sha256, rows by status, label and split, why rows failed
     shards/000001.h5.part a shard being written, or left by an interrupted run
     shards/000002-r1.h5   a finished shard that was rewritten to fill failed rows; -r2: a second time
 
