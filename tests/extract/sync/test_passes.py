@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import h5py
 import numpy as np
@@ -765,6 +767,24 @@ def test_compacting_removes_rows_that_are_not_needed_and_nothing_else(home: Home
     same_as_fresh(home.root, home.out)
     assert home.sync().computed == 0
     assert compact(home.out, max_dead=0).removed == 0
+
+
+def test_a_compaction_that_was_not_published_is_published_by_the_next(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home.sync()
+    for i in range(0, 10, 2):
+        (home.root / f"a/{i}.ppm").unlink()
+    home.sync()
+    with monkeypatch.context() as patch:
+        patch.setattr(DataSet, "write", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+        with pytest.raises(LayertapError, match="Input/output error"):
+            compact(home.out, max_dead=0)
+    same_as_fresh(home.root, home.out)
+    assert compact(home.out, max_dead=0).removed == 0
+    same_as_fresh(home.root, home.out)
+    assert sum(part.n_rows for part in DataSet.open(home.out).data_sets_with_shards()) == 5
+    assert len(list((home.out / "passes").iterdir())) == len(list((home.out / "versions").iterdir())) == 1
 
 
 def test_rows_of_images_that_are_gone_are_kept_for_a_while(home: Home) -> None:
