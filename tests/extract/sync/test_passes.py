@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import multiprocessing
 import os
@@ -777,7 +776,7 @@ def test_a_compaction_that_was_not_published_is_published_by_the_next(
         (home.root / f"a/{i}.ppm").unlink()
     home.sync()
     with monkeypatch.context() as patch:
-        patch.setattr(DataSet, "write", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+        patch.setattr("extract.sync.compaction.publish", Mock(side_effect=LayertapError("Input/output error")))
         with pytest.raises(LayertapError, match="Input/output error"):
             compact(home.out, max_dead=0)
     same_as_fresh(home.root, home.out)
