@@ -94,8 +94,8 @@ VERSIONS_TEXT = " or ".join(map(str, READABLE_VERSIONS))
 _CHUNK_BYTES = 1 << 20
 
 # Limit on the bytes that do not change after creation: opening a shard hashes them.
-_TEXTS_AT_ONCE = 1 << 16  # paths, splits or ids in memory while they are written
 _FIXED_BYTES = 1 << 30
+_TEXTS_AT_ONCE = 1 << 16  # paths, splits or ids in memory while they are written
 
 # Datasets other than features that are written row by row; datasets with 8-byte rows come first, for alignment.
 ROW_DATA: tuple[tuple[str, tuple[int, ...], str], ...] = (
@@ -258,19 +258,16 @@ def new_shard_file(
                 data.attrs.update(feature.attributes)
             for name, width, row_dtype in ROW_DATA:
                 file.create_dataset(name, (n_rows, *width), row_dtype, dcpl=preallocated(None), fillvalue=0)
-            text_types = {name: h5py.string_dtype("utf-8", width) for name, width in widths.items()}
             for name, text in texts.items():
-                file.create_dataset(name, len(text), text_types[name], dcpl=preallocated(None))
+                text_type = h5py.string_dtype("utf-8", widths[name])
+                file.create_dataset(name, len(text), text_type, dcpl=preallocated(None))
             text_type = h5py.string_dtype("utf-8", encoded_provenance.dtype.itemsize)
             fixed = {"label": labels, "provenance": encoded_provenance.astype(text_type)}
             for name, values in fixed.items():
                 file.create_dataset(name, values.shape, values.dtype, dcpl=preallocated(None))
         with hdf5_on_disk(temporary, "r+", **options) as file:
             for name, text in texts.items():
-                for start in range(0, len(text), _TEXTS_AT_ONCE):
-                    encoded = list(map(os.fsencode, text[start : start + _TEXTS_AT_ONCE]))
-                    part = np.array(encoded, f"S{widths[name]}").astype(text_types[name])
-                    file[name][start : start + len(part)] = part
+                _write_text(file[name], text)
             for name, values in fixed.items():
                 file[name][...] = values
             yield file
@@ -293,6 +290,12 @@ def new_shard_file(
         raise LayertapError(f"cannot create {path} ({size / 1e6:,.1f} MB): {reason}") from error
     finally:
         discard(temporary)
+
+
+def _write_text(data: h5py.Dataset, text: Sequence[str]) -> None:
+    for start in range(0, len(text), _TEXTS_AT_ONCE):
+        encoded = list(map(os.fsencode, text[start : start + _TEXTS_AT_ONCE]))
+        data[start : start + len(encoded)] = np.array(encoded, data.dtype)
 
 
 def preallocated(chunks: tuple[int, ...] | None) -> Any:
