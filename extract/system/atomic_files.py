@@ -28,6 +28,7 @@ __all__ = [
     "link_target",
     "make_own",
     "open_own",
+    "open_regular",
     "open_unfollowed",
     "own_folder",
     "reserve_space",
@@ -188,6 +189,20 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def open_regular(path: Path) -> int:
+    """Open a regular file, or a link to one, for reading, and return its descriptor; a pipe is not waited for.
+
+    Raises:
+        InputError: the path is something else.
+        OSError: as in `os.open`.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise InputError(f"{path} is not a regular file")
+    return descriptor
 
 
 def reserve_space(path: Path, size: int) -> None:

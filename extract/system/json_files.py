@@ -23,7 +23,6 @@ import math
 import os
 import re
 import reprlib
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from extract.errors import InputError, LayertapError
+from extract.system.atomic_files import open_regular
 
 __all__ = ["JSON_BYTES", "TIME", "Text", "check_shape", "parse_json", "read_json", "read_json_lines"]
 
@@ -94,7 +94,7 @@ def read_json(path: Path, shape: Any = dict, most_bytes: int = JSON_BYTES) -> di
         LayertapError: the file cannot be read.
     """
     try:
-        with os.fdopen(_open(path), "rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size > most_bytes:
                 raise InputError(f"{path} is damaged: it has {size:,} bytes, expected at most {most_bytes:,}")
@@ -116,7 +116,7 @@ def read_json_lines(path: Path, shape: Any = dict) -> Iterator[dict[str, Any]]:
         LayertapError: the file cannot be read.
     """
     try:
-        with os.fdopen(_open(path), "rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - JSON_BYTES))
             lines = file.read(JSON_BYTES).splitlines()
     except (FileNotFoundError, NotADirectoryError, InputError):
@@ -164,20 +164,6 @@ def check_shape(content: dict[str, Any], name: Path | str, shape: Any) -> None:
     """
     if fault := _fault(content, shape, ()):
         raise InputError(f"{name} is damaged: {fault}")
-
-
-def _open(path: Path) -> int:
-    """Open a regular file, or a link to one, and return its descriptor; do not wait for the writer of a pipe.
-
-    Raises:
-        InputError: the path is something else.
-        OSError: as in `os.open`.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise InputError(f"{path} is not a regular file")
-    return descriptor
 
 
 def _is_deep(content: Any) -> bool:

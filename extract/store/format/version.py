@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError, first_line
 from extract.store.format.untrusted import dataset_in
-from extract.system.atomic_files import own_folder, write_whole
+from extract.system.atomic_files import open_regular, own_folder, write_whole
 
 __all__ = ["RowTable", "Version", "is_intact", "pass_folder", "read_rows", "table_path", "write_rows"]
 
@@ -127,9 +127,14 @@ def _as_hdf5(number: int, table: RowTable) -> bytes:
 def is_intact(out: Path, version: Version) -> bool:
     """Return whether the table of a version exists and is undamaged."""
     try:
-        return xxhash.xxh3_128_hexdigest(table_path(out, version.number).read_bytes()) == version.rows_xxh3
-    except OSError:
+        return xxhash.xxh3_128_hexdigest(_content(table_path(out, version.number))) == version.rows_xxh3
+    except (OSError, InputError):
         return False
+
+
+def _content(path: Path) -> bytes:
+    with os.fdopen(open_regular(path), "rb") as file:
+        return file.read()
 
 
 def read_rows(out: Path, version: Version, n_rows: int) -> RowTable:
@@ -151,7 +156,7 @@ def read_rows(out: Path, version: Version, n_rows: int) -> RowTable:
         return InputError(f"{path} is not a valid version table: {problem}")
 
     try:
-        content = path.read_bytes()
+        content = _content(path)
     except FileNotFoundError:
         raise
     except OSError as error:
