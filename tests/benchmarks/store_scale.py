@@ -21,7 +21,7 @@ FEATURE = "vector"
 JOBS = {
     "import": "pass",
     "show": "from pipelines.data_sets.show import describe; describe(out)",
-    "status": "from pipelines.sync.status import STATUS",
+    "status": "from pipelines.data_sets.status import ShardProgress; ShardProgress(str(out)).read()",
     "verify": "from extract.store.verify import verify; assert not verify(out).faults",
     "open": "FeatureReader(out)",
     "one row": "FeatureReader(out)['vector'][len(FeatureReader(out)) // 2]",
