@@ -12,7 +12,9 @@ __all__ = ["RowSource", "Shuffle", "batches"]
 
 Shuffle = Literal["chunks", "rows"] | None
 _Batch = tuple[NDArray[Any], NDArray[np.int64]]
-_Window = tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64]]  # features, their rows, the order to yield them in
+# Features, their rows, and the order to yield them in; None for the order in which they are.
+_Window = tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64] | None]
+_IN_ORDER_BYTES = 4 << 20
 
 
 class RowSource(Protocol):
@@ -80,6 +82,8 @@ def batches(
             f"memory_bytes is {memory_bytes}; it must be at least {2 * largest * array.row_bytes} (two chunks)"
         )
     random = np.random.default_rng(seed)
+    if shuffle is None:  # a small buffer stays in the caches of the processor
+        room = min(room, max(largest, _IN_ORDER_BYTES // max(1, array.row_bytes)))
     if shuffle == "rows":
         windows = _windows_of_rows(array, random.permutation(rows), room)
     else:
@@ -115,7 +119,7 @@ def _windows_of_pieces(
             size, taken = size + len(piece), taken + 1
         rows = np.concatenate(pieces[:taken])
         pieces = pieces[taken:]
-        yield buffer, rows, np.arange(size) if random is None else random.permutation(size)
+        yield buffer, rows, None if random is None else random.permutation(size)
 
 
 def _windows_of_rows(array: RowSource, rows: NDArray[np.int64], room: int) -> Iterator[_Window]:
@@ -135,10 +139,14 @@ def _cut(windows: Iterator[_Window], batch_size: int) -> Iterator[_Batch]:
     missing = batch_size
     for features, rows, order in windows:
         start = 0
-        while start < len(order):
-            positions = order[start : start + missing]
-            parts.append((features[positions], rows[positions]))
-            start, missing = start + len(positions), missing - len(positions)
+        while start < len(rows):
+            stop = min(start + missing, len(rows))
+            if order is None:
+                parts.append((features[start:stop].copy(), rows[start:stop]))
+            else:
+                positions = order[start:stop]
+                parts.append((features.take(positions, axis=0), rows[positions]))
+            start, missing = stop, missing - (stop - start)
             if not missing:
                 yield _joined(parts)
                 parts, missing = [], batch_size
