@@ -11,7 +11,6 @@ in blocks for its own drivers only, and a reader of a bucket would fetch many bl
 
 from __future__ import annotations
 
-import io
 import os
 import tempfile
 from collections.abc import Iterator
@@ -20,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+
+from extract.store.format.seekable import Seekable
 
 __all__ = ["hdf5_in_memory", "hdf5_on_disk"]
 
@@ -96,35 +97,17 @@ def _memory() -> Any:
     return tempfile.TemporaryFile()
 
 
-class _CheckedFile(io.RawIOBase):
+class _CheckedFile(Seekable):
     """File object for HDF5; `error` is the first error of a read or write."""
 
     def __init__(self, path: Path, flags: int):
         self.error: OSError | None = None
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o666)
-        self._position, self._size = 0, os.fstat(self._descriptor).st_size
-
-    def readable(self) -> bool:
-        """See `io.RawIOBase`."""
-        return True
+        super().__init__(os.fstat(self._descriptor).st_size)
 
     def writable(self) -> bool:
         """See `io.RawIOBase`."""
         return True
-
-    def seekable(self) -> bool:
-        """See `io.RawIOBase`."""
-        return True
-
-    def tell(self) -> int:
-        """See `io.RawIOBase`."""
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """See `io.RawIOBase`."""
-        starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}
-        self._position = starts[whence] + offset
-        return self._position
 
     def readinto(self, buffer: Any) -> int:
         """See `io.RawIOBase`; after an error, bytes are zero."""

@@ -36,6 +36,7 @@ from extract.store.format.layout import (
     row_bytes,
 )
 from extract.store.format.schemas import PROVENANCE
+from extract.store.format.seekable import Seekable
 from extract.store.format.untrusted import (
     Refuse,
     StoredDataset,
@@ -50,7 +51,7 @@ from extract.store.format.untrusted import (
 from extract.system.atomic_files import allow_more_files
 from extract.system.json_files import parse_json
 
-__all__ = ["BLOCK_BYTES", "MEDIA_ERRORS", "Seekable", "Shard", "runs"]
+__all__ = ["BLOCK_BYTES", "MEDIA_ERRORS", "Shard", "runs"]
 
 _FEATURES = 10_000  # limit for one file
 _TEXT_BYTES = 1 << 24  # limit for the provenance
@@ -416,35 +417,6 @@ class Shard:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickled, (self.path, self.identity)
-
-
-class Seekable(io.RawIOBase):
-    """File object that HDF5 reads from, without a file on the disk. Subclasses implement `readinto`.
-
-    Args:
-        size: bytes of the file.
-    """
-
-    def __init__(self, size: int):
-        self._size, self._position = size, 0
-
-    def readable(self) -> bool:
-        """See `io.RawIOBase`."""
-        return True
-
-    def seekable(self) -> bool:
-        """See `io.RawIOBase`."""
-        return True
-
-    def tell(self) -> int:
-        """See `io.RawIOBase`."""
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """See `io.RawIOBase`."""
-        starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}
-        self._position = starts[whence] + offset
-        return self._position
 
 
 class _MappedFile(Seekable):

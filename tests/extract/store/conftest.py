@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from extract.store.format.shard import Shard
 from extract.store.places import objects as remote
 from tests.extract.store.bucket_server import KEY, SECRET, TOKEN, Proxy, direct, served
 from tests.extract.store.rows import complete_data_set
@@ -60,3 +61,17 @@ def url(proxy: Proxy) -> str:
     bucket = f"b-{uuid.uuid4().hex[:12]}"
     direct(proxy).create_bucket(Bucket=bucket)
     return f"s3://{bucket}/sets/photos"
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files of shards that were opened."""
+    names: list[str] = []
+    original = Shard.__init__
+
+    def recorded(shard: Shard, path: Path) -> None:
+        names.append(path.name)
+        original(shard, path)
+
+    monkeypatch.setattr(Shard, "__init__", recorded)
+    return names

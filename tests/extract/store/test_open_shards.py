@@ -14,26 +14,11 @@ import pytest
 from extract import FeatureReader, InputError, LayertapError
 from extract.store import open_shards, row_selection
 from extract.store.export import export
-from extract.store.format.shard import Shard
 
 
 @pytest.fixture(autouse=True)
 def _on_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_selection, "OPENED_AT_ONCE", 0)
-
-
-@pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the files that were opened."""
-    names: list[str] = []
-    original = Shard.__init__
-
-    def recorded(shard: Shard, path: Path) -> None:
-        names.append(path.name)
-        original(shard, path)
-
-    monkeypatch.setattr(Shard, "__init__", recorded)
-    return names
 
 
 def in_files(out: Path, name: str) -> np.ndarray:

@@ -14,7 +14,6 @@ import pytest
 from extract import FeatureReader
 from extract.row_status import Status
 from extract.store import row_selection
-from extract.store.format.shard import Shard
 from extract.store.verify import verify
 from pipelines.data_sets.show import describe
 from tests.extract.store.rows import FEATURES, PATHS, PATHS_XXH3, ROWS, complete_data_set, create, data_set
@@ -26,20 +25,6 @@ FAILED = (11, 15)  # both in shard 1
 @pytest.fixture(autouse=True)
 def _on_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_selection, "OPENED_AT_ONCE", 0)
-
-
-@pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the files that were opened."""
-    names: list[str] = []
-    original = Shard.__init__
-
-    def recorded(shard: Shard, path: Path) -> None:
-        names.append(path.name)
-        original(shard, path)
-
-    monkeypatch.setattr(Shard, "__init__", recorded)
-    return names
 
 
 def counted(out: Path) -> dict[str, Any]:
