@@ -207,6 +207,24 @@ MUTATIONS = (
         ("test_batches_are_forced_to_the_disk_as_often_as_asked",),
     ),
     Mutation(
+        "Rows in the file cache are not verified.",
+        "        if view is not None and self._verify is not None:\n            self._verify(rows)\n",
+        "",
+        ("test_a_changed_row_is_noticed_in_the_file_cache",),
+    ),
+    Mutation(
+        "A row that is not yielded shifts the rows in the file cache that follow it.",
+        "None if len(rows) == len(mapped) else rows - rows[0])",
+        "None)",
+        ("test_rows_in_the_file_cache_are_not_buffered_and_come_in_the_same_order",),
+    ),
+    Mutation(
+        "Rows that are not in the file cache are read in random order.",
+        "not in the cache; EOPNOTSUPP: the file system does not say\n                return None",
+        "not in the cache; EOPNOTSUPP: the file system does not say\n                pass",
+        ("test_rows_that_are_not_in_the_file_cache_are_buffered",),
+    ),
+    Mutation(
         "The status of a row is written before its features.",
         'places = {f"/features/{name}": values for name, values in features.items()}',
         'places = {"/status": columns["status"]} | {f"/features/{name}": values for name, values in features.items()}',

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -12,9 +13,8 @@ __all__ = ["RowSource", "Shuffle", "batches"]
 
 Shuffle = Literal["chunks", "rows"] | None
 _Batch = tuple[NDArray[Any], NDArray[np.int64]]
-# Features, their rows, and the order to yield them in; None for the order in which they are.
-_Window = tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64] | None]
 _IN_ORDER_BYTES = 4 << 20
+_MAPPED_BYTES = 64 << 20  # mapped rows that are read in order before their pages are released
 
 
 class RowSource(Protocol):
@@ -40,6 +40,9 @@ class RowSource(Protocol):
 
     def take(self, rows: NDArray[np.int64], out: NDArray[Any] | None = None) -> NDArray[Any]:
         """Return rows in any order; in `out` if it is given."""
+
+    def mapped(self, rows: NDArray[np.int64]) -> NDArray[Any] | None:
+        """Return the rows from the least to the greatest of `rows` without a copy, if any order is fast; else None."""
 
     def forget(self, start: int, stop: int) -> None:
         """Release memory of this process for rows that were read."""
@@ -82,13 +85,50 @@ def batches(
             f"memory_bytes is {memory_bytes}; it must be at least {2 * largest * array.row_bytes} (two chunks)"
         )
     random = np.random.default_rng(seed)
-    if shuffle is None:  # a small buffer stays in the caches of the processor
-        room = min(room, max(largest, _IN_ORDER_BYTES // max(1, array.row_bytes)))
     if shuffle == "rows":
         windows = _windows_of_rows(array, random.permutation(rows), room)
+    elif shuffle == "chunks":
+        windows = _windows_of_pieces(array, [pieces[i] for i in random.permutation(len(pieces))], room, random)
     else:
-        windows = _windows_of_pieces(array, pieces, room, random if shuffle else None)
-    return _cut(windows, batch_size)
+        windows = _windows_in_order(array, pieces, room, largest)
+    return _cut(windows, batch_size, array, len(rows))
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Rows that are yielded one after the other.
+
+    Attributes:
+        rows: (R,) int64, the rows in the order in which they are yielded.
+        features: (M, *shape of a row), these rows and perhaps others: a buffer, or an array over a memory map.
+        positions: (R,) int64, position of each row in `features`; None for 0 to R - 1.
+    """
+
+    rows: NDArray[np.int64]
+    features: NDArray[Any]
+    positions: NDArray[np.int64] | None = None
+
+    def read(self, start: int, stop: int, out: NDArray[Any]) -> None:
+        """Copy the features of `rows[start:stop]` into `out`."""
+        if self.positions is None:
+            out[...] = self.features[start:stop]
+        else:  # "clip" writes directly into `out` (NumPy, "take")
+            np.take(self.features, self.positions[start:stop], axis=0, out=out, mode="clip")
+
+
+class _Buffer:
+    """Memory for the rows of one window, which is allocated when it is first used: mapped rows do not need it."""
+
+    def __init__(self, array: RowSource, size: int):
+        self._array, self.size = array, size
+        self._features: NDArray[Any] | None = None
+
+    @property
+    def features(self) -> NDArray[Any]:
+        """(size, *shape of a row)."""
+        if self._features is None:
+            self._features = np.empty((self.size, *self._array.shape[1:]), self._array.dtype)
+        return self._features
 
 
 def _pieces(array: RowSource, rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
@@ -97,64 +137,97 @@ def _pieces(array: RowSource, rows: NDArray[np.int64]) -> list[NDArray[np.int64]
     return [piece for piece in np.split(rows, edges) if len(piece)]
 
 
-def _windows_of_pieces(
-    array: RowSource, pieces: list[NDArray[np.int64]], room: int, random: np.random.Generator | None
-) -> Iterator[_Window]:
-    """Yield as many pieces at a time as fit in the buffer; with `random`, shuffle the pieces and each window's rows."""
-    if random is not None:
-        pieces = [pieces[i] for i in random.permutation(len(pieces))]
-    buffer = np.empty((min(room, sum(map(len, pieces))), *array.shape[1:]), array.dtype)
+def _windows_in_order(array: RowSource, pieces: list[NDArray[np.int64]], room: int, largest: int) -> Iterator[_Window]:
+    """Yield the pieces, as many at a time as are mapped, or as fit in the caches of the processor."""
+    row_bytes = max(1, array.row_bytes)
+    buffer = _Buffer(array, min(room, max(largest, _IN_ORDER_BYTES // row_bytes)))
     while pieces:
-        taken, size = 0, 0
-        while taken < len(pieces) and size + len(pieces[taken]) <= room:
-            piece = pieces[taken]
-            first, stop = int(piece[0]), int(piece[-1]) + 1
-            neighbours = stop - first == len(piece)
-            space = buffer[size : size + len(piece)]
-            if neighbours:
-                array.between(first, stop, space)
-            else:
-                array.take(piece, space)
-            array.forget(first, stop)
-            size, taken = size + len(piece), taken + 1
-        rows = np.concatenate(pieces[:taken])
-        pieces = pieces[taken:]
-        yield buffer, rows, None if random is None else random.permutation(size)
+        for at_most in (max(largest, _MAPPED_BYTES // row_bytes), buffer.size):
+            window = _fitting(pieces, at_most)
+            rows = np.concatenate(window)
+            mapped = array.mapped(rows)
+            if mapped is not None:
+                yield _Window(rows, mapped, None if len(rows) == len(mapped) else rows - rows[0])
+                array.forget(int(rows[0]), int(rows[-1]) + 1)
+                break
+        else:
+            _fill(array, window, buffer.features)
+            yield _Window(rows, buffer.features)
+        pieces = pieces[len(window) :]
+
+
+def _windows_of_pieces(
+    array: RowSource, pieces: list[NDArray[np.int64]], room: int, random: np.random.Generator
+) -> Iterator[_Window]:
+    """Yield as many pieces at a time as fit in the buffer, with their rows shuffled."""
+    buffer = _Buffer(array, min(room, sum(map(len, pieces))))
+    while pieces:
+        window = _fitting(pieces, buffer.size)
+        pieces = pieces[len(window) :]
+        rows = np.concatenate(window)
+        order = random.permutation(len(rows))
+        mapped = array.mapped(rows)
+        if mapped is None:
+            _fill(array, window, buffer.features)
+            yield _Window(rows[order], buffer.features, order)
+        else:
+            first, last = int(rows.min()), int(rows.max())
+            yield _Window(rows[order], mapped, rows[order] - first)
+            array.forget(first, last + 1)
 
 
 def _windows_of_rows(array: RowSource, rows: NDArray[np.int64], room: int) -> Iterator[_Window]:
-    """Yield as many rows at a time as fit in the buffer, read in ascending order, which suits disks and caches."""
-    buffer = np.empty((min(room, len(rows)), *array.shape[1:]), array.dtype)
+    """Yield as many rows at a time as fit in the buffer."""
+    buffer = _Buffer(array, min(room, len(rows)))
     for start in range(0, len(rows), room):
         window = rows[start : start + room]
-        ascending = np.argsort(window)
-        order = np.empty_like(ascending)
-        order[ascending] = np.arange(len(order))
-        yield array.take(window[ascending], buffer[: len(window)]), window[ascending], order
+        mapped = array.mapped(window)
+        if mapped is None:  # read in ascending order, which suits disks and compression
+            ascending = np.argsort(window)
+            positions = np.empty_like(ascending)
+            positions[ascending] = np.arange(len(positions))
+            array.take(window[ascending], buffer.features[: len(window)])
+            yield _Window(window, buffer.features, positions)
+        else:
+            yield _Window(window, mapped, window - window.min())
 
 
-def _cut(windows: Iterator[_Window], batch_size: int) -> Iterator[_Batch]:
-    """Yield the rows of the windows, in their order, in batches."""
-    parts: list[_Batch] = []  # of the next batch, which may span several windows
-    missing = batch_size
-    for features, rows, order in windows:
+def _fitting(pieces: list[NDArray[np.int64]], room: int) -> list[NDArray[np.int64]]:
+    """Return the first pieces, as many as have at most `room` rows."""
+    taken, size = 0, 0
+    while taken < len(pieces) and size + len(pieces[taken]) <= room:
+        size, taken = size + len(pieces[taken]), taken + 1
+    return pieces[:taken]
+
+
+def _fill(array: RowSource, pieces: list[NDArray[np.int64]], out: NDArray[Any]) -> None:
+    """Read pieces one after the other into `out`."""
+    size = 0
+    for piece in pieces:
+        first, stop = int(piece[0]), int(piece[-1]) + 1
+        space = out[size : size + len(piece)]
+        if stop - first == len(piece):
+            array.between(first, stop, space)
+        else:
+            array.take(piece, space)
+        size += len(piece)
+        array.forget(first, stop)
+
+
+def _cut(windows: Iterator[_Window], batch_size: int, array: RowSource, n_rows: int) -> Iterator[_Batch]:
+    """Yield the rows of the windows, in their order, in batches, which may span several windows."""
+    filled, features, rows = 0, np.empty(0), np.empty(0, np.int64)
+    for window in windows:
         start = 0
-        while start < len(rows):
-            stop = min(start + missing, len(rows))
-            if order is None:
-                parts.append((features[start:stop].copy(), rows[start:stop]))
-            else:
-                positions = order[start:stop]
-                parts.append((features.take(positions, axis=0), rows[positions]))
-            start, missing = stop, missing - (stop - start)
-            if not missing:
-                yield _joined(parts)
-                parts, missing = [], batch_size
-    if parts:
-        yield _joined(parts)
-
-
-def _joined(parts: list[_Batch]) -> _Batch:
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate([features for features, _ in parts]), np.concatenate([rows for _, rows in parts])
+        while start < len(window.rows):
+            if not filled:
+                size = min(batch_size, n_rows)
+                features, rows = np.empty((size, *array.shape[1:]), array.dtype), np.empty(size, np.int64)
+            stop = min(start + len(rows) - filled, len(window.rows))
+            end = filled + stop - start
+            window.read(start, stop, features[filled:end])
+            rows[filled:end] = window.rows[start:stop]
+            start, filled = stop, end
+            if filled == len(rows):
+                yield features, rows
+                n_rows, filled = n_rows - filled, 0

@@ -16,6 +16,7 @@ from extract.store.row_index import RowIndex
 __all__ = ["FeatureArray"]
 
 _INTEGERS = (int, np.int64, np.int32)  # but not bool
+_SAMPLE = 64  # rows that are looked for in the file cache, at most, and one of each megabyte
 
 
 class FeatureArray:
@@ -80,6 +81,23 @@ class FeatureArray:
             step = chunk_rows(self._feature, file.n_rows)
             pieces += [(first, min(first + step, stop)) for first in range(start, stop, step)]
         return pieces
+
+    def mapped(self, rows: NDArray[np.int64]) -> NDArray[Any] | None:
+        """Return the rows from the least to the greatest of `rows` without a copy; None if some order of them is slow.
+
+        Any order is fast if the rows are in one shard, not compressed, and in the kernel's file cache (a sample of them
+        is tested).
+        """
+        start, stop = int(rows.min()), int(rows.max()) + 1
+        shard_index, first, last = next(self._index.ranges_between(start, stop))
+        if last - first != stop - start or self._index.chosen[shard_index] is not None:
+            return None
+        size = min(_SAMPLE, 1 + (len(rows) * self.row_bytes >> 20))
+        sample = rows[:: -(-len(rows) // size)] - self._edges[shard_index]
+        view = self._index.files[shard_index].shard.mapped(self._feature.name, sample)
+        if view is not None and self._verify is not None:
+            self._verify(rows)
+        return None if view is None else view[first:last]
 
     def forget(self, start: int, stop: int) -> None:
         """Release memory-mapped pages of rows that were read; the file stays in the kernel's cache."""

@@ -18,7 +18,7 @@ from extract.store.feature_array import FeatureArray
 from extract.store.format.layout import ROW_DATA, StoredFeature
 from extract.store.format.receipt import reasons_in, reasons_of
 from extract.store.format.row_hash import hash_records, hash_rows
-from extract.store.format.shard import BLOCK_BYTES, Shard
+from extract.store.format.shard import Shard
 from extract.store.open_shards import OpenShards
 from extract.store.places.block_cache import CACHE_BYTES, BlockCache
 from extract.store.places.remote_shard import RemoteShard
@@ -32,6 +32,8 @@ if TYPE_CHECKING:  # imports torch, which is not needed to read arrays
     from extract.store.torch_dataset import FeatureDataset
 
 __all__ = ["FeatureArray", "FeatureReader"]
+
+_VERIFIED_BYTES = 4 << 20  # features that are verified at once: they stay in the caches of the processor
 
 
 class FeatureReader:
@@ -358,7 +360,7 @@ class FeatureReader:
         """Verify those rows that were not verified before."""
         assert self._unverified is not None
         new = np.unique(rows[self._unverified[rows]])
-        at_once = max(1, BLOCK_BYTES // max(1, sum(feature.row_bytes for feature in self._features)))
+        at_once = max(1, _VERIFIED_BYTES // max(1, sum(feature.row_bytes for feature in self._features)))
         for start in range(0, len(new), at_once):
             self.checked(new[start : start + at_once])
             self._unverified[new[start : start + at_once]] = False

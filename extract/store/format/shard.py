@@ -308,6 +308,24 @@ class Shard:
                 raise LayertapError(f"{self.name} cannot be read: {error.strerror}") from error
         return features
 
+    def mapped(self, name: str, sample: NDArray[np.int64]) -> NDArray[Any] | None:
+        """Return (N, *shape), the rows without a copy, if the sample of them is in the kernel's file cache; else None.
+
+        None also if the feature is compressed, or if the system or the file system does not say what is in the cache.
+        """
+        if name in self.compression or not hasattr(os, "RWF_NOWAIT"):  # Linux
+            return None
+        offsets = self.offsets[f"/features/{name}"] + sample * self._feature[name].row_bytes
+        with self._reopened() as descriptor:
+            if descriptor is None:
+                return None
+            try:
+                for offset in offsets.tolist():
+                    os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT)
+            except OSError:  # EAGAIN: not in the cache; EOPNOTSUPP: the file system does not say
+                return None
+        return self._plain(name)
+
     def forget(self, name: str, start: int, stop: int) -> None:
         """Release the memory map's pages of rows that were read; the file stays in the kernel's cache."""
         if name in self._arrays and hasattr(mmap, "MADV_DONTNEED"):

@@ -104,6 +104,10 @@ class RemoteShard(Shard):
         first, row_bytes = self.offsets[f"/features/{name}"], self._feature[name].row_bytes
         self._cache.read(self._file, first + start * row_bytes, first + stop * row_bytes, _bytes_of(out))
 
+    def mapped(self, name: str, sample: NDArray[np.int64]) -> NDArray[Any] | None:
+        """Always None; see `Shard.mapped`."""
+        return None
+
     def row(self, name: str, row: int) -> NDArray[Any]:
         """See `Shard.row`."""
         values: NDArray[Any] = self.read(name, row, row + 1)[0]

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import contextlib
+import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -9,13 +13,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extract import FeatureReader, UnknownNameError
+from extract import FeatureReader, InputError, UnknownNameError
+from extract.store.batches import _Buffer
+from extract.store.feature_array import FeatureArray
 from extract.store.format.layout import RowNames, StoredFeature, create_shard
 from extract.store.format.writer import ShardWriter
 from tests.extract.store.rows import complete_data_set, data_set, no_files
 
 ROWS, WIDTH = 3000, 512
 FAILED = np.array([0, 5, 1300, 1301, 2999])
+
+
+DISK = "/var/tmp"  # temporary files of tests may lie in memory, where the system does not tell what is cached
+
+
+def cache_state_is_known() -> bool:
+    """Whether the system tells what is in the file cache."""
+    with contextlib.suppress(OSError, AttributeError), tempfile.TemporaryFile(dir=DISK) as file:
+        file.write(b"a")
+        file.flush()
+        return os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT) == 1
+    return False
+
+
+needs_cache_state = pytest.mark.skipif(not cache_state_is_known(), reason="the system does not tell what is cached")
 
 
 @pytest.fixture(scope="module")
@@ -155,3 +176,95 @@ def test_an_empty_split_of_a_small_set(tmp_path: Path) -> None:
         assert list(reader.batches("vector", 4, shuffle="chunks")) == []
         assert list(reader.batches("vector", 4, shuffle="rows")) == []
         assert len(reader.dataset("vector")) == 0
+
+
+@pytest.fixture
+def one_shard() -> Iterator[Path]:
+    """The folder, on a disk, of 3,000 uncompressed rows in one shard of several chunks; row i holds i everywhere."""
+    with tempfile.TemporaryDirectory(dir=DISK) as folder:
+        yield write_one_shard(Path(folder))
+
+
+def write_one_shard(folder: Path) -> Path:
+    data = data_set(
+        folder / "out", features=[StoredFeature("x", (WIDTH,), "float32")],
+        images={"root": "/p", "count": ROWS, "paths_xxh3": ""}, shard_rows=ROWS,
+    )  # fmt: skip
+    data.open_or_create()
+    rows = np.arange(ROWS)
+    names = RowNames(
+        [str(i) for i in rows], rows % 7, ["val" if i % 3 == 0 else "train" for i in rows], list("abcdefg")
+    )
+    create_shard(data.path(0, part=True), data.features, data.identity(0), names, {})
+    with ShardWriter(data, 0) as writer:
+        values = np.repeat(rows[:, None], WIDTH, 1).astype("float32")
+        writer.write(rows, {"x": values}, np.where(np.isin(rows, FAILED), 3, 1).astype("uint8"), no_files(ROWS))
+        writer.publish()
+    return data.out
+
+
+def read_through_the_buffer(array: FeatureArray, rows: np.ndarray) -> None:
+    """Takes the place of `FeatureArray.mapped`."""
+
+
+@needs_cache_state
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("split", [None, "val"])
+@pytest.mark.parametrize("shuffle", [None, "chunks", "rows"])
+def test_rows_in_the_file_cache_are_not_buffered_and_come_in_the_same_order(
+    one_shard: Path, shuffle: str | None, split: str | None, check: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"shuffle": shuffle, "seed": 5, "split": split, "memory_bytes": 4 << 20}
+    with FeatureReader(one_shard, check=check) as reader, monkeypatch.context() as patch:
+        patch.setattr(_Buffer, "features", property(lambda _: pytest.fail("a buffer was used")))
+        rows, sizes = passes(reader, 100, **settings)
+    monkeypatch.setattr(FeatureArray, "mapped", read_through_the_buffer)
+    with FeatureReader(one_shard) as reader:
+        buffered_rows, buffered_sizes = passes(reader, 100, **settings)
+    assert np.array_equal(rows, buffered_rows)
+    assert sizes == buffered_sizes
+
+
+def test_a_batch_is_the_callers_own(one_shard: Path) -> None:
+    for shuffle in (None, "chunks", "rows"):
+        with FeatureReader(one_shard) as reader:
+            for x, rows in reader.batches("x", 100, shuffle=shuffle):
+                x[...], rows[...] = -1, -1
+            assert len(passes(reader, 100, shuffle=shuffle)[0]) == ROWS - len(FAILED)
+
+
+@needs_cache_state
+def test_a_changed_row_is_noticed_in_the_file_cache(one_shard: Path) -> None:
+    shard = one_shard / "shards/000000.h5"
+    with FeatureReader(one_shard) as reader:
+        offset = reader._index.files[0].shard.offsets["/features/x"] + 1234 * WIDTH * 4
+    with shard.open("r+b") as file:
+        file.seek(offset)
+        file.write(b"\x01")
+    for shuffle in (None, "chunks", "rows"):
+        with FeatureReader(one_shard, check=True) as reader, pytest.raises(InputError, match="row 1234 .* is damaged"):
+            list(reader.batches("x", 100, shuffle=shuffle))
+
+
+@needs_cache_state
+def test_rows_that_are_not_in_the_file_cache_are_buffered(one_shard: Path) -> None:
+    shard = one_shard / "shards/000000.h5"
+    with shard.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    with FeatureReader(one_shard) as reader:
+        rows = np.arange(100, 200)
+        assert reader["x"].mapped(rows) is None
+        shard.read_bytes()
+        mapped = reader["x"].mapped(rows)
+        assert mapped is not None
+        assert np.array_equal(mapped[:, 0], rows)
+        shard.rename(shard.with_suffix(".moved"))  # nothing is known about the cache; the map stays valid
+        assert reader["x"].mapped(rows) is None
+        assert len(passes(reader, 100, shuffle="rows")[0]) == ROWS - len(FAILED)
+
+
+def test_rows_of_several_shards_and_compressed_rows_are_buffered(reader: FeatureReader) -> None:
+    array = reader["x"]
+    assert array.mapped(np.array([699, 700])) is None
+    assert array.mapped(np.array([1500, 1501])) is None  # of the compressed shard
