@@ -234,6 +234,7 @@ def test_a_list_of_signed_urls_leaves_no_signature_and_resumes_with_those_of_ano
     assert stored == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_processes_that_share_a_signed_list_leave_no_signature(
     folder: Path, tmp_path: Path, guarded: type[Guarded], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -249,6 +250,7 @@ def test_processes_that_share_a_signed_list_leave_no_signature(
         assert json.loads((out / "dataset.json").read_text())["images"]["root"] == url.partition("?")[0]
 
 
+@pytest.mark.usefixtures("no_pauses")
 def test_rows_that_failed_are_retried_with_the_signatures_of_another_day(
     folder: Path, tmp_path: Path, guarded: type[Guarded]
 ) -> None:
@@ -357,6 +359,14 @@ def test_a_root_with_credentials(folder: Path, tmp_path: Path, guarded: type[Gua
     assert MARK not in result.output
 
 
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that failed are repeated at once."""
+    monkeypatch.setattr("extract.images.sources._WAIT_S", 0)
+    monkeypatch.setattr("extract.store.places.objects._WAIT_S", 0)
+
+
+@pytest.mark.usefixtures("no_pauses")
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if "{s}" in shape and "host" in shape])
 def test_a_place_that_cannot_be_read_is_named_without_its_credentials(shape: str, tmp_path: Path) -> None:
     url = shape.format(s=DAYS[0]).replace("host:8080", "host").replace("host", "127.0.0.1:9")
@@ -371,33 +381,49 @@ def test_a_place_that_cannot_be_read_is_named_without_its_credentials(shape: str
         assert MARK not in str(raised.value)
 
 
-def test_messages_of_commands_have_no_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    url = f"http://me:{MARK}@127.0.0.1:9/x/list.csv?token={MARK}"
-    for arguments in (
-        ("embed", url, *SMALL),
-        ("embed", "photos", "-o", url, *SMALL),
-        ("embed", "photos", "-o", f"s3://{MARK}@bucket/x?sig={MARK}", *SMALL),
-        ("embed", url, *SMALL, "--batch-size", 0),
-        ("embed", url, *SMALL, "--engine", "processes"),
-        ("plan", url),
-        ("show", url),
-        ("status", url),
-        ("verify", url),
-        ("report", url),
-        ("sync", url),
-        ("search", f"s3://{MARK}@bucket/x", 0),
-        ("inspect", url),
-    ):
+HIDDEN = f"http://me:{MARK}@127.0.0.1:9/x/list.csv?token={MARK}"
+
+
+def check_messages(folder: Path, *commands: tuple[object, ...]) -> None:
+    for arguments in commands:
         result = layertap(*arguments)
         assert result.exit_code in (1, 2)
         assert MARK not in result.output, arguments
-    check_no_secret(tmp_path)
+    check_no_secret(folder)
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_messages_of_commands_have_no_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    check_messages(
+        tmp_path,
+        ("embed", HIDDEN, *SMALL),
+        ("embed", HIDDEN, *SMALL, "--batch-size", 0),
+        ("plan", HIDDEN),
+        ("show", HIDDEN),
+        ("status", HIDDEN),
+        ("verify", HIDDEN),
+        ("report", HIDDEN),
+        ("sync", HIDDEN),
+        ("search", f"s3://{MARK}@bucket/x", 0),
+        ("inspect", HIDDEN),
+    )
     with pytest.raises(InputError, match="s3://bucket/x: the given URL has credentials"):
         Bucket(f"s3://{MARK}@bucket/x")
     with pytest.raises(InputError, match="from Python") as raised:
         extract_features("photos", out=f"s3://{MARK}@bucket/x?sig={MARK}")
     assert MARK not in str(raised.value)
+
+
+@pytest.mark.slow
+def test_messages_of_several_workers_have_no_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    check_messages(
+        tmp_path,
+        ("embed", "photos", "-o", HIDDEN, *SMALL),
+        ("embed", "photos", "-o", f"s3://{MARK}@bucket/x?sig={MARK}", *SMALL),
+        ("embed", HIDDEN, *SMALL, "--engine", "processes"),
+    )
 
 
 def test_the_command_to_resume_has_no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
