@@ -72,7 +72,7 @@ def test_the_command_reports_a_package_that_hides_pipelines(tmp_path: Path) -> N
 
 def test_passes_of_a_schedule_run_beside_a_package_that_hides_pipelines(tmp_path: Path) -> None:
     """`LAYERTAP` starts a Python that does not look into the working directory."""
-    from pipelines.sync.config import LAYERTAP
+    from pipelines.terminal.text_output import LAYERTAP
 
     (tmp_path / "pipelines").mkdir()
     (tmp_path / "pipelines" / "__init__.py").write_text("raise SystemExit('run')")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,10 +17,8 @@ from extract.sync.safety_limits import Guards
 from pipelines.embed.config import FeaturesConfig
 from pipelines.terminal.config import checked, read_yaml
 
-__all__ = ["LAYERTAP", "ScheduleConfig", "SyncConfig", "SyncFile", "chosen", "load_sync_file"]
+__all__ = ["ScheduleConfig", "SyncConfig", "SyncFile", "chosen", "load_sync_file"]
 
-# Command that runs this program; -P keeps modules in the working directory from being imported.
-LAYERTAP = (sys.executable, "-P", "-m", "layertap")
 _LONGEST_S = 86400.0 * 36500
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 

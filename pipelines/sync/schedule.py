@@ -24,18 +24,20 @@ from typing import Any
 
 from extract.errors import InputError, LayertapError
 from extract.system.atomic_files import write_json
-from pipelines.sync.config import LAYERTAP, ScheduleConfig, SyncFile, load_sync_file
+from pipelines.sync.config import ScheduleConfig, SyncFile, load_sync_file
 from pipelines.sync.due_times import describe_schedule, due_after, time_zone
 from pipelines.sync.hooks import call_hooks
 from pipelines.sync.pass_process import PassProcess, PassResult, RunningPass
 from pipelines.sync.schedule_log import open_log
 from pipelines.sync.status import read_runs
+from pipelines.terminal.text_output import LAYERTAP
 
 __all__ = ["Scheduler"]
 
 _LOOK_S = 0.5  # longest wait between two looks at the clock and the signals
 _HEARTBEAT_S = 30
-_HANGS_HOURS = 24
+_LOCKED = 4  # exit code of a pass whose data set another process has locked
+_HANGS_S = 24 * 3600
 _SET_BACK = timedelta(seconds=60)  # smaller corrections of the clock are ignored
 
 log = logging.getLogger("layertap.schedule")
@@ -72,6 +74,7 @@ class Scheduler:
         self._last_due = self._last_look = self._now()  # intervals are counted from _last_due
         self._starts_at: float | None = None  # when a pass that is due starts: jitter; on the clock `elapsed`
         self._started_at = self._beat_at = self._elapsed()
+        self._locked_since: float | None = None  # when passes began to find a data set locked; on the clock `elapsed`
         self._hang_reported = False
         self._hook_calls: list[threading.Thread] = []
         self._stopping = False
@@ -193,16 +196,21 @@ class Scheduler:
 
     def _skip(self) -> None:
         """Log that a due pass is skipped; after 24 hours the running pass counts as hanging, and hooks are called."""
-        hours = (self._elapsed() - self._started_at) / 3600
-        message = f"a pass is due and is skipped: the previous pass has been running for {hours:.1f} hours"
+        seconds = self._elapsed() - self._started_at
+        self._warn(
+            f"a pass is due and is skipped: the previous pass has been running for {_duration(seconds)}", seconds
+        )
+
+    def _warn(self, message: str, seconds: float) -> None:
+        """Log why passes are skipped; call the hooks, once, if that has been so for 24 hours."""
         log.warning("%s", message)
-        if hours >= _HANGS_HOURS and not self._hang_reported:
+        if seconds >= _HANGS_S and not self._hang_reported:
             self._hang_reported = True
             self._call_hooks(1, [{"error": message}])
 
     def _start(self) -> None:
         log.info("pass started")
-        self._started_at, self._hang_reported = self._elapsed(), False
+        self._started_at = self._elapsed()
         try:
             self.running = self._start_pass()
         except OSError as error:  # no memory, no process table entry, too many open files
@@ -215,6 +223,10 @@ class Scheduler:
             log.info("%s", _describe(data_set), extra={"result": data_set})
         if self._stopping and result.code:  # it was asked to end
             return
+        if result.code == _LOCKED:
+            self._on_locked()
+            return
+        self._locked_since, self._hang_reported = None, False
         if result.code == 0:
             log.info("pass finished")
         elif result.code < 0:
@@ -222,6 +234,15 @@ class Scheduler:
         else:
             log.error("the pass failed with exit code %d", result.code)
         self._call_hooks(result.code, data_sets)
+        self._note_next()
+
+    def _on_locked(self) -> None:
+        """Treat a pass that found a data set locked as skipped, such as beside a pass that a killed scheduler left."""
+        if self._locked_since is None:
+            self._locked_since = self._started_at
+        seconds = self._elapsed() - self._locked_since
+        since = f", for {_duration(seconds)} now" if seconds >= 60 else ""
+        self._warn(f"the pass was skipped: another process is at work on a data set{since}", seconds)
         self._note_next()
 
     def _call_hooks(self, code: int, data_sets: list[Any]) -> None:
@@ -307,6 +328,13 @@ def _load_scheduled(path: Path) -> SyncFile:
         raise InputError(f"{path}: schedule: none given; expected `schedule:` with `cron: 30 2 * * *` or `every: 15m`")
     time_zone(file.schedule)  # raises for an unknown zone now, not at the first due time
     return file
+
+
+def _duration(seconds: float) -> str:
+    """Return a duration as text: 45 s, 12 min, 3.5 h."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
 
 
 def _local_time(at: datetime | None) -> str:

@@ -10,7 +10,8 @@ from pathlib import Path
 from cronsim import CronSim
 
 from extract.errors import InputError
-from pipelines.sync.config import LAYERTAP, ScheduleConfig, SyncFile
+from pipelines.sync.config import ScheduleConfig, SyncFile
+from pipelines.terminal.text_output import LAYERTAP
 
 __all__ = ["as_cron", "as_systemd"]
 
@@ -39,9 +40,9 @@ def as_systemd(file: SyncFile) -> str:
         "Type=oneshot",
         f"WorkingDirectory={str(Path.cwd()).replace('%', '%%')}",
         "ExecStart=" + " ".join(f'"{_escaped(word)}"' for word in _command(file)),
-        "# a pass that is stopped finishes its batch first",
+        "# a pass that is stopped finishes its batch first, and exits with 143; 4: another process is at work",
         "KillMode=mixed",
-        "SuccessExitStatus=143",
+        "SuccessExitStatus=143 4",
         "TimeoutStopSec=10min",
         "",
         f"# /etc/systemd/system/{name}.timer",

@@ -11,8 +11,11 @@ from pathlib import Path
 from extract.credentials import text_without_credentials, without_credentials
 from extract.row_status import Status
 
-__all__ = ["SHOWN", "command_line", "print_failures", "print_remedy", "printable"]
+__all__ = ["LAYERTAP", "SHOWN", "command_line", "print_failures", "print_remedy", "printable"]
 
+# Command that runs this program, where no environment is activated too; -P keeps modules in the working directory from
+# being imported.
+LAYERTAP = (sys.executable, "-P", "-m", "layertap")
 SHOWN = 10  # lines of a list on the terminal; --json has all of them
 
 

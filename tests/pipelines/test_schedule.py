@@ -26,10 +26,11 @@ import tzlocal
 from cronsim import CronSim
 
 from extract.errors import InputError
+from extract.system.folder_lock import locked
 from pipelines.sync.config import ScheduleConfig, load_sync_file
 from pipelines.sync.due_times import due_after, time_zone
 from pipelines.sync.pass_process import PassProcess, PassResult
-from pipelines.sync.schedule import Scheduler
+from pipelines.sync.schedule import _LOCKED, Scheduler
 from pipelines.sync.systemd import as_systemd
 from tests.pipelines.test_cli import fails, layertap
 from tests.pipelines.test_sync import SMALL, write
@@ -45,7 +46,7 @@ class SimulatedPass:
     def __init__(self, simulation: Simulation):
         self.simulation = simulation
         self.end = simulation.elapsed + simulation.pass_lasts.total_seconds()
-        self.code = 0
+        self.code = simulation.code
 
     def wait(self, seconds: float) -> None:
         raise AssertionError("a simulation does not wait")
@@ -62,7 +63,7 @@ class Simulation:
 
     def __init__(self, config: Path, now: datetime):
         self.now, self.elapsed = now.astimezone(UTC), 0.0
-        self.pass_lasts = timedelta(0)
+        self.pass_lasts, self.code = timedelta(0), 0
         self.starts: list[datetime] = []
         self.scheduler = Scheduler(config, self._start_pass, lambda: self.now, lambda: self.elapsed)
         self.scheduler.start()
@@ -312,7 +313,7 @@ def test_passes_that_are_due_during_a_long_one_are_skipped(
     simulation.run_until(begin + 4 * HOUR + MINUTE)
     assert simulation.starts == [begin + HOUR, begin + 4 * HOUR]
     skipped = [message for message in messages if "skipped" in message]
-    assert [message.partition("running for ")[2] for message in skipped] == ["1.0 hours", "2.0 hours"]
+    assert [message.partition("running for ")[2] for message in skipped] == ["1.0 h", "2.0 h"]
 
 
 def test_a_pass_that_runs_for_a_day_is_reported_as_a_failure_once(
@@ -330,11 +331,49 @@ def test_a_pass_that_runs_for_a_day_is_reported_as_a_failure_once(
     until(lambda: not simulation.scheduler._hooks_running())
     content = json.loads((tmp_path / "failed").read_text())  # two would not be JSON
     assert content["exit_code"] == 1
-    assert "running for 24.0 hours" in content["data_sets"][0]["error"]
+    assert "running for 24.0 h" in content["data_sets"][0]["error"]
     assert simulation.starts == [begin + HOUR]
     assert not (tmp_path / "succeeded").exists()
     simulation.run_until(begin + 31 * HOUR)
     until(lambda: (tmp_path / "succeeded").exists())
+
+
+def test_a_data_set_that_another_process_has_locked_is_an_alarm_after_a_day_only(
+    simulate: Callable[..., Simulation], tmp_path: Path, messages: list[str]
+) -> None:
+    begin = datetime(2026, 6, 1, 0, 0, tzinfo=UTC)
+    hooks = {"on_failure": f"cat >> {tmp_path}/failed", "on_success": f"touch {tmp_path}/succeeded"}
+    simulation = simulate(begin, last=begin, every="1h", **hooks)
+    simulation.code = 4
+    simulation.run_until(begin + 24 * HOUR + 30 * MINUTE)
+    skipped = [message for message in messages if "another process is at work" in message]
+    assert len(skipped) == len(simulation.starts) == 24
+    assert skipped[0].endswith("data set")
+    assert skipped[-1].endswith("for 23.0 h now")
+    assert not any("failed" in message for message in messages)
+    assert not (tmp_path / "failed").exists()
+    simulation.run_until(begin + 28 * HOUR + 30 * MINUTE)
+    until(lambda: not simulation.scheduler._hooks_running())
+    content = json.loads((tmp_path / "failed").read_text())  # two would not be JSON
+    assert "another process is at work on a data set, for 24.0 h now" in content["data_sets"][0]["error"]
+    assert not (tmp_path / "succeeded").exists()
+    simulation.code = 0
+    simulation.run_until(begin + 29 * HOUR + 30 * MINUTE)
+    until(lambda: (tmp_path / "succeeded").exists())
+    simulation.code = 4  # counted anew
+    simulation.run_until(begin + 52 * HOUR)
+    json.loads((tmp_path / "failed").read_text())
+
+
+def test_a_scheduler_beside_a_pass_of_a_killed_one_raises_no_alarm(tmp_path: Path) -> None:
+    """A real pass that finds the lock held ends with the exit code that the scheduler knows."""
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    config = write(tmp_path / "s.yaml", images=str(folder), out=str(tmp_path / "out"), **SMALL)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "manifest.sqlite").touch()
+    with locked(tmp_path / "out"):
+        assert layertap("sync", config).exit_code == _LOCKED
 
 
 def test_a_pass_is_over_when_its_hooks_are(

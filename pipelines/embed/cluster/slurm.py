@@ -9,11 +9,12 @@ from pathlib import Path
 from extract.errors import InputError
 from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.config import load_config
-from pipelines.terminal.text_output import printable
+from pipelines.terminal.text_output import LAYERTAP, printable
 
 __all__ = ["as_sbatch"]
 
-_WARNED_S = 120  # before the time limit, for a task to finish its batch
+_WARNED_S = 120  # before the time limit, for a task to finish its batch; SLURM may send the signal 60 s earlier
+_LEAST_S = 300  # a shorter task is asked to end before it has loaded the backbone
 
 
 def as_sbatch(
@@ -30,15 +31,17 @@ def as_sbatch(
         partition: partition; None: the default partition.
 
     Raises:
-        InputError: the configuration is wrong or cannot run as an array, or `time` or `partition` is malformed.
+        InputError: the configuration is wrong or cannot run as an array, `time` or `partition` is malformed, or `time`
+            is too short.
     """
     config = load_config(EmbedConfig, path, {})
     if config.engine == "ray" or config.shards_of:
         key = "engine: ray" if config.engine == "ray" else "shards_of"
         raise InputError(f"{path}: an array assigns the shards to its tasks; remove {key}")
-    for name, text in (("time", time), ("partition", partition)):
-        if text is not None and not re.fullmatch(r"[\w:,.-]+", text, re.ASCII):
-            raise InputError(f"--{name} {text!r}: expected a value that SLURM accepts")
+    if time is not None:
+        _check_time(time)
+    if partition is not None and not re.fullmatch(r"[\w,.-]+", partition, re.ASCII):
+        raise InputError(f"--partition {partition!r}: expected the name of a partition")
     name = re.sub(r"[^\w.-]", "-", config.folder.name, flags=re.ASCII)
     lines = [
         f"--job-name=layertap-{name}",
@@ -54,7 +57,7 @@ def as_sbatch(
         f"--output=layertap-{name}-%A_%a.log",
     ]
     device = "cpu" if not gpus else "all" if gpus > 1 else "cuda"
-    command = shlex.join(["srun", "layertap", "embed", "--config", str(path.absolute()), "--device", device])
+    command = shlex.join(["srun", *LAYERTAP, "embed", "--config", str(path.absolute()), "--device", device])
     return "\n".join([
         "#!/bin/bash",
         *(f"#SBATCH {line}" for line in lines),
@@ -63,5 +66,34 @@ def as_sbatch(
         f"#   layertap status {printable(shlex.quote(str(config.folder)))}",
         "set -euo pipefail",
         f"cd -- {shlex.quote(str(Path.cwd()))}",
-        f'{command} --shards-of "$SLURM_ARRAY_TASK_ID/{tasks}" --scratch "${{SLURM_TMPDIR:-${{TMPDIR:-/tmp}}}}"',
+        "code=0",
+        f'{command} --shards-of "$SLURM_ARRAY_TASK_ID/{tasks}" \\',
+        '    --scratch "${SLURM_TMPDIR:-${TMPDIR:-/tmp}}" || code=$?',
+        "# 143: stopped by SIGTERM. A task that reaches its time limit is queued again, a cancelled one is not.",
+        'if [ "$code" = 143 ] && [ "$(squeue --noheader --format=%T --jobs="$SLURM_JOB_ID")" = RUNNING ]; then',
+        '    scontrol requeue "$SLURM_JOB_ID"',
+        "fi",
+        'exit "$code"',
     ]) + "\n"  # fmt: skip
+
+
+def _check_time(time: str) -> None:
+    """Check a time limit in SLURM's format.
+
+    Raises:
+        InputError: the limit is malformed or too short.
+    """
+    if time.upper() in ("UNLIMITED", "INFINITE"):
+        return
+    # days-hours[:minutes[:seconds]], hours:minutes:seconds or minutes[:seconds]; "man sbatch", --time
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+(?::\d+){0,2})", time, re.ASCII)
+    if match is None:
+        raise InputError(f"--time {time!r}: expected a limit in SLURM's format, such as 04:00:00, 90 (minutes) or 2-12")
+    numbers = [int(number) for number in match[2].split(":")]
+    units = (3600, 60, 1) if match[1] or len(numbers) == 3 else (60, 1)
+    seconds = int(match[1] or 0) * 86400 + sum(number * unit for number, unit in zip(numbers, units, strict=False))
+    if seconds < _LEAST_S:
+        raise InputError(
+            f"--time {time}: expected at least 5 minutes, because a task loads the backbone first, and is stopped "
+            f"{_WARNED_S} s before its limit"
+        )

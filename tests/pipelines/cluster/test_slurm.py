@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,13 @@ def test_the_file_has_what_slurm_needs(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("changes", "flags", "said"), [
     ({"engine": "ray"}, [], "an array assigns the shards to its tasks; remove engine: ray"),
     ({"shards_of": "0/2"}, [], "an array assigns the shards to its tasks; remove shards_of"),
-    ({}, ["--time", "1h; rm -rf /"], "expected a value that SLURM accepts"),
+    ({}, ["--time", "1h; rm -rf /"], "expected a limit in SLURM's format"),
+    ({}, ["--time", "1h"], "expected a limit in SLURM's format"),
+    ({}, ["--time", "00:04:59"], "expected at least 5 minutes"),
+    ({}, ["--time", "4"], "expected at least 5 minutes"),
+    ({}, ["--time", "4:30"], "expected at least 5 minutes"),
+    ({}, ["--time", "0-0:4"], "expected at least 5 minutes"),
+    ({}, ["--partition", "gpu; reboot"], "expected the name of a partition"),
     ({"colour": "red"}, [], "key 'colour' not found"),
 ])  # fmt: skip
 def test_what_an_array_cannot_run_is_refused(
@@ -52,6 +57,30 @@ def test_what_an_array_cannot_run_is_refused(
     assert said in found.output
 
 
+@pytest.mark.parametrize("time", ["00:05:00", "5", "5:00", "0-1", "0-0:05", "0-0:04:60", "2-12:30:00", "UNLIMITED"])
+def test_limits_of_five_minutes_are_accepted(folder: Path, tmp_path: Path, time: str) -> None:
+    config = write(tmp_path / "photos.yaml", images=str(folder), **SMALL)
+    assert f"--time={time}\n" in layertap("slurm", config, "--tasks", 2, "--time", time).stdout
+
+
+@pytest.mark.parametrize(("code", "state", "requeued"), [
+    (143, "RUNNING", True), (143, "COMPLETING", False), (143, "", False), (1, "RUNNING", False), (0, "RUNNING", False),
+])  # fmt: skip
+def test_a_task_that_reaches_its_time_limit_is_queued_again_and_a_cancelled_one_is_not(
+    folder: Path, tmp_path: Path, code: int, state: str, requeued: bool
+) -> None:
+    config = write(tmp_path / "photos.yaml", images=str(folder), **SMALL)
+    script = layertap("slurm", config, "--tasks", 2, "--gpus", 0).stdout
+    commands = {"srun": f"exit {code}", "squeue": f"echo {state}", "scontrol": f'echo "$@" > {tmp_path}/called'}
+    for name, command in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{command}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_ID": "77"}
+    assert subprocess.run(["bash"], input=script, text=True, env=environment).returncode == code
+    called = (tmp_path / "called").read_text() if (tmp_path / "called").exists() else ""
+    assert called == ("requeue 77\n" if requeued else "")
+
+
 @pytest.mark.slow
 def test_its_tasks_make_the_data_set_and_status_sees_it_from_the_receipts(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "it's $HOME; out"
@@ -61,7 +90,7 @@ def test_its_tasks_make_the_data_set_and_status_sees_it_from_the_receipts(folder
     (tmp_path / "srun").write_text('#!/bin/sh\nexec "$@"\n')
     (tmp_path / "srun").chmod(0o755)
     scratch = tmp_path / "scratch"
-    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    path = f"{tmp_path}:/usr/bin:/bin"  # no environment is activated
     for task, done in (("1", 6), ("0", 12), ("1", 12)):
         environment = {**os.environ, "PATH": path, "SLURM_ARRAY_TASK_ID": task, "SLURM_TMPDIR": str(scratch)}
         ended = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True)
