@@ -178,7 +178,10 @@ def _log_of(config: EmbedConfig) -> Iterator[Path]:
             yield path
         finally:
             log_name = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{platform.node()}-{os.getpid()}"
-            put(f"{config.place.rstrip('/')}/runs/{log_name}.jsonl", path.read_bytes())
+            try:
+                put(f"{config.place.rstrip('/')}/runs/{log_name}.jsonl", path.read_bytes())
+            except LayertapError as error:  # it must not take the place of the error that ended the run
+                click.secho(f"the log of this run is not stored: {error}", fg="yellow", err=True)
 
 
 def _share_of(config: EmbedConfig) -> tuple[int, int]:

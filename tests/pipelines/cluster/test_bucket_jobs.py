@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -9,9 +10,12 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from extract import FeatureReader
+from extract import FeatureReader, LayertapError
 from extract.store.places import objects as remote
 from pipelines.cli import main
+from pipelines.embed.cluster.driver import _log_of
+from pipelines.embed.config import EmbedConfig
+from pipelines.terminal.config import load_config
 from tests.extract.store.bucket_server import Proxy, first
 from tests.extract.store.conftest import proxy, server, url  # noqa: F401
 
@@ -79,3 +83,20 @@ def test_embed_to_a_bucket_resumes_and_can_be_read(
     refused = layertap("show", url)
     assert refused.exit_code == 2
     assert "aws s3 sync" in refused.output
+
+
+@pytest.mark.parametrize("error", [None, LayertapError("10 shards in a row failed")])
+def test_a_log_that_cannot_be_stored_does_not_hide_the_error_that_ended_the_run(
+    error: LayertapError | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def put(name: str, content: bytes) -> bool:
+        raise LayertapError(f"{name} cannot be written")
+
+    monkeypatch.setattr("pipelines.embed.cluster.driver.put", put)
+    config = load_config(EmbedConfig, None, {"images": "photos", "out": "s3://bucket/x"})
+    expected = pytest.raises(LayertapError, match="10 shards in a row") if error else contextlib.nullcontext()
+    with expected, _log_of(config) as log:
+        log.write_text("a line")
+        if error is not None:
+            raise error
+    assert "the log of this run is not stored: s3://bucket/x/runs/" in capsys.readouterr().err
