@@ -50,7 +50,8 @@ def print_remedy(failures: Sequence[tuple[int, str, str, str]], echo: Callable[[
 
 def command_line() -> str:
     """Return the command of this process, to be run again; a comment says if URLs have lost their credentials."""
-    arguments = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    name = Path(sys.argv[0]).name
+    arguments = ["layertap" if name == "__main__.py" else name, *sys.argv[1:]]  # python -m layertap
     public = [text_without_credentials(without_credentials(argument)) for argument in arguments]
     lost = "" if public == arguments else "  # add the signature, token or user name of the URL again"
     return shlex.join(public) + lost

@@ -437,6 +437,8 @@ def test_the_command_to_resume_has_no_credentials(monkeypatch: pytest.MonkeyPatc
     )
     monkeypatch.setattr(sys, "argv", ["/bin/layertap", "embed", "my photos", "--limit", "3"])
     assert command_line() == "layertap embed 'my photos' --limit 3"
+    monkeypatch.setattr(sys, "argv", ["/lib/layertap/__main__.py", "embed", "photos"])
+    assert command_line() == "layertap embed photos"
 
 
 def test_a_plan_stores_no_credentials(folder: Path, tmp_path: Path, guarded: type[Guarded]) -> None:

@@ -70,8 +70,9 @@ def as_sbatch(
         f'{command} --shards-of "$SLURM_ARRAY_TASK_ID/{tasks}" \\',
         '    --scratch "${SLURM_TMPDIR:-${TMPDIR:-/tmp}}" || code=$?',
         "# 143: stopped by SIGTERM. A task that reaches its time limit is queued again, a cancelled one is not.",
-        'if [ "$code" = 143 ] && [ "$(squeue --noheader --format=%T --jobs="$SLURM_JOB_ID")" = RUNNING ]; then',
-        '    scontrol requeue "$SLURM_JOB_ID"',
+        'task="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"',
+        'if [ "$code" = 143 ] && [ "$(squeue --noheader --format=%T --jobs="$task")" = RUNNING ]; then',
+        '    scontrol requeue "$task"',
         "fi",
         'exit "$code"',
     ]) + "\n"  # fmt: skip

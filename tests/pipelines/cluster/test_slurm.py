@@ -71,14 +71,18 @@ def test_a_task_that_reaches_its_time_limit_is_queued_again_and_a_cancelled_one_
 ) -> None:
     config = write(tmp_path / "photos.yaml", images=str(folder), **SMALL)
     script = layertap("slurm", config, "--tasks", 2, "--gpus", 0).stdout
-    commands = {"srun": f"exit {code}", "squeue": f"echo {state}", "scontrol": f'echo "$@" > {tmp_path}/called'}
+    commands = {
+        "srun": f"exit {code}",
+        "squeue": f'[ "$3" = --jobs=77_1 ] && echo {state}',
+        "scontrol": f'echo "$@" > {tmp_path}/called',
+    }
     for name, command in commands.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{command}\n")
         (tmp_path / name).chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_ID": "77"}
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "77"}
     assert subprocess.run(["bash"], input=script, text=True, env=environment).returncode == code
     called = (tmp_path / "called").read_text() if (tmp_path / "called").exists() else ""
-    assert called == ("requeue 77\n" if requeued else "")
+    assert called == ("requeue 77_1\n" if requeued else "")
 
 
 @pytest.mark.slow
@@ -92,7 +96,8 @@ def test_its_tasks_make_the_data_set_and_status_sees_it_from_the_receipts(folder
     scratch = tmp_path / "scratch"
     path = f"{tmp_path}:/usr/bin:/bin"  # no environment is activated
     for task, done in (("1", 6), ("0", 12), ("1", 12)):
-        environment = {**os.environ, "PATH": path, "SLURM_ARRAY_TASK_ID": task, "SLURM_TMPDIR": str(scratch)}
+        environment = {**os.environ, "PATH": path, "SLURM_ARRAY_TASK_ID": task, "SLURM_ARRAY_JOB_ID": "77"}
+        environment["SLURM_TMPDIR"] = str(scratch)
         ended = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True)
         assert ended.returncode == 0, ended.stderr
         told = json.loads(layertap("status", out, "--json").stdout)
