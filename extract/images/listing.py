@@ -21,7 +21,8 @@ from extract.images.image_list import Images
 from extract.images.index.image_index import PlannedImages, is_plan, open_plan
 from extract.images.kinds import is_file_of_images, kind_of, no_images
 from extract.images.sources import Chosen, Files, ImageSource
-from extract.system.urls import file_system, is_url, without_query
+from extract.images.web_folders import decoded
+from extract.system.urls import file_system, is_http, is_url, without_query
 
 __all__ = ["list_images", "listed_again"]
 
@@ -94,8 +95,10 @@ def listed_again(dataset_root: str, paths: Sequence[str], images: str | None = N
     else:
         listed = list_images(root)
         row_of = {path: row for row, path in enumerate(listed.slice(0, len(listed)).paths)}
-        # Data sets of earlier versions have paths with credentials.
+        # Data sets of earlier versions have paths with credentials ...
         listed_paths = [path if path in row_of else without_credentials(path) for path in paths]
+        if is_http(root) and kind_of(root) == "folder":  # ... or percent-encoded paths
+            listed_paths = [path if path in row_of else decoded(path) for path in listed_paths]
         if gone := [path for path in listed_paths if path not in row_of]:
             raise InputError(f"{root} no longer lists {gone[0]}")
         source = Chosen(listed.source, [row_of[path] for path in listed_paths])
