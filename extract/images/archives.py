@@ -26,6 +26,7 @@ from extract.images.folders import pick_images
 from extract.images.image_list import Images, is_litter, labels_from_folders, labels_from_values, order_of
 from extract.images.sources import UNKNOWN, PackedNames, integers, read_remote
 from extract.images.web_folders import decoded
+from extract.system.similar_paths import did_you_mean
 from extract.system.urls import file_system, http_status, is_http, is_missing, is_url, server_answer, without_query
 
 __all__ = ["ARCHIVES", "list_archives"]
@@ -324,7 +325,8 @@ def _opened(archive: str) -> Iterator[BinaryIO]:
         raise
     except Exception as error:  # each protocol's library raises its own errors
         if is_missing(archive, error):
-            raise InputError(f"{archive}: no such file") from error
+            near = "" if is_url(archive) else did_you_mean(archive)
+            raise InputError(f"{archive}: no such file{near}") from error
         raise LayertapError(f"{archive} cannot be read: {_reason(archive, error)}") from error
     with file:
         yield file

@@ -18,6 +18,7 @@ from extract.images.decoding import IMAGE_SUFFIXES
 from extract.images.image_list import Images, is_litter, labels_from_folders, order_of
 from extract.images.sources import Files
 from extract.images.web_folders import Link, links_below, links_of
+from extract.system.similar_paths import did_you_mean
 from extract.system.urls import file_system, is_http, is_missing, is_url, reference, server_answer, without_query
 
 __all__ = [
@@ -46,8 +47,9 @@ def list_folder(where: str) -> Images:
         root, paths = str(folder.parent.resolve()), [folder.name]
         return Images(root, paths, np.full(1, -1, np.int64), [], [""], Files(root, paths))
     if not folder.is_dir():
-        there = "not an image, folder, list, archive or array"
-        raise InputError(f"{where}: {there if folder.exists() else 'no such folder or file'}")
+        if folder.exists():
+            raise InputError(f"{where}: not an image, folder, list, archive or array")
+        raise InputError(f"{where}: no such folder or file{did_you_mean(where)}")
     root = str(folder.resolve())
     paths, left_out = pick_images(files_below(where))
     paths = [paths[i] for i in order_of(paths)]
@@ -129,7 +131,8 @@ def files_below(root: str, after: bytes = b"") -> Iterator[str]:
 
     def refuse(folder: str, error: OSError) -> None:
         where = os.path.join(root, folder)  # noqa: PTH118
-        raise InputError(f"{where}: the folder cannot be read: {error.strerror}") from error
+        remedy = "; reading needs the permissions r and x (chmod u+rx)" if isinstance(error, PermissionError) else ""
+        raise InputError(f"{where}: the folder cannot be read: {error.strerror}{remedy}") from error
 
     for relative, _ in entries_below(root, refuse, after):
         yield relative

@@ -15,13 +15,14 @@ from extract.credentials import without_credentials
 from extract.errors import InputError, LayertapError
 from extract.images.archives import list_archives
 from extract.images.arrays import list_array
-from extract.images.csv_lists import list_table
+from extract.images.csv_lists import list_table, plain_path
 from extract.images.folders import list_folder
 from extract.images.image_list import Images
 from extract.images.index.image_index import PlannedImages, is_plan, open_plan
 from extract.images.kinds import is_file_of_images, kind_of, no_images
 from extract.images.sources import Chosen, Files, ImageSource
 from extract.images.web_folders import decoded
+from extract.system.similar_paths import did_you_mean
 from extract.system.urls import file_system, is_http, is_url, without_query
 
 __all__ = ["list_images", "listed_again"]
@@ -99,6 +100,8 @@ def listed_again(dataset_root: str, paths: Sequence[str], images: str | None = N
         listed_paths = [path if path in row_of else without_credentials(path) for path in paths]
         if is_http(root) and kind_of(root) == "folder":  # ... or percent-encoded paths
             listed_paths = [path if path in row_of else decoded(path) for path in listed_paths]
+        if kind_of(root) == "list":  # ... or paths as they stood in the list
+            listed_paths = [path if path in row_of else plain_path(path, root) for path in listed_paths]
         if gone := [path for path in listed_paths if path not in row_of]:
             raise InputError(f"{root} no longer lists {gone[0]}")
         source = Chosen(listed.source, [row_of[path] for path in listed_paths])
@@ -142,7 +145,7 @@ def _expanded(pattern: str) -> list[str]:
         else:
             archives += sorted(glob.glob(name))  # noqa: PTH207
     if not archives:
-        raise InputError(f"{pattern}: no such file")
+        raise InputError(f"{pattern}: no such file{'' if is_url(pattern) else did_you_mean(pattern)}")
     return archives
 
 

@@ -119,6 +119,8 @@ def search(out: Path | str, query: str | None, as_json: bool, **settings: Any) -
     """
     if settings["output"] is not None:
         library("matplotlib", "figures", "--output")
+    elif settings["images"] is not None:
+        raise InputError("--images is for drawing the results; add --output FILE")
     from pipelines.data_sets.search import as_json as results_as_json
     from pipelines.data_sets.search import print_results, run_search
 
@@ -165,6 +167,10 @@ def verify(ctx: click.Context, /, out: Path, as_json: bool, **settings: Any) -> 
 
     With --sample, also check that the features belong to these images and these weights.
     """
+    if settings["sample"] is None and (
+        unused := [name for name in ("images", "backbone", "weights") if settings[name]]
+    ):
+        raise InputError(f"--{unused[0]} is for computing rows again; add --sample N")
     from pipelines.data_sets.verify import as_json as check_as_json
     from pipelines.data_sets.verify import check, print_check
 

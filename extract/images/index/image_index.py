@@ -72,9 +72,14 @@ def is_plan(where: str | os.PathLike[str]) -> bool:
         InputError: the plan is not finished.
     """
     folder = Path(where)
-    if (folder / "plan.json").is_file() and (folder / "parts").is_dir():
+    try:
+        is_finished = (folder / "plan.json").is_file() and (folder / "parts").is_dir()
+        is_begun = (folder / LISTING / "begun.json").is_file()
+    except PermissionError:  # listing the folder reports this
+        return False
+    if is_finished:
         return read_json(folder / "plan.json").get("format") == FORMAT
-    if (folder / LISTING / "begun.json").is_file():
+    if is_begun:
         begun = read_json(folder / LISTING / "begun.json")
         if begun.get("format") == FORMAT:
             raise InputError(f"{folder} is an unfinished plan; run `layertap plan` again to complete it")

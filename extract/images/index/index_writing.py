@@ -55,6 +55,7 @@ from extract.system.atomic_files import atomic_write, discard, own_folder, write
 from extract.system.folder_lock import locked
 from extract.system.json_files import read_json
 from extract.system.leftovers import is_temporary
+from extract.system.similar_paths import did_you_mean
 from extract.system.urls import file_system, is_http, is_missing, is_url, server_answer
 
 __all__ = ["is_finished", "write_plan"]
@@ -150,7 +151,7 @@ def _kind(where: str) -> str:
         why = "an array needs no list" if kind == "array" else "archives contain their own lists"
         raise InputError(f"{where}: {why}, so no plan is written. Use it directly: layertap embed {where}")
     if here and not Path(where).exists():
-        raise InputError(f"{where}: no such folder or file")
+        raise InputError(f"{where}: no such folder or file{did_you_mean(where)}")
     if here and Path(where).is_dir() != (kind == "folder"):
         raise InputError(f"{where}: not a folder or list; a plan is written for a folder or a list")
     return kind
@@ -200,7 +201,8 @@ def _errors_of_files(out: Path) -> Iterator[None]:
 def _begin(out: Path, where: str, kind: str, root: str) -> None:
     """Prepare the folder; remove the runs and parts of a list that has changed since, or of another format of runs."""
     listing, parts = out / LISTING, out / "parts"
-    runs = 3 if has_decoded_names(kind, root) else 2  # format 2 has percent-encoded names
+    # Format 2 has percent-encoded names, and paths of lists as they stand there.
+    runs = 3 if kind == "list" or has_decoded_names(kind, root) else 2
     begun = {"format": FORMAT, "version": VERSION, "kind": kind, "root": root, "part_rows": PART_ROWS, "runs": runs}
     if kind == "list" and not is_url(where):
         status = Path(where).stat()

@@ -31,7 +31,7 @@ from typing import Any
 from extract.credentials import without_credentials
 from extract.errors import InputError, LayertapError
 from extract.row_status import Status
-from extract.store.format.differences import differences, encoded_names, shortened
+from extract.store.format.differences import differences, earlier_names, shortened
 from extract.store.format.layout import (
     FORMAT,
     FORMAT_VERSION,
@@ -48,6 +48,7 @@ from extract.system.atomic_files import append_line, discard, own_folder, sync_f
 from extract.system.folder_lock import locked
 from extract.system.json_files import check_shape, read_json
 from extract.system.leftovers import TOKEN
+from extract.system.similar_paths import did_you_mean
 
 __all__ = [
     "BUILDING",
@@ -246,7 +247,8 @@ class DataSet:
         try:
             content = read_json(path, most_bytes=_DESCRIPTION_BYTES)
         except (FileNotFoundError, NotADirectoryError) as error:
-            missing = "is not a layertap data set: it has no dataset.json" if out.exists() else "does not exist"
+            absent = f"does not exist{did_you_mean(out)}"
+            missing = "is not a layertap data set: it has no dataset.json" if out.exists() else absent
             raise InputError(f"{out} {missing}") from error
         return cls.from_content(content, out, path)
 
@@ -342,7 +344,7 @@ class DataSet:
             raise InputError(
                 f"{location} holds other features; rows with these differences cannot be mixed:\n  "
                 + "\n  ".join(changed)
-                + encoded_names(existing.images, self.images)
+                + earlier_names(existing.images, self.images)
                 + "\nChoose another output folder, or delete this one."
             )
         return not changed

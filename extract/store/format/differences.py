@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["changes", "differences", "encoded_names", "shortened"]
+__all__ = ["changes", "differences", "earlier_names", "shortened"]
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -18,15 +18,21 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, An
     return list(_changed(old, new))
 
 
-def encoded_names(stored: dict[str, Any], now: dict[str, Any]) -> str:
-    """Return a line that explains other paths of the same images on a web server; "" if it does not apply.
+def earlier_names(stored: dict[str, Any], now: dict[str, Any]) -> str:
+    """Return a line that explains other paths of the same images, as earlier versions stored them; "" if none applies.
 
     Args:
         stored: `images` of the stored data set.
         now: `images` of the data set to be written.
     """
     same = all(stored[name] == now[name] for name in ("root", "count")) and stored["paths_xxh3"] != now["paths_xxh3"]
-    if not same or not str(now["root"]).startswith(("http://", "https://")):
+    root = str(now["root"])
+    if same and root.lower().endswith((".csv", ".tsv", ".parquet")):
+        return (
+            "\nEarlier versions stored the paths of a list as they stand in it, with `./` and `//`. A data set with "
+            "such paths can be read, but not resumed."
+        )
+    if not same or not root.startswith(("http://", "https://")):
         return ""
     return (
         "\nEarlier versions stored the names of files in folders of web servers percent-encoded (%20 for a space). A "

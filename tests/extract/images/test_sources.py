@@ -600,7 +600,7 @@ def test_times_that_no_clock_shows_are_unknown(tmp_path: Path) -> None:
 
 
 def test_descriptors_are_given_back(folder: Path, tmp_path: Path) -> None:
-    (folder / "list.csv").write_text("path\n" + "\n".join(f"{'./' * i}ant" for i in range(1, 40)))
+    (folder / "list.csv").write_text("path\n" + "\n".join(f"{'ant/../' * i}ant" for i in range(1, 40)))
     where, listed = as_tar(folder, tmp_path), list_images(folder / "list.csv")
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(5):
