@@ -86,7 +86,8 @@ def label_rows(
     counts = {"rows": len(reader), "failed": int((~good).sum()), "unlabelled": int((good & ~labelled).sum())}
     used = good & labelled
     if not used.any():
-        raise InputError(f"none of the {len(reader):,} rows has both features and a label: {_reasons(counts)}")
+        remedy = "; name a table of labels: --labels FILE.csv" if labels is None and counts["unlabelled"] else ""
+        raise InputError(f"none of the {len(reader):,} rows has both features and a label: {_reasons(counts)}{remedy}")
     classes, targets = _targets(texts, used, task, labels or "the data set")
     names = np.array(splits)
     known_splits = set(names[used].tolist()) - {""}

@@ -297,6 +297,8 @@ class DataSet:
                 would be more shards than six digits can number.
         """
         self.check_size()
+        if self.out.is_file():
+            raise InputError(f"{self.out} is a file; the output is a folder")
         if (self.out / "dataset.json").exists():
             existing = DataSet.open(self.out)
             empty = not any(self.files()) and not any((self.out / "shards").glob("*.damaged*"))
