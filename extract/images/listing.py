@@ -23,7 +23,7 @@ from extract.images.kinds import is_file_of_images, kind_of, no_images
 from extract.images.sources import Chosen, Files, ImageSource
 from extract.images.web_folders import decoded
 from extract.system.similar_paths import did_you_mean
-from extract.system.urls import file_system, is_http, is_url, without_query
+from extract.system.urls import file_system, is_http, is_missing, is_url, server_answer, without_query
 
 __all__ = ["list_images", "listed_again"]
 
@@ -140,13 +140,27 @@ def _expanded(pattern: str) -> list[str]:
         if not glob.has_magic(name):
             archives.append(name + query)
         elif is_url(name):
-            fs, path = file_system(name)
-            archives += [str(fs.unstrip_protocol(match)) + query for match in sorted(fs.glob(path))]
+            archives += [match + query for match in _matches_behind(name)]
         else:
             archives += sorted(glob.glob(name))  # noqa: PTH207
     if not archives:
         raise InputError(f"{pattern}: no such file{'' if is_url(pattern) else did_you_mean(pattern)}")
     return archives
+
+
+def _matches_behind(pattern: str) -> list[str]:
+    """Return the URLs that match a pattern, sorted.
+
+    Raises:
+        LayertapError: the folder cannot be listed.
+    """
+    fs, path = file_system(pattern)
+    try:
+        return [str(fs.unstrip_protocol(match)) for match in sorted(fs.glob(path))]
+    except Exception as error:  # each protocol's library raises its own errors
+        if is_missing(pattern, error):
+            return []
+        raise LayertapError(f"{pattern} cannot be listed: {server_answer(error)}") from error
 
 
 def _in_braces(pattern: str) -> list[str]:

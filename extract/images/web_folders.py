@@ -105,7 +105,7 @@ async def _fetch(fs: Any, url: str) -> tuple[str, str] | None:
         if answer.status == 404:
             raise FileNotFoundError(url)
         answer.raise_for_status()
-        if answer.content_type not in ("text/html", "application/xhtml+xml"):
+        if "Content-Type" in answer.headers and answer.content_type not in ("text/html", "application/xhtml+xml"):
             return None
         return str(answer.url), await answer.text(errors="surrogateescape")
 

@@ -417,6 +417,17 @@ def test_a_server_that_does_not_answer_is_not_a_missing_file(what: str, monkeypa
     assert not isinstance(raised.value, InputError)
 
 
+def test_a_pattern_in_a_folder_that_is_not_listed_is_an_error_with_the_status(tmp_path: Path, web: Server) -> None:
+    (tmp_path / "web" / "parts").mkdir()
+    with pytest.raises(InputError, match=r"parts/\*\.tar: no such file"):
+        list_images(f"{web.url}/parts/*.tar")
+    web.answers["parts"] = 403
+    with pytest.raises(LayertapError, match=r"parts/\*\.tar cannot be listed: the server answered 403 Forbidden"):
+        list_images(f"{web.url}/parts/*.tar")
+    with pytest.raises(LayertapError, match="cannot be listed: .*Cannot connect"):
+        list_images("http://127.0.0.1:9/parts/*.tar")
+
+
 def test_the_status_of_an_image_is_in_its_row(
     tmp_path: Path, web: Server, pictures: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
