@@ -85,6 +85,9 @@ def listed_again(dataset_root: str, paths: Sequence[str], images: str | None = N
         plan = open_plan(root)
         rows = plan.rows_of(paths)
         if None in rows:
+            now = plan.rows_of([_as_listed_now(path, plan.root) for path in paths])
+            rows = [row if row is not None else other for row, other in zip(rows, now, strict=True)]
+        if None in rows:
             raise InputError(f"{root} no longer lists {paths[rows.index(None)]}")
         source: ImageSource = Chosen(plan.source, [row for row in rows if row is not None])
     elif not is_url(root) and (os.path.isdir(root) or not is_file_of_images(root)):  # noqa: PTH112
@@ -96,16 +99,22 @@ def listed_again(dataset_root: str, paths: Sequence[str], images: str | None = N
     else:
         listed = list_images(root)
         row_of = {path: row for row, path in enumerate(listed.slice(0, len(listed)).paths)}
-        # Data sets of earlier versions have paths with credentials ...
-        listed_paths = [path if path in row_of else without_credentials(path) for path in paths]
-        if is_http(root) and kind_of(root) == "folder":  # ... or percent-encoded paths
-            listed_paths = [path if path in row_of else decoded(path) for path in listed_paths]
-        if kind_of(root) == "list":  # ... or paths as they stood in the list
-            listed_paths = [path if path in row_of else plain_path(path, root) for path in listed_paths]
+        listed_paths = [path if path in row_of else _as_listed_now(path, root) for path in paths]
         if gone := [path for path in listed_paths if path not in row_of]:
             raise InputError(f"{root} no longer lists {gone[0]}")
         source = Chosen(listed.source, [row_of[path] for path in listed_paths])
     return Images(root, list(paths), none, [], [""] * len(paths), source)
+
+
+def _as_listed_now(path: str, root: str) -> str:
+    """Return a path of a data set of an earlier version as its image is listed now.
+
+    Earlier versions stored URLs with credentials, names in folders of web servers percent-encoded, and paths of lists
+    with `./` and `//`.
+    """
+    if is_http(root) and kind_of(root) == "folder":
+        return decoded(path)
+    return plain_path(without_credentials(path), root) if kind_of(root) == "list" else without_credentials(path)
 
 
 def _servers(root: str, paths: Sequence[str]) -> str:

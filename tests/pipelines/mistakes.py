@@ -149,6 +149,8 @@ OPTIONS = (
             "--address is that of a Ray cluster; add --engine ray"),
     Mistake("an option of several workers for one", "embed photos --cpus-per-worker 4",
             "--cpus-per-worker is for several workers, and this run has one; add --engine processes"),
+    Mistake("an option of another kind of figure", "draw maps timm/test_resnet photos --target 3",
+            "--target is for gradcam, not for maps; leave it out"),
     Mistake("two options that exclude each other", "embed photos --engine processes --fast",
             "--fast works in one process and on a folder only; `layertap bench` recommends the fastest flags"),
     Mistake("a config file that does not exist", "embed --config photo.yaml",

@@ -9,6 +9,7 @@ import timm
 from torchvision import models
 
 from extract import load_backbone
+from extract.backbones.catalogue import match_specs
 from extract.backbones.sources import SOURCES
 from extract.backbones.spelling import unknown_spec
 from extract.errors import InputError, LayertapError, UnknownNameError
@@ -37,6 +38,13 @@ def test_a_spec_without_a_source_or_name_says_what_to_type(spec: str, message: s
         load_backbone(spec)
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 260
+
+
+def test_the_list_of_backbones_says_what_to_type_too() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean torchvision/resnet50 or timm/resnet50"):
+        match_specs("resnet50")
+    with pytest.raises(UnknownNameError, match="source 'tim' not found; nearest: 'timm'"):
+        match_specs("tim")
 
 
 def test_each_suggested_spec_exists() -> None:

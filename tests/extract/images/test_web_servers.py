@@ -326,7 +326,10 @@ def test_a_data_set_with_encoded_names_is_read_and_rechecked_but_not_resumed(
         extract(out=tmp_path / "out")
     with FeatureReader(tmp_path / "out") as reader:
         again = listed_again(f"{web.url}/photos", reader.paths[:], f"{web.url}/photos")
+        write_plan(f"{web.url}/photos", tmp_path / "plan")
+        from_plan = listed_again(f"{web.url}/photos", reader.paths[:], str(tmp_path / "plan"))
     assert [again.source.read(row)[0] for row in range(3)] == pictures[:3]
+    assert [from_plan.source.read(row)[0] for row in range(3)] == pictures[:3]
 
 
 def test_a_data_set_of_a_web_folder_with_plain_names_resumes(
