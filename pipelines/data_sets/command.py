@@ -155,7 +155,7 @@ def diff(first: Path, second: Path, as_json: bool) -> None:
 @click.argument("out", type=FOLDER)
 @click.option("--sample", type=click.IntRange(min=1), help="Also compute this many random rows again, and compare.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the choice of rows.")
-@click.option("--images", help="Location of the images, if they were moved or are behind a URL.")
+@click.option("--images", help="Location of the images, if they were moved or are behind a URL; for --sample.")
 @click.option("-b", "--backbone", help=BACKBONE_HELP)
 @click.option("--weights", help="Name or file of the backbone's weights, if the file was moved.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N or mps.")
