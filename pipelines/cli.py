@@ -20,6 +20,7 @@ from pipelines.embed import command as embed
 from pipelines.network import command as network
 from pipelines.probe import command as probe
 from pipelines.sync import command as sync
+from pipelines.terminal.config import with_home
 from pipelines.terminal.graceful_stop import Terminated, end_on_signals
 
 __all__ = ["main"]
@@ -34,8 +35,19 @@ def _print_memory_error(error: BaseException) -> None:
     click.secho(f"error: out of memory{detail}. {remedy}", fg="red", err=True)
 
 
+def _with_home(argument: str) -> str:
+    option, equals, value = argument.partition("=")
+    if option.startswith("--") and equals:
+        return option + equals + with_home(value)
+    return with_home(argument)
+
+
 class _Commands(click.Group):
     """Group that reports expected errors as one line on stderr and exits with the matching code."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments, after the home folder in `~/photos` and `--out=~/features` is expanded."""
+        return super().parse_args(ctx, [_with_home(argument) for argument in args])
 
     def invoke(self, ctx: click.Context) -> Any:
         for stream in (sys.stdout, sys.stderr):

@@ -167,6 +167,36 @@ MUTATIONS = (
         "        features = {name: 0 * self._shard.take(name, origins) for name in self._features}\n",
         ("test_the_same_bytes_are_computed_once_and_stored_twice",),
     ),
+    Mutation(
+        "The names of a web server's files stay percent-encoded.",
+        "    return os.fsdecode(_bytes(reference))",
+        "    return reference",
+        ("test_a_folder_of_a_web_server_gives_the_rows_of_the_folder",),
+    ),
+    Mutation(
+        "A relative name in a list is sent to a web server as it is.",
+        "    return quote(os.fsencode(name)) if is_http(folder) else name",
+        "    return name",
+        ("test_relative_names_of_a_list_behind_a_web_server_are_file_names",),
+    ),
+    Mutation(
+        "A file that a web server refuses counts as missing.",
+        "    if is_http(url) and error.__cause__ is not None:",
+        "    if False:",
+        ("test_the_status_of_a_refused_file_is_reported",),
+    ),
+    Mutation(
+        "Two spellings of a path in a list are two images.",
+        "    return Row(os.fsencode(plain_path(path, where)), place",
+        "    return Row(os.fsencode(path), place",
+        ("test_two_spellings_of_a_path_are_the_same_image", "test_a_list_of_find_gives_the_rows_of_the_folder"),
+    ),
+    Mutation(
+        "A mean of pixels from 0 to 255 is accepted.",
+        "    check_normalisation(overrides)\n    source, request",
+        "    source, request",
+        ("test_means_of_pixels_from_0_to_255_are_refused_before_anything_is_loaded",),
+    ),
     # Weights
     Mutation(
         "Of several networks in a checkpoint, the last is taken.",
@@ -411,6 +441,18 @@ MUTATIONS = (
         ("test_each_fault_is_found_and_nothing_else",),
     ),
     # Several workers, and the command line
+    Mutation(
+        "A home folder in a config file is a folder called ~.",
+        "    if _HOME.match(expanded := with_home(value)):",
+        "    if _HOME.match(expanded := value) and False:",
+        ("test_a_home_folder_in_a_config_file_is_that_of_the_user",),
+    ),
+    Mutation(
+        "A run is bound by any stage that takes more than a fifth of its time.",
+        '"write": summary.write_wait_s',
+        '"write": stages["write"]',
+        ("test_a_run_is_bound_by_what_its_forward_waits_for_and_else_by_the_largest_stage",),
+    ),
     Mutation(
         "What waited behind a shard that killed its worker is lost.",
         "            elif shard not in self._given:\n",

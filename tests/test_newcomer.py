@@ -71,7 +71,7 @@ def test_a_source_is_listed_and_named_in_errors() -> None:
     listed = [entry["spec"] for entry in json.loads(layertap("backbones", "toy/*", "--json").stdout)]
     assert listed == ["toy/net", "toy/nets"]
     assert "toy/net " in layertap("backbones", "t*/net").stdout
-    assert "nearest: 'toy/..." in fails("layers", "toys/net")
+    assert "did you mean toy/net?" in fails("layers", "toys/net")
     with pytest.raises(InputError, match="models of open_clip/ and hf/ and toy/ have"):
         load_text_tower("timm/test_resnet")
 

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from extract.compute.agreement import cosines, deviation
 from extract.row_status import Status
-from extract.store.format.dataset import DataSet, changes
+from extract.store.format.dataset import DataSet
+from extract.store.format.differences import changes
 from extract.store.format.shard import BLOCK_BYTES
 from extract.store.reader import FeatureReader
 

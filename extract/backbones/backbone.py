@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,7 +91,8 @@ def downloading(request: LoadRequest, load: Callable[[], Any], remedy: Callable[
         LayertapError: the download failed.
     """
     try:
-        return load()
+        with contextlib.redirect_stdout(sys.stderr):  # torch.hub prints there, and --json promises JSON only
+            return load()
     except LayertapError:
         raise
     except ValueError as error:  # the hub answered, but with other content

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import warnings
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from extract.backbones.catalogue_entry import Entry, quiet
 from extract.backbones.sources import SOURCES
+from extract.backbones.spelling import unknown_spec
 from extract.errors import InputError, LayertapError, unknown_name
 from extract.taps.layer_names import is_glob
 
@@ -47,8 +49,10 @@ def match_specs(pattern: str) -> list[str]:
         known = [f"{source}/{known_name}" for known_name in SOURCES[source].names(name or "*")]
     elif is_glob(source):
         known = [spec for group in SOURCES if fnmatchcase(group, source) for spec in _list_source(group).names]
-    else:
+    elif difflib.get_close_matches(source, SOURCES, n=1):
         raise unknown_name("source", source, SOURCES)
+    else:
+        raise unknown_spec(pattern)
     specs = [spec for spec in known if fnmatchcase(spec, pattern if name else f"{pattern}/*")]
     if not specs:
         raise unknown_name("backbone", pattern, known)

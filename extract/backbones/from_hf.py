@@ -263,7 +263,8 @@ def _class_for(transformers: Any, config: Any) -> Any:
 def _pretrained(spec: str, model_class: Any, location: _Location, config: Any) -> tuple[nn.Module, tuple[str, ...]]:
     """Return the model with all its weights, and a note on tensors of the checkpoint that are not used."""
     options: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True, "config": config}
-    options |= location.options
+    # Refused below, with both shapes; the library's own error refers to a report that it logs.
+    options |= {"ignore_mismatched_sizes": True, **location.options}
     model, info = location.load(lambda: model_class.from_pretrained(location.name, **options))
     missing = sorted(info["missing_keys"])
     if missing and all(name.startswith("pooler.") for name in missing):
@@ -273,7 +274,7 @@ def _pretrained(spec: str, model_class: Any, location: _Location, config: Any) -
                 lambda: model_class.from_pretrained(location.name, add_pooling_layer=False, **options)
             )
             missing = sorted(info["missing_keys"])
-    problems = [*missing, *map(str, info["mismatched_keys"])]
+    problems = [*missing, *map(_mismatch, sorted(info["mismatched_keys"], key=str))]
     if problems:
         raise InputError(
             f"{spec}: {len(problems)} tensors of {type(model).__name__} are missing from the checkpoint or have "
@@ -283,6 +284,13 @@ def _pretrained(spec: str, model_class: Any, location: _Location, config: Any) -
     names = ", ".join(unused[:5]) + (", ..." if len(unused) > 5 else "")
     note = f"{len(unused)} tensors of the checkpoint are not used: {names}"
     return model, (note,) if unused else ()
+
+
+def _mismatch(entry: Any) -> str:
+    if not isinstance(entry, tuple):  # in earlier versions of the library
+        return f"{entry} has another shape"
+    name, stored, expected = entry
+    return f"{name} is {tuple(stored)}, expected {tuple(expected)}"
 
 
 def _classifier(model: Any) -> str | None:

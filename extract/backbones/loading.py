@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from extract.backbones.backbone import LoadedBackbone, LoadRequest
-from extract.backbones.preprocessing import overridden
+from extract.backbones.preprocessing import check_normalisation, overridden
 from extract.backbones.sources import SOURCES, BackboneSource
+from extract.backbones.spelling import unknown_spec
 from extract.backbones.text_tower import TextTower
-from extract.errors import InputError, unknown_name
+from extract.errors import InputError
 from extract.system.torch_state import device_named
 
 __all__ = ["load", "load_text_tower", "permitted"]
@@ -30,6 +31,7 @@ def load(
     """Implement `extract.load_backbone`, with the same arguments and errors."""
     torch_device = device_named(device)
     overrides = {key: value for key, value in (preprocessing or {}).items() if value is not None}
+    check_normalisation(overrides)
     source, request = _request(spec, weights, seed, allow_missing_head, overrides)
     backbone = source.load(request)
     return replace(
@@ -102,5 +104,5 @@ def _request(
 ) -> tuple[BackboneSource, LoadRequest]:
     source, _, name = spec.partition("/")
     if source not in SOURCES or not name:
-        raise unknown_name("backbone", spec, [f"{known}/..." for known in SOURCES], hint="A spec is SOURCE/NAME")
+        raise unknown_spec(spec)
     return SOURCES[source], LoadRequest(spec, name, weights, seed, allow_missing_head, preprocessing)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,8 +23,8 @@ from torchvision.transforms.v2 import functional as tensors
 from extract.errors import InputError, first_line, unknown_name
 
 __all__ = [
-    "IDENTITY", "OVERRIDES", "Preprocessing", "from_hf", "from_open_clip", "from_timm", "from_torchvision",
-    "from_transform", "overridden",
+    "IDENTITY", "OVERRIDES", "Preprocessing", "check_normalisation", "from_hf", "from_open_clip", "from_timm",
+    "from_torchvision", "from_transform", "overridden",
 ]  # fmt: skip
 
 _MAX_RESIZED_PX = 179_000_000  # about the size above which Pillow raises DecompressionBombError
@@ -242,6 +241,29 @@ def _height_width(size: Mapping[str, Any]) -> tuple[int, int]:
     return int(size["height"]), int(size["width"])
 
 
+def check_normalisation(given: Mapping[str, Any]) -> None:
+    """Check the `mean` and `std` of the user's values, if they are given.
+
+    Raises:
+        InputError: one of them is not three numbers for pixels scaled to 0..1: a mean from 0 to 1, a standard deviation
+            above 0 and up to 1.
+    """
+    for name, lowest in (("mean", "from 0"), ("std", "above 0")):
+        if name not in given:
+            continue
+        try:
+            values = tuple(map(float, given[name]))
+        except (TypeError, ValueError):
+            values = ()
+        if len(values) == 3 and all(0 <= value <= 1 for value in values) and (name == "mean" or min(values) > 0):
+            continue
+        problem = f"{name} {given[name]}: expected three numbers {lowest} to 1, since pixels are scaled to 0..1"
+        if len(values) == 3 and all(1 <= value <= 255 for value in values):
+            scaled = ",".join(f"{value / 255:.4g}" for value in values)
+            problem += f". These look like values for pixels from 0 to 255; divide them by 255: {scaled}"
+        raise InputError(problem)
+
+
 def overridden(preprocessing: Preprocessing, given: Mapping[str, Any]) -> Preprocessing:
     """Return preprocessing with some values replaced by the user's.
 
@@ -268,14 +290,11 @@ def overridden(preprocessing: Preprocessing, given: Mapping[str, Any]) -> Prepro
     size, crop = given.get("size", preprocessing.resize_px), given.get("crop", preprocessing.crop_px)
     crop = (crop, crop) if isinstance(crop, int) else (int(crop[0]), int(crop[1]))
     size = size if isinstance(size, int) else (int(size[0]), int(size[1]))
-    mean, std = (tuple(map(float, given.get(name, getattr(preprocessing, name)))) for name in ("mean", "std"))
-    if (
-        len(mean) != 3
-        or len(std) != 3
-        or not all(0 < value < 1e6 for value in std)
-        or not all(map(math.isfinite, mean))
-    ):
-        raise InputError(f"mean {mean}, std {std}; expected three numbers each, for pixels scaled to 0..1, std above 0")
+    check_normalisation(given)
+    red, green, blue = map(float, given.get("mean", preprocessing.mean))
+    mean = red, green, blue
+    red, green, blue = map(float, given.get("std", preprocessing.std))
+    std = red, green, blue
     if min(crop) < 1 or min([size] if isinstance(size, int) else size) < 1 or max(crop) > _MAX_SIDE_PX:
         raise InputError(f"size {size}, crop {crop}; expected 1 to {_MAX_SIDE_PX:,} pixels")
     if max([size] if isinstance(size, int) else size) > _MAX_SIDE_PX:

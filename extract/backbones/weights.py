@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from extract.errors import InputError, first_line
+from extract.system.similar_paths import did_you_mean
 
 __all__ = ["Weights", "build_with_weights", "is_named", "load_state", "weights_sha256"]
 
@@ -111,7 +112,7 @@ def build_with_weights(
 def _read_state(path: Path) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Return the state dict in a file and notes on where it was; no code from the file is run."""
     if not path.is_file():
-        raise InputError(f"weights file {path} does not exist")
+        raise InputError(f"weights file {path} does not exist{did_you_mean(path)}")
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file

@@ -79,11 +79,12 @@ def load_backbone(
         seed: seed of random weights.
         allow_missing_head: accept a file without the classifier, such as one from self-supervised training.
         preprocessing: replaces values of the library's own: any of `size` (the shorter side, or (height, width)),
-            `crop`, `interpolation`, `mean` and `std`.
+            `crop`, `interpolation`, `mean` and `std`. `mean` and `std` are for pixels scaled to 0..1.
 
     Raises:
         UnknownNameError: the source, model or weights do not exist.
-        InputError: the weights do not fit the model, or their file cannot be read safely.
+        InputError: a value of `preprocessing` is out of range, the weights do not fit the model, or their file cannot
+            be read safely.
         LayertapError: the weights cannot be downloaded, or a library or the device is missing.
     """
     loaded = loading.load(

@@ -17,7 +17,7 @@ from extract.backbones.output_as_embedding import WithEmbedding
 from extract.compute.pooling import Layout, pool, pooling_names, recognise, reduction, resolve_pooling
 from extract.errors import InputError, LayertapError, UnknownNameError, first_line
 from extract.taps.batch_axis import BatchAxis, Trial
-from extract.taps.layer_names import is_glob, match_layers, named_layers
+from extract.taps.layer_names import is_glob, match_layers, named_layers, separated_by_commas
 from extract.taps.record import Record, Site, What, split_text
 from extract.taps.taps import Taps
 
@@ -126,6 +126,8 @@ def choose_features(backbone: LoadedBackbone, layers: Sequence[str]) -> Choice:
 
 def _parse(backbone: LoadedBackbone, text: str) -> list[_Request]:
     names = named_layers(backbone.model)
+    if text not in names and (error := separated_by_commas(text, names, backbone.spec)):
+        raise error
     layer, _, last = text.rpartition(":")
     text, pooling = (layer, last) if layer and last in pooling_names() else (text, "auto")
     if text == EMBEDDING:
@@ -166,6 +168,11 @@ def _sites_of(record: Record, request: _Request) -> list[Site]:
 
 def _absent(backbone: LoadedBackbone, record: Record, request: _Request) -> LayertapError:
     given = [name for name, site in record.sites.items() if site.layer == request.layer]
+    if not given and request.what == "input":
+        return InputError(
+            f"{backbone.spec} has no embedding: its classifier {request.layer!r} is not called as a whole, and so has "
+            "no single input; choose layers, such as -l '*'"
+        )
     if not given:
         return InputError(
             f"layer {request.layer!r} of {backbone.spec} never runs, or returns no tensor; choose another"

@@ -71,10 +71,12 @@ def extract_shard(
         computed = _timed_each(stages, "forward", _computed(map(Duplicates(writer).split, decoded), forward))
         for batch, features in computed:
             rows = rows_of(batch.unique, features, plan.choice.features, plan.dataset.features[0].dtype)
+            written_s = stages["write"]
             with _timed(stages, "write"):
                 writer.write(batch.unique.rows, rows.features, rows.status, batch.unique.source, rows.reasons)
                 if batch.copies:
                     writer.copy(batch.copies.rows, batch.origins, batch.copies.source)
+            summary.write_wait_s += stages["write"] - written_s
             summary.duplicates += len(batch.origins)
             reported = _report_stored(writer, reported, on_rows)
         with _timed(stages, "write"):

@@ -16,7 +16,8 @@ from extract.errors import InputError
 from extract.extraction.reproduce import computed_rows, recorded_plan
 from extract.images import Images, listed_again
 from extract.row_status import Status
-from extract.store.format.dataset import DataSet, differences
+from extract.store.format.dataset import DataSet
+from extract.store.format.differences import differences
 from extract.store.reader import FeatureReader
 from extract.store.verify import Fault, Remedy
 

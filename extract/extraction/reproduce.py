@@ -22,7 +22,8 @@ from extract.extraction.settings import ExtractionSettings
 from extract.images import Batch, Images, load_batches
 from extract.images.sources import Files
 from extract.row_status import Status
-from extract.store.format.dataset import DataSet, differences
+from extract.store.format.dataset import DataSet
+from extract.store.format.differences import differences
 
 __all__ = ["computed_rows", "features_of_file", "features_of_text", "recorded_plan"]
 

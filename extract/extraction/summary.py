@@ -26,6 +26,8 @@ class Summary:
         seconds: time from the first image to the last receipt.
         stages: seconds spent waiting for images, in the forward (with pooling), and writing; on a GPU also "copy": to
             the GPU and back, as far as the run waited for it.
+        write_wait_s: the part of "write" in which the next batch waited until the previous one was stored, without the
+            time to complete and publish files.
         computation: how the features were computed; None if none were.
         images_at_once: images per forward at the end, if memory was insufficient for a batch; otherwise None.
         stopped: whether the run was asked to stop before the end.
@@ -38,6 +40,7 @@ class Summary:
     status: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
     stages: dict[str, float] = field(default_factory=lambda: {"images": 0.0, "forward": 0.0, "write": 0.0})
+    write_wait_s: float = 0.0
     computation: Computation | None = None
     images_at_once: int | None = None
     stopped: bool = False

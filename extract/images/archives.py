@@ -25,7 +25,9 @@ from extract.images.decoding import decode
 from extract.images.folders import pick_images
 from extract.images.image_list import Images, is_litter, labels_from_folders, labels_from_values, order_of
 from extract.images.sources import UNKNOWN, PackedNames, integers, read_remote
-from extract.system.urls import file_system, is_url, without_query
+from extract.images.web_folders import decoded
+from extract.system.similar_paths import did_you_mean
+from extract.system.urls import file_system, http_status, is_http, is_missing, is_url, server_answer, without_query
 
 __all__ = ["ARCHIVES", "list_archives"]
 
@@ -199,11 +201,16 @@ def _names(where: str, archives: Sequence[str], members: Sequence[_Member]) -> t
     twice, count = (Counter(pick_images(names)[0]).most_common(1) or [("", 0)])[0]
     if count < 2:
         return names, ()
-    titles = [without_credentials(archive).rpartition("/")[2] for archive in archives]
+    titles = [_title(archive) for archive in archives]
     if len(set(titles)) < len(titles):
         raise InputError(f"{where}: several archives have the same name, and {twice} is in more than one")
     note = f"{twice} is in several archives; therefore all paths start with the name of their archive"
     return [f"{titles[member.archive]}/{member.name}" for member in members], (note,)
+
+
+def _title(archive: str) -> str:
+    name = without_credentials(archive).rpartition("/")[2]
+    return decoded(name) if is_http(archive) else name
 
 
 def _suffix_of(archive: str) -> str:
@@ -314,14 +321,13 @@ def _opened(archive: str) -> Iterator[BinaryIO]:
             file = fs.open(path, "rb")
         else:
             file = open(archive, "rb")  # noqa: PTH123, SIM115
-    except FileNotFoundError as error:
-        raise InputError(f"{archive}: no such file") from error
-    except OSError as error:
-        raise LayertapError(f"{archive} cannot be read: {error.strerror or first_line(error)}") from error
     except LayertapError:
         raise
     except Exception as error:  # each protocol's library raises its own errors
-        raise LayertapError(f"{archive} cannot be read: {type(error).__name__}: {first_line(error)}") from error
+        if is_missing(archive, error):
+            near = "" if is_url(archive) else did_you_mean(archive)
+            raise InputError(f"{archive}: no such file{near}") from error
+        raise LayertapError(f"{archive} cannot be read: {_reason(archive, error)}") from error
     with file:
         yield file
 
@@ -333,10 +339,12 @@ def _errors_of_format(archive: str, kind: str) -> Iterator[None]:
     except LayertapError:
         raise
     except OSError as error:
-        raise LayertapError(f"{archive} cannot be read: {error.strerror or first_line(error)}") from error
+        raise LayertapError(f"{archive} cannot be read: {_reason(archive, error)}") from error
     except Exception as error:  # tarfile and zipfile raise many types for damaged archives
         if is_url(archive) and "range" in str(error).lower():
             raise InputError(f"{archive}: {_NO_PARTS}") from error
+        if http_status(error):
+            raise LayertapError(f"{archive} cannot be read: {_reason(archive, error)}") from error
         raise InputError(f"{archive} is damaged, or not a {kind} archive: {first_line(error)}") from error
 
 
@@ -349,7 +357,13 @@ def _size_of(archive: str) -> int:
     except LayertapError:
         raise
     except Exception as error:
-        raise LayertapError(f"{archive} cannot be read: {type(error).__name__}: {first_line(error)}") from error
+        reason = "no such file" if is_missing(archive, error) else _reason(archive, error)
+        raise LayertapError(f"{archive} cannot be read: {reason}") from error
+
+
+def _reason(archive: str, error: Exception) -> str:
+    strerror = "" if is_url(archive) else getattr(error, "strerror", "")
+    return str(strerror or server_answer(error))
 
 
 def _unpacked(data: bytes, method: int, size: int) -> bytes:

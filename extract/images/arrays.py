@@ -14,6 +14,7 @@ from PIL import Image
 from extract.errors import InputError, LayertapError, first_line
 from extract.images.decoding import to_picture
 from extract.images.image_list import Images, labels_from_values
+from extract.system.similar_paths import did_you_mean
 
 __all__ = ["list_array", "split_name"]
 
@@ -78,7 +79,7 @@ def list_array(where: str) -> Images:
     """
     path, name = split_name(where)
     if not Path(path).is_file():
-        raise InputError(f"{path}: " + ("not a file" if Path(path).exists() else "no such file"))
+        raise InputError(f"{path}: " + ("not a file" if Path(path).exists() else f"no such file{did_you_mean(path)}"))
     labels: Any = None
     if path.lower().endswith(_SUFFIXES):
         name = name or _only_pictures(path)
@@ -156,9 +157,14 @@ def _only_pictures(path: str) -> str:
             fitting.append(name)
     if len(fitting) == 1:
         return fitting[0]
-    known = ", ".join(f"{path}:{name}" for name in (fitting or names)[:8])
-    what = "several data sets of pictures" if fitting else "no data set of uint8 pictures (N, H, W, 3) or (N, 3, H, W)"
-    raise InputError(f"{path} has {what}; " + (f"give one by name: {known}" if known else "it has no data sets"))
+    if fitting:
+        known = ", ".join(f"{path}:{name}" for name in fitting[:8])
+        raise InputError(f"{path} has several data sets of pictures; give one by name: {known}")
+    seen = ", ".join(f"{name} {open_array(path, name).dtype} {open_array(path, name).shape}" for name in names[:8])
+    raise InputError(
+        f"{path} has no data set of pictures, uint8 (N, H, W, 3) or (N, 3, H, W); it has {seen or 'no data sets'}"
+        + ("; convert pixels to uint8, 0 to 255" if "float" in seen else "")
+    )
 
 
 def _labels_beside(path: str, name: str) -> NDArray[Any] | None:

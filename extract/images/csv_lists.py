@@ -17,7 +17,8 @@ from extract.errors import InputError, LayertapError, first_line
 from extract.images.image_list import SPLITS, Images, label_text, labels_from_values
 from extract.images.sources import Files, read_remote
 from extract.system.optional_libraries import library
-from extract.system.urls import is_url, without_query
+from extract.system.similar_paths import did_you_mean
+from extract.system.urls import is_http, is_url, without_query
 
 if TYPE_CHECKING:
     from _csv import Reader as CsvReader
@@ -28,6 +29,7 @@ __all__ = [
     "file_and_column",
     "list_table",
     "places_of",
+    "plain_path",
     "read_table",
     "rows_in_pieces",
     "stored_path",
@@ -59,7 +61,8 @@ class Row(NamedTuple):
 def list_table(where: str) -> Images:
     """Read the images of a list, sorted by path.
 
-    Paths are absolute, URLs, or relative to the folder of the list. Labels are names, or integers from 0; an empty
+    Paths are absolute, URLs, or relative to the folder of the list; see `plain_path`. A relative path is a file name,
+    also in a list on a web server, where it is not percent-encoded. Labels are names, or integers from 0; an empty
     label means no class. Splits are train, val (valid, validation), test or empty.
 
     Raises:
@@ -74,7 +77,7 @@ def list_table(where: str) -> Images:
     rows, credentials = [], {}
     for place, *values in zip(places, *columns, strict=True):
         row = _row(where, place, *values)
-        if (stored := stored_path(row.path, base)) != row.path:
+        if (stored := stored_path(row.path)) != row.path:
             credentials[place] = os.fsdecode(row.path)
             row = row._replace(path=stored)
         rows.append(row)
@@ -102,19 +105,41 @@ def places_of(where: str) -> tuple[str, str]:
     return root, root.rpartition("/")[0] or "/"
 
 
-def stored_path(path: bytes, base: str) -> bytes:
+def stored_path(path: bytes) -> bytes:
     """Return a path of a list as data sets store it: a URL without credentials, any other path unchanged.
 
     Args:
         path: the path as bytes.
-        base: folder that the paths of the list are relative to.
     """
     if b"?" not in path and b"@" not in path and b"#" not in path:
         return path
     text = os.fsdecode(path)
-    if is_url(text):
-        return os.fsencode(without_credentials(text))
-    return os.fsencode(parameters_without_credentials(text)) if is_url(base) else path
+    return os.fsencode(without_credentials(text)) if is_url(text) else path
+
+
+def plain_path(path: str, where: str = "") -> str:
+    """Return a path of a list without `.` and repeated slashes, so that `./a.jpg` and `a.jpg` are the same image.
+
+    `x/..` stays in a path of the local disk, where `x` may be a link to elsewhere; a web server never sees it, because
+    clients resolve it in the URL. Complete URLs, and keys of object stores, which may have such parts, stay unchanged.
+
+    Args:
+        path: path in the list.
+        where: the list; a path or URL.
+
+    >>> plain_path("./x//a.jpg"), plain_path("x/../a.jpg"), plain_path("x/../a.jpg", "https://host/list.csv")
+    ('x/a.jpg', 'x/../a.jpg', 'a.jpg')
+    """
+    if ("./" not in path and "//" not in path) or is_url(path) or (is_url(where) and not is_http(where)):
+        return path
+    *folders, name = path.split("/")
+    kept: list[str] = []
+    for folder in folders:
+        if folder == ".." and is_http(where) and kept and kept[-1] != "..":
+            kept.pop()
+        elif folder not in ("", "."):
+            kept.append(folder)
+    return "/" * path.startswith("/") + "/".join([*kept, name])
 
 
 def check_once(where: str, before: Row, row: Row) -> None:
@@ -151,6 +176,11 @@ def _row(where: str, place: int, path: Any, label: Any, split: Any, id: Any) -> 
     """Check the values of a row and return them as a `Row`."""
     if not isinstance(path, str) or not path or "\0" in path:
         raise InputError(f"{_place(where, place)}: the path is empty, or contains a null character")
+    if is_http(where) and not is_url(path) and (public := parameters_without_credentials(path)) != path:
+        raise InputError(
+            f"{_place(where, place)}: the relative path {public} has a credential, but relative paths are file names. "
+            "Write the complete URL"
+        )
     for name, value in (("label", label), ("split", split), ("id", id)):
         if isinstance(value, str) and not value.isascii() and any("\udc80" <= char <= "\udcff" for char in value):
             raise InputError(f"{_place(where, place)}: the {name} is not UTF-8; save the list in UTF-8")
@@ -158,7 +188,7 @@ def _row(where: str, place: int, path: Any, label: Any, split: Any, id: Any) -> 
     if split and split not in SPLITS:
         raise InputError(f"{_place(where, place)}: split {split!r}; expected train, val, test or an empty value")
     id = None if id is None else without_credentials(str(id))
-    return Row(os.fsencode(path), place, label_text(label), SPLITS.get(split, ""), id)
+    return Row(os.fsencode(plain_path(path, where)), place, label_text(label), SPLITS.get(split, ""), id)
 
 
 def rows_in_pieces(
@@ -264,7 +294,7 @@ def _opened(where: str, file: Path | None = None) -> Iterator[BinaryIO]:
         with content:
             yield content
     except FileNotFoundError as error:
-        raise InputError(f"{where}: no such file") from error
+        raise InputError(f"{where}: no such file{'' if is_url(where) else did_you_mean(where)}") from error
     except OSError as error:
         raise LayertapError(f"{where} cannot be read: {error.strerror or error}") from error
 

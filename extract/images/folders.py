@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 from collections import Counter
@@ -16,13 +17,16 @@ from extract.errors import InputError, LayertapError, first_line
 from extract.images.decoding import IMAGE_SUFFIXES
 from extract.images.image_list import Images, is_litter, labels_from_folders, order_of
 from extract.images.sources import Files
-from extract.system.urls import file_system, is_url
+from extract.images.web_folders import Link, links_below, links_of
+from extract.system.similar_paths import did_you_mean
+from extract.system.urls import file_system, is_http, is_missing, is_url, reference, server_answer, without_query
 
 __all__ = [
     "entries_below",
     "files_behind",
     "files_below",
     "in_byte_order",
+    "links_in_order",
     "list_folder",
     "other_suffix",
     "pick_images",
@@ -37,14 +41,15 @@ def list_folder(where: str) -> Images:
     Links are followed. Hidden files and litter (`is_litter`) are skipped; other files are counted in `left_out`.
     """
     if is_url(where):
-        return _list_behind(where)
+        return _list_web_folder(where) if is_http(where) else _list_behind(where)
     folder = Path(where)
     if folder.is_file() and folder.suffix.lower() in IMAGE_SUFFIXES:
         root, paths = str(folder.parent.resolve()), [folder.name]
         return Images(root, paths, np.full(1, -1, np.int64), [], [""], Files(root, paths))
     if not folder.is_dir():
-        there = "not an image, folder, list, archive or array"
-        raise InputError(f"{where}: {there if folder.exists() else 'no such folder or file'}")
+        if folder.exists():
+            raise InputError(f"{where}: not an image, folder, list, archive or array")
+        raise InputError(f"{where}: no such folder or file{did_you_mean(where)}")
     root = str(folder.resolve())
     paths, left_out = pick_images(files_below(where))
     paths = [paths[i] for i in order_of(paths)]
@@ -53,19 +58,51 @@ def list_folder(where: str) -> Images:
 
 
 def _list_behind(url: str) -> Images:
-    """List every image below a URL; the source has the full names, and the rows have names without credentials."""
+    """List every image below a URL other than that of a web server."""
     base = url.rstrip("/")
     names, left_out = pick_images(_names_behind(url))
-    full: dict[str, str] = {}
-    for name in names:
-        path = parameters_without_credentials(name)
-        if full.setdefault(path, name) != name:
-            raise InputError(f"{url}: two links to {path} differ in credentials only; expected one for each image")
-    stored = list(full)
-    paths = [stored[i] for i in order_of(stored)]
+    paths = [names[i] for i in order_of(names)]
     labels, classes, splits = labels_from_folders(paths)
-    source = Files(base, [full[path] for path in paths])
+    return Images(without_credentials(base), paths, labels, classes, splits, Files(base, paths), left_out=left_out)
+
+
+def _list_web_folder(url: str) -> Images:
+    """List every image below a page; the source has the links as written, the rows have names without credentials."""
+    base = without_query(url).rstrip("/")
+    left_out: Counter[str] = Counter()
+    linked: dict[str, Link] = {}
+    with _errors_of_server(url):
+        for link in links_below(url):
+            if other := other_suffix(link.name):
+                left_out[other] += 1
+            elif (first := linked.setdefault(stored := _stored_name(link), link)) is not link:
+                what = "credentials only" if first.query and link.query else "`?` and %3F only"
+                raise InputError(f"{url}: two links to {stored} differ in {what}; expected one for each image")
+    if not linked and not left_out:
+        raise InputError(f"{url}: no files there")
+    names = list(linked)
+    paths = [names[i] for i in order_of(names)]
+    labels, classes, splits = labels_from_folders(paths)
+    source = Files(base, [linked[path].reference for path in paths], encoded=True)
     return Images(without_credentials(base), paths, labels, classes, splits, source, left_out=left_out)
+
+
+def _stored_name(link: Link) -> str:
+    """Return the name of a link without credentials; only a query has them, not a `?` in the name of a file."""
+    return link.path + parameters_without_credentials(f"?{link.query}") if link.query else link.path
+
+
+@contextlib.contextmanager
+def _errors_of_server(url: str) -> Iterator[None]:
+    """Context manager: turn the errors of a web server that is asked for a page into those of this module."""
+    try:
+        yield
+    except LayertapError:
+        raise
+    except Exception as error:  # of aiohttp, asyncio and fsspec
+        if is_missing(url, error):
+            raise InputError(f"{url}: no such folder or file") from error
+        raise LayertapError(f"{url} cannot be listed: {server_answer(error)}") from error
 
 
 def pick_images(names: Iterable[str]) -> tuple[list[str], Counter[str]]:
@@ -94,7 +131,8 @@ def files_below(root: str, after: bytes = b"") -> Iterator[str]:
 
     def refuse(folder: str, error: OSError) -> None:
         where = os.path.join(root, folder)  # noqa: PTH118
-        raise InputError(f"{where}: the folder cannot be read: {error.strerror}") from error
+        remedy = "; reading needs the permissions r and x (chmod u+rx)" if isinstance(error, PermissionError) else ""
+        raise InputError(f"{where}: the folder cannot be read: {error.strerror}{remedy}") from error
 
     for relative, _ in entries_below(root, refuse, after):
         yield relative
@@ -194,7 +232,7 @@ def _names_behind(url: str) -> Iterator[str]:
 
 
 def files_behind(url: str, after: bytes = b"") -> Iterator[str]:
-    """Yield the names of all files below a URL, relative to it, in byte order; list one folder at a time.
+    """Yield the names of all files below a URL (see `links_in_order` for web servers), in byte order, folder by folder.
 
     Hidden files and litter are skipped.
 
@@ -222,9 +260,31 @@ def files_behind(url: str, after: bytes = b"") -> Iterator[str]:
             raise InputError(f"{url}: no files there")
         if not folder and entries == [(path, False)]:
             raise InputError(f"{url}: not a folder, list or archive")
-        # Object stores list the folder itself among its entries; web pages link to other folders.
+        # Object stores list the folder itself among its entries.
         parent = here.rstrip("/")
         names = [(name.rpartition("/")[2], is_dir) for name, is_dir in entries if name.rpartition("/")[0] == parent]
         return [(name, is_folder, None) for name, is_folder in names if name and not is_litter(name)]
 
     return (name for name, _ in in_byte_order(look, after))
+
+
+def links_in_order(url: str, after: bytes = b"") -> Iterator[tuple[str, str]]:
+    """Yield the decoded path and the query of all files below the page of a web server, as `files_behind`.
+
+    A page may also link to files in folders further below; these are left out, as each folder is listed by itself.
+    """
+
+    def look(folder: str) -> list[tuple[str, bool, str]]:
+        here = f"{without_query(url).rstrip('/')}/{reference(url, folder)}" if folder else url
+        try:
+            links = links_of(here)
+        except Exception as error:  # of aiohttp, asyncio and fsspec
+            if folder and is_missing(here, error):  # removed meanwhile
+                return []
+            with _errors_of_server(here):
+                raise
+        if not folder and not links:
+            raise InputError(f"{url}: no files there")
+        return [(link.path, link.is_folder, link.query) for link in links if "/" not in link.path]
+
+    return in_byte_order(look, after)

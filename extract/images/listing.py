@@ -15,13 +15,15 @@ from extract.credentials import without_credentials
 from extract.errors import InputError, LayertapError
 from extract.images.archives import list_archives
 from extract.images.arrays import list_array
-from extract.images.csv_lists import list_table
+from extract.images.csv_lists import list_table, plain_path
 from extract.images.folders import list_folder
 from extract.images.image_list import Images
 from extract.images.index.image_index import PlannedImages, is_plan, open_plan
 from extract.images.kinds import is_file_of_images, kind_of, no_images
 from extract.images.sources import Chosen, Files, ImageSource
-from extract.system.urls import file_system, is_url, without_query
+from extract.images.web_folders import decoded
+from extract.system.similar_paths import did_you_mean
+from extract.system.urls import file_system, is_http, is_missing, is_url, server_answer, without_query
 
 __all__ = ["list_images", "listed_again"]
 
@@ -83,6 +85,9 @@ def listed_again(dataset_root: str, paths: Sequence[str], images: str | None = N
         plan = open_plan(root)
         rows = plan.rows_of(paths)
         if None in rows:
+            now = plan.rows_of([_as_listed_now(path, plan.root) for path in paths])
+            rows = [row if row is not None else other for row, other in zip(rows, now, strict=True)]
+        if None in rows:
             raise InputError(f"{root} no longer lists {paths[rows.index(None)]}")
         source: ImageSource = Chosen(plan.source, [row for row in rows if row is not None])
     elif not is_url(root) and (os.path.isdir(root) or not is_file_of_images(root)):  # noqa: PTH112
@@ -94,12 +99,22 @@ def listed_again(dataset_root: str, paths: Sequence[str], images: str | None = N
     else:
         listed = list_images(root)
         row_of = {path: row for row, path in enumerate(listed.slice(0, len(listed)).paths)}
-        # Data sets of earlier versions have paths with credentials.
-        listed_paths = [path if path in row_of else without_credentials(path) for path in paths]
+        listed_paths = [path if path in row_of else _as_listed_now(path, root) for path in paths]
         if gone := [path for path in listed_paths if path not in row_of]:
             raise InputError(f"{root} no longer lists {gone[0]}")
         source = Chosen(listed.source, [row_of[path] for path in listed_paths])
     return Images(root, list(paths), none, [], [""] * len(paths), source)
+
+
+def _as_listed_now(path: str, root: str) -> str:
+    """Return a path of a data set of an earlier version as its image is listed now.
+
+    Earlier versions stored URLs with credentials, names in folders of web servers percent-encoded, and paths of lists
+    with `./` and `//`.
+    """
+    if is_http(root) and kind_of(root) == "folder":
+        return decoded(path)
+    return plain_path(without_credentials(path), root) if kind_of(root) == "list" else without_credentials(path)
 
 
 def _servers(root: str, paths: Sequence[str]) -> str:
@@ -134,13 +149,27 @@ def _expanded(pattern: str) -> list[str]:
         if not glob.has_magic(name):
             archives.append(name + query)
         elif is_url(name):
-            fs, path = file_system(name)
-            archives += [str(fs.unstrip_protocol(match)) + query for match in sorted(fs.glob(path))]
+            archives += [match + query for match in _matches_behind(name)]
         else:
             archives += sorted(glob.glob(name))  # noqa: PTH207
     if not archives:
-        raise InputError(f"{pattern}: no such file")
+        raise InputError(f"{pattern}: no such file{'' if is_url(pattern) else did_you_mean(pattern)}")
     return archives
+
+
+def _matches_behind(pattern: str) -> list[str]:
+    """Return the URLs that match a pattern, sorted.
+
+    Raises:
+        LayertapError: the folder cannot be listed.
+    """
+    fs, path = file_system(pattern)
+    try:
+        return [str(fs.unstrip_protocol(match)) for match in sorted(fs.glob(path))]
+    except Exception as error:  # each protocol's library raises its own errors
+        if is_missing(pattern, error):
+            return []
+        raise LayertapError(f"{pattern} cannot be listed: {server_answer(error)}") from error
 
 
 def _in_braces(pattern: str) -> list[str]:

@@ -19,7 +19,7 @@ from PIL import Image
 
 from extract.errors import InputError, LayertapError, first_line
 from extract.images.decoding import decode
-from extract.system.urls import file_system, is_url
+from extract.system.urls import file_system, http_status, is_http, is_missing, is_url, reference, server_answer
 
 __all__ = [
     "UNKNOWN",
@@ -87,15 +87,17 @@ class Files:
 
     Args:
         base: the folder or its URL.
-        names: file names, with `/`; a list is packed, any other sequence is used directly. URLs among them, and those
-            relative to a URL, have their credentials; `Images.paths` has the same names without.
+        names: file names, with `/`; a list is packed, any other sequence is used directly. URLs among them have their
+            credentials; `Images.paths` has the same names without.
         anywhere: whether names may be URLs.
+        encoded: whether names are percent-encoded, as the links of a page are. Otherwise they are file names, which are
+            percent-encoded for a web server.
     """
 
     decode = staticmethod(decode)  # see `ImageSource`
 
-    def __init__(self, base: str, names: Sequence[str], *, anywhere: bool = False):
-        self._base, self._anywhere = base, anywhere
+    def __init__(self, base: str, names: Sequence[str], *, anywhere: bool = False, encoded: bool = False):
+        self._base, self._anywhere, self._encoded = base, anywhere, encoded
         self._is_remote = is_url(base)
         self._names = PackedNames(names) if isinstance(names, list) else names
 
@@ -105,7 +107,7 @@ class Files:
         if self._anywhere and is_url(name):
             return read_remote(name), UNKNOWN
         if self._is_remote:
-            return read_remote(self._base, inside=name), UNKNOWN
+            return read_remote(self._base, inside=name if self._encoded else reference(self._base, name)), UNKNOWN
         # O_NONBLOCK: opening a pipe must not block.
         descriptor = os.open(os.path.join(self._base, name), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # noqa: PTH118
         try:
@@ -124,6 +126,8 @@ class Files:
         if self._is_remote:
             fs, path = file_system(self._base)
             there = _ask_server(self._base, lambda: bool(fs.exists(path)))
+            if not there and self._anywhere and is_http(self._base):
+                there = _answers(fs, path)  # a list needs no page for its folder
         else:
             try:
                 there = any(True for _ in os.scandir(self._base))  # an unmounted disk leaves an empty folder
@@ -166,7 +170,7 @@ def read_remote(url: str, start: int | None = None, end: int | None = None, insi
         url: URL of the file, or of its folder.
         start: first byte.
         end: byte after the last.
-        inside: file name in the folder.
+        inside: the file in the folder, as `extract.system.urls.reference` returns it.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -185,15 +189,21 @@ def read_remote(url: str, start: int | None = None, end: int | None = None, insi
         except (FileNotFoundError, PermissionError):
             raise
         except Exception as error:
-            status = getattr(error, "status", 0)  # HTTP status
-            if 400 <= status < 500 and status not in (408, 425, 429):
-                message = getattr(error, "message", "") or first_line(error)
-                raise OSError(f"HTTP {status}: {message}") from error
+            if 400 <= http_status(error) < 500 and http_status(error) not in (408, 425, 429):
+                raise OSError(server_answer(error)) from error
             if attempt == _ATTEMPTS - 1:
-                why = f"{type(error).__name__}: {first_line(error)}, {_ATTEMPTS} times"
-                raise UnreachableError(f"cannot be fetched: {why}") from error
+                raise UnreachableError(f"{server_answer(error)}, {_ATTEMPTS} times") from error
             time.sleep(_WAIT_S * 2**attempt)
     raise AssertionError
+
+
+def _answers(fs: Any, url: str) -> bool:
+    """Return whether a web server answers, if only that there is no such page, or that it may not be seen."""
+    try:
+        fs.cat_file(url, start=0, end=1)
+    except Exception as error:  # of aiohttp, and of fsspec
+        return is_missing(url, error) or 400 <= http_status(error) < 500
+    return True
 
 
 def _ask_server(url: str, ask: Callable[[], bool]) -> bool:

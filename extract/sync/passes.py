@@ -22,7 +22,8 @@ from extract.errors import InputError, LayertapError
 from extract.images.image_list import Images
 from extract.images.sources import Files
 from extract.row_status import Status
-from extract.store.format.dataset import DataSet, changes, differences, remove_strays
+from extract.store.format.dataset import DataSet, remove_strays
+from extract.store.format.differences import changes, differences
 from extract.store.format.version import pass_folder
 from extract.sync.compaction import compact_passes, rewrite
 from extract.sync.difference import Resolved, StoppedError, difference, time_before

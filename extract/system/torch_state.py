@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from extract.errors import LayertapError, first_line
+from extract.errors import InputError, LayertapError, first_line
 from extract.taps.switches import Switch
 
 __all__ = ["device_named", "evaluating", "full_float32", "keeping_freed_memory"]
@@ -99,13 +99,36 @@ def device_named(name: str) -> torch.device:
     """Return a usable device; "auto" is CUDA if available, else MPS if available, else the CPU.
 
     Raises:
+        InputError: there is no device of this name.
         LayertapError: the device cannot be used.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(name)
+    except (RuntimeError, TypeError) as error:  # PyTorch's message lists all backends that it was ever built with
+        gpu = "; a GPU is cuda (NVIDIA) or mps (Apple)" if name.lower() in ("gpu", "nvidia", "apple", "metal") else ""
+        raise InputError(f"device {name!r} is unknown; expected {_DEVICES}{gpu}") from error
+    try:
         torch.empty(0, device=device).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise LayertapError(f"device {name!r} cannot be used: {first_line(error)}") from error
+        raise LayertapError(f"device {name!r} cannot be used: {_why_unusable(device, error)}") from error
     return device
+
+
+_DEVICES = "auto, cpu, cuda, cuda:N or mps"
+
+
+def _why_unusable(device: torch.device, error: Exception) -> str:
+    """Return in one line why a device cannot be used, and what can be."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        built = "PyTorch was installed without CUDA" if torch.version.cuda is None else "or its driver is missing"
+        return f"this machine has no CUDA device ({built}); use cpu, or leave out --device"
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        last = torch.cuda.device_count() - 1
+        return f"this machine has only {'cuda:0' if not last else f'cuda:0 to cuda:{last}'}"
+    if device.type == "mps":
+        return "this machine has no MPS device, the GPU of an Apple computer; use cpu, or leave out --device"
+    if device.type in ("cpu", "cuda"):
+        return first_line(error)
+    return f"PyTorch cannot use it on this machine; expected {_DEVICES}"

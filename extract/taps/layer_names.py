@@ -12,9 +12,18 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from extract.errors import unknown_name
+from extract.errors import InputError, LayertapError, unknown_name
 
-__all__ = ["INSIDE", "is_glob", "layer_named", "match_layers", "named_layers", "named_parameters", "unwrap"]
+__all__ = [
+    "INSIDE",
+    "is_glob",
+    "layer_named",
+    "match_layers",
+    "named_layers",
+    "named_parameters",
+    "separated_by_commas",
+    "unwrap",
+]
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -87,6 +96,7 @@ def match_layers(names: Iterable[str], patterns: str | Sequence[str], where: str
 
     Raises:
         UnknownNameError: a pattern matches no layer; the message lists the nearest names.
+        InputError: a pattern is empty, or has several names separated by commas.
     """
     names = list(names)
     known = set(names)
@@ -98,10 +108,28 @@ def match_layers(names: Iterable[str], patterns: str | Sequence[str], where: str
             parts = pattern.split(".")
             matches = [name for name in names if _parts_match(name.split("."), parts)] if is_glob(pattern) else []
         if not matches:
-            hint = f"List them: layertap layers {where}" if "/" in where else ""
-            raise unknown_name("layer", pattern, names, where, hint)
+            raise _unknown_layer(pattern, names, where)
         names_matched.update(dict.fromkeys(matches))
     return list(names_matched)
+
+
+def _unknown_layer(pattern: str, names: Sequence[str], where: str) -> LayertapError:
+    listed = f"List them: layertap layers {where}" if "/" in where else ""
+    if not pattern.strip():
+        return InputError(
+            f"a layer name is empty; expected a layer of {where}, or a pattern such as '*'. {listed}".rstrip()
+        )
+    return separated_by_commas(pattern, names, where) or unknown_name("layer", pattern, names, where, listed)
+
+
+def separated_by_commas(text: str, names: Iterable[str], where: str) -> InputError | None:
+    """Return an error if a text holds several layers, separated by commas, each perhaps with a pooling; else None."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    known = {*names, "embedding"}
+    if "," not in text or not parts or not all(part.partition(":")[0] in known or is_glob(part) for part in parts):
+        return None
+    each = " ".join(f"-l {part}" for part in parts)
+    return InputError(f"layer {text!r} of {where}: name each layer by itself ({each}; in a list, one item each)")
 
 
 def _parts_match(name: list[str], pattern: list[str]) -> bool:

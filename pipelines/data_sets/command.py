@@ -119,6 +119,8 @@ def search(out: Path | str, query: str | None, as_json: bool, **settings: Any) -
     """
     if settings["output"] is not None:
         library("matplotlib", "figures", "--output")
+    elif settings["images"] is not None:
+        raise InputError("--images is for drawing the results; add --output FILE")
     from pipelines.data_sets.search import as_json as results_as_json
     from pipelines.data_sets.search import print_results, run_search
 
@@ -153,7 +155,7 @@ def diff(first: Path, second: Path, as_json: bool) -> None:
 @click.argument("out", type=FOLDER)
 @click.option("--sample", type=click.IntRange(min=1), help="Also compute this many random rows again, and compare.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the choice of rows.")
-@click.option("--images", help="Location of the images, if they were moved or are behind a URL.")
+@click.option("--images", help="Location of the images, if they were moved or are behind a URL; for --sample.")
 @click.option("-b", "--backbone", help=BACKBONE_HELP)
 @click.option("--weights", help="Name or file of the backbone's weights, if the file was moved.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N or mps.")
@@ -165,6 +167,10 @@ def verify(ctx: click.Context, /, out: Path, as_json: bool, **settings: Any) -> 
 
     With --sample, also check that the features belong to these images and these weights.
     """
+    if settings["sample"] is None and (
+        unused := [name for name in ("images", "backbone", "weights") if settings[name]]
+    ):
+        raise InputError(f"--{unused[0]} is for computing rows again; add --sample N")
     from pipelines.data_sets.verify import as_json as check_as_json
     from pipelines.data_sets.verify import check, print_check
 

@@ -134,6 +134,17 @@ class EmbedConfig(FeaturesConfig):
         return bool(several_workers) or is_url(self.place)
 
     @model_validator(mode="after")
+    def _check_options_have_an_effect(self) -> Self:
+        if self.engine != "ray" and "address" in self.model_fields_set:
+            raise ValueError("--address is that of a Ray cluster; add --engine ray")
+        if not self.is_shared:
+            for key in ("workers_per_gpu", "cpus_per_worker", "scratch"):
+                if getattr(self, key) != type(self).model_fields[key].default:
+                    flag = f"--{key.replace('_', '-')}"
+                    raise ValueError(f"{flag} is for several workers, and this run has one; add --engine processes")
+        return self
+
+    @model_validator(mode="after")
     def _check_single_process(self) -> Self:
         if self.is_shared and (self.fast or self.retry_failed):
             flag = "--fast" if self.fast else "--retry-failed"

@@ -27,7 +27,7 @@ from pipelines.terminal.text_output import command_line, print_failures, print_r
 __all__ = ["EmbedResult", "bottleneck", "describe_computation", "embed", "plan_of", "print_summary", "summary_as_json"]
 
 _TUNED_OPTIONS = ("precision", "compile", "decode", "batch_size")
-_BOTTLENECK_SHARE = 0.2  # of the time: a stage above this share is the bottleneck
+_WAITING_SHARE = 0.2  # of the time: a forward that waits longer is limited by what it waits for
 _BOTTLENECK_MIN_S = 10.0  # in shorter runs, starting takes most of the time, and no bottleneck is printed
 
 
@@ -41,6 +41,7 @@ class EmbedResult:
         failures: (row, path, status, reason) of all rows without good features; empty if the run was stopped.
         compression: feature -> (filter, compression ratio) of each compressed feature.
         signal: signal that stopped the run; 0: none.
+        tuned: whether `--fast` chose the options.
     """
 
     plan: Plan
@@ -48,6 +49,7 @@ class EmbedResult:
     failures: list[tuple[int, str, str, str]]
     compression: dict[str, tuple[str, float]]
     signal: int
+    tuned: bool = False
 
 
 def embed(config: EmbedConfig) -> EmbedResult:
@@ -85,9 +87,9 @@ def _run(config: EmbedConfig, planned: Plan) -> EmbedResult:
             stop=lambda: bool(received),
         )
     if summary.stopped:
-        return EmbedResult(planned, summary, [], {}, received[0])
+        return EmbedResult(planned, summary, [], {}, received[0], config.fast)
     with FeatureReader(config.folder) as reader:
-        return EmbedResult(planned, summary, reader.failures, reader.compression, 0)
+        return EmbedResult(planned, summary, reader.failures, reader.compression, 0, config.fast)
 
 
 def plan_of(config: EmbedConfig, images: ImageList, backbone: Backbone, options: dict[str, Any] | None = None) -> Plan:
@@ -207,36 +209,52 @@ def print_summary(outcome: EmbedResult, echo: Callable[[str], None]) -> None:
 
 
 def bottleneck(summary: Summary) -> str:
-    """Return the stage that limits the rate: "images", "write" or "copy" above 20 % of the time, else "forward"."""
-    total = sum(summary.stages.values())
-    others = {stage: seconds for stage, seconds in summary.stages.items() if stage != "forward"}
-    waited = max(others, key=others.__getitem__)
-    return waited if total and others[waited] > _BOTTLENECK_SHARE * total else "forward"
+    """Return the stage that limits the rate: "images", "forward", "write" or "copy".
+
+    Images are decoded and rows are written while the forward computes. So a forward that waits for images, or for the
+    previous batch to be written, for more than 20 % of the time is limited by them, whatever its own share: a faster
+    forward would only wait longer. Of the other time, the largest share decides.
+    """
+    stages = summary.stages
+    least_s = _WAITING_SHARE * sum(stages.values())
+    waits = {"images": stages["images"], "write": summary.write_wait_s, "copy": stages.get("copy", 0.0)}
+    longest = max(waits, key=waits.__getitem__)
+    return longest if waits[longest] > least_s else max(("forward", "write"), key=stages.__getitem__)
 
 
 def _advice(outcome: EmbedResult) -> str:
     """Return what would make the run faster."""
-    plan, stage = outcome.plan, bottleneck(outcome.summary)
+    stage = bottleneck(outcome.summary)
     if stage == "write":
         return "a faster disk, pooled layers, or --dtype float16"
     if stage == "copy":
         return "pooled layers, or --dtype float16"
-    if stage == "images":
-        if plan.settings.workers < defaults.CORES:
-            return f"raise --workers ({plan.settings.workers} of {defaults.CORES} cores)"
-        preprocessing = plan.backbone.preprocessing
-        faster = preprocessing.can_be_faster and not preprocessing.fast
-        return "--decode fast, or more cores" if faster else "more cores"
+    return _advice_on_images(outcome) if stage == "images" else _advice_on_forward(outcome)
+
+
+def _advice_on_images(outcome: EmbedResult) -> str:
+    settings, preprocessing = outcome.plan.settings, outcome.plan.backbone.preprocessing
+    if settings.workers < defaults.CORES:
+        return f"raise --workers ({settings.workers} of {defaults.CORES} cores)"
+    faster = preprocessing.can_be_faster and not preprocessing.fast and not outcome.tuned
+    return "--decode fast, or more cores" if faster else "more cores"
+
+
+def _advice_on_forward(outcome: EmbedResult) -> str:
+    plan = outcome.plan
     on_cpu = plan.backbone.device.type == "cpu"
     computation = outcome.summary.computation or Computation()
     if computation.engine == "eager" and not computation.failed:
         engine = default_engine(plan.backbone.device, plan.settings.precision)
         if on_cpu and plan.settings.precision == "float32" and engine == "inductor":
             return f"{pip_install('openvino')} for a faster forward, or a GPU"
-        return "--compile on, or --fast"
-    if plan.settings.precision == "float32":
+        if not outcome.tuned:
+            return "--compile on, or --fast"
+    if plan.settings.precision == "float32" and not outcome.tuned:
         return "--fast, which tries lower precision" + (", or a GPU" if on_cpu else "")
-    return "a GPU" if on_cpu else "the device is busy; a larger --batch-size may help"
+    if on_cpu:
+        return "more cores, or a GPU" if outcome.tuned else "a GPU"
+    return "the device is busy; a larger --batch-size may help"
 
 
 def summary_as_json(outcome: EmbedResult) -> dict[str, Any]:

@@ -49,6 +49,8 @@ class InspectConfig(LookConfig):
     def _check_gradient_options(self) -> Self:
         if not self.grad and {"loss", "labels"} & self.model_fields_set:
             raise ValueError("--loss and --labels need --grad")
+        if self.pictures is None and "format" in self.model_fields_set:
+            raise ValueError("--format is that of figures; add --pictures FOLDER")
         return self
 
 

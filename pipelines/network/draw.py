@@ -46,9 +46,13 @@ _MOST_TILES = 600
 
 def draw(kind: str, config: DrawConfig) -> list[Path]:
     """Draw one figure per layer and return the files."""
-    check_folder(config.out)
     if kind == "rollout" and config.layers is not None:
         raise InputError("rollout covers all layers; leave out -l")
+    if config.channels is not None and kind not in _CHANNEL_KINDS:
+        raise InputError(f"--channels is for {', '.join(_CHANNEL_KINDS)}, not for {kind}; leave it out")
+    if config.target is not None and kind != "gradcam":
+        raise InputError(f"--target is for gradcam, not for {kind}; leave it out")
+    check_folder(config.out)
     backbone = backbone_of(config)
     if kind in _MANY_IMAGE_KINDS and "sample" not in config.model_fields_set:
         config = config.model_copy(update={"sample": _SAMPLED})
@@ -301,3 +305,4 @@ KINDS: dict[str, Callable[[DrawConfig, Backbone, Sample], Figures]] = {
     "tokens": _tokens,
 }
 _MANY_IMAGE_KINDS = {"channels", "top"}
+_CHANNEL_KINDS = ("maps", "channels", "top")

@@ -12,7 +12,7 @@ from extract.compute.backbone import Backbone
 from extract.credentials import text_without_credentials, without_credentials
 from extract.errors import InputError
 from extract.images import Images
-from extract.images.csv_lists import file_and_column, read_table
+from extract.images.csv_lists import file_and_column, plain_path, read_table
 from extract.system.csv_cells import safe_cell
 from extract.taps.layer_names import named_layers
 
@@ -81,7 +81,7 @@ def _of_file(images: Images, labels: str) -> list[str | None]:
     table, _ = read_table(where, column)
     if "path" not in table:
         raise InputError(f"{where} has no column 'path'")
-    paths = [without_credentials(str(path)) for path in table["path"]]
+    paths = [without_credentials(plain_path(str(path))) for path in table["path"]]
     value_of = dict(zip(paths, table[column.strip().lower()], strict=True))
     # A table that layertap wrote has the escaped forms of a few paths.
     keys = [path if path in value_of else safe_cell(path) for path in images.paths]

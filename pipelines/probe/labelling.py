@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from extract.credentials import text_without_credentials, without_credentials
 from extract.errors import InputError
-from extract.images.csv_lists import file_and_column, read_table
+from extract.images.csv_lists import file_and_column, plain_path, read_table
 from extract.images.image_list import SPLITS, labels_from_values
 from extract.row_status import Status
 from extract.store.reader import FeatureReader
@@ -86,7 +86,8 @@ def label_rows(
     counts = {"rows": len(reader), "failed": int((~good).sum()), "unlabelled": int((good & ~labelled).sum())}
     used = good & labelled
     if not used.any():
-        raise InputError(f"none of the {len(reader):,} rows has both features and a label: {_reasons(counts)}")
+        remedy = "; name a table of labels: --labels FILE.csv" if labels is None and counts["unlabelled"] else ""
+        raise InputError(f"none of the {len(reader):,} rows has both features and a label: {_reasons(counts)}{remedy}")
     classes, targets = _targets(texts, used, task, labels or "the data set")
     names = np.array(splits)
     known_splits = set(names[used].tolist()) - {""}
@@ -153,7 +154,8 @@ def _from_file(
     where, column = file_and_column(labels)
     table, lines = read_table(where, column)
     key = "path" if "path" in table else "id"
-    names = reader.paths if key == "path" else reader.ids
+    # Data sets of earlier versions have paths as they stood in a list.
+    names = [plain_path(path) for path in reader.paths] if key == "path" else reader.ids
     if names is None:
         raise InputError(f"{where} has ids, but the data set has none; add a column 'path'")
     known = set(names)
@@ -201,9 +203,9 @@ def _text(value: Any, empty: str | None) -> str | None:
 
 
 def _relative(reader: FeatureReader, path: str) -> str:
-    """Return a path as the data set stores it: without a leading ./ and without the folder of the images."""
+    """Return a path as the data set stores it: see `plain_path`, and without the folder of the images."""
     root = str(reader.provenance.get("configuration", {}).get("images", "")).rstrip("/")
-    return path.removeprefix("./").removeprefix(f"{root}/" if root.startswith("/") else "")
+    return plain_path(path).removeprefix(f"{root}/" if root.startswith("/") else "")
 
 
 def _targets(texts: Sequence[str | None], used: NDArray[np.bool_], task: str, where: str) -> tuple[Any, NDArray[Any]]:

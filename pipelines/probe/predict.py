@@ -18,7 +18,8 @@ from extract.errors import InputError
 from extract.extraction.plan import asked_of, how_made
 from extract.extraction.run import ExtractionSettings, extract, plan
 from extract.row_status import Status
-from extract.store.format.dataset import DataSet, differences
+from extract.store.format.dataset import DataSet
+from extract.store.format.differences import differences
 from extract.store.reader import FeatureReader
 from extract.system.atomic_files import link_target
 from extract.system.leftovers import temporary_folder

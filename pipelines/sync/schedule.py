@@ -325,7 +325,9 @@ def _load_scheduled(path: Path) -> SyncFile:
     """Read a config file that must have a schedule."""
     file = load_sync_file(path)
     if file.schedule is None:
-        raise InputError(f"{path}: schedule: none given; expected `schedule:` with `cron: 30 2 * * *` or `every: 15m`")
+        raise InputError(
+            f"{path}: the key `schedule` is missing; expected `schedule:` with `cron: 30 2 * * *` or `every: 15m`"
+        )
     time_zone(file.schedule)  # raises for an unknown zone now, not at the first due time
     return file
 

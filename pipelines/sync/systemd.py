@@ -77,7 +77,9 @@ def as_cron(file: SyncFile) -> str:
 
 def _schedule_of(file: SyncFile) -> ScheduleConfig:
     if file.schedule is None:
-        raise InputError(f"{file.path}: schedule: none given; expected `cron: 30 2 * * *` or `every: 15m` in it")
+        raise InputError(
+            f"{file.path}: the key `schedule` is missing; expected `cron: 30 2 * * *` or `every: 15m` in it"
+        )
     return file.schedule
 
 

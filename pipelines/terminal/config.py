@@ -1,4 +1,8 @@
-"""Configuration of the jobs: one frozen model per job, with the same keys in YAML as on the command line."""
+"""Configuration of the jobs: one frozen model per job, with the same keys in YAML as on the command line.
+
+A text that starts with `~/` or `~user/` is a path below a home folder, in a config file and on the command line: a
+shell expands neither the values of a file nor `--out=~/features`. `./~` names a file called `~`.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,24 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from extract import defaults
 from extract.credentials import without_credentials
-from extract.errors import InputError, unknown_name
+from extract.errors import InputError, first_line, unknown_name
+from extract.system.similar_paths import did_you_mean
 
-__all__ = ["COMPRESS_HELP", "SHARD_ROWS_HELP", "BackboneConfig", "checked", "load_config", "name_of", "read_yaml"]
+__all__ = [
+    "COMPRESS_HELP",
+    "SHARD_ROWS_HELP",
+    "BackboneConfig",
+    "checked",
+    "load_config",
+    "name_of",
+    "read_yaml",
+    "with_home",
+]
+
+# A decoding process takes some hundred MB. More than one for each core pays only while they wait for a server.
+_MOST_WORKERS = max(128, 4 * defaults.CORES)
+
+_HOME = re.compile(r"~[\w.-]*(/|$)")
 
 # Help texts that `embed` and `merge` share.
 SHARD_ROWS_HELP = "Rows per shard file. [default: as many as fit into 1 GB]"
@@ -60,6 +79,17 @@ class BackboneConfig(BaseModel):
             value = int(match[1]) if match[2] is None else [int(match[1]), int(match[2])]
         if value is not None and (isinstance(value, str) or (isinstance(value, list) and len(value) != 2)):
             raise ValueError("expected pixels, such as 256 or 256x320")
+        return value
+
+    @field_validator("workers")
+    @classmethod
+    def _check_workers(cls, value: int) -> int:
+        if value > _MOST_WORKERS:
+            cores = f"{defaults.CORES} core{'s' if defaults.CORES > 1 else ''}"
+            raise ValueError(
+                f"expected at most {_MOST_WORKERS} decoding processes on this machine, which has {cores}; each takes "
+                "some hundred MB"
+            )
         return value
 
     @field_validator("mean", "std", mode="before")
@@ -130,8 +160,8 @@ def checked(model: type[Config], values: dict[str, Any], where: str = "") -> Con
                  if e["type"] != "missing"]  # fmt: skip
         if len(lines) < error.error_count():
             missing = next(str(e["loc"][0]) for e in error.errors() if e["type"] == "missing")
-            expected = "" if where else f"; expected {missing.upper()}, or the key `{missing}` in a config file"
-            lines.append(f"{missing}: none given{expected}")
+            remedy = f"name {missing.upper()}, or set the key `{missing}` in a config file (--config FILE)"
+            lines.append(f"the key `{missing}` is missing" if where else f"no {missing} given; {remedy}")
         raise InputError((f"{where}: " if where else "") + "\n".join(lines)) from None
 
 
@@ -144,9 +174,44 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(f"config file {path}: {error.strerror}") from None
+        near = did_you_mean(path) if isinstance(error, FileNotFoundError) else ""
+        raise InputError(f"config file {path}: {error.strerror}{near}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"config file {path} is not YAML: {error}") from None
+        raise InputError(f"config file {path} is not YAML: {_problem(error)}") from None
     if not isinstance(content, dict):
         raise InputError(f"config file {path} has no keys; expected lines such as `images: photos`")
-    return content
+    values: dict[str, Any] = _with_homes(content, f"config file {path}")
+    return values
+
+
+def _problem(error: yaml.YAMLError | UnicodeDecodeError) -> str:
+    """Return in one line what is wrong in a config file, and where."""
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    if mark is None:
+        return first_line(error)
+    problem = getattr(error, "problem", None) or getattr(error, "context", None) or "it cannot be read"
+    tab = "; indent with spaces" if "\\t" in problem else ""
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}{tab}"
+
+
+def with_home(text: str) -> str:
+    """Return a text with a leading `~/` or `~user/` expanded; any other text, also with an unknown user, unchanged."""
+    return os.path.expanduser(text) if _HOME.match(text) else text  # noqa: PTH111  Path would drop a final slash
+
+
+def _with_homes(value: Any, where: str, key: str = "") -> Any:
+    """Return a value of a config file, in which every text is expanded by `with_home`.
+
+    Raises:
+        InputError: a text names the home folder of an unknown user.
+    """
+    if isinstance(value, dict):
+        return {name: _with_homes(item, where, str(name)) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_with_homes(item, where, key) for item in value]
+    if not isinstance(value, str):
+        return value
+    if _HOME.match(expanded := with_home(value)):
+        user, _, _ = expanded.partition("/")
+        raise InputError(f"{where}: {key}: {value}: no user has the home folder {user}; write ./{value} for a file")
+    return expanded

@@ -207,7 +207,7 @@ def test_an_output_of_another_fingerprint_is_told_and_kept(folder: Path, tmp_pat
 
 def test_outputs_that_cannot_be_written(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    assert "cannot write to" in fails("embed", folder, "-o", tmp_path / "file", *SMALL, code=1)
+    assert "file is a file; the output is a folder" in fails("embed", folder, "-o", tmp_path / "file", *SMALL)
     assert "cannot write to" in fails("embed", folder, "-o", tmp_path / "file" / "deeper", *SMALL, code=1)
     assert "error: /proc/layertap" in fails("embed", folder, "-o", "/proc/layertap", *SMALL, code=1)
     assert (tmp_path / "file").read_text() == "x"
@@ -232,7 +232,7 @@ def test_weights_with_wrong_keys(folder: Path, tmp_path: Path) -> None:
         ("- a", "has no keys"),
         ("a: [", "is not YAML"),
         ("images: x\nbatch_size: many\ndtype: float8", "batch_size: Input should be a valid integer"),
-        ("backbone: timm/test_resnet", "images: none given"),
+        ("backbone: timm/test_resnet", "the key `images` is missing"),
         ('images: ""', "expected a path that is not empty"),
         ('images: "a\\0b"', "expected a path that is not empty"),
         ("images: x\nlimit: true", "limit: Input should be a valid integer"),
@@ -245,7 +245,7 @@ def test_wrong_config_files(tmp_path: Path, content: str, message: str) -> None:
 
 def test_a_missing_config_file_and_missing_images(tmp_path: Path) -> None:
     assert "No such file" in fails("embed", "--config", tmp_path / "c.yaml")
-    assert "images: none given" in fails("embed")
+    assert "no images given; name IMAGES, or set the key `images` in a config file" in fails("embed")
 
 
 def test_another_run_on_the_same_output_exits_with_4(folder: Path, tmp_path: Path) -> None:

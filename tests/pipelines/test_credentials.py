@@ -260,7 +260,7 @@ def test_rows_that_failed_are_retried_with_the_signatures_of_another_day(
     where = write_list(folder, host, DAYS[1], passwords + dead)
     printed = run("embed", where, "-o", out, *SMALL, code=1)  # 403 for all
     check_no_secret(out)
-    assert "HTTP 403" in printed
+    assert "the server answered 403 Forbidden" in printed
     assert "a password in a URL is not accepted" in printed
     write_list(folder, host, DAYS[0], passwords + dead)
     run("embed", where, "-o", out, *SMALL, "--retry-failed")
@@ -469,7 +469,7 @@ def test_a_plan_of_an_earlier_version_with_credentials_is_refused(
     where = write_list(folder, guarded.host, DAYS[0])  # type: ignore[attr-defined]
     with monkeypatch.context() as earlier:
         for module in (index_writing, image_index):
-            earlier.setattr(module, "stored_path", lambda path, base: path)
+            earlier.setattr(module, "stored_path", lambda path: path)
         write_plan(where, tmp_path / "plan")
     assert "Delete the plan" in run("embed", tmp_path / "plan", "-o", tmp_path / "out", *SMALL, code=2)
 
@@ -481,7 +481,7 @@ def test_data_sets_of_an_earlier_version_are_read_and_printed_without_credential
     url = f"http://{guarded.host}/signed/list.csv?sig={DAYS[0]}"  # type: ignore[attr-defined]
     out = tmp_path / "out"
     with monkeypatch.context() as earlier:
-        earlier.setattr(csv_lists, "stored_path", lambda path, base: path)
+        earlier.setattr(csv_lists, "stored_path", lambda path: path)
         earlier.setattr(csv_lists, "without_credentials", lambda text: text)
         run("embed", where, "-o", out, *SMALL)
     content = json.loads((out / "dataset.json").read_text())

@@ -429,7 +429,7 @@ def test_wrong_flags_are_explained(made, tmp_path, arguments, message):
 
 
 def test_what_is_no_data_set_is_refused(tmp_path):
-    assert "out: none given" in fails("probe")
+    assert "no out given; name OUT" in fails("probe")
     assert "nowhere is not a folder" in fails("probe", tmp_path / "nowhere")
     assert not (tmp_path / "nowhere").exists()
     assert str(tmp_path) in fails("probe", tmp_path)

@@ -674,8 +674,8 @@ def until(holds: Callable[[], bool], seconds: float = 60) -> None:
 
 def test_a_schedule_needs_one(tmp_path: Path) -> None:
     config = write(tmp_path / "s.yaml", images="x")
-    assert "schedule: none given" in fails("schedule", config)
-    assert "schedule: none given" in fails("schedule", config, "--print", "cron")
+    assert "the key `schedule` is missing" in fails("schedule", config)
+    assert "the key `schedule` is missing" in fails("schedule", config, "--print", "cron")
 
 
 # for other schedulers

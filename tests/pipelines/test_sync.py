@@ -165,7 +165,7 @@ def test_a_second_sync_at_once_exits_with_4_and_names_the_first(config: Path, tm
         ({"images": "x", "max_vanish": 2}, "max_vanish"),
         ({"images": "x", "keep_gone": float("inf")}, "expected at most 36500d"),
         ({"images": "x", "schedule": {"cron": "0 0 2 * * *"}}, "expected minute, hour, day"),
-        ({"out": "x"}, "images: none given"),
+        ({"out": "x"}, "the key `images` is missing"),
         ({"data_sets": "x"}, "expected a list"),
         ({"images": "x", "data_sets": [{"out": "o"}, {"images": "y", "out": "o/."}]}, "have the same out"),
         ({"data_sets": [{"images": "x"}, {"images": "y", "batch": 3}]}, "data set 2"),

@@ -17,6 +17,7 @@ A plan is a folder that lists any number of images:
     notes            messages for the user about the listing
     paths_xxh3, labels_xxh3                   see `extract.images.image_list.ImageList`
     parts_xxh3       xxh3-128 of the file of each part
+    names            "decoded": only for a folder of a web server; earlier versions stored percent-encoded names
 
 The content does not depend on when and where the plan is written: the same images give the same bytes.
 """
@@ -42,12 +43,24 @@ from extract.images.image_list import Images, hashes_of
 from extract.images.index.index_parts import MOST_PART_ROWS, SPLIT_CODES, Part, part_path, read_part
 from extract.images.sources import BrokenListError, Chosen, Files
 from extract.system.json_files import read_json
-from extract.system.urls import is_url, without_query
+from extract.system.urls import is_http, is_url, without_query
 
-__all__ = ["FORMAT", "LISTING", "VERSION", "PlannedImages", "base_of", "is_plan", "open_plan", "read_in_pieces"]
+__all__ = [
+    "DECODED",
+    "FORMAT",
+    "LISTING",
+    "VERSION",
+    "PlannedImages",
+    "base_of",
+    "has_decoded_names",
+    "is_plan",
+    "open_plan",
+    "read_in_pieces",
+]
 
 FORMAT, VERSION = "layertap plan", 1
 LISTING = "listing"
+DECODED = "decoded"
 
 _KEPT = 2  # parts in memory: a batch may span two
 
@@ -59,9 +72,14 @@ def is_plan(where: str | os.PathLike[str]) -> bool:
         InputError: the plan is not finished.
     """
     folder = Path(where)
-    if (folder / "plan.json").is_file() and (folder / "parts").is_dir():
+    try:
+        is_finished = (folder / "plan.json").is_file() and (folder / "parts").is_dir()
+        is_begun = (folder / LISTING / "begun.json").is_file()
+    except PermissionError:  # listing the folder reports this
+        return False
+    if is_finished:
         return read_json(folder / "plan.json").get("format") == FORMAT
-    if (folder / LISTING / "begun.json").is_file():
+    if is_begun:
         begun = read_json(folder / LISTING / "begun.json")
         if begun.get("format") == FORMAT:
             raise InputError(f"{folder} is an unfinished plan; run `layertap plan` again to complete it")
@@ -125,6 +143,7 @@ class PlannedImages:
         part_rows: images in each part of the plan but its last.
         names: names by row.
         root, classes, left_out, notes, split_names, paths_xxh3, labels_xxh3: see `ImageList`.
+        has_encoded_names: whether an earlier version listed a folder of a web server, with names as in its links.
         source: reads the bytes of a row.
     """
 
@@ -141,6 +160,7 @@ class PlannedImages:
     labels_xxh3: str
     left_out: Counter[str] = field(default_factory=Counter)
     notes: tuple[str, ...] = ()
+    has_encoded_names: bool = False
 
     def __len__(self) -> int:
         return self.count
@@ -168,10 +188,16 @@ class PlannedImages:
 
     def _images(self, pieces: list[Part], rows: Sequence[int]) -> Images:
         for name in itertools.chain.from_iterable(piece.names for piece in pieces):
-            if stored_path(name, self.root) != name:
+            if self.kind == "list" and stored_path(name) != name:
                 raise BrokenListError(
                     f"{self.folder} is a plan of an earlier version, and has URLs with signatures or passwords, which "
                     f"a data set must not store. Delete the plan, and use {self.root} directly"
+                )
+            if self.has_encoded_names and (b"%" in name or b"?" in name):
+                raise BrokenListError(
+                    f"{self.folder} is a plan of an earlier version, in which the names of a web server's files are "
+                    f"percent-encoded, as {os.fsdecode(name)}. Delete the plan, and run `layertap plan` again. A data "
+                    "set that was started with such names cannot be resumed"
                 )
         none = np.zeros(0, np.int64)
         ids = [text.decode() for piece in pieces for text in piece.ids or ()]
@@ -233,9 +259,15 @@ def base_of(kind: str, root: str) -> str:
     return (without_query(root) if is_url(root) else root).rpartition("/")[0] or "/"
 
 
+def has_decoded_names(kind: str, root: str) -> bool:
+    """Return whether the names of a plan come from links, which are percent-encoded."""
+    return kind == "folder" and is_http(root)
+
+
 def read_in_pieces(folder: Path, content: dict[str, Any]) -> Iterator[Images]:
     """Yield the images of a plan part by part, before its hashes and splits are known."""
-    images = _images(folder.resolve(), {**content, "splits": [], "paths_xxh3": "0" * 32, "labels_xxh3": "0" * 32})
+    later = {"splits": [], "paths_xxh3": "0" * 32, "labels_xxh3": "0" * 32, "names": DECODED}
+    images = _images(folder.resolve(), {**content, **later})
     return images.pieces(images.count)
 
 
@@ -286,4 +318,5 @@ def _images(folder: Path, content: dict[str, Any]) -> PlannedImages:
         content["labels_xxh3"],
         Counter(left_out),
         tuple(notes),
+        has_decoded_names(kind, root) and content.get("names") != DECODED,
     )

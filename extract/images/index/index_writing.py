@@ -32,17 +32,19 @@ import numpy as np
 import xxhash
 
 from extract.credentials import parameters_without_credentials
-from extract.errors import InputError, LayertapError, first_line
+from extract.errors import InputError, LayertapError
 from extract.images.csv_lists import Row, check_once, places_of, rows_in_pieces, stored_path
-from extract.images.folders import files_behind, files_below, other_suffix
+from extract.images.folders import files_behind, files_below, links_in_order, other_suffix
 from extract.images.image_list import Images, class_and_split, classes_of_folders, classes_of_values, hashes_of
 from extract.images.index.external_sort import Runs
 from extract.images.index.image_index import (
+    DECODED,
     FORMAT,
     LISTING,
     VERSION,
     PlannedImages,
     base_of,
+    has_decoded_names,
     is_plan,
     open_plan,
     read_in_pieces,
@@ -53,7 +55,8 @@ from extract.system.atomic_files import atomic_write, discard, own_folder, write
 from extract.system.folder_lock import locked
 from extract.system.json_files import read_json
 from extract.system.leftovers import is_temporary
-from extract.system.urls import file_system, is_url
+from extract.system.similar_paths import did_you_mean
+from extract.system.urls import file_system, is_http, is_missing, is_url, server_answer
 
 __all__ = ["is_finished", "write_plan"]
 
@@ -148,7 +151,7 @@ def _kind(where: str) -> str:
         why = "an array needs no list" if kind == "array" else "archives contain their own lists"
         raise InputError(f"{where}: {why}, so no plan is written. Use it directly: layertap embed {where}")
     if here and not Path(where).exists():
-        raise InputError(f"{where}: no such folder or file")
+        raise InputError(f"{where}: no such folder or file{did_you_mean(where)}")
     if here and Path(where).is_dir() != (kind == "folder"):
         raise InputError(f"{where}: not a folder or list; a plan is written for a folder or a list")
     return kind
@@ -198,7 +201,9 @@ def _errors_of_files(out: Path) -> Iterator[None]:
 def _begin(out: Path, where: str, kind: str, root: str) -> None:
     """Prepare the folder; remove the runs and parts of a list that has changed since, or of another format of runs."""
     listing, parts = out / LISTING, out / "parts"
-    begun = {"format": FORMAT, "version": VERSION, "kind": kind, "root": root, "part_rows": PART_ROWS, "runs": 2}
+    # Format 2 has percent-encoded names, and paths of lists as they stand there.
+    runs = 3 if kind == "list" or has_decoded_names(kind, root) else 2
+    begun = {"format": FORMAT, "version": VERSION, "kind": kind, "root": root, "part_rows": PART_ROWS, "runs": runs}
     if kind == "list" and not is_url(where):
         status = Path(where).stat()
         begun |= {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
@@ -219,7 +224,11 @@ def _walk(listing: Path, where: str, runs: Runs, on_rows: Callable[[str, int], N
     """Write the runs of a folder, whose images come in order."""
     left_out = _left_out(runs)
     after = os.fsencode(runs.heads[-1]["last"]) if runs.heads else b""
-    images = _images(_unsigned(where, after) if is_url(where) else files_below(where, after), left_out)
+    if is_http(where):
+        files = _without_queries(where, after)
+    else:
+        files = files_behind(where, after) if is_url(where) else files_below(where, after)
+    images = _images(files, left_out)
     while not runs.ended:
         rows = list(itertools.islice(images, WALKED_ROWS))
         deciding = dict.fromkeys(_first_two(row.path) for row in rows)
@@ -228,12 +237,19 @@ def _walk(listing: Path, where: str, runs: Runs, on_rows: Callable[[str, int], N
         on_rows("listed", len(rows))
 
 
-def _unsigned(url: str, after: bytes) -> Iterator[str]:
-    """Yield `files_behind`; refuse an image whose link has credentials."""
-    for name in files_behind(url, after):
-        if parameters_without_credentials(name) != name and not other_suffix(name):
-            raise _has_credentials(url, "the links of its images have credentials")
-        yield name
+def _without_queries(url: str, after: bytes) -> Iterator[str]:
+    """Yield the paths of `links_in_order`; refuse an image whose link has a query, as a plan stores file names only."""
+    for path, query in links_in_order(url, after):
+        if query and not other_suffix(f"{path}?{query}"):
+            if parameters_without_credentials(f"?{query}") != f"?{query}":
+                raise _has_credentials(url, "the links of its images have credentials")
+            raise InputError(
+                f"{url}: the link to {path} has a query, which a plan does not store. Use the images directly, or "
+                "write a list with the complete URL of each image"
+            )
+        if query:
+            path = f"{path}?{query}"
+        yield path
 
 
 def _images(names: Iterator[str], left_out: Counter[str]) -> Iterator[Row]:
@@ -261,9 +277,8 @@ def _sort(listing: Path, where: str, runs: Runs, on_rows: Callable[[str, int], N
         if not file.exists():
             _copy(where, file)
     begin = runs.heads[-1]["behind"] if runs.heads else {}
-    base = places_of(where)[1]
     for rows, behind in rows_in_pieces(where, file, SORTED_ROWS, begin):
-        if signed := [row for row in rows if stored_path(row.path, base) != row.path]:
+        if signed := [row for row in rows if stored_path(row.path) != row.path]:
             shutil.rmtree(listing.parent / "parts")
             shutil.rmtree(listing)  # it has a copy of the list
             raise _has_credentials(where, f"the URL in line or row {signed[0].place} has credentials")
@@ -285,10 +300,10 @@ def _copy(url: str, file: Path) -> None:
                 content = iter(lambda: source.read(1 << 24), b"")
                 while data := next(content, b""):
                     target.write(data)
-        except FileNotFoundError as error:
-            raise InputError(f"{url}: no such file") from error
         except Exception as error:  # each protocol's library raises its own errors
-            raise LayertapError(f"{url} cannot be copied: {type(error).__name__}: {first_line(error)}") from error
+            if is_missing(url, error):
+                raise InputError(f"{url}: no such file") from error
+            raise LayertapError(f"{url} cannot be copied: {server_answer(error)}") from error
 
 
 def _classes(where: str, kind: str, runs: Runs) -> tuple[list[str], bool]:
@@ -392,4 +407,6 @@ def _finish(out: Path, kind: str, root: str, runs: Runs, classes: list[str]) -> 
 
     paths_xxh3, labels_xxh3 = hashes_of(pieces)
     known = {"splits": sorted(splits), "paths_xxh3": paths_xxh3, "labels_xxh3": labels_xxh3}
+    if has_decoded_names(kind, root):
+        known["names"] = DECODED
     write_json(out / "plan.json", {**content, **known})

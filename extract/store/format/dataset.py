@@ -31,6 +31,7 @@ from typing import Any
 from extract.credentials import without_credentials
 from extract.errors import InputError, LayertapError
 from extract.row_status import Status
+from extract.store.format.differences import differences, earlier_names, shortened
 from extract.store.format.layout import (
     FORMAT,
     FORMAT_VERSION,
@@ -47,13 +48,12 @@ from extract.system.atomic_files import append_line, discard, own_folder, sync_f
 from extract.system.folder_lock import locked
 from extract.system.json_files import check_shape, read_json
 from extract.system.leftovers import TOKEN
+from extract.system.similar_paths import did_you_mean
 
 __all__ = [
     "BUILDING",
     "DataSet",
     "ShardFiles",
-    "changes",
-    "differences",
     "existing_shard_rows",
     "fingerprint_of",
     "remove_strays",
@@ -223,8 +223,8 @@ class DataSet:
         for name, value in vars(self.identity(shard)).items():
             if (actual := getattr(opened.identity, name)) != value:
                 raise InputError(
-                    f"{opened.name} is not shard {shard} of this data set: its {name!r} is {_short(actual)}, "
-                    f"expected {_short(value)}"
+                    f"{opened.name} is not shard {shard} of this data set: its {name!r} is {shortened(actual)}, "
+                    f"expected {shortened(value)}"
                 )
         expected = {feature.name: (feature.shape, feature.dtype) for feature in self.features}
         actual_features = {feature.name: (feature.shape, feature.dtype) for feature in opened.features}
@@ -247,7 +247,8 @@ class DataSet:
         try:
             content = read_json(path, most_bytes=_DESCRIPTION_BYTES)
         except (FileNotFoundError, NotADirectoryError) as error:
-            missing = "is not a layertap data set: it has no dataset.json" if out.exists() else "does not exist"
+            absent = f"does not exist{did_you_mean(out)}"
+            missing = "is not a layertap data set: it has no dataset.json" if out.exists() else absent
             raise InputError(f"{out} {missing}") from error
         return cls.from_content(content, out, path)
 
@@ -296,6 +297,8 @@ class DataSet:
                 would be more shards than six digits can number.
         """
         self.check_size()
+        if self.out.is_file():
+            raise InputError(f"{self.out} is a file; the output is a folder")
         if (self.out / "dataset.json").exists():
             existing = DataSet.open(self.out)
             empty = not any(self.files()) and not any((self.out / "shards").glob("*.damaged*"))
@@ -343,6 +346,7 @@ class DataSet:
             raise InputError(
                 f"{location} holds other features; rows with these differences cannot be mixed:\n  "
                 + "\n  ".join(changed)
+                + earlier_names(existing.images, self.images)
                 + "\nChoose another output folder, or delete this one."
             )
         return not changed
@@ -454,16 +458,6 @@ def existing_shard_rows(out: Path) -> int | None:
     return DataSet.open(out).shard_rows if (out / "dataset.json").exists() else None
 
 
-def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Return the differences of two nested dicts, one line for each leaf."""
-    return [f"{key}: stored {stored}, now {now}" for key, stored, now in changes(old, new)]
-
-
-def changes(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return (dotted key, old, new) of the leaves in which two nested dicts differ."""
-    return list(_changed(old, new))
-
-
 def _feature(content: dict[str, Any]) -> StoredFeature:
     name, shape, dtype, attributes = (content[key] for key in ("name", "shape", "dtype", "attributes"))
     sides = all(0 < side < 1 << 40 for side in shape)
@@ -485,16 +479,3 @@ def _is_stray(entry: Path) -> bool:
     return entry.is_file() and bool(
         re.fullmatch(rf"(dataset\.json|\d{{6}}[-.].*)\.(\d+|packed|{TOKEN})\.new", entry.name, re.ASCII)
     )
-
-
-def _changed(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield (dotted key, old, new) of the leaves in which two nested dicts differ."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for name in dict.fromkeys([*old, *new]):
-            yield from _changed(old.get(name, "nothing"), new.get(name, "nothing"), f"{key}.{name}" if key else name)
-    elif old != new:
-        yield key, _short(old), _short(new)
-
-
-def _short(value: Any) -> Any:
-    return value[:12] + "..." if isinstance(value, str) and len(value) in (32, 64) else value  # hashes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import textwrap
 from collections.abc import Callable
 from importlib.metadata import version
@@ -317,6 +319,23 @@ def test_the_pooler_of_a_checkpoint_without_one_is_not_drawn_at_random(tmp_path:
         assert torch.equal(first.model(x), model(x).last_hidden_state[:, 0])
 
 
+def test_weights_of_another_shape_are_listed_with_both_shapes(tmp_path: Path) -> None:
+    config = transformers.ViTConfig(**SMALL, image_size=64, patch_size=16)
+    transformers.ViTModel(config).save_pretrained(tmp_path)
+    transformers.ViTImageProcessor(size={"height": 64, "width": 64}).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**written, "intermediate_size": 80}))
+    with pytest.raises(InputError) as raised:
+        load_backbone(f"hf/{tmp_path}", device="cpu")
+    message = str(raised.value)
+    assert "6 tensors of ViTModel" in message  # a weight and a bias in, a weight out, in each of two layers
+    assert re.search(
+        r"intermediate\S*\.bias is \(96,\), expected \(80,\)|fc1\S*\.bias is \(96,\), expected \(80,\)", message
+    )
+    assert "report" not in message
+    assert "\n" not in message
+
+
 def test_the_embedding_of_a_pyramid_of_stages_is_its_class_token(tmp_path: Path) -> None:
     config = transformers.PvtConfig(
         image_size=64, num_encoder_blocks=2, depths=[1, 1], sequence_reduction_ratios=[8, 1], hidden_sizes=[16, 32],
@@ -482,8 +501,8 @@ def test_preprocessing_can_be_replaced(eight: Path) -> None:
     ("overrides", "message"),
     [
         ({"interpolation": "cubic"}, "nearest: 'bicubic'"),
-        ({"std": (0, 1, 1)}, "std above 0"),
-        ({"mean": (1, 2)}, "three numbers each"),
+        ({"std": (0, 1, 1)}, "std .* three numbers above 0 to 1"),
+        ({"mean": (1, 2)}, "expected three numbers from 0 to 1"),
         ({"crop": 0}, "expected 1 to 8,192 pixels"),
         ({"size": 100_000}, "expected 1 to 8,192 pixels"),
     ],

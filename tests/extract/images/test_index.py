@@ -543,7 +543,7 @@ def test_a_wrong_name_does_not_keep_the_place(tmp_path: Path) -> None:
 
 def test_nothing_to_list_leaves_nothing_to_go_on_with(tmp_path: Path) -> None:
     root = touch(tmp_path / "images", ["a.txt"])
-    with pytest.raises(InputError, match=r"no images; none of its 1 files is an image \(.txt 1\)"):
+    with pytest.raises(InputError, match=r"no images; its only file is not an image \(.txt 1\)"):
         write_plan(root, tmp_path / "plan")
     touch(root, ["a.jpg"])
     assert len(write_plan(root, tmp_path / "plan")) == 1

@@ -329,7 +329,7 @@ def test_archives_that_cannot_be_read_are_errors(folder: Path, tmp_path: Path) -
         list_images(tmp_path / "{a,b}.tar")
     with pytest.raises(InputError, match="no such file"):
         list_images(tmp_path / "none-*.tar")
-    with pytest.raises(InputError, match=r"no images; none of its 1 files is an image \(.tar 1\); to read archives"):
+    with pytest.raises(InputError, match=r"no images; its only file is not an image \(.tar 1\); to read archives"):
         (tmp_path / "only").mkdir()
         write_tar(tmp_path / "only" / "a.tar", files_of(folder))
         list_images(tmp_path / "only")
@@ -600,7 +600,7 @@ def test_times_that_no_clock_shows_are_unknown(tmp_path: Path) -> None:
 
 
 def test_descriptors_are_given_back(folder: Path, tmp_path: Path) -> None:
-    (folder / "list.csv").write_text("path\n" + "\n".join(f"{'./' * i}ant" for i in range(1, 40)))
+    (folder / "list.csv").write_text("path\n" + "\n".join(f"{'ant/../' * i}ant" for i in range(1, 40)))
     where, listed = as_tar(folder, tmp_path), list_images(folder / "list.csv")
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(5):
@@ -666,7 +666,7 @@ def test_a_server_that_dies_ends_the_run_and_its_rows_stay_pending(folder: Path,
         "preprocessing": TINY_INPUT,
         "progress": False,
     }
-    with pytest.raises(LayertapError, match="5 images in a row cannot be read: cannot be fetched"):
+    with pytest.raises(LayertapError, match="5 images in a row cannot be read: .*Cannot connect"):
         extract_features(tmp_path / "dead.csv", out=tmp_path / "out", **settings)
     with FeatureReader(tmp_path / "out", partial=True) as reader:
         assert len(reader) == 0

@@ -1,0 +1,53 @@
+"""Differences between the descriptions of two data sets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["changes", "differences", "earlier_names", "shortened"]
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Return the differences of two nested dicts, one line for each leaf."""
+    return [f"{key}: stored {stored}, now {now}" for key, stored, now in changes(old, new)]
+
+
+def changes(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Return (dotted key, old, new) of the leaves in which two nested dicts differ."""
+    return list(_changed(old, new))
+
+
+def earlier_names(stored: dict[str, Any], now: dict[str, Any]) -> str:
+    """Return a line that explains other paths of the same images, as earlier versions stored them; "" if none applies.
+
+    Args:
+        stored: `images` of the stored data set.
+        now: `images` of the data set to be written.
+    """
+    same = all(stored[name] == now[name] for name in ("root", "count")) and stored["paths_xxh3"] != now["paths_xxh3"]
+    root = str(now["root"])
+    if same and root.lower().endswith((".csv", ".tsv", ".parquet")):
+        return (
+            "\nEarlier versions stored the paths of a list as they stand in it, with `./` and `//`. A data set with "
+            "such paths can be read, but not resumed."
+        )
+    if not same or not root.startswith(("http://", "https://")):
+        return ""
+    return (
+        "\nEarlier versions stored the names of files in folders of web servers percent-encoded (%20 for a space). A "
+        "data set with such names can be read, but not resumed."
+    )
+
+
+def shortened(value: Any) -> Any:
+    """Return a value for a message: the start of a hash, any other value unchanged."""
+    return value[:12] + "..." if isinstance(value, str) and len(value) in (32, 64) else value
+
+
+def _changed(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in dict.fromkeys([*old, *new]):
+            yield from _changed(old.get(name, "nothing"), new.get(name, "nothing"), f"{key}.{name}" if key else name)
+    elif old != new:
+        yield key, shortened(old), shortened(new)

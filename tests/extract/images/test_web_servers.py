@@ -1,0 +1,487 @@
+"""Folders, lists and archives behind a web server, compared with the same files on the local disk."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import http.server
+import io
+import os
+import tarfile
+import threading
+import urllib.parse
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from pyarrow import parquet
+
+from extract import FeatureReader, extract_features, load_backbone
+from extract.errors import InputError, LayertapError
+from extract.images import Decoding, list_images, listed_again, load_batches, write_plan
+from extract.images.index import image_index, index_writing
+from extract.images.sources import BrokenListError, Files
+from extract.images.web_folders import links_of
+from extract.row_status import Status
+from tests.conftest import TINY_INPUT, make_picture
+
+# Every character that a URL, a page or a list treats in a special way, beside an ASCII name that sorts between others.
+NAMES = [
+    "plain/1.jpg", "plain/10.jpg", "z z/a b.jpg", "ä/ö.jpg", "a\u0308/decomposed.jpg", "日本/猫.jpg",
+    "percent%/100%.jpg", "percent%/%20.jpg", "percent%/%2F.jpg", "percent%/%2520.jpg", "percent%/%zz.jpg", "%41/A.jpg",
+    "A/A.jpg", "hash#/#1.jpg", "question?/1.jpg?x.jpg", "question?/?id=1&token=2.jpg", "question?/1.jpg",
+    "a&b/&amp;.jpg", "a&b/&copy=1.jpg", "quotes/it's.jpg", 'quotes/"two".jpg', "quotes/<b>.jpg", "plus/a+b.jpg",
+    "comma,/a;b,c.jpg", "colon/a:b@c.jpg", "http/https:.jpg", "httpd/http.jpg", "braces/{1}[2].jpg", "star/*.jpg",
+    "back\\slash/a\\b.jpg", "~/~.jpg", "equals=/a=b.jpg", "dots/..a.jpg.jpg", "dots/a...jpg",
+    "new\nline/a\tb.jpg", "top.jpg", "zz-last/^|`.jpg", "upper/%C3%A4.JPG",
+]  # fmt: skip
+NOT_UTF8 = os.fsdecode(b"bytes\xff/\xfe\xe4.jpg")
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    """A folder; a path that contains a key of `answers` gets this status, without a body."""
+
+    answers: dict[str, int]
+    requests: list[str]
+
+    def send_head(self):  # type: ignore[no-untyped-def]
+        self.requests.append(self.path)
+        for part, status in self.answers.items():
+            if part in self.path:
+                self.send_error(status)
+                return None
+        return super().send_head()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Bytewise(Quiet):
+    """Encodes and decodes the bytes of names, as Apache and nginx do; `http.server` cannot send names in Latin-1."""
+
+    def translate_path(self, path: str) -> str:
+        return f"{self.directory}/{os.fsdecode(urllib.parse.unquote_to_bytes(path))}"  # with its final `/`
+
+    def list_directory(self, path):  # type: ignore[no-untyped-def]
+        names = [entry.name + "/" * entry.is_dir() for entry in Path(path).iterdir()]
+        page = "".join(f'<a href="{urllib.parse.quote(os.fsencode(name))}">' for name in names).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.send_header("Content-Length", str(len(page)))
+        self.end_headers()
+        return io.BytesIO(page)
+
+
+@dataclass
+class Server:
+    url: str
+    answers: dict[str, int]
+    requests: list[str] = field(default_factory=list)
+
+
+@pytest.fixture
+def web(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
+    """A server of the folder `tmp_path / "web"`."""
+    (tmp_path / "web").mkdir()
+
+    class Here(getattr(request, "param", Quiet)):  # type: ignore[misc]
+        answers: dict[str, int] = {}  # noqa: RUF012
+        requests: list[str] = []  # noqa: RUF012
+
+    handler = functools.partial(Here, directory=str(tmp_path / "web"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
+        threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
+        yield Server(f"http://127.0.0.1:{running.server_port}", Here.answers, Here.requests)
+        running.shutdown()
+
+
+@pytest.fixture(scope="module")
+def pictures() -> list[bytes]:
+    encoded = []
+    for seed in range(len(NAMES) + 1):
+        buffer = io.BytesIO()
+        make_picture(seed, 24, 18).save(buffer, "png")
+        encoded.append(buffer.getvalue())
+    return encoded
+
+
+def write_all(folder: Path, pictures: list[bytes], names: list[str]) -> Path:
+    for name, data in zip(names, pictures, strict=False):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def as_tensor(picture: object) -> torch.Tensor:
+    return torch.from_numpy(np.array(picture))
+
+
+def same_rows(behind: object, local: object) -> None:
+    """All that a data set stores of images, and the bytes of each."""
+    one, other = (images.slice(0, len(images)) for images in (behind, local))  # type: ignore[attr-defined]
+    assert one.paths == other.paths
+    assert one.classes == other.classes
+    assert one.labels.tolist() == other.labels.tolist()
+    assert one.splits == other.splits
+    assert (one.paths_xxh3, one.labels_xxh3) == (other.paths_xxh3, other.labels_xxh3)
+    for row, path in enumerate(one.paths):
+        assert one.source.read(row)[0] == other.source.read(row)[0], path
+
+
+def test_a_folder_of_a_web_server_gives_the_rows_of_the_folder(
+    tmp_path: Path, web: Server, pictures: list[bytes]
+) -> None:
+    folder = write_all(tmp_path / "web" / "my photos #1", pictures, NAMES)
+    for stray in (".hidden/a.jpg", "Thumbs.db", "notes.txt", "a b/100%.txt"):
+        write_all(folder, [b"x"], [stray])
+    local = list_images(folder)
+    assert len(local) == len(NAMES) - 1  # one is hidden
+    for where in ("my%20photos%20%231", "my%20photos%20%231/", "my photos %231"):
+        behind = list_images(f"{web.url}/{where}")
+        same_rows(behind, local)
+        assert behind.left_out == local.left_out
+    plan = write_plan(f"{web.url}/my%20photos%20%231", tmp_path / "plan")
+    same_rows(plan, local)
+    assert plan.left_out == local.left_out
+    same_rows(
+        listed_again(f"{web.url}/x", local.paths, f"{web.url}/my%20photos%20%231"),
+        listed_again(str(folder), local.paths),
+    )
+
+
+def test_names_with_special_characters_are_keys_of_an_object_store(tmp_path: Path, pictures: list[bytes]) -> None:
+    folder = write_all(tmp_path / "photos", pictures, NAMES)
+    fs = fsspec.filesystem("memory")
+    for name, data in zip(NAMES, pictures, strict=False):
+        fs.pipe_file(f"/{tmp_path.name}/photos/{name}", data)
+    behind = list_images(f"memory://{tmp_path.name}/photos")
+    same_rows(behind, list_images(folder))
+    same_rows(write_plan(f"memory://{tmp_path.name}/photos", tmp_path / "plan"), list_images(folder))
+
+
+@pytest.mark.parametrize("web", [Bytewise], indirect=True)
+def test_names_that_are_not_utf_8_are_those_of_the_folder(tmp_path: Path, web: Server, pictures: list[bytes]) -> None:
+    folder = write_all(tmp_path / "web" / "photos", pictures, [NOT_UTF8, "a ä/100%.jpg"])
+    (folder.parent / "list.csv").write_bytes(b"path\n" + b"photos/" + os.fsencode(NOT_UTF8) + b"\n")
+    same_rows(list_images(f"{web.url}/photos"), list_images(folder))
+    same_rows(write_plan(f"{web.url}/photos", tmp_path / "plan"), list_images(folder))
+    same_rows(list_images(f"{web.url}/list.csv"), list_images(folder.parent / "list.csv"))
+
+
+def test_features_of_a_web_folder_are_those_of_the_folder_and_each_resumes_the_other(
+    tmp_path: Path, web: Server, pictures: list[bytes]
+) -> None:
+    folder = write_all(tmp_path / "web" / "photos", pictures, NAMES)
+    backbone = load_backbone("timm/test_resnet.r160_in1k", weights="random", device="cpu", preprocessing=TINY_INPUT)
+    settings = {"backbone": backbone, "batch_size": 16, "progress": False}
+    with extract_features(folder, out=tmp_path / "local", workers=0, **settings) as local:
+        expected = local["embedding"][:]
+        with extract_features(f"{web.url}/photos", out=tmp_path / "behind", workers=1, **settings) as behind:
+            assert (behind.status == Status.OK).all()
+            assert list(behind.paths) == list(local.paths)
+            assert behind.labels.tolist() == local.labels.tolist()
+            assert np.array_equal(behind["embedding"][:], expected)
+    web.requests.clear()
+    extract_features(folder, out=tmp_path / "behind", workers=0, **settings).close()  # complete: computes nothing
+    assert not web.requests
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv", "parquet"])
+def test_relative_names_of_a_list_behind_a_web_server_are_file_names(
+    tmp_path: Path, web: Server, pictures: list[bytes], kind: str
+) -> None:
+    names = [name for name in NAMES if "token=" not in name]
+    folder = write_all(tmp_path / "web" / "photos", pictures, names)
+    rows = [(name, f"{number % 3}", ["train", "test"][number % 2]) for number, name in enumerate(names)]
+    path = folder.parent / f"list.{kind}"
+    if kind == "parquet":
+        columns = dict(zip(("path", "label", "split"), map(list, zip(*rows, strict=True)), strict=True))
+        columns["path"] = [f"photos/{name}" for name in columns["path"]]
+        parquet.write_table(pa.table(columns), path)
+    else:
+        with path.open("w", newline="") as file:
+            writer = csv.writer(file, delimiter="\t" if kind == "tsv" else ",")
+            writer.writerow(["path", "label", "split"])
+            writer.writerows([(f"photos/{name}", label, split) for name, label, split in rows])
+    local, behind = list_images(path), list_images(f"{web.url}/{path.name}")
+    same_rows(behind, local)
+    same_rows(write_plan(f"{web.url}/{path.name}", tmp_path / "plan"), local)
+    for row, name in enumerate(behind.slice(0, len(behind)).paths):
+        assert behind.source.read(row)[0] == (folder.parent / name).read_bytes()
+
+
+def test_an_absolute_url_in_a_list_is_a_url(tmp_path: Path, web: Server, pictures: list[bytes]) -> None:
+    folder = write_all(tmp_path / "web" / "photos", pictures, ["a b.jpg", "c#d.jpg", "e.jpg"])
+    urls = [f"{web.url}/photos/a%20b.jpg", f"{web.url}/photos/c%23d.jpg?id=1", f"{web.url}/photos/e.jpg#part"]
+    for where in (folder.parent / "urls.csv", tmp_path / "urls.csv"):
+        where.write_text("path\n" + "\n".join(urls) + "\n")
+    for place in (f"{web.url}/urls.csv", str(tmp_path / "urls.csv")):
+        listed = list_images(place)
+        assert listed.paths == urls
+        read = [listed.source.read(row)[0] for row in range(3)]
+        assert read == [(folder / name).read_bytes() for name in ("a b.jpg", "c#d.jpg", "e.jpg")]
+
+
+def test_a_relative_name_with_a_signature_is_refused_and_not_repeated(tmp_path: Path, web: Server) -> None:
+    (tmp_path / "web" / "list.csv").write_text("path\na.jpg\nb.jpg?token=s3cr3t\n")
+    with pytest.raises(InputError, match=r"list.csv: line 3: the relative path b\.jpg has a credential") as raised:
+        list_images(f"{web.url}/list.csv")
+    assert "s3cr3t" not in str(raised.value)
+    with pytest.raises(InputError, match="relative paths are file names. Write the complete URL"):
+        write_plan(f"{web.url}/list.csv", tmp_path / "plan")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        # Apache: entities, sort links, a parent; nginx; a page with links of all shapes.
+        '<a href="?C=N;O=D">Name</a> <a href="/">Parent Directory</a> <a href="a&amp;b.jpg"><img></a>'
+        '<a href="a&amp;b.jpg">a</a>',
+        "<A class=x HREF='a&#38;b.jpg'>",
+        "<a href=./a%26b.jpg>",
+        '<a href="{url}/page/a%26b.jpg">',
+        '<a href="//{host}/page/a&b.jpg#top">',
+        '<a href="/pag%65/a&b.jpg">',
+        '<a href="../page/a&b.jpg"><a href="../beside.jpg"><a href="mailto:a@b.jpg"><a href="http://[/x.jpg">'
+        '<a href="http://other.invalid/page/z.jpg"><a href="javascript:void(0)"><a name="x"><a href="">',
+    ],
+)
+def test_links_of_pages_of_other_servers_are_understood(
+    tmp_path: Path, web: Server, pictures: list[bytes], page: str
+) -> None:
+    folder = write_all(tmp_path / "web" / "page", pictures, ["a&b.jpg"])
+    (folder / "index.html").write_text(page.format(url=web.url, host=web.url.partition("//")[2]))
+    listed = list_images(f"{web.url}/page")
+    assert (listed.paths, listed.left_out.total()) == (["a&b.jpg"], 0)
+    assert listed.source.read(0)[0] == pictures[0]
+    assert write_plan(f"{web.url}/page", tmp_path / "plan").slice(0, 9).paths == ["a&b.jpg"]
+
+
+def test_links_into_folders_below_a_page_are_followed(tmp_path: Path, web: Server, pictures: list[bytes]) -> None:
+    folder = write_all(tmp_path / "web" / "page", pictures, ["ä/1.jpg", "ä/2.jpg", "b/3.jpg"])
+    (folder / "index.html").write_text('<a href="%C3%A4/1.jpg">1</a><a href="%C3%A4/">all</a><a href="gone/">x</a>')
+    listed = list_images(f"{web.url}/page/")
+    assert listed.paths == ["ä/1.jpg", "ä/2.jpg"]
+    assert [listed.source.read(row)[0] for row in (0, 1)] == pictures[:2]
+
+
+@pytest.mark.parametrize("link", ["a%2Fb.jpg", "x/..%2Fb.jpg", "a%00.jpg"])
+def test_a_link_whose_name_cannot_be_a_file_name_is_an_error(tmp_path: Path, web: Server, link: str) -> None:
+    (tmp_path / "web" / "page").mkdir()
+    (tmp_path / "web" / "page" / "index.html").write_text(f'<a href="ok.jpg"><a href="{link}">')
+    with pytest.raises(InputError, match=r"has %2F or %00, which a file name cannot contain; write a list"):
+        list_images(f"{web.url}/page")
+
+
+def test_links_that_lead_out_of_the_folder_are_left_out(tmp_path: Path, web: Server) -> None:
+    (tmp_path / "web" / "page").mkdir()
+    page = '<a href="ok.jpg"><a href="%2E%2E/beside.jpg"><a href="..%2f"><a href="/page/../beside.jpg">'
+    (tmp_path / "web" / "page" / "index.html").write_text(page)
+    assert list_images(f"{web.url}/page").paths == ["ok.jpg"]
+
+
+def test_a_query_of_a_link_and_a_question_mark_in_a_name_are_told_apart(tmp_path: Path, web: Server) -> None:
+    (tmp_path / "web" / "page").mkdir()
+    page = tmp_path / "web" / "page" / "index.html"
+    page.write_text('<a href="a.php?name=1.jpg"><a href="a.php?name=2.jpg"><a href="b%3F.jpg">')
+    assert [link.query for link in links_of(f"{web.url}/page/")] == ["name=1.jpg", "name=2.jpg", ""]
+    assert list_images(f"{web.url}/page").paths == ["a.php?name=1.jpg", "a.php?name=2.jpg", "b?.jpg"]
+    with pytest.raises(InputError, match=r"the link to a\.php has a query, which a plan does not store"):
+        write_plan(f"{web.url}/page", tmp_path / "plan")
+    page.write_text('<a href="a.php?name=1.jpg"><a href="a.php%3Fname=1.jpg">')
+    with pytest.raises(InputError, match=r"two links to a\.php\?name=1\.jpg differ in `\?` and %3F only"):
+        list_images(f"{web.url}/page")
+
+
+# Data of earlier versions
+
+
+def encoded_listing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """List folders of web servers as earlier versions did: with percent-encoded names."""
+    monkeypatch.setattr("extract.images.folders._stored_name", lambda link: link.reference)
+    monkeypatch.setattr(
+        index_writing, "_without_queries", lambda url, after: iter(sorted(link.reference for link in links_of(url)))
+    )
+    for module in (index_writing, image_index):
+        monkeypatch.setattr(module, "has_decoded_names", lambda kind, root: False)
+
+
+def test_a_data_set_with_encoded_names_is_read_and_rechecked_but_not_resumed(
+    tmp_path: Path, web: Server, pictures: list[bytes]
+) -> None:
+    write_all(tmp_path / "web" / "photos", pictures, ["a b/1.jpg", "a b/2.jpg", "c/3.jpg"])
+    backbone = load_backbone("timm/test_resnet.r160_in1k", weights="random", device="cpu", preprocessing=TINY_INPUT)
+    extract = functools.partial(extract_features, f"{web.url}/photos", backbone=backbone, workers=0, progress=False)
+    with pytest.MonkeyPatch.context() as earlier:
+        encoded_listing(earlier)
+        with extract(out=tmp_path / "out") as reader:
+            assert reader.paths == ["a%20b/1.jpg", "a%20b/2.jpg", "c/3.jpg"]
+    with pytest.raises(InputError, match="percent-encoded .* can be read, but not resumed"):
+        extract(out=tmp_path / "out")
+    with FeatureReader(tmp_path / "out") as reader:
+        again = listed_again(f"{web.url}/photos", reader.paths[:], f"{web.url}/photos")
+        write_plan(f"{web.url}/photos", tmp_path / "plan")
+        from_plan = listed_again(f"{web.url}/photos", reader.paths[:], str(tmp_path / "plan"))
+    assert [again.source.read(row)[0] for row in range(3)] == pictures[:3]
+    assert [from_plan.source.read(row)[0] for row in range(3)] == pictures[:3]
+
+
+def test_a_data_set_of_a_web_folder_with_plain_names_resumes(
+    tmp_path: Path, web: Server, pictures: list[bytes]
+) -> None:
+    write_all(tmp_path / "web" / "photos", pictures, ["a/1.jpg", "c/3.jpg"])
+    with pytest.MonkeyPatch.context() as earlier:
+        encoded_listing(earlier)
+        before = list_images(f"{web.url}/photos").paths_xxh3
+    assert list_images(f"{web.url}/photos").paths_xxh3 == before
+
+
+def test_a_plan_with_encoded_names_is_refused_and_one_with_plain_names_is_read(
+    tmp_path: Path, web: Server, pictures: list[bytes]
+) -> None:
+    write_all(tmp_path / "web" / "odd", pictures, ["a b.jpg"])
+    write_all(tmp_path / "web" / "plain", pictures, ["a.jpg"])
+    with pytest.MonkeyPatch.context() as earlier:
+        encoded_listing(earlier)
+        for name in ("odd", "plain"):
+            write_plan(f"{web.url}/{name}", tmp_path / f"{name}-plan")
+    assert list_images(tmp_path / "plain-plan").slice(0, 1).source.read(0)[0] == pictures[0]
+    with pytest.raises(BrokenListError, match=r"percent-encoded, as a%20b\.jpg\. Delete the plan"):
+        list_images(tmp_path / "odd-plan").slice(0, 1)
+
+
+# Answers that are not the file
+
+
+def write_archives(folder: Path, pictures: list[bytes]) -> None:
+    (folder / "a.jpg").write_bytes(pictures[0])
+    with tarfile.open(folder / "a.tar", "w") as tar, zipfile.ZipFile(folder / "a.zip", "w") as zipped:
+        tar.add(folder / "a.jpg", "a.jpg")
+        zipped.write(folder / "a.jpg", "a.jpg")
+    (folder / "a.csv").write_text("path\na.jpg\n")
+    parquet.write_table(pa.table({"path": ["a.jpg"]}), folder / "a.parquet")
+    write_all(folder / "photos", pictures, ["1.jpg"])
+
+
+@pytest.mark.parametrize("what", ["a.tar", "a.zip", "a.csv", "a.parquet", "photos"])
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (401, "the server answered 401 Unauthorized"),
+        (403, "the server answered 403 Forbidden"),
+        (410, "the server answered 410 Gone"),
+        (500, "the server answered 500 Internal Server Error"),
+        (503, "the server answered 503 Service Unavailable"),
+    ],
+)
+def test_the_status_of_a_refused_file_is_reported(
+    tmp_path: Path,
+    web: Server,
+    pictures: list[bytes],
+    what: str,
+    status: int,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("extract.images.sources._WAIT_S", 0)
+    write_archives(tmp_path / "web", pictures)
+    web.answers[what] = status
+    listing = [lambda: list_images(f"{web.url}/{what}")]
+    if what in ("a.csv", "photos"):
+        listing.append(lambda: write_plan(f"{web.url}/{what}", tmp_path / "plan"))
+    for refused in listing:
+        with pytest.raises(LayertapError) as raised:
+            refused()
+        assert words in str(raised.value)
+        assert "no such" not in str(raised.value)
+        assert not isinstance(raised.value, InputError)
+
+
+@pytest.mark.parametrize("what", ["b.tar", "b.zip", "b.csv", "b.parquet", "b"])
+def test_a_file_that_the_server_does_not_have_is_reported_as_missing(tmp_path: Path, web: Server, what: str) -> None:
+    with pytest.raises(InputError, match="no such (folder or )?file"):
+        list_images(f"{web.url}/{what}")
+    if what in ("b.csv", "b"):
+        with pytest.raises(InputError, match="no such (folder or )?file"):
+            write_plan(f"{web.url}/{what}", tmp_path / "plan")
+
+
+@pytest.mark.parametrize("what", ["a.tar", "a.zip", "a.csv", "photos"])
+def test_a_server_that_does_not_answer_is_not_a_missing_file(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("extract.images.sources._WAIT_S", 0)
+    with pytest.raises(LayertapError, match=r"cannot be (read|listed).*Cannot connect") as raised:
+        list_images(f"http://127.0.0.1:9/{what}")
+    assert not isinstance(raised.value, InputError)
+
+
+def test_a_pattern_in_a_folder_that_is_not_listed_is_an_error_with_the_status(tmp_path: Path, web: Server) -> None:
+    (tmp_path / "web" / "parts").mkdir()
+    with pytest.raises(InputError, match=r"parts/\*\.tar: no such file"):
+        list_images(f"{web.url}/parts/*.tar")
+    web.answers["parts"] = 403
+    with pytest.raises(LayertapError, match=r"parts/\*\.tar cannot be listed: the server answered 403 Forbidden"):
+        list_images(f"{web.url}/parts/*.tar")
+    with pytest.raises(LayertapError, match="cannot be listed: .*Cannot connect"):
+        list_images("http://127.0.0.1:9/parts/*.tar")
+
+
+def test_the_status_of_an_image_is_in_its_row(
+    tmp_path: Path, web: Server, pictures: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """403 as a local file without permission; 500 and 503, which may pass, as an I/O error, which is retried."""
+    monkeypatch.setattr("extract.images.sources._WAIT_S", 0)
+    names = ["200.jpg", "403.jpg", "404.jpg", "410.jpg", "500.jpg", "503.jpg"]
+    write_all(tmp_path / "web", pictures, names)
+    (tmp_path / "web" / "list.csv").write_text("path\n" + "\n".join(names))
+    web.answers.update({name: int(name[:3]) for name in names[1:]})
+    (batch,) = load_batches(list_images(f"{web.url}/list.csv"), [list(range(6))], Decoding(as_tensor, workers=0))
+    status = [Status(code) for code in batch.status.tolist()]
+    failed, io_error = Status.DECODE_ERROR, Status.IO_ERROR
+    assert status == [Status.OK, failed, Status.MISSING, failed, io_error, io_error]
+    assert batch.reasons == {
+        1: "the server answered 403 Forbidden",
+        2: "no such file",
+        3: "the server answered 410 Gone",
+        4: "the server answered 500 Internal Server Error, 3 times",
+        5: "the server answered 503 Service Unavailable, 3 times",
+    }
+
+
+@pytest.mark.parametrize(("status", "is_there"), [(404, True), (403, True), (503, False)])
+def test_a_list_needs_no_page_for_its_folder(tmp_path: Path, web: Server, status: int, is_there: bool) -> None:
+    """Servers of files seldom list folders; a missing image there is not a sign that the server has gone."""
+    web.answers["files"] = status
+    source = Files(f"{web.url}/files", ["a.jpg"], anywhere=True)
+    if is_there:
+        source.check_there()
+    else:
+        with pytest.raises(LayertapError, match="has vanished or is empty"):
+            source.check_there()
+    with pytest.raises(LayertapError, match="has vanished or is empty"):
+        Files(f"{web.url}/files", ["a.jpg"], encoded=True).check_there()
+
+
+def test_names_of_archives_that_start_paths_are_decoded(tmp_path: Path, web: Server, pictures: list[bytes]) -> None:
+    (tmp_path / "web" / "a.jpg").write_bytes(pictures[0])
+    for number in (1, 2):
+        with zipfile.ZipFile(tmp_path / "web" / f"my shard {number}.zip", "w") as zipped:
+            zipped.write(tmp_path / "web" / "a.jpg", "a.jpg")
+    expected = list_images(str(tmp_path / "web" / "my shard {1..2}.zip")).paths
+    assert expected == ["my shard 1.zip/a.jpg", "my shard 2.zip/a.jpg"]
+
+
+def test_a_reference_of_a_name_decodes_to_the_name_by_the_rules_of_the_standard_library() -> None:
+    from extract.images.web_folders import decoded
+    from extract.system.urls import reference
+
+    for name in [*NAMES, NOT_UTF8]:
+        encoded = reference("https://host/x", name)
+        assert os.fsencode(name) == urllib.parse.unquote_to_bytes(encoded)
+        assert decoded(encoded) == name
+        assert reference("s3://bucket/x", name) == name

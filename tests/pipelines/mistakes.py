@@ -1,0 +1,238 @@
+"""Frequent mistakes, with the message and the exit code that each gets.
+
+    python -m tests.pipelines.mistakes      # write docs/common-mistakes.md
+
+`tests/pipelines/test_mistakes.py` makes each mistake, and compares the page with this list.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+PAGE = Path(__file__).parents[2] / "docs" / "common-mistakes.md"
+SMALL = "-b timm/test_resnet --weights random"  # a network that needs no download
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A command that fails.
+
+    Attributes:
+        what: the mistake in words.
+        command: what is typed after `layertap`; SMALL stands for the options of that name.
+        message: what is printed after "error: ", in which `...` stands for any text.
+        code: exit code.
+        lines: most lines of the message.
+        without: library that is not installed.
+        offline: whether no server can be reached.
+        no_gpu: whether the mistake is one only on a machine without a CUDA device.
+    """
+
+    what: str
+    command: str
+    message: str
+    code: int = 2
+    lines: int = 3
+    without: str = ""
+    offline: bool = False
+    no_gpu: bool = False
+
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        """The message as a regular expression, which matches the whole message."""
+        return re.compile(".*".join(map(re.escape, self.message.split("..."))), re.DOTALL)
+
+
+IMAGES = (
+    Mistake("no images are named", "embed",
+            "no images given; name IMAGES, or set the key `images` in a config file (--config FILE)"),
+    Mistake("the name of the folder is misspelt", "embed phtos SMALL",
+            "phtos: no such folder or file; did you mean photos?"),
+    Mistake("the name of a subfolder is misspelt", "embed photos/atn SMALL",
+            "photos/atn: no such folder or file; did you mean photos/ant?"),
+    Mistake("the folder is empty", "embed empty SMALL", "empty: no images; the folder is empty"),
+    Mistake("the folder has other files only", "embed notes SMALL",
+            "notes: no images; none of its 2 files is an image (.txt 1, .docx 1). Images end in .jpg, ..."),
+    Mistake("a folder of archives is named, not the archives", "embed tars SMALL",
+            "tars: no images; its only file is not an image (.tar 1); to read archives, give a pattern, such as "
+            "'tars/*.tar'..."),
+    Mistake("the archive is compressed", "embed photos.tar.gz SMALL",
+            "photos.tar.gz: images cannot be read from the middle of a compressed tar; decompress it to a .tar first"),
+    Mistake("a list has no column `path`", "embed names.csv SMALL",
+            "names.csv: no column 'path' among 'file', 'label'; expected a header with 'path' and optionally 'label', "
+            "'split' and 'id'"),
+    Mistake("a list names an image twice, in two spellings", "embed twice.csv SMALL",
+            "twice.csv: line 3: ant/0.png is already in twice.csv: line 2; expected each path only once"),
+    Mistake("a list has a split of another name", "embed split.csv SMALL",
+            "split.csv: line 2: split 'dev'; expected train, val, test or an empty value"),
+    Mistake("an HDF5 file has pixels as floats", "embed floats.h5 SMALL",
+            "floats.h5 has no data set of pictures, uint8 (N, H, W, 3) or (N, 3, H, W); it has x float32 (4, 8, 8, 3); "
+            "convert pixels to uint8, 0 to 255"),
+)  # fmt: skip
+
+BACKBONES = (
+    Mistake("a backbone without its source", "embed photos -b resnet50",
+            "backbone 'resnet50' not found; did you mean torchvision/resnet50 or timm/resnet50?"),
+    Mistake("a source without a name", "embed photos -b timm/",
+            "backbone 'timm/' has no name; expected timm/NAME (a tag may follow, such as timm/resnet50.a1_in1k). List "
+            "them: layertap backbones timm"),
+    Mistake("an empty name", "embed photos -b ''",
+            "the backbone is empty; expected SOURCE/NAME, such as bundled/efficientnet_lite0. List: layertap "
+            "backbones"),
+    Mistake("a backbone that does not exist", "embed photos -b torchvision/resnet51",
+            "backbone 'torchvision/resnet51' not found; nearest: 'torchvision/resnet50', ..."),
+    Mistake("a misspelt source", "embed photos -b tmm/resnetx",
+            "backbone 'tmm/resnetx' not found; did you mean timm/...?"),
+    Mistake("a model of the Hugging Face hub without `hf/`", "embed photos -b facebook/dinov2-base",
+            "backbone 'facebook/dinov2-base' not found: 'facebook' is not a source (...). A model of the Hugging "
+            "Face hub "
+            "is hf/facebook/dinov2-base"),
+    Mistake("weights in place of a backbone", "embed photos -b last.pth",
+            "backbone 'last.pth' is a file of weights; give it with --weights, and its network with -b SOURCE/NAME"),
+    Mistake("the weights file does not exist", "embed photos -b timm/test_resnet --weights lost.pth",
+            "weights file lost.pth does not exist; did you mean last.pth?"),
+    Mistake("the weights are of another network", "embed photos -b timm/test_resnet --weights last.pth",
+            "weights last.pth do not fit timm/test_resnet (...)...1 missing: fc.weight...1 unexpected: head.weight...",
+            lines=4),
+    Mistake("the library of a source is not installed", "embed photos -b open_clip/ViT-B-32:openai",
+            "open_clip/ needs ... pip install ...", code=1, without="open_clip"),
+    Mistake("weights are not on this machine, and no server answers", "embed photos -b torchvision/resnet18",
+            "weights of torchvision/resnet18 could not be downloaded: .... To download by hand: download "
+            "https://download.pytorch.org/models/resnet18-....pth into ..., or give the downloaded file: --weights "
+            "FILE",
+            code=1, offline=True),
+    Mistake("`gpu` as a device", "embed photos SMALL --device gpu",
+            "device 'gpu' is unknown; expected auto, cpu, cuda, cuda:N or mps; a GPU is cuda (NVIDIA) or mps (Apple)"),
+    Mistake("CUDA on a machine without a GPU", "embed photos SMALL --device cuda",
+            "device 'cuda' cannot be used: this machine has no CUDA device (...); use cpu, or leave out --device",
+            code=1, no_gpu=True),
+    Mistake("means of pixels from 0 to 255", "embed photos SMALL --mean 123,117,104",
+            "mean [123.0, 117.0, 104.0]: expected three numbers from 0 to 1, since pixels are scaled to 0..1. These "
+            "look "
+            "like values for pixels from 0 to 255; divide them by 255: 0.4824,0.4588,0.4078"),
+)  # fmt: skip
+
+LAYERS = (
+    Mistake("layers separated by a comma", "embed photos SMALL -l layer1,layer2",
+            "layer 'layer1,layer2' of timm/test_resnet: name each layer by itself (-l layer1 -l layer2; in a list, one "
+            "item each)"),
+    Mistake("a layer that does not exist", "embed photos SMALL -l layr4",
+            "layer 'layr4' not found in timm/test_resnet; nearest: 'layer4', ... List them: layertap layers "
+            "timm/test_resnet"),
+    Mistake("an empty layer", "embed photos SMALL -l ''",
+            "a layer name is empty; expected a layer of timm/test_resnet, or a pattern such as '*'. List them: "
+            "layertap "
+            "layers timm/test_resnet"),
+    Mistake("a pooling that does not exist", "embed photos SMALL -l layer4:avg",
+            "':avg' after layer 'layer4' is neither a pooling (auto, none, ...) nor one of its tensors (layer4)"),
+    Mistake("a pooling that does not fit", "embed photos SMALL -l layer4:cls_token",
+            "layer 'layer4' of timm/test_resnet: cls_token does not fit a map of shape ..."),
+)  # fmt: skip
+
+OPTIONS = (
+    Mistake("a command that does not exist", "embd photos", "No such command 'embd'. Did you mean 'embed'?"),
+    Mistake("an option that does not exist", "embed photos --bach-size 4",
+            "No such option '--bach-size'. (Did you mean one of: '--batch-size', '--size'?)"),
+    Mistake("a value that does not exist", "embed photos --dtype int8",
+            "Invalid value for '--dtype': 'int8' is not one of 'float32', 'float16'."),
+    Mistake("a negative number", "embed photos --limit -3",
+            "limit: Input should be greater than or equal to 1 (given: -3)"),
+    Mistake("text in place of a number", "embed photos --batch-size many",
+            "Invalid value for '--batch-size': 'many' is not a valid integer."),
+    Mistake("too many processes", "embed photos --workers 100000",
+            "workers: expected at most ... decoding processes on this machine, which has ...; each takes some "
+            "hundred MB "
+            "(given: 100000)"),
+    Mistake("an option without effect", "embed photos --address 10.0.0.1:6379",
+            "--address is that of a Ray cluster; add --engine ray"),
+    Mistake("an option of several workers for one", "embed photos --cpus-per-worker 4",
+            "--cpus-per-worker is for several workers, and this run has one; add --engine processes"),
+    Mistake("an option of another kind of figure", "draw maps timm/test_resnet photos --target 3",
+            "--target is for gradcam, not for maps; leave it out"),
+    Mistake("two options that exclude each other", "embed photos --engine processes --fast",
+            "--fast works in one process and on a folder only; `layertap bench` recommends the fastest flags"),
+    Mistake("a config file that does not exist", "embed --config photo.yaml",
+            "config file photo.yaml: No such file or directory; did you mean photos.yaml?"),
+    Mistake("an unknown key in a config file", "embed --config key.yaml",
+            "key 'bacbone' not found in key.yaml; nearest: 'backbone'"),
+    Mistake("a value of another type in a config file", "embed --config type.yaml",
+            "type.yaml: batch_size: Input should be a valid integer (given: 'many')"),
+    Mistake("a config file that is not YAML", "embed --config broken.yaml",
+            "config file broken.yaml is not YAML: line 3, column 8: expected ',' or ']', but got ':'"),
+    Mistake("the home folder of an unknown user", "embed --config home.yaml",
+            "config file home.yaml: out: ~nobody-here/features: no user has the home folder ~nobody-here; write "
+            "./~nobody-here/features for a file"),
+)  # fmt: skip
+
+OUTPUTS = (
+    Mistake("the output is the folder of the images", "embed photos SMALL -o photos",
+            "photos is not empty and not a layertap data set; choose another output folder"),
+    Mistake("the output is a file", "embed photos SMALL -o names.csv", "names.csv is a file; the output is a folder"),
+    Mistake("the output is in a place that cannot be written", "embed photos SMALL -o /proc/layertap",
+            "/proc/layertap: ...", code=1),
+    Mistake("the output has other features", "embed photos SMALL -o outputs/photos -l layer1",
+            "outputs/photos holds other features; rows with these differences cannot be mixed:...features.layer1: "
+            "stored nothing, now layer1 mean_map [32]...Choose another output folder, or delete this one.", lines=5),
+    Mistake("a run is resumed with another backbone",
+            "embed photos -b timm/test_vit --weights random -o outputs/photos",
+            "outputs/photos holds other features; rows with these differences cannot be mixed:...architecture: stored "
+            "timm/test_resnet, now timm/test_vit...Choose another output folder, or delete this one.", lines=12),
+)  # fmt: skip
+
+DATA_SETS = (
+    Mistake("the name of the data set is misspelt", "show outputs/phtos",
+            "outputs/phtos does not exist; did you mean outputs/photos?"),
+    Mistake("a folder of images in place of a data set", "show photos",
+            "photos is not a layertap data set: it has no dataset.json"),
+    Mistake("no data set is named", "show", "Missing argument 'OUT'."),
+    Mistake("a probe of images without classes", "probe outputs/flat",
+            "none of the 3 rows has both features and a label: 3 unlabelled; name a table of labels: "
+            "--labels FILE.csv"),
+    Mistake("a probe of a layer that is not stored", "probe outputs/photos -l layer1",
+            "layer 'layer1' not found in photos; available: 'embedding'"),
+    Mistake("a row that does not exist", "search outputs/photos 99",
+            "outputs/photos has no row 99: expected a row from 0 to 3"),
+    Mistake("a search without a query", "search outputs/photos",
+            "expected exactly one query: a row number, a path, an image file, or --text TEXT"),
+    Mistake("a place of images that is not used", "search outputs/photos 1 --images photos",
+            "--images is for drawing the results; add --output FILE"),
+    Mistake("a format that does not exist", "export outputs/photos --to csv",
+            "Invalid value for '--to': 'csv' is not one of ..."),
+    Mistake("a figure of a format that does not exist", "search outputs/photos 1 -o found.jpg",
+            "found.jpg: expected a file that ends in .png, .svg, .pdf"),
+    Mistake("rows are to be computed again, but not how many", "verify outputs/photos --images photos",
+            "--images is for computing rows again; add --sample N"),
+)  # fmt: skip
+
+SECTIONS = {
+    "Images": IMAGES, "Backbones": BACKBONES, "Layers": LAYERS, "Options and config files": OPTIONS,
+    "Outputs": OUTPUTS, "Finished data sets": DATA_SETS,
+}  # fmt: skip
+
+
+def page() -> str:
+    """Return the content of docs/common-mistakes.md."""
+    lines = [
+        "# Common mistakes",
+        "",
+        "What `layertap` prints after a mistake, and its exit code: 2 for wrong usage or input, 1 for what failed.",
+        f"`...` stands for text that depends on the machine, or is left out here. SMALL is `{SMALL}`.",
+        "`python -m tests.pipelines.mistakes` writes this page, and the tests make each mistake.",
+    ]
+    for title, mistakes in SECTIONS.items():
+        lines += ["", f"## {title}", "", "| mistake | command | message | code |", "|---|---|---|---|"]
+        for mistake in mistakes:
+            extra = f" (here {mistake.without})" if mistake.without else ""
+            cells = (mistake.what + extra, f"`layertap {mistake.command}`", _quoted(mistake.message), str(mistake.code))
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(message: str) -> str:
+    return f"`` {message} ``" if "`" in message else f"`{message}`"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

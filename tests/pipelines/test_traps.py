@@ -1,0 +1,304 @@
+"""Traps of configuration files and the command line: home folders, options without effect, advice, permissions."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from extract import defaults, load_backbone
+from extract.compute.feature_choice import choose_features
+from extract.errors import InputError
+from extract.extraction.summary import Summary
+from extract.images import list_images, write_plan
+from extract.images.index.image_index import is_plan
+from pipelines.embed import job
+from pipelines.embed.config import EmbedConfig
+from pipelines.embed.job import EmbedResult, bottleneck, plan_of
+from pipelines.network.config import InspectConfig
+from pipelines.sync.config import load_sync_file
+from pipelines.terminal.config import load_config, read_yaml, with_home
+from tests.conftest import TINY_INPUT
+from tests.pipelines.test_cli import SMALL, fails, layertap
+
+# Home folders
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "home"
+
+
+def test_a_home_folder_in_a_config_file_is_that_of_the_user(folder: Path, home: Path) -> None:
+    shutil.copytree(folder, home / "photos")
+    Path("c.yaml").write_text(
+        "images: ~/photos\nout: ~/features\nbackbone: timm/test_resnet\nweights: random\n"
+        "workers: 0\nsize: 64\ncrop: 64\n"
+    )
+    result = layertap("embed", "--config", "c.yaml")
+    assert result.exit_code == 0, result.output
+    assert (home / "features" / "dataset.json").is_file()
+    assert sorted(path.name for path in Path().iterdir()) == ["c.yaml"]  # no folder called ~
+
+
+@pytest.mark.parametrize("out", ["--out=~/features", "-o ~/features"])
+def test_a_home_folder_that_the_shell_did_not_expand_is_that_of_the_user(folder: Path, home: Path, out: str) -> None:
+    """A shell leaves `--out=~/features` as it is."""
+    (home / "photos").symlink_to(folder)
+    assert layertap("embed", "~/photos", *out.split(), *SMALL).exit_code == 0
+    assert (home / "features" / "dataset.json").is_file()
+    assert not list(Path().iterdir())
+
+
+def test_every_text_of_a_config_file_that_starts_with_a_home_folder_is_expanded(home: Path) -> None:
+    me = pwd.getpwuid(os.getuid())
+    Path("s.yaml").write_text(
+        "data_sets:\n- images: ~/a\n  out: ~/out-a\n- {images: './~/b', out: out-b, weights: ~/w.pth}\n"
+        f"schedule: {{every: 1d, log: ~/log, on_success: ['~/bin/hook ~/x'], heartbeat: ~{me.pw_name}/beat}}\n"
+    )
+    file = load_sync_file(Path("s.yaml"))
+    assert [(item.images, str(item.out)) for item in file.data_sets] == [
+        (f"{home}/a", f"{home}/out-a"), ("./~/b", "out-b"),
+    ]  # fmt: skip
+    assert file.data_sets[1].weights == f"{home}/w.pth"
+    assert file.schedule is not None
+    assert (file.schedule.log, file.schedule.heartbeat) == (home / "log", Path(me.pw_dir) / "beat")
+    assert file.schedule.on_success == [f"{home}/bin/hook ~/x"]  # the shell that runs it expands the rest
+
+
+@pytest.mark.parametrize("text", ["a~/b", "~x y/z", "photos/~", "~*", "s3://b/~/c", "layer~", "~", "", "./~/x"])
+def test_only_a_leading_home_folder_is_expanded(home: Path, text: str) -> None:
+    assert with_home(text) == (str(home) if text == "~" else text)
+    Path("c.yaml").write_text(f"images: {text!r}\n")
+    assert read_yaml(Path("c.yaml")) == {"images": str(home) if text == "~" else text}
+
+
+def test_the_home_folder_of_an_unknown_user_is_refused_in_a_file(home: Path) -> None:
+    Path("c.yaml").write_text("images: [x, ~nobody-here/photos]\n")
+    with pytest.raises(InputError, match=r"c.yaml: images: ~nobody-here/photos: no user has .* write \./~nobody-here"):
+        read_yaml(Path("c.yaml"))
+    assert with_home("~nobody-here/photos") == "~nobody-here/photos"
+
+
+# Config files that are not YAML
+
+
+@pytest.mark.parametrize(
+    ("content", "where"),
+    [
+        ("images: photos\nbatch_size: [3\nworkers: 2\n", "line 3, column 8: expected ',' or ']', but got ':'"),
+        (
+            "images: photos\n\tworkers: 2\n",
+            "line 2, column 1: found character '\\t' that cannot start any token; indent with",
+        ),
+        ("images: 'photos\n", "line 2, column 1: found unexpected end of stream"),
+        ("images: a: b\n", "line 1, column 10: mapping values are not allowed here"),
+        ("images: *x\n", "line 1, column 9: found undefined alias"),
+        ("images: !!python/name:os.system\n", "line 1, column 9: could not determine a constructor"),
+    ],
+)
+def test_a_broken_config_file_is_reported_in_one_line_with_its_place(tmp_path: Path, content: str, where: str) -> None:
+    (tmp_path / "c.yaml").write_text(content)
+    with pytest.raises(InputError) as raised:
+        read_yaml(tmp_path / "c.yaml")
+    assert f"c.yaml is not YAML: {where}" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_config_file_that_is_not_utf_8_is_reported_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_bytes(b"images: \xff\n")
+    with pytest.raises(InputError, match=r"is not YAML: 'utf-8' codec can't decode byte 0xff"):
+        read_yaml(tmp_path / "c.yaml")
+
+
+# Options that have no effect
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"address": "auto"}, "--address is that of a Ray cluster; add --engine ray"),
+        ({"address": "local", "engine": "processes"}, "add --engine ray"),
+        ({"workers_per_gpu": 2}, "--workers-per-gpu is for several workers"),
+        ({"cpus_per_worker": 2}, "--cpus-per-worker is for several workers"),
+        ({"scratch": "/tmp/x"}, "--scratch is for several workers"),
+    ],
+)
+def test_an_option_of_several_workers_is_refused_for_one(values: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message):
+        load_config(EmbedConfig, None, {"images": "x", **values})
+    (tmp_path / "c.yaml").write_text("images: x\n" + "".join(f"{key}: {value}\n" for key, value in values.items()))
+    with pytest.raises(InputError, match=message):
+        load_config(EmbedConfig, tmp_path / "c.yaml", {})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"engine": "ray", "address": "local", "cpus_per_worker": 2, "workers_per_gpu": 2},
+        {"engine": "processes", "cpus_per_worker": 1, "scratch": "/tmp/x"},
+        {"out": "s3://bucket/x", "scratch": "/tmp/x"},
+        {"shards_of": "0/2", "cpus_per_worker": 1},
+        {"device": "cuda:0,cuda:1", "workers_per_gpu": 2},
+        {"device": "all", "workers_per_gpu": 2},
+        {"workers_per_gpu": 1},
+    ],
+)
+def test_the_options_of_several_workers_are_accepted_with_them(values: dict[str, Any]) -> None:
+    load_config(EmbedConfig, None, {"images": "x", **values})
+
+
+def test_other_options_without_effect_are_refused(tmp_path: Path) -> None:
+    look = {"images": "x", "backbone": "timm/test_resnet"}
+    with pytest.raises(InputError, match="--format is that of figures; add --pictures FOLDER"):
+        load_config(InspectConfig, None, {**look, "format": "svg"})
+    load_config(InspectConfig, None, {**look, "format": "svg", "pictures": tmp_path})
+    of = ("timm/test_resnet", tmp_path, "-o", tmp_path / "figures")
+    assert "--target is for gradcam, not for maps" in fails("draw", "maps", *of, "--target", 3)
+    assert "--channels is for maps, channels, top, not for gradcam" in fails("draw", "gradcam", *of, "--channels", 3)
+    assert not (tmp_path / "figures").exists()
+    for flag in ("--images", "--backbone", "--weights"):
+        assert f"{flag} is for computing rows again; add --sample N" in fails("verify", tmp_path, flag, "x")
+
+
+def test_a_number_of_processes_far_above_the_cores_is_refused() -> None:
+    most = max(128, 4 * defaults.CORES)
+    assert load_config(EmbedConfig, None, {"images": "x", "workers": most}).workers == most
+    with pytest.raises(InputError, match=rf"workers: expected at most {most} .* has {defaults.CORES} core"):
+        load_config(EmbedConfig, None, {"images": "x", "workers": most + 1})
+
+
+# What a run was bound by
+
+
+def summary_of(images: float, forward: float, write: float, wait: float = 0.0, copy: float | None = None) -> Summary:
+    stages = {"images": images, "forward": forward, "write": write} | ({} if copy is None else {"copy": copy})
+    return Summary(n_rows=1, computed=1, seconds=sum(stages.values()), stages=stages, write_wait_s=wait)
+
+
+@pytest.mark.parametrize(
+    ("summary", "stage"),
+    [
+        (summary_of(5, 73, 22), "forward"),  # a disk without any cost would save 22 %, a forward twice as fast 36 %
+        (summary_of(5, 40, 55), "write"),  # completing and packing the files
+        (summary_of(5, 50, 45, wait=40), "write"),  # the forward waits for the disk, however fast it is
+        (summary_of(5, 73, 22, wait=10), "forward"),
+        (summary_of(30, 60, 10), "images"),  # decoding cannot keep up with the forward
+        (summary_of(19, 61, 20), "forward"),
+        (summary_of(30, 30, 40, wait=35), "write"),
+        (summary_of(5, 60, 5, copy=30), "copy"),
+        (summary_of(0, 0, 0), "forward"),
+    ],
+)
+def test_a_run_is_bound_by_what_its_forward_waits_for_and_else_by_the_largest_stage(
+    summary: Summary, stage: str
+) -> None:
+    assert bottleneck(summary) == stage
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> EmbedResult:
+    from tests.conftest import make_picture
+
+    root = tmp_path_factory.mktemp("outcome")
+    (root / "in").mkdir()
+    make_picture(0).save(root / "in" / "0.png")
+    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=TINY_INPUT)
+    config = EmbedConfig(images=str(root / "in"), out=str(root / "out"), workers=defaults.CORES)
+    plan = plan_of(config, list_images(config.images), backbone)
+    return EmbedResult(plan, summary_of(0, 1, 0), [], {}, 0)
+
+
+@pytest.mark.parametrize("summary", [summary_of(0, 9, 1), summary_of(9, 9, 1), summary_of(0, 1, 9)])
+def test_a_run_with_fast_is_not_advised_to_use_what_it_has_tried(outcome: EmbedResult, summary: Summary) -> None:
+    advice = job._advice(replace(outcome, summary=summary, tuned=True))
+    assert advice
+    for tried in ("--fast", "--compile", "--decode"):
+        assert tried not in advice
+
+
+def test_a_run_without_fast_is_advised_to_use_it(outcome: EmbedResult, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "default_engine", lambda device, precision: "openvino")
+    assert "--fast" in job._advice(outcome)
+    assert "--decode fast" in job._advice(replace(outcome, summary=summary_of(9, 9, 1)))
+
+
+def test_the_result_of_a_fast_run_says_so(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "_fastest", lambda *_: [{}])
+    config = EmbedConfig(
+        images=str(folder), out=str(tmp_path / "out"), backbone="timm/test_resnet", weights="random", workers=0,
+        size=64, crop=64, device="cpu", fast=True, limit=2,
+    )  # fmt: skip
+    result = job.embed(config)
+    assert result.tuned
+    assert 0 <= result.summary.write_wait_s <= result.summary.stages["write"]
+
+
+# Permissions
+
+
+@pytest.fixture
+def closed(folder: Path) -> Iterator[Path]:
+    """A folder that this process, as another user, may not read."""
+    if os.getuid():
+        pytest.skip("only root can become another user")
+    root = Path(tempfile.mkdtemp())
+    root.chmod(0o755)
+    shutil.copytree(folder, root / "closed")
+    (root / "closed").chmod(0o700)
+    os.seteuid(65534)
+    try:
+        yield root / "closed"
+    finally:
+        os.seteuid(0)
+        shutil.rmtree(root)
+
+
+def test_a_folder_without_permission_is_named_with_what_is_needed(closed: Path) -> None:
+    assert not is_plan(closed)
+    needed = rf"^{closed}/?: the folder cannot be read: Permission denied; reading needs the permissions r and x"
+    with pytest.raises(InputError, match=needed):
+        list_images(closed)
+    with pytest.raises(InputError, match=needed):
+        write_plan(closed, Path(tempfile.gettempdir()) / f"plan-{os.getpid()}")
+
+
+# Backbones without a single classifier
+
+
+class ManyHeads(nn.Module):
+    """Its classifier is a list, of which each item is called by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Conv2d(3, 6, 8, 8)
+        self.head = nn.ModuleList([nn.Linear(6, 5), nn.Linear(6, 5)])
+
+    def forward(self, images: Tensor) -> Tensor:
+        pooled = self.body(images).mean((2, 3))
+        return torch.stack([head(pooled) for head in self.head]).mean(0)
+
+
+def test_an_embedding_of_a_list_of_classifiers_is_refused_in_terms_of_the_embedding() -> None:
+    loaded = load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=TINY_INPUT)
+    backbone = replace(loaded, model=ManyHeads().eval(), classifier="head", spec="timm/heads")
+    with pytest.raises(InputError, match="timm/heads has no embedding: its classifier 'head' is not called as a whole"):
+        choose_features(backbone, ["embedding"])
+    assert [feature.name for feature in choose_features(backbone, ["body"]).features] == ["body"]
+    with pytest.raises(InputError, match=r"name each layer by itself \(-l body -l head\.0:none"):
+        choose_features(backbone, ["body,head.0:none"])
+    with pytest.raises(InputError, match="a layer name is empty"):
+        choose_features(backbone, [""])
