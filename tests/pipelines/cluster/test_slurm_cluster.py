@@ -47,7 +47,7 @@ PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP
 BACKBONE = """
 import time
 import torch
-from torchvision.transforms.v2 import Compose, ToDtype, ToImage
+from torchvision.transforms.v2 import Compose, Resize, ToDtype, ToImage
 
 class Slow(torch.nn.Module):
     def __init__(self):
@@ -62,7 +62,7 @@ class Slow(torch.nn.Module):
 
 def slow():
     torch.manual_seed(0)
-    return Slow(), Compose([ToImage(), ToDtype(torch.float32, scale=True)])
+    return Slow(), Compose([ToImage(), Resize((32, 32)), ToDtype(torch.float32, scale=True)])
 """
 
 
