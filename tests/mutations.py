@@ -138,6 +138,18 @@ MUTATIONS = (
         ("test_a_truncated_file_is_never_half_decoded",),
     ),
     Mutation(
+        "A JPEG without end marker passes, although its tail is zeros.",
+        '        return _is_decoded(data, range(start, len(data)), "JPEG")',
+        "        return False",
+        ("test_a_jpeg_whose_tail_is_zeros_is_refused_at_any_cut",),
+    ),
+    Mutation(
+        "The end marker of a thumbnail counts as that of the picture.",
+        "        position += int.from_bytes(data[position : position + 2], \"big\")",
+        "        position += 2",
+        ("test_a_first_picture_that_is_zeros_is_refused_though_its_thumbnail_and_the_garbage_have_end_markers",),
+    ),
+    Mutation(
         "Images are sorted by characters, not by bytes.",
         "    return sorted(range(len(encoded)), key=encoded.__getitem__)",
         "    return sorted(range(len(encoded)), key=paths.__getitem__)",

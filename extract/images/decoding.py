@@ -9,7 +9,6 @@ import io
 import math
 import re
 import warnings
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError, fe
 
 from extract import defaults
 from extract.errors import MachineError, first_line, is_of_the_machine
+from extract.images.whole_files import check_whole
 from extract.system.optional_libraries import pip_install
 
 __all__ = ["IMAGE_SUFFIXES", "check_decoders", "decode", "decode_partly", "pixels_of", "to_picture"]
@@ -63,7 +63,7 @@ def decode(data: bytes, max_pixels: int = defaults.MAX_PIXELS, min_decode_px: in
         with warnings.catch_warnings(), _settings_of_pillow(max_pixels):
             warnings.simplefilter("ignore")  # about odd metadata, and pictures of over half of max_pixels
             with Image.open(io.BytesIO(data), formats=formats) as image:
-                _check_whole(data, str(image.format))
+                check_whole(data, image)
                 if min_decode_px and image.format == "JPEG":
                     image.draft(None, _no_smaller(image.size, min_decode_px))  # scaled by the inverse DCT
                 image.load()  # reads all pixels: a truncated file fails here
@@ -139,41 +139,6 @@ def _no_smaller(size: tuple[int, int], min_decode_px: int) -> tuple[int, int]:
     """Return the size scaled so that its shorter side is `min_decode_px`."""
     shrunk = min_decode_px / min(size)
     return math.ceil(size[0] * shrunk), math.ceil(size[1] * shrunk)
-
-
-def _check_whole(data: bytes, kind: str) -> None:
-    """Check what Pillow does not: the checksums of PNG, also inside icons, and the end of JPEG 2000.
-
-    Raises:
-        ValueError: the file is damaged or truncated.
-    """
-    if kind in ("PNG", "ICO", "ICNS"):
-        start = data.find(_PNG)
-        while start >= 0:
-            start = data.find(_PNG, _end_of_png(data, start + len(_PNG)))
-    # A tile starts with the marker FF90, its data with FF93; the codestream ends with FFD9 (ISO 15444-1, A.4).
-    if kind == "JPEG2000" and data.rfind(b"\xff\xd9") < max(data.rfind(b"\xff\x90"), data.rfind(b"\xff\x93")):
-        raise ValueError("truncated")
-
-
-def _end_of_png(data: bytes, start: int) -> int:
-    """Return the offset after the IEND chunk. `start` is the offset of the first chunk.
-
-    Raises:
-        ValueError: a critical, tRNS or fdAT chunk has a wrong checksum (PNG specification, 5.3), or IEND is missing.
-    """
-    while start + 12 <= len(data):
-        length, kind = int.from_bytes(data[start : start + 4], "big"), data[start + 4 : start + 8]
-        stop = start + 12 + length
-        if stop > len(data):
-            break
-        needed = not kind[0] & 0x20 or kind in (b"tRNS", b"fdAT")
-        if needed and zlib.crc32(data[start + 4 : stop - 4]) != int.from_bytes(data[stop - 4 : stop], "big"):
-            raise ValueError(f"damaged: its part {kind.decode('latin-1')} does not match its checksum")
-        if kind == b"IEND":
-            return stop
-        start = stop
-    raise ValueError("truncated: the end is missing")
 
 
 def _mend_transparency(image: Image.Image, data: bytes) -> None:
