@@ -20,3 +20,4 @@ SYNC_S = 30.0  # age at which Linux itself writes changed pages to the disk (vm.
 SEED = 0
 AT_ONCE_S = 0.5  # signals to end that arrive this close together, to a process and to its group, count as one
 MAX_PIXELS = 2 * 89_478_485  # of one image; Pillow refuses more as a decompression bomb
+MAX_FILE_BYTES = 1 << 30  # of one image file; 16-bit RGB of MAX_PIXELS has as many
