@@ -21,6 +21,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as F
 from torchvision.transforms.v2 import functional as tensors
 
+from extract import defaults
 from extract.errors import InputError, first_line, unknown_name
 from extract.system.picture_limit import limited_pictures
 
@@ -54,6 +55,7 @@ class Preprocessing:
         name: name of `library_transform`; if empty, its `str()` is used.
         fast: whether torchvision resizes instead of Pillow, which changes some pixels by one or two levels, and large
             JPEG files are decoded at reduced size.
+        orientation, icc: how files are decoded, see `extract.images.decoding.decode`; not part of `describe`.
     """
 
     resize_px: int | tuple[int, int]
@@ -64,6 +66,8 @@ class Preprocessing:
     library_transform: Transform | None = None
     name: str = ""
     fast: bool = False
+    orientation: str = defaults.ORIENTATION
+    icc: str = defaults.ICC
 
     @property
     def min_decode_px(self) -> int:

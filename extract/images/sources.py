@@ -58,8 +58,11 @@ class ImageSource(Protocol):
             OSError, ValueError: the image cannot be read; the message states the reason.
         """
 
-    def decode(self, data: bytes, max_pixels: int, min_decode_px: int = 0) -> Image.Image:
-        """Decode these bytes to an upright RGB picture; errors as for `extract.images.decode`."""
+    def decode(
+        self, data: bytes, max_pixels: int, min_decode_px: int = 0, orientation: str = defaults.ORIENTATION,
+        icc: str = defaults.ICC,
+    ) -> Image.Image:  # fmt: skip
+        """Decode these bytes to an RGB picture; settings and errors as for `extract.images.decode`."""
 
     def check_there(self) -> None:
         """Check that the images as a whole still exist, after some could not be read.
@@ -150,9 +153,12 @@ class Chosen:
         """See `ImageSource`."""
         return self._source.read(int(self._rows[row]))
 
-    def decode(self, data: bytes, max_pixels: int, min_decode_px: int = 0) -> Image.Image:
+    def decode(
+        self, data: bytes, max_pixels: int, min_decode_px: int = 0, orientation: str = defaults.ORIENTATION,
+        icc: str = defaults.ICC,
+    ) -> Image.Image:  # fmt: skip
         """See `ImageSource`."""
-        return self._source.decode(data, max_pixels, min_decode_px)
+        return self._source.decode(data, max_pixels, min_decode_px, orientation, icc)
 
     def check_there(self) -> None:
         """See `ImageSource`."""

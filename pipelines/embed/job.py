@@ -22,7 +22,7 @@ from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.backbone import backbone_of
 from pipelines.terminal.graceful_stop import signals_held
 from pipelines.terminal.progress import Progress
-from pipelines.terminal.text_output import command_line, print_failures, print_remedy
+from pipelines.terminal.text_output import command_line, print_failures, print_remedy, printable
 
 __all__ = ["EmbedResult", "bottleneck", "describe_computation", "embed", "plan_of", "print_summary", "summary_as_json"]
 
@@ -82,6 +82,7 @@ def _run(config: EmbedConfig, planned: Plan) -> EmbedResult:
             on_computation=lambda computation: progress.say(
                 describe_computation(computation, planned.settings.precision)
             ),
+            on_note=lambda note: progress.say(f"note: {printable(note)}"),
             stop=lambda: bool(received),
         )
     if summary.stopped:
