@@ -132,6 +132,36 @@ MUTATIONS = (
         ("test_exif_orientation_is_applied",),
     ),
     Mutation(
+        "A colour profile is applied only to pictures that have no alpha.",
+        "    if alpha is not None:\n        converted.putalpha(alpha)",
+        "    if alpha is not None:\n        return image",
+        ("test_transparency_is_laid_over_white_after_the_conversion",),
+    ),
+    Mutation(
+        "A TIFF picture is turned although its orientation is to be ignored.",
+        'return picture if orientation == "exif" else _turned_back(picture, stored)',
+        "return picture",
+        ("test_a_tiff_is_turned_or_as_it_is_stored_though_pillow_turns_it_while_loading",),
+    ),
+    Mutation(
+        "Search and verify decode with the defaults, not as recorded.",
+        'orientation=decoded["orientation"],',
+        'orientation="exif",',
+        ("test_commands_compute_again_as_it_is_recorded",),
+    ),
+    Mutation(
+        "A transform of a library may make pictures of any size with PyTorch.",
+        "        if func is torch.nn.functional.interpolate:",
+        "        if func is None:",
+        ("test_no_transform_makes_a_huge_picture_of_a_thin_one",),
+    ),
+    Mutation(
+        "A file of any size is read from a folder.",
+        "            check_file_size(status.st_size)\n",
+        "",
+        ("test_a_file_of_too_many_bytes_is_not_read_from_a_folder_a_list_or_an_archive",),
+    ),
+    Mutation(
         "A truncated picture is filled up with grey.",
         "= max_pixels / 2, truncated",
         "= max_pixels / 2, True",

@@ -18,6 +18,7 @@ from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError, fe
 from extract import defaults
 from extract.errors import MachineError, first_line, is_of_the_machine
 from extract.images.colour import to_srgb
+from extract.images.tiff_messages import errors_of_libtiff
 from extract.images.whole_files import check_whole
 from extract.system.optional_libraries import pip_install
 
@@ -82,7 +83,7 @@ def decode(
     try:
         with warnings.catch_warnings(), _settings_of_pillow(max_pixels):
             warnings.simplefilter("ignore")  # about odd metadata, and pictures of over half of max_pixels
-            with Image.open(io.BytesIO(data), formats=formats) as image:
+            with Image.open(io.BytesIO(data), formats=formats) as image, errors_of_libtiff(image.format):
                 check_whole(data, image)
                 if min_decode_px and image.format == "JPEG":
                     image.draft(None, _no_smaller(image.size, min_decode_px))  # scaled by the inverse DCT
@@ -104,7 +105,7 @@ def decode(
     except Exception as error:  # Pillow's decoders raise many types on damaged files: SyntaxError, struct.error
         if is_of_the_machine(error):
             raise
-        raise ValueError(str(error) or type(error).__name__) from error
+        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error  # some have several lines
 
 
 def decode_partly(data: bytes, max_pixels: int) -> Image.Image | None:
@@ -121,7 +122,7 @@ def decode_partly(data: bytes, max_pixels: int) -> Image.Image | None:
     try:
         with warnings.catch_warnings(), _settings_of_pillow(max_pixels, truncated=True):
             warnings.simplefilter("ignore")
-            with Image.open(io.BytesIO(data), formats=formats) as image:
+            with Image.open(io.BytesIO(data), formats=formats) as image, errors_of_libtiff(image.format):
                 image.load()
                 picture = to_picture(image)
     except Exception:  # see `decode`
@@ -181,6 +182,8 @@ def _unknown(data: bytes) -> str:
         return "damaged or truncated HEIC" if _has_heif() else f"HEIC needs another library: {pip_install('heic')}"
     if data[4:8] == b"ftyp" and data[8:12] in (b"avif", b"avis"):
         return "damaged or truncated AVIF" if features.check("avif") else "AVIF needs a Pillow build that supports it"
+    if data[:4] in (b"II*\0", b"MM\0*"):
+        return "not an image in a known format: a TIFF that is damaged, or of pixels or a compression unknown to Pillow"
     return "not an image in a known format"
 
 
