@@ -135,6 +135,8 @@ def _print_plan(planned: Plan) -> None:
         f"backbone  {backbone.spec}, weights {backbone.weights.source}, on {backbone.device}",
         f"input     {backbone.preprocessing}" + (f" (set by the user: {' '.join(user_set)})" if user_set else ""),
     ]
+    if (planned.settings.orientation, planned.settings.icc) != (defaults.ORIENTATION, defaults.ICC):
+        lines.append(f"decoder   {planned.dataset.depends_on['decoder']}")
     for note in images.notes:
         click.secho(f"note: {note}", fg="yellow", err=True)
     if images.left_out:

@@ -232,7 +232,9 @@ def test_features_are_those_of_the_pixels_that_the_options_give(turned: Path, tm
 def test_commands_compute_again_as_it_is_recorded(turned: Path, tmp_path: Path) -> None:
     out, others = tmp_path / "out", tmp_path / "others"
     words = ("embed", str(turned), "-o", str(out), *TINY, "--orientation", "ignore", "--icc", "srgb")
-    assert run(*words).startswith("0 ")
+    printed = run(*words)
+    assert printed.startswith("0 ")
+    assert "decoder   pillow: EXIF orientation ignored" in printed
     assert "nothing to do" in run(*words)
     refused = run("embed", str(turned), "-o", str(out), *TINY)
     assert refused.startswith("2 ")

@@ -225,6 +225,9 @@ COMPRESSED: dict[str, Callable[[], bytes]] = {
     "AVIF": lambda: encoded(photo(), "AVIF", speed=10),
     "AVIF with alpha": lambda: encoded(with_alpha(photo()), "AVIF", speed=10),
     "HEIC": lambda: encoded(photo(), "HEIF"),
+    "WebP": lambda: encoded(photo(), "WEBP"),
+    "WebP with alpha": lambda: encoded(with_alpha(photo()), "WEBP"),
+    "WebP animated": lambda: encoded(photo(), "WEBP", save_all=True, append_images=[photo(2)]),
     "WebP lossless": lambda: encoded(photo(), "WEBP", lossless=True),
     "QOI": lambda: encoded(photo(), "QOI"),
     "JPEG 2000": lambda: encoded(photo(), "JPEG2000"),
@@ -252,7 +255,25 @@ def test_zeros_in_place_of_compressed_data_are_refused(kind: str) -> None:
         assert np.array_equal(pixels, whole), share  # the zeros replaced metadata
 
 
-@pytest.mark.parametrize("kind", ["AVIF", "HEIC", "WebP lossless", "QOI", "JPEG 2000", "GIF", "PNG", "TIFF, LZW"])
+@pytest.mark.parametrize("rows", [0, 40, 300])
+@pytest.mark.parametrize("options", [{}, {"quality": 5}, {"quality": 100, "method": 0}, {"method": 6}], ids=str)
+def test_lossy_webp_that_ends_in_a_flat_area_is_decoded(options: dict[str, object], rows: int) -> None:
+    """Its data end in zeros, which no decoder can tell from zeros that were never written but by their number."""
+    in_question = 0
+    for colour in ((0, 0, 0), (255, 255, 255), (128, 128, 128), (3, 200, 77)):
+        for animated in (False, True):
+            picture = Image.new("RGB", (700, 900), colour)
+            picture.paste(photo(1, 700, rows or 1), (0, 0))
+            more = {"save_all": True, "append_images": [Image.new("RGB", picture.size)]} if animated else {}
+            data = encoded(picture, "WEBP", **options, **more)
+            in_question += data.endswith(bytes(16))
+            assert np.array_equal(decode(data), pixels_of(data))
+    assert in_question or options == {"quality": 5}
+
+
+@pytest.mark.parametrize(
+    "kind", ["AVIF", "HEIC", "WebP", "WebP lossless", "QOI", "JPEG 2000", "GIF", "PNG", "TIFF, LZW"]
+)
 def test_zeros_behind_a_compressed_picture_are_no_reason_to_refuse_it(kind: str) -> None:
     if kind == "HEIC":
         pytest.importorskip("pillow_heif").register_heif_opener()
