@@ -132,10 +132,52 @@ MUTATIONS = (
         ("test_exif_orientation_is_applied",),
     ),
     Mutation(
+        "A colour profile is applied only to pictures that have no alpha.",
+        "    if alpha is not None:\n        converted.putalpha(alpha)",
+        "    if alpha is not None:\n        return image",
+        ("test_transparency_is_laid_over_white_after_the_conversion",),
+    ),
+    Mutation(
+        "A TIFF picture is turned although its orientation is to be ignored.",
+        'return picture if orientation == "exif" else _turned_back(picture, stored)',
+        "return picture",
+        ("test_a_tiff_is_turned_or_as_it_is_stored_though_pillow_turns_it_while_loading",),
+    ),
+    Mutation(
+        "Search and verify decode with the defaults, not as recorded.",
+        'orientation=decoded["orientation"],',
+        'orientation="exif",',
+        ("test_commands_compute_again_as_it_is_recorded",),
+    ),
+    Mutation(
+        "A transform of a library may make pictures of any size with PyTorch.",
+        "        if func is torch.nn.functional.interpolate:",
+        "        if func is None:",
+        ("test_no_transform_makes_a_huge_picture_of_a_thin_one",),
+    ),
+    Mutation(
+        "A file of any size is read from a folder.",
+        "            check_file_size(status.st_size)\n",
+        "",
+        ("test_a_file_of_too_many_bytes_is_not_read_from_a_folder_a_list_or_an_archive",),
+    ),
+    Mutation(
         "A truncated picture is filled up with grey.",
         "= max_pixels / 2, truncated",
         "= max_pixels / 2, True",
         ("test_a_truncated_file_is_never_half_decoded",),
+    ),
+    Mutation(
+        "A JPEG without end marker passes, although its tail is zeros.",
+        '        return _is_decoded(data, range(start, len(data)), "JPEG")',
+        "        return False",
+        ("test_a_jpeg_whose_tail_is_zeros_is_refused_at_any_cut",),
+    ),
+    Mutation(
+        "The end marker of a thumbnail counts as that of the picture.",
+        "        position += int.from_bytes(data[position : position + 2], \"big\")",
+        "        position += 2",
+        ("test_a_first_picture_that_is_zeros_is_refused_though_its_thumbnail_and_the_garbage_have_end_markers",),
     ),
     Mutation(
         "Images are sorted by characters, not by bytes.",

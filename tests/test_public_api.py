@@ -74,9 +74,10 @@ extract.extract_features(images: str | os.PathLike[str], *, out: str | os.PathLi
         Backbone = 'bundled/efficientnet_lite0', layers: str | Sequence[str] = ('embedding',), weights: str |
         None = None, batch_size: int = 64, workers: int = ..., decode: str = 'exact', device: str = 'auto',
         dtype: str = 'float32', precision: str = 'float32', compile: str = 'auto', min_cosine: float = 0.999,
-        limit: int | None = None, max_pixels: int = 178956970, seed: int = 0, allow_missing_head: bool = False,
-        preprocessing: Mapping[str, Any] | None = None, shard_rows: int | None = None, compress: str | None =
-        None, retry_failed: bool = False, progress: bool = True) -> FeatureReader
+        limit: int | None = None, max_pixels: int = 178956970, orientation: str = 'exif', icc: str = 'ignore',
+        seed: int = 0, allow_missing_head: bool = False, preprocessing: Mapping[str, Any] | None = None,
+        shard_rows: int | None = None, compress: str | None = None, retry_failed: bool = False, progress: bool =
+        True) -> FeatureReader
 extract.inspect_model(model: nn.Module, batches: Iterable[Any], layers: str | Sequence[str] | None = None, *,
         loss: Loss | None = None, on_batch: Callable[[int], None] = ..., name_of: Callable[[int], str] = ...) ->
         Inspection

@@ -20,14 +20,14 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as F
 from torchvision.transforms.v2 import functional as tensors
 
+from extract import defaults
 from extract.errors import InputError, first_line, unknown_name
+from extract.system.picture_limit import limited_pictures
 
 __all__ = [
     "IDENTITY", "OVERRIDES", "Preprocessing", "check_normalisation", "from_hf", "from_open_clip", "from_timm",
     "from_torchvision", "from_transform", "overridden",
 ]  # fmt: skip
-
-_MAX_RESIZED_PX = 179_000_000  # about the size above which Pillow raises DecompressionBombError
 
 _SHOWN = 120  # characters of a library's own transform in messages
 _MAX_SIDE_PX = 8192  # of an input; a larger value is taken for a typing error
@@ -54,6 +54,7 @@ class Preprocessing:
         name: name of `library_transform`; if empty, its `str()` is used.
         fast: whether torchvision resizes instead of Pillow, which changes some pixels by one or two levels, and large
             JPEG files are decoded at reduced size.
+        orientation, icc: how files are decoded, see `extract.images.decoding.decode`; not part of `describe`.
     """
 
     resize_px: int | tuple[int, int]
@@ -64,6 +65,8 @@ class Preprocessing:
     library_transform: Transform | None = None
     name: str = ""
     fast: bool = False
+    orientation: str = defaults.ORIENTATION
+    icc: str = defaults.ICC
 
     @property
     def min_decode_px(self) -> int:
@@ -93,13 +96,13 @@ class Preprocessing:
             (H, W, 3) uint8, or (3, H, W) float32 from a library's own transform.
 
         Raises:
-            ValueError: the picture is so thin that the resized picture would have more than 179 million pixels.
+            ValueError: the picture is so thin that it would be resized to more pixels than `limited_pictures` permits.
         """
-        if self.library_transform is not None:
-            return self.library_transform(picture)
+        with limited_pictures(picture.size):
+            return self.library_transform(picture) if self.library_transform else self._resized_and_cropped(picture)
+
+    def _resized_and_cropped(self, picture: Image.Image) -> Tensor:
         size = [self.resize_px] if isinstance(self.resize_px, int) else list(self.resize_px)
-        if len(size) == 1 and size[0] ** 2 * max(picture.size) / min(picture.size) > _MAX_RESIZED_PX:
-            raise ValueError(f"{picture.width}x{picture.height} pixels: too thin for a shorter side of {size[0]}")
         interpolation = InterpolationMode(self.interpolation)
         if self.fast:
             pixels: Tensor = torch.from_numpy(np.array(picture)).permute(2, 0, 1)

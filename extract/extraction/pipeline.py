@@ -28,7 +28,7 @@ from extract.extraction.plan import Plan
 from extract.extraction.summary import Summary
 from extract.extraction.todo import ShardWork, open_part
 from extract.extraction.validation import ValidatedForward
-from extract.images import Batch
+from extract.images import Batch, ImageList
 from extract.images.sources import ImageSource
 from extract.row_status import Status
 from extract.store.format.writer import ShardWriter
@@ -180,6 +180,18 @@ def _timed(stages: dict[str, float], stage: str) -> Iterator[None]:
     finally:
         inside = sum(stages.values()) - others
         stages[stage] += time.perf_counter() - start - inside
+
+
+def reporting_a_note(
+    batches: Iterable[Batch], images: ImageList, on_note: Callable[[str], None] | None
+) -> Iterator[Batch]:
+    """Pass batches on; report the first note on an image, with its path, as thousands may have the same."""
+    for batch in batches:
+        if batch.notes and on_note is not None:
+            row = min(batch.notes)
+            on_note(f"{images.slice(row, row + 1).paths[0]}: {batch.notes[row]}")
+            on_note = None
+        yield batch
 
 
 def stop_on_machine_errors(batches: Iterable[Batch], source: ImageSource) -> Iterator[Batch]:

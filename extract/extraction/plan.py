@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from extract.backbones.preprocessing import Preprocessing
 from extract.backbones.sources import SOURCES
 from extract.compute.backbone import Backbone
 from extract.compute.backends import engine_for
@@ -28,7 +29,7 @@ from extract.store.places.bucket import Bucket
 from extract.system.torch_state import evaluating, full_float32
 from extract.system.urls import is_url
 
-__all__ = ["Plan", "asked_of", "how_made", "plan", "settings_of_existing"]
+__all__ = ["Plan", "asked_of", "how_decoded", "how_made", "plan", "settings_of_existing"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Plan:
 
     Attributes:
         images: listed images.
-        backbone: loaded backbone, with its faster preprocessing if images are decoded fast.
+        backbone: loaded backbone; its preprocessing says how images are decoded.
         choice: features to compute.
         dataset: data set to write.
         settings: requested settings.
@@ -88,8 +89,9 @@ def plan(
     if isinstance(images, str | os.PathLike):
         images = list_images(images, settings.limit)
     dtype, precision, shard_rows = settings.dtype, settings.precision, settings.shard_rows
-    if settings.decode == "fast":
-        backbone = replace(backbone, preprocessing=backbone.preprocessing.faster())
+    preprocessing = backbone.preprocessing.faster() if settings.decode == "fast" else backbone.preprocessing
+    preprocessing = replace(preprocessing, orientation=settings.orientation, icc=settings.icc)
+    backbone = replace(backbone, preprocessing=preprocessing)
     existing, _ = _existing(out)
     engine = _engine(settings.compile, precision, backbone, out)
     with evaluating(backbone.model), full_float32():
@@ -113,9 +115,8 @@ def plan(
         "architecture": backbone.architecture,
         "weights_sha256": backbone.weights.sha256,
         "features": {f.name: f"{f.site} {f.pooling} {list(f.shape)}" for f in choice.features},
-        "preprocessing": backbone.preprocessing.describe(),
-        "decoder": "pillow: EXIF orientation applied, transparency over white"
-        + ("; JPEG files decoded smaller, to twice the size or more" if backbone.preprocessing.fast else ""),
+        "preprocessing": preprocessing.describe(),
+        "decoder": _decoder(preprocessing),
         "precision": computed_in,
         "stored_as": dtype,
     }
@@ -175,6 +176,29 @@ def settings_of_existing(out: str | Path) -> dict[str, str] | None:
         return how_made(existing.depends_on)
     except KeyError:  # other features, which the check of the output folder refuses
         return None
+
+
+_DECODER = "pillow: EXIF orientation {orientation}, transparency over white"
+_ORIENTATIONS = {"exif": "applied", "ignore": "ignored"}
+_TO_SRGB = "; ICC profiles converted to sRGB, perceptual"
+
+
+def _decoder(preprocessing: Preprocessing) -> str:
+    """Return the decoder as named in the fingerprint; data sets without the options have the text of the defaults."""
+    text = _DECODER.format(orientation=_ORIENTATIONS[preprocessing.orientation])
+    text += _TO_SRGB if preprocessing.icc == "srgb" else ""
+    return text + ("; JPEG files decoded smaller, to twice the size or more" if preprocessing.fast else "")
+
+
+def how_decoded(depends_on: dict[str, Any]) -> dict[str, str]:
+    """Return the `orientation` and `icc` of features with this fingerprint.
+
+    Raises:
+        KeyError: the entry is missing.
+    """
+    decoder = str(depends_on["decoder"])
+    as_stored = decoder.startswith(_DECODER.format(orientation=_ORIENTATIONS["ignore"]))
+    return {"orientation": "ignore" if as_stored else "exif", "icc": "srgb" if _TO_SRGB in decoder else "ignore"}
 
 
 def how_made(depends_on: dict[str, Any]) -> dict[str, str]:

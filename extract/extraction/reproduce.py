@@ -17,7 +17,7 @@ from extract.compute.backbone import Backbone, load_backbone
 from extract.compute.backends import open_forward
 from extract.compute.forward import StoredRows, rows_of
 from extract.errors import InputError
-from extract.extraction.plan import Plan, asked_of, how_made, plan
+from extract.extraction.plan import Plan, asked_of, how_decoded, how_made, plan
 from extract.extraction.settings import ExtractionSettings
 from extract.images import Batch, Images, load_batches
 from extract.images.sources import Files
@@ -51,7 +51,7 @@ def recorded_plan(
     layers, spec, asked = _said(dataset, provenance, weights)
     max_pixels = provenance["configuration"].get("max_pixels", defaults.MAX_PIXELS)
     try:
-        made = how_made(dataset.depends_on)
+        made, decoded = how_made(dataset.depends_on), how_decoded(dataset.depends_on)
     except KeyError as error:
         raise InputError(f"{dataset.out} does not record how it was computed: it has no {error}") from error
     if made["compile"] == "openvino" and device == "auto":
@@ -66,6 +66,8 @@ def recorded_plan(
         precision=made["precision"],
         compile="off" if made["compile"] == "auto" else made["compile"],
         max_pixels=max_pixels,
+        orientation=decoded["orientation"],
+        icc=decoded["icc"],
     )
     return plan(images, out=dataset.out, backbone=backbone, settings=settings)
 

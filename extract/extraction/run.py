@@ -15,13 +15,14 @@ import itertools
 import os
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from extract import defaults
 from extract.compute.backbone import Backbone, load_backbone
 from extract.errors import InputError
-from extract.extraction.pipeline import extract_shard, stop_on_machine_errors
+from extract.extraction.pipeline import extract_shard, reporting_a_note, stop_on_machine_errors
 from extract.extraction.plan import Plan, plan
 from extract.extraction.settings import ExtractionSettings
 from extract.extraction.summary import Summary
@@ -52,6 +53,8 @@ def extract_features(
     min_cosine: float = defaults.MIN_COSINE,
     limit: int | None = None,
     max_pixels: int = defaults.MAX_PIXELS,
+    orientation: str = defaults.ORIENTATION,
+    icc: str = defaults.ICC,
     seed: int = defaults.SEED,
     allow_missing_head: bool = False,
     preprocessing: Mapping[str, Any] | None = None,
@@ -86,6 +89,9 @@ def extract_features(
         min_cosine: lowest accepted cosine between a feature and the same one in float32 of the exactly decoded image.
         limit: maximum number of images, the first in order.
         max_pixels: an image with more pixels counts as a decompression bomb, and its row fails.
+        orientation: "exif": apply the EXIF orientation of images; "ignore": take the pixels as they are stored.
+        icc: "ignore": colour profiles (ICC) are not applied; "srgb": pixels are converted from the embedded profile to
+            sRGB with the perceptual intent, and the row of an image with a damaged profile fails.
         seed: seed of random weights.
         allow_missing_head: whether the weights may lack the classifier; see `load_backbone`.
         preprocessing: any of size, crop, interpolation, mean and std in place of the library's; see `load_backbone`.
@@ -117,6 +123,8 @@ def extract_features(
         min_cosine=min_cosine,
         limit=limit,
         max_pixels=max_pixels,
+        orientation=orientation,
+        icc=icc,
         shard_rows=shard_rows,
         compress=compress,
     )
@@ -133,7 +141,12 @@ def extract_features(
     from tqdm.auto import tqdm
 
     with tqdm(total=len(planned.images), unit=" images", disable=not progress) as bar:
-        extract(planned, retry_failed=retry_failed, on_rows=functools.partial(_advance, bar) if progress else None)
+        extract(
+            planned,
+            retry_failed=retry_failed,
+            on_rows=functools.partial(_advance, bar) if progress else None,
+            on_note=functools.partial(warnings.warn, stacklevel=2),
+        )
     return FeatureReader(out)
 
 
@@ -150,6 +163,7 @@ def extract(
     has_stored_rows: bool = False,
     on_rows: Callable[[int, bool], None] | None = None,
     on_computation: Callable[[Computation], None] | None = None,
+    on_note: Callable[[str], None] | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> Summary:
     """Compute every missing row of a data set.
@@ -162,6 +176,7 @@ def extract(
             compared but not refused, as if an earlier run had stored rows here.
         on_rows: called with a number of rows, and whether an earlier run stored them (True) or this one (False).
         on_computation: called after the first batch with how features are computed.
+        on_note: called at most once, with a note on an image that is stored but looks wrong.
         stop: called after each batch; True stops the run cleanly.
 
     Raises:
@@ -200,6 +215,7 @@ def extract(
         has_stored_rows = has_stored_rows or summary.found > 0
         with contextlib.closing(loaded), validated_forward(plan, has_stored_rows, log_computation) as forward:
             batches = stop_on_machine_errors(loaded, plan.images.source)
+            batches = reporting_a_note(batches, plan.images, on_note)
             for shard in work:
                 count = sum(1 for _ in batches_of(shard.rows, plan))
                 extract_shard(plan, shard, itertools.islice(batches, count), forward, summary, on_rows, stop)

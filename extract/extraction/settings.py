@@ -14,7 +14,10 @@ from extract.store.format.untrusted import need_libraries
 __all__ = ["PRECISIONS", "ExtractionSettings"]
 
 PRECISIONS = ("float32", "bfloat16", "float16")
-_CHOICES = {"decode": ("exact", "fast"), "dtype": ("float32", "float16"), "precision": PRECISIONS}
+_CHOICES = {
+    "decode": ("exact", "fast"), "orientation": ("exif", "ignore"), "icc": ("ignore", "srgb"),
+    "dtype": ("float32", "float16"), "precision": PRECISIONS,
+}  # fmt: skip
 _LEAST = {"batch_size": 1, "workers": 0, "limit": 1, "max_pixels": 1, "shard_rows": 1}
 
 
@@ -41,6 +44,8 @@ class ExtractionSettings:
     min_cosine: float = defaults.MIN_COSINE
     limit: int | None = None
     max_pixels: int = defaults.MAX_PIXELS
+    orientation: str = defaults.ORIENTATION
+    icc: str = defaults.ICC
     shard_rows: int | None = None
     compress: str | None = None
     sync_s: float = defaults.SYNC_S

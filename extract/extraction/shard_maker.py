@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.errors import LayertapError, LockedError
-from extract.extraction.pipeline import extract_shard, stop_on_machine_errors
+from extract.extraction.pipeline import extract_shard, reporting_a_note, stop_on_machine_errors
 from extract.extraction.plan import Plan
 from extract.extraction.shard_decoding import ShardBatches
 from extract.extraction.summary import Summary
@@ -45,7 +45,7 @@ class ShardMaker:
         plan: plan of the run; shards are built in `scratch`, not in the folder of its data set.
         place: where finished shards are published.
         scratch: folder for this process alone; see `scratch_folder`.
-        on_computation: see `extract`.
+        on_computation, on_note: see `extract`.
 
     Attributes:
         about: the device that computes.
@@ -58,9 +58,10 @@ class ShardMaker:
         place: Destination,
         scratch: Path,
         on_computation: Callable[[Computation], None] = lambda computation: None,
+        on_note: Callable[[str], None] | None = None,
     ):
         self._plan = replace(plan, dataset=replace(plan.dataset, out=scratch))
-        self._place, self._on_computation = place, on_computation
+        self._place, self._on_computation, self._on_note = place, on_computation, on_note
         self._open_now = contextlib.ExitStack()
         self.about: str = plan.provenance["device"]
         self._forward: ValidatedForward | None = None
@@ -138,6 +139,7 @@ class ShardMaker:
         try:
             summary = Summary(n_rows=dataset.n_rows)
             checked = stop_on_machine_errors(batches, self._plan.images.source)
+            checked = reporting_a_note(checked, self._plan.images, self._report_note)
             extract_shard(self._plan, work, checked, self._open_forward(), summary, on_rows, stop)
         except BaseException:
             self._was_ahead = self._batches.is_ahead
@@ -146,6 +148,11 @@ class ShardMaker:
         if summary.stopped:
             self._batches.close()
         return not summary.stopped
+
+    def _report_note(self, note: str) -> None:
+        if self._on_note is not None:
+            self._on_note(note)
+        self._on_note = None  # once for all shards
 
     def _work(self, shard: int) -> ShardWork:
         part = self._plan.dataset.path(shard, part=True)

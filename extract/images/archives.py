@@ -24,7 +24,7 @@ from extract.errors import InputError, LayertapError, first_line
 from extract.images.decoding import decode
 from extract.images.folders import pick_images
 from extract.images.image_list import Images, is_litter, labels_from_folders, labels_from_values, order_of
-from extract.images.sources import UNKNOWN, PackedNames, integers, read_remote
+from extract.images.sources import UNKNOWN, PackedNames, check_file_size, integers, read_remote
 from extract.images.web_folders import decoded
 from extract.system.similar_paths import did_you_mean
 from extract.system.urls import file_system, http_status, is_http, is_missing, is_url, server_answer, without_query
@@ -33,7 +33,6 @@ __all__ = ["ARCHIVES", "list_archives"]
 
 ARCHIVES = (".tar", ".zip")
 
-_MEMBER_BYTES = 1 << 31  # larger members are not read
 _LABEL_BYTES = 1 << 12
 _NO_PARTS = "the server does not send parts of files (HTTP range requests); copy the archive to this machine"
 _PACKED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
@@ -93,8 +92,7 @@ class Members:
         archive = self._archives[self._archive[row]]
         offset, packed, size = (int(column[row]) for column in (self._offset, self._packed, self._size))
         method = int(self._method[row])
-        if size > _MEMBER_BYTES or packed > _MEMBER_BYTES:
-            raise ValueError(f"{max(size, packed):,} bytes; the limit for an image file is {_MEMBER_BYTES:,}")
+        check_file_size(max(size, packed))
         if method == _ENCRYPTED:
             raise ValueError("encrypted")
         if self._zipped:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from extract import defaults
 from extract.errors import InputError, LayertapError, first_line
 from extract.images.decoding import to_picture
 from extract.images.image_list import Images, labels_from_values
@@ -48,7 +49,10 @@ class ArrayRows:
         height, width, channels = (*pixels.shape, 1)[:3]
         return f"{height} {width} {channels}\n".encode() + pixels.tobytes(), mtime_ns
 
-    def decode(self, data: bytes, max_pixels: int, min_decode_px: int = 0) -> Image.Image:
+    def decode(
+        self, data: bytes, max_pixels: int, min_decode_px: int = 0, orientation: str = defaults.ORIENTATION,
+        icc: str = defaults.ICC,
+    ) -> Image.Image:  # fmt: skip
         """See `ImageSource`."""
         shape, _, pixels = data.partition(b"\n")
         height, width, channels = map(int, shape.split())

@@ -9,7 +9,6 @@ import io
 import math
 import re
 import warnings
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,9 +17,12 @@ from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError, fe
 
 from extract import defaults
 from extract.errors import MachineError, first_line, is_of_the_machine
+from extract.images.colour import to_srgb
+from extract.images.tiff_messages import errors_of_libtiff
+from extract.images.whole_files import check_whole
 from extract.system.optional_libraries import pip_install
 
-__all__ = ["IMAGE_SUFFIXES", "check_decoders", "decode", "decode_partly", "pixels_of", "to_picture"]
+__all__ = ["IMAGE_SUFFIXES", "check_decoders", "decode", "decode_partly", "pixels_of", "to_picture", "too_dark"]
 
 # Formats that Pillow reads, except those that other programs must render (EPS, PDF, WMF, EMF), measurement data (FITS,
 # GRIB, BUFR, HDF5), and video (MPEG).
@@ -36,23 +38,42 @@ _BACKGROUND = (255, 255, 255)  # colour behind transparent pixels
 _PNG = b"\x89PNG\r\n\x1a\n"
 _BITS, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339  # TIFF 6.0 tags
 _WHITE_IS_ZERO = 0  # a value of _PHOTOMETRIC
+_TWELVE_BITS = 1 << 12
+_DEEP, _TOO_DARK = "layertap_16_bits", "layertap_too_dark"  # keys of `Image.info`
+# EXIF orientation -> what gives the stored pixels of a picture that was turned upright.
+_AS_STORED = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_90, 7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_270,
+}  # fmt: skip
 
 
-def decode(data: bytes, max_pixels: int = defaults.MAX_PIXELS, min_decode_px: int = 0) -> Image.Image:
-    """Decode the bytes of an image file to an upright RGB picture.
+def decode(
+    data: bytes,
+    max_pixels: int = defaults.MAX_PIXELS,
+    min_decode_px: int = 0,
+    orientation: str = defaults.ORIENTATION,
+    icc: str = defaults.ICC,
+) -> Image.Image:
+    """Decode the bytes of an image file to an RGB picture.
 
-    The EXIF orientation is applied. Transparent pixels are composited over white. 16-bit pixels are reduced to their
-    upper 8 bits. Of an animation, the first frame is decoded. Colour profiles (ICC) are not applied.
+    Transparent pixels are composited over white. 16-bit pixels are reduced to their upper 8 bits; `too_dark` tells if
+    they look like 12-bit pixels. Of an animation, the first frame is decoded.
 
     Args:
         data: content of the file.
         max_pixels: a larger picture is refused as a decompression bomb.
         min_decode_px: a JPEG may be decoded at a half, a quarter or an eighth of its size if its shorter side keeps at
             least this many pixels; 0: at full size.
+        orientation: "exif": apply the EXIF orientation; "ignore": leave the pixels as stored. The rotation of HEIC is
+            not EXIF's, and always applied.
+        icc: "ignore": take all pixels for sRGB; "srgb": convert pixels with an embedded colour profile (ICC) to sRGB,
+            with the perceptual intent.
 
     Raises:
         ValueError: the file is not an image, truncated, too large, of pixels without a known range (float, 32-bit or
-            signed), or damaged, as far as its format has checks: PNG has checksums, JPEG has none.
+            signed), or damaged, as far as its format has checks: PNG has checksums, JPEG has none; or `icc` is "srgb"
+            and its colour profile is damaged.
         MachineError: a decoder library is installed but cannot be loaded.
         MemoryError, ImportError, OSError: this machine cannot decode the file (`is_of_the_machine`).
     """
@@ -62,13 +83,15 @@ def decode(data: bytes, max_pixels: int = defaults.MAX_PIXELS, min_decode_px: in
     try:
         with warnings.catch_warnings(), _settings_of_pillow(max_pixels):
             warnings.simplefilter("ignore")  # about odd metadata, and pictures of over half of max_pixels
-            with Image.open(io.BytesIO(data), formats=formats) as image:
-                _check_whole(data, str(image.format))
+            with Image.open(io.BytesIO(data), formats=formats) as image, errors_of_libtiff(image.format):
+                check_whole(data, image)
                 if min_decode_px and image.format == "JPEG":
                     image.draft(None, _no_smaller(image.size, min_decode_px))  # scaled by the inverse DCT
+                stored = _orientation_of_tiff(image)
                 image.load()  # reads all pixels: a truncated file fails here
                 _mend_transparency(image, data)
-                return to_picture(image)
+                picture = to_picture(image, orientation, icc)
+                return picture if orientation == "exif" else _turned_back(picture, stored)
     except MemoryError:
         raise
     except Image.DecompressionBombError as error:
@@ -82,7 +105,7 @@ def decode(data: bytes, max_pixels: int = defaults.MAX_PIXELS, min_decode_px: in
     except Exception as error:  # Pillow's decoders raise many types on damaged files: SyntaxError, struct.error
         if is_of_the_machine(error):
             raise
-        raise ValueError(str(error) or type(error).__name__) from error
+        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error  # some have several lines
 
 
 def decode_partly(data: bytes, max_pixels: int) -> Image.Image | None:
@@ -99,7 +122,7 @@ def decode_partly(data: bytes, max_pixels: int) -> Image.Image | None:
     try:
         with warnings.catch_warnings(), _settings_of_pillow(max_pixels, truncated=True):
             warnings.simplefilter("ignore")
-            with Image.open(io.BytesIO(data), formats=formats) as image:
+            with Image.open(io.BytesIO(data), formats=formats) as image, errors_of_libtiff(image.format):
                 image.load()
                 picture = to_picture(image)
     except Exception:  # see `decode`
@@ -141,47 +164,13 @@ def _no_smaller(size: tuple[int, int], min_decode_px: int) -> tuple[int, int]:
     return math.ceil(size[0] * shrunk), math.ceil(size[1] * shrunk)
 
 
-def _check_whole(data: bytes, kind: str) -> None:
-    """Check what Pillow does not: the checksums of PNG, also inside icons, and the end of JPEG 2000.
-
-    Raises:
-        ValueError: the file is damaged or truncated.
-    """
-    if kind in ("PNG", "ICO", "ICNS"):
-        start = data.find(_PNG)
-        while start >= 0:
-            start = data.find(_PNG, _end_of_png(data, start + len(_PNG)))
-    # A tile starts with the marker FF90, its data with FF93; the codestream ends with FFD9 (ISO 15444-1, A.4).
-    if kind == "JPEG2000" and data.rfind(b"\xff\xd9") < max(data.rfind(b"\xff\x90"), data.rfind(b"\xff\x93")):
-        raise ValueError("truncated")
-
-
-def _end_of_png(data: bytes, start: int) -> int:
-    """Return the offset after the IEND chunk. `start` is the offset of the first chunk.
-
-    Raises:
-        ValueError: a critical, tRNS or fdAT chunk has a wrong checksum (PNG specification, 5.3), or IEND is missing.
-    """
-    while start + 12 <= len(data):
-        length, kind = int.from_bytes(data[start : start + 4], "big"), data[start + 4 : start + 8]
-        stop = start + 12 + length
-        if stop > len(data):
-            break
-        needed = not kind[0] & 0x20 or kind in (b"tRNS", b"fdAT")
-        if needed and zlib.crc32(data[start + 4 : stop - 4]) != int.from_bytes(data[stop - 4 : stop], "big"):
-            raise ValueError(f"damaged: its part {kind.decode('latin-1')} does not match its checksum")
-        if kind == b"IEND":
-            return stop
-        start = stop
-    raise ValueError("truncated: the end is missing")
-
-
 def _mend_transparency(image: Image.Image, data: bytes) -> None:
-    """Scale a PNG's transparent colour to 8 bits: Pillow scales the pixels, but not this colour."""
+    """Scale a PNG's transparent colour to 8 bits: Pillow scales the pixels, but not this colour. Note 16-bit pixels."""
     key = image.info.get("transparency")
-    if image.format != "PNG" or not isinstance(key, int | tuple) or not data.startswith(_PNG):
+    if image.format != "PNG" or not data.startswith(_PNG):
         return
     bits = data[24]
+    image.info[_DEEP] = bits == 16
     if image.mode == "L" and isinstance(key, int) and bits < 8:
         image.info["transparency"] = key * 255 // ((1 << bits) - 1)
     elif image.mode == "RGB" and isinstance(key, tuple) and bits == 16:
@@ -193,16 +182,25 @@ def _unknown(data: bytes) -> str:
         return "damaged or truncated HEIC" if _has_heif() else f"HEIC needs another library: {pip_install('heic')}"
     if data[4:8] == b"ftyp" and data[8:12] in (b"avif", b"avis"):
         return "damaged or truncated AVIF" if features.check("avif") else "AVIF needs a Pillow build that supports it"
+    if data[:4] in (b"II*\0", b"MM\0*"):
+        return "not an image in a known format: a TIFF that is damaged, or of pixels or a compression unknown to Pillow"
     return "not an image in a known format"
 
 
-def to_picture(image: Image.Image) -> Image.Image:
-    """Convert to an upright RGB picture, by the rules of `decode`.
+def to_picture(image: Image.Image, orientation: str = defaults.ORIENTATION, icc: str = defaults.ICC) -> Image.Image:
+    """Convert to an RGB picture, by the rules of `decode`.
+
+    Pillow turns a TIFF picture when it loads it, so `orientation` has no effect on one that is loaded.
 
     Raises:
-        ValueError: pixels without a known range (float, 32-bit or signed).
+        ValueError: pixels without a known range (float, 32-bit or signed), or a damaged colour profile.
     """
-    return _to_rgb(_upright(image))
+    return _to_rgb(_upright(image) if orientation == "exif" else image, icc)
+
+
+def too_dark(picture: Image.Image) -> bool:
+    """Whether a decoded picture has 16-bit pixels below 4,096 only, as 12-bit pixels have that were not scaled."""
+    return bool(picture.info.get(_TOO_DARK))
 
 
 def check_decoders() -> None:
@@ -266,25 +264,49 @@ def _upright(image: Image.Image) -> Image.Image:
     return ImageOps.exif_transpose(image) if turned else image
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def _orientation_of_tiff(image: Image.Image) -> int:
+    """Return the orientation of a TIFF picture, which Pillow turns when it loads it; 1 for other formats."""
+    return int(getattr(image, "tag_v2", {}).get(ExifTags.Base.Orientation, 1)) if image.format == "TIFF" else 1
+
+
+def _turned_back(picture: Image.Image, orientation: int) -> Image.Image:
+    return picture.transpose(_AS_STORED[orientation]) if orientation in _AS_STORED else picture
+
+
+def _to_rgb(image: Image.Image, icc: str) -> Image.Image:
     tags = getattr(image, "tag_v2", {}) if image.format == "TIFF" else {}
+    profile = image.info.get("icc_profile") if icc == "srgb" else None
     if 2 in _as_tuple(tags.get(_SAMPLE_FORMAT, 1)):
         raise ValueError("signed pixels have no known range; convert the file to unsigned pixels")
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
-        deep = np.asarray(image).astype(np.int64) << 16 - min(16, _as_tuple(tags.get(_BITS, 16))[0])
-        grey = deep >> 8 if tags.get(_PHOTOMETRIC) != _WHITE_IS_ZERO else 255 - (deep >> 8)
-        if isinstance(key := image.info.get("transparency"), int):
-            grey[deep == key] = _BACKGROUND[0]
-        return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
+        return _from_16_bits(image, tags, profile)
     if image.mode in ("I", "F"):
         raise ValueError("32-bit pixels have no known range; convert the file to 8 or 16 bits")
     if image.mode == "La":  # grey with premultiplied alpha
         image = image.convert("LA")
-    if image.has_transparency_data:
-        layer = image.convert("RGBA")
+    converted = to_srgb(image, profile) if profile else image
+    if converted.has_transparency_data:
+        layer = converted.convert("RGBA")
         background = Image.new("RGBA", layer.size, (*_BACKGROUND, 255))
-        return Image.alpha_composite(background, layer).convert("RGB")
-    return image if image.mode == "RGB" else image.convert("RGB")
+        converted = Image.alpha_composite(background, layer)
+    picture = converted if converted.mode == "RGB" else converted.convert("RGB")
+    if image.info.pop(_DEEP, False) or 16 in _as_tuple(tags.get(_BITS, 8)):  # Pillow gives the upper 8 bits
+        brightest = max(high for _, high in picture.getextrema())  # type: ignore[misc]
+        picture.info[_TOO_DARK] = 0 < brightest < _TWELVE_BITS >> 8
+    return picture
+
+
+def _from_16_bits(image: Image.Image, tags: Any, profile: bytes | None) -> Image.Image:
+    """Return the RGB picture of a grey 16-bit picture, or of a TIFF of 9 to 15 bits."""
+    deep = np.asarray(image).astype(np.int64) << 16 - min(16, _as_tuple(tags.get(_BITS, 16))[0])
+    white_is_zero = tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO
+    grey = 255 - (deep >> 8) if white_is_zero else deep >> 8
+    shades = Image.fromarray(grey.astype(np.uint8))
+    picture = to_srgb(shades, profile) if profile else shades.convert("RGB")
+    if isinstance(key := image.info.get("transparency"), int):
+        picture.paste(_BACKGROUND, mask=Image.fromarray(deep == key))
+    picture.info[_TOO_DARK] = not white_is_zero and 0 < int(deep.max(initial=0)) < _TWELVE_BITS
+    return picture
 
 
 def _as_tuple(value: Any) -> tuple[int, ...]:

@@ -9,11 +9,11 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import active_children
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -27,11 +27,12 @@ from torch.utils.data import DataLoader, Dataset
 from extract import defaults
 from extract.credentials import text_without_credentials
 from extract.errors import LayertapError, MachineError, first_line, is_of_the_machine
-from extract.images.decoding import check_decoders, pixels_of
+from extract.images.decoding import check_decoders, pixels_of, too_dark
 from extract.images.image_list import ImageList
 from extract.images.sources import UNKNOWN, BrokenListError, ImageSource, UnreachableError
 from extract.images.worker_deaths import WorkerDeaths
 from extract.row_status import Status
+from extract.system.picture_limit import limited_pictures
 
 __all__ = ["Batch", "Batches", "Decoding", "load_batches"]
 
@@ -46,6 +47,11 @@ _BATCHES_AHEAD = 2  # for each worker
 # Without memory for a picture of fewer pixels, no picture can be decoded. Decoding takes up to 16 bytes per pixel.
 _NOT_MANY_PIXELS = 50_000_000
 
+TOO_DARK = (
+    "its 16-bit pixels are all below 4,096, and it is nearly black, as the upper 8 bits count. If such files have "
+    "12 bits, multiply their pixels by 16"
+)
+
 # A disk or server fails or is unavailable: the file may be readable later.
 _IO_ERRORS = {errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOLINK,
               errno.ECONNRESET, errno.ECONNABORTED, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH,
@@ -57,6 +63,14 @@ class Transform(Protocol):
 
     @property
     def min_decode_px(self) -> int:
+        """See `extract.images.decoding.decode`."""
+
+    @property
+    def orientation(self) -> str:
+        """See `extract.images.decoding.decode`."""
+
+    @property
+    def icc(self) -> str:
         """See `extract.images.decoding.decode`."""
 
     def cpu_transform(self, picture: Image.Image) -> Tensor:
@@ -73,6 +87,7 @@ class Decoding:
         max_pixels: a larger picture is refused as a decompression bomb.
         workers: number of worker processes; 0 decodes in the calling process.
         batch_size: rows in most batches; each worker decodes about two batches ahead.
+        orientation, icc: see `extract.images.decoding.decode`.
     """
 
     cpu_transform: Callable[[Image.Image], Tensor]
@@ -80,17 +95,25 @@ class Decoding:
     max_pixels: int = defaults.MAX_PIXELS
     workers: int = 0
     batch_size: int = defaults.BATCH_SIZE
+    orientation: str = defaults.ORIENTATION
+    icc: str = defaults.ICC
 
     @classmethod
     def for_preprocessing(
         cls, preprocessing: Transform, max_pixels: int, workers: int = 0, batch_size: int = defaults.BATCH_SIZE
     ) -> Decoding:
         """Return the settings for a backbone's preprocessing."""
-        return cls(preprocessing.cpu_transform, preprocessing.min_decode_px, max_pixels, workers, batch_size)
+        return cls(
+            preprocessing.cpu_transform, preprocessing.min_decode_px, max_pixels, workers, batch_size,
+            preprocessing.orientation, preprocessing.icc,
+        )  # fmt: skip
 
 
 class Item(NamedTuple):
-    """One image as a worker sends it. `image` is None unless `status` is OK; `suspect` is as in `Batch`, or empty."""
+    """One image as a worker sends it.
+
+    `image` is None unless `status` is OK; `suspect` and `note` are as in `Batch`, or empty.
+    """
 
     row: int
     image: Tensor | None
@@ -100,6 +123,7 @@ class Item(NamedTuple):
     mtime_ns: int
     content_hash: bytes
     suspect: str = ""
+    note: str = ""
 
 
 class Batch(NamedTuple):
@@ -115,6 +139,7 @@ class Batch(NamedTuple):
         source_size, source_mtime_ns: (R,) int64, bytes and nanoseconds; -1 if the file was not read or has no known
             modification time.
         source_hash: (R, 16) uint8, xxh3-128 of the file's bytes; zero if the file was not read.
+        notes: row -> what the user should know of an image that was decoded.
     """
 
     rows: NDArray[np.int64]
@@ -125,6 +150,7 @@ class Batch(NamedTuple):
     source_size: NDArray[np.int64]
     source_mtime_ns: NDArray[np.int64]
     source_hash: NDArray[np.uint8]
+    notes: Mapping[int, str] = MappingProxyType({})
 
     @property
     def source(self) -> dict[str, NDArray[Any]]:
@@ -145,6 +171,7 @@ class Batch(NamedTuple):
             source_size=self.source_size[positions],
             source_mtime_ns=self.source_mtime_ns[positions],
             source_hash=self.source_hash[positions],
+            notes=self.notes,
         )
 
 
@@ -154,13 +181,14 @@ class _Decoded(Dataset[Item | LayertapError]):
     def __init__(self, source: ImageSource, decoding: Decoding):
         self._source, self._cpu_transform = source, decoding.cpu_transform
         self._max_pixels, self._min_decode_px = decoding.max_pixels, decoding.min_decode_px
+        self._how = {"orientation": decoding.orientation, "icc": decoding.icc}
 
     def __getitem__(self, row: int) -> Item | LayertapError:
         data, size, mtime_ns, content_hash = b"", -1, UNKNOWN, bytes(16)
         try:
             data, mtime_ns = self._source.read(row)
             size, content_hash = len(data), xxhash.xxh3_128_digest(data)
-            picture = self._source.decode(data, self._max_pixels, self._min_decode_px)
+            picture = self._source.decode(data, self._max_pixels, self._min_decode_px, **self._how)
         except (BrokenListError, MachineError) as error:
             return error
         except Exception as error:
@@ -171,7 +199,8 @@ class _Decoded(Dataset[Item | LayertapError]):
             of_another = status is Status.IO_ERROR or isinstance(error, MemoryError)
             return Item(row, None, status, reason, size, mtime_ns, content_hash, _kind(error) if of_another else "")
         try:
-            image = self._cpu_transform(picture)
+            with limited_pictures(picture.size, self._max_pixels):
+                image = self._cpu_transform(picture)
         except Exception as error:  # a user's transform may raise any type
             if is_of_the_machine(error):
                 return _machine_error(error, row)
@@ -179,7 +208,7 @@ class _Decoded(Dataset[Item | LayertapError]):
             reason = first_line(error) if says_why else f"its preprocessing failed: {error!r}"
             suspect = "" if says_why else _kind(error)
             return Item(row, None, Status.DECODE_ERROR, reason, size, mtime_ns, content_hash, suspect)
-        return Item(row, image, Status.OK, "", size, mtime_ns, content_hash)
+        return Item(row, image, Status.OK, "", size, mtime_ns, content_hash, note=TOO_DARK if too_dark(picture) else "")
 
 
 def _why(error: Exception) -> tuple[Status, str]:
@@ -236,6 +265,7 @@ def _collate(decoded: list[Item | LayertapError]) -> Batch | LayertapError | Non
         source_size=np.array([item.size for item in items], np.int64),
         source_mtime_ns=np.array([item.mtime_ns for item in items], np.int64),
         source_hash=np.frombuffer(b"".join(item.content_hash for item in items), np.uint8).reshape(-1, 16),
+        notes={item.row: item.note for item in items if item.note},
     )
 
 
@@ -252,6 +282,7 @@ def _joined(pieces: list[Batch]) -> Batch:
         source_size=np.concatenate([piece.source_size for piece in pieces]),
         source_mtime_ns=np.concatenate([piece.source_mtime_ns for piece in pieces]),
         source_hash=np.concatenate([piece.source_hash for piece in pieces]),
+        notes={row: note for piece in pieces for row, note in piece.notes.items()},
     )
 
 

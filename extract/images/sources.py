@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from extract import defaults
 from extract.errors import InputError, LayertapError, first_line
 from extract.images.decoding import decode
 from extract.system.urls import file_system, http_status, is_http, is_missing, is_url, reference, server_answer
@@ -28,7 +29,9 @@ __all__ = [
     "Files",
     "ImageSource",
     "PackedNames",
+    "TooLargeError",
     "UnreachableError",
+    "check_file_size",
     "integers",
     "read_remote",
 ]
@@ -55,8 +58,11 @@ class ImageSource(Protocol):
             OSError, ValueError: the image cannot be read; the message states the reason.
         """
 
-    def decode(self, data: bytes, max_pixels: int, min_decode_px: int = 0) -> Image.Image:
-        """Decode these bytes to an upright RGB picture; errors as for `extract.images.decode`."""
+    def decode(
+        self, data: bytes, max_pixels: int, min_decode_px: int = 0, orientation: str = defaults.ORIENTATION,
+        icc: str = defaults.ICC,
+    ) -> Image.Image:  # fmt: skip
+        """Decode these bytes to an RGB picture; settings and errors as for `extract.images.decode`."""
 
     def check_there(self) -> None:
         """Check that the images as a whole still exist, after some could not be read.
@@ -105,9 +111,10 @@ class Files:
         """See `ImageSource`."""
         name = self._names[row]
         if self._anywhere and is_url(name):
-            return read_remote(name), UNKNOWN
+            return read_remote(name, is_image=True), UNKNOWN
         if self._is_remote:
-            return read_remote(self._base, inside=name if self._encoded else reference(self._base, name)), UNKNOWN
+            inside = name if self._encoded else reference(self._base, name)
+            return read_remote(self._base, inside=inside, is_image=True), UNKNOWN
         # O_NONBLOCK: opening a pipe must not block.
         descriptor = os.open(os.path.join(self._base, name), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # noqa: PTH118
         try:
@@ -116,6 +123,7 @@ class Files:
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
             if not stat.S_ISREG(status.st_mode):
                 raise ValueError("not a file")
+            check_file_size(status.st_size)
             with os.fdopen(descriptor, "rb", closefd=False) as file:
                 return file.read(), status.st_mtime_ns
         finally:
@@ -150,9 +158,12 @@ class Chosen:
         """See `ImageSource`."""
         return self._source.read(int(self._rows[row]))
 
-    def decode(self, data: bytes, max_pixels: int, min_decode_px: int = 0) -> Image.Image:
+    def decode(
+        self, data: bytes, max_pixels: int, min_decode_px: int = 0, orientation: str = defaults.ORIENTATION,
+        icc: str = defaults.ICC,
+    ) -> Image.Image:  # fmt: skip
         """See `ImageSource`."""
-        return self._source.decode(data, max_pixels, min_decode_px)
+        return self._source.decode(data, max_pixels, min_decode_px, orientation, icc)
 
     def check_there(self) -> None:
         """See `ImageSource`."""
@@ -163,7 +174,19 @@ class UnreachableError(OSError):
     """A network or server failed; the file itself may be readable."""
 
 
-def read_remote(url: str, start: int | None = None, end: int | None = None, inside: str = "") -> bytes:
+class TooLargeError(ValueError):
+    """An image file has more bytes than are read: each worker holds whole files in memory."""
+
+
+def check_file_size(n_bytes: int) -> None:
+    """Raise TooLargeError if an image file has more than `defaults.MAX_FILE_BYTES`."""
+    if n_bytes > defaults.MAX_FILE_BYTES:
+        raise TooLargeError(f"{n_bytes:,} bytes; the limit for an image file is {defaults.MAX_FILE_BYTES:,}")
+
+
+def read_remote(
+    url: str, start: int | None = None, end: int | None = None, inside: str = "", *, is_image: bool = False
+) -> bytes:
     """Return the bytes behind a URL, or a range of them; retry if the network or the server fails.
 
     Args:
@@ -171,8 +194,10 @@ def read_remote(url: str, start: int | None = None, end: int | None = None, insi
         start: first byte.
         end: byte after the last.
         inside: the file in the folder, as `extract.system.urls.reference` returns it.
+        is_image: the size is limited; not with a range.
 
     Raises:
+        TooLargeError: an image file has more than `defaults.MAX_FILE_BYTES`.
         FileNotFoundError: the file does not exist.
         UnreachableError: every attempt failed: no answer, a server error, or HTTP 408, 425 or 429.
         OSError: the file cannot be read: any other HTTP 4xx, no permission, or no library for the protocol.
@@ -185,8 +210,8 @@ def read_remote(url: str, start: int | None = None, end: int | None = None, insi
     path = f"{path.rstrip('/')}/{inside}" if inside else path
     for attempt in range(_ATTEMPTS):
         try:
-            return bytes(fs.cat_file(path, start=start, end=end))
-        except (FileNotFoundError, PermissionError):
+            return _image_file(fs, path) if is_image else bytes(fs.cat_file(path, start=start, end=end))
+        except (FileNotFoundError, PermissionError, TooLargeError):
             raise
         except Exception as error:
             if 400 <= http_status(error) < 500 and http_status(error) not in (408, 425, 429):
@@ -204,6 +229,31 @@ def _answers(fs: Any, url: str) -> bool:
     except Exception as error:  # of aiohttp, and of fsspec
         return is_missing(url, error) or 400 <= http_status(error) < 500
     return True
+
+
+def _image_file(fs: Any, path: str) -> bytes:
+    """Return the content of a remote file; of a file that is too large, no more than the limit is received."""
+    if "http" in fs.protocol:
+        return _streamed(fs, path)
+    size = fs.info(path).get("size") or 0  # the library for S3 would ask for it, too, before it reads a whole file
+    check_file_size(size)
+    # The size may be that of an earlier listing, so the limit is sent. A server has no range of an empty file.
+    data = bytes(fs.cat_file(path, start=0, end=defaults.MAX_FILE_BYTES + 1) if size else fs.cat_file(path))
+    check_file_size(len(data))
+    return data
+
+
+def _streamed(fs: Any, path: str) -> bytes:
+    """Return the content of a file behind HTTP, with one request; not every server tells the size beforehand."""
+    parts, received = [], 0
+    with fs.open(path, block_size=0, size=1) as stream:  # fsspec would send a request for a size that is not given
+        size = stream.r.headers.get("content-length", "")
+        check_file_size(int(size) if size.isdigit() else 0)
+        while part := stream.read(defaults.MAX_FILE_BYTES + 1 - received):
+            parts.append(part)
+            received += len(part)
+            check_file_size(received)
+    return b"".join(parts)
 
 
 def _ask_server(url: str, ask: Callable[[], bool]) -> bool:

@@ -415,6 +415,7 @@ class _Pass:
             has_stored_rows=self.published is not None,
             on_rows=self.on_rows,
             on_computation=self.on_computation,
+            on_note=self.report.notes.append,
             stop=self.stop,
         )
         if summary.stopped:

@@ -232,9 +232,12 @@ class _Repeated:
         data, mtime_ns = self._source.read(row % self._count)
         return data + row.to_bytes(8), mtime_ns
 
-    def decode(self, data: bytes, max_pixels: int, min_decode_px: int = 0) -> Image.Image:
+    def decode(
+        self, data: bytes, max_pixels: int, min_decode_px: int = 0, orientation: str = defaults.ORIENTATION,
+        icc: str = defaults.ICC,
+    ) -> Image.Image:  # fmt: skip
         """See `ImageSource`."""
-        return self._source.decode(data[:-8], max_pixels, min_decode_px)
+        return self._source.decode(data[:-8], max_pixels, min_decode_px, orientation, icc)
 
     def check_there(self) -> None:
         """See `ImageSource`."""

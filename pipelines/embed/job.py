@@ -22,7 +22,7 @@ from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.backbone import backbone_of
 from pipelines.terminal.graceful_stop import signals_held
 from pipelines.terminal.progress import Progress
-from pipelines.terminal.text_output import command_line, print_failures, print_remedy
+from pipelines.terminal.text_output import command_line, print_failures, print_remedy, printable
 
 __all__ = ["EmbedResult", "bottleneck", "describe_computation", "embed", "plan_of", "print_summary", "summary_as_json"]
 
@@ -84,6 +84,7 @@ def _run(config: EmbedConfig, planned: Plan) -> EmbedResult:
             on_computation=lambda computation: progress.say(
                 describe_computation(computation, planned.settings.precision)
             ),
+            on_note=lambda note: progress.say(f"note: {printable(note)}"),
             stop=lambda: bool(received),
         )
     if summary.stopped:
@@ -136,6 +137,8 @@ def _print_plan(planned: Plan) -> None:
         f"backbone  {backbone.spec}, weights {backbone.weights.source}, on {backbone.device}",
         f"input     {backbone.preprocessing}" + (f" (set by the user: {' '.join(user_set)})" if user_set else ""),
     ]
+    if (planned.settings.orientation, planned.settings.icc) != (defaults.ORIENTATION, defaults.ICC):
+        lines.append(f"decoder   {planned.dataset.depends_on['decoder']}")
     for note in images.notes:
         click.secho(f"note: {note}", fg="yellow", err=True)
     if images.left_out:

@@ -15,7 +15,7 @@ from extract.backbones.loading import permitted
 from extract.compute.backbone import load_backbone
 from extract.compute.pooling import pooling_names
 from extract.errors import InputError
-from extract.extraction.plan import asked_of, how_made
+from extract.extraction.plan import asked_of, how_decoded, how_made
 from extract.extraction.run import ExtractionSettings, extract, plan
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet
@@ -62,6 +62,7 @@ def run_predict(
         poolings = [str(pooling) for pooling in probe.about["poolings"]]
         asked = asked_of(dict(probe.about["provenance"]["configuration"]), weights)
         named, computation = str(probe.about["provenance"]["backbone"]), dict[str, Any](how_made(described))
+        computation |= how_decoded(described)
         dtype, max_pixels = str(described["stored_as"]), int(probe.about["provenance"]["configuration"]["max_pixels"])
         layers = [name if name.rpartition(":")[2] in pooling_names() else f"{name}:{pooling}"
                   for (name, _), pooling in zip(fitted_on, poolings, strict=True)]  # fmt: skip
@@ -84,7 +85,7 @@ def run_predict(
         planned = plan(images, out=out, backbone=loaded, settings=settings)
         names = _same_features(path, described, fitted_on, planned.dataset, images)
         with Progress(len(planned.images)) as progress:
-            extract(planned, on_rows=progress.advance)
+            extract(planned, on_rows=progress.advance, on_note=lambda note: progress.say(f"note: {printable(note)}"))
         return _predict(probe, out, names, output)
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from extract import defaults
 from extract.errors import InputError, LayertapError, LockedError, UnknownNameError, first_line
 from extract.sync.passes import Report, sync
 from pipelines.sync.config import SyncConfig
@@ -127,6 +128,8 @@ def configuration_of(config: SyncConfig) -> dict[str, Any]:
     settings: dict[str, Any] = {name: getattr(config, name) for name in _FEATURE_KEYS}
     if config.precision == "float32":
         del settings["compile"]  # the same features, except for rounding
+    if (config.orientation, config.icc) != (defaults.ORIENTATION, defaults.ICC):  # older manifests do not have them
+        settings |= {"orientation": config.orientation, "icc": config.icc}
     backbone = config.backbone.partition("/")[2].partition(":")[0]  # a file, if the backbone is code
     for name in filter(None, (config.weights, backbone)):
         with contextlib.suppress(OSError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import click
 
@@ -30,4 +31,5 @@ def backbone_of(config: BackboneConfig, say: Callable[[str], None] = _on_stderr)
         say(f"WARNING: {backbone.weights.source} weights: these features mean nothing; use them for tests only")
     for note in backbone.notes:
         say(f"note: {note}")
-    return backbone
+    preprocessing = replace(backbone.preprocessing, orientation=config.orientation, icc=config.icc)
+    return replace(backbone, preprocessing=preprocessing)

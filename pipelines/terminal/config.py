@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -62,6 +62,13 @@ class BackboneConfig(BaseModel):
     workers: int = Field(defaults.WORKERS, strict=True, ge=0, description="Decoding processes; 0: main process.")
     device: str = Field(defaults.DEVICE, description="auto, cpu, cuda, cuda:N or mps.")
     max_pixels: int = Field(defaults.MAX_PIXELS, strict=True, ge=1, description="Larger images are not decoded.")
+    orientation: Literal["exif", "ignore"] = Field(
+        defaults.ORIENTATION, description="exif: apply the EXIF orientation of images; ignore: pixels as stored."
+    )
+    icc: Literal["ignore", "srgb"] = Field(
+        defaults.ICC,
+        description="srgb: convert from the embedded colour profile (ICC) to sRGB, with the perceptual intent.",
+    )
     seed: int = Field(defaults.SEED, strict=True, ge=0, lt=1 << 63, description="Seed of random weights.")
 
     @field_validator("images", "out", mode="before", check_fields=False)

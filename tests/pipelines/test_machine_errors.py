@@ -148,10 +148,10 @@ def test_too_little_memory_for_a_small_picture_stops_the_run_and_for_a_huge_one_
     huge.save(folder / "cat" / "huge.png")
     to_picture = decoding.to_picture
 
-    def short_of_memory(image: decoding.Image.Image) -> decoding.Image.Image:
+    def short_of_memory(image: decoding.Image.Image, *how: str) -> decoding.Image.Image:
         if image.size in short:
             raise MemoryError
-        return to_picture(image)
+        return to_picture(image, *how)
 
     monkeypatch.setattr(decoding, "to_picture", short_of_memory)
     short = {huge.size}

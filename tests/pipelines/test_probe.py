@@ -481,6 +481,24 @@ def test_new_images_get_the_classes_that_their_stored_features_get(made, kept, t
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fresh.csv", "probe.safetensors", "res", "stored.csv"]
 
 
+def test_new_images_are_decoded_as_those_that_the_probe_was_fitted_on(tmp_path):
+    write_pictures(tmp_path / "pictures", {"train": 6, "test": 4})
+    for path in (tmp_path / "pictures").rglob("*.png"):
+        exif = Image.Exif()
+        exif[0x0112] = 6
+        Image.open(path).crop((0, 0, 40, 20)).save(path, exif=exif)
+    how = ("--orientation", "ignore", "--icc", "srgb")
+    layertap("embed", tmp_path / "pictures", "-o", tmp_path / "out", *SMALL, *how)
+    layertap("probe", tmp_path / "out", "-o", tmp_path / "res", "--save", tmp_path / "probe.safetensors")
+    for images, file in (("out", "stored.csv"), ("pictures", "fresh.csv")):
+        result = layertap("predict", tmp_path / "probe.safetensors", tmp_path / images, "-o", tmp_path / file)
+        assert result.exit_code == 0, result.output
+    assert predictions(tmp_path / "stored.csv") == predictions(tmp_path / "fresh.csv")
+    layertap("embed", tmp_path / "pictures", "-o", tmp_path / "upright", *SMALL)
+    error = fails("predict", tmp_path / "probe.safetensors", tmp_path / "upright", "-o", tmp_path / "x.csv")
+    assert "EXIF orientation ignored" in error
+
+
 def test_a_data_set_with_other_layers_too_will_do_but_not_one_made_otherwise(made, kept, tmp_path):
     layertap("embed", made / "pictures", "-o", tmp_path / "one", *SMALL, "-l", "layer4")
     assert layertap("predict", kept, tmp_path / "one", "-o", tmp_path / "a.csv").exit_code == 0

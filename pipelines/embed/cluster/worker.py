@@ -206,7 +206,11 @@ class Embed:
         with (
             scratch_folder(out, place, plan.dataset, self.scratch) as folder,
             ShardMaker(
-                plan, place, folder, lambda computation: say(describe_computation(computation, plan.settings.precision))
+                plan,
+                place,
+                folder,
+                on_computation=lambda computation: say(describe_computation(computation, plan.settings.precision)),
+                on_note=lambda note: say(f"note: {note}"),
             ) as maker,
         ):
             yield maker

@@ -1,0 +1,209 @@
+"""Check what decoders do not: that a file with checksums or an end mark is whole, and does not end in zeros instead.
+
+A crash of a file system, or a download into a preallocated file, leaves a file of the right size whose tail is zeros.
+Many decoders take zeros for pixels. In formats without compression (BMP, PPM, TGA, most TIFF) zeros are black areas,
+and such a file cannot be told from a sound one.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import zlib
+
+import numpy as np
+import xxhash
+from PIL import Image
+
+__all__ = ["check_whole"]
+
+_PNG = b"\x89PNG\r\n\x1a\n"
+_QOI_END = bytes(7) + b"\1"  # specification of QOI, "End marker"
+
+# JPEG (ISO/IEC 10918-1, B.1.1): a marker is FF, any number of further FF, and a code. In a scan, FF is followed by 0
+# or by the code of a restart marker. Codes without a segment behind them: TEM, RST0 to RST7, SOI.
+_MARKER = re.compile(rb"\xff+([\x01-\xfe])")
+_SCAN_END = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
+_ALONE = frozenset({0x01, *range(0xD0, 0xD9)})
+_START_OF_SCAN, _END_OF_IMAGE = 0xDA, 0xD9
+
+# Compressed data that end in so many zeros are not complete. No encoder that was tried ends its data in zeros,
+# but lossy WebP, optimised JPEG and PackBits do for flat areas. A sound JPEG ends in its marker.
+_ZEROS = 16
+_PACKED_BITS_ZEROS = 130  # a literal run of TIFF's PackBits has up to 128 bytes
+# Of a JPEG without end marker: bytes other than zero that fill the tail, and bytes that are not of the picture.
+_REPEATED, _BEHIND = 16, 8
+
+_COMPRESSION, _OFFSETS, _COUNTS = 259, (273, 324), (279, 325)  # TIFF 6.0 tags of strips, and of tiles
+_UNCOMPRESSED, _JPEG_IN_TIFF, _PACK_BITS = 1, 7, 32773
+
+
+def check_whole(data: bytes, image: Image.Image) -> None:
+    """Check that the file of an image was written to its end.
+
+    Checked are the checksums of PNG, also inside icons; the ends of JPEG, JPEG 2000 and QOI; and whether pixels come
+    from zeros in place of compressed data in AVIF, HEIC, WebP and compressed TIFF.
+
+    Args:
+        data: content of the file.
+        image: the file as opened by Pillow; it is not loaded here.
+
+    Raises:
+        ValueError: the file is damaged or truncated.
+    """
+    kind = image.format
+    if kind in ("PNG", "ICO", "ICNS"):
+        start = data.find(_PNG)
+        while start >= 0:
+            start = data.find(_PNG, _end_of_png(data, start + len(_PNG)))
+    # A tile starts with the marker FF90, its data with FF93; the codestream ends with FFD9 (ISO 15444-1, A.4).
+    elif kind == "JPEG2000" and data.rfind(b"\xff\xd9") < max(data.rfind(b"\xff\x90"), data.rfind(b"\xff\x93")):
+        raise ValueError("truncated")
+    elif kind == "QOI" and data.endswith(b"\0\0") and _QOI_END not in data:
+        raise ValueError("truncated: the end marker is missing")
+    elif kind in ("JPEG", "MPO"):
+        if not data.endswith(b"\xff\xd9") and not _has_end_of_jpeg(data) and _is_cut(data):
+            raise ValueError("truncated: the end-of-image marker is missing")
+    elif data.endswith(bytes(_ZEROS)):
+        zeros = _zeros_of_data(data, image)
+        # Flat areas of lossy WebP are zeros up to the last one; of a cut file, the decoder leaves some zeros unread.
+        is_flat = kind == "WEBP" and _is_decoded(data, zeros[-_ZEROS:], kind)
+        if _is_decoded(data, zeros, kind) and not is_flat:
+            raise ValueError(f"truncated: it ends in {len(zeros):,} zeros in place of compressed data")
+
+
+def _end_of_png(data: bytes, start: int) -> int:
+    """Return the offset after the IEND chunk. `start` is the offset of the first chunk.
+
+    Raises:
+        ValueError: a critical, tRNS or fdAT chunk has a wrong checksum (PNG specification, 5.3), or IEND is missing.
+    """
+    while start + 12 <= len(data):
+        length, kind = int.from_bytes(data[start : start + 4], "big"), data[start + 4 : start + 8]
+        stop = start + 12 + length
+        if stop > len(data):
+            break
+        needed = not kind[0] & 0x20 or kind in (b"tRNS", b"fdAT")
+        if needed and zlib.crc32(data[start + 4 : stop - 4]) != int.from_bytes(data[stop - 4 : stop], "big"):
+            raise ValueError(f"damaged: its part {kind.decode('latin-1')} does not match its checksum")
+        if kind == b"IEND":
+            return stop
+        start = stop
+    raise ValueError("truncated: the end is missing")
+
+
+def _has_end_of_jpeg(data: bytes) -> bool:
+    """Return whether the first picture of a JPEG or MPO file has an end-of-image marker.
+
+    The segments are followed as libjpeg does: markers of an EXIF thumbnail, of later pictures and of bytes behind the
+    picture do not count.
+    """
+    position = 2
+    while marker := _MARKER.search(data, position):
+        code, position = marker[1][0], marker.end()
+        if code == _END_OF_IMAGE:
+            return True
+        if code in _ALONE:
+            continue
+        position += int.from_bytes(data[position : position + 2], "big")
+        if code == _START_OF_SCAN:
+            end = _SCAN_END.search(data, position)
+            if end is None:
+                return False
+            position = end.start()
+    return False
+
+
+def _is_cut(data: bytes) -> bool:
+    """Return whether the data of a JPEG without end marker are not complete, although Pillow decodes it.
+
+    Some encoders leave the marker out. Pillow decodes such files if their data are complete, so they are not refused.
+    """
+    last = data[-1:]
+    start = len(data.rstrip(last))
+    if data[start - 1 : start] == b"\xff":  # the zero behind it belongs to the data (B.1.1.5)
+        start += 1
+    if last != b"\xff" and len(data) - start >= (2 if last == b"\0" else _REPEATED):
+        return _is_decoded(data, range(start, len(data)), "JPEG")
+    # libjpeg takes no FF at the end for data. Of a complete file, the bytes before them are the end of the picture.
+    stop = len(data.rstrip(b"\xff"))
+    return not _is_decoded(data, range(max(0, stop - _BEHIND), stop), "JPEG")
+
+
+def _zeros_of_data(data: bytes, image: Image.Image) -> range:
+    """Return the offsets of the zeros in which compressed data at the end of a file end; empty if they are too few."""
+    start = len(data.rstrip(b"\0"))
+    part, least = range(0), _ZEROS
+    if image.format in ("AVIF", "HEIF"):
+        part = _box(data, b"mdat", start)
+    elif image.format == "WEBP":
+        part = _chunk(data, start)
+    elif image.format == "TIFF":
+        part, compression = _last_strip(image)
+        least = {_PACK_BITS: _PACKED_BITS_ZEROS, _JPEG_IN_TIFF: 2}.get(compression, _ZEROS)
+    zeros = range(max(start, part.start), min(len(data), part.stop))
+    return zeros if len(zeros) >= least else range(0)
+
+
+def _box(data: bytes, kind: bytes, offset: int) -> range:
+    """Return the content of the last box of a kind that starts at or before an offset (ISO/IEC 14496-12, 4.2)."""
+    position, found = 0, range(0)
+    while position + 8 <= len(data) and position <= offset:
+        size, head = int.from_bytes(data[position : position + 4], "big"), 8
+        if size == 1:  # the size follows in 8 bytes
+            size, head = int.from_bytes(data[position + 8 : position + 16], "big"), 16
+        stop = position + size if size else len(data)
+        if data[position + 4 : position + 8] == kind:
+            found = range(position + head, stop)
+        if stop < position + head:
+            break
+        position = stop
+    return found
+
+
+def _chunk(data: bytes, offset: int) -> range:
+    """Return the content of the chunk of pixels that has the byte before an offset; empty if another one has it."""
+    position = 12
+    while position + 8 <= offset:
+        kind, start = data[position : position + 4], position + 8
+        stop = start + int.from_bytes(data[position + 4 : start], "little")
+        if kind == b"ANMF" and offset <= stop:  # 16 bytes, then the chunks of the frame
+            position = start + 16
+        elif offset <= stop:
+            return range(start, stop) if kind in (b"VP8 ", b"VP8L") else range(0)
+        else:
+            position = stop + stop % 2
+    return range(0)
+
+
+def _last_strip(image: Image.Image) -> tuple[range, int]:
+    """Return the offsets of the strip or tile of a TIFF picture that lies last, and its compression."""
+    tags = getattr(image, "tag_v2", {})
+    compression = int(tags.get(_COMPRESSION, _UNCOMPRESSED))
+    extents = [
+        (int(offset), int(count))
+        for offsets, counts in zip(_OFFSETS, _COUNTS, strict=True)
+        for offset, count in zip(tags.get(offsets, ()), tags.get(counts, ()), strict=False)
+    ]
+    if not extents or compression == _UNCOMPRESSED:
+        return range(0), compression
+    offset, count = max(extents)
+    return range(offset, offset + count), compression
+
+
+def _is_decoded(data: bytes, tail: range, kind: str | None) -> bool:
+    """Return whether the pixels depend on the bytes at these offsets."""
+    if not tail:
+        return False
+    other = b"\x55" if data[tail.start] != 0x55 else b"\x2a"
+    changed = data[: tail.start] + other * len(tail) + data[tail.stop :]
+    expected = _hash_of_pixels(data, kind)
+    try:
+        return _hash_of_pixels(changed, kind) != expected
+    except Exception:  # see `extract.images.decoding.decode`
+        return True
+
+
+def _hash_of_pixels(data: bytes, kind: str | None) -> bytes:
+    with Image.open(io.BytesIO(data), formats=[kind] if kind else None) as image:
+        return xxhash.xxh3_128_digest(np.asarray(image).tobytes())

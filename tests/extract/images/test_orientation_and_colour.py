@@ -1,0 +1,321 @@
+"""EXIF orientation and colour profiles, applied or not; dark 16-bit pictures. See `extract/images/colour.py`."""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from numpy.typing import NDArray
+from PIL import Image, ImageCms, ImageOps
+
+from extract import FeatureReader, extract_features, load_backbone
+from extract.errors import InputError, UnknownNameError
+from extract.extraction.recheck import recheck
+from extract.extraction.reproduce import features_of_file
+from extract.images import Decoding, decode, list_images, load_batches
+from extract.images.decoding import too_dark
+from extract.store.format.dataset import DataSet
+from pipelines.cli import main
+from tests.conftest import TINY_INPUT, make_picture
+
+PICTURE = make_picture(3, 64, 48)
+TINY = ("-b", "timm/test_resnet", "--weights", "random", "--size", "64", "--crop", "64", "--device", "cpu",
+        "--workers", "0", "--compile", "off")  # fmt: skip
+
+
+def encoded(picture: Image.Image, kind: str, **options: object) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, kind, **options)
+    return file.getvalue()
+
+
+def with_orientation(orientation: int, kind: str, **options: object) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return encoded(PICTURE, kind, exif=exif, **options)
+
+
+def opened(data: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(data))
+
+
+def pixels(picture: Image.Image) -> NDArray[np.uint8]:
+    return np.asarray(picture)
+
+
+# Orientation
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize(("kind", "options"), [("JPEG", {}), ("PNG", {}), ("WEBP", {"lossless": True})])
+def test_orientation_is_applied_as_pillow_does_or_left_out(
+    kind: str, options: dict[str, object], orientation: int
+) -> None:
+    data = with_orientation(orientation, kind, **options)
+    assert np.array_equal(pixels(decode(data)), pixels(ImageOps.exif_transpose(opened(data))))
+    assert np.array_equal(pixels(decode(data, orientation="ignore")), pixels(opened(data)))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_tiff_is_turned_or_as_it_is_stored_though_pillow_turns_it_while_loading(orientation: int) -> None:
+    data = with_orientation(orientation, "TIFF")
+    assert np.array_equal(pixels(decode(data, orientation="ignore")), pixels(PICTURE))
+    assert np.array_equal(pixels(decode(data)), pixels(opened(data)))  # by Pillow
+    grey = Image.fromarray(np.arange(30 * 20, dtype=np.uint16).reshape(20, 30) * 100)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    deep = encoded(grey, "TIFF", exif=exif)
+    assert np.array_equal(pixels(decode(deep, orientation="ignore"))[..., 0], np.asarray(grey) >> 8)
+
+
+# Colour
+
+
+def matrix_profile(swapped: bool = True) -> bytes:
+    """sRGB; or a profile that calls red what sRGB calls blue."""
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    if not swapped:
+        return profile
+    tags = profile[128:260].replace(b"rXYZ", b"----").replace(b"bXYZ", b"rXYZ").replace(b"----", b"bXYZ")
+    return profile[:128] + tags + profile[260:]
+
+
+def grey_profile() -> bytes:
+    """Grey with gamma 1 (ICC.1:2022: a header, the tags kTRC and wtpt)."""
+    curve, white = b"curv" + bytes(8), b"XYZ " + bytes(4) + bytes.fromhex("0000f6d6000100000000d32d")
+    text = b"desc" + bytes(4) + (5).to_bytes(4, "big") + b"grey\0" + bytes(78)
+    parts, at, table = [(b"kTRC", curve), (b"wtpt", white), (b"desc", text)], 128 + 4 + 3 * 12, b""
+    for name, content in parts:
+        table += name + at.to_bytes(4, "big") + len(content).to_bytes(4, "big")
+        at += len(content) + -len(content) % 4
+    body = b"".join(content + bytes(-len(content) % 4) for _, content in parts)
+    head = at.to_bytes(4, "big") + bytes(4) + bytes.fromhex("02400000") + b"mntrGRAYXYZ " + bytes(12) + b"acsp"
+    head += bytes(28) + bytes.fromhex("0000f6d6000100000000d32d")
+    return head.ljust(128, b"\0") + (3).to_bytes(4, "big") + table + body
+
+
+def by_image_cms(image: Image.Image, icc: bytes) -> NDArray[np.uint8]:
+    """The pixels converted to sRGB by Pillow's own function, with its default intent, which is the perceptual one."""
+    srgb = ImageCms.createProfile("sRGB")
+    converted = ImageCms.profileToProfile(image, ImageCms.ImageCmsProfile(io.BytesIO(icc)), srgb, outputMode="RGB")
+    assert converted is not None
+    return pixels(converted)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF"])
+def test_srgb_gives_the_pixels_of_image_cms_and_ignore_those_of_the_file(kind: str) -> None:
+    icc = matrix_profile()
+    data = encoded(PICTURE, kind, icc_profile=icc)
+    plain, converted = decode(data), decode(data, icc="srgb")
+    assert np.array_equal(pixels(plain), pixels(opened(data).convert("RGB")))
+    assert np.array_equal(pixels(converted), by_image_cms(opened(data).convert("RGB"), icc))
+    assert np.abs(pixels(plain).astype(int) - pixels(converted)).max() > 50
+    assert converted.mode == "RGB"
+
+
+def test_a_grey_profile_is_applied_to_8_and_to_16_bit_grey() -> None:
+    icc, grey = grey_profile(), PICTURE.convert("L")
+    expected = by_image_cms(grey, icc)
+    assert np.abs(expected.astype(int) - pixels(grey.convert("RGB"))).max() > 30
+    assert np.array_equal(pixels(decode(encoded(grey, "PNG", icc_profile=icc), icc="srgb")), expected)
+    deep = Image.fromarray(np.asarray(grey).astype(np.uint16) * 257)
+    assert np.array_equal(pixels(decode(encoded(deep, "PNG", icc_profile=icc), icc="srgb")), expected)
+
+
+def test_grey_and_palette_pictures_with_a_profile_for_rgb_are_converted() -> None:
+    icc = matrix_profile()
+    for picture in (PICTURE.convert("L"), PICTURE.quantize(16)):
+        data = encoded(picture, "PNG", icc_profile=icc)
+        assert np.array_equal(pixels(decode(data, icc="srgb")), by_image_cms(picture.convert("RGB"), icc))
+
+
+def test_transparency_is_laid_over_white_after_the_conversion() -> None:
+    icc, alpha = matrix_profile(), PICTURE.convert("L")
+    picture = PICTURE.copy()
+    picture.putalpha(alpha)
+    share = np.asarray(alpha)[..., None] / 255
+    expected = by_image_cms(PICTURE, icc) * share + 255 * (1 - share)
+    data = encoded(picture, "PNG", icc_profile=icc)
+    assert np.abs(pixels(decode(data, icc="srgb")) - expected).max() <= 1
+
+
+def test_a_picture_without_a_profile_is_unchanged_and_one_in_srgb_nearly() -> None:
+    assert np.array_equal(pixels(decode(encoded(PICTURE, "PNG"), icc="srgb")), pixels(PICTURE))
+    data = encoded(PICTURE, "PNG", icc_profile=matrix_profile(swapped=False))
+    assert np.abs(pixels(decode(data, icc="srgb")).astype(int) - pixels(PICTURE)).max() <= 1
+
+
+def test_orientation_and_colour_work_together() -> None:
+    exif, icc = Image.Exif(), matrix_profile()
+    exif[0x0112] = 6
+    data = encoded(PICTURE, "JPEG", exif=exif, icc_profile=icc)
+    converted = Image.fromarray(by_image_cms(opened(data), icc))
+    assert np.array_equal(pixels(decode(data, orientation="ignore", icc="srgb")), pixels(converted))
+    assert np.array_equal(pixels(decode(data, icc="srgb")), np.rot90(pixels(converted), 3))
+
+
+@pytest.mark.parametrize("damage", ["noise", "cut", "empty header", "another space"])
+def test_a_damaged_profile_is_an_image_error_only_if_it_is_to_be_applied(damage: str) -> None:
+    icc = matrix_profile()
+    icc = {"noise": bytes(range(256)), "cut": icc[:200], "empty header": bytes(128) + icc[128:],
+           "another space": icc[:16] + b"CMYK" + icc[20:]}[damage]  # fmt: skip
+    data = encoded(PICTURE, "JPEG", icc_profile=icc)
+    assert np.array_equal(pixels(decode(data)), pixels(opened(data)))
+    with pytest.raises(ValueError, match=r"its colour profile \(ICC\) cannot be used: .*; --icc ignore"):
+        decode(data, icc="srgb")
+
+
+# The fingerprint
+
+
+@pytest.fixture(scope="module")
+def turned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("turned")
+    for i, orientation in enumerate((1, 6, 3, 8)):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        make_picture(i, 90, 60).save(folder / f"{i}.jpg", exif=exif, icc_profile=matrix_profile())
+    return folder
+
+
+def run(*words: str) -> str:
+    result = CliRunner().invoke(main, list(words))
+    return f"{result.exit_code} {result.output}"
+
+
+def test_defaults_have_the_fingerprint_of_data_sets_without_the_options(turned: Path, tmp_path: Path) -> None:
+    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=TINY_INPUT)
+    decoders = {}
+    for name, how in {"default": {}, "stored": {"orientation": "ignore"}, "srgb": {"icc": "srgb"}}.items():
+        with extract_features(
+            turned, out=tmp_path / name, backbone=backbone, workers=1, progress=False, **how
+        ) as reader:
+            decoders[name] = reader.provenance["depends_on"]["decoder"]
+    assert decoders == {
+        "default": "pillow: EXIF orientation applied, transparency over white",
+        "stored": "pillow: EXIF orientation ignored, transparency over white",
+        "srgb": "pillow: EXIF orientation applied, transparency over white; ICC profiles converted to sRGB, perceptual",
+    }
+    for name, how in {"default": {"icc": "srgb"}, "stored": {}, "srgb": {"orientation": "ignore"}}.items():
+        with pytest.raises(InputError, match="EXIF orientation"):
+            extract_features(turned, out=tmp_path / name, backbone=backbone, workers=0, progress=False, **how)
+    with pytest.raises(UnknownNameError, match="orientation 'upright'"):
+        extract_features(turned, out=tmp_path / "x", backbone=backbone, orientation="upright")
+    with pytest.raises(UnknownNameError, match="icc 'adobe'"):
+        extract_features(turned, out=tmp_path / "x", backbone=backbone, icc="adobe")
+
+
+def test_features_are_those_of_the_pixels_that_the_options_give(turned: Path, tmp_path: Path) -> None:
+    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=TINY_INPUT)
+    for how in ({"orientation": "ignore"}, {"icc": "srgb"}, {"orientation": "ignore", "icc": "srgb"}):
+        out = tmp_path / "-".join(how)
+        with extract_features(turned, out=out, backbone=backbone, workers=1, progress=False, **how) as reader:
+            stored = reader["embedding"][:]
+        expected = []
+        for i in range(4):
+            picture = Image.open(turned / f"{i}.jpg")
+            given = by_image_cms(picture, matrix_profile()) if "icc" in how else pixels(picture)
+            picture = Image.fromarray(given)
+            if "orientation" not in how:
+                picture = picture.transpose(
+                    {1: Image.Transpose.ROTATE_270, 2: Image.Transpose.ROTATE_180, 3: Image.Transpose.ROTATE_90}[i]
+                ) if i else picture  # fmt: skip
+            expected.append(backbone.features([picture])["embedding"][0])
+        assert np.abs(stored - np.stack(expected)).max() <= 1e-5 * np.abs(stored).max()
+
+
+def test_commands_compute_again_as_it_is_recorded(turned: Path, tmp_path: Path) -> None:
+    out, others = tmp_path / "out", tmp_path / "others"
+    words = ("embed", str(turned), "-o", str(out), *TINY, "--orientation", "ignore", "--icc", "srgb")
+    printed = run(*words)
+    assert printed.startswith("0 ")
+    assert "decoder   pillow: EXIF orientation ignored" in printed
+    assert "nothing to do" in run(*words)
+    refused = run("embed", str(turned), "-o", str(out), *TINY)
+    assert refused.startswith("2 ")
+    assert "EXIF orientation ignored" in refused
+    assert run("verify", str(out), "--sample", "4").startswith("0 ")
+    assert run("embed", str(turned), "-o", str(others), *TINY).startswith("0 ")
+    dataset = DataSet.open(out)
+    with FeatureReader(out) as reader, FeatureReader(others) as plain:
+        found = features_of_file(dataset, reader.provenance, turned / "1.jpg")["embedding"]
+        assert np.abs(found - reader["embedding"][1]).max() <= 1e-5 * np.abs(found).max()
+        assert np.abs(found - plain["embedding"][1]).max() > 1e-3 * np.abs(found).max()
+    assert not recheck(out, 4, workers=0).faults
+
+
+def test_a_config_file_has_the_keys_and_a_wrong_value_is_an_error(turned: Path, tmp_path: Path) -> None:
+    config = tmp_path / "job.yaml"
+    config.write_text(
+        f"images: {turned}\nout: {tmp_path / 'out'}\nbackbone: timm/test_resnet\nweights: random\nsize: 64\ncrop: 64\n"
+        "device: cpu\norientation: ignore\nicc: srgb\nworkers: 0\ncompile: 'off'\n"
+    )
+    assert run("embed", "--config", str(config)).startswith("0 ")
+    recorded = json.loads((tmp_path / "out" / "dataset.json").read_text())
+    assert "ignored" in json.dumps(recorded)
+    config.write_text(config.read_text().replace("icc: srgb", "icc: adobe"))
+    assert run("embed", "--config", str(config)).startswith("2 ")
+
+
+# Dark 16-bit pictures
+
+
+def twelve_in_sixteen(dark: bool, kind: str) -> bytes:
+    samples = (np.arange(30 * 40, dtype=np.uint16) * 3).reshape(30, 40) * (1 if dark else 16)
+    if kind == "RGB PNG":
+        from tests.extract.images.test_pictures import deep_png
+
+        return deep_png(np.stack([samples] * 3, axis=2), 2)
+    if kind == "RGB TIFF":
+        from tests.extract.images.test_pictures import tiff
+
+        return tiff(np.stack([samples] * 3, axis=2).astype("<u2").tobytes(), 40, 30, [16] * 3, 2)
+    return encoded(Image.fromarray(samples), kind)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "JPEG2000", "RGB PNG", "RGB TIFF"])
+def test_twelve_bits_in_sixteen_are_noticed(kind: str) -> None:
+    assert too_dark(decode(twelve_in_sixteen(True, kind)))
+    assert not too_dark(decode(twelve_in_sixteen(False, kind)))
+
+
+def test_black_and_8_bit_pictures_are_not_taken_for_twelve_bits() -> None:
+    assert not too_dark(decode(encoded(Image.fromarray(np.zeros((9, 9), np.uint16)), "PNG")))
+    assert not too_dark(decode(encoded(Image.new("RGB", (9, 9), (3, 3, 3)), "PNG")))
+    assert not too_dark(decode(encoded(Image.new("RGB", (9, 9), (3, 3, 3)), "TIFF")))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_says_once_which_file_looks_like_twelve_bits(tmp_path: Path, workers: int) -> None:
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    PICTURE.save(folder / "a.png")
+    for name in ("b.png", "c.png", "d.png"):
+        (folder / name).write_bytes(twelve_in_sixteen(True, "PNG") + name.encode())
+    words = [word if word != "0" else str(workers) for word in TINY]
+    printed = run("embed", str(folder), "-o", str(tmp_path / "out"), *words, "--batch-size", "1")
+    assert printed.count("16-bit pixels") == 1
+    assert "note: b.png: its 16-bit pixels are all below 4,096" in printed
+    assert "multiply their pixels by 16" in printed
+    assert "16-bit" not in run("embed", str(folder), "-o", str(tmp_path / "out"), *words)  # nothing to do
+    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=TINY_INPUT)
+    with pytest.warns(UserWarning, match=r"b\.png: its 16-bit pixels") as warned:
+        extract_features(folder, out=tmp_path / "x", backbone=backbone, workers=workers, progress=False).close()
+    assert len([warning for warning in warned if "16-bit" in str(warning.message)]) == 1
+
+
+def test_a_batch_names_the_rows_that_look_like_twelve_bits(tmp_path: Path) -> None:
+    for i in range(3):
+        (tmp_path / f"{i}.png").write_bytes(twelve_in_sixteen(i == 1, "PNG"))
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        decoding = Decoding(lambda picture: torch.from_numpy(np.array(picture)), workers=1)
+        [batch] = load_batches(list_images(tmp_path), [[0, 1, 2]], decoding)
+    assert list(batch.notes) == [1]
