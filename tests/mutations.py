@@ -150,9 +150,9 @@ MUTATIONS = (
         ("test_commands_compute_again_as_it_is_recorded",),
     ),
     Mutation(
-        "A transform of a library may make pictures of any size with PyTorch.",
-        "        if func is torch.nn.functional.interpolate:",
-        "        if func is None:",
+        "A transform of a library may make pictures of any size.",
+        "            shorter = round(min(self.crop_px) * _LIBRARY_RESIZES)",
+        "            return",
         ("test_no_transform_makes_a_huge_picture_of_a_thin_one",),
     ),
     Mutation(

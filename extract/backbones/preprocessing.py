@@ -22,13 +22,13 @@ from torchvision.transforms.v2 import functional as tensors
 
 from extract import defaults
 from extract.errors import InputError, first_line, unknown_name
-from extract.system.picture_limit import limited_pictures
 
 __all__ = [
     "IDENTITY", "OVERRIDES", "Preprocessing", "check_normalisation", "from_hf", "from_open_clip", "from_timm",
     "from_torchvision", "from_transform", "overridden",
 ]  # fmt: skip
 
+_LIBRARY_RESIZES = 1.15  # the side to which a library's transform resizes, as a ratio to that of the input
 _SHOWN = 120  # characters of a library's own transform in messages
 _MAX_SIDE_PX = 8192  # of an input; a larger value is taken for a typing error
 # Values that the user may give in place of the library's own.
@@ -96,10 +96,22 @@ class Preprocessing:
             (H, W, 3) uint8, or (3, H, W) float32 from a library's own transform.
 
         Raises:
-            ValueError: the picture is so thin that it would be resized to more pixels than `limited_pictures` permits.
+            ValueError: the picture is so thin that it would be resized to more than `defaults.MAX_PIXELS`.
         """
-        with limited_pictures(picture.size):
-            return self.library_transform(picture) if self.library_transform else self._resized_and_cropped(picture)
+        self._check_not_thin(picture)
+        return self.library_transform(picture) if self.library_transform else self._resized_and_cropped(picture)
+
+    def _check_not_thin(self, picture: Image.Image) -> None:
+        """Raise ValueError if a picture of this shape would take too much memory when its shorter side is resized."""
+        shorter = self.resize_px
+        if self.library_transform is not None:  # resizes in an unknown way; the usual way is to the input or 1/7 more
+            shorter = round(min(self.crop_px) * _LIBRARY_RESIZES)
+        pixels = shorter**2 * max(picture.size) / min(picture.size) if isinstance(shorter, int) else 0
+        if pixels > defaults.MAX_PIXELS:
+            raise ValueError(
+                f"{picture.width}x{picture.height} pixels: too thin; with a shorter side of {shorter}, it would have "
+                f"{pixels:,.0f} pixels; the limit is {defaults.MAX_PIXELS:,}"
+            )
 
     def _resized_and_cropped(self, picture: Image.Image) -> Tensor:
         size = [self.resize_px] if isinstance(self.resize_px, int) else list(self.resize_px)

@@ -83,7 +83,7 @@ def decode(
     try:
         with warnings.catch_warnings(), _settings_of_pillow(max_pixels):
             warnings.simplefilter("ignore")  # about odd metadata, and pictures of over half of max_pixels
-            with Image.open(io.BytesIO(data), formats=formats) as image, errors_of_libtiff(image.format):
+            with Image.open(io.BytesIO(data), formats=formats) as image, errors_of_libtiff(image):
                 check_whole(data, image)
                 if min_decode_px and image.format == "JPEG":
                     image.draft(None, _no_smaller(image.size, min_decode_px))  # scaled by the inverse DCT
@@ -122,7 +122,7 @@ def decode_partly(data: bytes, max_pixels: int) -> Image.Image | None:
     try:
         with warnings.catch_warnings(), _settings_of_pillow(max_pixels, truncated=True):
             warnings.simplefilter("ignore")
-            with Image.open(io.BytesIO(data), formats=formats) as image, errors_of_libtiff(image.format):
+            with Image.open(io.BytesIO(data), formats=formats) as image, errors_of_libtiff(image):
                 image.load()
                 picture = to_picture(image)
     except Exception:  # see `decode`

@@ -32,7 +32,6 @@ from extract.images.image_list import ImageList
 from extract.images.sources import UNKNOWN, BrokenListError, ImageSource, UnreachableError
 from extract.images.worker_deaths import WorkerDeaths
 from extract.row_status import Status
-from extract.system.picture_limit import limited_pictures
 
 __all__ = ["Batch", "Batches", "Decoding", "load_batches"]
 
@@ -199,8 +198,7 @@ class _Decoded(Dataset[Item | LayertapError]):
             of_another = status is Status.IO_ERROR or isinstance(error, MemoryError)
             return Item(row, None, status, reason, size, mtime_ns, content_hash, _kind(error) if of_another else "")
         try:
-            with limited_pictures(picture.size, self._max_pixels):
-                image = self._cpu_transform(picture)
+            image = self._cpu_transform(picture)
         except Exception as error:  # a user's transform may raise any type
             if is_of_the_machine(error):
                 return _machine_error(error, row)

@@ -27,7 +27,6 @@ from extract.backbones.preprocessing import Preprocessing, from_hf, from_transfo
 from extract.images import Decoding, ImageList, decode, list_images, load_batches
 from extract.images.sources import TooLargeError, read_remote
 from extract.row_status import Status
-from extract.system.picture_limit import limited_pictures
 from tests.conftest import make_picture
 
 
@@ -140,22 +139,6 @@ def clip(picture: Image.Image) -> torch.Tensor:
     return torch.as_tensor(transformers.CLIPImageProcessor()(picture, return_tensors="pt")["pixel_values"][0])
 
 
-def padded_by_pillow(picture: Image.Image) -> torch.Tensor:
-    square = Image.new("RGB", (max(picture.size),) * 2)
-    square.paste(picture)
-    return transforms.functional.to_tensor(square.resize((64, 64)))
-
-
-def padded_by_torch(picture: Image.Image) -> torch.Tensor:
-    pixels, side = transforms.functional.to_tensor(picture), max(picture.size)
-    pixels = torch.nn.functional.pad(pixels, (0, side - picture.width, 0, side - picture.height))
-    return torch.nn.functional.interpolate(pixels[None], (64, 64))[0]
-
-
-def cropped_beyond(picture: Image.Image) -> torch.Tensor:
-    return transforms.functional.to_tensor(picture.crop((0, 0, max(picture.size), max(picture.size))).resize((64, 64)))
-
-
 OWN = Preprocessing(64, (64, 64), "bilinear", (0.0,) * 3, (1.0,) * 3)
 TRANSFORMS: dict[str, Callable[[], Preprocessing]] = {
     "own": lambda: OWN,
@@ -168,9 +151,6 @@ TRANSFORMS: dict[str, Callable[[], Preprocessing]] = {
     "torchvision, on tensors": lambda: from_transform(
         v2.Compose([v2.PILToTensor(), v2.Resize(64), v2.CenterCrop(64), v2.ToDtype(torch.float32, scale=True)]), "x"
     ),
-    "a square by Pillow": lambda: from_transform(padded_by_pillow, "x"),
-    "a square by PyTorch": lambda: from_transform(padded_by_torch, "x"),
-    "a square by a crop": lambda: from_transform(cropped_beyond, "x"),
 }
 
 
@@ -179,7 +159,7 @@ TRANSFORMS: dict[str, Callable[[], Preprocessing]] = {
 def test_no_transform_makes_a_huge_picture_of_a_thin_one(name: str, size: tuple[int, int]) -> None:
     preprocessing = TRANSFORMS[name]()
     before = peak_mb()
-    message = rf"^{size[0]}x{size[1]} pixels: too thin; .* limit is 178,956,970 pixels; --max-pixels raises it$"
+    message = rf"^{size[0]}x{size[1]} pixels: too thin; .*; the limit is 178,956,970$"
     with pytest.raises(ValueError, match=message):
         preprocessing.cpu_transform(Image.new("RGB", size))
     assert peak_mb() - before < 300
@@ -188,24 +168,11 @@ def test_no_transform_makes_a_huge_picture_of_a_thin_one(name: str, size: tuple[
     assert expected is None or torch.equal(preprocessing.cpu_transform(small), expected)
 
 
-def test_a_transform_of_a_user_is_limited_where_images_are_loaded_and_a_higher_limit_raises_its_own(
-    tmp_path: Path,
-) -> None:
-    Image.new("RGB", (30_000, 1)).save(tmp_path / "thin.png")
+def test_a_thin_picture_is_a_row_with_a_reason(tmp_path: Path) -> None:
+    Image.new("RGB", (65_000, 1)).save(tmp_path / "thin.png")
     images = list_images(tmp_path)
-    [batch] = load_batches(images, [[0]], Decoding(lambda picture: padded_by_pillow(picture), workers=1))
+    preprocessing = TRANSFORMS["torchvision, on pictures"]()
+    [batch] = load_batches(images, [[0]], Decoding.for_preprocessing(preprocessing, defaults.MAX_PIXELS, workers=1))
     assert batch.status.tolist() == [Status.DECODE_ERROR]
-    assert "would make it 30000x30000, and the limit is 178,956,970" in batch.reasons[0]
+    assert "65000x1 pixels: too thin" in batch.reasons[0]
     assert not batch.suspect
-    with limited_pictures((30_000, 1), 30_000**2), pytest.raises(ValueError, match="limit is 900,000,000"):
-        Image.new("RGB", (30_000, 30_001))
-    with limited_pictures((9, 9), 100):  # a limit for decoding does not forbid to enlarge
-        assert Image.new("L", (200, 200)).resize((300, 300)).size == (300, 300)
-
-
-def test_pillow_is_as_it_was_after_a_transform() -> None:
-    functions = Image.Image.resize, Image.Image.crop, Image.new
-    OWN.cpu_transform(make_picture(1))
-    with limited_pictures((1, 1)):
-        assert Image.new is not functions[2]
-    assert (Image.Image.resize, Image.Image.crop, Image.new) == functions
