@@ -89,8 +89,8 @@ class Trial:
         """Return the position of the images in one tensor.
 
         Raises:
-            InputError: the rows of the tensor are not the images, or it is missing in some forwards, or not floating
-                point.
+            InputError: the rows of the tensor are not the images, or it is missing in some forwards, empty, not dense,
+                or not floating point.
         """
         together = self.record[site]
         if site not in self._reversed.sites.values():
@@ -98,8 +98,12 @@ class Trial:
         lone = [record[site] for record in self._alone if site in record.sites.values()]
         if len(lone) < len(self._alone):
             raise InputError("it does not run for every picture")
+        if together.is_nested or together.layout is not torch.strided or together.is_meta:
+            raise InputError("its output is not a dense tensor with values")
         if not together.is_floating_point():
             raise InputError(f"its output is {together.dtype}; features must be floating point")
+        if not together.numel():
+            raise InputError(f"its output is empty, {tuple(together.shape)} for {self._count} images")
         rows = self._axis(site, together, lone[0])
         alone = [rows.by_image(output)[0] for output in lone]
         # Distance of each picture to the nearest other picture.

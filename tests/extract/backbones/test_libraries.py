@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Callable
 from importlib.metadata import version
@@ -357,6 +358,62 @@ def test_a_folder_of_hf_that_lacks_weights_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").unlink()
     with pytest.raises(InputError, match="preprocessor_config|image processor"):
         load_backbone(f"hf/{tmp_path}", device="cpu")
+
+
+class _Code:
+    def __init__(self, trace: Path):
+        self.trace = trace
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.trace,)
+
+
+DAMAGE = {
+    "config.json": [b"", b"null", b"[]", b"3", b"{", b"\xff\xfe", b"[" * 100_000, None],
+    "preprocessor_config.json": [b"", b"null", b"[]", b"3", b"{", b"\xff\xfe", None],
+    "model.safetensors": [b"", b"{}", bytes(500), b"PK", b"version https://git-lfs.github.com/spec/v1", None],
+    "pytorch_model.bin": [b"", bytes(500), b"<html>", b"PK", None],
+    "model.safetensors.index.json": [b"", b"null", b"[]", b"{}"],
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_file_in_a_folder_of_hf_is_one_line(name: str, tmp_path: Path) -> None:
+    hf_vit(tmp_path)
+    model = tmp_path / "model"
+    if "model" in name:
+        (model / "model.safetensors").unlink()
+    for content in DAMAGE[name]:
+        path = model / name
+        path.unlink(missing_ok=True)
+        path.mkdir() if content is None else path.write_bytes(content)
+        with pytest.raises(LayertapError) as raised:
+            load_backbone(f"hf/{model}", device="cpu")
+        assert len(str(raised.value).splitlines()) == 1
+        assert f"hf/{model}" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("hidden_act", "nonsense"), ("num_attention_heads", 0), ("patch_size", []), ("layer_norm_eps", "x"),
+     ("architectures", -1), ("model_type", []), ("dtype", "x")],
+)  # fmt: skip
+def test_a_setting_of_hf_that_cannot_be_is_one_line(key: str, value: Any, tmp_path: Path) -> None:
+    hf_vit(tmp_path)
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    with pytest.raises(InputError, match="has a damaged or unknown file") as raised:
+        load_backbone(f"hf/{path.parent}", device="cpu")
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def test_code_in_the_weights_of_a_folder_of_hf_does_not_run(tmp_path: Path) -> None:
+    hf_vit(tmp_path)
+    (tmp_path / "model" / "model.safetensors").unlink()
+    torch.save(_Code(tmp_path / "code-has-run"), tmp_path / "model" / "pytorch_model.bin")
+    with pytest.raises(InputError, match="holds objects other than tensors, and loading them could run code"):
+        load_backbone(f"hf/{tmp_path / 'model'}", device="cpu")
+    assert not (tmp_path / "code-has-run").exists()
 
 
 def test_weights_from_a_file_and_random_ones_go_into_a_model_of_hf(tmp_path: Path) -> None:
