@@ -23,9 +23,16 @@ from torch import Tensor, nn
 from extract.backbones.backbone import LoadedBackbone, LoadRequest
 from extract.backbones.output_as_embedding import with_own_output
 from extract.backbones.preprocessing import Preprocessing, from_transform, overridden
-from extract.backbones.user_code import code_sha256, function_from, importing_from
+from extract.backbones.user_code import (
+    code_sha256,
+    evaluated,
+    function_from,
+    importing_from,
+    model_and_transform,
+)
 from extract.backbones.weights import Weights, build_with_weights, weights_sha256
-from extract.errors import InputError, first_line
+from extract.errors import InputError
+from extract.system.foreign_code import described
 
 __all__ = ["load"]
 
@@ -72,7 +79,7 @@ def load(request: LoadRequest) -> LoadedBackbone:
     title = f"{path.name}:{factory_name} of code with sha256 {code_sha256(path.parent, files)}"
     preprocessing = _preprocessing(built[-1][1], title, path, factory_name)
     size = overridden(preprocessing, request.preprocessing).crop_px
-    model, no_embedding, notes = with_own_output(model.eval(), size)
+    model, no_embedding, notes = with_own_output(evaluated(model, f"the model of {path}:{factory_name}()"), size)
     return LoadedBackbone(
         spec=f"python/{path}:{factory_name}",
         architecture=f"python/{title}",
@@ -88,16 +95,9 @@ def _run_factory(factory: Callable[[], Any], path: Path, name: str) -> tuple[nn.
     try:
         returned = factory()
     except Exception as error:
-        raise InputError(f"{path}:{name}() failed: {type(error).__name__}: {first_line(error)}") from error
-    if isinstance(returned, tuple) and len(returned) == 2:
-        model, transform = returned
-        if isinstance(model, nn.Module) and callable(transform):
-            return model, transform
-    kind = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else type(returned).__name__
-    raise InputError(
-        f"{path}:{name}() returned {kind}; expected (model, transform), where the transform maps an RGB picture to a "
-        "(3, H, W) float32 tensor"
-    )
+        raise InputError(f"{path}:{name}() failed: {described(error)}") from error
+    expected = "(model, transform), where the transform maps an RGB picture to a (3, H, W) float32 tensor"
+    return model_and_transform(returned, f"{path}:{name}()", expected)
 
 
 def _preprocessing(transform: Callable[..., Tensor], title: str, path: Path, name: str) -> Preprocessing:

@@ -22,6 +22,7 @@ from torchvision.transforms import functional as F
 from torchvision.transforms.v2 import functional as tensors
 
 from extract.errors import InputError, first_line, unknown_name
+from extract.system.foreign_code import exits_refused
 
 __all__ = [
     "IDENTITY", "OVERRIDES", "Preprocessing", "from_hf", "from_open_clip", "from_timm", "from_torchvision",
@@ -95,9 +96,11 @@ class Preprocessing:
 
         Raises:
             ValueError: the picture is so thin that the resized picture would have more than 179 million pixels.
+            InputError: a user's transform called `sys.exit`.
         """
         if self.library_transform is not None:
-            return self.library_transform(picture)
+            with exits_refused():
+                return self.library_transform(picture).detach()  # worker processes cannot send a tensor with a graph
         size = [self.resize_px] if isinstance(self.resize_px, int) else list(self.resize_px)
         if len(size) == 1 and size[0] ** 2 * max(picture.size) / min(picture.size) > _MAX_RESIZED_PX:
             raise ValueError(f"{picture.width}x{picture.height} pixels: too thin for a shorter side of {size[0]}")
@@ -300,6 +303,8 @@ def from_transform(transform: Transform, name: str) -> Preprocessing:
         if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32 or tensor.ndim != 3 or tensor.shape[0] != 3:
             found = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise InputError(f"maps an RGB picture to {found}; expected (3, H, W) float32")
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            raise InputError("maps an RGB picture to a tensor that is not dense or has no values")
         sizes.add((int(tensor.shape[1]), int(tensor.shape[2])))
     if len(sizes) > 1:
         raise InputError(f"returns tensors of several sizes, {sorted(sizes)}; expected the same size for all pictures")

@@ -11,9 +11,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from extract.errors import InputError, first_line, unknown_name
+from torch import nn
+from torch.jit import ScriptModule
 
-__all__ = ["code_sha256", "function_from", "importing_from"]
+from extract.errors import InputError, unknown_name
+from extract.system.foreign_code import described
+
+__all__ = ["code_sha256", "evaluated", "function_from", "importing_from", "model_and_transform"]
 
 
 @contextlib.contextmanager
@@ -64,12 +68,67 @@ def function_from(path: Path, name: str, kind: str = "function") -> Callable[...
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise InputError(f"{path} cannot be imported: {type(error).__name__}: {first_line(error)}") from error
+        raise InputError(f"{path} cannot be imported: {described(error)}") from error
     functions = {key: value for key, value in vars(module).items() if callable(value) and not key.startswith("_")}
     if name not in functions:
         raise unknown_name(kind, name, functions, str(path))
     function: Callable[..., Any] = functions[name]
     return function
+
+
+def model_and_transform(returned: object, what: str, expected: str) -> tuple[nn.Module, Callable[..., Any]]:
+    """Return the result of a user's function if it is (model, transform).
+
+    Args:
+        returned: the result.
+        what: the function, named in errors.
+        expected: the expected result, named in errors.
+
+    Raises:
+        InputError: it is something else, or the model is not one that hooks can be registered on.
+    """
+    if isinstance(returned, tuple) and len(returned) == 2:
+        model, transform = returned
+        if isinstance(model, ScriptModule):
+            raise InputError(
+                f"{what} returned a scripted or traced model, whose code ignores hooks; return the Python module that "
+                "it was created from"
+            )
+        if isinstance(model, nn.Module) and callable(transform):
+            return model, transform
+    kinds = [_kind(part) for part in returned] if isinstance(returned, tuple) else []
+    found = f"({', '.join(kinds)})" if kinds else _kind(returned)
+    raise InputError(f"{what} returned {found}; expected {expected}")
+
+
+def _kind(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
+def evaluated(model: nn.Module, what: str) -> nn.Module:
+    """Set a user's model to evaluation mode and return it; its own `eval` may have a fault.
+
+    Args:
+        model: the model.
+        what: the model, named in errors.
+
+    Raises:
+        InputError: `eval` fails, or neither returns the model nor changes its mode.
+    """
+    try:
+        returned: object = model.eval()
+    except Exception as error:
+        exported = "; if torch.export made it, return the Python module that it was exported from"
+        remedy = exported if isinstance(error, NotImplementedError) else ""
+        raise InputError(f"{what} cannot be set to evaluation mode: {described(error)}{remedy}") from error
+    if isinstance(returned, nn.Module):
+        return returned
+    if model.training:
+        raise InputError(
+            f"eval() of {what} returned {type(returned).__name__} and left the model in training mode; an override of "
+            "eval() or train() must call the method of nn.Module, and return the model"
+        )
+    return model
 
 
 def code_sha256(folder: Path, files: Iterable[Path]) -> str:

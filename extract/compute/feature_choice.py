@@ -16,6 +16,7 @@ from extract.backbones import LoadedBackbone
 from extract.backbones.output_as_embedding import WithEmbedding
 from extract.compute.pooling import Layout, pool, pooling_names, recognise, reduction, resolve_pooling
 from extract.errors import InputError, LayertapError, UnknownNameError, first_line
+from extract.system.foreign_code import exits_refused
 from extract.taps.batch_axis import BatchAxis, Trial
 from extract.taps.layer_names import is_glob, match_layers, named_layers
 from extract.taps.record import Record, Site, What, split_text
@@ -147,7 +148,8 @@ def _trial(backbone: LoadedBackbone, requests: Sequence[_Request]) -> Trial:
     pictures = torch.randint(0, 256, (_TRIAL_IMAGES, height, width, 3), dtype=torch.uint8, generator=generator)
     images = backbone.preprocessing.to_input(pictures.to(backbone.device))
     try:
-        return Trial(backbone.model, images, [(request.layer, request.what) for request in requests])
+        with exits_refused():
+            return Trial(backbone.model, images, [(request.layer, request.what) for request in requests])
     except LayertapError:
         raise
     except Exception as error:
