@@ -19,7 +19,7 @@ from torch import nn
 from extract.backbones.backbone import LoadedBackbone, LoadRequest, downloading
 from extract.backbones.output_as_embedding import with_own_output
 from extract.backbones.preprocessing import OVERRIDES, Preprocessing, from_transform, overridden
-from extract.backbones.user_code import code_sha256, evaluated, importing_from, model_and_transform
+from extract.backbones.user_code import code_sha256, evaluated, importing_from, model_and_transform, stated_tokens
 from extract.backbones.weights import Weights, build_with_weights, is_named, weights_sha256
 from extract.errors import InputError, unknown_name
 from extract.system.foreign_code import described
@@ -83,6 +83,7 @@ def load(request: LoadRequest) -> LoadedBackbone:
             "--interpolation --mean --std",
         )
     size = overridden(preprocessing, request.preprocessing).crop_px
+    tokens = stated_tokens(model, f"the model of {spec}")
     model, no_embedding, embedding_notes = with_own_output(evaluated(model, f"the model of {spec}"), size)
     return LoadedBackbone(
         spec=f"hub/{folder}:{entry}" if local else spec,
@@ -92,6 +93,7 @@ def load(request: LoadRequest) -> LoadedBackbone:
         preprocessing=preprocessing,
         no_embedding=no_embedding,
         notes=(*notes, *embedding_notes),
+        **tokens._asdict(),
     )
 
 

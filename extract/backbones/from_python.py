@@ -5,7 +5,10 @@ The factory takes no arguments and returns the model and its preprocessing:
     def factory():
         model = MyNet()
         model.load_state_dict(torch.load("weights.pth", weights_only=True))
-        return model, transform        # RGB picture -> (3, H, W) float32
+        return model, transform        # RGB picture -> (3, H, W) float32, the same in every call
+
+A vision transformer states the number of tokens before its patch tokens (class token, registers), so that tokens can be
+pooled: `model.num_prefix_tokens = 1`. See `extract.backbones.user_code.stated_tokens`.
 
 The code of the file is run: name only files that you trust. This code, and that of the neighbouring files it imports,
 is part of the fingerprint.
@@ -29,6 +32,7 @@ from extract.backbones.user_code import (
     function_from,
     importing_from,
     model_and_transform,
+    stated_tokens,
 )
 from extract.backbones.weights import Weights, build_with_weights, weights_sha256
 from extract.errors import InputError
@@ -79,7 +83,9 @@ def load(request: LoadRequest) -> LoadedBackbone:
     title = f"{path.name}:{factory_name} of code with sha256 {code_sha256(path.parent, files)}"
     preprocessing = _preprocessing(built[-1][1], title, path, factory_name)
     size = overridden(preprocessing, request.preprocessing).crop_px
-    model, no_embedding, notes = with_own_output(evaluated(model, f"the model of {path}:{factory_name}()"), size)
+    what = f"the model of {path}:{factory_name}()"
+    tokens = stated_tokens(model, what)
+    model, no_embedding, notes = with_own_output(evaluated(model, what), size)
     return LoadedBackbone(
         spec=f"python/{path}:{factory_name}",
         architecture=f"python/{title}",
@@ -88,6 +94,7 @@ def load(request: LoadRequest) -> LoadedBackbone:
         preprocessing=preprocessing,
         no_embedding=no_embedding,
         notes=notes,
+        **tokens._asdict(),
     )
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.jit import ScriptModule
@@ -17,7 +17,10 @@ from torch.jit import ScriptModule
 from extract.errors import InputError, unknown_name
 from extract.system.foreign_code import described
 
-__all__ = ["code_sha256", "evaluated", "function_from", "importing_from", "model_and_transform"]
+__all__ = [
+    "TokenLayout", "code_sha256", "evaluated", "function_from", "importing_from", "model_and_transform",
+    "stated_tokens",
+]  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -129,6 +132,39 @@ def evaluated(model: nn.Module, what: str) -> nn.Module:
             "eval() or train() must call the method of nn.Module, and return the model"
         )
     return model
+
+
+class TokenLayout(NamedTuple):
+    """What a user's model states about the tokens of its layers; see `LoadedBackbone` for the attributes."""
+
+    prefix_tokens: int
+    class_token: bool
+    reads_class_token: bool
+    patches: int | None
+
+
+def stated_tokens(model: nn.Module, what: str) -> TokenLayout:
+    """Read the tokens of a model from its attributes, which have the names that timm gives them.
+
+    `num_prefix_tokens`: number of tokens before the patch tokens; 0 if absent. `has_class_token`: whether the first of
+    them is a class token; True if absent. `global_pool`: "token" if the embedding is the class token.
+    `patch_embed.num_patches`: number of patches, needed for unusual patch sizes only. The position of tokens cannot be
+    measured, so nothing is inferred from the number of tokens: a class token may be in any place.
+
+    Args:
+        model: the model.
+        what: the model, named in errors.
+
+    Raises:
+        InputError: `num_prefix_tokens` is not an integer from 0.
+    """
+    count = getattr(model, "num_prefix_tokens", 0)
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        raise InputError(f"num_prefix_tokens of {what} is {count!r}; expected an integer from 0")
+    class_token = count > 0 and bool(getattr(model, "has_class_token", True))
+    reads_class_token = class_token and getattr(model, "global_pool", None) == "token"
+    patches = getattr(getattr(model, "patch_embed", None), "num_patches", None)
+    return TokenLayout(count, class_token, reads_class_token, patches if isinstance(patches, int) else None)
 
 
 def code_sha256(folder: Path, files: Iterable[Path]) -> str:

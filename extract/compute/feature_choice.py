@@ -14,6 +14,7 @@ import torch
 
 from extract.backbones import LoadedBackbone
 from extract.backbones.output_as_embedding import WithEmbedding
+from extract.backbones.sources import SOURCES
 from extract.compute.pooling import Layout, pool, pooling_names, recognise, reduction, resolve_pooling
 from extract.errors import InputError, LayertapError, UnknownNameError, first_line
 from extract.system.foreign_code import exits_refused
@@ -178,7 +179,16 @@ def _absent(backbone: LoadedBackbone, record: Record, request: _Request) -> Laye
     )
 
 
+def _hint(backbone: LoadedBackbone, shape: tuple[int, ...]) -> str:
+    """Return how a user's own model says where the patches begin in tokens of a shape (T, C)."""
+    source = SOURCES.get(backbone.spec.partition("/")[0])
+    if len(shape) != 2 or source is None or not source.runs_code or backbone.prefix_tokens:
+        return ""
+    return ". If tokens precede the patch tokens, set their number as model.num_prefix_tokens"
+
+
 def _feature(backbone: LoadedBackbone, name: str, pooling: str, site: Site, trial: Trial) -> Feature:
+    shape: tuple[int, ...] = ()
     try:
         rows = trial.rows(site)
         values = rows.by_image(trial.record[site])
@@ -188,7 +198,7 @@ def _feature(backbone: LoadedBackbone, name: str, pooling: str, site: Site, tria
         )
         resolved = resolve_pooling(pooling, layout, shape, backbone.reads_class_token)
     except InputError as error:
-        raise InputError(f"layer {site.text()!r} of {backbone.spec}: {error}") from None
+        raise InputError(f"layer {site.text()!r} of {backbone.spec}: {error}{_hint(backbone, shape)}") from None
     return Feature(
         name=name,
         site=site,
