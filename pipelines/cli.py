@@ -44,7 +44,7 @@ class _Commands(click.Group):
                 stream.reconfigure(errors="backslashreplace")  # file names may have undecodable bytes
         signals = end_on_signals()
         try:
-            with exits_refused(), own_faults_refused():
+            with exits_refused(), own_faults_refused(_DISK_ERRORS | _OPEN_FILES_ERRORS | {errno.ENOMEM}):
                 return super().invoke(ctx)
         except LayertapError as error:
             click.secho(f"error: {error}", fg="red", err=True)

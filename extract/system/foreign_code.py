@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from extract.errors import InputError, LayertapError, first_line
@@ -42,8 +42,11 @@ def exits_refused() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def own_faults_refused() -> Iterator[None]:
+def own_faults_refused(reported: Collection[int]) -> Iterator[None]:
     """Context manager: an error of one line for an exception from a user's own code, such as a model or a loss.
+
+    Args:
+        reported: `errno` of each OSError that the caller reports, such as a full disk, wherever it was raised.
 
     Raises:
         InputError: code that is not installed raised an exception, or called a library that did.
@@ -53,7 +56,7 @@ def own_faults_refused() -> Iterator[None]:
     except (LayertapError, MemoryError):
         raise
     except Exception as error:
-        if _place(error) is None:
+        if _place(error) is None or (isinstance(error, OSError) and error.errno in reported):
             raise
         raise InputError(described(error)) from error
 

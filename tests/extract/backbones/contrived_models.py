@@ -219,13 +219,13 @@ def output_fails() -> Pair:
 
 
 class _FailsFrom(Net):
-    def __init__(self, number: int):
+    def __init__(self, number: int, fail: Callable[[], Any] = _fail):
         super().__init__()
-        self.number = number
+        self.number, self.fail = number, fail
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = super().forward(x)
-        return _fail() if self.forwards >= self.number else y
+        return self.fail() if self.forwards >= self.number else y
 
 
 def fails_at_the_second_forward() -> Pair:
@@ -234,6 +234,10 @@ def fails_at_the_second_forward() -> Pair:
 
 def fails_in_the_first_batch() -> Pair:
     return _FailsFrom(7), transform
+
+
+def reads_a_file_in_the_first_batch() -> Pair:
+    return _FailsFrom(7, lambda: open("no-such-file")), transform  # noqa: PTH123
 
 
 def needs_batches() -> Pair:

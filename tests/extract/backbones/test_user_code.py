@@ -55,6 +55,7 @@ FAULTS = {
     "output_fails": "the model failed on a zero input .*: RuntimeError: no such luck",
     "fails_at_the_second_forward": r"RuntimeError: no such luck \(.*contrived_models.py, line ",
     "fails_in_the_first_batch": r"RuntimeError: no such luck \(.*contrived_models.py, line ",
+    "reads_a_file_in_the_first_batch": r"FileNotFoundError: .*no-such-file' \(.*contrived_models.py, line ",
     "needs_batches": r"RuntimeError: no such luck \(.*contrived_models.py, line ",
     "a_class": r"returned \(the class Net, Compose\); expected \(model, transform\)",
     "a_class_of_a_transform": "failed on an RGB picture: TypeError",
