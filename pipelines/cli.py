@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from extract.errors import InputError, LayertapError, LockedError, UnknownNameError, first_line
+from extract.system.foreign_code import exits_refused, own_faults_refused
 from pipelines import demo
 from pipelines.data_sets import command as data_sets
 from pipelines.embed import command as embed
@@ -55,7 +56,8 @@ class _Commands(click.Group):
                 stream.reconfigure(errors="backslashreplace")  # file names may have undecodable bytes
         signals = end_on_signals()
         try:
-            return super().invoke(ctx)
+            with exits_refused(), own_faults_refused(_DISK_ERRORS | _OPEN_FILES_ERRORS | {errno.ENOMEM}):
+                return super().invoke(ctx)
         except LayertapError as error:
             click.secho(f"error: {error}", fg="red", err=True)
             ctx.exit(

@@ -99,6 +99,25 @@ MUTATIONS = (
         "if not same_gaps and not nearer and own > max(",
         ("test_no_mixture_or_order_of_images_passes_for_rows", "test_layers_whose_rows_are_not_the_images_are_refused"),
     ),
+    Mutation(
+        "A layer that mixes the images of a batch is refused as one that amplifies rounding.",
+        "_OF_AMPLIFIED = 1e-3",
+        "_OF_AMPLIFIED = 10.0",
+        ("test_a_network_that_amplifies_rounding_is_told_from_one_that_mixes_pictures",),
+    ),
+    # Code of users
+    Mutation(
+        "A transform that rarely changes a picture is not found to be random.",
+        'return "draws random numbers" if any(drawn) else ""',
+        'return ""',
+        ("test_a_random_transform_is_refused",),
+    ),
+    Mutation(
+        "A backbone that calls sys.exit ends the program.",
+        "    except SystemExit as stop:",
+        "    except ZeroDivisionError as stop:",
+        ("test_hub_code_cannot_end_the_program",),
+    ),
     # Pooling and choice of features
     Mutation(
         "The mean of tokens includes the class token.",

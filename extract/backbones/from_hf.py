@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,7 @@ from extract.backbones.catalogue_entry import Entry, count_parameters, without_w
 from extract.backbones.output_as_embedding import with_embedding
 from extract.backbones.preprocessing import IDENTITY, OVERRIDES, Preprocessing, from_hf, overridden
 from extract.backbones.text_tower import TextTower, too_long
-from extract.backbones.weights import Weights, build_with_weights, is_named, weights_sha256
+from extract.backbones.weights import UNSAFE, Weights, build_with_weights, is_named, weights_sha256
 from extract.errors import InputError, LayertapError, first_line
 from extract.system.optional_libraries import library
 from extract.taps.layer_names import is_glob, named_layers
@@ -100,7 +101,7 @@ def load(request: LoadRequest) -> LoadedBackbone:
     """
     transformers = library("transformers", "hf", "hf/")
     location = _location(request)
-    with _quiet(transformers):
+    with _quiet(transformers), _errors_of_library(request.spec):
         config = _config(transformers, request, location)
         preprocessing = _preprocessing(transformers, request, location)
         loaded = _load_model(transformers, request, location, config)
@@ -135,7 +136,7 @@ def load_text_tower(request: LoadRequest) -> TextTower:
     """Load the text tower of a model, see `load`; its tokenizer comes from the same place."""
     transformers = library("transformers", "hf", "hf/")
     location = _location(request)
-    with _quiet(transformers):
+    with _quiet(transformers), _errors_of_library(request.spec):
         config = _config(transformers, request, location)
         loaded = _load_model(transformers, request, location, config)
         model = loaded.model
@@ -178,11 +179,12 @@ def names(pattern: str) -> list[str]:
 def describe(spec: str, name: str) -> Entry:
     """Describe a model from its configuration, without its weights."""
     transformers = library("transformers", "hf", "hf/")
-    try:
-        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise LayertapError(f"{spec}: cannot read the configuration: {first_line(error)}") from error
-    model = without_weights(partial(transformers.AutoModel.from_config, config))
+    with _errors_of_library(spec):
+        try:
+            config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise LayertapError(f"{spec}: cannot read the configuration: {first_line(error)}") from error
+        model = without_weights(partial(transformers.AutoModel.from_config, config))
     vision = getattr(config, "vision_config", config)
     size = getattr(vision, "image_size", None)
     sides = (size, size) if isinstance(size, int) else tuple(size) if size else None
@@ -368,6 +370,25 @@ def _by_hand(name: str) -> str:
 
     files = ", ".join(hf_hub_url(name, file) for file in _BY_HAND)
     return f"download {files} into one folder, and name the folder: -b hf/FOLDER"
+
+
+@contextlib.contextmanager
+def _errors_of_library(spec: str) -> Iterator[None]:
+    """Context manager: convert exceptions of the library. A damaged or contrived file makes it raise any type.
+
+    Raises:
+        InputError: the library raised an exception.
+    """
+    try:
+        yield
+    except (LayertapError, MemoryError):
+        raise
+    except pickle.UnpicklingError as error:
+        raise InputError(f"{spec}: its weights file {UNSAFE}") from error
+    except Exception as error:
+        raise InputError(
+            f"{spec} has a damaged or unknown file: {type(error).__name__}: {first_line(error)}"
+        ) from error
 
 
 @contextlib.contextmanager

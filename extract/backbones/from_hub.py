@@ -19,9 +19,10 @@ from torch import nn
 from extract.backbones.backbone import LoadedBackbone, LoadRequest, downloading
 from extract.backbones.output_as_embedding import with_own_output
 from extract.backbones.preprocessing import OVERRIDES, Preprocessing, from_transform, overridden
-from extract.backbones.user_code import code_sha256, importing_from
+from extract.backbones.user_code import code_sha256, evaluated, importing_from, model_and_transform, stated_tokens
 from extract.backbones.weights import Weights, build_with_weights, is_named, weights_sha256
-from extract.errors import InputError, first_line, unknown_name
+from extract.errors import InputError, unknown_name
+from extract.system.foreign_code import described
 
 __all__ = ["load"]
 
@@ -82,7 +83,8 @@ def load(request: LoadRequest) -> LoadedBackbone:
             "--interpolation --mean --std",
         )
     size = overridden(preprocessing, request.preprocessing).crop_px
-    model, no_embedding, embedding_notes = with_own_output(model.eval(), size)
+    tokens = stated_tokens(model, f"the model of {spec}")
+    model, no_embedding, embedding_notes = with_own_output(evaluated(model, f"the model of {spec}"), size)
     return LoadedBackbone(
         spec=f"hub/{folder}:{entry}" if local else spec,
         architecture=f"hub/{title}",
@@ -91,6 +93,7 @@ def load(request: LoadRequest) -> LoadedBackbone:
         preprocessing=preprocessing,
         no_embedding=no_embedding,
         notes=(*notes, *embedding_notes),
+        **tokens._asdict(),
     )
 
 
@@ -108,17 +111,18 @@ def _run(request: LoadRequest, repository: str, entry: str, options: dict[str, A
             code = (folder / "hubconf.py").read_text(encoding="utf-8", errors="replace")
             known = re.findall(r"^def ([a-zA-Z]\w*)", code, re.MULTILINE)
             raise unknown_name("entry", entry, known, f"hub/{request.name.rpartition(':')[0]}") from error
-        raise InputError(f"{request.spec} failed: {type(error).__name__}: {first_line(error)}") from error
+        raise InputError(f"{request.spec} failed: {described(error)}") from error
 
 
 def _parts(spec: str, returned: Any) -> tuple[nn.Module, Any]:
-    if isinstance(returned, nn.Module):
-        return returned, None
-    if isinstance(returned, tuple) and len(returned) == 2:
-        model, transform = returned
-        if isinstance(model, nn.Module) and callable(transform):
-            return model, transform
-    raise InputError(f"{spec} returned {type(returned).__name__}; expected a model, or a tuple (model, transform)")
+    pair = (returned, _no_transform) if isinstance(returned, nn.Module) else returned
+    model, transform = model_and_transform(pair, spec, "a model, or a tuple (model, transform)")
+    return model, None if transform is _no_transform else transform
+
+
+def _no_transform(picture: Any) -> Any:
+    """Stand for the transform of an entry that returns only a model."""
+    raise NotImplementedError
 
 
 def _cached(repository: str) -> Path:

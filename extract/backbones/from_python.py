@@ -5,7 +5,10 @@ The factory takes no arguments and returns the model and its preprocessing:
     def factory():
         model = MyNet()
         model.load_state_dict(torch.load("weights.pth", weights_only=True))
-        return model, transform        # RGB picture -> (3, H, W) float32
+        return model, transform        # RGB picture -> (3, H, W) float32, the same in every call
+
+A vision transformer states the number of tokens before its patch tokens (class token, registers), so that tokens can be
+pooled: `model.num_prefix_tokens = 1`. See `extract.backbones.user_code.stated_tokens`.
 
 The code of the file is run: name only files that you trust. This code, and that of the neighbouring files it imports,
 is part of the fingerprint.
@@ -23,9 +26,17 @@ from torch import Tensor, nn
 from extract.backbones.backbone import LoadedBackbone, LoadRequest
 from extract.backbones.output_as_embedding import with_own_output
 from extract.backbones.preprocessing import Preprocessing, from_transform, overridden
-from extract.backbones.user_code import code_sha256, function_from, importing_from
+from extract.backbones.user_code import (
+    code_sha256,
+    evaluated,
+    function_from,
+    importing_from,
+    model_and_transform,
+    stated_tokens,
+)
 from extract.backbones.weights import Weights, build_with_weights, weights_sha256
-from extract.errors import InputError, first_line
+from extract.errors import InputError
+from extract.system.foreign_code import described
 
 __all__ = ["load"]
 
@@ -72,7 +83,9 @@ def load(request: LoadRequest) -> LoadedBackbone:
     title = f"{path.name}:{factory_name} of code with sha256 {code_sha256(path.parent, files)}"
     preprocessing = _preprocessing(built[-1][1], title, path, factory_name)
     size = overridden(preprocessing, request.preprocessing).crop_px
-    model, no_embedding, notes = with_own_output(model.eval(), size)
+    what = f"the model of {path}:{factory_name}()"
+    tokens = stated_tokens(model, what)
+    model, no_embedding, notes = with_own_output(evaluated(model, what), size)
     return LoadedBackbone(
         spec=f"python/{path}:{factory_name}",
         architecture=f"python/{title}",
@@ -81,6 +94,7 @@ def load(request: LoadRequest) -> LoadedBackbone:
         preprocessing=preprocessing,
         no_embedding=no_embedding,
         notes=notes,
+        **tokens._asdict(),
     )
 
 
@@ -88,16 +102,9 @@ def _run_factory(factory: Callable[[], Any], path: Path, name: str) -> tuple[nn.
     try:
         returned = factory()
     except Exception as error:
-        raise InputError(f"{path}:{name}() failed: {type(error).__name__}: {first_line(error)}") from error
-    if isinstance(returned, tuple) and len(returned) == 2:
-        model, transform = returned
-        if isinstance(model, nn.Module) and callable(transform):
-            return model, transform
-    kind = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else type(returned).__name__
-    raise InputError(
-        f"{path}:{name}() returned {kind}; expected (model, transform), where the transform maps an RGB picture to a "
-        "(3, H, W) float32 tensor"
-    )
+        raise InputError(f"{path}:{name}() failed: {described(error)}") from error
+    expected = "(model, transform), where the transform maps an RGB picture to a (3, H, W) float32 tensor"
+    return model_and_transform(returned, f"{path}:{name}()", expected)
 
 
 def _preprocessing(transform: Callable[..., Tensor], title: str, path: Path, name: str) -> Preprocessing:

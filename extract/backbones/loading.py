@@ -13,7 +13,8 @@ from extract.backbones.preprocessing import check_normalisation, overridden
 from extract.backbones.sources import SOURCES, BackboneSource
 from extract.backbones.spelling import unknown_spec
 from extract.backbones.text_tower import TextTower
-from extract.errors import InputError
+from extract.errors import InputError, LayertapError
+from extract.system.foreign_code import described, exits_refused
 from extract.system.torch_state import device_named
 
 __all__ = ["load", "load_text_tower", "permitted"]
@@ -33,15 +34,29 @@ def load(
     overrides = {key: value for key, value in (preprocessing or {}).items() if value is not None}
     check_normalisation(overrides)
     source, request = _request(spec, weights, seed, allow_missing_head, overrides)
-    backbone = source.load(request)
+    backbone = _load(source, request)
+    backbone.model.eval()
+    backbone.model.to(torch_device)  # in place; the model's own method may return something else
     return replace(
         backbone,
-        model=backbone.model.eval().to(torch_device),
         preprocessing=overridden(backbone.preprocessing, overrides),
         device=torch_device,
         notes=(*backbone.notes, *backbone.weights.notes),
         asked={"weights": weights, "seed": seed, "allow_missing_head": allow_missing_head, "preprocessing": overrides},
     )
+
+
+def _load(source: BackboneSource, request: LoadRequest) -> LoadedBackbone:
+    """Load a backbone; any fault of a user's own code is an error of one line."""
+    if not source.runs_code:
+        return source.load(request)
+    with exits_refused():
+        try:
+            return source.load(request)
+        except (LayertapError, MemoryError):
+            raise
+        except Exception as error:
+            raise InputError(f"{request.spec} cannot be loaded: {described(error)}") from error
 
 
 def load_text_tower(

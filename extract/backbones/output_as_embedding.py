@@ -109,9 +109,14 @@ def _trial_output(model: nn.Module, size: tuple[int, int], embed: Callable[[Any,
 
 def _reason_against(model: nn.Module, output: Any) -> str:
     """Return why the output of a model cannot be its layer `embedding`; empty if it can."""
-    if not isinstance(output, Tensor) or output.ndim != 2 or len(output) != 2:
-        description = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-        return f"its output is {description}, not one vector for each picture"
+    if not isinstance(output, Tensor):
+        return f"its output is {type(output).__name__}, not one vector for each picture"
+    if output.is_nested or output.layout is not torch.strided or output.is_meta:
+        return "its output is not a dense tensor with values"
+    if not output.is_floating_point():
+        return f"its output is {output.dtype}, not floating point"
+    if output.ndim != 2 or len(output) != 2 or not output.numel():
+        return f"its output is {tuple(output.shape)}, not one vector for each picture"
     return "it already has an attribute called embedding" if hasattr(model, "embedding") else ""
 
 

@@ -6,9 +6,12 @@ the features. Pillow resizes and crops uint8 pixels in the workers; scaling and 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-from collections.abc import Callable, Mapping
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +25,7 @@ from torchvision.transforms.v2 import functional as tensors
 
 from extract import defaults
 from extract.errors import InputError, first_line, unknown_name
+from extract.system.foreign_code import exits_refused
 
 __all__ = [
     "IDENTITY", "OVERRIDES", "Preprocessing", "check_normalisation", "from_hf", "from_open_clip", "from_timm",
@@ -30,6 +34,7 @@ __all__ = [
 
 _LIBRARY_RESIZES = 1.15  # the side to which a library's transform resizes, as a ratio to that of the input
 _SHOWN = 120  # characters of a library's own transform in messages
+_CALLS = 8  # of a transform with one picture, to see whether it is random; a call takes about a millisecond
 _MAX_SIDE_PX = 8192  # of an input; a larger value is taken for a typing error
 # Values that the user may give in place of the library's own.
 OVERRIDES = {"size", "crop", "interpolation", "mean", "std"}
@@ -97,9 +102,13 @@ class Preprocessing:
 
         Raises:
             ValueError: the picture is so thin that it would be resized to more than `defaults.MAX_PIXELS`.
+            InputError: a user's transform called `sys.exit`.
         """
         self._check_not_thin(picture)
-        return self.library_transform(picture) if self.library_transform else self._resized_and_cropped(picture)
+        if self.library_transform is None:
+            return self._resized_and_cropped(picture)
+        with exits_refused():
+            return self.library_transform(picture).detach()  # worker processes cannot send a tensor with a graph
 
     def _check_not_thin(self, picture: Image.Image) -> None:
         """Raise ValueError if a picture of this shape would take too much memory when its shorter side is resized."""
@@ -323,7 +332,8 @@ def from_transform(transform: Transform, name: str) -> Preprocessing:
     """Return preprocessing that calls a transform; only its name goes into the fingerprint.
 
     Raises:
-        InputError: the transform fails, or does not map RGB pictures to (3, H, W) float32 tensors of one size.
+        InputError: the transform fails, does not map RGB pictures to (3, H, W) float32 tensors of one size, or is
+            random.
     """
     sizes = set()
     for size in ((361, 247), (57, 83)):
@@ -334,11 +344,65 @@ def from_transform(transform: Transform, name: str) -> Preprocessing:
         if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32 or tensor.ndim != 3 or tensor.shape[0] != 3:
             found = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise InputError(f"maps an RGB picture to {found}; expected (3, H, W) float32")
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            raise InputError("maps an RGB picture to a tensor that is not dense or has no values")
         sizes.add((int(tensor.shape[1]), int(tensor.shape[2])))
     if len(sizes) > 1:
         raise InputError(f"returns tensors of several sizes, {sorted(sizes)}; expected the same size for all pictures")
+    if why := _why_random(transform):
+        raise InputError(
+            f"{why}, so features would differ from run to run; use the transform of the evaluation, without random "
+            "crops, flips and colours"
+        )
     height, width = sizes.pop()
     return Preprocessing((height, width), (height, width), "", (0.0,) * 3, (1.0,) * 3, transform, name)
+
+
+def _why_random(transform: Transform) -> str:
+    """Return why the results of a transform are not the same in every run; empty if they are.
+
+    Two calls with one picture may agree by chance, if a change of the picture is improbable. A transform that draws
+    from a random generator of the process is found nevertheless: after the call, the state of the generator is another
+    one, which depends on the state before. A transform that seeds the generator itself leaves the same state each time.
+    """
+    picture = _test_picture((57, 83))
+    with _random_states_restored():
+        results, states = [], []
+        for seed in range(_CALLS):
+            torch.manual_seed(seed)
+            np.random.seed(seed)
+            random.seed(seed)
+            before = _random_states()
+            results.append(transform(picture))
+            states.append(list(zip(before, _random_states(), strict=True)))
+    if not all(torch.allclose(result, results[0], rtol=0, atol=1e-6, equal_nan=True) for result in results[1:]):
+        return "gives other pixels for the same picture at each call"
+    drawn = [
+        before != after and after != other_after
+        for (before, after), (_, other_after) in zip(states[0], states[1], strict=True)
+    ]
+    return "draws random numbers" if any(drawn) else ""
+
+
+def _random_states() -> list[bytes]:
+    """Return the states of the random generators that transforms use: those of torch, NumPy and Python."""
+    numpy_state: Any = np.random.get_state()
+    return [
+        bytes(torch.get_rng_state().numpy()),
+        numpy_state[1].tobytes() + str(numpy_state[2:]).encode(),
+        str(random.getstate()).encode(),
+    ]
+
+
+@contextlib.contextmanager
+def _random_states_restored() -> Iterator[None]:
+    numpy_state, python_state = np.random.get_state(), random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            np.random.set_state(numpy_state)
+            random.setstate(python_state)
 
 
 def _checked(described: Preprocessing, transform: Transform) -> Preprocessing:

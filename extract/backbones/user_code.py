@@ -9,11 +9,18 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-from extract.errors import InputError, first_line, unknown_name
+from torch import nn
+from torch.jit import ScriptModule
 
-__all__ = ["code_sha256", "function_from", "importing_from"]
+from extract.errors import InputError, unknown_name
+from extract.system.foreign_code import described
+
+__all__ = [
+    "TokenLayout", "code_sha256", "evaluated", "function_from", "importing_from", "model_and_transform",
+    "stated_tokens",
+]  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -64,12 +71,100 @@ def function_from(path: Path, name: str, kind: str = "function") -> Callable[...
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise InputError(f"{path} cannot be imported: {type(error).__name__}: {first_line(error)}") from error
+        raise InputError(f"{path} cannot be imported: {described(error)}") from error
     functions = {key: value for key, value in vars(module).items() if callable(value) and not key.startswith("_")}
     if name not in functions:
         raise unknown_name(kind, name, functions, str(path))
     function: Callable[..., Any] = functions[name]
     return function
+
+
+def model_and_transform(returned: object, what: str, expected: str) -> tuple[nn.Module, Callable[..., Any]]:
+    """Return the result of a user's function if it is (model, transform).
+
+    Args:
+        returned: the result.
+        what: the function, named in errors.
+        expected: the expected result, named in errors.
+
+    Raises:
+        InputError: it is something else, or the model is not one that hooks can be registered on.
+    """
+    if isinstance(returned, tuple) and len(returned) == 2:
+        model, transform = returned
+        if isinstance(model, ScriptModule):
+            raise InputError(
+                f"{what} returned a scripted or traced model, whose code ignores hooks; return the Python module that "
+                "it was created from"
+            )
+        if isinstance(model, nn.Module) and callable(transform):
+            return model, transform
+    kinds = [_kind(part) for part in returned] if isinstance(returned, tuple) else []
+    found = f"({', '.join(kinds)})" if kinds else _kind(returned)
+    raise InputError(f"{what} returned {found}; expected {expected}")
+
+
+def _kind(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
+def evaluated(model: nn.Module, what: str) -> nn.Module:
+    """Set a user's model to evaluation mode and return it; its own `eval` may have a fault.
+
+    Args:
+        model: the model.
+        what: the model, named in errors.
+
+    Raises:
+        InputError: `eval` fails, or neither returns the model nor changes its mode.
+    """
+    try:
+        returned: object = model.eval()
+    except Exception as error:
+        exported = "; if torch.export made it, return the Python module that it was exported from"
+        remedy = exported if isinstance(error, NotImplementedError) else ""
+        raise InputError(f"{what} cannot be set to evaluation mode: {described(error)}{remedy}") from error
+    if isinstance(returned, nn.Module):
+        return returned
+    if model.training:
+        raise InputError(
+            f"eval() of {what} returned {type(returned).__name__} and left the model in training mode; an override of "
+            "eval() or train() must call the method of nn.Module, and return the model"
+        )
+    return model
+
+
+class TokenLayout(NamedTuple):
+    """What a user's model states about the tokens of its layers; see `LoadedBackbone` for the attributes."""
+
+    prefix_tokens: int
+    class_token: bool
+    reads_class_token: bool
+    patches: int | None
+
+
+def stated_tokens(model: nn.Module, what: str) -> TokenLayout:
+    """Read the tokens of a model from its attributes, which have the names that timm gives them.
+
+    `num_prefix_tokens`: number of tokens before the patch tokens; 0 if absent. `has_class_token`: whether the first of
+    them is a class token; True if absent. `global_pool`: "token" if the embedding is the class token.
+    `patch_embed.num_patches`: number of patches, needed for unusual patch sizes only. The position of tokens cannot be
+    measured, so nothing is inferred from the number of tokens: a class token may be in any place.
+
+    Args:
+        model: the model.
+        what: the model, named in errors.
+
+    Raises:
+        InputError: `num_prefix_tokens` is not an integer from 0.
+    """
+    count = getattr(model, "num_prefix_tokens", 0)
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        raise InputError(f"num_prefix_tokens of {what} is {count!r}; expected an integer from 0")
+    class_token = count > 0 and bool(getattr(model, "has_class_token", True))
+    reads_class_token = class_token and getattr(model, "global_pool", None) == "token"
+    patches = getattr(getattr(model, "patch_embed", None), "num_patches", None)
+    return TokenLayout(count, class_token, reads_class_token, patches if isinstance(patches, int) else None)
 
 
 def code_sha256(folder: Path, files: Iterable[Path]) -> str:

@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from extract.errors import InputError, first_line
 from extract.system.similar_paths import did_you_mean
 
-__all__ = ["Weights", "build_with_weights", "is_named", "load_state", "weights_sha256"]
+__all__ = ["UNSAFE", "Weights", "build_with_weights", "is_named", "load_state", "weights_sha256"]
 
 _FILES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
 
@@ -38,6 +39,12 @@ _WRAPPERS = (
 # Of two copies of a network in a state dict, the copy that the authors evaluate: the query encoder in MoCo v1 and v2,
 # the base encoder in MoCo v3, the online network in BYOL, the teacher in DINO.
 _EVALUATED = ("teacher", "encoder_q", "base_encoder", "online_encoder", "online_network")
+
+# Ends messages about files that `torch.load` with `weights_only` refuses.
+UNSAFE = (
+    "is damaged, or holds objects other than tensors, and loading them could run code; save only model.state_dict(), "
+    "preferably as .safetensors"
+)
 
 # Harmless classes in checkpoints, besides tensors: they hold settings of the training and have no behaviour.
 _HARMLESS: list[Any] = [argparse.Namespace, pathlib.PosixPath]
@@ -99,6 +106,8 @@ def build_with_weights(
     classifier = classifier_of(model)
     if weights == "random":
         return model, Weights(f"random (seed {seed})", weights_sha256(model), random=True), classifier
+    for name, value in model.state_dict().items():
+        _check_has_values(name, value)
     state, notes = _read_state(Path(weights))
     state, prefix_notes = _without_prefix(state, model.state_dict(), weights)
     state = {name: value for name, value in state.items() if not (unused and name.startswith(unused))}
@@ -120,13 +129,8 @@ def _read_state(path: Path) -> tuple[dict[str, Tensor], tuple[str, ...]]:
             return load_file(path), ()
         with torch.serialization.safe_globals(_HARMLESS):
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise InputError(
-            f"weights file {path} is damaged, or holds objects other than tensors, and loading them could run code; "
-            "save only model.state_dict(), preferably as .safetensors"
-        ) from error
     except Exception as error:  # each format raises errors of its own
-        raise InputError(f"weights file {path} cannot be read: {first_line(error)}") from error
+        raise InputError(f"weights file {path} {_why_unreadable(path, error)}") from error
     if _is_state(content):
         return dict(content), ()
     states = {key: content[key] for key in _WRAPPERS if key in content} if isinstance(content, Mapping) else {}
@@ -142,6 +146,27 @@ def _read_state(path: Path) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     key, *unused_keys = states
     unused = f", and not its {', '.join(map(repr, unused_keys))}" if unused_keys else ""
     return dict(states[key]), (f"its {key!r} was loaded{unused}",)
+
+
+def _why_unreadable(path: Path, error: Exception) -> str:
+    """Return why a weights file cannot be read: what it holds instead, if its first bytes show this."""
+    with path.open("rb") as file:
+        start = file.read(64)
+    is_safetensors = path.suffix == ".safetensors"
+    if not start:
+        return "is empty"
+    if start.startswith(b"version https://git-lfs"):
+        return "is a pointer of Git LFS, not the weights; run: git lfs pull"
+    if start.lstrip().startswith(b"<"):
+        return "is a web page, not weights; download it again"
+    if start[8:9] == b"{" and not is_safetensors:  # after 8 bytes with the length of the header
+        return "is a safetensors file; rename it to .safetensors"
+    if start.startswith((b"PK", b"\x80")) and is_safetensors:  # a zip file, or a pickle
+        return "is not a safetensors file; if it was written by torch.save, rename it to .pth"
+    # torch.load advises to turn `weights_only` off, which would run code of the file.
+    if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
+        return UNSAFE
+    return f"cannot be read: {first_line(error)}"
 
 
 def _is_state(content: object) -> bool:
@@ -259,9 +284,38 @@ def _same_kind(value: Tensor, own: Tensor) -> bool:
 
 
 def weights_sha256(model: nn.Module) -> str:
-    """Return the sha256 over name, dtype, shape and bytes of every tensor of the state dict, sorted by name."""
+    """Return the sha256 over name, dtype, shape and bytes of every tensor of the state dict, sorted by name.
+
+    Raises:
+        InputError: an entry is not a dense tensor with values.
+    """
     digest = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
+        _check_has_values(name, value)
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        resolved = value.detach().cpu().resolve_conj().resolve_neg()
+        digest.update(resolved.contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def _check_has_values(name: str, value: object) -> None:
+    """Check that an entry of a state dict is a dense tensor with values.
+
+    Raises:
+        InputError: it is not; the message says what to do.
+    """
+    if isinstance(value, Tensor) and is_lazy(value):
+        raise InputError(
+            f"{name} of the model has no shape yet: lazy layers get theirs from the first batch. Run one batch through "
+            "the model before it is returned, such as model(torch.zeros(1, 3, 224, 224))"
+        )
+    if not isinstance(value, Tensor):
+        raise InputError(f"{name} in the state dict of the model is a {type(value).__name__}; expected tensors only")
+    if value.is_meta:
+        raise InputError(f"{name} of the model is on the meta device, and has no values; load the weights first")
+    if value.is_nested or value.layout is not torch.strided:
+        raise InputError(f"{name} of the model is not a dense tensor, but {_layout(value)}; store it as a dense tensor")
+
+
+def _layout(value: Tensor) -> str:
+    return "nested" if value.is_nested else str(value.layout).removeprefix("torch.")

@@ -14,8 +14,10 @@ import torch
 
 from extract.backbones import LoadedBackbone
 from extract.backbones.output_as_embedding import WithEmbedding
+from extract.backbones.sources import SOURCES
 from extract.compute.pooling import Layout, pool, pooling_names, recognise, reduction, resolve_pooling
 from extract.errors import InputError, LayertapError, UnknownNameError, first_line
+from extract.system.foreign_code import exits_refused
 from extract.taps.batch_axis import BatchAxis, Trial
 from extract.taps.layer_names import is_glob, match_layers, named_layers, separated_by_commas
 from extract.taps.record import Record, Site, What, split_text
@@ -149,7 +151,8 @@ def _trial(backbone: LoadedBackbone, requests: Sequence[_Request]) -> Trial:
     pictures = torch.randint(0, 256, (_TRIAL_IMAGES, height, width, 3), dtype=torch.uint8, generator=generator)
     images = backbone.preprocessing.to_input(pictures.to(backbone.device))
     try:
-        return Trial(backbone.model, images, [(request.layer, request.what) for request in requests])
+        with exits_refused():
+            return Trial(backbone.model, images, [(request.layer, request.what) for request in requests])
     except LayertapError:
         raise
     except Exception as error:
@@ -183,7 +186,16 @@ def _absent(backbone: LoadedBackbone, record: Record, request: _Request) -> Laye
     )
 
 
+def _hint(backbone: LoadedBackbone, shape: tuple[int, ...]) -> str:
+    """Return how a user's own model says where the patches begin in tokens of a shape (T, C)."""
+    source = SOURCES.get(backbone.spec.partition("/")[0])
+    if len(shape) != 2 or source is None or not source.runs_code or backbone.prefix_tokens:
+        return ""
+    return ". If tokens precede the patch tokens, set their number as model.num_prefix_tokens"
+
+
 def _feature(backbone: LoadedBackbone, name: str, pooling: str, site: Site, trial: Trial) -> Feature:
+    shape: tuple[int, ...] = ()
     try:
         rows = trial.rows(site)
         values = rows.by_image(trial.record[site])
@@ -193,7 +205,7 @@ def _feature(backbone: LoadedBackbone, name: str, pooling: str, site: Site, tria
         )
         resolved = resolve_pooling(pooling, layout, shape, backbone.reads_class_token)
     except InputError as error:
-        raise InputError(f"layer {site.text()!r} of {backbone.spec}: {error}") from None
+        raise InputError(f"layer {site.text()!r} of {backbone.spec}: {error}{_hint(backbone, shape)}") from None
     return Feature(
         name=name,
         site=site,

@@ -54,5 +54,6 @@ def check_rows(forward: Forward, images: Tensor, features: Values) -> None:
             position = positions[int(wrong.argmax())]
             raise InputError(
                 f"{name} of picture {position} in the first batch, of {len(images)}, differs from that of the same "
-                "picture alone: its rows are not the images. Nothing of this batch was stored; choose other layers"
+                "picture alone: its rows are not the images, or the network amplifies rounding, as networks with "
+                "random weights do. Nothing of this batch was stored; choose other layers"
             )

@@ -120,6 +120,7 @@ def open_array(path: str, name: str) -> Any:
     """Open an array without reading it."""
     try:
         if not path.lower().endswith(_SUFFIXES):
+            _check_npy(path)
             return np.load(path, mmap_mode="r", allow_pickle=False)
         import h5py
 
@@ -133,6 +134,21 @@ def open_array(path: str, name: str) -> Any:
     if data.external or data.is_virtual or data.file.filename != file.filename:
         raise InputError(f"{path}: data set {name!r} stores its data in other files")
     return data
+
+
+def _check_npy(path: str) -> None:
+    """Check that a file starts as an `.npy` file does: for others, NumPy advises to unpickle it, or returns no array.
+
+    Raises:
+        ValueError: it does not.
+        OSError: it cannot be read.
+    """
+    with open(path, "rb") as file:  # noqa: PTH123
+        start = file.read(len(np.lib.format.MAGIC_PREFIX))
+    if start.startswith(b"PK"):
+        raise ValueError("it is a zip file, such as .npz; save the array of pictures alone, with np.save")
+    if start != np.lib.format.MAGIC_PREFIX:
+        raise ValueError("it is not an .npy file" if start else "it is empty")
 
 
 def _names(path: str) -> list[str]:

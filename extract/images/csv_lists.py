@@ -312,6 +312,8 @@ def _text(file: BinaryIO) -> io.TextIOWrapper:
 def _table(where: str, text: io.TextIOWrapper, kinds: Mapping[str, str]) -> tuple[list[str], str, CsvReader]:
     """Return the column names, the delimiter, and a reader of the rows."""
     head = text.readline()
+    if "\0" in head:
+        raise InputError(f"{where}: line 1 is not text; expected a table as text in UTF-8 (save a spreadsheet as CSV)")
     delimiter = max(",;\t", key=head.count)
     # readline, because iterating over the file disables `tell`.
     reader = csv.reader(itertools.chain([head], iter(text.readline, "")), delimiter=delimiter)

@@ -199,6 +199,8 @@ class _Decoded(Dataset[Item | LayertapError]):
             return Item(row, None, status, reason, size, mtime_ns, content_hash, _kind(error) if of_another else "")
         try:
             image = self._cpu_transform(picture)
+        except LayertapError as error:  # a fault of the transform, not of this picture
+            return error
         except Exception as error:  # a user's transform may raise any type
             if is_of_the_machine(error):
                 return _machine_error(error, row)

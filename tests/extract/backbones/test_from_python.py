@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from extract import FeatureReader, InputError, UnknownNameError, load_backbone
+from tests.conftest import make_picture
 from tests.pipelines.test_cli import fails, layertap
 
 CODE = """
@@ -121,6 +123,203 @@ def test_the_fingerprint_follows_code_and_weights(file: Path, folder: Path, tmp_
 def test_factories_that_do_not_fit_are_told(file: Path, name: str, message: str) -> None:
     with pytest.raises((InputError, UnknownNameError), match=message):
         load_backbone(f"python/{file}:{name}", device="cpu")
+
+
+RANDOM = """
+import random
+import numpy as np
+import torch
+from torch import nn
+from torchvision import transforms
+from torchvision.transforms import v2
+
+RESIZED = [transforms.Resize((32, 32)), transforms.ToTensor()]
+generator, numpy_generator = torch.Generator(), np.random.default_rng(0)
+calls = [0]
+
+
+def seeded(picture):
+    torch.manual_seed(picture.width)
+    return transforms.Compose([transforms.RandomCrop(24), *RESIZED])(picture)
+
+
+def count(x):
+    calls[0] += 1
+    return x + calls[0]
+
+
+TRANSFORMS = {
+    "crop": transforms.Compose([transforms.RandomResizedCrop(32), transforms.ToTensor()]),
+    "crop_v2": v2.Compose([v2.RandomResizedCrop(32), v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]),
+    "flip": transforms.Compose([transforms.RandomHorizontalFlip(), *RESIZED]),
+    "jitter": transforms.Compose([transforms.ColorJitter(0.4, 0.4, 0.4), *RESIZED]),
+    "augment": transforms.Compose([transforms.RandAugment(), *RESIZED]),
+    "trivial": transforms.Compose([transforms.TrivialAugmentWide(), *RESIZED]),
+    "blur": transforms.Compose([transforms.GaussianBlur(5), *RESIZED]),
+    "rarely_erased": transforms.Compose([*RESIZED, transforms.RandomErasing(p=0.001)]),
+    "rarely_flipped": v2.Compose([v2.RandomVerticalFlip(p=1e-6), *RESIZED]),
+    "of_numpy": lambda picture: transforms.Compose(RESIZED)(picture) + float(np.random.rand() < 1e-6),
+    "of_python": lambda picture: transforms.Compose(RESIZED)(picture) + float(random.random() < 1e-6),
+    "of_a_generator": lambda picture: transforms.Compose(RESIZED)(picture) + torch.rand(1, generator=generator),
+    "of_a_numpy_generator": lambda picture: transforms.Compose(RESIZED)(picture) + float(numpy_generator.random()),
+    "of_calls": lambda picture: count(transforms.Compose(RESIZED)(picture)),
+    "sure": transforms.Compose([transforms.CenterCrop(40), *RESIZED]),
+    "crop_of_all": transforms.Compose([transforms.Resize((32, 32)), transforms.RandomCrop(32), transforms.ToTensor()]),
+    "seeded": seeded,
+    "with_nan": lambda picture: transforms.Compose(RESIZED)(picture) * float("nan"),
+}
+
+
+def _factory(name):
+    def make():
+        return nn.Sequential(nn.Conv2d(3, 8, 4, 4), nn.AdaptiveAvgPool2d(1), nn.Flatten()), TRANSFORMS[name]
+    return make
+
+
+globals().update({name: _factory(name) for name in TRANSFORMS})
+"""
+
+
+@pytest.fixture(scope="module")
+def random_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("random") / "net.py"
+    path.write_text(RANDOM)
+    return path
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["crop", "crop_v2", "flip", "jitter", "augment", "trivial", "blur", "rarely_erased", "rarely_flipped", "of_numpy",
+     "of_python", "of_a_generator", "of_a_numpy_generator", "of_calls"],
+)  # fmt: skip
+def test_a_random_transform_is_refused(random_file: Path, name: str) -> None:
+    message = rf"the transform of .*net.py:{name}\(\) .*features would differ from run to run; use the transform"
+    with pytest.raises(InputError, match=message):
+        load_backbone(f"python/{random_file}:{name}", device="cpu")
+
+
+@pytest.mark.parametrize("name", ["sure", "crop_of_all", "seeded", "with_nan"])
+def test_a_transform_that_gives_the_same_pixels_in_every_run_is_accepted(random_file: Path, name: str) -> None:
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    backbone = load_backbone(f"python/{random_file}:{name}", device="cpu")
+    after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    assert before[1:] == after[1:]
+    if name != "seeded":  # its own code changes the state
+        assert torch.equal(before[0], after[0])
+    pixels = [backbone.preprocessing.cpu_transform(make_picture(1)) for _ in range(3)]
+    assert torch.allclose(pixels[0], pixels[1], equal_nan=True)
+    assert torch.allclose(pixels[0], pixels[2], equal_nan=True)
+
+
+def test_a_random_transform_of_an_entry_of_torch_hub_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "hubconf.py").write_text(RANDOM)
+    with pytest.raises(InputError, match="the transform of the entry gives other pixels for the same picture"):
+        load_backbone(f"hub/{tmp_path}:crop", device="cpu")
+
+
+VIT = """
+import timm
+import torch
+from torch import nn
+from torchvision import transforms
+
+
+class ViT(nn.Module):
+    def __init__(self, prefix):
+        super().__init__()
+        torch.manual_seed(0)
+        self.patches = nn.Conv2d(3, 22, 8, 8)
+        self.prefix = nn.Parameter(torch.randn(1, prefix, 22))
+        self.block = nn.TransformerEncoderLayer(22, 2, 32, batch_first=True)
+
+    def forward(self, x):
+        tokens = self.patches(x).flatten(2).transpose(1, 2)
+        return self.block(torch.cat([self.prefix.expand(len(x), -1, -1), tokens], 1))[:, 0]
+
+
+def _made(prefix, **attributes):
+    model = ViT(prefix)
+    for name, value in attributes.items():
+        setattr(model, name, value)
+    return model, transforms.Compose([transforms.Resize((64, 64)), transforms.ToTensor()])
+
+
+def unstated():
+    return _made(1)
+
+
+def with_class_token():
+    return _made(1, num_prefix_tokens=1)
+
+
+def reads_class_token():
+    return _made(1, num_prefix_tokens=1, global_pool="token")
+
+
+def with_registers():
+    return _made(5, num_prefix_tokens=5)
+
+
+def only_registers():
+    return _made(4, num_prefix_tokens=4, has_class_token=False)
+
+
+def wrong():
+    return _made(1, num_prefix_tokens="one")
+
+
+def of_timm():
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=0)
+    return model, transforms.Compose([transforms.Resize((64, 64)), transforms.ToTensor()])
+"""
+
+
+@pytest.fixture(scope="module")
+def vit_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("vit") / "net.py"
+    path.write_text(VIT)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "prefix", "class_token", "auto"),
+    [("with_class_token", "block", 1, True, "mean_tokens"), ("reads_class_token", "block", 1, True, "cls_token"),
+     ("with_registers", "block", 5, True, "mean_tokens"), ("only_registers", "block", 4, False, "mean_tokens"),
+     ("of_timm", "blocks.3", 1, True, "cls_token")],
+)  # fmt: skip
+def test_an_own_vision_transformer_states_its_prefix_tokens(
+    vit_file: Path, name: str, layer: str, prefix: int, class_token: bool, auto: str
+) -> None:
+    backbone = load_backbone(f"python/{vit_file}:{name}", device="cpu")
+    pictures = [make_picture(i) for i in range(4)]
+    poolings = ["mean_tokens", "none", *(["cls_token"] if class_token else [])]
+    features = backbone.features(pictures, [f"{layer}:{pooling}" for pooling in poolings])
+    by_auto = backbone.features(pictures, [layer])[layer]
+    kept: list[torch.Tensor] = []
+    handle = backbone.model.get_submodule(f"_inside.{layer}" if hasattr(backbone.model, "_inside") else layer)
+    hook = handle.register_forward_hook(lambda module, inputs, output: kept.append(output))
+    transform = backbone.preprocessing.library_transform
+    assert transform is not None
+    with torch.inference_mode():
+        backbone.model(torch.stack([transform(picture) for picture in pictures]))
+    hook.remove()
+    tokens = kept[0].numpy()
+    expected = {"mean_tokens": tokens[:, prefix:].mean(1), "cls_token": tokens[:, 0], "none": tokens}
+    for pooling in poolings:
+        np.testing.assert_allclose(features[f"{layer}:{pooling}"], expected[pooling], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(by_auto, expected[auto], rtol=1e-4, atol=1e-5)
+    if not class_token:
+        with pytest.raises(InputError, match="which have no class token"):
+            backbone.features(pictures, [f"{layer}:cls_token"])
+
+
+def test_prefix_tokens_that_are_not_stated_are_not_guessed(vit_file: Path) -> None:
+    backbone = load_backbone(f"python/{vit_file}:unstated", device="cpu")
+    hint = "65 is not the number of patches.* set their number as model.num_prefix_tokens"
+    with pytest.raises(InputError, match=hint):
+        backbone.features([make_picture(0)], ["block"])
+    with pytest.raises(InputError, match="num_prefix_tokens of the model of .* is 'one'; expected an integer from 0"):
+        load_backbone(f"python/{vit_file}:wrong", device="cpu")
 
 
 def test_files_that_cannot_be_used(file: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import textwrap
@@ -378,6 +379,62 @@ def test_a_folder_of_hf_that_lacks_weights_is_an_error(tmp_path: Path) -> None:
         load_backbone(f"hf/{tmp_path}", device="cpu")
 
 
+class _Code:
+    def __init__(self, trace: Path):
+        self.trace = trace
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.trace,)
+
+
+DAMAGE = {
+    "config.json": [b"", b"null", b"[]", b"3", b"{", b"\xff\xfe", b"[" * 100_000, None],
+    "preprocessor_config.json": [b"", b"null", b"[]", b"3", b"{", b"\xff\xfe", None],
+    "model.safetensors": [b"", b"{}", bytes(500), b"PK", b"version https://git-lfs.github.com/spec/v1", None],
+    "pytorch_model.bin": [b"", bytes(500), b"<html>", b"PK", None],
+    "model.safetensors.index.json": [b"", b"null", b"[]", b"{}"],
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_file_in_a_folder_of_hf_is_one_line(name: str, tmp_path: Path) -> None:
+    hf_vit(tmp_path)
+    model = tmp_path / "model"
+    if "model" in name:
+        (model / "model.safetensors").unlink()
+    for content in DAMAGE[name]:
+        path = model / name
+        path.unlink(missing_ok=True)
+        path.mkdir() if content is None else path.write_bytes(content)
+        with pytest.raises(LayertapError) as raised:
+            load_backbone(f"hf/{model}", device="cpu")
+        assert len(str(raised.value).splitlines()) == 1
+        assert f"hf/{model}" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("hidden_act", "nonsense"), ("num_attention_heads", 0), ("patch_size", []), ("layer_norm_eps", "x"),
+     ("architectures", -1), ("model_type", []), ("dtype", "x")],
+)  # fmt: skip
+def test_a_setting_of_hf_that_cannot_be_is_one_line(key: str, value: Any, tmp_path: Path) -> None:
+    hf_vit(tmp_path)
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    with pytest.raises(InputError, match="has a damaged or unknown file") as raised:
+        load_backbone(f"hf/{path.parent}", device="cpu")
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def test_code_in_the_weights_of_a_folder_of_hf_does_not_run(tmp_path: Path) -> None:
+    hf_vit(tmp_path)
+    (tmp_path / "model" / "model.safetensors").unlink()
+    torch.save(_Code(tmp_path / "code-has-run"), tmp_path / "model" / "pytorch_model.bin")
+    with pytest.raises(InputError, match="holds objects other than tensors, and loading them could run code"):
+        load_backbone(f"hf/{tmp_path / 'model'}", device="cpu")
+    assert not (tmp_path / "code-has-run").exists()
+
+
 def test_weights_from_a_file_and_random_ones_go_into_a_model_of_hf(tmp_path: Path) -> None:
     case = hf_vit(tmp_path)
     torch.manual_seed(7)
@@ -389,6 +446,35 @@ def test_weights_from_a_file_and_random_ones_go_into_a_model_of_hf(tmp_path: Pat
         assert torch.equal(backbone.model(x).logits, other(x).logits)
     assert "its 'model' was loaded" in backbone.notes[0]
     assert load_backbone(case.spec, weights="random", device="cpu").weights.random
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_a_network_that_amplifies_rounding_deviates_no_more_than_in_its_own_library(seed: int) -> None:
+    """Batches have the channels last in memory, for which convolutions sum in another order than in timm's example.
+
+    Visformer with random weights has an embedding of about 2,000, and makes a difference of 1e-4 of it from rounding.
+    """
+    backbone = load_backbone("timm/visformer_tiny", weights="random", seed=seed, device="cpu")
+    pictures = [make_picture(i, 260, 240) for i in range(6)]
+    model = backbone.model
+    transform = create_transform(**resolve_model_data_config(model), is_training=False)
+    x = torch.stack([transform(picture) for picture in pictures])
+
+    def embed(model: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            embedding: Tensor = model.forward_head(model.forward_features(x), pre_logits=True)
+        return embedding.double()
+
+    plain, channels_last = embed(model, x), embed(model, x.contiguous(memory_format=torch.channels_last))
+    exact = embed(copy.deepcopy(model).double(), x.double())
+    ours = torch.from_numpy(backbone.features(pictures, ["embedding"])["embedding"]).double()
+
+    def deviation(values: Tensor) -> float:
+        return float((values - exact).abs().max() / exact.abs().max())
+
+    assert torch.equal(ours, channels_last)
+    assert deviation(ours) < 3 * max(deviation(plain), torch.finfo(torch.float32).eps)
+    assert 1e-6 < deviation(plain) < 1e-3
 
 
 def test_a_masked_autoencoder_sees_everything(tmp_path: Path) -> None:

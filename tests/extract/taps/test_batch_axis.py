@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from extract import extract_features, load_backbone
+from extract.compute.feature_choice import choose_features
 from extract.errors import InputError
 from extract.extraction.run import extract
 from extract.taps.batch_axis import BatchAxis, find_batch_axis
@@ -49,6 +50,89 @@ def test_pictures_that_differ_by_rounding_only_cannot_be_assigned() -> None:
     model.inside.bias.data.fill_(1.0)
     with pytest.raises(InputError, match="differ by rounding only: its rows cannot be assigned to the images"):
         find_batch_axis(model, torch.tensor([2.0, 1.0, 3.0]).view(3, 1).expand(3, 4), ["inside"])
+
+
+class Amplifying(nn.Module):
+    """Sums with rounding that depends on the batch, then a chaotic map: 30 steps make rounding as large as values."""
+
+    def __init__(self, seed: int):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.sums, self.chaos = nn.Linear(3 * SIZE * SIZE, 64), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.sums(x.flatten(1)).sigmoid()
+        # A batch of one is multiplied by another kernel on most machines; this makes sure that its rounding differs.
+        y = y * (1 + len(x) * torch.finfo(x.dtype).eps)
+        for _ in range(30):
+            y = 3.99 * y * (1 - y)
+        return self.chaos(y)
+
+
+class Mixing(Amplifying):
+    def __init__(self, seed: int, part: float):
+        super().__init__(seed)
+        self.part = part
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.sums(x.flatten(1))
+        return self.chaos(y + self.part * y.mean(0))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_network_that_amplifies_rounding_is_told_from_one_that_mixes_pictures(seed: int) -> None:
+    pictures = torch.rand(3, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(seed))
+    assert find_batch_axis(Amplifying(seed), pictures, ["sums"])["sums"] == BatchAxis()
+    with pytest.raises(InputError, match="by rounding that the network amplifies") as raised:
+        find_batch_axis(Amplifying(seed), pictures, ["chaos"])
+    assert "rows are not the images" not in str(raised.value)
+    for part in (1.0, 0.1, 0.02):
+        with pytest.raises(InputError, match="its rows are not the images"):
+            find_batch_axis(Mixing(seed, part), pictures, ["chaos"])
+
+
+def test_a_network_that_mixes_pictures_and_amplifies_rounding_mixes_pictures() -> None:
+    class Both(Amplifying):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + 0.1 * x.mean(0))
+
+    with pytest.raises(InputError, match="its rows are not the images"):
+        find_batch_axis(Both(0), torch.rand(3, 3, SIZE, SIZE), ["chaos"])
+
+
+def test_a_random_network_is_told_from_one_that_mixes_pictures() -> None:
+    class Random(Amplifying):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.sums(x.flatten(1))
+            return self.chaos(y + torch.rand_like(y))
+
+    with pytest.raises(InputError, match="differs from forward to forward, as that of a random model"):
+        find_batch_axis(Random(0), torch.rand(3, 3, SIZE, SIZE), ["chaos"])
+
+
+def test_a_network_that_cannot_be_computed_in_float64_is_refused_all_the_same() -> None:
+    class InFloat32(Amplifying):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.float())
+
+    with pytest.raises(InputError, match="its rows are not the images"):
+        find_batch_axis(InFloat32(0), torch.rand(3, 3, SIZE, SIZE), ["chaos"])
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_efficientnetv2_with_random_weights_is_not_taken_for_one_that_mixes_pictures(seed: int) -> None:
+    """How much rounding differs between batches depends on the machine and the number of threads."""
+    backbone = load_backbone("timm/efficientnetv2_rw_t", weights="random", seed=seed, device="cpu")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    reason = "by rounding that the network amplifies"
+    try:
+        assert choose_features(backbone, ["embedding"]).features[0].rows == BatchAxis()
+    except InputError as error:
+        reason = str(error)
+    finally:
+        torch.set_num_threads(threads)
+    assert "by rounding that the network amplifies" in reason
 
 
 FILE = """
