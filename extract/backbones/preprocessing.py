@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
