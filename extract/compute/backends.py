@@ -15,6 +15,7 @@ from extract.compute.feature_choice import Choice
 from extract.compute.forward import EagerForward, Forward, ForwardTaps
 from extract.compute.transfers import transfers_for
 from extract.errors import InputError, unknown_name
+from extract.system.foreign_code import exits_refused
 from extract.system.torch_state import evaluating, full_float32, keeping_freed_memory
 
 __all__ = ["COMPILE", "default_engine", "engine_for", "open_forward"]
@@ -74,9 +75,12 @@ def open_forward(
         precision: "float32", "bfloat16" or "float16"; PyTorch computes the lower ones under autocast.
         engine: "eager" (under taps), or compiled by "inductor" or "openvino".
         batch_size: largest batch that a compiled forward is given.
+
+    Raises:
+        InputError: inside; the code of the backbone called `sys.exit`.
     """
     transfers = transfers_for(backbone.device)
-    with evaluating(backbone.model), full_float32(), keeping_freed_memory():
+    with exits_refused(), evaluating(backbone.model), full_float32(), keeping_freed_memory():
         if engine != "eager":
             with compiled(engine, backbone, choice, dtype, precision, batch_size, transfers) as forward:
                 yield forward

@@ -17,7 +17,6 @@ from torch.export import ExportedProgram
 
 from extract.backbones import LoadedBackbone
 from extract.compute.feature_choice import Choice
-from extract.system.foreign_code import exits_refused
 from extract.taps.record import Reduce, Site
 from extract.taps.taps import Taps
 
@@ -37,7 +36,7 @@ def graph_of(backbone: LoadedBackbone, choice: Choice, dtype: str, precision: st
     Raises:
         Exception: of any type, if the code of the model cannot be exported.
     """
-    with torch.no_grad(), exits_refused():
+    with torch.no_grad():
         backbone.preprocessing.to_input(images[:1])  # creates its cached constants, as tensors with values
         return torch.export.export(_Kept(backbone, choice, dtype, precision), (images,), strict=False)
 

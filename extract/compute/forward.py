@@ -19,7 +19,6 @@ from extract.compute.transfers import Pinned
 from extract.errors import InputError, LayertapError
 from extract.images import Batch
 from extract.row_status import Status
-from extract.system.foreign_code import exits_refused
 from extract.taps.hook_calls import copy_out
 from extract.taps.taps import Taps
 
@@ -198,9 +197,7 @@ class EagerForward(DeviceForward):
         self._to_input, self._features, self._taps = backbone.preprocessing.to_input, choice.features, taps
 
     def _part(self, images: Tensor) -> Values:
-        inputs = self._to_input(self._to_device(images))
-        with exits_refused():
-            self._taps(inputs)
+        self._taps(self._to_input(self._to_device(images)))
         values = self._taps.record.by_site
         return {feature.name: values[feature.site][feature.name].numpy() for feature in self._features}
 

@@ -31,6 +31,7 @@ from extract.extraction.validation import Computation, validated_forward
 from extract.images import load_batches
 from extract.store.format.dataset import BUILDING
 from extract.store.reader import FeatureReader
+from extract.system.foreign_code import exits_refused
 from extract.system.urls import is_url
 
 __all__ = ["ExtractionSettings", "Plan", "Summary", "extract", "extract_features", "plan"]
@@ -213,7 +214,11 @@ def extract(
                 on_computation(computation)
 
         has_stored_rows = has_stored_rows or summary.found > 0
-        with contextlib.closing(loaded), validated_forward(plan, has_stored_rows, log_computation) as forward:
+        with (
+            exits_refused(),
+            contextlib.closing(loaded),
+            validated_forward(plan, has_stored_rows, log_computation) as forward,
+        ):
             batches = stop_on_machine_errors(loaded, plan.images.source)
             batches = reporting_a_note(batches, plan.images, on_note)
             for shard in work:

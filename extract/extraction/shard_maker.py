@@ -32,6 +32,7 @@ from extract.store.format.receipt import checked_receipt
 from extract.store.places.destination import Destination
 from extract.system.atomic_files import discard
 from extract.system.folder_lock import locked
+from extract.system.foreign_code import exits_refused
 
 __all__ = ["ShardMaker", "scratch_folder"]
 
@@ -140,7 +141,8 @@ class ShardMaker:
             summary = Summary(n_rows=dataset.n_rows)
             checked = stop_on_machine_errors(batches, self._plan.images.source)
             checked = reporting_a_note(checked, self._plan.images, self._report_note)
-            extract_shard(self._plan, work, checked, self._open_forward(), summary, on_rows, stop)
+            with exits_refused():
+                extract_shard(self._plan, work, checked, self._open_forward(), summary, on_rows, stop)
         except BaseException:
             self._was_ahead = self._batches.is_ahead
             self._batches.close()

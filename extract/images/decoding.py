@@ -35,7 +35,7 @@ IMAGE_SUFFIXES = frozenset({
 })  # fmt: skip
 _HEIF_BRANDS = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"})  # ISO/IEC 23008-12
 _BACKGROUND = (255, 255, 255)  # colour behind transparent pixels
-_PNG = b"\x89PNG\r\n\x1a\n"
+_PNG, _END_OF_JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd9"
 _BITS, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339  # TIFF 6.0 tags
 _WHITE_IS_ZERO = 0  # a value of _PHOTOMETRIC
 _TWELVE_BITS = 1 << 12
@@ -83,8 +83,9 @@ def decode(
     try:
         with warnings.catch_warnings(), _settings_of_pillow(max_pixels):
             warnings.simplefilter("ignore")  # about odd metadata, and pictures of over half of max_pixels
-            with Image.open(io.BytesIO(data), formats=formats) as image, errors_of_libtiff(image):
-                check_whole(data, image)
+            with Image.open(io.BytesIO(data), formats=formats) as image, _errors_of_format(image):
+                if image.format != "JPEG" or not data.endswith(_END_OF_JPEG):  # which nearly all files are
+                    check_whole(data, image)
                 if min_decode_px and image.format == "JPEG":
                     image.draft(None, _no_smaller(image.size, min_decode_px))  # scaled by the inverse DCT
                 stored = _orientation_of_tiff(image)
@@ -122,7 +123,7 @@ def decode_partly(data: bytes, max_pixels: int) -> Image.Image | None:
     try:
         with warnings.catch_warnings(), _settings_of_pillow(max_pixels, truncated=True):
             warnings.simplefilter("ignore")
-            with Image.open(io.BytesIO(data), formats=formats) as image, errors_of_libtiff(image):
+            with Image.open(io.BytesIO(data), formats=formats) as image, _errors_of_format(image):
                 image.load()
                 picture = to_picture(image)
     except Exception:  # see `decode`
@@ -140,6 +141,10 @@ def pixels_of(data: bytes) -> int:
                 return image.width * image.height
     except Exception:  # see `decode`
         return 0
+
+
+def _errors_of_format(image: Image.Image) -> contextlib.AbstractContextManager[None]:
+    return errors_of_libtiff(image) if image.format == "TIFF" else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -27,14 +27,11 @@ def errors_of_libtiff(image: Image.Image) -> Iterator[None]:
     print, or messages may stay off.
 
     Args:
-        image: the file as opened by Pillow; of another format than TIFF, nothing is done.
+        image: the TIFF file as opened by Pillow.
 
     Raises:
         ValueError: libtiff cannot decode the file.
     """
-    if image.format != "TIFF":
-        yield
-        return
     library = _libtiff()
     earlier = [getattr(library, name)(None) for name in _SETTERS] if library is not None else []
     try:

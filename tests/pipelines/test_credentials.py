@@ -167,7 +167,7 @@ def guarded(folder: Path) -> Iterator[type[Guarded]]:
     Here.folder = folder.parent
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Here) as running:
         Here.host = f"127.0.0.1:{running.server_port}"  # type: ignore[attr-defined]
-        threading.Thread(target=running.serve_forever, daemon=True).start()
+        threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
         yield Here
         running.shutdown()
 

@@ -600,7 +600,7 @@ def test_the_process_makes_passes_tells_of_them_and_stops_in_order(folder: Path,
             pass
 
     server = HTTPServer(("127.0.0.1", 0), Hook)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     out, log = tmp_path / "out", tmp_path / "log"
     schedule = {
         "every": "1s", "log": str(log), "log_json": True, "heartbeat": str(tmp_path / "alive"),

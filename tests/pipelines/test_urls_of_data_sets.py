@@ -41,7 +41,7 @@ def server(folder: Path) -> Iterator[tuple[str, list[str]]]:
 
     Here.folder, Here.requests = folder.parent, []
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Here) as running:
-        threading.Thread(target=running.serve_forever, daemon=True).start()
+        threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{running.server_port}", Here.requests
         running.shutdown()
 

@@ -448,7 +448,8 @@ def test_weights_from_a_file_and_random_ones_go_into_a_model_of_hf(tmp_path: Pat
     assert load_backbone(case.spec, weights="random", device="cpu").weights.random
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_network_that_amplifies_rounding_deviates_no_more_than_in_its_own_library(seed: int) -> None:
     """Batches have the channels last in memory, for which convolutions sum in another order than in timm's example.
 

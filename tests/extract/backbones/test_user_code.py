@@ -121,7 +121,9 @@ def test_an_own_backbone_cannot_end_the_program(factory: str, workers: int, pict
     assert not list((tmp_path / "out").rglob("*.h5"))
 
 
-@pytest.mark.parametrize("command", ["embed", "layers", "inspect"])
+@pytest.mark.parametrize(
+    "command", ["embed", *(pytest.param(name, marks=pytest.mark.slow) for name in ("layers", "inspect"))]
+)
 def test_the_exit_code_of_a_command_says_that_own_code_ended_it(command: str, pictures: Path, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text("import argparse\n\nargparse.ArgumentParser().parse_args(['--help'])\n")
     arguments = {

@@ -345,7 +345,7 @@ def test_a_folder_behind_a_web_server_is_the_same(tmp_path: Path) -> None:
     touch(tmp_path / "served", ["beside.jpg"])
     handler = functools.partial(Quiet, directory=str(tmp_path / "served"))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
-        threading.Thread(target=running.serve_forever, daemon=True).start()
+        threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
         where = f"http://127.0.0.1:{running.server_port}/photos"
         same(write_plan(where, tmp_path / "plan"), list_images(where))
         same(write_plan(where + "/", tmp_path / "plan-2"), list_images(where))

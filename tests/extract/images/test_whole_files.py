@@ -142,7 +142,7 @@ def test_few_jpegs_pass_whose_tail_is_garbage_without_an_end_marker(pattern: int
     for share in np.linspace(0.1, 0.95, 60):
         kept = int(len(data) * share)
         noise = np.random.default_rng(kept).integers(0, 255, pattern or len(data), np.uint8).tobytes()  # without FF
-        tailed = data[:kept] + (noise * len(data))[: len(data) - kept]
+        tailed = data[:kept] + (noise * (len(data) // len(noise) + 1))[: len(data) - kept]
         passed += decoded_by_pillow(tailed)
         with contextlib.suppress(ValueError):
             decode(tailed)

@@ -150,7 +150,7 @@ def served() -> Iterator[Proxy]:
 
     server = Server(("127.0.0.1", 0), _handler(proxy))
     proxy.port = server.server_port
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield proxy
     finally:

@@ -119,7 +119,8 @@ def test_a_network_that_cannot_be_computed_in_float64_is_refused_all_the_same() 
         find_batch_axis(InFloat32(0), torch.rand(3, 3, SIZE, SIZE), ["chaos"])
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_efficientnetv2_with_random_weights_is_not_taken_for_one_that_mixes_pictures(seed: int) -> None:
     """How much rounding differs between batches depends on the machine and the number of threads."""
     backbone = load_backbone("timm/efficientnetv2_rw_t", weights="random", seed=seed, device="cpu")
