@@ -47,8 +47,8 @@ _BATCHES_AHEAD = 2  # for each worker
 _NOT_MANY_PIXELS = 50_000_000
 
 TOO_DARK = (
-    "its 16-bit pixels are all below 4,096, and it is nearly black, as the upper 8 bits count. If such files have "
-    "12 bits, multiply their pixels by 16"
+    "all of its 16-bit pixels are below 4,096, and only their upper 8 bits are used, so the picture is nearly black. "
+    "If these are 12-bit values, multiply them by 16"
 )
 
 # A disk or server fails or is unavailable: the file may be readable later.

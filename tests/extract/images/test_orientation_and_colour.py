@@ -300,8 +300,8 @@ def test_a_run_says_once_which_file_looks_like_twelve_bits(tmp_path: Path, worke
     words = [word if word != "0" else str(workers) for word in TINY]
     printed = run("embed", str(folder), "-o", str(tmp_path / "out"), *words, "--batch-size", "1")
     assert printed.count("16-bit pixels") == 1
-    assert "note: b.png: its 16-bit pixels are all below 4,096" in printed
-    assert "multiply their pixels by 16" in printed
+    assert "note: b.png: all of its 16-bit pixels are below 4,096" in printed
+    assert "multiply them by 16" in printed
     assert "16-bit" not in run("embed", str(folder), "-o", str(tmp_path / "out"), *words)  # nothing to do
     backbone = load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=TINY_INPUT)
     with pytest.warns(UserWarning, match=r"b\.png: its 16-bit pixels") as warned:
