@@ -304,7 +304,7 @@ def test_a_run_says_once_which_file_looks_like_twelve_bits(tmp_path: Path, worke
     assert "multiply them by 16" in printed
     assert "16-bit" not in run("embed", str(folder), "-o", str(tmp_path / "out"), *words)  # nothing to do
     backbone = load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=TINY_INPUT)
-    with pytest.warns(UserWarning, match=r"b\.png: its 16-bit pixels") as warned:
+    with pytest.warns(UserWarning, match=r"b\.png: all of its 16-bit pixels") as warned:
         extract_features(folder, out=tmp_path / "x", backbone=backbone, workers=workers, progress=False).close()
     assert len([warning for warning in warned if "16-bit" in str(warning.message)]) == 1
 
