@@ -71,7 +71,9 @@ def embedded(where: str, out: Path) -> Path:
     return out
 
 
-@pytest.mark.parametrize("kind", ["folder", "list", "local list", "plan"])
+@pytest.mark.parametrize(
+    "kind", ["list", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("folder", "local list", "plan"))]
+)
 def test_no_request_is_sent_before_the_user_has_named_the_location(
     folder: Path, tmp_path: Path, server: tuple[str, list[str]], kind: str
 ) -> None:

@@ -101,7 +101,10 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.mark.parametrize("factory", FAULTS)
+# A third of them runs in the default tests: each takes up to a quarter of a second.
+@pytest.mark.parametrize(
+    "factory", [pytest.param(name, marks=[pytest.mark.slow] * (i % 3 > 0)) for i, name in enumerate(FAULTS)]
+)
 def test_a_fault_of_an_own_backbone_is_one_line(factory: str, pictures: Path, tmp_path: Path) -> None:
     error = fails("embed", pictures, "-o", tmp_path / "out", "-b", spec_of(factory), "--device", "cpu", "--workers", 0)
     assert error.count("\n") == 1
