@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import shutil
@@ -184,6 +185,78 @@ def test_beyond_the_limit_of_watches_changes_are_seen_within_seconds(folder: Pat
             process.kill()
     assert "OS file watch limit reached" in errors
     assert "scanned every few seconds" in errors
+
+
+@pytest.mark.slow
+def test_a_tree_of_2000_folders_and_a_burst_of_5000_files_are_followed(tmp_path: Path) -> None:
+    root, out = tmp_path / "images", tmp_path / "out"
+    picture = root / "0000" / "0.png"
+    for number in range(2000):
+        (root / f"{number:04d}").mkdir(parents=True)
+    make_picture(1).save(picture)
+    config = write(tmp_path / "sync.yaml", images=str(root), out=str(out), **{**SMALL, "batch_size": 64})
+    with subprocess.Popen(
+        [sys.executable, "-m", "layertap", "watch", str(config)], stderr=subprocess.PIPE, text=True,
+        cwd=Path(__file__).parents[2],
+    ) as process:  # fmt: skip
+        try:
+            _until(lambda: _rows(out) == 1, 60)
+            make_picture(2).save(root / "1999" / "0.png")
+            _until(lambda: _rows(out) == 2, 30)
+            (root / "1000" / "new" / "nested").mkdir(parents=True)
+            make_picture(3).save(root / "1000" / "new" / "nested" / "0.png")
+            _until(lambda: _rows(out) == 3, 30)
+            for number in range(5000):
+                shutil.copyfile(picture, root / f"{number % 2000:04d}" / f"{number}-copy.png")
+            _until(lambda: _rows(out) == 5003, 240)
+            shutil.rmtree(root / "1000")
+            _until(lambda: _rows(out) == 5000, 60)  # without the nested one and two copies
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert "cannot be watched" not in errors
+
+
+def can_mount() -> bool:
+    mount = ["unshare", "-Urm", "mount", "-t", "tmpfs", "none", "/mnt"]
+    return shutil.which("unshare") is not None and subprocess.run(mount, capture_output=True).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_unmounted_and_mounted_again_is_followed(folder: Path, tmp_path: Path) -> None:
+    if not can_mount():
+        pytest.skip("this system has no namespaces for users")
+    root, out = tmp_path / "disk", tmp_path / "out"
+    root.mkdir()
+    config = write(tmp_path / "sync.yaml", images=str(root / "images"), out=str(out), **SMALL)
+    # Only the shell sees the disk, so it waits for a file between the steps.
+    steps = f"""
+        wait_for() {{ while [ ! -e {tmp_path}/$1 ]; do sleep 0.1; done; }}
+        mount -t tmpfs none {root}; cp -r {folder} {root}/images
+        {sys.executable} -m layertap watch {config} & watcher=$!
+        wait_for unmount; umount -l {root}
+        wait_for mount; mount -t tmpfs none {root}; cp -r {folder} {root}/images; cp {folder}/new.png {root}/images/
+        wait_for stop; kill -INT $watcher; wait $watcher
+    """
+    with subprocess.Popen(
+        ["unshare", "-Urm", "bash", "-c", steps], stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}, start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            _until(lambda: _rows(out) == 12, 60)
+            (tmp_path / "unmount").touch()
+            time.sleep(10)  # passes find no folder
+            assert _rows(out) == 12
+            make_picture(77).save(folder / "new.png")
+            (tmp_path / "mount").touch()
+            _until(lambda: _rows(out) == 13, 60)
+            (tmp_path / "stop").touch()
+            _, errors = process.communicate(timeout=30)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert "disk/images" in errors  # the user was told that it was missing
 
 
 def test_garbage_of_a_pass_is_collected_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
