@@ -298,6 +298,12 @@ MUTATIONS = (
         ("test_batches_are_forced_to_the_disk_as_often_as_asked",),
     ),
     Mutation(
+        "A closed reader unmaps rows that are in use.",
+        "        return np.frombuffer(self._mapping, dtype, math.prod(shape), start).reshape(shape)",
+        "        return np.ndarray(shape, dtype, self._mapping, start)",
+        ("test_after_a_reader_is_closed_batches_are_right_or_an_error",),
+    ),
+    Mutation(
         "Rows in the file cache are not verified.",
         "        if view is not None and self._verify is not None:\n            self._verify(rows)\n",
         "",

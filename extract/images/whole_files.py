@@ -35,6 +35,7 @@ _PACKED_BITS_ZEROS = 130  # a literal run of TIFF's PackBits has up to 128 bytes
 _REPEATED, _BEHIND = 16, 8
 
 _COMPRESSION, _OFFSETS, _COUNTS = 259, (273, 324), (279, 325)  # TIFF 6.0 tags of strips, and of tiles
+_JPEG_TABLES = 347  # TIFF Technical Note 2: from SOI to EOI
 _UNCOMPRESSED, _JPEG_IN_TIFF, _PACK_BITS = 1, 7, 32773
 
 
@@ -64,6 +65,8 @@ def check_whole(data: bytes, image: Image.Image) -> None:
     elif kind in ("JPEG", "MPO"):
         if not data.endswith(b"\xff\xd9") and not _has_end_of_jpeg(data) and _is_cut(data):
             raise ValueError("truncated: the end-of-image marker is missing")
+    elif kind == "TIFF" and data.endswith(b"\0\0") and not _has_end_of_tables(image):
+        raise ValueError("truncated: its JPEG tables end in zeros")
     elif data.endswith(bytes(_ZEROS)):
         zeros = _zeros_of_data(data, image)
         # Flat areas of lossy WebP are zeros up to the last one; of a cut file, the decoder leaves some zeros unread.
@@ -189,6 +192,12 @@ def _last_strip(image: Image.Image) -> tuple[range, int]:
         return range(0), compression
     offset, count = max(extents)
     return range(offset, offset + count), compression
+
+
+def _has_end_of_tables(image: Image.Image) -> bool:
+    """Return whether the JPEG tables of a TIFF file, if it has any, end in their marker."""
+    tables = getattr(image, "tag_v2", {}).get(_JPEG_TABLES)
+    return not isinstance(tables, bytes) or b"\xff\xd9" in tables
 
 
 def _is_decoded(data: bytes, tail: range, kind: str | None) -> bool:

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import io
 import itertools
+import math
 import mmap
 import os
 import stat
@@ -179,7 +180,10 @@ class Shard:
 
     def _array_at(self, start: int | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return a plain dataset as an array over the memory map; None as `start` gives an array without bytes."""
-        return np.empty(shape, dtype) if start is None else np.ndarray(shape, dtype, self._mapping, start)
+        if start is None:
+            return np.empty(shape, dtype)
+        # Unlike np.ndarray(buffer=...), np.frombuffer keeps the map from being unmapped while the array is in use.
+        return np.frombuffer(self._mapping, dtype, math.prod(shape), start).reshape(shape)
 
     def _locate(self, data: StoredDataset, refuse: Refuse) -> int | None:
         """Check the location of a plain dataset and return its offset in the file; None if it has no bytes."""

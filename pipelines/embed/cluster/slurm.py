@@ -93,7 +93,7 @@ def _check_time(time: str) -> None:
     numbers = [int(number) for number in match[2].split(":")]
     units = (3600, 60, 1) if match[1] or len(numbers) == 3 else (60, 1)
     seconds = int(match[1] or 0) * 86400 + sum(number * unit for number, unit in zip(numbers, units, strict=False))
-    if seconds < _LEAST_S:
+    if 0 < seconds < _LEAST_S:  # 0: no limit
         raise InputError(
             f"--time {time}: expected at least 5 minutes, because a task loads the backbone first, and is stopped "
             f"{_WARNED_S} s before its limit"

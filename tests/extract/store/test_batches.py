@@ -268,3 +268,37 @@ def test_rows_of_several_shards_and_compressed_rows_are_buffered(reader: Feature
     array = reader["x"]
     assert array.mapped(np.array([699, 700])) is None
     assert array.mapped(np.array([1500, 1501])) is None  # of the compressed shard
+
+
+CLOSED = """
+import sys, threading
+from extract import FeatureReader, LayertapError
+path, shuffle = sys.argv[1], None if sys.argv[2] == "None" else sys.argv[2]
+reader = FeatureReader(path)
+if sys.argv[3] == "thread":
+    threading.Timer(0.05, reader.close).start()
+batches = reader.batches("x", 1, shuffle=shuffle)
+x, rows = next(batches)
+if sys.argv[3] == "here":
+    reader.close()
+other = bytes(50_000_000)  # takes the addresses of the map if it is unmapped
+try:
+    for x, rows in batches if sys.argv[3] == "here" else (b for _ in range(1000) for b in reader.batches("x", 1)):
+        assert (x == rows[:, None]).all(), rows
+except LayertapError as error:
+    assert "is closed" in str(error), error
+print("ended")
+"""
+
+
+@needs_cache_state
+@pytest.mark.parametrize(
+    ("shuffle", "closed"), [(None, "here"), ("chunks", "here"), ("rows", "here"), (None, "thread")]
+)
+def test_after_a_reader_is_closed_batches_are_right_or_an_error(
+    one_shard: Path, shuffle: str | None, closed: str
+) -> None:
+    """In a process of its own: an array over a map that is gone ends the process, or has the bytes of another file."""
+    command = [sys.executable, "-c", CLOSED, str(one_shard), str(shuffle), closed]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (0, "ended\n"), ended.stderr

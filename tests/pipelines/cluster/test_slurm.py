@@ -57,7 +57,9 @@ def test_what_an_array_cannot_run_is_refused(
     assert said in found.output
 
 
-@pytest.mark.parametrize("time", ["00:05:00", "5", "5:00", "0-1", "0-0:05", "0-0:04:60", "2-12:30:00", "UNLIMITED"])
+@pytest.mark.parametrize(
+    "time", ["00:05:00", "5", "5:00", "0-1", "0-0:05", "0-0:04:60", "2-12:30:00", "UNLIMITED", "0"]
+)
 def test_limits_of_five_minutes_are_accepted(folder: Path, tmp_path: Path, time: str) -> None:
     config = write(tmp_path / "photos.yaml", images=str(folder), **SMALL)
     assert f"--time={time}\n" in layertap("slurm", config, "--tasks", 2, "--time", time).stdout
