@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -121,14 +122,11 @@ class _Buffer:
 
     def __init__(self, array: RowSource, size: int):
         self._array, self.size = array, size
-        self._features: NDArray[Any] | None = None
 
-    @property
+    @cached_property
     def features(self) -> NDArray[Any]:
         """(size, *shape of a row)."""
-        if self._features is None:
-            self._features = np.empty((self.size, *self._array.shape[1:]), self._array.dtype)
-        return self._features
+        return np.empty((self.size, *self._array.shape[1:]), self._array.dtype)
 
 
 def _pieces(array: RowSource, rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
