@@ -37,7 +37,7 @@ def demo_report(folder: Path) -> Path:
     """Write the report and return its path."""
     from pipelines.data_sets.report import run_report
 
-    return run_report(folder / "features", maps=("pca", "tsne"), probe_results=[folder / "probe"])
+    return run_report(folder / "features", probe_results=[folder / "probe"])
 
 
 def write_digits(folder: Path) -> int:
@@ -67,7 +67,7 @@ def demo(ctx: click.Context, out: Path) -> None:
 
     Takes about a minute on 2 cores.
     """
-    for module in ("sklearn", "matplotlib", "plotly"):
+    for module in ("sklearn", "threadpoolctl", "matplotlib"):
         library(module, "demo", "layertap demo")
     from pipelines.embed.job import embed, print_summary
     from pipelines.probe.report import print_outcome, probe_and_write

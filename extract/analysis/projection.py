@@ -17,7 +17,7 @@ __all__ = ["Principal", "principal", "tsne", "umap"]
 _WIDEST = 4096  # largest D for a (D, D) matrix; for wider rows, products of a sample of rows are used
 _HELD_BYTES = 256 << 20
 _HELD_ROWS = 2000
-_KEPT = 50  # principal axes passed to t-SNE (van der Maaten and Hinton 2008, section 4.2, use 30)
+_KEPT = 50  # principal axes passed to t-SNE and UMAP (van der Maaten and Hinton 2008, section 4.2, use 30)
 
 
 @dataclass(frozen=True)
@@ -105,23 +105,23 @@ def tsne(rows: FeatureRows, seed: int = 0) -> NDArray[np.float32]:
     Raises:
         LayertapError: scikit-learn or threadpoolctl is not installed.
     """
-    manifold = library("sklearn.manifold", "tsne", "a t-SNE map")
+    manifold = library("sklearn.manifold", "report", "a t-SNE map")
     vectors = _unit_vectors(principal(rows, _KEPT, seed).project(rows))
     perplexity = min(30.0, max(1.0, (len(vectors) - 1) / 3))
     estimator = manifold.TSNE(perplexity=perplexity, init="random" if len(vectors) < 4 else "pca", random_state=seed)
     # t-SNE's threads wait for each other in each of 1,000 steps; on busy cores this takes longer than the computation.
-    with library("threadpoolctl", "tsne", "a t-SNE map").threadpool_limits(1, "openmp"):
+    with library("threadpoolctl", "report", "a t-SNE map").threadpool_limits(1, "openmp"):
         return np.asarray(estimator.fit_transform(vectors), np.float32)
 
 
 def umap(rows: FeatureRows, seed: int = 0) -> NDArray[np.float32]:
-    """Compute UMAP coordinates (N, 2) by cosine, with all rows held in memory.
+    """Compute UMAP coordinates (N, 2) by cosine, from the first 50 principal components, held in memory.
 
     Raises:
         LayertapError: umap-learn is not installed.
     """
     umap_learn = library("umap", "umap", "a UMAP map")
-    vectors = rows.between(0, len(rows))
+    vectors = _unit_vectors(principal(rows, _KEPT, seed).project(rows))
     neighbours = min(15, max(2, len(vectors) - 1))
     estimator = umap_learn.UMAP(n_neighbors=neighbours, metric="cosine", random_state=seed, n_jobs=1)
     return np.asarray(estimator.fit_transform(vectors), np.float32)

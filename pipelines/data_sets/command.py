@@ -61,9 +61,9 @@ def status(out: str, watch: bool, as_json: bool) -> None:
     "maps",
     multiple=True,
     type=click.Choice(["pca", "tsne", "umap"]),
-    default=["pca"],
+    default=["tsne", "pca"],
     show_default=True,
-    help="Map of the images; may be repeated. tsne needs scikit-learn, umap needs umap-learn.",
+    help="Map of the images; may be repeated; the page opens on the first. pca needs no further library.",
 )
 @click.option(
     "--probe",
@@ -74,7 +74,7 @@ def status(out: str, watch: bool, as_json: bool) -> None:
     help="More results of `layertap probe`, besides OUT/probe; may be repeated.",
 )
 @click.option("--images", help="Location of the images, if they were moved or are behind a URL.")
-@click.option("--thumbnails", type=click.IntRange(min=0), default=1500, show_default=True, help="Maximum number.")
+@click.option("--thumbnails", type=click.IntRange(min=0), default=5000, show_default=True, help="Maximum number.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of random choices.")
 def report(out: Path, other: Path | None, **settings: Any) -> None:
     """Write an HTML page that describes the data set OUT, and how it differs from OTHER.
@@ -84,9 +84,11 @@ def report(out: Path, other: Path | None, **settings: Any) -> None:
 
     \b
     layertap report outputs/photos
-    layertap report outputs/photos outputs/photos-2 --map pca --map tsne -o report.html
+    layertap report outputs/photos outputs/photos-2 --map umap -o report.html
     """
-    library("plotly", "report", "layertap report")
+    for method, module in (("tsne", "sklearn"), ("tsne", "threadpoolctl"), ("umap", "umap")):
+        if method in settings["maps"]:
+            library(module, "umap" if method == "umap" else "report", f"layertap report with --map {method}")
     from pipelines.data_sets.report import run_report
 
     written = run_report(out, other, say=lambda text: click.echo(text, err=True), **settings)

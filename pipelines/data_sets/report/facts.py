@@ -1,12 +1,11 @@
-"""Content of a report that needs no features: settings of the extraction, run times, results of probes."""
+"""Content of a report that needs no features: settings of the extraction, and run times."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import operator
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,14 @@ from extract.errors import LayertapError
 from extract.store.format.dataset import DataSet
 from extract.store.format.schemas import RUN
 from extract.store.format.version import pass_folder
-from extract.system.json_files import read_json, read_json_lines
+from extract.system.json_files import read_json_lines
+from pipelines.data_sets.report.probe_results import is_number
 from pipelines.terminal.text_output import printable
 
-__all__ = ["facts", "probes", "runs", "stages"]
+__all__ = ["facts", "runs", "stages"]
 
 _LAST_RUNS = 50
 _PLACES = 4  # hosts and devices named per run
-_PROBES = 50  # most results read
 
 
 def facts(content: dict[str, Any]) -> list[list[str]]:
@@ -104,7 +103,7 @@ def stages(dataset: DataSet) -> dict[str, float]:
         spent = line.get("made") if line["event"] == "shard" else line if line["event"] == "ended" else None
         spent = spent.get("stages") if isinstance(spent, dict) else None
         for stage, seconds in spent.items() if isinstance(spent, dict) else ():
-            if _is_number(seconds):
+            if is_number(seconds):
                 total[printable(str(stage))] = total.get(printable(str(stage)), 0.0) + float(seconds)
     return total
 
@@ -121,53 +120,4 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _numbers(line: dict[str, Any]) -> dict[str, Any]:
-    return {name: line[name] for name in ("rows", "seconds") if _is_number(line.get(name))}
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # a whole number beyond 1e308
-        return False
-
-
-def probes(out: Path, others: Sequence[Path]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the results of `layertap probe` in OUT/probe/*/results.json and `others`, and notes on unreadable files.
-
-    A result has `name`, `protocol`, `metrics` (their names), `complete`, and `layers`: data set, layer, width, rows,
-    chosen value, and metric -> [value, low, high].
-    """
-    files = sorted((out / "probe").glob("*/results.json"))
-    files += [path / "results.json" if path.is_dir() else path for path in others]
-    results, notes = [], []
-    for file in files[:_PROBES]:
-        try:
-            content = read_json(file)
-            layers = [_probed(probe) for probe in content["probes"]]
-            protocol = str(content["configuration"]["protocol"])
-        except (LayertapError, OSError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            notes.append(printable(f"{file} cannot be read as results of a probe: {type(error).__name__}: {error}"))
-            continue
-        if layers:
-            metrics = list(dict.fromkeys(name for layer in layers for name in layer["metrics"]))
-            results.append({"name": printable(str(file.parent)), "protocol": printable(protocol), "metrics": metrics,
-                          "complete": bool(content.get("complete", True)), "layers": layers})  # fmt: skip
-    if len(files) > _PROBES:
-        notes.append(f"{_PROBES} of {len(files):,} probe results are shown")
-    return results, notes
-
-
-def _probed(probe: dict[str, Any]) -> dict[str, Any]:
-    chosen = ", ".join(f"{name} {value:.3g}" for name, value in probe["chosen"].items())
-    rows = probe["rows"]
-    metrics = {
-        printable(str(name)): [float(estimate[end]) if _is_number(estimate[end]) else None
-                               for end in ("value", "low", "high")]
-        for name, estimate in probe["metrics"].items()
-    }  # fmt: skip
-    return {
-        "data_set": printable(str(probe["data_set"])), "layer": printable(str(probe["layer"])),
-        "width": int(probe["width"]),
-        "train": int(rows["train"]) + int(rows["val"]), "test": int(rows["test"]), "chosen": printable(chosen),
-        "metrics": metrics,
-    }  # fmt: skip
+    return {name: line[name] for name in ("rows", "seconds") if is_number(line.get(name))}

@@ -93,14 +93,14 @@ def test_every_extra_that_the_code_names_exists() -> None:
         (["draw", "maps", "bundled/efficientnet_lite0", "none"], "layertap draw needs matplotlib", "matplotlib>="),
         (["ablate", "bundled/x", "none", "--picture", "a.png"], "--picture needs matplotlib", "matplotlib>="),
         (["inspect", "bundled/x", "none", "--pictures", "a"], "--pictures needs matplotlib", "matplotlib>="),
-        (["report", "."], "layertap report needs plotly", "plotly>="),
-        (["demo", "-o", "none"], "layertap demo needs matplotlib", "plotly>="),
+        (["report", "."], "layertap report with --map tsne needs sklearn", "scikit-learn>="),
+        (["demo", "-o", "none"], "layertap demo needs sklearn", "matplotlib>="),
     ],
 )
 def test_commands_with_figures_ask_for_matplotlib_before_they_begin(
     arguments: list[str], purpose: str, requirement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("matplotlib", "plotly"):
+    for module in ("matplotlib", "sklearn"):
         monkeypatch.setitem(sys.modules, module, None)
     done = CliRunner().invoke(main, arguments)
     assert done.exit_code == 1

@@ -1,0 +1,416 @@
+"""Content of a report: what the page shows, as JSON-compatible data."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from extract.analysis.dataset_diff import compare
+from extract.analysis.feature_statistics import statistics_of
+from extract.analysis.nearest_rows import layer_to_search
+from extract.analysis.probe.feature_matrix import FeatureRows
+from extract.analysis.projection import principal, tsne, umap
+from extract.row_status import Status
+from extract.store.format.dataset import DataSet
+from extract.store.reader import FeatureReader
+from extract.system.urls import is_url
+from pipelines.data_sets.diff import as_json as comparison_as_json
+from pipelines.data_sets.report.facts import facts, runs, stages
+from pipelines.data_sets.report.probe_results import Prediction, predictions_of, probes
+from pipelines.data_sets.report.similar_images import (
+    K,
+    SimilarImages,
+    copies,
+    map_neighbours,
+    near_duplicate_cosine,
+    shared_neighbours,
+    similar_images,
+)
+from pipelines.data_sets.report.thumbnail_sheets import LARGEST_PX, ThumbnailSheets, thumbnail_sheets
+from pipelines.data_sets.thumbnails import Pictures
+from pipelines.terminal.text_output import printable
+
+__all__ = ["MAPS", "ReportContent"]
+
+MAPS = {"tsne": "t-SNE", "pca": "PCA", "umap": "UMAP"}
+_POINTS = 5000  # of the map; t-SNE takes about 25 s for this number
+_PRINCIPAL_ROWS = 100_000  # from which principal axes are computed
+_UNCERTAIN = 6  # images shown whose neighbours have other classes
+_CENTRAL = 10  # classes whose most central image is shown
+_SHOWN = 24  # pairs, outliers, groups of copies
+_SHOWN_COPIES = 8  # copies of one image
+_FAILURES = 500
+_WRONG = 500  # images that a probe misclassified
+_WRONG_PICTURES = 60  # of these, with a thumbnail of their own
+_CLASSES = 2000
+_LONGEST = 300  # characters of a path
+_BINS = 40
+_URL_THUMBNAILS = 200  # each image is downloaded
+
+
+class ReportContent:
+    """Content of a report.
+
+    Args:
+        reader: reader of the data set.
+        described: its description by `pipelines.data_sets.show.describe`.
+        dataset: the data set.
+        layer: layer by which images are compared; None: `embedding`, or the last layer.
+        seed: seed of random choices.
+        say: receives a line about each step.
+
+    Attributes:
+        data: what the page shows, written as JSON.
+    """
+
+    def __init__(
+        self, reader: FeatureReader, described: dict[str, Any], dataset: DataSet, layer: str | None, seed: int,
+        say: Callable[[str], None],
+    ):  # fmt: skip
+        self._reader, self._described, self._seed, self._say = reader, described, seed, say
+        self._dataset = dataset
+        self._good = np.flatnonzero(reader.status == Status.OK)
+        self._hashes = reader.column("source_hash")
+        self._failed: list[tuple[int, str, str, str]] = reader.failures
+        self._listed_rows: dict[int, None] = {}  # rows that the page names
+        self._thumbnail_rows: dict[int, None] = {}  # rows that should have thumbnails, most important first
+        self._predictions: dict[int, Prediction] = {}
+        self.data: dict[str, Any] = {"notes": []}
+        self._layer = self._layer_to_show(layer)
+
+    def _layer_to_show(self, layer: str | None) -> str:
+        layers = self._reader.layers
+        if layer is None and "embedding" not in layers and len(layers) > 1:
+            self.data["notes"].append(
+                printable(f"There is no layer `embedding`; images are compared by the last layer, {layers[-1]}.")
+            )
+            return layers[-1]
+        return layer_to_search(layers, layer, self._described["out"])
+
+    def fill(self, maps: Sequence[str], probe_results: Sequence[Path]) -> None:
+        """Fill in everything except the comparison with another data set and what `finish` adds."""
+        described = self._described
+        self.data |= {
+            "title": printable(Path(described["out"]).resolve().name),
+            "version": version("layertap"),
+            "written": datetime.now(UTC).isoformat(" ", "seconds"),
+            "layer": printable(self._layer),
+            "facts": facts(described),
+            "backbone": printable(described.get("provenance", {}).get("backbone", "")),
+            "counts": {
+                "rows": len(self._reader),
+                "good": len(self._good),
+                "failed": len(self._failed),
+                "classes": len(self._reader.classes),
+            },
+            "status": Counter(Status(code).text for code in self._reader.status.tolist()),
+            "runs": runs(self._dataset.out),
+            "stages": stages(self._dataset),
+        }
+        if not described["complete"]:
+            self.data["notes"].append("The data set is unfinished: this page shows the rows that are done.")
+        self._classes()
+        self._failures()
+        self._probes(probe_results)
+        self._copies()
+        if len(self._good):
+            self._similar_images()
+            self._map(maps)
+        self._layers()
+
+    def _classes(self) -> None:
+        labels, classes = self._reader.labels, self._reader.classes
+        counts = np.bincount(labels[labels >= 0], minlength=len(classes))
+        good = np.bincount(labels[self._good][labels[self._good] >= 0], minlength=len(classes))
+        self.data["classes"] = [
+            [printable(name)[:_LONGEST], int(count), int(with_features)]
+            for name, count, with_features in list(zip(classes, counts, good, strict=True))[:_CLASSES]
+        ]
+        self.data["unlabelled"] = int((labels < 0).sum())
+        if len(classes) > _CLASSES:
+            self.data["notes"].append(f"Only the first {_CLASSES:,} of {len(classes):,} classes are named here.")
+
+    def _failures(self) -> None:
+        shown = self._failed[:_FAILURES]
+        self._request_thumbnails(row for row, *_ in shown[:_SHOWN])
+        self.data["failures"] = [[row, status, printable(reason)] for row, _, status, reason in shown]
+        self._list_rows(row for row, *_ in shown)
+
+    def _probes(self, probe_results: Sequence[Path]) -> None:
+        """Fill in results of probes, and the images that one of them misclassified, most confident first."""
+        results, notes = probes(self._dataset.out, probe_results)
+        self.data["notes"] += notes
+        about, self._predictions = predictions_of(
+            results, self._reader.fingerprint, self.data["layer"], self._reader.paths
+        )
+        self.data["probes"] = list(results.values())
+        wrong = [row for row, prediction in self._predictions.items() if prediction.predicted != prediction.label]
+        wrong.sort(key=lambda row: -(self._predictions[row].probability or 0))
+        self.data["predictions"] = about | {
+            "tested": len(self._predictions), "wrong": wrong[:_WRONG], "n_wrong": len(wrong),
+        }  # fmt: skip
+        self._list_rows(wrong[:_WRONG])
+        self._request_thumbnails(wrong[:_WRONG_PICTURES])
+
+    def _copies(self) -> None:
+        groups = copies(self._hashes, self._good)
+        labels, splits = self._reader.labels, self._reader.splits
+        self.data["copies"] = {
+            "groups": [
+                {
+                    "rows": group[:_SHOWN_COPIES],
+                    "count": len(group),
+                    "classes": len({int(labels[row]) for row in group}),
+                    "splits": len({splits[row] for row in group}),
+                }
+                for group in groups[:_SHOWN]
+            ],
+            "images": len(groups),
+            "rows": sum(map(len, groups)),
+            "in_classes": sum(len({int(labels[row]) for row in group}) > 1 for group in groups),
+            "in_splits": sum(len({splits[row] for row in group}) > 1 for group in groups),
+        }
+        self._request_thumbnails(group[0] for group in groups[:_SHOWN])
+        self._list_rows(row for group in groups[:_SHOWN] for row in group[:_SHOWN_COPIES])
+
+    def _similar_images(self) -> None:
+        self._say(f"searching neighbours by {self._layer}")
+        neighbours = similar_images(self._reader[self._layer], self._hashes, self._good, self._seed)
+        means, pairs, nearest = neighbours.means, neighbours.pairs(), neighbours.nearest
+        threshold = near_duplicate_cosine(nearest)
+        near = pairs.cosines >= (math.inf if threshold is None else threshold)
+        labels, splits = self._reader.labels, self._reader.splits
+        near_rows = pairs.rows[near]
+        outliers = [place for place in np.argsort(means, kind="stable").tolist() if math.isfinite(means[place])]
+        outliers = outliers[:_SHOWN] if len(neighbours.among) > K else []
+        counts, edges = np.histogram(nearest, _BINS)
+        self.data["alike"] = {
+            "k": K,
+            "among": len(neighbours.among),
+            "queries": len(neighbours.queries),
+            "threshold": threshold,
+            "pairs": [
+                [*rows, round(cosine, 6)]
+                for rows, cosine in zip(pairs.rows[:_SHOWN].tolist(), pairs.cosines[:_SHOWN].tolist(), strict=True)
+            ],
+            "n_pairs": int(near.sum()),
+            "pairs_in_classes": int((labels[near_rows[:, 0]] != labels[near_rows[:, 1]]).sum()),
+            "pairs_in_splits": sum(splits[row] != splits[other_row] for row, other_row in near_rows.tolist()),
+            "outliers": [[int(neighbours.queries[place]), round(float(means[place]), 4)] for place in outliers],
+            "counts": counts.tolist(),
+            "edges": _short(edges),
+            **self._gallery(neighbours),
+        }
+        self._request_thumbnails(row for pair in self.data["alike"]["pairs"] for row in pair[:2])
+        self._request_thumbnails(row for row, _ in self.data["alike"]["outliers"])
+
+    def _gallery(self, neighbours: SimilarImages) -> dict[str, Any]:
+        """Return images with their neighbours, and how many neighbours have the class of their image.
+
+        Of labelled images: those with the fewest neighbours of their own class, and the most central image of each
+        class, which has the nearest neighbours of its class. Of others: random images.
+        """
+        labels, queries, near = self._reader.labels, neighbours.queries, neighbours.near
+        known = (near.rows >= 0) & (labels[queries] >= 0)[:, None]
+        known &= labels[np.maximum(near.rows, 0)] >= 0
+        sizes = np.bincount(labels[labels >= 0]).astype(np.float64)
+        pairs = (sizes * (sizes - 1)).sum()  # pairs of different images of a class
+        if not known.any() or len(sizes) < 2 or not pairs:
+            random = np.sort(np.random.default_rng(self._seed).permutation(len(queries))[:_UNCERTAIN])
+            return {"gallery": self._strips(neighbours, [("", place) for place in random.tolist()])}
+        same = known & (labels[np.maximum(near.rows, 0)] == labels[queries][:, None])
+        shares = np.divide(same.sum(1), known.sum(1), out=np.ones(len(queries)), where=known.any(1))
+        uncertain = np.lexsort((-neighbours.means, shares))
+        uncertain = uncertain[shares[uncertain] < 0.5][:_UNCERTAIN]
+        nearness = np.where(same, near.cosines, 0).sum(1)
+        by_class = []
+        for label in np.argsort(-sizes, kind="stable").tolist():
+            of_class = np.flatnonzero((labels[queries] == label) & known.any(1))
+            if not len(of_class):
+                continue
+            others = labels[near.rows[of_class]][known[of_class] & ~same[of_class]]
+            most = np.bincount(others).argmax() if len(others) else -1
+            total = known[of_class].sum()
+            by_class.append({
+                "label": label, "same": float(same[of_class].sum() / total), "other": int(most),
+                "other_share": float((others == most).sum() / total),
+                "central": int(of_class[nearness[of_class].argmax()]),
+            })  # fmt: skip
+        central = [item.pop("central") for item in by_class]
+        strips = [("uncertain", place) for place in uncertain.tolist()]
+        return {
+            "gallery": self._strips(neighbours, strips + [("central", place) for place in central[:_CENTRAL]]),
+            "same_class": float(same[known].mean()),
+            "by_chance": float(pairs / sizes.sum() / (sizes.sum() - 1)),
+            "by_class": by_class[:_CLASSES],
+        }
+
+    def _strips(self, neighbours: SimilarImages, places: list[tuple[str, int]]) -> list[dict[str, Any]]:
+        strips: list[dict[str, Any]] = []
+        for why, place in places:
+            hits = zip(neighbours.near.rows[place].tolist(), neighbours.near.cosines[place].tolist(), strict=True)
+            shown = [[hit, round(cosine, 4)] for hit, cosine in hits if hit >= 0]
+            row = int(neighbours.queries[place])
+            strips.append({"why": why, "row": row, "hits": shown})
+            self._request_thumbnails([row, *(int(hit) for hit, _ in shown)])
+        return strips
+
+    def _map(self, maps: Sequence[str]) -> None:
+        array, random = self._reader[self._layer], np.random.default_rng(self._seed)
+        drawn = random.permutation(self._good)
+        points, axes_rows = np.sort(drawn[:_POINTS]), np.sort(drawn[:_PRINCIPAL_ROWS])
+        rows = FeatureRows.of(array, points)
+        ways = []
+        for method in maps:
+            self._say(f"map of {len(points):,} images by {MAPS[method]}")
+            if method == "pca":
+                projection = principal(FeatureRows.of(array, axes_rows), 2, self._seed)
+                places = np.zeros((len(points), 2), np.float32)
+                places[:, : len(projection.axes)] = projection.project(rows)
+                shares = " and ".join(f"{100 * share:.1f} %" for share in projection.shares.tolist())
+                note = f"The first two principal axes explain {shares} of the variance of {projection.rows:,} rows."
+            else:
+                places = (tsne if method == "tsne" else umap)(rows, self._seed)
+                note = f"{MAPS[method]} by cosine. Nearby points are similar; distances between groups mean little."
+            ways.append({"name": MAPS[method], "note": note, "x": _short(places[:, 0]), "y": _short(places[:, 1])})
+        near = map_neighbours(array, points)
+        self.data["map"] = {
+            "ways": ways,
+            "rows": points.tolist(),
+            "of": len(self._good),
+            "near": None if near is None else near.tolist(),
+        }
+
+    def _layers(self) -> None:
+        layers = []
+        for name in self._reader.layers:
+            self._say(f"statistics of {name}")
+            array = self._reader[name]
+            statistics, lengths = statistics_of(FeatureRows.of(array, self._good))
+            counts, edges = np.histogram(lengths, _BINS) if len(lengths) else (np.empty(0, int), np.empty(0))
+            percent = np.percentile(lengths, (0, 50, 100)).tolist() if len(lengths) else [math.nan] * 3
+            never = (statistics.low == 0) & (statistics.high == 0)
+            layers.append({
+                "name": printable(name), "shape": list(array.shape[1:]), "dtype": str(array.dtype),
+                "from": printable(" ".join(array.attributes.get(key, "") for key in ("layer", "pooling"))),
+                "mean": statistics.mean, "std": statistics.std, "least": statistics.min, "largest": statistics.max,
+                "zeros": statistics.zeros,
+                "dead": int(never.sum()), "constant": len(statistics.dead), "width": math.prod(array.shape[1:]),
+                "lengths": percent, "counts": counts.tolist(), "edges": edges.tolist(),
+            })  # fmt: skip
+        self.data["layers"] = layers
+
+    def compare_with(self, out: Path, other: Path) -> None:
+        """Fill in the differences between two data sets."""
+        comparison = comparison_as_json(compare(out, other))
+        with FeatureReader(other, partial=True) as reader:
+            layers = [(name, name) for name in self._reader.layers if name in reader.layers]
+            pair = self._layer, "embedding" if "embedding" in reader.layers else reader.layers[-1]
+            if pair not in layers:
+                layers.append(pair)
+            count, shares = shared_neighbours(self._reader, reader, layers, self._seed)
+        self.data["other"] = {
+            "name": printable(str(other)),
+            "changes": [
+                [printable(str(text)) for text in (setting, *values)]
+                for setting, values in comparison["changes"].items()
+            ],
+            "images": comparison["images"],
+            "features": [
+                {"name": printable(name), **{key: printable(value) if isinstance(value, str) else value
+                                             for key, value in similarity.items()}}
+                for name, similarity in comparison["features"].items()
+            ],
+            "neighbours": [
+                [printable(layer if layer == other_layer else f"{layer} | {other_layer}"), share, chance]
+                for layer, other_layer, share, chance in shares
+            ],
+            "compared": count,
+            "k": K,
+        }  # fmt: skip
+
+    def _request_thumbnails(self, rows: Iterable[int]) -> None:
+        self._thumbnail_rows |= dict.fromkeys(rows)
+
+    def _list_rows(self, rows: Iterable[int]) -> None:
+        self._listed_rows |= dict.fromkeys(rows)
+
+    def list_rows(self) -> None:
+        """Fill in the rows that the page names: row -> path, label, split, number, and prediction if there is one."""
+        points = self.data.get("map", {}).get("rows", [])
+        self._list_rows(self._thumbnail_rows)
+        self._list_rows(points)
+        self._request_thumbnails(np.random.default_rng(self._seed).permutation(points).tolist())
+        paths, labels, splits, numbers = (
+            self._reader.paths, self._reader.labels, self._reader.splits, self._reader.rows,
+        )  # fmt: skip
+        self.data["rows"] = {
+            str(row): [_shortened(printable(paths[row])), int(labels[row]), printable(splits[row]), int(numbers[row]),
+                       *self._prediction(row)]
+            for row in self._listed_rows
+        }  # fmt: skip
+
+    def _prediction(self, row: int) -> list[Any]:
+        prediction = self._predictions.get(row)
+        return [] if prediction is None else [prediction.label, prediction.predicted, prediction.probability]
+
+    def add_thumbnails(self, root: str, images: str | None, limit: int, room: int) -> None:
+        """Fill in thumbnails of as many rows as there is room for, and a note about them.
+
+        Args:
+            root: location of the images as recorded in the data set.
+            images: location that the user named; None: `root`.
+            limit: maximum number of thumbnails.
+            room: bytes for all thumbnails.
+        """
+        sheets, about = self._thumbnails(root, images, limit, room)
+        self.data |= {"thumbnails": sheets.as_json(), "about_thumbnails": about}
+
+    def _thumbnails(self, root: str, images: str | None, limit: int, room: int) -> tuple[ThumbnailSheets, str]:
+        rows = list(self._thumbnail_rows)
+        if not limit or not rows:
+            return ThumbnailSheets(), "No thumbnails, as requested." if not limit else ""
+        rows = rows[: min(limit, _URL_THUMBNAILS) if is_url(images or root) else limit]
+        source = Pictures(self._reader, root, rows, images)
+        if source.why_not:
+            self._say(f"no thumbnails: {printable(source.why_not)}")
+            return ThumbnailSheets(), printable(f"No thumbnails: {source.why_not}")
+        failed = {row for row, *_ in self._failed}
+        missing: Counter[str] = Counter()
+
+        def pictures() -> Iterator[tuple[int, Image.Image]]:
+            for row in rows:
+                partial = row in failed
+                picture, why = (source.partial_picture(row), "") if partial else source.picture(row, LARGEST_PX)
+                if picture is not None:
+                    yield row, picture
+                elif not partial:
+                    missing[why] += 1
+
+        sheets = thumbnail_sheets(pictures(), len(rows), room)
+        shown = sum(row not in failed for row in sheets.tiles)
+        about = f"{shown:,} of {len(self._good):,} images have a thumbnail on this page: the images in its lists, "
+        about += "and as many randomly drawn points of the map as fit."
+        if missing:
+            why, count = missing.most_common(1)[0]
+            about += f" {sum(missing.values()):,} have none because their picture is not available ({why}: {count:,})."
+        return sheets, printable(about if shown < len(self._good) else "")
+
+
+def _shortened(path: str) -> str:
+    """Shorten a long path to its end, which distinguishes images."""
+    return path if len(path) <= _LONGEST else "…" + path[-_LONGEST:]
+
+
+def _short(values: NDArray[Any]) -> list[float]:
+    """Round to five significant digits, which is more than a screen shows."""
+    return [float(f"{value:.5g}") for value in values.tolist()]

@@ -1,0 +1,142 @@
+"""Results of `layertap probe` in a report: metrics by layer, the confusion matrix, and predictions of test images."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from extract.errors import LayertapError
+from extract.system.csv_cells import safe_cell
+from extract.system.json_files import read_json
+from pipelines.terminal.text_output import printable
+
+__all__ = ["Prediction", "predictions_of", "probes"]
+
+_PROBES = 50  # most results read
+_CLASSES = 200  # most classes of a confusion matrix
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Prediction of a probe for a test image.
+
+    Attributes:
+        label: class of the image.
+        predicted: predicted class.
+        probability: probability of the predicted class; None if the probe has none.
+    """
+
+    label: str
+    predicted: str
+    probability: float | None
+
+
+def probes(out: Path, others: Sequence[Path]) -> tuple[dict[Path, dict[str, Any]], list[str]]:
+    """Return folder -> results of `layertap probe`, of OUT/probe/* and `others`, and notes on unreadable files.
+
+    A result has `name`, `protocol`, `metrics` (their names), `complete`, and `layers`: data set, fingerprint, task,
+    layer, width, rows, chosen value, metric -> [value, low, high]; with at most 200 classes also `classes` and
+    `confusion`, whose rows are the true classes.
+    """
+    files = sorted((out / "probe").glob("*/results.json"))
+    files += [path / "results.json" if path.is_dir() else path for path in others]
+    results: dict[Path, dict[str, Any]] = {}
+    notes = []
+    for file in files[:_PROBES]:
+        try:
+            content = read_json(file)
+            layers = [_probed(probe, content["data_sets"]) for probe in content["probes"]]
+            protocol = str(content["configuration"]["protocol"])
+        except (LayertapError, OSError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            notes.append(printable(f"{file} cannot be read as results of a probe: {type(error).__name__}: {error}"))
+            continue
+        if layers:
+            metrics = list(dict.fromkeys(name for layer in layers for name in layer["metrics"]))
+            results[file.parent] = {
+                "name": printable(str(file.parent)), "protocol": printable(protocol), "metrics": metrics,
+                "complete": bool(content.get("complete", True)), "layers": layers,
+            }  # fmt: skip
+    if len(files) > _PROBES:
+        notes.append(f"{_PROBES} of {len(files):,} probe results are shown")
+    return results, notes
+
+
+def _probed(probe: dict[str, Any], data_sets: dict[str, Any]) -> dict[str, Any]:
+    chosen = ", ".join(f"{name} {value:.3g}" for name, value in probe["chosen"].items())
+    rows, data_set = probe["rows"], data_sets[probe["data_set"]]
+    metrics = {
+        printable(str(name)): [float(estimate[end]) if is_number(estimate[end]) else None
+                               for end in ("value", "low", "high")]
+        for name, estimate in probe["metrics"].items()
+    }  # fmt: skip
+    layer: dict[str, Any] = {
+        "data_set": printable(str(probe["data_set"])), "layer": printable(str(probe["layer"])),
+        "fingerprint": str(data_set["fingerprint"]), "task": str(data_set["task"]),
+        "width": int(probe["width"]),
+        "train": int(rows["train"]) + int(rows["val"]), "test": int(rows["test"]), "chosen": printable(chosen),
+        "metrics": metrics,
+    }  # fmt: skip
+    confusion, classes = probe.get("confusion"), probe.get("classes") or []
+    if confusion is not None and len(classes) <= _CLASSES:
+        layer["classes"] = [printable(str(name)) for name in classes]
+        layer["confusion"] = [[int(count) for count in line] for line in confusion]
+        if [len(line) for line in layer["confusion"]] != [len(classes)] * len(classes):
+            raise ValueError("the confusion matrix does not have a row and a column for each class")
+    return layer
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value of a JSON file is a finite number."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # a whole number beyond 1e308
+        return False
+
+
+def predictions_of(
+    results: dict[Path, dict[str, Any]], fingerprint: str, layer: str, paths: Sequence[str]
+) -> tuple[dict[str, Any], dict[int, Prediction]]:
+    """Return the predictions of the probe that a report shows image by image.
+
+    It is the first probe of this data set that classifies `layer`; without one, the first probe of another layer.
+
+    Args:
+        results: results of `probes`.
+        fingerprint: fingerprint of the data set.
+        layer: layer by which the report compares images, as printed.
+        paths: path of each row.
+
+    Returns:
+        the result's `name`, `protocol` and `layer` (empty if there is none), and row -> prediction.
+    """
+    candidates = [
+        (folder, item) for folder, result in results.items() for item in result["layers"]
+        if item["fingerprint"] == fingerprint and item["task"] == "classification"
+    ]  # fmt: skip
+    for folder, item in sorted(candidates, key=lambda pair: pair[1]["layer"] != layer):
+        by_path = _read_predictions(folder / "predictions.csv", item["data_set"], item["layer"])
+        by_row = {row: by_path[cell] for row, path in enumerate(paths) if (cell := safe_cell(path)) in by_path}
+        if by_row:
+            about = results[folder]
+            return {"name": about["name"], "protocol": about["protocol"], "layer": item["layer"]}, by_row
+    return {}, {}
+
+
+def _read_predictions(file: Path, data_set: str, layer: str) -> dict[str, Prediction]:
+    """Return path -> prediction for a layer; empty if the file is missing, or is not a table of predictions."""
+    predictions = {}
+    try:
+        with file.open(encoding="utf-8", errors="surrogateescape", newline="") as text:
+            for line in csv.DictReader(text):
+                if printable(line["data_set"]) == data_set and printable(line["layer"]) == layer:
+                    cell = line.get("probability")
+                    probability = float(cell) if cell else None
+                    label, predicted = printable(line["label"]), printable(line["predicted"])
+                    predictions[line["path"]] = Prediction(label, predicted, probability)
+    except (OSError, csv.Error, KeyError, TypeError, ValueError):
+        return {}
+    return predictions

@@ -1,0 +1,387 @@
+// The sections of the page, most useful first: verdict, map, probe, neighbours, oddities; provenance is folded.
+
+const METRICS = {
+  top1: "Top-1", top5: "Top-5", balanced_accuracy: "Balanced", macro_f1: "Macro F1", log_loss: "Log loss",
+  calibration_error: "ECE", r2: "R²", rmse: "RMSE", mae: "MAE", map: "Mean AP",
+};
+const SHARES = ["top1", "top5", "balanced_accuracy"];
+const baseOf = (metric) => metric.split("@")[0];
+const metricName = (metric) => {
+  const [base, shots] = metric.split("@");
+  return (METRICS[base] || base.replace(/_/g, " ")) + (shots ? `, ${shots} per class` : "");
+};
+const metricValue = (metric, number) =>
+  number === null || number === undefined ? null : SHARES.includes(baseOf(metric)) ? percent(number) : short(number);
+const interval = (metric, [, low, high]) => {
+  if (low === null || high === null || low === undefined) return "";
+  const isShare = SHARES.includes(baseOf(metric)); // the unit stands behind the value
+  return isShare ? ` (${(100 * low).toFixed(1)} to ${(100 * high).toFixed(1)})` : ` (${short(low)} to ${short(high)})`;
+};
+
+const CONFUSIONS = 30; // classes up to which the matrix is shown, and confusions listed
+const CLASS_BARS = 30; // classes up to which sizes are shown as bars
+
+// Verdict
+
+const sizesDiffer = () => {
+  const sizes = content.classes.map(([, all]) => all);
+  return sizes.length > 1 && Math.max(...sizes) > 1.1 * Math.min(...sizes);
+};
+const bestProbe = () => {
+  const all = content.probes.flatMap((probe) => probe.layers.map((layer) => ({probe, layer, metric: probe.metrics[0]})))
+    .filter(({layer, metric}) => layer.metrics[metric] && layer.metrics[metric][0] !== null);
+  const shown = content.predictions.name;
+  return all.find(({probe, layer}) => probe.name === shown && layer.layer === content.predictions.layer) || all[0];
+};
+const oddities = () => {
+  const {counts, copies, alike} = content, odd = [];
+  if (counts.failed) odd.push(`${plural(counts.failed, "image")} ${counts.failed === 1 ? "has" : "have"} no features`);
+  if (copies.images) odd.push(`${plural(copies.images, "image")} ${copies.images === 1 ? "occurs" : "occur"} more than once` +
+    (copies.in_splits ? `, ${count(copies.in_splits)} in several splits` : "") + (copies.in_classes ? `, ${count(copies.in_classes)} in several classes` : ""));
+  if (alike && alike.n_pairs) odd.push(plural(alike.n_pairs, "pair of near-duplicates", "pairs of near-duplicates") +
+    (alike.pairs_in_splits ? `, ${count(alike.pairs_in_splits)} across splits` : "") + (alike.pairs_in_classes ? `, ${count(alike.pairs_in_classes)} across classes` : ""));
+  if (content.classes.length > 1 && content.unlabelled) odd.push(`${plural(content.unlabelled, "image")} without a class`);
+  for (const layer of content.layers)
+    if (layer.constant > layer.width / 10) odd.push(`${percent(layer.constant / layer.width)} of the values of ${layer.name} are the same for all images`);
+  return odd;
+};
+
+const addVerdict = () => {
+  document.title = `${content.title} – layertap report`;
+  const title = document.getElementById("title");
+  title.textContent = "";
+  addName(title, content.title);
+  document.getElementById("footer").textContent =
+    `Written ${content.written} by layertap ${content.version}. This page loads no other files.`;
+  const part = add(main, "div", null, {class: "verdict"});
+  for (const note of content.notes) add(part, "p", note, {class: "note"});
+  const tiles = add(part, "div", null, {class: "tiles"});
+  const addTile = (number, text) => {
+    const element = add(tiles, "div", null, {class: "tile"});
+    add(element, "b", number);
+    element.append(text);
+  };
+  const {rows, failed, classes} = content.counts;
+  addTile(count(rows), rows === 1 ? "image" : "images");
+  if (classes) addTile(count(classes), classes === 1 ? "class" : "classes");
+  if (content.layers.length > 1) addTile(count(content.layers.length), "layers");
+  const best = bestProbe();
+  if (best) {
+    const estimate = best.layer.metrics[best.metric];
+    addTile(metricValue(best.metric, estimate[0]), `${metricName(best.metric)} of a probe of ${best.layer.layer}${interval(best.metric, estimate)}`);
+  }
+  if (content.alike && content.alike.same_class !== undefined)
+    addTile(percent(content.alike.same_class), `of the ${content.alike.k} nearest images have the same class; by chance ${percent(content.alike.by_chance)}`);
+  if (failed) addTile(count(failed), "failed");
+  const odd = oddities();
+  add(part, "p", `Features of ${content.backbone || "a backbone"}. ` + (odd.length ? `Odd: ${odd.join("; ")}.` : "Nothing odd was found: no failures, copies or near-duplicates."));
+};
+
+// Probes
+
+const addProbes = () => {
+  if (!content.probes.length) return;
+  const part = addSection("Linear probes");
+  for (const {name: title, protocol, metrics, complete, layers} of content.probes) {
+    add(part, "h3", `${protocol} (${title})`);
+    if (!complete) add(part, "p", "This probe did not finish.", {class: "note"});
+    const metric = metrics[0], factor = SHARES.includes(baseOf(metric)) ? 100 : 1;
+    const estimates = (item) => (item.metrics[metric] || [null, null, null]).map((end) => end === null ? null : factor * end);
+    if (layers.length > 1) {
+      const names = [...new Set(layers.map((item) => item.layer))], sets = [...new Set(layers.map((item) => item.data_set))];
+      addEstimates(part, `${metricName(metric)} by layer`, metricName(metric) + (factor === 100 ? ", %" : ""), names,
+        sets.map((set) => [set, new Map(layers.filter((item) => item.data_set === set).map((item) => [item.layer, estimates(item)]))]));
+    }
+    const several = new Set(layers.map((item) => item.data_set)).size > 1;
+    addTable(part, `Results by layer, ${protocol}`, [
+      ...(several ? [["Data set", "text", (item) => item.data_set]] : []),
+      ["Layer", "text", (item) => item.layer],
+      ...metrics.map((key, i) => [metricName(key), "number", (item) => (item.metrics[key] || [null])[0], (item) => {
+        const estimate = item.metrics[key] || [null, null, null];
+        return estimate[0] === null ? null : metricValue(key, estimate[0]) + (i === 0 ? interval(key, estimate) : "");
+      }]),
+      ["Chosen", "text", (item) => item.chosen],
+      ["Values", "number", (item) => item.width, (item) => count(item.width)],
+      ["Train rows", "number", (item) => item.train, (item) => count(item.train)],
+      ["Test rows", "number", (item) => item.test, (item) => count(item.test)],
+    ], layers);
+  }
+  addPredictions(part);
+};
+
+const addPredictions = (part) => {
+  const {name: title, protocol, layer: layerName, tested, wrong, n_wrong: all} = content.predictions;
+  if (!tested) return;
+  const probe = content.probes.find((item) => item.name === title);
+  const layer = probe.layers.find((item) => item.layer === layerName);
+  add(part, "h3", `Where ${protocol} of ${layerName} is wrong`);
+  const list = add(part, "div");
+  const showWrong = (rows, caption) => {
+    list.replaceChildren();
+    add(list, "p", caption);
+    const strip = add(list, "ul", null, {class: "strip"});
+    for (const row of rows.slice(0, 60)) {
+      const [label, predicted, probability] = predictionOf(row);
+      addCard(strip, row, [], {kind: "prediction"});
+      const line = add(strip.lastChild, "div", `✗ ${predicted}${certainty(probability)}`, {class: "predicted"});
+      line.title = `class ${label}, predicted ${predicted}`;
+    }
+  };
+  const certain = wrong.some((row) => predictionOf(row)[2] !== null);
+  const showAll = () => showWrong(wrong, `${count(all)} of ${count(tested)} test images are misclassified` +
+    (all > Math.min(60, wrong.length) ? `; ${Math.min(60, wrong.length)} of them are shown` : "") + (certain ? ", the most confident first." : "."));
+  if (layer.confusion && layer.classes.length <= CONFUSIONS) {
+    const {classes, confusion} = layer;
+    const scroll = add(part, "div", null, {class: "scroll confusion", tabindex: "0", role: "region", "aria-label": "Confusion matrix"});
+    const table = add(scroll, "table");
+    add(table, "caption", "Test images by true class (rows) and predicted class (columns). Choose a cell to see its images.");
+    const head = add(add(table, "thead"), "tr");
+    add(head, "td");
+    for (const text of classes) addName(add(head, "th", null, {scope: "col"}), text);
+    const body = add(table, "tbody");
+    classes.forEach((text, i) => {
+      const line = add(body, "tr"), total = confusion[i].reduce((sum, number) => sum + number, 0);
+      addName(add(line, "th", null, {scope: "row"}), text);
+      confusion[i].forEach((number, j) => {
+        const cell = add(line, "td", i === j || !number ? count(number) : null, {class: i === j ? "diagonal" : number ? "off" : "zero"});
+        cell.style.setProperty("--share", total ? number / total : 0);
+        if (i === j || !number) return;
+        addButton(cell, count(number), () => {
+          const rows = wrong.filter((row) => predictionOf(row)[0] === text && predictionOf(row)[1] === classes[j]);
+          showWrong(rows, `${count(number)} of ${count(total)} test images of ${text} are taken for ${classes[j]}.`);
+          list.scrollIntoView({block: "nearest"});
+        }, {"aria-label": `${text} taken for ${classes[j]}: ${number}`});
+      });
+    });
+  } else if (layer.confusion) {
+    const pairs = layer.confusion.flatMap((line, i) => line.map((number, j) => [i, j, number])).filter(([i, j, number]) => i !== j && number);
+    addTable(part, `The ${CONFUSIONS} most frequent confusions`, [
+      ["Class", "text", ([i]) => layer.classes[i]], ["Taken for", "text", ([, j]) => layer.classes[j]],
+      ["Images", "number", ([, , number]) => number, ([, , number]) => count(number)],
+    ], pairs.sort((a, b) => b[2] - a[2]).slice(0, CONFUSIONS));
+  }
+  part.append(list);
+  showAll();
+};
+
+// Neighbours
+
+const addNeighbourSection = () => {
+  if (!content.alike) return;
+  const {k, among, queries, gallery, by_class: classes} = content.alike;
+  const part = addSection("Neighbours");
+  add(part, "p", `Images are compared by the cosine of their ${content.layer}: 1 is the same direction. Of images with the same bytes, only the first is compared.`);
+  if (queries < among)
+    add(part, "p", `Neighbours of ${count(queries)} randomly drawn images were searched among all ${count(among)}; near-duplicates and outliers are of these ${count(queries)} images only.`);
+  const addGallery = (why, title) => {
+    const strips = gallery.filter((strip) => strip.why === why);
+    if (!strips.length) return;
+    add(part, "h3", title);
+    for (const {row, hits} of strips) addNeighbours(part, row, hits.map(([hit, near]) => [hit, near.toFixed(3)]));
+  };
+  if (byClass && classes.length > 1)
+    addTable(part, `How many of the ${k} nearest images have the same class`, [
+      ["Class", "text", (item) => className(item.label)],
+      ["Same class", "number", (item) => item.same, (item) => percent(item.same)],
+      ["Most frequent other class", "text", (item) => className(item.other)],
+      ["Its share", "number", (item) => item.other_share, (item) => item.other < 0 ? null : percent(item.other_share)],
+    ], [...classes].sort((a, b) => a.same - b.same)).parentElement.classList.add("narrow");
+  addGallery("uncertain", "Least certain: the fewest neighbours of the same class");
+  addGallery("central", byClass && classes.length > gallery.filter((strip) => strip.why === "central").length ?
+    "Most central images of the largest classes" : "The most central image of each class");
+  addGallery("", "Randomly drawn images");
+};
+
+// Oddities
+
+const addFailures = (part) => {
+  const {failed} = content.counts;
+  if (!failed) return;
+  add(part, "h3", "Images without features");
+  add(part, "p", `${plural(failed, "image")} ${failed === 1 ? "has" : "have"} no features (` +
+    Object.entries(content.status).filter(([what]) => what !== "ok").map(([what, number]) => `${count(number)} ${what}`).join(", ") + ")." +
+    (content.failures.length < failed ? ` The first ${count(content.failures.length)} are listed.` : ""));
+  const shown = content.failures.filter(([number]) => tileOf(number));
+  if (shown.length) {
+    add(part, "p", "These images can be decoded in part. The part is shown here, but has no features.", {class: "quiet"});
+    const strip = add(part, "ul", null, {class: "strip"});
+    for (const [number, status] of shown) addCard(strip, number, [status]);
+  }
+  addTable(part, "Images without features", [
+    ["Row", "number", ([number]) => rowOf(number)[3], ([number]) => count(rowOf(number)[3])],
+    ["Path", "text", ([number]) => pathOf(number)],
+    ["Status", "text", (item) => item[1]],
+    ["Reason", "text", (item) => item[2]],
+  ], content.failures);
+};
+const addCopies = (part) => {
+  const {groups, images, rows} = content.copies;
+  if (!images) return;
+  add(part, "h3", "Copies: the same bytes");
+  add(part, "p", `${plural(images, "image")} ${images === 1 ? "occurs" : "occur"} more than once, in ${count(rows)} rows.` +
+    (groups.length < images ? ` The ${groups.length} images with the most copies are shown.` : ""));
+  const strip = add(part, "ul", null, {class: "strip"});
+  for (const {rows: some, count: all, classes, splits} of groups) {
+    const element = add(strip, "li", null, {class: "pair"});
+    add(element, "p", `${count(all)} copies` + (classes > 1 ? `, in ${classes} classes` : "") + (splits > 1 ? `, in ${splits} splits` : ""));
+    addCard(add(element, "ul", null, {class: "strip"}), some[0], []);
+    const names = add(element, "p", null, {class: "quiet"});
+    some.slice(1).forEach((number) => { addName(names, pathOf(number)); names.append(" "); });
+    if (all > some.length) names.append(`and ${count(all - some.length)} more`);
+  }
+};
+const addAlike = (part) => {
+  if (!content.alike) return;
+  const {pairs, n_pairs: all, threshold, outliers, k, counts, edges} = content.alike;
+  if (pairs.length) {
+    add(part, "h3", all ? "Near-duplicates" : "The most similar images");
+    add(part, "p", threshold === null ? "There are too few images to tell which pairs are unusually similar; these are the most similar." :
+      (all ? `${plural(all, "pair")} ${all === 1 ? "has" : "have"}` : "No pair has") + ` a cosine of at least ${threshold.toFixed(4)}, from which a nearest image is unusually near in this data set` +
+      (all > pairs.length ? `; the ${pairs.length} most similar pairs:` : all ? ":" : "; the most similar pairs:"));
+    const figures = add(part, "div", null, {class: "plots"});
+    if (counts.some((item) => item))
+      addHistogram(figures, "Cosine of each image and its nearest image", "cosine", counts, edges, threshold === null ? null : [threshold, "near-duplicates from here"]);
+    const strip = add(part, "ul", null, {class: "strip"});
+    for (const [first, second, near] of all ? pairs : pairs.slice(0, 6)) {
+      const element = add(strip, "li", null, {class: "pair"});
+      add(element, "p", `cosine ${near.toFixed(4)}` + (labelOf(first) !== labelOf(second) ? ", in two classes" : "") + (splitOf(first) !== splitOf(second) ? ", in two splits" : ""));
+      const list = add(element, "ul", null, {class: "strip"});
+      addCard(list, first, []);
+      addCard(list, second, []);
+    }
+  }
+  add(part, "h3", "Outliers");
+  if (!outliers.length) add(part, "p", `Too few images to tell: there are at most ${k}.`);
+  else {
+    add(part, "p", `Images with the smallest mean cosine to their ${k} nearest images:`);
+    const strip = add(part, "ul", null, {class: "strip"});
+    for (const [number, mean] of outliers) addCard(strip, number, [mean.toFixed(3)]);
+  }
+};
+const addOddities = () => {
+  const part = addSection("Oddities");
+  addFailures(part);
+  addCopies(part);
+  addAlike(part);
+};
+
+const addClasses = () => {
+  if (!content.classes.length) return;
+  const part = addSection("Classes");
+  const sizes = content.classes.map(([, all]) => all);
+  const unlabelled = content.unlabelled ? ` ${plural(content.unlabelled, "image")} ${content.unlabelled === 1 ? "has" : "have"} no class.` : "";
+  if (!sizesDiffer() && content.classes.every(([, all, good]) => all === good)) {
+    add(part, "p", `${plural(content.counts.classes, "class", "classes")} of ${Math.min(...sizes) === Math.max(...sizes) ? count(sizes[0]) : `${count(Math.min(...sizes))} to ${count(Math.max(...sizes))}`} images each.${unlabelled}`);
+    return;
+  }
+  add(part, "p", `${plural(content.counts.classes, "class", "classes")}, of ${count(Math.min(...sizes))} to ${count(Math.max(...sizes))} images.${unlabelled}`);
+  if (content.classes.length > 1 && content.classes.length <= CLASS_BARS) {
+    const bars = add(part, "div", null, {class: "bars", "aria-hidden": "true"});
+    for (const [text, all] of content.classes) {
+      addName(bars, text);
+      add(add(bars, "span"), "i").style.width = `${100 * all / Math.max(...sizes)}%`;
+    }
+  }
+  addTable(part, "Images of each class", [
+    ["Class", "text", (item) => item[0]],
+    ["Images", "number", (item) => item[1], (item) => count(item[1])],
+    ["With features", "number", (item) => item[2], (item) => count(item[2])],
+  ], content.classes);
+};
+
+const addComparison = () => {
+  if (!content.other) return;
+  const {name: title, changes, images, features, neighbours: shared, compared, k} = content.other;
+  const part = addSection("Compared with another data set");
+  addName(add(part, "p"), title);
+  add(part, "p", `Images, matched by their bytes: ${count(images.in_both)} in both, ${count(images.only_in_first)} only in this data set, ${count(images.only_in_second)} only in the other.`);
+  if (changes.length)
+    addTable(part, "Settings that the features depend on", [["Setting", "text", (item) => item[0]], ["This data set", "text", (item) => item[1]], ["The other", "text", (item) => item[2]]], changes);
+  else add(part, "p", "Both have the same fingerprint.");
+  add(part, "h3", "Features of the images in both");
+  addTable(part, "Features of the images in both", [
+    ["Layer", "text", (item) => item.name],
+    ["Minimum cosine", "number", (item) => item.least, (item) => item.least === undefined ? null : item.least.toFixed(6)],
+    ["Median", "number", (item) => item.median, (item) => item.median === undefined ? null : item.median.toFixed(6)],
+    ["Largest difference, relative", "number", (item) => item.deviation, (item) => item.deviation === undefined ? null : short(item.deviation)],
+    ["Not compared because", "text", (item) => item.not_compared || ""],
+  ], features);
+  if (!shared.length) return;
+  add(part, "h3", "Neighbours that are the same");
+  add(part, "p", `The share of the ${k} nearest images that is the same in both data sets, among ${count(compared)} images that are in both.`);
+  addTable(part, "Shared neighbours", [
+    ["Layer (this | other)", "text", (item) => item[0]],
+    ["Same", "number", (item) => item[1], (item) => percent(item[1])],
+    ["By chance", "number", (item) => item[2], (item) => percent(item[2])],
+  ], shared);
+};
+
+// Provenance
+
+const addFolded = (parent, title) => {
+  const details = add(parent, "details");
+  add(details, "summary", title);
+  return add(details, "div");
+};
+const addLayers = (part) => {
+  add(part, "p", "Statistics of all values of the rows with features. The length of a row is its Euclidean norm.");
+  addTable(part, "Statistics by layer", [
+    ["Layer", "text", (item) => item.name],
+    ["From", "text", (item) => item.from],
+    ["Shape", "number", (item) => item.width, (item) => `${item.shape.join("×")} ${item.dtype}`],
+    ["Mean", "number", (item) => item.mean, (item) => short(item.mean)],
+    ["Std", "number", (item) => item.std, (item) => short(item.std)],
+    ["Min", "number", (item) => item.least, (item) => short(item.least)],
+    ["Max", "number", (item) => item.largest, (item) => short(item.largest)],
+    ["Zeros", "number", (item) => item.zeros, (item) => item.zeros === null ? null : percent(item.zeros)],
+    ["Always zero", "number", (item) => item.dead, (item) => count(item.dead)],
+    ["Constant", "number", (item) => item.constant, (item) => count(item.constant)],
+    ["Median length (min to max)", "number", (item) => item.lengths[1], (item) => item.lengths[1] === null ? null : `${short(item.lengths[1])} (${short(item.lengths[0])} to ${short(item.lengths[2])})`],
+  ], content.layers);
+  const drawn = content.layers.filter((item) => item.counts.length && item.lengths[0] < item.lengths[2]);
+  if (!drawn.length) return;
+  add(part, "h3", "Lengths of rows");
+  if (drawn.length > 12) add(part, "p", `The last 12 of ${drawn.length} layers are shown.`, {class: "quiet"});
+  const grid = add(part, "div", null, {class: "plots"});
+  for (const item of drawn.slice(-12)) addHistogram(grid, item.name, "length", item.counts, item.edges);
+};
+const addRuns = (part) => {
+  const stages = Object.entries(content.stages);
+  const total = stages.reduce((sum, [, seconds]) => sum + seconds, 0);
+  if (total > 0)
+    add(part, "p", "Time of the runs, by stage: " + stages.map(([what, seconds]) =>
+      `${what} ${percent(seconds / total)} (${seconds.toFixed(1)} s)`).join(", ") + ".");
+  const rate = (item) => item.seconds > 0 && item.rows ? item.rows / item.seconds : null;
+  addTable(part, "Runs, newest first", [
+    ["Started", "text", (item) => item.started.replace("T", " ")],
+    ["How it ended", "text", (item) => item.how + (item.engine ? `, ${item.engine}` : "")],
+    ["Images computed", "number", (item) => item.rows, (item) => item.rows === undefined ? null : count(item.rows)],
+    ["Seconds", "number", (item) => item.seconds, (item) => item.seconds === undefined ? null : item.seconds.toFixed(1)],
+    ["Images/s", "number", rate, (item) => rate(item) === null ? null : rate(item).toFixed(1)],
+    ["Device", "text", (item) => item.where],
+  ], content.runs);
+};
+const addProvenance = () => {
+  const part = addSection("Where it comes from");
+  if (content.about_thumbnails) add(part, "p", content.about_thumbnails, {class: "quiet"});
+  const list = add(addFolded(part, "Images, backbone and settings"), "dl", null, {class: "facts"});
+  for (const [what, how] of content.facts) {
+    add(list, "dt", what);
+    addName(add(list, "dd"), how);
+  }
+  addLayers(addFolded(part, `Statistics of ${plural(content.layers.length, "layer")}`));
+  if (content.runs.length || Object.keys(content.stages).length) addRuns(addFolded(part, "Runs and time"));
+};
+
+addVerdict();
+addMap();
+addProbes();
+addNeighbourSection();
+addOddities();
+addClasses();
+addComparison();
+addProvenance();
+matchMedia("print").addEventListener("change", (event) => {
+  if (event.matches) for (const details of document.querySelectorAll("details")) details.open = true;
+});
+document.documentElement.dataset.ready = "yes";

@@ -1,0 +1,106 @@
+"""Thumbnails of a report: WebP images that hold up to 256 small pictures each.
+
+Thousands of small images in one page cost more in headers than in pixels, and a browser decodes them one by one.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from PIL import Image
+
+__all__ = ["LARGEST_PX", "ThumbnailSheets", "thumbnail_sheets"]
+
+LARGEST_PX = 192  # side of a tile; pictures are shown at 28 to 200 pixels
+_SIDES_PX = (192, 128, 96, 64, 48, 32)
+_COLUMNS = 16
+_TILES = _COLUMNS * _COLUMNS
+_QUALITY = 70  # of WebP
+
+
+@dataclass
+class ThumbnailSheets:
+    """Square tiles, `columns` in each line of a sheet; tile number n is in sheet n // columns ** 2.
+
+    Attributes:
+        side: pixels of the side of a tile.
+        columns: tiles in a line, and lines in a sheet.
+        sheets: WebP files in base64.
+        tiles: row -> (tile number, width, height) of the picture, which stands in the upper left corner of its tile.
+    """
+
+    side: int = LARGEST_PX
+    columns: int = _COLUMNS
+    sheets: list[str] = field(default_factory=list)
+    tiles: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the sheets as JSON-compatible data."""
+        return {"side": self.side, "columns": self.columns, "sheets": self.sheets,
+                "tiles": {str(row): list(tile) for row, tile in self.tiles.items()}}  # fmt: skip
+
+
+def thumbnail_sheets(pictures: Iterable[tuple[int, Image.Image]], count: int, room: int) -> ThumbnailSheets:
+    """Put pictures into sheets, as large as there is room for.
+
+    The side of the tiles is the largest at which `count` pictures fit into the room, estimated by the first sheet. When
+    the room is used up, further pictures are left out.
+
+    Args:
+        pictures: (row, RGB picture), most important first.
+        count: number of pictures that are expected.
+        room: bytes for all sheets in base64.
+    """
+    remaining: Iterator[tuple[int, Image.Image]] = ((row, _shrunk(picture, LARGEST_PX)) for row, picture in pictures)
+    first = list(itertools.islice(remaining, _TILES))
+    result = ThumbnailSheets()
+    if not first:
+        return result
+    largest = max(max(picture.size) for _, picture in first)  # smaller tiles hold small pictures as they are
+    sides = [side for side in _SIDES_PX if side < largest]
+    for side in [largest, *sides]:
+        result.side = side
+        if len(_sheet(first, side)) / len(first) * count <= room:
+            break
+    for block in _blocks(itertools.chain(first, remaining)):
+        sheet = _sheet(block, result.side)
+        while block and len(sheet) > room:  # pictures of more detail than those of the first sheet
+            block = block[: int(len(block) * 0.9 * room / len(sheet))]
+            sheet = _sheet(block, result.side)
+        if not block:
+            break
+        room -= len(sheet)
+        for number, (row, picture) in enumerate(block, _TILES * len(result.sheets)):
+            result.tiles[row] = (number, *_shrunk(picture, result.side).size)
+        result.sheets.append(sheet)
+        if len(block) < _TILES:
+            break
+    return result
+
+
+def _blocks(pictures: Iterator[tuple[int, Image.Image]]) -> Iterator[list[tuple[int, Image.Image]]]:
+    while block := list(itertools.islice(pictures, _TILES)):
+        yield block
+
+
+def _sheet(pictures: list[tuple[int, Image.Image]], side: int) -> str:
+    lines = -(-len(pictures) // _COLUMNS)
+    sheet = Image.new("RGB", (_COLUMNS * side, max(1, lines) * side))
+    for number, (_, picture) in enumerate(pictures):
+        sheet.paste(_shrunk(picture, side), (number % _COLUMNS * side, number // _COLUMNS * side))
+    data = io.BytesIO()
+    sheet.save(data, "WEBP", quality=_QUALITY)
+    return base64.b64encode(data.getvalue()).decode()
+
+
+def _shrunk(picture: Image.Image, side: int) -> Image.Image:
+    if max(picture.size) <= side:
+        return picture
+    small = picture.copy()
+    small.thumbnail((side, side))
+    return small
