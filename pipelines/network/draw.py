@@ -31,7 +31,7 @@ from extract.taps.taps import Taps
 from pipelines.network import draw_figures
 from pipelines.network.config import DrawConfig
 from pipelines.network.image_sample import Sample, sample_of
-from pipelines.network.imagenet_targets import class_name
+from pipelines.network.imagenet_targets import class_name, targets_of
 from pipelines.terminal.backbone import backbone_of
 from pipelines.terminal.figures import save_figure
 from pipelines.terminal.output_paths import check_folder
@@ -42,6 +42,7 @@ _SAMPLED = 256  # default number of images for kinds in `_MANY_IMAGE_KINDS`
 _TOP_COUNT = 8  # images per channel, and channels
 _MOST_IMAGES = 64  # in a figure that shows every image
 _MOST_TILES = 600
+_MARKS = {True: "✓ ", False: "✗ "}
 
 
 def draw(kind: str, config: DrawConfig) -> list[Path]:
@@ -179,7 +180,12 @@ def _channels(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures
         channel_means = np.concatenate(means)
         chosen = _checked_channels(config, channel_means.shape[1]) or list(range(channel_means.shape[1]))
         layer = choice.features[0].name
-        yield layer, draw_figures.channels_by_image(channel_means[:, chosen], chosen, names, layer)
+        yield (
+            layer,
+            draw_figures.channels_by_image(
+                channel_means[:, chosen], chosen, names, layer, reorder=config.channels is None
+            ),
+        )
 
 
 def _top(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
@@ -267,6 +273,7 @@ def _rollout(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
 
 
 def _gradcam(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
+    truth = targets_of(backbone, sample.images)
     for layer in _gradcam_layers(config, backbone):
         maps, pixels, captions = [], [], []
         for batch in sample.batches():
@@ -274,9 +281,15 @@ def _gradcam(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
             cams, classes = grad_cam(backbone, batch.inputs, layer, targets)
             maps.append(cams)
             pixels.append(batch.pixels)
-            for row, number in zip(batch.rows.tolist(), classes.tolist(), strict=True):
-                captions.append(f"{sample.images.paths[row].rpartition('/')[2]}\n{class_name(backbone, number)}")
+            with torch.no_grad(), evaluating(backbone.model), full_float32():
+                probabilities = backbone.model(batch.inputs).softmax(1).cpu().numpy()[np.arange(len(classes)), classes]
+            for row, number, probability in zip(batch.rows.tolist(), classes.tolist(), probabilities, strict=True):
+                mark = "" if truth is None or truth.numbers[row] < 0 else _MARKS[bool(truth.numbers[row] == number)]
+                name = sample.images.paths[row].rpartition("/")[2]
+                captions.append(f"{name}\n{mark}{100 * probability:.0f} % {class_name(backbone, number)}")
         title = f"{layer}: Grad-CAM of the named class, each map scaled to its own maximum"
+        if truth is not None:
+            title += "; ✓: the true class"
         yield layer, draw_figures.overlays(np.concatenate(maps), np.concatenate(pixels), captions, title)
 
 

@@ -32,6 +32,7 @@ _TILE_IN = 1.5
 _MOST_HEADS = 8
 _NAMED_IMAGES = 60
 _MOST_FILTERS = 256
+_DARKEST = 0.6  # opacity of black over the parts of an image that do not excite a channel
 
 
 def _grid(rows: int, columns: int, title: str, tile_in: float = _TILE_IN) -> tuple[Figure, Any]:
@@ -85,7 +86,8 @@ def feature_maps(maps: Floats, channels: Sequence[int], pixels: Pixels, names: S
         for place, channel in enumerate(channels):
             tile = row_tiles[place + 1]
             tile.imshow(image[..., place], cmap="viridis", vmin=low[place], vmax=high[place], interpolation="nearest")
-            tile.set_title(f"{channel}: {low[place]:.2g} to {high[place]:.2g}" if row == 0 else "", fontsize=6.5, pad=2)
+            caption = f"channel {channel}: {low[place]:.2g} to {high[place]:.2g}" if row == 0 else ""
+            tile.set_title(caption, fontsize=6.5, pad=2)
     return figure
 
 
@@ -131,11 +133,23 @@ def attention(heads: Floats, pixels: Pixels, names: Sequence[str], title: str) -
     return figure
 
 
-def channels_by_image(means: Floats, channels: Sequence[int], names: Sequence[str], layer: str) -> Figure:
-    """Draw the mean of each channel on each image (N, C), in standard deviations from the channel's own mean."""
+def channels_by_image(
+    means: Floats, channels: Sequence[int], names: Sequence[str], layer: str, *, reorder: bool
+) -> Figure:
+    """Draw the mean of each channel on each image (N, C), in standard deviations from the channel's own mean.
+
+    Args:
+        means: (N, C) means of these channels only.
+        channels: numbers of the channels.
+        names: names of the images.
+        layer: name of the layer.
+        reorder: put channels that vary alike side by side.
+    """
     apart = means - means.mean(0)
     scaled = apart / np.where(means.std(0) > 0, means.std(0), 1)
-    height = min(12.0, max(3.0, 1.2 + 0.14 * len(means)))
+    order = angular_order(scaled) if reorder else np.arange(len(channels))
+    scaled, channels = scaled[:, order], [channels[place] for place in order.tolist()]
+    height = min(12.0, max(3.6, 1.4 + 0.14 * len(means)))
     figure = Figure(figsize=(min(14.0, max(5.0, 2.5 + 0.02 * len(channels))), height), layout="constrained")
     axes = figure.add_subplot()
     image = axes.imshow(scaled, aspect="auto", cmap="RdBu_r", vmin=-3, vmax=3, interpolation="nearest")
@@ -145,16 +159,41 @@ def channels_by_image(means: Floats, channels: Sequence[int], names: Sequence[st
         axes.set_ylabel("image, in order of path")
     if len(channels) <= 40:
         axes.set_xticks(range(len(channels)), [str(channel) for channel in channels], fontsize=6, rotation=90)
-    axes.set_xlabel("channel")
+    axes.set_xlabel("channels, similar ones side by side" if reorder else "channel")
+    if reorder and len(channels) > 40:
+        axes.set_xticks([])  # places are not numbers of channels
     axes.set_title(f"{drawable(layer, 60)}: mean of each channel on each image", fontsize=9)
-    figure.colorbar(image, ax=axes, shrink=0.7, label="standard deviations from the channel's mean")
+    figure.colorbar(image, ax=axes, label="deviation from the channel's\nmean, in standard deviations")
     return figure
+
+
+def angular_order(columns: Floats) -> NDArray[np.intp]:
+    """Return an order of the columns (N, C) in which similar ones stand side by side.
+
+    Columns are ordered by their angle in the plane of the first two principal axes, from the widest gap (Friendly 2002,
+    "Corrgrams", The American Statistician 56). Columns of zeros come last.
+    """
+    _, singular, axes = np.linalg.svd(columns, full_matrices=False)
+    if len(singular) < 2:
+        return np.argsort(-(singular[:, None] * axes)[0], kind="stable")
+    across, up = singular[:2, None] * axes[:2]
+    angles = np.arctan2(up, across)
+    zero = ~columns.any(0)
+    order = np.argsort(np.where(zero, np.inf, angles), kind="stable")
+    count = int((~zero).sum())
+    if count > 1:
+        sorted_angles = angles[order[:count]]
+        gaps = np.diff(sorted_angles, append=sorted_angles[0] + 2 * np.pi)
+        order[:count] = np.roll(order[:count], -1 - int(gaps.argmax()))
+    return order
 
 
 def top_images(
     best: Mapping[int, Sequence[int]], shown: Mapping[int, tuple[Floats, Pixels]], layer: str, total: int
 ) -> Figure:
-    """Draw a row per channel: the images that excite it most, darkened where they do not.
+    """Draw a row per channel: the images that excite it most, darkened where they do not, outlined at half the maximum.
+
+    Images that do not excite the channel anywhere are left out.
 
     Args:
         best: channel -> rows of the images, largest value first.
@@ -162,7 +201,9 @@ def top_images(
         layer: name of the layer.
         total: number of images compared.
     """
-    title = f"{drawable(layer, 60)}: largest values of each channel among {total:,} images, bright where they are"
+    title = (
+        f"{drawable(layer, 60)}: largest values of each channel among {total:,} images; outlined: above half of them"
+    )
     figure, tiles = _grid(len(best), max(len(rows) for rows in best.values()), title)
     for line, (channel, rows) in enumerate(best.items()):
         place = list(best).index(channel)
@@ -171,11 +212,17 @@ def top_images(
             tile, values = tiles[line, column], maps[..., place]
             height, width = pixels.shape[:2]
             low, high = float(values.min()), float(values.max())
-            shade = 1 - (values - low) / (high - low if high > low else 1)
+            if high <= low:
+                continue
+            share = (values - low) / (high - low)
             tile.imshow(pixels, extent=(0, width, height, 0))
             black = np.zeros((*values.shape, 4))
-            black[..., 3] = 0.75 * shade
+            black[..., 3] = _DARKEST * (1 - share)
             tile.imshow(black, extent=(0, width, height, 0), interpolation="bilinear")
+            if min(values.shape) > 1:
+                y, x = ((np.arange(size) + 0.5) * length / size
+                        for size, length in zip(values.shape, (height, width), strict=True))  # fmt: skip
+                tile.contour(x, y, share, [0.5], colors="white", linewidths=0.8)
             tile.set_title(f"channel {channel}: {high:.3g}" if column == 0 else f"{high:.3g}", fontsize=6.5, pad=2)
     return figure
 
@@ -193,7 +240,8 @@ def filters(weights: Floats, layer: str) -> Figure:
     largest = float(np.abs(weights).max()) or 1.0
     title = f"{drawable(layer, 60)}: {count} of {len(weights)} filters, {size}, {shown}; grey: 0, range ±{largest:.2g}"
     figure, tiles = _grid(-(-count // columns), columns, title, 0.7)
-    for tile, weight in zip(tiles.flat, weights[:count], strict=False):
+    for number, (tile, weight) in enumerate(zip(tiles.flat, weights[:count], strict=False)):
+        tile.set_title(str(number), fontsize=5, pad=1)
         if colour:
             tile.imshow(0.5 + 0.5 * weight.transpose(1, 2, 0) / largest, interpolation="nearest")
         else:
