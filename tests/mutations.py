@@ -484,6 +484,24 @@ MUTATIONS = (
         ("test_the_shard_that_was_opened_first_is_closed_at_the_limit",),
     ),
     Mutation(
+        "A request to a bucket is given up after five attempts.",
+        "            if attempt >= _ATTEMPTS and passed_s >= _GIVE_UP_S:",
+        "            if attempt >= _ATTEMPTS:",
+        ("test_a_request_is_retried_for_a_minute_with_growing_pauses",),
+    ),
+    Mutation(
+        "A listing of a bucket ends after its first page.",
+        '        if answer.get("IsTruncated"):',
+        "        if False:",
+        ("test_each_page_of_a_listing_is_retried",),
+    ),
+    Mutation(
+        "A silent bucket is not reported.",
+        "            if _is_timeout(error):\n                _report",
+        "            if False:\n                _report",
+        ("test_a_silent_server_is_reported_after_the_first_request_and_once_for_all",),
+    ),
+    Mutation(
         "A search leaves out rows that float32 puts behind the last one found.",
         "        near = (cosines >= (least - 2 * off)[:, None]) & good",
         "        near = (cosines >= least[:, None]) & good",

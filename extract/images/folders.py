@@ -22,6 +22,7 @@ from extract.system.similar_paths import did_you_mean
 from extract.system.urls import file_system, is_http, is_missing, is_url, reference, server_answer, without_query
 
 __all__ = [
+    "check_exists",
     "entries_below",
     "files_behind",
     "files_below",
@@ -47,14 +48,19 @@ def list_folder(where: str) -> Images:
         root, paths = str(folder.parent.resolve()), [folder.name]
         return Images(root, paths, np.full(1, -1, np.int64), [], [""], Files(root, paths))
     if not folder.is_dir():
-        if folder.exists():
-            raise InputError(f"{where}: not an image, folder, list, archive or array")
-        raise InputError(f"{where}: no such folder or file{did_you_mean(where)}")
+        check_exists(where)
+        raise InputError(f"{where}: not an image, folder, list, archive or array")
     root = str(folder.resolve())
     paths, left_out = pick_images(files_below(where))
     paths = [paths[i] for i in order_of(paths)]
     labels, classes, splits = labels_from_folders(paths)
     return Images(root, paths, labels, classes, splits, Files(root, paths), left_out=left_out)
+
+
+def check_exists(where: str) -> None:
+    """Raise an InputError unless there is a local file or folder."""
+    if not Path(where).exists():
+        raise InputError(f"{where}: no such folder or file{did_you_mean(where)}")
 
 
 def _list_behind(url: str) -> Images:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import sys
 import time
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
 import click
 from tqdm import tqdm
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "store_warnings_to"]
 
 _LINE_EVERY_S = 10.0
 
@@ -30,6 +33,7 @@ class Progress:
         self._done = 0
         self._start = self._last_line = time.perf_counter()
         self._bar: Any = None
+        self._warnings = store_warnings_to(self.say)
         if sys.stderr.isatty():
             self._bar = tqdm(total=total, unit=f" {unit}", dynamic_ncols=True, file=sys.stderr)
 
@@ -61,10 +65,24 @@ class Progress:
             click.echo(text, err=True)
 
     def __enter__(self) -> Self:
+        self._warnings.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._warnings.__exit__(kind, error, traceback)
         if self._bar is not None:
             self._bar.close()
+
+
+@contextlib.contextmanager
+def store_warnings_to(say: Callable[[str], None]) -> Iterator[None]:
+    """Context manager: hand warnings such as "s3://bucket/photos does not answer" to `say` instead of stderr."""
+    logger, handler = logging.getLogger("layertap.store"), logging.Handler(logging.WARNING)
+    handler.emit = lambda record: say(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)

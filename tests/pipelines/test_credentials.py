@@ -364,6 +364,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that failed are repeated at once."""
     monkeypatch.setattr("extract.images.sources._WAIT_S", 0)
     monkeypatch.setattr("extract.store.places.objects._WAIT_S", 0)
+    monkeypatch.setattr("extract.store.places.objects._GIVE_UP_S", 0)
 
 
 @pytest.mark.usefixtures("no_pauses")

@@ -34,7 +34,7 @@ import xxhash
 from extract.credentials import parameters_without_credentials
 from extract.errors import InputError, LayertapError
 from extract.images.csv_lists import Row, check_once, places_of, rows_in_pieces, stored_path
-from extract.images.folders import files_behind, files_below, links_in_order, other_suffix
+from extract.images.folders import check_exists, files_behind, files_below, links_in_order, other_suffix
 from extract.images.image_list import Images, class_and_split, classes_of_folders, classes_of_values, hashes_of
 from extract.images.index.external_sort import Runs
 from extract.images.index.image_index import (
@@ -55,7 +55,6 @@ from extract.system.atomic_files import atomic_write, discard, own_folder, write
 from extract.system.folder_lock import locked
 from extract.system.json_files import read_json
 from extract.system.leftovers import is_temporary
-from extract.system.similar_paths import did_you_mean
 from extract.system.urls import file_system, is_http, is_missing, is_url, server_answer
 
 __all__ = ["is_finished", "write_plan"]
@@ -150,8 +149,8 @@ def _kind(where: str) -> str:
     if kind in ("archives", "array"):
         why = "an array needs no list" if kind == "array" else "archives contain their own lists"
         raise InputError(f"{where}: {why}, so no plan is written. Use it directly: layertap embed {where}")
-    if here and not Path(where).exists():
-        raise InputError(f"{where}: no such folder or file{did_you_mean(where)}")
+    if here:
+        check_exists(where)
     if here and Path(where).is_dir() != (kind == "folder"):
         raise InputError(f"{where}: not a folder or list; a plan is written for a folder or a list")
     return kind

@@ -154,19 +154,22 @@ class BlockCache:
         return (file.key, number) in self._fetches().blocks or self._path(file, number).exists()
 
     def _fetched(self, file: RemoteFile, number: int) -> bytes | None:
-        """Return a block that is in memory or being fetched; None if there is no such block or its fetch failed."""
+        """Return a block that is in memory or being fetched; None if there is no such block or its fetch had failed."""
         fetches = self._fetches()
         with fetches.lock:
             future = fetches.blocks.get((file.key, number))
         if future is None:
             return None
+        had_failed = future.done()
         try:
             return future.result()
-        except Exception:  # of a read-ahead: the caller fetches the block again, and gets that error
+        except Exception:
             with fetches.lock:
                 if fetches.blocks.get((file.key, number)) is future:
                     del fetches.blocks[file.key, number]
-            return None
+            if not had_failed:  # it took as long as another fetch would
+                raise
+            return None  # of an earlier read-ahead: the caller fetches the block again, and gets that error
 
     def _submit(self, file: RemoteFile, number: int) -> Future[bytes]:
         fetches = self._fetches()

@@ -9,9 +9,11 @@ They are never part of a URL. The address of another S3-compatible server comes 
 `AWS_ENDPOINT_URL`, `endpoint_url` in `~/.aws/config` (botocore, "Service-specific endpoints"), or
 `FSSPEC_S3_ENDPOINT_URL`.
 
-Every request has a time limit. Transient errors (5xx, throttling, time-outs, broken connections, truncated bodies) are
-tried five times with growing, randomised pauses; permanent errors (403, 404) are not retried. The retries of s3fs and
-botocore are disabled, so that only this module decides; those of gcsfs cannot be disabled and come on top.
+Every request has a time limit. After a transient error (5xx, throttling, time-out, broken connection, truncated body)
+it is sent again, with growing, randomised pauses, for a minute and at least five times in all. After ten seconds, or a
+request without an answer, a warning goes to the logger `layertap.store`. Each page of a listing is a request of its
+own. Permanent errors (403, 404) are not retried. The retries of s3fs and botocore are disabled, so that only this
+module decides; those of gcsfs, also of each page, cannot be disabled and come on top.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ import asyncio
 import base64
 import contextlib
 import hashlib
+import itertools
+import logging
 import random
 import re
 import threading
@@ -27,6 +31,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,10 +45,15 @@ T = TypeVar("T")
 
 _S3, _GOOGLE, _MEMORY = {"s3", "s3a"}, {"gs", "gcs"}, {"memory"}
 
-_ATTEMPTS = 5
+# With 30 % of 503, the 12 attempts of a minute fail for one request in two million; 5 attempts, for one in 400.
+_ATTEMPTS = 5  # at least
+_GIVE_UP_S = 60  # the last attempt ends later than this after the start of the first
 _WAIT_S = 0.5  # mean pause before the second attempt; doubled before each further attempt
+_LONGEST_WAIT_S = 8  # mean
+_REPORT_S = 10  # time without success after which a warning is logged
 _CONNECT_S = 10
-_ANSWER_S = 30  # longest wait for the first or the next bytes of an answer
+_ANSWER_S = 10  # longest wait for the first or the next bytes of an answer
+_STORED_S = 60  # longest wait for the answer to an upload, which the server gives when it has stored the object
 _SLOWEST = 128 << 10  # bytes a second; a slower transfer times out
 _CONNECTIONS = 32
 
@@ -54,6 +64,9 @@ _PUT_BYTES = 5 << 30  # limit of S3 for one request (Amazon S3 user guide, "Uplo
 _SHA256, _PUT = "layertap-sha256", "layertap-put"
 
 _IN_MEMORY = threading.Lock()  # makes the check for existence and the write atomic
+
+_log = logging.getLogger("layertap.store")
+_reports: dict[tuple[str, int], object] = {}  # bucket and minute -> mark of the request that has logged a warning
 
 # Exception classes for network and server errors; by name, because their libraries are optional.
 _TRANSIENT = {
@@ -87,21 +100,47 @@ def names(url: str) -> dict[str, int]:
     Raises:
         LayertapError: there is no such bucket, or the store does not answer.
     """
-
-    def send() -> dict[str, int]:
-        fs, path = _at(url)
-        entries = fs.find(path, detail=True, **_limit(fs, 1 << 30))  # a million names take thousands of requests
-        start = path.rstrip("/") + "/"
-        return {
-            name.removeprefix(start): int(entry["size"])
-            for name, entry in entries.items()
-            if name.startswith(start) and entry.get("type", "file") == "file"
-        }
-
+    sizes: dict[str, int] = {}
+    page: str | None = ""
     try:
-        return _request_with_retries(url, "listed", send)
+        while page is not None:
+            names_of_page, page = _request_with_retries(url, "listed", partial(_list_page, url, page))
+            sizes.update(names_of_page)
     except FileNotFoundError:
         return {}
+    return sizes
+
+
+def _list_page(url: str, page: str) -> tuple[dict[str, int], str | None]:
+    """Return the names of one page of a listing as in `names`, and the token of the next page.
+
+    Args:
+        url: see `names`.
+        page: token of the page; empty for the first page.
+
+    Returns:
+        name -> size; and the token, None after the last page.
+    """
+    fs, path = _at(url)
+    next_page: str | None = None
+    if _protocol(url) in _S3:
+        bucket, key, _ = fs.split_path(path)
+        start = f"{key}/" if key else ""
+        token = {"ContinuationToken": page} if page else {}
+        answer = fs.call_s3("list_objects_v2", Bucket=bucket, Prefix=start, **token, **_limit(fs))
+        objects = {entry["Key"]: entry["Size"] for entry in answer.get("Contents", [])}
+        if answer.get("IsTruncated"):
+            next_page = answer["NextContinuationToken"]
+    else:  # all pages; gcsfs retries each
+        start = f"{path.rstrip('/')}/"
+        entries = fs.find(path, detail=True, **_limit(fs, 1 << 30))  # a million names take thousands of requests
+        objects = {name: entry["size"] for name, entry in entries.items() if entry.get("type", "file") == "file"}
+    # A name that ends with a slash is a folder, which consoles and some programs create.
+    return {
+        name.removeprefix(start): int(size)
+        for name, size in objects.items()
+        if name.startswith(start) and not name.endswith("/")
+    }, next_page
 
 
 def info(url: str) -> ObjectInfo | None:
@@ -196,8 +235,8 @@ def _put(url: str, content: bytes | Path, size: int, sha256: str) -> bool:
         raise InputError(f"{url}: {size:,} bytes; S3 accepts at most {_PUT_BYTES:,}. Set a smaller shard_rows")
 
     def send() -> None:
-        fs, path = _at(url)
-        limit = _limit(fs, size)
+        fs, path = _at(url, _STORED_S)
+        limit = _limit(fs, size, _STORED_S)
         if _protocol(url) in _S3:
             # One request instead of a multipart upload: the object is complete or absent, the server verifies its
             # sha256, and a killed writer leaves no parts behind, which would cost storage.
@@ -258,14 +297,19 @@ def _protocol(url: str) -> str:
     return url.partition("://")[0]
 
 
-def _at(url: str) -> tuple[Any, str]:
-    """Return the file system and the path in it; created on each call, because fsspec caches one for each process."""
+def _at(url: str, answer_s: float | None = None) -> tuple[Any, str]:
+    """Return the file system and the path in it; created on each call, because fsspec caches one for each process.
+
+    Args:
+        url: URL of an object, or of a location in a bucket.
+        answer_s: longest wait for an answer, `_ANSWER_S` by default.
+    """
     protocol = _protocol(url)
     settings: dict[str, Any] = {"use_listings_cache": False}  # objects that other processes publish must be listed
     if protocol in _S3:
         settings["config_kwargs"] = {
             "connect_timeout": _CONNECT_S,
-            "read_timeout": _ANSWER_S,
+            "read_timeout": answer_s or _ANSWER_S,
             "retries": {"total_max_attempts": 1},
             "max_pool_connections": _CONNECTIONS,
         }
@@ -282,9 +326,9 @@ def _at(url: str) -> tuple[Any, str]:
     return fs, path
 
 
-def _limit(fs: Any, size: int = 0) -> dict[str, float]:
+def _limit(fs: Any, size: int = 0, answer_s: float | None = None) -> dict[str, float]:
     """Return the time limit of a request that transfers `size` bytes, for calls that run in fsspec's own thread."""
-    return {"timeout": _CONNECT_S + _ANSWER_S + size / _SLOWEST} if fs.async_impl else {}
+    return {"timeout": _CONNECT_S + (answer_s or _ANSWER_S) + size / _SLOWEST} if fs.async_impl else {}
 
 
 def _request_with_retries(url: str, participle: str, send: Callable[[], T]) -> T:
@@ -299,7 +343,8 @@ def _request_with_retries(url: str, participle: str, send: Callable[[], T]) -> T
         FileNotFoundError, FileExistsError: the store reports this.
         LayertapError: the store refuses, or does not answer.
     """
-    for attempt in range(_ATTEMPTS):
+    start = time.monotonic()
+    for attempt in itertools.count(1):
         try:
             return send()
         except LayertapError:
@@ -316,13 +361,25 @@ def _request_with_retries(url: str, participle: str, send: Callable[[], T]) -> T
             if not _is_transient(error, status, code):
                 # The server's message is left out, here and in the exception chain: it may echo the request.
                 raise LayertapError(f"{url} cannot be {participle}: {reason}") from None
-            if attempt == _ATTEMPTS - 1:
+            passed_s = time.monotonic() - start
+            if attempt >= _ATTEMPTS and passed_s >= _GIVE_UP_S:
                 raise LayertapError(
-                    f"{url} cannot be {participle}: {reason}, {_ATTEMPTS} times. Stored objects are safe; run again "
-                    "when the server answers"
+                    f"{url} cannot be {participle}: {reason}, {attempt} times in {passed_s:.0f} s. Stored objects are "
+                    "safe; run again when the server answers"
                 ) from None
-        time.sleep(_WAIT_S * 2**attempt * random.uniform(0.5, 1.5))
+            if _is_timeout(error):
+                _report(url, "does not answer")
+            elif passed_s >= _REPORT_S:
+                _report(url, f"cannot be {participle} yet ({reason})")
+        time.sleep(min(_WAIT_S * 2 ** (attempt - 1), _LONGEST_WAIT_S) * random.uniform(0.5, 1.5))
     raise AssertionError("the last attempt returns or raises")
+
+
+def _report(url: str, what: str) -> None:
+    """Log a warning, once for each bucket and minute: many requests may fail at the same time."""
+    mark = object()
+    if _reports.setdefault((url.split("/")[2], int(time.monotonic() // 60)), mark) is mark:
+        _log.warning("%s %s; retrying", url, what)
 
 
 def _status_and_code(error: BaseException) -> tuple[int, str]:
@@ -349,6 +406,10 @@ def _is_transient(error: Exception, status: int, code: str) -> bool:
     return isinstance(error, OSError | EOFError | asyncio.TimeoutError)
 
 
+def _is_timeout(error: Exception) -> bool:
+    return isinstance(error, TimeoutError | asyncio.TimeoutError) or "Timeout" in type(error).__name__
+
+
 def _reason(error: Exception, status: int, code: str) -> str:
     if status:
         # 403 and 401 have a specific code only if the answer has a body.
@@ -357,6 +418,6 @@ def _reason(error: Exception, status: int, code: str) -> str:
         return status_text + hint
     if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError"):
         return "no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
-    if isinstance(error, TimeoutError | asyncio.TimeoutError) or "Timeout" in type(error).__name__:
+    if _is_timeout(error):
         return f"no answer ({type(error).__name__})"
     return f"{type(error).__name__}: {first_line(error)}"

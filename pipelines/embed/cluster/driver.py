@@ -21,6 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.errors import LayertapError
+from extract.images.folders import check_exists
+from extract.images.kinds import kind_of
 from extract.store.format.dataset import BUILDING, DataSet
 from extract.store.places.destination import destination_of
 from extract.store.places.objects import put
@@ -91,6 +93,9 @@ def embed_shared(config: EmbedConfig) -> SharedRun:
         LockedError: another run is building this data set.
         LayertapError: no worker can be started, or all of them fail.
     """
+    # A worker loads PyTorch and the backbone before it lists the images. Nodes of a cluster may have other files.
+    if config.engine != "ray" and not is_url(config.images) and kind_of(config.images) == "folder":
+        check_exists(config.images)
     # Tasks of an array share the folder; a bucket has no locks.
     alone = config.shards_of is None and not is_url(config.place)
     with locked(config.folder) if alone else contextlib.nullcontext():

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from extract.errors import LayertapError, first_line
 from pipelines.embed.cluster.dispatch import Built, Done, Event, Failed, Joined, Left, Message, Progressed
 from pipelines.embed.config import EmbedConfig
+from pipelines.terminal.progress import store_warnings_to
 
 __all__ = ["Embed", "Maker", "Say", "Start", "Worker"]
 
@@ -108,8 +109,12 @@ class Worker:
 
     def run(self) -> None:
         """Build shards until `end` is called. An error that is not of a shard ends it and is sent as `Left`."""
+
+        def say(text: str) -> None:
+            self._send(Message(self._number, text))
+
         try:
-            with self._start(lambda text: self._send(Message(self._number, text))) as maker:
+            with store_warnings_to(say), self._start(say) as maker:
                 self._send(Joined(self._number, platform.node(), maker.about, maker.left_over))
                 with ThreadPoolExecutor(1, "publisher") as publisher:
                     while (shard := self._take()) is not None:

@@ -46,10 +46,28 @@ class Proxy:
     counts: dict[tuple[str, str], int] = field(default_factory=dict)
     slow_s: float = 3.0
     handed_on_without: list[str] = field(default_factory=list)  # names of headers, as a careless server ignores them
+    _listening: Any = None  # the server; None while connections are refused
 
     def ranges(self, inside: str = ".h5") -> list[str]:
         """The ranges that were asked for of objects whose paths contain a text."""
         return [byte_range for method, path, byte_range in self.seen if method == "GET" and inside in path]
+
+    def accept(self) -> None:
+        """Accept connections, on the same port as before."""
+        self._listening = _Server(("127.0.0.1", self.port), _handler(self))
+        self.port = self._listening.server_port
+        threading.Thread(target=self._listening.serve_forever, args=(0.01,), daemon=True).start()
+
+    def refuse(self) -> None:
+        """Refuse new connections, and drop open ones at their next request."""
+        server, self._listening = self._listening, None
+        server.shutdown()
+        server.server_close()
+
+    @property
+    def is_refusing(self) -> bool:
+        """Whether connections are refused."""
+        return self._listening is None
 
     def forget(self) -> None:
         """Count anew, and let everything pass."""
@@ -66,6 +84,8 @@ def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
             pass
 
         def answer(self) -> None:
+            if proxy.is_refusing:
+                return self.drop()
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             name = self.command, self.path.partition("?")[0]
             with proxy.creating:
@@ -135,27 +155,25 @@ def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: object) -> None:
+        pass  # clients that go away are part of the tests
+
+
 @contextlib.contextmanager
 def served() -> Iterator[Proxy]:
     """A server with a proxy before it, on free ports."""
     moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     moto.start()
     proxy = Proxy(moto.get_host_and_port())
-
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-
-        def handle_error(self, *_: object) -> None:
-            pass  # clients that go away are part of the tests
-
-    server = Server(("127.0.0.1", 0), _handler(proxy))
-    proxy.port = server.server_port
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    proxy.accept()
     try:
         yield proxy
     finally:
-        server.shutdown()
-        server.server_close()
+        if not proxy.is_refusing:
+            proxy.refuse()
         moto.stop()
 
 

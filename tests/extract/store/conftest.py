@@ -50,7 +50,9 @@ def proxy(server: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pro
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(remote, "_WAIT_S", 0.01)
+    monkeypatch.setattr(remote, "_GIVE_UP_S", 0)  # after five attempts
     monkeypatch.setattr(remote, "_ANSWER_S", 1)
+    monkeypatch.setattr(remote, "_STORED_S", 1)
     s3fs.S3FileSystem.clear_instance_cache()
     return server
 

@@ -169,7 +169,9 @@ def test_in_the_end_it_is_an_error(proxy: Proxy, url: str, fault: str, what: str
     remote.put(url, CONTENT)
     proxy.seen.clear()
     proxy.rule = lambda method, path, count: fault
-    with pytest.raises(LayertapError, match=f"^{url} cannot be read: .*{what}. Stored objects are safe; run again"):
+    with pytest.raises(
+        LayertapError, match=f"^{url} cannot be read: .*{what} in .* s. Stored objects are safe; run again"
+    ):
         remote.read_range(url, 0, 1000)
     # A connection that breaks is tried again by aiohttp once, where it had been used before.
     assert 5 <= len(proxy.ranges("sets")) <= (10 if fault == "reset" else 5)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,9 +17,12 @@ from click.testing import CliRunner, Result
 from extract import FeatureReader, LayertapError
 from extract.store.places import objects as remote
 from pipelines.cli import main
+from pipelines.embed.cluster.dispatch import Event, Message
 from pipelines.embed.cluster.driver import _log_of
+from pipelines.embed.cluster.worker import Maker, Say, Worker
 from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.config import load_config
+from pipelines.terminal.progress import Progress
 from tests.extract.store.bucket_server import Proxy, first
 from tests.extract.store.conftest import proxy, server, url  # noqa: F401
 
@@ -83,6 +90,29 @@ def test_embed_to_a_bucket_resumes_and_can_be_read(
     refused = layertap("show", url)
     assert refused.exit_code == 2
     assert "aws s3 sync" in refused.output
+
+
+def test_a_bucket_that_does_not_answer_is_reported_above_the_progress_bar() -> None:
+    bar = mock.Mock()
+    with Progress(10) as progress:
+        progress._bar = bar
+        logging.getLogger("layertap.store").warning("%s does not answer; retrying", "s3://bucket/x")
+    bar.write.assert_called_once_with("s3://bucket/x does not answer; retrying", file=sys.stderr)
+    assert logging.getLogger("layertap.store").handlers == []
+
+
+def test_a_worker_sends_what_is_reported_of_its_bucket() -> None:
+    events: list[Event] = []
+
+    @contextlib.contextmanager
+    def start(say: Say) -> Iterator[Maker]:
+        logging.getLogger("layertap.store").warning("%s does not answer; retrying", "s3://bucket/x")
+        raise LayertapError("ended")
+        yield
+
+    Worker(3, start, events.append).run()
+    assert events[0] == Message(3, "s3://bucket/x does not answer; retrying")
+    assert logging.getLogger("layertap.store").handlers == []
 
 
 @pytest.mark.parametrize("error", [None, LayertapError("10 shards in a row failed")])

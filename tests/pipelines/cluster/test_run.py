@@ -20,6 +20,7 @@ from extract.store.format.dataset import DataSet
 from extract.store.verify import verify
 from pipelines.cli import main
 from pipelines.data_sets.report.facts import runs, stages
+from pipelines.embed.cluster import processes
 from pipelines.embed.cluster.driver import embed_shared
 from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.config import load_config
@@ -115,6 +116,17 @@ def test_wrong_flags_are_refused_before_anything_begins(folder: Path, tmp_path: 
     found = CliRunner().invoke(main, ["embed", str(folder), "-o", str(tmp_path / "out"), *flags])
     assert found.exit_code == 2
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("flags", [["-o", "s3://bucket/photos"], ["-o", "out", "--engine", "processes"]])
+def test_a_missing_folder_of_images_is_reported_before_a_worker_starts(
+    flags: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder.parent)
+    monkeypatch.setattr(processes, "WorkerProcess", None)
+    result = CliRunner().invoke(main, ["embed", f"{folder.name}x", *flags])
+    assert result.exit_code == 2
+    assert f"{folder.name}x: no such folder or file; did you mean {folder.name}?" in result.output
 
 
 @pytest.mark.slow
