@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,9 @@ from click.testing import CliRunner, Result
 
 from extract import FeatureReader, LayertapError
 from extract.store.places import objects as remote
+from extract.store.verify import verify
 from pipelines.cli import main
-from pipelines.embed.cluster.driver import _log_of
+from pipelines.embed.cluster.driver import _log_of, as_json, embed_shared
 from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.config import load_config
 from tests.extract.store.bucket_server import Proxy, first
@@ -83,6 +85,16 @@ def test_embed_to_a_bucket_resumes_and_can_be_read(
     refused = layertap("show", url)
     assert refused.exit_code == 2
     assert "aws s3 sync" in refused.output
+
+
+@pytest.mark.slow
+def test_the_shards_that_two_writers_of_a_bucket_count_add_up(folder: Path, url: str) -> None:  # noqa: F811
+    given = {"images": folder, "out": url, "shard_rows": 3, "batch_size": 2, "compile": "off", "workers": 0}
+    config = load_config(EmbedConfig, None, {**given, "device": "cpu"})
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda _: as_json(embed_shared(config)), range(2)))
+    assert sum(writer["made"] for writer in found) == found[0]["shards"]
+    assert verify(url).faults == []
 
 
 @pytest.mark.parametrize("error", [None, LayertapError("10 shards in a row failed")])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,11 +33,19 @@ def made(out: Path) -> list[int]:
 
 def test_each_shard_is_made_by_one_of_the_workers(tmp_path: Path) -> None:
     found, events = run(MadeUp(tmp_path, 0.01), 30)
-    assert found == DispatchResult(done=30)
+    assert found == DispatchResult(done=30, own=30)
     assert made(tmp_path) == list(range(30))
     joined = [event for event in events if isinstance(event, Joined)]
     assert [event.about for event in joined] == ["a made-up device"] * len(joined)
     assert Message(0, "ready") in events
+
+
+def test_of_two_writers_each_counts_the_shards_that_it_was_the_first_to_publish(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda _: run(MadeUp(tmp_path, 0.05), 20, workers=1)[0], range(2)))
+    assert made(tmp_path) == list(range(20))
+    assert [result.done for result in found] == [20, 20]
+    assert sum(result.own for result in found) == 20
 
 
 def test_a_shard_that_fails_and_one_that_kills_are_given_up_and_the_others_made(tmp_path: Path) -> None:
