@@ -175,17 +175,17 @@ def checked(model: type[Config], values: dict[str, Any], where: str = "", flags:
         for e in error.errors():
             text = e["msg"].removeprefix("Value error, ")
             keys = [str(e["loc"][0])] if e["loc"] else [match[2].replace("-", "_") for match in _OPTION.finditer(text)]
+            in_file = where and (not flags or any(key in values and key not in flags for key in keys))
+            text = _with_keys(text, model, flags) if in_file else text
             if e["loc"]:
                 text = f"{'.'.join(map(str, e['loc']))}: {text} (given: {e['input']!r})"
-            if where and (not flags or any(key in values and key not in flags for key in keys)):
-                text = f"{where}: {_with_keys(text, model, flags)}"
             if e["type"] != "missing":
-                lines.append(text)
+                lines.append(f"{where}: {text}" if in_file else text)
         if len(lines) < error.error_count():
             missing = next(str(e["loc"][0]) for e in error.errors() if e["type"] == "missing")
             remedy = f"name {missing.upper()}, or set the key `{missing}` in a config file (--config FILE)"
-            in_file = where and not flags
-            lines.append(f"{where}: the key `{missing}` is missing" if in_file else f"no {missing} given; {remedy}")
+            only_file = where and not flags
+            lines.append(f"{where}: the key `{missing}` is missing" if only_file else f"no {missing} given; {remedy}")
         raise InputError("\n".join(lines)) from None
 
 

@@ -262,7 +262,7 @@ class _Dispatch:
 
     def _wait_for_reports(self) -> None:
         end = self._clock() + _REPORT_S
-        while self._disputed and self._clock() < end:
+        while self._disputed and self._workers and self._clock() < end:
             self._handle_events()
 
     def _wait(self) -> bool:

@@ -154,7 +154,7 @@ class RayWorkers:
                     logging_level="error",
                     namespace="layertap",
                 )
-        except (ConnectionError, OSError, ValueError, RuntimeError) as error:
+        except (OSError, OverflowError, ValueError, RuntimeError) as error:  # OverflowError: the port is above 65535
             raise LayertapError(
                 f"no Ray cluster at {address}: {first_line(error).rstrip('.')}. Start a "
                 "cluster (`ray start --head`), name its --address, or use --address local"

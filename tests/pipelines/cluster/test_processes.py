@@ -101,15 +101,22 @@ def test_what_keeps_workers_from_starting_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_workers_end_when_the_first_process_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("does", ["", "hangs"])
+def test_workers_end_when_the_first_process_is_killed(does: str, tmp_path: Path) -> None:
     code = f"""
 import sys
 from pathlib import Path
+from pipelines.embed.cluster import processes
 from pipelines.embed.cluster.dispatch import dispatch
 from pipelines.embed.cluster.processes import Processes, Slot
 from tests.pipelines.cluster.made_up import MadeUp
+class Impatient(MadeUp):
+    def __call__(self, say):
+        processes._END_S = processes._CLOSE_S = 0.5
+        return super().__call__(say)
 if __name__ == "__main__":
-    with Processes([Slot(MadeUp(Path({str(tmp_path)!r}), 0.05))] * 2) as engine:
+    does = dict.fromkeys(range(6, 10_000), {does!r})
+    with Processes([Slot(Impatient(Path({str(tmp_path)!r}), 0.05, does))] * 2) as engine:
         print(*(one._process.pid for one in engine._processes.values()), flush=True)
         dispatch(range(10_000), engine)
 """

@@ -194,10 +194,14 @@ def test_actors_and_workers_of_a_node_whose_raylet_is_killed_end(folder: Path, t
                 assert below  # the process with the backbone, and one that decodes
                 os.kill(raylet, signal.SIGKILL)
                 killed = time.monotonic()
-                while alive := [pid for pid in (actor, *below) if memory_mb(pid)]:
-                    assert time.monotonic() < killed + 60, alive
+                alive, ended = {actor, *below}, []
+                while alive:
+                    assert time.monotonic() < killed + 90, alive  # a worker that hangs is given 75 s
                     time.sleep(0.1)
-                print(f"{len(below) + 1} processes have ended after {time.monotonic() - killed:.1f} s")
+                    gone = {pid for pid in alive if not memory_mb(pid)}
+                    ended += [round(time.monotonic() - killed, 1)] * len(gone)
+                    alive -= gone
+                print(f"processes ended after {ended} s")
                 process.kill()
 
 
