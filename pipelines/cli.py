@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import io
+import re
 import sys
 from typing import Any
 
@@ -37,17 +38,19 @@ def _print_memory_error(error: BaseException) -> None:
 
 
 def _with_home(argument: str) -> str:
-    option, equals, value = argument.partition("=")
-    if option.startswith("--") and equals:
-        return option + equals + with_home(value)
-    return with_home(argument)
+    match = re.match(r"--[^=]*=|-[A-Za-z](?=~)", argument)
+    option = match[0] if match else ""
+    try:
+        return option + with_home(argument.removeprefix(option))
+    except InputError as error:
+        raise click.UsageError(str(error)) from None
 
 
 class _Commands(click.Group):
     """Group that reports expected errors as one line on stderr and exits with the matching code."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments, after the home folder in `~/photos` and `--out=~/features` is expanded."""
+        """Parse the arguments, after the home folder in `~/photos`, `-o~/out` and `--out=~/out` is expanded."""
         return super().parse_args(ctx, [_with_home(argument) for argument in args])
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -375,8 +375,8 @@ MUTATIONS = (
     # Locks and atomic files
     Mutation(
         "Two processes may write to a data set at once.",
-        "            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
-        "            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)",
+        "        _lock(file, fcntl.LOCK_EX, out)",
+        "        _lock(file, fcntl.LOCK_SH, out)",
         ("test_one_process_at_a_time",),
     ),
     Mutation(
@@ -528,8 +528,8 @@ MUTATIONS = (
     # Several workers, and the command line
     Mutation(
         "A home folder in a config file is a folder called ~.",
-        "    if _HOME.match(expanded := with_home(value)):",
-        "    if _HOME.match(expanded := value) and False:",
+        "    if not _HOME.match(text):",
+        "    if True:",
         ("test_a_home_folder_in_a_config_file_is_that_of_the_user",),
     ),
     Mutation(

@@ -1,16 +1,20 @@
 """`layertap schedule` over a folder that changes all the time, with kills at random.
 
-python -m tests.soak [--minutes 30] [--seed 0]
+python -m tests.soak [--minutes 30] [--seed 0] [--schedulers 1]
 
-Somebody writes, edits, renames, copies and deletes pictures; passes, and now and then the scheduler itself, are killed.
-At the end the data set must be what a fresh extraction of the folder gives; the memory and open files of the scheduler,
-and what the data set takes of the disk, must not have grown from the second fifth of the time to the last one.
+Somebody writes, edits, renames, copies and deletes pictures; passes, and now and then a scheduler itself, are killed.
+At the end the data set must be what a fresh extraction of the folder gives; the memory and open files of the
+schedulers, and what the data set takes of the disk, must not have grown from the second fifth of the time to the last.
+
+Each alarm (call of `on_failure`) must have a cause: a pass that was killed here, or a failure that the pass itself
+noted in `runs.jsonl`. Schedulers of one config find the data set locked by each other; that is an alarm after 24 hours.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import random
 import signal
@@ -20,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +39,16 @@ from extract.system.atomic_files import bytes_below
 from tests.extract.sync.tiny import CODE, picture
 
 MOST_FILES = 300
+LOCKED = 4  # exit code of a pass that found the data set locked
+HANGS_S = 24 * 3600  # passes that are skipped for this long are an alarm
+
+# A single write to a file opened for appending is not mixed with those of the hooks of another scheduler.
+HOOK = """
+import json, os, sys, time
+
+alarm = {"at": time.monotonic(), "code": int(os.environ["LAYERTAP_EXIT_CODE"]), **json.load(sys.stdin)}
+os.write(os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND | os.O_CREAT), json.dumps(alarm).encode() + b"\\n")
+"""
 
 
 class People:
@@ -91,12 +106,14 @@ def measured(scheduler: subprocess.Popen[bytes], out: Path) -> dict[str, float] 
     return {"memory MB": memory, "open files": files, "disk MB": bytes_below(out) / 1e6}
 
 
-def children_of(process: int) -> list[int]:
+def passes_of(scheduler: int) -> list[int]:
+    """Process ids of the running passes of a scheduler; its hooks are children, too."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             with contextlib.suppress(OSError, IndexError, ValueError):
-                if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == process:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                if parent == scheduler and b"sync" in (entry / "cmdline").read_bytes().split(b"\0"):
                     found.append(int(entry.name))
     return found
 
@@ -105,24 +122,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--schedulers", type=int, default=1, help="so many schedulers run the same config")
     args = parser.parse_args()
     chance = random.Random(args.seed + 1)
     with tempfile.TemporaryDirectory() as home_name:
         home = Path(home_name)
-        root, out, config = home / "root", home / "out", home / "soak.yaml"
+        root, out, config, alarms = home / "root", home / "out", home / "soak.yaml", home / "alarms.jsonl"
         root.mkdir()
         (home / "tiny.py").write_text(CODE)
+        (home / "hook.py").write_text(HOOK)
         settings = (
             f"backbone: python/{home}/tiny.py:tiny\nlayers: [conv, fc]\nworkers: 0\nbatch_size: 16\nshard_rows: 64\n"
         )
         config.write_text(
             f"images: {root}\nout: {out}\n{settings}shard_rows: 64\nsettle: 0.5\nmax_vanish: 1\nretry_after: 30s\n"
-            "keep_gone: 60s\nschedule: {every: 3s, jitter: 1}\n"
+            "keep_gone: 60s\n"
+            f"schedule: {{every: 3s, jitter: 1, on_failure: {sys.executable} {home}/hook.py {alarms}}}\n"
         )
         people = People(root, args.seed)
         command = [sys.executable, "-m", "layertap", "schedule", str(config)]
         log = (home / "log").open("wb")
-        scheduler = subprocess.Popen(command, stderr=log)
+        schedulers = [subprocess.Popen(command, stderr=log) for _ in range(args.schedulers)]
         samples: list[tuple[float, dict[str, float]]] = []
         kills = {"passes": 0, "schedulers": 0}
         begin = time.monotonic()
@@ -130,35 +150,86 @@ def main() -> None:
         try:
             while time.monotonic() < end:
                 time.sleep(1)
-                assert scheduler.poll() is None, (home / "log").read_text()[-2000:]
-                if (sample := measured(scheduler, out)) is not None:
-                    samples.append((time.monotonic(), sample))
-                passes = children_of(scheduler.pid)
-                if passes and chance.random() < 0.1:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(chance.choice(passes), signal.SIGKILL)
-                        kills["passes"] += 1
-                elif chance.random() < 0.004:
-                    scheduler.kill()
-                    scheduler.wait()
-                    kills["schedulers"] += 1
-                    scheduler = subprocess.Popen(command, stderr=log)
+                for number, scheduler in enumerate(schedulers):
+                    assert scheduler.poll() is None, (home / "log").read_text()[-2000:]
+                    if (sample := measured(scheduler, out)) is not None:
+                        samples.append((time.monotonic(), sample))
+                    passes = passes_of(scheduler.pid)
+                    if passes and chance.random() < 0.1:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(chance.choice(passes), signal.SIGKILL)
+                            kills["passes"] += 1
+                    elif chance.random() < 0.004:
+                        scheduler.kill()
+                        scheduler.wait()
+                        kills["schedulers"] += 1
+                        schedulers[number] = subprocess.Popen(command, stderr=log)
         finally:
             people.stop.set()
             people.thread.join()
-            scheduler.terminate()
-        assert scheduler.wait(timeout=120) == 0
-        while subprocess.run([sys.executable, "-m", "layertap", "sync", str(config)]).returncode == 4:
+            for scheduler in schedulers:
+                scheduler.terminate()
+        for scheduler in schedulers:
+            assert scheduler.wait(timeout=120) == 0
+        while subprocess.run([sys.executable, "-m", "layertap", "sync", str(config)]).returncode == LOCKED:
             time.sleep(1)  # a pass whose scheduler was killed is still at work
         time.sleep(1)
         subprocess.run([sys.executable, "-m", "layertap", "sync", str(config)], check=True)
-        runs = (out / "runs.jsonl").read_text().count("\n")
-        print(f"{people.done:,} changes, {runs:,} passes noted, killed: {kills}")
-        ok = report(samples, begin, end)
+        runs = [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()]
+        print(f"{people.done:,} changes, {len(runs):,} passes noted, killed: {kills}")
+        skipped = (home / "log").read_text().count("the pass was skipped: another process is at work")
+        print(f"{skipped:,} passes found the data set locked")
+        true_alarms = report_alarms(alarms, runs, kills["passes"], begin)
+        not_grown = report(samples, begin, end)
         check(root, out, home)
         print("the data set is what a fresh extraction gives")
-        if not ok:
+        if not not_grown:
             raise SystemExit("something has grown")
+        if not true_alarms:
+            raise SystemExit("there were false alarms")
+
+
+def report_alarms(path: Path, runs: list[dict[str, Any]], killed: int, begin: float) -> bool:
+    """Print how many alarms there were, why, and whether each was true; returns whether all were.
+
+    Args:
+        path: the alarms, a JSON object a line.
+        runs: lines of `runs.jsonl`.
+        killed: how many passes were killed here.
+        begin: when the schedulers were started, of `time.monotonic`.
+    """
+    alarms = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    causes = Counter(cause_of(alarm, runs, begin) for alarm in alarms)
+    by_kills = causes[True, "the pass was killed by signal 9"]
+    if by_kills > killed:  # a kill that came too late gives no alarm, but none gives two
+        causes[True, "the pass was killed by signal 9"] = killed
+        causes[False, "the pass was said to be killed, more often than passes were killed"] = by_kills - killed
+    true = sum(count for (is_true, _), count in causes.items() if is_true)
+    print(f"{len(alarms):,} alarms: {true:,} true, {len(alarms) - true:,} false; {killed:,} passes were killed")
+    for (is_true, cause), count in causes.most_common():
+        print(f"  {count:,} {'true' if is_true else 'FALSE'}: {cause}")
+    return true == len(alarms)
+
+
+def cause_of(alarm: dict[str, Any], runs: list[dict[str, Any]], begin: float) -> tuple[bool, str]:
+    """Return whether an alarm is true, and what it is about."""
+    code, data_sets = alarm["code"], alarm["data_sets"]
+    if code == -signal.SIGKILL:
+        return True, "the pass was killed by signal 9"
+    if code in (0, LOCKED):
+        return False, f"exit code {code}"
+    if data_sets and "out" not in data_sets[0]:  # from the scheduler itself, not from a pass
+        error = data_sets[0].get("error", "")
+        return "cannot be started" in error or alarm["at"] - begin >= HANGS_S, error
+    for data_set in data_sets:
+        if data_set["exit_code"] == code and "error" in data_set:
+            noted = any(run["event"] == "failed" and run["error"] == data_set["error"] for run in runs)
+            return noted, f"exit code {code}: {data_set['error']}" + ("" if noted else ", which no pass noted")
+        if data_set["exit_code"] == code == 1:
+            same = [run for run in runs if run.get("version") == data_set["version"]]
+            failed = any(run["unreadable"] or 0 < run["rows"] == run["failed"] for run in same)
+            return failed, f"exit code 1: unreadable: {data_set['unreadable']}, {data_set['failed']} rows failed"
+    return False, f"exit code {code}, and the pass printed no reason: {data_sets}"
 
 
 def report(samples: list[tuple[float, dict[str, float]]], begin: float, end: float) -> bool:

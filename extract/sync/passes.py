@@ -6,7 +6,6 @@ rows again.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import sqlite3
@@ -33,7 +32,7 @@ from extract.sync.publishing import publish, remove_unneeded
 from extract.sync.rebuilding import rebuild, stored_rows
 from extract.sync.safety_limits import Guards
 from extract.sync.scan import NO_FILE, Scan, ScannedFile
-from extract.system.folder_lock import locked
+from extract.system.folder_lock import kept, locked
 
 if TYPE_CHECKING:
     from extract.extraction.plan import Plan
@@ -134,7 +133,7 @@ def sync(
                     on_computation, stop, now_ns, Report(dry_run=dry_run))  # fmt: skip
         pass_.check_out()
         try:
-            with contextlib.nullcontext() if dry_run and not out.exists() else locked(out):
+            with (kept if dry_run else locked)(out):
                 pass_.check_out()
                 if not dry_run:
                     remove_strays(out)

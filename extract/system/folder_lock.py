@@ -11,11 +11,12 @@ import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TextIO
 
 from extract.errors import LayertapError, LockedError
 from extract.system.atomic_files import check_own_folders, open_unfollowed
 
-__all__ = ["locked"]
+__all__ = ["kept", "locked"]
 
 _HELD: set[tuple[int, Path]] = set()  # (pid, folder) of held locks; a forked process inherits the set, not the locks
 _HELD_GUARD = threading.Lock()
@@ -37,18 +38,58 @@ def locked(out: Path) -> Iterator[None]:
         is_new = not out.exists()
         out.mkdir(parents=True, exist_ok=True)
         check_own_folders(out)
-        name = (os.getpid(), out.resolve())
-        with _HELD_GUARD:  # a POSIX lock does not exclude other threads of the same process
-            if name in _HELD:
-                raise LockedError(f"{out} is locked by another thread of this process")
-            _HELD.add(name)
     except OSError as error:
         raise LayertapError(f"cannot write to {out}: {error.strerror}") from error
+    with _by_one_thread(out), _lock_file(out, is_new):
+        yield
+
+
+@contextlib.contextmanager
+def kept(out: Path) -> Iterator[None]:
+    """Context manager: keep other processes from locking a folder, without writing to it.
+
+    A folder without a lock file, or without the folder itself, has no writer, and nothing is locked.
+
+    Raises:
+        LockedError: see `locked`.
+        InputError: the lock file is a symbolic link or not a regular file.
+        LayertapError: the lock file cannot be read or locked.
+    """
+    with contextlib.ExitStack() as at_the_end:
+        at_the_end.enter_context(_by_one_thread(out))
+        try:
+            descriptor = open_unfollowed(out / ".lock", os.O_RDONLY)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise LayertapError(f"cannot read {out / '.lock'}: {error.strerror}") from error
+        else:
+            _lock(at_the_end.enter_context(os.fdopen(descriptor, encoding="utf-8")), fcntl.LOCK_SH, out)
+        yield
+
+
+@contextlib.contextmanager
+def _by_one_thread(out: Path) -> Iterator[None]:
+    """Context manager: exclude other threads of this process, which a POSIX lock does not."""
+    name = (os.getpid(), out.resolve())
+    with _HELD_GUARD:
+        if name in _HELD:
+            raise LockedError(f"{out} is locked by another thread of this process")
+        _HELD.add(name)
     try:
-        with _lock_file(out, is_new):
-            yield
+        yield
     finally:
         _HELD.discard(name)
+
+
+def _lock(file: TextIO, kind: int, out: Path) -> None:
+    try:
+        fcntl.lockf(file, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            raise LayertapError(f"cannot lock {out}: {error.strerror}") from error
+        file.seek(0)
+        raise LockedError(f"{out} is locked by {file.read().strip() or 'another process'}") from error
 
 
 @contextlib.contextmanager
@@ -58,13 +99,7 @@ def _lock_file(out: Path, is_new: bool) -> Iterator[None]:
     except OSError as error:
         raise LayertapError(f"cannot write to {out}: {error.strerror}") from error
     with file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                raise LayertapError(f"cannot lock {out}: {error.strerror}") from error
-            file.seek(0)
-            raise LockedError(f"{out} is locked by {file.read().strip() or 'another process'}") from error
+        _lock(file, fcntl.LOCK_EX, out)
         # Do not open the lock file a second time to check it: closing that descriptor would release the lock.
         if not os.path.exists(out / ".lock") or not os.path.samestat(os.fstat(file.fileno()), os.stat(out / ".lock")):  # noqa: PTH110, PTH116
             raise LockedError(f"{out} was removed by the process that held its lock; run again")

@@ -26,19 +26,27 @@ _INSTALLED = {"site-packages", "dist-packages"}
 def exits_refused() -> Iterator[None]:
     """Context manager: an error in place of the end of the program, if code inside calls `sys.exit`.
 
-    A program that ends with exit code 0 looks as if it had done its work.
+    A program that ends with exit code 0 looks as if it had done its work. Other exceptions that code is not expected to
+    handle, such as GeneratorExit, are errors too, if a user's own code raised them; Ctrl-C is not.
 
     Raises:
-        InputError: the code called `sys.exit`, or another function that raises SystemExit.
+        InputError: the code called `sys.exit`, or another function that raises SystemExit; or a user's own code raised
+            an exception that does not derive from Exception.
     """
     try:
         yield
+    except (Exception, KeyboardInterrupt):
+        raise
     except SystemExit as stop:
         called = f"sys.exit({'' if stop.code is None else repr(stop.code)})"
         raise InputError(
             f"{_place(stop) or _innermost(stop)}, called {called}. The code of a backbone must not end the program: "
             "remove the call, or move it below if __name__ == '__main__'"
         ) from stop
+    except BaseException as error:
+        if _place(error) is None:  # for example, a generator of layertap is closed
+            raise
+        raise InputError(f"{described(error)}; expected an exception that derives from Exception") from error
 
 
 @contextlib.contextmanager

@@ -21,6 +21,8 @@ __all__ = ["ScheduleConfig", "SyncConfig", "SyncFile", "chosen", "load_sync_file
 
 _LONGEST_S = 86400.0 * 36500
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_SMALLEST_LOG, _LARGEST_LOG = 1000, 10**12
+_BYTES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
 def seconds(value: Any) -> Any:
@@ -30,6 +32,16 @@ def seconds(value: Any) -> Any:
     if isinstance(value, str):
         raise ValueError("expected seconds, or a time such as 90s, 15m, 36h or 30d")
     return value
+
+
+def n_bytes(value: Any) -> Any:
+    """Return the bytes of text such as 500kB, 10MB or 1.5 GB; other types are returned unchanged."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMG]?B?)", value.strip(), re.ASCII | re.IGNORECASE)
+    if match is None or match[2].lower() not in _BYTES:
+        raise ValueError("expected bytes, or a size such as 500kB, 10MB or 1GB")
+    return round(float(match[1]) * _BYTES[match[2].lower()])
 
 
 def finite(value: float) -> float:
@@ -98,7 +110,11 @@ class ScheduleConfig(BaseModel):
     )
     jitter: float = Field(0, ge=0, description="Delay each pass by a random time of at most this.")
     catch_up: bool = Field(True, description="Start at once if a pass was due while no scheduler ran.")
-    log: Path | None = Field(None, description="Log file, rotated at 10 MB; 5 files are kept. [default: stderr]")
+    log: Path | None = Field(None, description="Log file. [default: stderr]")
+    log_max_bytes: int = Field(
+        10_000_000, description="Rotate the log file before it exceeds this size: 500kB, 10MB, 1GB. 0: never."
+    )
+    log_backup_count: int = Field(4, ge=1, le=1000, description="Rotated files that are kept: LOG.1, LOG.2 and so on.")
     log_json: bool = Field(False, description="Each line of the log is a JSON object.")
     heartbeat: Path | None = Field(None, description="File that is touched every 30 s, for a watchdog.")
     on_success: list[str] = Field([], description="Commands to run, or URLs to post to, after a pass without errors.")
@@ -113,6 +129,18 @@ class ScheduleConfig(BaseModel):
     @classmethod
     def _check_finite(cls, value: float | None) -> float | None:
         return value if value is None else finite(value)
+
+    @field_validator("log_max_bytes", mode="before")
+    @classmethod
+    def _parse_bytes(cls, value: Any) -> Any:
+        return n_bytes(value)
+
+    @field_validator("log_max_bytes")
+    @classmethod
+    def _check_bytes(cls, value: int) -> int:
+        if value and not _SMALLEST_LOG <= value <= _LARGEST_LOG:
+            raise ValueError("expected 1kB to 1000GB, or 0 if the file is not rotated")
+        return value
 
     @field_validator("on_success", "on_failure", mode="before")
     @classmethod

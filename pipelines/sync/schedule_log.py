@@ -12,12 +12,12 @@ from pipelines.sync.config import ScheduleConfig
 
 __all__ = ["open_log"]
 
-_FILE_BYTES = 10_000_000
-_FILES = 5
-
 
 def open_log(config: ScheduleConfig) -> None:
     """Send the log of `layertap.schedule` to the configured file or to stderr, and nowhere else.
+
+    A rotated file is renamed, and all lines are flushed: a scheduler that is killed while it rotates loses no line of a
+    file that is kept.
 
     Raises:
         LayertapError: the file cannot be written; the log stays where it was.
@@ -25,7 +25,9 @@ def open_log(config: ScheduleConfig) -> None:
     handler: logging.Handler = logging.StreamHandler()
     if config.log is not None:
         try:
-            handler = logging.handlers.RotatingFileHandler(config.log, maxBytes=_FILE_BYTES, backupCount=_FILES - 1)
+            handler = logging.handlers.RotatingFileHandler(
+                config.log, maxBytes=config.log_max_bytes, backupCount=config.log_backup_count
+            )
         except OSError as error:
             raise LayertapError(f"cannot write the log {config.log}: {error.strerror}") from error
     text = logging.Formatter("%(asctime)s %(levelname)s %(message)s")

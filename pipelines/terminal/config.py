@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -34,6 +35,9 @@ __all__ = [
 _MOST_WORKERS = max(128, 4 * defaults.CORES)
 
 _HOME = re.compile(r"~[\w.-]*(/|$)")
+
+# An option in a message, and in "add --engine ray" also its value.
+_OPTION = re.compile(r"(add )?--([a-z][a-z-]*)(?(1)( \w+)?)")
 
 # Help texts that `embed` and `merge` share.
 SHARD_ROWS_HELP = "Rows per shard file. [default: as many as fit into 1 GB]"
@@ -149,11 +153,17 @@ def load_config(model: type[Config], path: Path | None, flags: dict[str, Any]) -
     for key in values:
         if key not in model.model_fields:
             raise unknown_name("key", str(key), model.model_fields, str(path))
-    return checked(model, {**values, **flags}, f"{path}" if path and not flags else "")
+    return checked(model, {**values, **flags}, f"{path}" if path else "", flags)
 
 
-def checked(model: type[Config], values: dict[str, Any], where: str = "") -> Config:
+def checked(model: type[Config], values: dict[str, Any], where: str = "", flags: Collection[str] = ()) -> Config:
     """Return a configuration with these values.
+
+    Args:
+        model: configuration class of the job.
+        values: key -> value.
+        where: config file, and place in it; empty if there is none.
+        flags: keys that were given on the command line.
 
     Raises:
         InputError: a value is wrong; the message names every wrong key.
@@ -161,15 +171,34 @@ def checked(model: type[Config], values: dict[str, Any], where: str = "") -> Con
     try:
         return model(**values)
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')} (given: {e['input']!r})"
-                 if e["loc"] else e["msg"].removeprefix("Value error, ")
-                 for e in error.errors()
-                 if e["type"] != "missing"]  # fmt: skip
+        lines = []
+        for e in error.errors():
+            text = e["msg"].removeprefix("Value error, ")
+            keys = [str(e["loc"][0])] if e["loc"] else [match[2].replace("-", "_") for match in _OPTION.finditer(text)]
+            in_file = where and (not flags or any(key in values and key not in flags for key in keys))
+            text = _with_keys(text, model, flags) if in_file else text
+            if e["loc"]:
+                text = f"{'.'.join(map(str, e['loc']))}: {text} (given: {e['input']!r})"
+            if e["type"] != "missing":
+                lines.append(f"{where}: {text}" if in_file else text)
         if len(lines) < error.error_count():
             missing = next(str(e["loc"][0]) for e in error.errors() if e["type"] == "missing")
             remedy = f"name {missing.upper()}, or set the key `{missing}` in a config file (--config FILE)"
-            lines.append(f"the key `{missing}` is missing" if where else f"no {missing} given; {remedy}")
-        raise InputError((f"{where}: " if where else "") + "\n".join(lines)) from None
+            only_file = where and not flags
+            lines.append(f"{where}: the key `{missing}` is missing" if only_file else f"no {missing} given; {remedy}")
+        raise InputError("\n".join(lines)) from None
+
+
+def _with_keys(text: str, model: type[BaseModel], flags: Collection[str]) -> str:
+    """Return a message in which options that were not given on the command line are the keys of a config file."""
+
+    def as_key(match: re.Match[str]) -> str:
+        key = match[2].replace("-", "_")
+        if key not in model.model_fields or key in flags:
+            return match[0]
+        return f"add `{key}:{match[3]}`" if match[3] else f"{match[1] or ''}`{key}`"
+
+    return _OPTION.sub(as_key, text)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -202,8 +231,18 @@ def _problem(error: yaml.YAMLError | UnicodeDecodeError) -> str:
 
 
 def with_home(text: str) -> str:
-    """Return a text with a leading `~/` or `~user/` expanded; any other text, also with an unknown user, unchanged."""
-    return os.path.expanduser(text) if _HOME.match(text) else text  # noqa: PTH111  Path would drop a final slash
+    """Return a text with a leading `~/` or `~user/` expanded; any other text unchanged.
+
+    Raises:
+        InputError: there is no such user.
+    """
+    if not _HOME.match(text):
+        return text
+    expanded = os.path.expanduser(text)  # noqa: PTH111  Path would drop a final slash
+    if _HOME.match(expanded):
+        user, _, _ = text.partition("/")
+        raise InputError(f"{text}: no user has the home folder {user}; write ./{text} for a file")
+    return expanded
 
 
 def _with_homes(value: Any, where: str, key: str = "") -> Any:
@@ -218,7 +257,7 @@ def _with_homes(value: Any, where: str, key: str = "") -> Any:
         return [_with_homes(item, where, key) for item in value]
     if not isinstance(value, str):
         return value
-    if _HOME.match(expanded := with_home(value)):
-        user, _, _ = expanded.partition("/")
-        raise InputError(f"{where}: {key}: {value}: no user has the home folder {user}; write ./{value} for a file")
-    return expanded
+    try:
+        return with_home(value)
+    except InputError as error:
+        raise InputError(f"{where}: {key}: {error}") from None

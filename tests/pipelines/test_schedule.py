@@ -31,6 +31,7 @@ from pipelines.sync.config import ScheduleConfig, load_sync_file
 from pipelines.sync.due_times import due_after, time_zone
 from pipelines.sync.pass_process import PassProcess, PassResult
 from pipelines.sync.schedule import _LOCKED, Scheduler
+from pipelines.sync.schedule_log import open_log
 from pipelines.sync.systemd import as_systemd
 from tests.pipelines.test_cli import fails, layertap
 from tests.pipelines.test_sync import SMALL, write
@@ -504,6 +505,112 @@ def test_a_pass_that_is_due_when_the_config_is_read_again_is_not_lost(simulate: 
     simulation.scheduler._on_signal(signal.SIGHUP, None)
     simulation.run_until(begin + 60 * MINUTE)
     assert simulation.starts == [begin + HOUR]
+
+
+# The log
+
+
+class KilledError(BaseException):
+    """The process is killed here; no line of code after that runs."""
+
+
+def write_log(config: ScheduleConfig, numbers: range) -> None:
+    open_log(config)
+    for number in numbers:
+        logging.getLogger("layertap.schedule").info("line %d %s", number, "x" * 200)
+
+
+def lines_of(log: Path) -> list[int]:
+    """Numbers of the lines in the log and its rotated files, oldest first."""
+    files = sorted(log.parent.glob("log.*"), key=lambda path: -int(path.suffix[1:]))
+    text = "".join(path.read_text() for path in [*files, *([log] if log.exists() else [])])
+    return [int(line.split("line ")[1].split()[0]) for line in text.splitlines()]
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "log"
+    logger = logging.getLogger("layertap.schedule")
+    for handler in logger.handlers[:]:
+        logger.removeHandler(handler)
+        handler.close()
+
+
+def test_the_log_is_rotated_at_its_size_and_its_oldest_lines_are_removed(log: Path) -> None:
+    config = ScheduleConfig(every=60, log=log, log_max_bytes="2kB", log_backup_count=3)
+    line = len("2026-11-25 01:57:15,123 INFO line 10 ") + 200 + 1
+    write_log(config, range(10, 60))
+    assert sorted(path.name for path in log.parent.iterdir()) == ["log", "log.1", "log.2", "log.3"]
+    assert all(2000 - line < path.stat().st_size <= 2000 for path in log.parent.glob("log.*"))
+    kept = 3 * (2000 // line) + log.stat().st_size // line
+    assert lines_of(log) == list(range(60 - kept, 60))
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_a_scheduler_that_is_killed_while_it_rotates_its_log_loses_none_of_the_lines_that_are_kept(
+    step: int, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ScheduleConfig(every=60, log=log, log_max_bytes="1kB", log_backup_count=3)
+    write_log(config, range(10, 26))  # four lines a file: the next one needs a rotation, and the oldest file goes
+    assert lines_of(log) == list(range(10, 26))
+    steps = iter(range(4))
+
+    def until_killed(name: str) -> Callable[..., None]:
+        function = getattr(os, name)
+
+        def change(*paths: str) -> None:
+            if next(steps) == step:
+                raise KilledError
+            function(*paths)
+
+        return change
+
+    with monkeypatch.context() as patch, pytest.raises(KilledError):
+        for name in ("rename", "remove"):
+            patch.setattr(os, name, until_killed(name))
+        write_log(config, range(26, 27))
+    before = lines_of(log)
+    assert before == list(range(before[0], before[-1] + 1))
+    assert before[0] <= 14
+    assert before[-1] >= 25
+    write_log(config, range(before[-1] + 1, 50))
+    after = lines_of(log)
+    assert after == list(range(after[0], 50))
+    assert len(after) >= 13
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("500kB", 500_000), ("10MB", 10_000_000), ("1.5 gb", 1_500_000_000), (4096, 4096), ("0", 0), ("1000b", 1000)],
+)
+def test_the_size_of_a_log_may_have_a_unit(given: Any, expected: int) -> None:
+    assert ScheduleConfig(every=60, log_max_bytes=given).log_max_bytes == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "reason"),
+    [
+        ("log_max_bytes", "10 boxes", "expected bytes, or a size such as 500kB, 10MB or 1GB"),
+        ("log_max_bytes", 999, "expected 1kB to 1000GB, or 0"),
+        ("log_max_bytes", -1, "expected 1kB to 1000GB, or 0"),
+        ("log_max_bytes", "1001GB", "expected 1kB to 1000GB, or 0"),
+        ("log_backup_count", 0, "greater than or equal to 1"),
+        ("log_backup_count", 1001, "less than or equal to 1000"),
+    ],
+)
+def test_a_log_without_limits_is_refused(key: str, given: Any, reason: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "s.yaml", images="x", out=str(tmp_path / "o"), schedule={"every": "1h", key: given})
+    with pytest.raises(InputError, match=f"s.yaml, schedule: {key}: .*{reason}"):
+        load_sync_file(path)
+
+
+def test_a_log_that_is_never_rotated_is_opened_again_when_the_config_is(log: Path) -> None:
+    config = ScheduleConfig(every=60, log=log, log_max_bytes=0)
+    write_log(config, range(10, 60))
+    log.rename(log.with_name("log.1"))  # as logrotate does, before it sends SIGHUP
+    write_log(config, range(60, 110))
+    assert lines_of(log) == list(range(10, 110))
+    assert len(list(log.parent.iterdir())) == 2
 
 
 def test_a_machine_whose_time_zone_has_no_name_needs_one_in_the_config(monkeypatch: pytest.MonkeyPatch) -> None:

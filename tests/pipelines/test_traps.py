@@ -90,7 +90,18 @@ def test_the_home_folder_of_an_unknown_user_is_refused_in_a_file(home: Path) -> 
     Path("c.yaml").write_text("images: [x, ~nobody-here/photos]\n")
     with pytest.raises(InputError, match=r"c.yaml: images: ~nobody-here/photos: no user has .* write \./~nobody-here"):
         read_yaml(Path("c.yaml"))
-    assert with_home("~nobody-here/photos") == "~nobody-here/photos"
+
+
+@pytest.mark.parametrize("words", [["-o", "~nobody-here/x"], ["-o~nobody-here/x"], ["--out=~nobody-here/x"]])
+def test_the_home_folder_of_an_unknown_user_is_refused_on_the_command_line(
+    words: list[str], home: Path, folder: Path
+) -> None:
+    result = layertap("embed", folder, *words, *SMALL)
+    assert result.exit_code == 2
+    assert (
+        "~nobody-here/x: no user has the home folder ~nobody-here; write ./~nobody-here/x for a file" in result.stderr
+    )
+    assert not list(Path().iterdir())
 
 
 # Config files that are not YAML
@@ -124,6 +135,23 @@ def test_a_config_file_that_is_not_utf_8_is_reported_in_one_line(tmp_path: Path)
         read_yaml(tmp_path / "c.yaml")
 
 
+def test_an_error_names_the_key_and_the_file_of_what_stands_in_a_file_and_the_option_of_what_was_typed(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "c.yaml").write_text("images: x\naddress: local\nbatch_size: 0\n")
+    with pytest.raises(InputError) as raised:
+        load_config(EmbedConfig, tmp_path / "c.yaml", {"workers": -1})
+    in_file, typed = str(raised.value).splitlines()
+    assert in_file.startswith(f"{tmp_path / 'c.yaml'}: batch_size: ")
+    assert typed.startswith("workers: ")
+    with pytest.raises(InputError) as raised:
+        load_config(EmbedConfig, tmp_path / "c.yaml", {"batch_size": 1, "engine": "processes"})
+    assert str(raised.value) == f"{tmp_path / 'c.yaml'}: `address` is that of a Ray cluster; add --engine ray"
+    with pytest.raises(InputError) as raised:
+        load_config(EmbedConfig, tmp_path / "c.yaml", {"batch_size": 1, "address": "auto"})
+    assert str(raised.value) == "--address is that of a Ray cluster; add --engine ray"
+
+
 # Options that have no effect
 
 
@@ -131,18 +159,23 @@ def test_a_config_file_that_is_not_utf_8_is_reported_in_one_line(tmp_path: Path)
     ("values", "message"),
     [
         ({"address": "auto"}, "--address is that of a Ray cluster; add --engine ray"),
-        ({"address": "local", "engine": "processes"}, "add --engine ray"),
+        ({"address": "local", "engine": "processes"}, "--address is that of a Ray cluster; add --engine ray"),
         ({"workers_per_gpu": 2}, "--workers-per-gpu is for several workers"),
         ({"cpus_per_worker": 2}, "--cpus-per-worker is for several workers"),
         ({"scratch": "/tmp/x"}, "--scratch is for several workers"),
+        ({"fast": True, "engine": "processes"}, "--fast works in one process"),
     ],
 )
 def test_an_option_of_several_workers_is_refused_for_one(values: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=message):
         load_config(EmbedConfig, None, {"images": "x", **values})
     (tmp_path / "c.yaml").write_text("images: x\n" + "".join(f"{key}: {value}\n" for key, value in values.items()))
-    with pytest.raises(InputError, match=message):
+    option, rest = message.split(" ", 1)
+    key = f"`{option.removeprefix('--').replace('-', '_')}` {rest.replace('--engine ray', '`engine: ray`')}"
+    with pytest.raises(InputError) as raised:
         load_config(EmbedConfig, tmp_path / "c.yaml", {})
+    assert str(raised.value).startswith(f"{tmp_path / 'c.yaml'}: {key}")
+    assert "--" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

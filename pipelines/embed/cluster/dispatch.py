@@ -40,6 +40,7 @@ _SLOW = 2.0  # multiple of the median time, after which a shard is started on an
 _SLOW_S = 30.0  # minimum of this time
 _REMEMBERED = 101  # shards in the median
 _TICK_S = 1.0
+_REPORT_S = 2.0  # wait at the end for the report of a publication by a worker that was cancelled just then
 _PATIENCE_S = 600.0  # wait for starting workers if no other worker can take the remaining shards
 _SAFE = "Published shards are safe; fix the cause, and run the command again"
 
@@ -145,7 +146,7 @@ class Workers(Protocol):
         """Give a shard to a worker, which builds its shards in order."""
 
     def cancel(self, worker: int, shard: int) -> None:
-        """Cancel a shard of a worker; the worker sends no further events about it."""
+        """Cancel a shard of a worker; of its events, only `Done` with a receipt may still come."""
 
     def retire(self, worker: int) -> None:
         """End a worker without a replacement."""
@@ -157,6 +158,8 @@ class DispatchResult:
 
     Attributes:
         done: number of published shards.
+        own: number of these that were published by this run, and not by another writer of the same data set. If a
+            worker dies after it has published a shard and before it reports that, the shard is not counted.
         failed: shard -> why each attempt failed, for shards that were given up.
         attempts: number of attempts, at any shard, that failed or were lost with their worker.
         restarted: number of shards that were also started on another worker, since they took long.
@@ -165,6 +168,7 @@ class DispatchResult:
     """
 
     done: int = 0
+    own: int = 0
     failed: dict[int, list[str]] = field(default_factory=dict)
     attempts: int = 0
     restarted: int = 0
@@ -233,6 +237,7 @@ class _Dispatch:
         self._early: set[int] = set()  # shards that were given out before their turn
         self._times: deque[float] = deque(maxlen=_REMEMBERED)
         self._waiting_since: float | None = None
+        self._disputed: set[int] = set()  # published by another worker: one of this run, or another writer
         self._result = DispatchResult()
 
     def run(self, stop: Callable[[], bool]) -> DispatchResult:
@@ -241,15 +246,24 @@ class _Dispatch:
             if not self._given and not self._again and not self._more():
                 if not self._suspect or not self._wait():
                     self._give_up()
+                    self._wait_for_reports()
                     return self._result
             elif not self._workers and self._result.retired and not self._wait():
                 host, why = self._result.retired[-1]
                 raise LayertapError(f"no usable worker is left; the last, on {host}, was retired: {why}. {_SAFE}")
-            for event in self._engine.events(_TICK_S):
-                self._on_event(event)
-                self.handle(event)
+            self._handle_events()
         self._result.stopped = True
         return self._result
+
+    def _handle_events(self) -> None:
+        for event in self._engine.events(_TICK_S):
+            self._on_event(event)
+            self.handle(event)
+
+    def _wait_for_reports(self) -> None:
+        end = self._clock() + _REPORT_S
+        while self._disputed and self._workers and self._clock() < end:
+            self._handle_events()
 
     def _wait(self) -> bool:
         """Return whether to wait for a worker that is being started, for at most `_PATIENCE_S`."""
@@ -290,6 +304,9 @@ class _Dispatch:
             worker.publishing.append(shard)
 
     def _done(self, event: Done) -> None:
+        if event.receipt is not None:  # also of a worker whose attempt was cancelled just then
+            self._result.own += 1
+            self._disputed.discard(event.shard)
         worker = self._workers.get(event.worker)
         if worker is None or not worker.has(event.shard):
             return
@@ -300,6 +317,8 @@ class _Dispatch:
                 self._take_back(number, event.shard)
                 if number != event.worker:
                     self._engine.cancel(number, event.shard)
+                    if event.receipt is None:
+                        self._disputed.add(event.shard)
         for waiting in (self._again, self._suspect):
             if event.shard in waiting:
                 waiting.remove(event.shard)

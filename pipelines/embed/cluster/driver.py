@@ -265,7 +265,7 @@ def print_shared(shared: SharedRun, echo: Callable[[str], None]) -> None:
         failed = f", {len(shared.failures):,} of them without features" if shared.failures else ""
         echo(f"{out} is complete: all {dataset.n_rows:,} rows were done before{failed}; nothing to do")
     else:
-        by_this_run = f"{dispatched.done:,} of them by this run"
+        by_this_run = f"{dispatched.own:,} of them by this run"
         echo(f"{out}: {published:,} of {dataset.n_shards:,} shards are published, {by_this_run}")
         rate = shared.computed / shared.seconds if shared.seconds else 0.0
         echo(f"{shared.computed:,} rows in {shared.seconds:.1f} s, {rate:.1f} images/s")
@@ -295,7 +295,7 @@ def as_json(shared: SharedRun) -> dict[str, Any]:
         "rows": shared.dataset.n_rows,
         "shards": shared.dataset.n_shards,
         "found_done": shared.published_before,
-        "made": dispatched.done,
+        "made": dispatched.own,
         "computed": shared.computed,
         "attempts_failed": dispatched.attempts,
         "begun_again": dispatched.restarted,

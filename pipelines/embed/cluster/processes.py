@@ -256,6 +256,8 @@ def _work(number: int, pipe: Connection[Any, Any], slot: Slot, start_method: str
                     break
                 (worker.submit if method == "submit" else worker.cancel)(shard)
         end()
+        time.sleep(_END_S + _CLOSE_S)  # the process that would kill a hanging worker may have been killed itself
+        os._exit(1)
 
     threading.Thread(target=receive, daemon=True).start()
     worker.run()

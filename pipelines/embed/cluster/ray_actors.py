@@ -10,15 +10,19 @@ import contextlib
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+import click
+
 from extract.errors import InputError, LayertapError, first_line
 from extract.system.optional_libraries import library
 from pipelines.embed.cluster.dispatch import Done, Event, Failed, Joined, Left
 from pipelines.embed.cluster.processes import Slot, WorkerProcess
+from pipelines.embed.cluster.ray_output import bar_protected
 from pipelines.embed.cluster.worker import Start
 
 __all__ = ["ActorResources", "RayWorkers", "actor_resources"]
@@ -29,6 +33,7 @@ _LOOK_S = 10.0  # interval of checks for new nodes
 _END_S = 60.0  # for the batch in flight, when the run stops
 _CONNECT_S = 10.0
 _ANSWER_S = 5.0  # longest wait of an actor for events before it answers without any
+_PARENT_EVERY_S = 1.0  # interval at which an actor looks for the process of its node
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,9 @@ class RayWorkers:
         workers_per_gpu: int,
         on_cpu: bool,
     ):
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        if address != "local":  # Ray reads it when it is imported. By default, it tries 20 times, 40 s each
+            os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")
         self._ray = library("ray", "ray", "--engine ray")
         self._address, self._start = address, start
         self._asked = cpus_per_worker, workers_per_gpu, on_cpu
@@ -108,18 +116,37 @@ class RayWorkers:
         self._last_error = ""
 
     def __enter__(self) -> Self:
-        ray = self._ray
         if self._address.startswith("ray://"):
             raise InputError(
                 f"--address {self._address}: not supported; run on a machine of the cluster, with --address auto"
             )
-        self._was_there = ray.is_initialized()
-        if not self._was_there:
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            try:
-                if match := re.fullmatch(r"(?:\[(.+)\]|([^:/]+)):(\d{1,5})", self._address):
-                    # Fail early: Ray itself tries for three minutes.
-                    socket.create_connection((match[1] or match[2], int(match[3])), _CONNECT_S).close()
+        with contextlib.ExitStack() as at_the_end:
+            self._ray_stream = at_the_end.enter_context(bar_protected())
+            self._was_there = self._ray.is_initialized()
+            if not self._was_there:
+                self._connect()
+            self._resources = actor_resources(self._nodes(), *self._asked)
+            self._grow()
+            self._at_the_end = at_the_end.pop_all()
+        return self
+
+    def _connect(self) -> None:
+        """Connect to the cluster, or start one.
+
+        Raises:
+            LayertapError: there is no cluster at the address.
+        """
+        ray, address = self._ray, self._address
+        try:
+            if match := re.fullmatch(r"(?:\[(.+)\]|([^:/]+)):(\d{1,5})", address):
+                host, port = match[1] or match[2], int(match[3])
+                if host in ("localhost", "127.0.0.1", "::1"):  # Ray connects to an address that other nodes can reach
+                    host = ray.util.get_node_ip_address()
+                    address += f" (for Ray: {host}:{port})"
+                click.echo(f"connecting to the Ray cluster at {address}", err=True)
+                # Ray itself would try for 40 s.
+                socket.create_connection((host, port), _CONNECT_S).close()
+            with contextlib.redirect_stderr(self._ray_stream):  # of its log
                 ray.init(
                     address=self._address,
                     include_dashboard=False if self._address == "local" else None,
@@ -127,24 +154,22 @@ class RayWorkers:
                     logging_level="error",
                     namespace="layertap",
                 )
-            except (ConnectionError, OSError, ValueError, RuntimeError) as error:
-                raise LayertapError(
-                    f"no Ray cluster at {self._address!r}: {first_line(error).rstrip('.')}. Start a "
-                    "cluster (`ray start --head`), name its --address, or use --address local"
-                ) from error
-        self._resources = actor_resources(self._nodes(), *self._asked)
-        self._grow()
-        return self
+        except (OSError, OverflowError, ValueError, RuntimeError) as error:  # OverflowError: the port is above 65535
+            raise LayertapError(
+                f"no Ray cluster at {address}: {first_line(error).rstrip('.')}. Start a "
+                "cluster (`ray start --head`), name its --address, or use --address local"
+            ) from error
 
     def __exit__(self, *_: object) -> None:
         ray = self._ray
-        with contextlib.suppress(Exception):  # the cluster itself may be gone
-            ending = [actor.handle.end.remote() for actor in self._actors.values() if actor.joined]
-            ray.wait(ending, num_returns=len(ending), timeout=2 * _END_S) if ending else None
-            for actor in self._actors.values():
-                ray.kill(actor.handle)
-        if not self._was_there:
-            ray.shutdown()
+        with self._at_the_end:
+            with contextlib.suppress(Exception):  # the cluster itself may be gone
+                ending = [actor.handle.end.remote() for actor in self._actors.values() if actor.joined]
+                ray.wait(ending, num_returns=len(ending), timeout=2 * _END_S) if ending else None
+                for actor in self._actors.values():
+                    ray.kill(actor.handle)
+            if not self._was_there:
+                ray.shutdown()
 
     def _nodes(self) -> list[dict[str, Any]]:
         return [node for node in self._ray.nodes() if node["Alive"]]
@@ -252,6 +277,7 @@ class _Remote:
     def __init__(self, number: int, start: Start):
         import ray
 
+        threading.Thread(target=_exit_without, args=(os.getppid(),), daemon=True).start()
         self._node = ray.get_runtime_context().get_node_id()[:8]
         self._process = WorkerProcess(number, Slot(start))
 
@@ -275,3 +301,15 @@ class _Remote:
             replace(event, host=f"{event.host}/{self._node}") if isinstance(event, Joined) else event
             for event in events
         ]
+
+
+def _exit_without(parent: int) -> None:
+    """End this process when its parent process has ended.
+
+    Ray lets actors live on when the process of their node (the raylet) is killed. The child process that holds the
+    backbone ends when the pipe to the actor closes. The kernel's own signal (PR_SET_PDEATHSIG) does not serve here: it
+    is sent when the thread that started the process ends, too.
+    """
+    while os.getppid() == parent:
+        time.sleep(_PARENT_EVERY_S)
+    os._exit(1)

@@ -164,7 +164,7 @@ class Worker:
                 maker.give_up(shard)
             self._failed(shard, error)
             return
-        if not self._is_cancelled(shard):
+        if receipt is not None or not self._is_cancelled(shard):
             self._send(Done(self._number, shard, receipt))
 
     def _failed(self, shard: int, error: Exception) -> None:

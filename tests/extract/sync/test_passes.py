@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import signal
 import sqlite3
 import time
 from collections.abc import Callable
@@ -416,8 +417,7 @@ def test_a_dry_run_tells_and_writes_nothing(home: Home) -> None:
     assert dry_counts == (1, 1, 1, 1, 7, 2)
     assert home.planned == []
     after = {path: path.read_bytes() for path in home.out.rglob("*") if path.is_file()}
-    assert {path.name for path in after.keys() ^ files.keys()} <= {".lock"}
-    assert {path.name for path in files if after[path] != files[path]} <= {"manifest.sqlite"}
+    assert after == files
     report = home.sync()
     assert (
         report.added,
@@ -427,6 +427,34 @@ def test_a_dry_run_tells_and_writes_nothing(home: Home) -> None:
         report.unchanged,
         report.computed,
     ) == dry_counts
+
+
+def test_a_dry_run_after_a_kill_changes_no_file_and_no_time(home: Home) -> None:
+    home.sync()
+    for i in range(8):
+        home.write(f"c/{i}.ppm", 100 + i)
+    if not (pid := os.fork()):
+        home.sync(on_rows=lambda rows, resumed: os.kill(os.getpid(), signal.SIGKILL))
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    assert (home.out / "manifest.sqlite-wal").stat().st_size
+
+    def state() -> dict[Path, Any]:
+        paths = [home.out, *home.out.rglob("*")]
+        stats = {path: path.stat() for path in paths}
+        return {
+            path: (stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns, path.is_file() and path.read_bytes())
+            for path, stat in stats.items()
+        }
+
+    before = state()
+    assert home.sync(dry_run=True).computed == 8
+    assert state() == before
+    (home.out / ".lock").unlink()
+    before = state()
+    assert home.sync(dry_run=True).computed == 8
+    assert state() == before
+    assert home.sync().rows == 18
 
 
 # the manifest

@@ -150,7 +150,7 @@ def run(count: int, simulated: Simulated, limit_s: float = 1e5) -> DispatchResul
 def test_each_shard_is_made_once_and_no_worker_has_more_than_two() -> None:
     simulated = Simulated(["a", "a", "b"])
     found = run(100, simulated)
-    assert found == DispatchResult(done=100)
+    assert found == DispatchResult(done=100, own=100)
     assert sorted(shard for shard, _ in simulated.made) == list(range(100))
     assert simulated.most == 2
     assert simulated.now == pytest.approx(34.0)  # 100 shards of a second, by three
@@ -158,7 +158,7 @@ def test_each_shard_is_made_once_and_no_worker_has_more_than_two() -> None:
 
 def test_a_shard_is_published_while_the_next_is_made() -> None:
     simulated = Simulated(["a", "a", "b"], publishes=0.9)
-    assert run(100, simulated) == DispatchResult(done=100)
+    assert run(100, simulated) == DispatchResult(done=100, own=100)
     assert sorted(shard for shard, _ in simulated.made) == list(range(100))
     assert simulated.now == pytest.approx(34.9)
 
@@ -183,9 +183,11 @@ def test_whatever_dies_or_fails_now_and_then_each_shard_is_there_in_the_end(data
 
     publishes = data.draw(st.sampled_from([0.0, 0.5, 20.0]))
     simulated = Simulated(hosts, lambda shard, host: chance.uniform(0.01, 60), fails, deaths, publishes=publishes)
+    of_another_writer = data.draw(st.sets(st.integers(0, count - 1)))
+    simulated.published |= dict.fromkeys(of_another_writer, -1)
     found = run(count, simulated)
     assert set(simulated.published) == set(range(count))
-    assert found.done == count
+    assert (found.done, found.own) == (count, count - len(of_another_writer))
     assert not found.failed
 
 
@@ -253,6 +255,27 @@ def test_a_shard_that_takes_far_too_long_is_begun_once_more_elsewhere() -> None:
     assert found.done == 10
     assert found.restarted == 1
     assert simulated.now < 200
+
+
+def test_an_attempt_that_was_cancelled_counts_if_it_was_the_first_to_publish() -> None:
+    """The worker that lost reports before the one that won."""
+    simulated = Simulated(["slow", "quick"], takes=lambda shard, host: 5000.0 if host == "slow" else 10.0)
+    published = simulated._published
+    won: list[Event] = []
+
+    def lost(worker: int, shard: int) -> Event:
+        if shard == 0:
+            won.append(Done(0, 0, {"shard": 0}))
+            return Done(worker, 0, None)
+        return published(worker, shard)
+
+    def events(timeout_s: float) -> list[Event]:
+        return [won.pop()] if won else Simulated.events(simulated, timeout_s)
+
+    simulated._published, simulated.events = lost, events  # type: ignore[method-assign, assignment]
+    found = run(20, simulated)
+    assert (found.done, found.restarted, won) == (20, 1, [])
+    assert found.own == 20
 
 
 def test_what_waits_at_a_busy_worker_is_given_to_one_that_has_nothing() -> None:

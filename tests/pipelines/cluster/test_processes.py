@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,11 +33,19 @@ def made(out: Path) -> list[int]:
 
 def test_each_shard_is_made_by_one_of_the_workers(tmp_path: Path) -> None:
     found, events = run(MadeUp(tmp_path, 0.01), 30)
-    assert found == DispatchResult(done=30)
+    assert found == DispatchResult(done=30, own=30)
     assert made(tmp_path) == list(range(30))
     joined = [event for event in events if isinstance(event, Joined)]
     assert [event.about for event in joined] == ["a made-up device"] * len(joined)
     assert Message(0, "ready") in events
+
+
+def test_of_two_writers_each_counts_the_shards_that_it_was_the_first_to_publish(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda _: run(MadeUp(tmp_path, 0.05), 20, workers=1)[0], range(2)))
+    assert made(tmp_path) == list(range(20))
+    assert [result.done for result in found] == [20, 20]
+    assert sum(result.own for result in found) == 20
 
 
 def test_a_shard_that_fails_and_one_that_kills_are_given_up_and_the_others_made(tmp_path: Path) -> None:
@@ -92,15 +101,22 @@ def test_what_keeps_workers_from_starting_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_workers_end_when_the_first_process_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("does", ["", "hangs"])
+def test_workers_end_when_the_first_process_is_killed(does: str, tmp_path: Path) -> None:
     code = f"""
 import sys
 from pathlib import Path
+from pipelines.embed.cluster import processes
 from pipelines.embed.cluster.dispatch import dispatch
 from pipelines.embed.cluster.processes import Processes, Slot
 from tests.pipelines.cluster.made_up import MadeUp
+class Impatient(MadeUp):
+    def __call__(self, say):
+        processes._END_S = processes._CLOSE_S = 0.5
+        return super().__call__(say)
 if __name__ == "__main__":
-    with Processes([Slot(MadeUp(Path({str(tmp_path)!r}), 0.05))] * 2) as engine:
+    does = dict.fromkeys(range(6, 10_000), {does!r})
+    with Processes([Slot(Impatient(Path({str(tmp_path)!r}), 0.05, does))] * 2) as engine:
         print(*(one._process.pid for one in engine._processes.values()), flush=True)
         dispatch(range(10_000), engine)
 """

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import pty
+import re
+import select
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -72,8 +79,149 @@ def test_a_cluster_that_is_not_there_is_said(folder: Path, tmp_path: Path) -> No
     words = ["embed", str(folder), "-o", str(tmp_path / "out"), "--engine", "ray", "--address", "127.0.0.1:1"]
     found = CliRunner().invoke(main, words)
     assert found.exit_code == 1
-    assert "no Ray cluster at '127.0.0.1:1'" in found.output
+    assert "no Ray cluster at 127.0.0.1:1 (for Ray: " in found.output
     assert "ray start --head" in found.output
+
+
+def test_a_cluster_that_only_listens_on_the_loopback_address_is_refused_with_the_address_that_ray_uses(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.2")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        words = ["embed", str(folder), "-o", str(tmp_path / "out"), "--engine", "ray", "--address", address]
+        found = CliRunner().invoke(main, words)
+    assert found.exit_code == 1
+    wanted = f"{address} (for Ray: 127.0.0.2:{address.partition(':')[2]})"
+    assert f"connecting to the Ray cluster at {wanted}" in found.stderr
+    assert f"error: no Ray cluster at {wanted}: [Errno 111] Connection refused" in found.stderr
+
+
+@pytest.mark.slow
+def test_a_server_that_is_not_ray_and_never_answers_is_given_up_in_a_minute(folder: Path, tmp_path: Path) -> None:
+    with socket.create_server(("", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        words = ["embed", str(folder), "-o", str(tmp_path / "out"), "--engine", "ray", "--address", address]
+        command = [sys.executable, "-m", "layertap", *words]
+        begin = time.monotonic()
+        run = subprocess.run(command, cwd=faults.ROOT, capture_output=True, text=True, timeout=100)
+    print(f"{time.monotonic() - begin:.0f} s")
+    assert run.returncode == 1
+    assert run.stderr.startswith(f"connecting to the Ray cluster at {address} (for Ray: ")
+    assert run.stderr.splitlines()[-1].startswith(f"error: no Ray cluster at {address} (for Ray: ")
+    assert run.stdout == ""
+
+
+def test_a_process_whose_parent_is_killed_ends() -> None:
+    actor = (
+        "import os, time\nfrom pipelines.embed.cluster.ray_actors import _exit_without as run\nprint(1, flush=True)\n"
+    )
+    node = (
+        "import subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, '-c', {actor + 'run(os.getppid())'!r}])\ntime.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", node], cwd=faults.ROOT, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"1\n"
+        assert not select.select([process.stdout], [], [], 1.5)[0]  # it lives as long as its parent
+        process.kill()
+        assert select.select([process.stdout], [], [], 60)[0]
+        assert process.stdout.read() == b""  # all processes that had the pipe have ended
+
+
+BAR = """
+import os, sys
+from pipelines.embed.cluster.ray_output import bar_protected
+from pipelines.terminal.progress import Progress
+with bar_protected() as stream, Progress(10) as progress:
+    progress.advance(4, False)
+    os.write(2, b"[E 17] gcs_client: lost\\n[E 17] gcs_client: ")
+    os.write(2, b"found\\n")
+    print("(raylet) killed")
+    progress.say("shard 3 failed")
+    print("by its logger", file=stream, flush=True)
+    progress.advance(1, False)
+    if sys.argv[1] == "abort":
+        os.write(2, b"[C 17] gcs_client: gone\\n")
+        os.abort()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("ends", ["", "abort"])
+def test_lines_of_ray_stand_above_the_bar_and_none_is_lost(ends: str) -> None:
+    terminal, end_of_process = pty.openpty()
+    with os.fdopen(terminal, "rb", buffering=0) as screen:
+        command = [sys.executable, "-c", BAR, ends]
+        with subprocess.Popen(command, cwd=faults.ROOT, stdout=subprocess.PIPE, stderr=end_of_process) as process:
+            os.close(end_of_process)
+            shown = b""
+            with contextlib.suppress(OSError):  # EIO: no process has the terminal open
+                while content := screen.read(1 << 16):
+                    shown += content
+            out = process.communicate()[0]
+    lines = [re.split(r"\r(?:\x1b\[K)?", line)[-1] for line in shown.decode().replace("\r\n", "\n").split("\n")]
+    of_ray = ["[E 17] gcs_client: lost", "[E 17] gcs_client: found", "(raylet) killed", "by its logger"]
+    assert [line for line in lines if line in of_ray] == of_ray
+    assert "shard 3 failed" in lines
+    assert out == (b"" if ends else b"done\n")
+    assert process.returncode == (-signal.SIGABRT if ends else 0)
+    assert ("[C 17] gcs_client: gone" in lines) == bool(ends)
+
+
+@pytest.mark.slow
+def test_actors_and_workers_of_a_node_whose_raylet_is_killed_end(folder: Path, tmp_path: Path) -> None:
+    with TemporaryDirectory() as short:
+        scratch = Path(short)
+        (scratch / "sitecustomize.py").write_text(faults._SITE.format(slow_s=0.5, hangs=""))
+        environment = {"PYTHONPATH": f"{scratch}:{faults.ROOT}", "TMPDIR": short, "RAY_USAGE_STATS_ENABLED": "0"}
+        with faults.cluster_of(1, environment) as (cluster, nodes):
+            command = [
+                sys.executable, "-m", "layertap", "embed", str(folder), "-o", str(tmp_path / "out"), "--shard-rows",
+                "3", "--compile", "off", "--workers", "1", "--engine", "ray", "--address", cluster.address,
+                "--device", "cpu", "--cpus-per-worker", "1",
+            ]  # fmt: skip
+            with subprocess.Popen(command, cwd=faults.ROOT, env={**os.environ, **environment}) as process:
+                end = time.monotonic() + 180
+                while not list(tmp_path.glob("out/shards/*.h5")):
+                    assert time.monotonic() < end
+                    assert process.poll() is None
+                    time.sleep(0.1)
+                raylet = nodes[0].all_processes["raylet"][0].process.pid
+                (actor,) = (pid for pid in faults.actors() if parent_of(pid) == raylet)
+                below = [pid for pid in descendants(actor) if memory_mb(pid) > 100]
+                assert below  # the process with the backbone, and one that decodes
+                os.kill(raylet, signal.SIGKILL)
+                killed = time.monotonic()
+                alive, ended = {actor, *below}, []
+                while alive:
+                    assert time.monotonic() < killed + 90, alive  # a worker that hangs is given 75 s
+                    time.sleep(0.1)
+                    gone = {pid for pid in alive if not memory_mb(pid)}
+                    ended += [round(time.monotonic() - killed, 1)] * len(gone)
+                    alive -= gone
+                print(f"processes ended after {ended} s")
+                process.kill()
+
+
+def parent_of(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
+
+
+def descendants(pid: int) -> list[int]:
+    children = [int(path.name) for path in Path("/proc").glob("[0-9]*") if parent_of(int(path.name)) == pid]
+    return children + [other for child in children for other in descendants(child)]
+
+
+def memory_mb(pid: int) -> float:
+    """Resident memory of a process; 0 if it has ended."""
+    with contextlib.suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text()
+        return int((re.findall(r"VmRSS:\s+(\d+)", status) or [0])[0]) / 1024
+    return 0.0
 
 
 @pytest.mark.slow

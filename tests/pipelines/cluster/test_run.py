@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,12 @@ from extract.store.format.dataset import DataSet
 from extract.store.verify import verify
 from pipelines.cli import main
 from pipelines.data_sets.report.facts import runs, stages
+<<<<<<< HEAD
 from pipelines.embed.cluster import processes
 from pipelines.embed.cluster.driver import embed_shared
+=======
+from pipelines.embed.cluster.driver import as_json, embed_shared
+>>>>>>> help-ray
 from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.config import load_config
 
@@ -103,6 +108,18 @@ def test_tasks_of_an_array_make_a_part_each_and_other_features_are_refused(folde
     with pytest.raises(InputError, match="stored_as: stored float32, now float16"):
         embed_shared(config(folder, out, shards_of="0/2", scratch=scratch, dtype="float16"))
     assert list(scratch.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_shards_that_two_writers_of_a_folder_count_add_up(folder: Path, tmp_path: Path) -> None:
+    def embed(number: int) -> dict[str, Any]:
+        # With --shards-of, the folder is not locked.
+        return as_json(embed_shared(config(folder, tmp_path / "out", shards_of="0/1", scratch=tmp_path / str(number))))
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(embed, range(2)))
+    assert sum(writer["made"] for writer in found) == 4
+    assert verify(tmp_path / "out").faults == []
 
 
 WRONG = [
