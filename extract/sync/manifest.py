@@ -14,8 +14,9 @@ lost or damaged manifest is rebuilt from the passes, without computing any image
                planned_pass: number of the started pass; base: the last table that was written whole, as JSON;
                recorded: the version up to which `changes` is complete
 
-Tables and indexes that were added later (`_ADDED` in `manifest_file.py`) are created when they are missing. Earlier versions of
-layertap keep the indexes, but write no changes: they do not set `recorded`, so `base` is not used after them.
+Tables and indexes that were added later (`_ADDED` in `manifest_file.py`) are created when they are missing. Earlier
+versions of layertap keep the indexes, but write no changes: they do not set `recorded`, so `base` is not used after
+them.
 
 No method reads or writes all rows of a data set for a pass that changes few of them, but for the comparison with a scan
 and `count(*)`.
@@ -257,7 +258,7 @@ class Manifest(ManifestFile):
 
     def record_unused(self, now_ns: int) -> None:
         """Record since when no file has needed a row; delete unneeded rows that failed."""
-        used = "id IN (SELECT feature FROM files)"
+        used = "EXISTS (SELECT 1 FROM files WHERE feature = features.id)"  # with IN, SQLite may read all files
         self._sql.execute(f"DELETE FROM features WHERE {FAILED} AND NOT {used}")
         self._sql.execute(
             "UPDATE features SET unused_since_ns = ? "

@@ -130,24 +130,32 @@ def _write_rows(out: Path, manifest: Manifest, paths: _PathSummary) -> Version:
 
 
 def _base_for_changes(out: Path, manifest: Manifest, paths: _PathSummary) -> Table | None:
-    """Return the table to which changes are to be written; None to write all rows.
-
-    Each version has all changes since its base. If passes change C rows each, table V after the base has V * C rows,
-    and together these tables have V * V * C / 2. A new base is due when they have as many rows as the base: then about
-    half of what is written are bases.
-    """
+    """Return the table to which changes are to be written; None to write all rows."""
     base = manifest.base
     if not base or base["number"] >= manifest.version or base["split_level"] != paths.split_level:
         return None
-    count, rows = manifest.n_changes(), base["rows"]
-    written = (manifest.version - base["number"]) * count / 2
-    if rows < _SMALL_ROWS or count > rows / _ROWS_PER_CHANGE or written > rows:
+    if _is_due(base["rows"], manifest.n_changes(), manifest.version - base["number"]):
         return None
     table = Table(base["number"], base["rows_xxh3"])
     try:
         return table if hash_of(table_path(out, table.number)) == table.rows_xxh3 else None
     except (OSError, InputError):  # it is missing, or something else has taken its place
         return None
+
+
+def _is_due(rows: int, changes: int, versions: int) -> bool:
+    """Return whether all rows are to be written, instead of changes.
+
+    Each version has all changes since its base. If passes change C rows each, table V after the base has V * C rows,
+    and together these tables have V * V * C / 2. A new base is due when they have as many rows as the base: then about
+    half of what is written are bases.
+
+    Args:
+        rows: rows of the base.
+        changes: paths that have changed since.
+        versions: versions since.
+    """
+    return rows < _SMALL_ROWS or changes > rows / _ROWS_PER_CHANGE or versions * changes / 2 > rows
 
 
 def _new_rows(rows: Callable[[], Iterator[Row]], columns: Callable[[list[Row]], dict[str, Any]]) -> NewRows:

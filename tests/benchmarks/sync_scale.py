@@ -14,7 +14,7 @@ of the files of `versions/` that the step wrote.
     reader     a `FeatureReader` opened, and 10,000 random rows read and compared with their paths
     walk       (only with --walk) the scan of a real tree of N empty files, and the comparison with its manifest
 
-The scan is simulated: it yields N made-up files in the order of a real scan. Only changed files exist, in a real folder.
+The scan is simulated: it yields N made-up files in the order of a real scan. Only changed files exist, in a folder.
 """
 
 from __future__ import annotations
@@ -142,13 +142,21 @@ def fill(home: Path, count: int) -> dict[str, Any]:
     start = time.perf_counter()
     with Manifest(out) as manifest:
         folder = Folder(home, count)
+        sql, indexes = manifest._sql, ("features_by_hash", "features_by_size", "features_unused", "files_by_feature")
+        created = [
+            sql.execute("SELECT sql FROM sqlite_master WHERE name = ?", (name,)).fetchone()[0] for name in indexes
+        ]
         with manifest.transaction():
+            for name in indexes:  # created again at the end, which sorts them: a real data set grows pass by pass
+                sql.execute(f"DROP INDEX {name}")
             rows_of_pass = (
                 StoredRow(xxhash.xxh3_128_digest(content_of(i)), 203, TIME_NS + i, i, 1) for i in range(count)
             )
             ids = manifest.add_pass(1, rows_of_pass, TIME_NS)
             manifest.set_files((file, True, row_id) for file, row_id in zip(folder.files(), ids, strict=True))
-            manifest.record_unused(TIME_NS)
+            sql.execute("UPDATE features SET unused_since_ns = NULL")
+            for statement in created:
+                sql.execute(statement)
             manifest.configuration, manifest.versions = CONFIGURATION, plan.provenance["versions"]
             manifest.version = 1
         seconds["manifest"] = time.perf_counter() - start
@@ -219,7 +227,7 @@ def walk(home: Path, count: int) -> dict[str, Any]:
         assert sum(1 for _ in Scan(os.fspath(root)).files()) == count
         seconds["scan_s"] = time.perf_counter() - start
         with manifest.transaction():
-            ids = manifest.add_pass(1, (StoredRow(i.to_bytes(16), 0, 0, i, 1) for i in range(count)), TIME_NS)
+            ids = manifest.add_pass(1, (StoredRow(i.to_bytes(16, "big"), 0, 0, i, 1) for i in range(count)), TIME_NS)
             files = Scan(os.fspath(root)).files()
             manifest.set_files((file, True, row_id) for file, row_id in zip(files, ids, strict=True))
         before = peak_mb()

@@ -23,7 +23,6 @@ __all__ = ["RowTable", "read_rows"]
 
 _COLUMNS = {"path": "S", "split": "S", "classes": "S", "label": "i", "pass": "i", "row": "i"}  # name -> dtype.kind
 _REMOVED = {"removed_path": "S", "removed_pass": "i", "removed_row": "i"}
-_MAPPED = ("path", "split", "removed_path")
 _TEXTS_AT_ONCE = 1 << 16
 
 
@@ -56,7 +55,7 @@ class _Texts(Sequence[str]):
         chosen: positions in the concatenation of the arrays.
     """
 
-    def __init__(self, arrays: Sequence[NDArray[np.bytes_]], chosen: range | NDArray[np.int64]):
+    def __init__(self, arrays: Sequence[NDArray[np.bytes_]], chosen: range | NDArray[Any]):
         self._arrays, self._chosen = arrays, chosen
 
     def __len__(self) -> int:
@@ -84,8 +83,7 @@ class _Texts(Sequence[str]):
 def read_rows(out: Path, version: Version, n_rows: int) -> RowTable:
     """Read the rows of a version.
 
-    Numbers are read into memory. Texts stay in the files, which are mapped: they can be read after later versions have
-    replaced the files.
+    The files are mapped: texts are read when they are used, also after later versions have replaced the files.
 
     Args:
         out: folder of the data set.
@@ -135,12 +133,10 @@ def _read_table(out: Path, table: Table, kinds: dict[str, str]) -> tuple[dict[st
                     raise refuse(f"column {name!r} is {data.dtype} {data.shape}, or compressed")
                 if data.size * data.dtype.itemsize > len(mapped):
                     raise refuse(f"column {name!r} has more bytes than the file")
-                if name in _MAPPED and data.size:
-                    columns[name] = np.frombuffer(mapped, data.dtype, data.size, data.id.get_offset())
-                else:
-                    columns[name] = h5py.Dataset(data.id)[:]
-                    if kind == "i":
-                        columns[name] = columns[name].astype(np.int64, copy=False)
+                column = np.empty(0, data.dtype)
+                if data.size:
+                    column = np.frombuffer(mapped, data.dtype, data.size, data.id.get_offset())
+                columns[name] = column.astype(np.int64, copy=False) if kind == "i" else column
     except (FileNotFoundError, LayertapError):
         raise
     except OSError as error:
@@ -176,18 +172,17 @@ def _with_changes(base: dict[str, NDArray[Any]], changes: dict[str, NDArray[Any]
         raise refuse("it removes rows that its base does not have")
     kept = np.ones(len(base["path"]), np.bool_)
     kept[removed] = False
-    chosen = np.flatnonzero(kept)
+    chosen = np.flatnonzero(kept).astype(np.min_scalar_type(len(kept) + len(changes["path"])))
     places, found = _places(base, changes["path"], changes["pass"], changes["row"])
     if (found & kept[np.minimum(places, max(0, len(kept) - 1))]).any():
         raise refuse("it adds rows that its base has")
     added = len(base["path"]) + np.arange(len(places))
     chosen = np.insert(chosen, np.searchsorted(chosen, places), added)
     names = [os.fsdecode(name) for table in (base, changes) for name in table["classes"].tolist()]
-    used = np.zeros(len(names), np.bool_)
     shift = len(base["classes"])  # of the labels of added rows
     labels = np.concatenate([base["label"], np.where(changes["label"] < 0, -1, changes["label"] + shift)])[chosen]
-    used[np.unique(labels[labels >= 0])] = True
-    classes = sorted({name for name, is_used in zip(names, used.tolist(), strict=True) if is_used}, key=os.fsencode)
+    used = np.bincount(labels + 1, minlength=len(names) + 1)[1:].tolist()  # without rows that have no class
+    classes = sorted({name for name, count in zip(names, used, strict=True) if count}, key=os.fsencode)
     index = {name: number for number, name in enumerate(classes)}
     numbers = np.array([*(index.get(name, -1) for name in names), -1], np.int64)  # -1 stays -1
     return RowTable(
