@@ -600,6 +600,7 @@ def test_links_whose_targets_are_away_are_gone_or_kept_but_not_failed(home: Home
     report = home.sync()
     assert report.unreadable == {"linked": "the target of the link no longer exists"}
     assert (report.rows, report.failed, report.deleted) == (18, 4, 0)
+    assert (report.computed, report.waiting) == (4, 0)  # the links in `a`; nothing below `linked` is looked for
     home.settings["guards"] = Guards(settle_s=0, max_vanish=0.2)
     (home.path / "unmounted").rename(away)
     assert home.sync().failed == 0
