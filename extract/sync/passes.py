@@ -225,7 +225,7 @@ class _Pass:
         self._publish(manifest)
         remove_unneeded(self.out, manifest, self.published)
         if self.computed_pass and self.published and self.report.rows:
-            self.report.drift = drift_of(self.out, self.computed_pass)
+            self.report.drift = drift_of(self.out, manifest, self.computed_pass)
         try:
             self._compact(manifest)
         except LayertapError as error:  # the pass itself is complete; the next pass tries to compact again

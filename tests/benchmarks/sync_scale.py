@@ -166,11 +166,11 @@ def fill(home: Path, count: int) -> dict[str, Any]:
     return {f"{name}_s": round(value, 1) for name, value in seconds.items()}
 
 
-def run_pass(home: Path, count: int, counts: dict[str, int], seed: int = 0) -> dict[str, Any]:
+def run_pass(home: Path, count: int, counts: dict[str, int]) -> dict[str, Any]:
     """Change files, and run a pass."""
     folder = Folder(home, count)
     if counts:
-        folder.change(counts, seed)
+        folder.change(counts, seed=1 + len(folder.removed))
 
     def refuse(*_: Any) -> Any:
         raise AssertionError("a backbone was asked for, although no image has to be computed")
@@ -256,9 +256,9 @@ def step(name: str, home: Path, count: int) -> None:
         case "unchanged" | "again":
             result = run_pass(home, count, {})
         case "known":
-            result = run_pass(home, count, {"rename": 500, "delete": 500}, seed=1)
+            result = run_pass(home, count, {"rename": 500, "delete": 500})
         case "changed":
-            result = run_pass(home, count, {"add": 250, "edit": 250, "rename": 250, "delete": 250}, seed=2)
+            result = run_pass(home, count, {"add": 250, "edit": 250, "rename": 250, "delete": 250})
         case "reader":
             result = reader(home, count)
         case _:

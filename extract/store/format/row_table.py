@@ -24,6 +24,7 @@ __all__ = ["RowTable", "read_rows"]
 _COLUMNS = {"path": "S", "split": "S", "classes": "S", "label": "i", "pass": "i", "row": "i"}  # name -> dtype.kind
 _REMOVED = {"removed_path": "S", "removed_pass": "i", "removed_row": "i"}
 _TEXTS_AT_ONCE = 1 << 16
+_ROWS_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,8 @@ def read_rows(out: Path, version: Version, n_rows: int) -> RowTable:
         table = RowTable(paths, changes["label"], splits, classes, changes["pass"], changes["row"])
     if len(table.paths) != n_rows:
         raise refuse(f"the version has {len(table.paths):,} rows, expected {n_rows:,}")
-    if not np.isin(table.passes, version.passes).all():
+    ends = np.searchsorted(table.passes, version.passes, "right") - np.searchsorted(table.passes, version.passes)
+    if ends.sum() != n_rows:
         raise refuse("it refers to passes that dataset.json does not list")
     return table
 
@@ -158,11 +160,29 @@ def _check(columns: dict[str, NDArray[Any]], refuse: Refuse) -> None:
         if len(set(lengths.values())) > 1:
             raise refuse(f"its columns have different lengths: {lengths}")
         passes, rows = columns[f"{prefix}pass"], columns[f"{prefix}row"]
-        steps = np.diff(passes)
-        if (steps < 0).any() or ((steps == 0) & (np.diff(rows) < 0)).any() or (rows < 0).any():
-            raise refuse("its rows are not in order")
-    if (columns["label"] < -1).any() or (columns["label"] >= len(columns["classes"])).any():
+        for block in _blocks(len(rows), overlap=1):
+            steps = np.diff(passes[block])
+            if (steps < 0).any() or ((steps == 0) & (np.diff(rows[block]) < 0)).any() or (rows[block] < 0).any():
+                raise refuse("its rows are not in order")
+    labels = columns["label"]
+    if len(labels) and not (labels.min() >= -1 and labels.max() < len(columns["classes"])):
         raise refuse("a label is not the index of a class")
+
+
+def _blocks(count: int, overlap: int = 0) -> Iterator[slice]:
+    """Yield slices of some rows each, so that temporary arrays are small; each begins before the last one ends."""
+    for start in range(0, count, _ROWS_AT_ONCE):
+        yield slice(start, start + _ROWS_AT_ONCE + overlap)
+
+
+def _gathered(base: NDArray[np.int64], added: NDArray[np.int64], chosen: NDArray[Any]) -> NDArray[np.int64]:
+    """Return the values at positions in the concatenation of two arrays, which is not made."""
+    values = np.empty(len(chosen), np.int64)
+    for block in _blocks(len(chosen)):
+        is_added = chosen[block] >= len(base)
+        values[block] = base[np.where(is_added, 0, chosen[block])] if len(base) else 0
+        values[block][is_added] = added[chosen[block][is_added] - len(base)]
+    return values
 
 
 def _with_changes(base: dict[str, NDArray[Any]], changes: dict[str, NDArray[Any]], refuse: Refuse) -> RowTable:
@@ -180,18 +200,23 @@ def _with_changes(base: dict[str, NDArray[Any]], changes: dict[str, NDArray[Any]
     chosen = np.insert(chosen, np.searchsorted(chosen, places), added)
     names = [os.fsdecode(name) for table in (base, changes) for name in table["classes"].tolist()]
     shift = len(base["classes"])  # of the labels of added rows
-    labels = np.concatenate([base["label"], np.where(changes["label"] < 0, -1, changes["label"] + shift)])[chosen]
-    used = np.bincount(labels + 1, minlength=len(names) + 1)[1:].tolist()  # without rows that have no class
+    labels = _gathered(base["label"], np.where(changes["label"] < 0, -1, changes["label"] + shift), chosen)
+    counts = np.zeros(len(names) + 1, np.int64)  # the first is that of the rows without a class
+    for block in _blocks(len(labels)):
+        counts += np.bincount(labels[block] + 1, minlength=len(counts))
+    used = counts[1:].tolist()
     classes = sorted({name for name, count in zip(names, used, strict=True) if count}, key=os.fsencode)
     index = {name: number for number, name in enumerate(classes)}
     numbers = np.array([*(index.get(name, -1) for name in names), -1], np.int64)  # -1 stays -1
+    for block in _blocks(len(labels)):
+        labels[block] = numbers[labels[block]]
     return RowTable(
         _Texts([base["path"], changes["path"]], chosen),
-        numbers[labels],
+        labels,
         _Texts([base["split"], changes["split"]], chosen),
         classes,
-        np.concatenate([base["pass"], changes["pass"]])[chosen],
-        np.concatenate([base["row"], changes["row"]])[chosen],
+        _gathered(base["pass"], changes["pass"], chosen),
+        _gathered(base["row"], changes["row"], chosen),
     )
 
 

@@ -18,7 +18,7 @@ import xxhash
 
 from extract import InputError
 from extract.images.image_list import labels_from_folders
-from extract.store.format import version
+from extract.store.format import row_table, version
 from extract.store.format.dataset import DataSet
 from extract.store.format.layout import StoredFeature
 from extract.store.format.version import table_path
@@ -113,6 +113,8 @@ class Model:
 @pytest.fixture
 def small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Changes are written for tables of a few rows, too."""
+    monkeypatch.setattr(row_table, "_ROWS_AT_ONCE", 7)
+    monkeypatch.setattr(row_table, "_TEXTS_AT_ONCE", 5)
     monkeypatch.setattr(publishing, "_is_due", lambda rows, changes, versions: changes > rows or versions > 6)
 
 
