@@ -466,6 +466,24 @@ MUTATIONS = (
         ("test_a_compaction_that_was_not_published_is_published_by_the_next",),
     ),
     Mutation(
+        "Rows that a compaction has moved are missing from the table of changes.",
+        "        for old_pass in passes:\n            self._note_pass(old_pass)\n        self._sql",
+        "        self._sql",
+        ("test_a_version_has_the_rows_of_the_manifest_after_any_changes",),
+    ),
+    Mutation(
+        "Changes are taken for complete although an earlier version of layertap has written to the manifest.",
+        '        if not values or self._number("recorded") != self.version:',
+        "        if not values:",
+        ("test_changes_that_an_earlier_version_of_layertap_has_recorded_are_not_left_out",),
+    ),
+    Mutation(
+        "A damaged base is not written again.",
+        "table.rows_xxh3 for table in version.tables)",
+        "table.rows_xxh3 for table in version.tables[:1])",
+        ("test_a_table_that_is_missing_or_damaged_is_refused_and_written_again",),
+    ),
+    Mutation(
         "The counts in a receipt are used although they do not add up.",
         "    if sums_differ or min(",
         "    if min(",

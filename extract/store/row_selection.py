@@ -190,14 +190,20 @@ def _select_from_version(dataset: DataSet, partial: bool, open_shards: OpenShard
     at_once = sum(pass_dataset.n_shards for pass_dataset in passes) <= OPENED_AT_ONCE
     for number, pass_dataset in zip(dataset.version.passes, passes, strict=True):
         start, stop = np.searchsorted(table.passes, [number, number + 1]).tolist()
-        shards = table.rows[start:stop] // pass_dataset.shard_rows
+        rows = table.rows[start:stop]
         shard_files = pass_dataset.shard_files()
         if at_once:
             allow_more_files(len(shard_files))
-        for shard in np.unique(shards).tolist():
-            if shard >= len(shard_files):
-                raise InputError(f"{pass_dataset.out} has no shard {shard}; run `layertap sync` to repair the data set")
-            first, last = (start + np.searchsorted(shards, [shard, shard + 1])).tolist()
+        last_shard = int(rows[-1]) // pass_dataset.shard_rows if len(rows) else -1
+        if last_shard >= len(shard_files):
+            raise InputError(
+                f"{pass_dataset.out} has no shard {last_shard}; run `layertap sync` to repair the data set"
+            )
+        for shard in range(last_shard + 1):
+            shard_start = pass_dataset.shard_range(shard).start
+            first, last = (start + np.searchsorted(rows, [shard_start, shard_start + pass_dataset.shard_rows])).tolist()
+            if first == last:
+                continue
             path = pass_dataset.path(shard, shard_files[shard].published or 0)
             n_rows = len(pass_dataset.shard_range(shard))
             if at_once:
@@ -206,9 +212,9 @@ def _select_from_version(dataset: DataSet, partial: bool, open_shards: OpenShard
                 read = bind(_open_later, pass_dataset, shard, path)
                 file = ShardFile(str(path), n_rows, read=read, open_shards=open_shards)
             try:
-                chosen = table.rows[first:last] - pass_dataset.shard_range(shard).start
-                if chosen.max() >= n_rows:
-                    raise InputError(f"{path} has no row {chosen.max()}, to which the version refers")
+                chosen = table.rows[first:last] - shard_start
+                if chosen[-1] >= n_rows:
+                    raise InputError(f"{path} has no row {chosen[-1]}, to which the version refers")
                 names = RowNames(
                     table.paths[first:last], table.labels[first:last], table.splits[first:last], table.classes
                 )

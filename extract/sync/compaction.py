@@ -148,7 +148,7 @@ def compact_passes(
 def _publish(out: Path, manifest: Manifest, published: DataSet) -> DataSet:
     """Publish the state of the manifest, delete files that it does not need, and return the published data set."""
     published = publish(out, published.images["root"], manifest, published) or published
-    remove_unneeded(out, manifest)
+    remove_unneeded(out, manifest, published)
     return published
 
 
@@ -180,9 +180,7 @@ def rewrite(
         shutil.rmtree(pass_folder(out, number), ignore_errors=True)
         raise
     with manifest.transaction():
-        manifest.move_rows(ids, number)
-        for old_pass in passes:
-            manifest.forget_pass(old_pass)  # drops the rows that were not kept
+        manifest.replace_passes(passes, ids, number)
         manifest.version += 1
     return Compacted(len(passes), len(ids), recorded - len(ids))
 

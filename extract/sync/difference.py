@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from extract.row_status import Status
 from extract.sync.hashing import MOVED, hashes_of
-from extract.sync.manifest import Candidate, FeatureRow, Manifest, PlannedFile
+from extract.sync.manifest import Manifest
+from extract.sync.records import Candidate, FeatureRow, PlannedFile
 from extract.sync.safety_limits import Guards
 from extract.sync.scan import NO_FILE, ScannedFile
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from extract.row_status import Status
 from extract.store.format.dataset import DataSet
+from extract.store.format.version import pass_folder
 from extract.store.reader import FeatureReader
+from extract.sync.manifest import Manifest
 
 __all__ = ["Drift", "drift_of"]
 
@@ -47,8 +48,11 @@ class Drift:
     far: bool
 
 
-def drift_of(out: Path, number: int, seed: int = 0) -> list[Drift]:
+def drift_of(out: Path, manifest: Manifest, number: int, seed: int = 0) -> list[Drift]:
     """Compare the rows of one pass with all other rows, on random samples.
+
+    The samples are drawn from the manifest, not from the table of the version, whose size they do not depend on. A row
+    that several files share counts once.
 
     Returns:
         A `Drift` for each feature; empty if there are too few rows.
@@ -56,18 +60,22 @@ def drift_of(out: Path, number: int, seed: int = 0) -> list[Drift]:
     Raises:
         LayertapError: the data set cannot be read.
     """
-    is_new = DataSet.open(out).version_rows().passes == number
-    drifts = []
     generator = np.random.default_rng(seed)
-    with FeatureReader(out) as reader:
-        if len(reader) != len(is_new):
-            return []
-        good = reader.status == Status.OK
+    others = [other for other in manifest.passes() if other != number]
+    new, old = (manifest.sample_rows(passes, _SAMPLED, generator) for passes in ([number], others))
+    if len(new) < _LEAST_NEW or len(old) < _LEAST_OLD:
+        return []
+    numbers = sorted({of_pass for of_pass, _ in new + old})
+    folders = [pass_folder(out, of_pass) for of_pass in numbers]
+    n_rows = [DataSet.open(folder).n_rows for folder in folders]
+    starts = dict(zip(numbers, (np.cumsum(n_rows) - n_rows).tolist(), strict=True))
+    places = [np.array([starts[of_pass] + row for of_pass, row in rows], np.int64) for rows in (new, old)]
+    drifts = []
+    with FeatureReader(folders) as reader:
         for layer in reader.layers:
             at_most = min(_SAMPLED, _SAMPLE_BYTES // reader[layer].row_bytes)
-            new, old = (generator.permutation(np.flatnonzero(good & group))[:at_most] for group in (is_new, ~is_new))
-            if len(new) >= _LEAST_NEW and len(old) >= _LEAST_OLD:
-                drifts.append(_drift(layer, *(_flat(reader, layer, np.sort(rows)) for rows in (new, old))))
+            if at_most >= _LEAST_OLD:
+                drifts.append(_drift(layer, *(_flat(reader, layer, np.sort(rows[:at_most])) for rows in places)))
     return drifts
 
 

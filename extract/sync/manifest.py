@@ -8,248 +8,42 @@ lost or damaged manifest is rebuilt from the passes, without computing any image
     files      a path: size and times when it was examined, whether a later change must alter these, and its feature
     waiting    a file that may still be being written, and the time since which its size and times are unchanged
     planned    the rows of a started pass, in order
+    changes    a path whose row has changed since `base`, and its pass and row there; NULL if it was not there
     meta       format: format of the file; version: number of the recorded state; configuration: the requested settings
                of the features; versions: library versions of the last computation; passes: last pass number in use;
-               planned_pass: number of the started pass
+               planned_pass: number of the started pass; base: the last table that was written whole, as JSON;
+               recorded: the version up to which `changes` is complete
+
+Tables and indexes that were added later (`_ADDED` in `manifest_file.py`) are created when they are missing. Earlier
+versions of layertap keep the indexes, but write no changes: they do not set `recorded`, so `base` is not used after
+them.
+
+No method reads or writes all rows of a data set for a pass that changes few of them, but for the comparison with a scan
+and `count(*)`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import shutil
-import sqlite3
-import tempfile
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import TypeVar
 
-from extract.errors import LayertapError
+import numpy as np
+
 from extract.row_status import Status
+from extract.sync.manifest_file import FAILED, ManifestFile
+from extract.sync.records import Candidate, FeatureRow, PlannedFile, StoredRow
 from extract.sync.scan import ScannedFile
-from extract.system.atomic_files import check_regular, make_own
-from extract.system.json_files import parse_json
-from extract.system.leftovers import temporary_folder
 
-__all__ = ["Candidate", "FeatureRow", "Manifest", "PlannedFile", "StoredRow"]
+__all__ = ["Manifest", "batches"]
 
-_FORMAT = 1
-_SCHEMA = """
-    CREATE TABLE meta(name TEXT PRIMARY KEY, value) WITHOUT ROWID;
-    CREATE TABLE features(
-        id INTEGER PRIMARY KEY, hash BLOB NOT NULL, size INTEGER NOT NULL, pass INTEGER NOT NULL, row INTEGER NOT NULL,
-        status INTEGER NOT NULL, tried_ns INTEGER NOT NULL, unused_since_ns INTEGER, UNIQUE(pass, row));
-    CREATE INDEX features_by_hash ON features(hash);
-    CREATE INDEX features_by_size ON features(size);
-    CREATE TABLE files(
-        path BLOB PRIMARY KEY, size INTEGER NOT NULL, mtime_ns INTEGER NOT NULL, ctime_ns INTEGER NOT NULL,
-        settled INTEGER NOT NULL, feature INTEGER NOT NULL) WITHOUT ROWID;
-    CREATE INDEX files_by_feature ON files(feature);
-    CREATE TABLE waiting(
-        path BLOB PRIMARY KEY, size INTEGER, mtime_ns INTEGER, ctime_ns INTEGER, since_ns INTEGER) WITHOUT ROWID;
-    CREATE TABLE planned(position INTEGER PRIMARY KEY, path BLOB, size INTEGER, mtime_ns INTEGER, ctime_ns INTEGER,
-        settled INTEGER);
-"""
-_SEEN = """
-    CREATE TEMP TABLE seen(path BLOB PRIMARY KEY, size INTEGER, mtime_ns INTEGER, ctime_ns INTEGER) WITHOUT ROWID;
-"""
+_ROWS_AT_ONCE = 10_000
+_DRAWN = 1 << 18  # rows that are looked at, at most, for a sample
+T = TypeVar("T")
 
 
-class FeatureRow(NamedTuple):
-    """A stored row, looked up by the hash of its image or by a path."""
-
-    id: int
-    hash: bytes
-    status: int
-    tried_ns: int
-
-
-class Candidate(NamedTuple):
-    """A file to examine.
-
-    Attributes:
-        file: the file.
-        recorded: the row recorded for its path; None if the path is new.
-        unchanged: whether size and times are unchanged.
-    """
-
-    file: ScannedFile
-    recorded: FeatureRow | None
-    unchanged: bool
-
-
-class StoredRow(NamedTuple):
-    """A row of a pass, and the image file that was read for it.
-
-    Attributes:
-        hash: xxh3-128 of the bytes of the file; zero if it could not be read.
-        size: size of the file in bytes; -1 if it could not be read.
-        mtime_ns: modification time of the file when it was read.
-        row: row in the pass.
-        status: status of the row.
-    """
-
-    hash: bytes
-    size: int
-    mtime_ns: int
-    row: int
-    status: int
-
-
-class PlannedFile(NamedTuple):
-    """A file to compute, and whether a later change must alter its times."""
-
-    file: ScannedFile
-    settled: bool
-
-
-class Manifest:
-    """The manifest of a data set; a context manager.
-
-    Args:
-        out: folder of the data set.
-        copy: open a copy in memory, which is discarded on exit.
-        rebuild_because: what is wrong with the existing file; if not empty, the file is set aside and an empty
-            manifest is created.
-
-    Raises:
-        InputError: the file, or a file of SQLite beside it, is not a regular file.
-        LayertapError: the file cannot be opened or replaced.
-    """
-
-    def __init__(self, out: Path, *, copy: bool = False, rebuild_because: str = ""):
-        self._out = out
-        self._path: Path | None = None if copy else out / "manifest.sqlite"
-        self.rebuilt_because = ""
-        _make_safe(out / "manifest.sqlite", only_read=copy)
-        try:
-            if rebuild_because:
-                self.recreate(rebuild_because)
-            else:
-                self._open()
-            if copy and (out / "manifest.sqlite").exists():
-                self._copy_from(out / "manifest.sqlite")
-        except sqlite3.DatabaseError as error:
-            if isinstance(error, sqlite3.OperationalError):
-                raise LayertapError(f"cannot open {out / 'manifest.sqlite'}: {error}") from error
-            self.recreate(str(error))
-
-    def _open(self) -> None:
-        is_new = self._path is None or not self._path.exists()
-        self._sql = sqlite3.connect(self._path or ":memory:", isolation_level=None)
-        try:
-            self._sql.execute("PRAGMA trusted_schema = OFF")  # an untrusted file may contain triggers
-            self._sql.execute("PRAGMA locking_mode = EXCLUSIVE")
-            self._sql.execute("PRAGMA journal_mode = WAL")
-            self._sql.execute("PRAGMA synchronous = FULL")
-            self._sql.execute("PRAGMA cache_size = -65536")
-            if is_new or not self._sql.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-                with self.transaction():
-                    for statement in _SCHEMA.split(";")[:-1]:
-                        self._sql.execute(statement)
-                    self._set("format", _FORMAT)
-            elif self._get("format", 0) != _FORMAT:
-                raise sqlite3.DatabaseError(f"it has format {self._get('format', 0)}, expected {_FORMAT}")
-            self._sql.executescript(_SEEN)
-        except BaseException:
-            self._sql.close()
-            raise
-
-    def _copy_from(self, path: Path) -> None:
-        # Even reading may write to the file, because SQLite checkpoints a WAL into it. Therefore copy the files first.
-        with temporary_folder(Path(tempfile.gettempdir()) / "layertap-manifest") as folder:
-            for suffix in ("", "-wal"):
-                with contextlib.suppress(FileNotFoundError):
-                    shutil.copyfile(path.with_name(path.name + suffix), folder / (path.name + suffix))
-            with contextlib.closing(sqlite3.connect(folder / path.name)) as source:
-                source.backup(self._sql)
-        if self._get("format", 0) != _FORMAT:
-            raise sqlite3.DatabaseError(f"it has format {self._get('format', 0)}, expected {_FORMAT}")
-
-    def recreate(self, reason: str) -> None:
-        """Set the file aside and create an empty manifest; `rebuild` fills it."""
-        with contextlib.suppress(AttributeError, sqlite3.Error):
-            self._sql.close()
-        self.rebuilt_because = reason
-        if self._path is None:
-            self._open()
-            return
-        try:
-            for suffix in ("-wal", "-shm"):
-                self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
-            self._path.replace(self._path.with_name(self._path.name + ".damaged"))
-            self._open()
-        except (OSError, sqlite3.Error) as error:
-            raise LayertapError(f"{self._path} is damaged ({reason}) and cannot be replaced: {error}") from error
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._sql.close()
-
-    @contextlib.contextmanager
-    def transaction(self) -> Iterator[None]:
-        """Context manager: commit the changes of the block, or roll back all of them on an error."""
-        try:
-            self._sql.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-                self._sql.execute("COMMIT")
-            except BaseException:
-                if self._sql.in_transaction:  # after some errors, SQLite has rolled back by itself
-                    self._sql.execute("ROLLBACK")
-                raise
-        except sqlite3.OperationalError as error:
-            raise LayertapError(f"cannot write to {self._path}: {error}") from error
-
-    # Numbers and settings
-
-    def _get(self, name: str, default: Any) -> Any:
-        row = self._sql.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
-        return default if row is None else row[0]
-
-    def _number(self, name: str) -> int:
-        value = self._get(name, 0)
-        if not isinstance(value, int):
-            raise sqlite3.DatabaseError(f"its {name} is {str(value)[:40]!r}, expected a number")
-        return value
-
-    def _object(self, name: str) -> dict[str, Any]:
-        try:
-            return parse_json(str(self._get(name, "{}")).encode(), name)
-        except ValueError as error:
-            raise sqlite3.DatabaseError(str(error)) from error
-
-    def _set(self, name: str, value: Any) -> None:
-        self._sql.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
-
-    @property
-    def version(self) -> int:
-        """Version number of the recorded state, which may still have to be published."""
-        return self._number("version")
-
-    @version.setter
-    def version(self, number: int) -> None:
-        self._set("version", number)
-
-    @property
-    def configuration(self) -> dict[str, Any]:
-        """Settings of the features that the last pass requested; empty if there was no pass."""
-        return self._object("configuration")
-
-    @configuration.setter
-    def configuration(self, values: dict[str, Any]) -> None:
-        self._set("configuration", json.dumps(values))
-
-    @property
-    def versions(self) -> dict[str, Any]:
-        """Library versions of the last computation; empty if there was none."""
-        return self._object("versions")
-
-    @versions.setter
-    def versions(self, values: dict[str, Any]) -> None:
-        self._set("versions", json.dumps(values))
+class Manifest(ManifestFile):
+    """The manifest of a data set; see `ManifestFile` for its arguments and errors."""
 
     def next_pass(self) -> int:
         """Return and reserve a number that no pass has used."""
@@ -263,30 +57,76 @@ class Manifest:
         """Delete all rows and files."""
         for table in ("features", "files", "waiting", "planned"):
             self._sql.execute(f"DELETE FROM {table}")
+        self.set_base({})
 
     # Scanned files
 
     def record_scan(self, files: Iterable[ScannedFile]) -> int:
-        """Record the files of a scan; return their number."""
+        """Compare the files of a scan with the records, and return their number.
+
+        Args:
+            files: the files, in byte order of their paths; a path may be repeated.
+        """
+        n_files = 0
         with self.transaction():
-            self._sql.execute("DELETE FROM seen")
-            self._sql.executemany("INSERT OR REPLACE INTO seen VALUES (?, ?, ?, ?)", files)
-        return int(self._sql.execute("SELECT count(*) FROM seen").fetchone()[0])
+            self._sql.execute("DELETE FROM found")
+            self._sql.execute("DELETE FROM gone")
+            found: list[ScannedFile] = []
+            gone: list[tuple[bytes]] = []
+            # A file that is not settled has no ctime here, so it is never equal to the scanned file.
+            records = self._sql.execute(
+                "SELECT path, size, mtime_ns, iif(settled, ctime_ns, NULL) FROM files ORDER BY path"
+            )
+            record, last = records.fetchone(), b""
+            for file in files:
+                path = file[0]
+                if path <= last:
+                    if path == last:  # some file systems list a file twice while its folder changes
+                        continue
+                    raise ValueError(f"the scan is not in order: {path!r} after {last!r}")
+                last = path
+                n_files += 1
+                while record is not None and record[0] < path:
+                    gone.append(record[:1])
+                    record = records.fetchone()
+                if record != file:
+                    found.append(file)
+                if record is not None and record[0] == path:
+                    record = records.fetchone()
+                if len(found) + len(gone) >= _ROWS_AT_ONCE:
+                    self._add_scanned(found, gone)
+            while record is not None:
+                gone.append(record[:1])
+                if len(gone) >= _ROWS_AT_ONCE:
+                    self._add_scanned(found, gone)
+                record = records.fetchone()
+            self._add_scanned(found, gone)
+        return n_files
+
+    def _add_scanned(self, found: list[ScannedFile], gone: list[tuple[bytes]]) -> None:
+        """Insert files and paths, and clear the lists."""
+        self._sql.executemany("INSERT INTO found VALUES (?, ?, ?, ?)", found)
+        self._sql.executemany("INSERT INTO gone(path) VALUES (?)", gone)
+        found.clear()
+        gone.clear()
 
     def keep_below(self, folder: bytes) -> int:
-        """Mark the files at or below a path that cannot be read as scanned and unchanged; return their number."""
+        """Keep the records at or below a path that cannot be read; return the number of those not kept before."""
         with self.transaction():
             cursor = self._sql.execute(
-                "INSERT OR IGNORE INTO seen SELECT path, size, mtime_ns, ctime_ns FROM files "
-                "WHERE path = ? OR (path >= ? AND path < ?)",
+                "UPDATE gone SET kept = 1 WHERE NOT kept AND (path = ? OR (path >= ? AND path < ?))",
                 (folder, folder + b"/", folder + b"0"),  # "0" is the byte after "/"
             )
         return cursor.rowcount
 
     def matches_scan(self, file: ScannedFile) -> bool:
         """Return whether the last scan saw the file with this size and these times."""
-        scanned = self._sql.execute("SELECT size, mtime_ns, ctime_ns FROM seen WHERE path = ?", file[:1]).fetchone()
-        return bool(scanned == file[1:])
+        for table in ("found", "files"):  # a file that was not found is as it is recorded
+            properties = f"SELECT size, mtime_ns, ctime_ns FROM {table} WHERE path = ?"
+            if (scanned := self._sql.execute(properties, file[:1]).fetchone()) is not None:
+                gone = self._sql.execute("SELECT 1 FROM gone WHERE path = ?", file[:1]).fetchone()
+                return bool(scanned == file[1:]) and gone is None
+        return False
 
     def files_to_examine(self, retry_before_ns: int, unread_before_ns: int) -> Iterator[Candidate]:
         """Yield files that are new, may have changed, or have failed and are due for a retry, sorted by path.
@@ -296,15 +136,21 @@ class Manifest:
                 always due.
             unread_before_ns: the same for files that could not be read at all.
         """
+        is_due = f"x.{FAILED} AND (x.status = ? OR x.tried_ns < iif(x.size < 0 AND f.size >= 0, ?, ?))"
+        due = (int(Status.IO_ERROR), unread_before_ns, retry_before_ns)
+        self._sql.execute(
+            "INSERT OR IGNORE INTO found SELECT f.path, f.size, f.mtime_ns, f.ctime_ns "
+            f"FROM features x CROSS JOIN files f ON f.feature = x.id WHERE {is_due} "
+            "AND f.path NOT IN (SELECT path FROM gone)",
+            due,
+        )
         rows = self._sql.execute(
             "SELECT s.path, s.size, s.mtime_ns, s.ctime_ns, x.id, x.hash, x.status, x.tried_ns, "
             "f.size = s.size AND f.mtime_ns = s.mtime_ns AND f.ctime_ns = s.ctime_ns "
-            "FROM seen s LEFT JOIN files f ON f.path = s.path LEFT JOIN features x ON x.id = f.feature "
+            "FROM found s LEFT JOIN files f ON f.path = s.path LEFT JOIN features x ON x.id = f.feature "
             "WHERE x.id IS NULL OR NOT f.settled OR f.size != s.size OR f.mtime_ns != s.mtime_ns "
-            "OR f.ctime_ns != s.ctime_ns OR x.status = ? "
-            "OR (x.status != ? AND x.tried_ns < iif(x.size < 0 AND s.size >= 0, ?, ?)) "
-            "ORDER BY s.path",
-            (int(Status.IO_ERROR), int(Status.OK), unread_before_ns, retry_before_ns),
+            f"OR f.ctime_ns != s.ctime_ns OR ({is_due.replace('f.size', 's.size')}) ORDER BY s.path",
+            due,
         )
         for *file, row_id, content, status, tried_ns, unchanged in rows:
             recorded = None if row_id is None else FeatureRow(row_id, content, status, tried_ns)
@@ -313,8 +159,8 @@ class Manifest:
     def gone(self) -> list[tuple[bytes, bytes]]:
         """Return recorded paths that the scan did not see, with the hashes of their images."""
         return self._sql.execute(
-            "SELECT f.path, x.hash FROM files f JOIN features x ON x.id = f.feature "
-            "LEFT JOIN seen s ON s.path = f.path WHERE s.path IS NULL"
+            "SELECT f.path, x.hash FROM gone g CROSS JOIN files f ON f.path = g.path "
+            "CROSS JOIN features x ON x.id = f.feature WHERE NOT g.kept"
         ).fetchall()
 
     def feature_of(self, path: bytes) -> FeatureRow | None:
@@ -328,10 +174,8 @@ class Manifest:
 
     def n_failed(self) -> int:
         """Return the number of rows of the data set without valid features."""
-        cursor = self._sql.execute(
-            "SELECT count(*) FROM files f JOIN features x ON x.id = f.feature WHERE x.status != ?", (int(Status.OK),)
-        )
-        return int(cursor.fetchone()[0])
+        failed = f"SELECT count(*) FROM features x CROSS JOIN files f ON f.feature = x.id WHERE x.{FAILED}"
+        return int(self._sql.execute(failed).fetchone()[0])
 
     def n_files(self) -> int:
         """Return the number of rows of the data set."""
@@ -352,16 +196,21 @@ class Manifest:
         ).fetchone()
         return None if row is None else FeatureRow(*row)
 
-    def add_pass(self, number: int, rows: Iterable[StoredRow], now_ns: int) -> list[int]:
+    def find_row(self, number: int, row: int) -> int | None:
+        """Return the id of a row of a pass; None if it is not recorded."""
+        found = self._sql.execute("SELECT id FROM features WHERE pass = ? AND row = ?", (number, row)).fetchone()
+        return None if found is None else int(found[0])
+
+    def add_pass(self, number: int, rows: Iterable[StoredRow], now_ns: int) -> range:
         """Add the rows of a pass; return their ids, in order."""
-        ids = []
-        for content, size, _, row, status in rows:
-            cursor = self._sql.execute(
-                "INSERT INTO features(hash, size, pass, row, status, tried_ns, unused_since_ns) VALUES (?,?,?,?,?,?,?)",
-                (content, size, number, row, status, now_ns, now_ns),
-            )
-            ids.append(int(cursor.lastrowid or 0))
-        return ids
+        first = self._sql.execute("SELECT ifnull(max(id), 0) + 1 FROM features").fetchone()[0]
+        ids = itertools.count(first)
+        cursor = self._sql.executemany(
+            "INSERT INTO features(id, hash, size, pass, row, status, tried_ns, unused_since_ns) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            ((next(ids), content, size, number, row, status, now_ns, now_ns) for content, size, _, row, status in rows),
+        )
+        return range(first, first + max(0, cursor.rowcount))
 
     def record_retry(self, feature: int, now_ns: int) -> None:
         """Record that another attempt at a row has failed."""
@@ -369,42 +218,121 @@ class Manifest:
 
     def passes(self) -> list[int]:
         """Return the passes that have rows in the manifest, ascending."""
-        return [number for (number,) in self._sql.execute("SELECT DISTINCT pass FROM features ORDER BY pass")]
+        following = "SELECT min(pass) FROM features WHERE pass > number"  # one step in an index, not all of its rows
+        rows = self._sql.execute(
+            f"WITH RECURSIVE passes(number) AS (SELECT min(pass) FROM features UNION SELECT ({following}) FROM passes) "
+            "SELECT number FROM passes WHERE number IS NOT NULL"
+        )
+        return [number for (number,) in rows]
 
     def forget_pass(self, number: int) -> None:
         """Delete the rows of a pass, and the files with these rows."""
+        self._note_pass(number)
         self._sql.execute("DELETE FROM files WHERE feature IN (SELECT id FROM features WHERE pass = ?)", (number,))
         self._sql.execute("DELETE FROM features WHERE pass = ?", (number,))
+
+    def replace_passes(self, passes: Sequence[int], ids: Iterable[int], number: int) -> None:
+        """Record that some rows of passes are now in another pass, in this order; forget the other rows."""
+        for old_pass in passes:
+            self._note_pass(old_pass)
+        self._sql.executemany(
+            "UPDATE features SET pass = ?, row = ? WHERE id = ?",
+            ((number, row, row_id) for row, row_id in enumerate(ids)),
+        )
+        for old_pass in passes:
+            self.forget_pass(old_pass)
 
     # Files
 
     def set_files(self, files: Iterable[tuple[ScannedFile, bool, int]]) -> None:
         """Record files: the file as scanned, whether a later change must alter its times, and its feature."""
-        self._sql.executemany(
-            "INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?)",
-            ((*file, int(settled), feature) for file, settled, feature in files),
-        )
+        for batch in batches(files):
+            self._note_files([(file.path, feature) for file, _, feature in batch])
+            self._sql.executemany(
+                "INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?)",
+                ((*file, int(settled), feature) for file, settled, feature in batch),
+            )
 
     def remove_files(self, paths: Iterable[bytes]) -> None:
         """Delete the records of paths."""
-        self._sql.executemany("DELETE FROM files WHERE path = ?", ((path,) for path in paths))
+        for batch in batches(paths):
+            self._note_files([(path, None) for path in batch])
+            self._sql.executemany("DELETE FROM files WHERE path = ?", ((path,) for path in batch))
 
     def record_unused(self, now_ns: int) -> None:
         """Record since when no file has needed a row; delete unneeded rows that failed."""
-        used = "id IN (SELECT feature FROM files)"
-        self._sql.execute(f"DELETE FROM features WHERE status != ? AND NOT {used}", (int(Status.OK),))
+        used = "EXISTS (SELECT 1 FROM files WHERE feature = features.id)"  # with IN, SQLite may read all files
+        self._sql.execute(f"DELETE FROM features WHERE {FAILED} AND NOT {used}")
         self._sql.execute(
-            f"UPDATE features SET unused_since_ns = ? WHERE unused_since_ns IS NULL AND NOT {used}", (now_ns,)
+            "UPDATE features SET unused_since_ns = ? "
+            f"WHERE id IN (SELECT feature FROM released) AND unused_since_ns IS NULL AND NOT {used}",
+            (now_ns,),
         )
         self._sql.execute(f"UPDATE features SET unused_since_ns = NULL WHERE unused_since_ns IS NOT NULL AND {used}")
+        self._sql.execute("DELETE FROM released")
+
+    # Changes since the last table with all rows
+
+    def _note_files(self, files: Sequence[tuple[bytes, int | None]]) -> None:
+        """Note the current rows of paths, before these paths get a feature; None: before they are deleted."""
+        self._sql.executemany(
+            "INSERT OR IGNORE INTO released SELECT feature FROM files WHERE path = ? AND feature IS NOT ?", files
+        )
+        if self.base:
+            self._sql.executemany(
+                "INSERT OR IGNORE INTO changes SELECT ?1, x.pass, x.row FROM (SELECT 1) "
+                "LEFT JOIN files f ON f.path = ?1 LEFT JOIN features x ON x.id = f.feature WHERE f.feature IS NOT ?2",
+                files,
+            )
+
+    def _note_pass(self, number: int) -> None:
+        """Note the current rows of all paths of a pass, before rows of the pass are moved or deleted."""
+        if not self.base:
+            return
+        n_rows = self._sql.execute("SELECT count(*) FROM features WHERE pass = ?", (number,)).fetchone()[0]
+        if n_rows > self.base["rows"] // 4:  # a table with all rows will be written
+            self.set_base({})
+            return
+        self._sql.execute(
+            "INSERT OR IGNORE INTO changes SELECT f.path, x.pass, x.row "
+            "FROM features x CROSS JOIN files f ON f.feature = x.id WHERE x.pass = ?",
+            (number,),
+        )
+
+    def n_changes(self) -> int:
+        """Return the number of paths whose rows may have changed since `base`."""
+        return int(self._sql.execute("SELECT count(*) FROM changes").fetchone()[0])
+
+    def added_rows(self) -> Iterator[tuple[bytes, int, int]]:
+        """Iterate over the rows that `base` does not have, as `rows`."""
+        return self._rows(
+            "SELECT c.path, x.pass, x.row FROM changes c CROSS JOIN files f ON f.path = c.path "
+            "CROSS JOIN features x ON x.id = f.feature WHERE x.pass IS NOT c.pass OR x.row IS NOT c.row "
+            "ORDER BY x.pass, x.row, c.path"
+        )
+
+    def removed_rows(self) -> Iterator[tuple[bytes, int, int]]:
+        """Iterate over the rows that only `base` has, as `rows`."""
+        return self._rows(
+            "SELECT c.path, c.pass, c.row FROM changes c LEFT JOIN files f ON f.path = c.path "
+            "LEFT JOIN features x ON x.id = f.feature "
+            "WHERE c.pass IS NOT NULL AND (x.pass IS NOT c.pass OR x.row IS NOT c.row) ORDER BY c.pass, c.row, c.path"
+        )
+
+    def _rows(self, query: str) -> Iterator[tuple[bytes, int, int]]:
+        return iter(self._sql.execute(query))
+
+    def paths(self) -> Iterator[list[bytes]]:
+        """Iterate over the paths of the data set, in their byte order, in batches."""
+        cursor = self._sql.execute("SELECT path FROM files ORDER BY path")
+        while rows := cursor.fetchmany(_ROWS_AT_ONCE):
+            yield [path for (path,) in rows]
 
     def rows(self) -> Iterator[tuple[bytes, int, int]]:
         """Iterate over the rows of the data set as (path, pass, row), sorted by pass, row and path."""
-        return iter(
-            self._sql.execute(
-                "SELECT f.path, x.pass, x.row FROM files f JOIN features x ON x.id = f.feature "
-                "ORDER BY x.pass, x.row, f.path"
-            )
+        return self._rows(  # in the order of two indexes, so that nothing is sorted
+            "SELECT f.path, x.pass, x.row FROM features x CROSS JOIN files f ON f.feature = x.id "
+            "ORDER BY x.pass, x.row, f.path"
         )
 
     def sizes_of_passes(self, unused_before_ns: int) -> dict[int, tuple[int, int]]:
@@ -413,11 +341,42 @@ class Manifest:
         Args:
             unused_before_ns: rows that no file has needed since before this time are not kept.
         """
-        rows = self._sql.execute(
-            "SELECT pass, sum(unused_since_ns IS NULL OR unused_since_ns >= ?), count(*) FROM features GROUP BY pass",
-            (unused_before_ns,),
+        dead = dict(
+            self._sql.execute(
+                "SELECT pass, count(*) FROM features WHERE unused_since_ns IS NOT NULL AND unused_since_ns < ? "
+                "GROUP BY pass",
+                (unused_before_ns,),
+            )
         )
-        return {number: (kept, recorded) for number, kept, recorded in rows}
+        recorded = self._sql.execute("SELECT pass, count(*) FROM features GROUP BY pass")
+        return {number: (count - dead.get(number, 0), count) for number, count in recorded}
+
+    def passes_in_use(self) -> list[int]:
+        """Return the passes that have rows of files, ascending; `record_unused` must have followed each change."""
+        return sorted(number for number, (used, _) in self.sizes_of_passes(1 << 62).items() if used)
+
+    def sample_rows(self, passes: Sequence[int], count: int, generator: np.random.Generator) -> list[tuple[int, int]]:
+        """Return random rows with valid features that files need, as (pass, row), in random order, each at most once.
+
+        There are fewer than `count` if the passes have no more, or if nearly all of their rows are unneeded.
+        """
+        last_rows = [self._sql.execute("SELECT max(row) FROM features WHERE pass = ?", (p,)).fetchone() for p in passes]
+        ends = np.cumsum([row + 1 for (row,) in last_rows])
+        n_rows = int(ends[-1]) if passes else 0
+        if n_rows <= _DRAWN:
+            drawn = generator.permutation(n_rows)
+        else:
+            drawn = generator.permutation(np.unique(generator.integers(n_rows, size=_DRAWN)))
+        sample: list[tuple[int, int]] = []
+        for place in drawn.tolist():
+            if len(sample) == count:
+                break
+            i = int(np.searchsorted(ends, place, "right"))
+            key = (passes[i], place - (int(ends[i - 1]) if i else 0))
+            is_good = f"SELECT 1 FROM features WHERE pass = ? AND row = ? AND unused_since_ns IS NULL AND NOT {FAILED}"
+            if self._sql.execute(is_good, key).fetchone():
+                sample.append(key)
+        return sample
 
     def kept_rows(self, number: int, unused_before_ns: int) -> list[tuple[int, int, bytes | None]]:
         """Return the rows of a pass to keep, as (id, row, a path with this row or None), sorted by row."""
@@ -426,13 +385,6 @@ class Manifest:
             "WHERE x.pass = ? AND (x.unused_since_ns IS NULL OR x.unused_since_ns >= ?) ORDER BY x.row",
             (number, unused_before_ns),
         ).fetchall()
-
-    def move_rows(self, ids: Sequence[int], number: int) -> None:
-        """Record that rows are now in another pass, in this order."""
-        self._sql.executemany(
-            "UPDATE features SET pass = ?, row = ? WHERE id = ?",
-            ((number, row, row_id) for row, row_id in enumerate(ids)),
-        )
 
     # Waiting files, and the started pass
 
@@ -464,16 +416,8 @@ class Manifest:
         self._set("planned_pass", number)
 
 
-def _make_safe(path: Path, only_read: bool) -> None:
-    """Ensure that opening the file changes no file elsewhere.
-
-    Raises:
-        InputError: the file, or a file of SQLite beside it, is a link or not a regular file.
-    """
-    for suffix in ("", "-wal", "-shm"):
-        (check_regular if only_read else make_own)(path.with_name(path.name + suffix))
-    journal = path.with_name(path.name + "-journal")
-    # In WAL mode, a manifest never leaves a rollback journal. A planted journal may name any file as its super-journal,
-    # and SQLite deletes that file (https://www.sqlite.org/fileformat.html#the_rollback_journal).
-    if not only_read and journal.exists():
-        journal.replace(journal.with_name(journal.name + ".damaged"))
+def batches(items: Iterable[T]) -> Iterator[list[T]]:
+    """Yield the items in lists of some thousands."""
+    iterator = iter(items)
+    while batch := list(itertools.islice(iterator, _ROWS_AT_ONCE)):
+        yield batch

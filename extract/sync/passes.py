@@ -27,9 +27,10 @@ from extract.store.format.version import pass_folder
 from extract.sync.compaction import compact_passes, rewrite
 from extract.sync.difference import Resolved, StoppedError, difference, time_before
 from extract.sync.drift import Drift, drift_of
-from extract.sync.manifest import Manifest, PlannedFile, StoredRow
+from extract.sync.manifest import Manifest
 from extract.sync.publishing import publish, remove_unneeded
 from extract.sync.rebuilding import rebuild, stored_rows
+from extract.sync.records import PlannedFile, StoredRow
 from extract.sync.safety_limits import Guards
 from extract.sync.scan import NO_FILE, Scan, ScannedFile
 from extract.system.folder_lock import kept, locked
@@ -221,9 +222,9 @@ class _Pass:
         if self.dry_run:
             return
         self._publish(manifest)
-        remove_unneeded(self.out, manifest)
+        remove_unneeded(self.out, manifest, self.published)
         if self.computed_pass and self.published and self.report.rows:
-            self.report.drift = drift_of(self.out, self.computed_pass)
+            self.report.drift = drift_of(self.out, manifest, self.computed_pass)
         try:
             self._compact(manifest)
         except LayertapError as error:  # the pass itself is complete; the next pass tries to compact again
@@ -244,7 +245,7 @@ class _Pass:
             if self.published:
                 rebuild(manifest, self.out, self.published, self.now_ns())
                 if not self.dry_run:
-                    remove_unneeded(self.out, manifest)
+                    remove_unneeded(self.out, manifest, self.published)
         for pass_number in manifest.passes():
             try:
                 complete = None not in DataSet.open(pass_folder(self.out, pass_number)).published()

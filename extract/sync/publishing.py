@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import xxhash
 
-from extract.errors import LayertapError
-from extract.images.image_list import labels_from_folders
+from extract.errors import InputError, LayertapError
+from extract.images.image_list import class_and_split, classes_of_folders
 from extract.store.format.dataset import DataSet, shard_rows_for
-from extract.store.format.version import RowTable, is_intact, pass_folder, table_path, write_rows
-from extract.sync.manifest import Manifest
+from extract.store.format.version import (
+    NewRows,
+    Table,
+    Version,
+    hash_of,
+    is_intact,
+    pass_folder,
+    table_path,
+    write_table,
+)
+from extract.sync.manifest import Manifest, batches
 from extract.system.atomic_files import discard
 
 __all__ = ["publish", "remove_unneeded"]
+
+Row = tuple[bytes, int, int]  # path, pass, row
+
+_SMALL_ROWS = 1 << 14  # a smaller table is written whole: it takes about a megabyte
+_ROWS_PER_CHANGE = 4  # a table of changes has at most this share of the rows of its base
+_CACHED_FOLDERS = 1 << 14  # the rows of a pass are sorted by path, so a few folders would do
 
 
 def publish(out: Path, root: str, manifest: Manifest, published: DataSet | None) -> DataSet | None:
@@ -36,17 +55,12 @@ def publish(out: Path, root: str, manifest: Manifest, published: DataSet | None)
     if number >= manifest.version:
         with manifest.transaction():
             manifest.version = number + 1
-    rows = list(manifest.rows())
-    paths = [path.decode("utf-8", "surrogateescape") for path, _, _ in rows]
-    labels, classes, splits = labels_from_folders(paths)
-    positions = np.array([position for _, *position in rows], np.int64).reshape(-1, 2)
-    if published is None and not rows:  # all rows were lost
+    paths = _PathSummary.of(manifest)
+    if published is None and not paths.count:  # all rows were lost
         return None
     template = published or DataSet.open(pass_folder(out, manifest.passes()[0]))
-    table = RowTable(paths, labels, splits, classes, positions[:, 0], positions[:, 1])
-    version = write_rows(out, manifest.version, table)
-    paths_digest = xxhash.xxh3_128_hexdigest(b"\0".join(sorted(path for path, _, _ in rows)))
-    images = {"root": root, "count": len(rows), "paths_xxh3": paths_digest}
+    version = _write_rows(out, manifest, paths)
+    images = {"root": root, "count": paths.count, "paths_xxh3": paths.digest}
     dataset = DataSet(out, template.depends_on, template.features, images, shard_rows_for(template.features), version)
     try:
         dataset.write()
@@ -55,13 +69,133 @@ def publish(out: Path, root: str, manifest: Manifest, published: DataSet | None)
     return dataset
 
 
-def remove_unneeded(out: Path, manifest: Manifest) -> None:
-    """Delete the tables of earlier versions, and passes that are not planned and have no row in the manifest.
+@dataclass(frozen=True)
+class _PathSummary:
+    """What a version depends on of all paths.
+
+    Attributes:
+        count: number of paths.
+        digest: xxh3-128 of the sorted paths.
+        path_bytes: length of the longest path.
+        classes: names of the classes.
+        split_level: whether the first folders are splits.
+    """
+
+    count: int
+    digest: str
+    path_bytes: int
+    classes: list[str]
+    split_level: bool
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> _PathSummary:
+        """Return the summary of the paths in a manifest, which are read once."""
+        digest, count, path_bytes = xxhash.xxh3_128(), 0, 0
+
+        def folders() -> Iterator[str]:
+            nonlocal count, path_bytes
+            last = b""
+            for paths in manifest.paths():
+                digest.update((b"\0" if count else b"") + b"\0".join(paths))
+                count += len(paths)
+                path_bytes = max(path_bytes, *map(len, paths))
+                for path in paths:
+                    folder = path.rpartition(b"/")[0]
+                    if folder != last:  # the paths of a folder are neighbours, but for those of folders in it
+                        last = folder
+                        yield os.fsdecode(folder)
+
+        classes, split_level = classes_of_folders(folders())
+        return cls(count, digest.hexdigest(), path_bytes, classes, split_level)
+
+
+def _write_rows(out: Path, manifest: Manifest, paths: _PathSummary) -> Version:
+    """Write the table of the version: the changes to the last table with all rows, or all rows."""
+    number, base = manifest.version, _base_for_changes(out, manifest, paths)
+    passes = tuple(manifest.passes_in_use())
+    if base is not None:
+        folders = {os.fsdecode(path.rpartition(b"/")[0]) for path, _, _ in manifest.added_rows()}
+        names = {class_and_split(folder, paths.split_level)[0] for folder in folders}
+        classes = sorted(name for name in names if name is not None)
+        rows = _new_rows(manifest.added_rows, _columns_with_labels(classes, paths.split_level))
+        table = write_table(out, number, classes, rows, _new_rows(manifest.removed_rows, _columns))
+        return Version(number, table.rows_xxh3, passes, base)
+    columns = _columns_with_labels(paths.classes, paths.split_level)
+    rows = NewRows(paths.count, paths.path_bytes, map(columns, batches(manifest.rows())))
+    table = write_table(out, number, paths.classes, rows)
+    # Before the version is published: a pass that is killed after that needs no table with all rows, either.
+    with manifest.transaction():
+        manifest.set_base({**vars(table), "rows": paths.count, "split_level": paths.split_level})
+    return Version(number, table.rows_xxh3, passes)
+
+
+def _base_for_changes(out: Path, manifest: Manifest, paths: _PathSummary) -> Table | None:
+    """Return the table to which changes are to be written; None to write all rows."""
+    base = manifest.base
+    if not base or base["number"] >= manifest.version or base["split_level"] != paths.split_level:
+        return None
+    if _is_due(base["rows"], manifest.n_changes(), manifest.version - base["number"]):
+        return None
+    table = Table(base["number"], base["rows_xxh3"])
+    try:
+        return table if hash_of(table_path(out, table.number)) == table.rows_xxh3 else None
+    except (OSError, InputError):  # it is missing, or something else has taken its place
+        return None
+
+
+def _is_due(rows: int, changes: int, versions: int) -> bool:
+    """Return whether all rows are to be written, instead of changes.
+
+    Each version has all changes since its base. If passes change C rows each, table V after the base has V * C rows,
+    and together these tables have V * V * C / 2. A new base is due when they have as many rows as the base: then about
+    half of what is written are bases.
+
+    Args:
+        rows: rows of the base.
+        changes: paths that have changed since.
+        versions: versions since.
+    """
+    return rows < _SMALL_ROWS or changes > rows / _ROWS_PER_CHANGE or versions * changes / 2 > rows
+
+
+def _new_rows(rows: Callable[[], Iterator[Row]], columns: Callable[[list[Row]], dict[str, Any]]) -> NewRows:
+    """Return rows to write, which are read twice: once for their number and the longest path."""
+    count = path_bytes = 0
+    for path, _, _ in rows():
+        count, path_bytes = count + 1, max(path_bytes, len(path))
+    return NewRows(count, path_bytes, map(columns, batches(rows())))
+
+
+def _columns(batch: list[Row]) -> dict[str, Any]:
+    paths, passes, rows = zip(*batch, strict=True)
+    return {"path": paths, "pass": passes, "row": rows}
+
+
+def _columns_with_labels(classes: list[str], split_level: bool) -> Callable[[list[Row]], dict[str, Any]]:
+    """Return a function that gives the columns of rows; see `labels_from_folders`."""
+    index = {name: number for number, name in enumerate(classes)}
+
+    @functools.lru_cache(_CACHED_FOLDERS)
+    def label_and_split(folder: bytes) -> tuple[int, str]:
+        name, split = class_and_split(os.fsdecode(folder), split_level)
+        return -1 if name is None else index[name], split
+
+    def columns(batch: list[Row]) -> dict[str, Any]:
+        labels, splits = zip(*(label_and_split(path.rpartition(b"/")[0]) for path, _, _ in batch), strict=True)
+        return {**_columns(batch), "label": labels, "split": splits}
+
+    return columns
+
+
+def remove_unneeded(out: Path, manifest: Manifest, published: DataSet | None) -> None:
+    """Delete tables that the published version does not need, and passes that are not planned and have no row.
 
     Processes that have these files open can still read them.
     """
+    version = published.version if published else None
+    needed = {table_path(out, table.number) for table in version.tables} if version else set()
     for table in (out / "versions").glob("*"):
-        if table != table_path(out, manifest.version):
+        if table not in needed:
             discard(table)
     recorded, (planned, _) = set(manifest.passes()), manifest.planned()
     for folder in (out / "passes").glob("*"):

@@ -12,7 +12,8 @@ import numpy as np
 from extract.errors import InputError, LayertapError
 from extract.store.format.dataset import DataSet
 from extract.store.reader import FeatureReader
-from extract.sync.manifest import Manifest, StoredRow
+from extract.sync.manifest import Manifest
+from extract.sync.records import StoredRow
 from extract.sync.scan import ScannedFile
 
 __all__ = ["rebuild", "stored_rows"]
@@ -47,7 +48,6 @@ def rebuild(manifest: Manifest, out: Path, published: DataSet, now_ns: int) -> N
     """
     with manifest.transaction():
         manifest.clear()
-        ids: dict[tuple[int, int], int] = {}
         for folder in sorted((out / "passes").glob("[0-9]" * 6)):
             number = int(folder.name)
             try:
@@ -56,23 +56,21 @@ def rebuild(manifest: Manifest, out: Path, published: DataSet, now_ns: int) -> N
                     continue
                 with FeatureReader(folder, partial=True) as reader:
                     columns = [reader.column(f"source_{name}") for name in ("hash", "size", "mtime_ns")]
-                    rows = [
-                        StoredRow(content.tobytes(), int(size), int(mtime_ns), row, status)
-                        for content, size, mtime_ns, row, status in zip(
-                            *columns, reader.rows.tolist(), reader.status.tolist(), strict=True
-                        )
-                    ]
+                    columns += [reader.rows, reader.status]
             except InputError:  # damaged: its images are computed again
                 continue
-            row_ids = manifest.add_pass(number, rows, now_ns)
-            ids |= {(number, row.row): row_id for row, row_id in zip(rows, row_ids, strict=True)}
+            rows = (
+                StoredRow(content.tobytes(), int(size), int(mtime_ns), int(row), int(status))
+                for content, size, mtime_ns, row, status in zip(*columns, strict=True)
+            )
+            manifest.add_pass(number, rows, now_ns)
         with contextlib.suppress(InputError, FileNotFoundError):
             table = published.version_rows()
-            positions = zip(table.paths, table.passes.tolist(), table.rows.tolist(), strict=True)
+            positions = zip(table.paths, map(int, table.passes), map(int, table.rows), strict=True)
             manifest.set_files(
-                (ScannedFile(os.fsencode(path), _UNKNOWN, 0, 0), False, ids[key])
+                (ScannedFile(os.fsencode(path), _UNKNOWN, 0, 0), False, row_id)
                 for path, *pass_and_row in positions
-                if (key := (pass_and_row[0], pass_and_row[1])) in ids
+                if (row_id := manifest.find_row(*pass_and_row)) is not None
             )
         manifest.record_unused(now_ns)
         assert published.version is not None

@@ -62,7 +62,8 @@ def _version_status(dataset: DataSet) -> dict[str, Any]:
     with FeatureReader(out) as reader:
         status, failures = reader.counts.status, reader.failures
     table = dataset.version_rows()
-    needed = len(np.unique(np.stack([table.passes, table.rows]), axis=1).T)
+    is_copy = (np.diff(table.passes) == 0) & (np.diff(table.rows) == 0)  # of the image of the row before it
+    needed = dataset.n_rows - int(is_copy.sum())
     stored = 0
     for folder in (out / "passes").glob("[0-9]" * 6):
         with contextlib.suppress(LayertapError):  # it may have been removed just now

@@ -16,6 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from extract import FeatureReader
+from extract.sync import publishing
 from tests.conftest import SHARED, make_picture
 from tests.pipelines.test_cli import SMALL, layertap
 
@@ -121,6 +122,33 @@ def test_sync_of_the_same_folder_elsewhere_computes_nothing(golden: Path, monkey
     assert (done["computed"], done["added"], done["deleted"], done["rows"]) == (0, 0, 0, 25)
     check_values("synced", golden / "synced")
     assert layertap("verify", golden / "synced").exit_code == 0
+
+
+def test_sync_of_changes_continues_an_older_data_set(golden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(golden)
+    monkeypatch.setattr(publishing, "_is_due", lambda rows, changes, versions: False)
+    for path in (golden / "live").rglob("*.jpg"):
+        os.utime(path, ns=(10**18, 10**18))
+    assert layertap("sync", "nightly.yaml", "--force").exit_code == 0  # notes which table has all rows
+    (gone,) = (golden / "live").rglob("renamed.jpg")
+    gone.rename(gone.with_name("again.jpg"))
+    for _ in range(2):
+        next((golden / "live").rglob("0001.jpg"), gone).unlink(missing_ok=True)
+        result = layertap("sync", "nightly.yaml", "--force", "--json")
+        assert result.exit_code == 0, result.output
+    version = json.loads((golden / "synced" / "dataset.json").read_text())
+    assert version["format_version"] == 2
+    assert layertap("verify", golden / "synced").exit_code == 0
+    with FeatureReader(golden / "synced") as reader:
+        assert any("again.jpg" in path for path in reader.paths)
+        expected = {"paths": np.array(reader.paths), "splits": np.array(reader.splits), "status": reader.status,
+                    "classes": np.array(reader.classes), "labels": reader.labels}  # fmt: skip
+        expected |= {f"features/{name}": reader[name][:] for name in reader.layers}
+    check_documented_reader(golden / "synced", expected)
+    with np.load(GOLDEN / "expected.npz") as stored:
+        before = dict(zip(stored["synced/paths"].tolist(), stored["synced/features/embedding"], strict=True))
+        for path, row in zip(expected["paths"].tolist(), expected["features/embedding"], strict=True):
+            np.testing.assert_array_equal(row, before[path.replace("again.jpg", "renamed.jpg")])
 
 
 def documented_reader() -> Callable[[Path], tuple[dict[str, NDArray[Any]], list[str]]]:

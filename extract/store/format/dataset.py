@@ -10,7 +10,7 @@
                      ids; merged_from: of a merged data set, root, count and paths_xxh3 of its sources
     shard_rows       rows in every shard but the last
     version          only in a data set of `layertap sync`, which has no shards of its own; see `version.py`. Each new
-                     version replaces the file
+                     version replaces the file. If it has a base, format_version is 2
 
 Readers ignore unknown keys. `runs.jsonl` has a line "started" for each run that wrote to the data set, with versions
 and machine, a line "computing" when its first batch has been compared, and a line "ended" if the run ended normally.
@@ -33,6 +33,7 @@ from extract.errors import InputError, LayertapError
 from extract.row_status import Status
 from extract.store.format.differences import differences, earlier_names, shortened
 from extract.store.format.layout import (
+    CHANGES_VERSION,
     FORMAT,
     FORMAT_VERSION,
     READABLE_VERSIONS,
@@ -41,9 +42,10 @@ from extract.store.format.layout import (
     StoredFeature,
     row_bytes,
 )
+from extract.store.format.row_table import RowTable, read_rows
 from extract.store.format.schemas import DESCRIPTION, FORMAT_NAMES
 from extract.store.format.shard import Shard
-from extract.store.format.version import RowTable, Version, pass_folder, read_rows
+from extract.store.format.version import Version, pass_folder
 from extract.system.atomic_files import append_line, discard, own_folder, sync_folder, write_json
 from extract.system.folder_lock import locked
 from extract.system.json_files import check_shape, read_json
@@ -261,11 +263,11 @@ class DataSet:
         """
         try:
             check_shape(content, path, FORMAT_NAMES)
-            if content["format"] != FORMAT or content["format_version"] not in READABLE_VERSIONS:
+            if content["format"] != FORMAT or content["format_version"] not in (*READABLE_VERSIONS, CHANGES_VERSION):
                 stored = reprlib.repr(content["format"]), reprlib.repr(content["format_version"])
                 raise InputError(
                     f"{path} has format {stored[0]}, format_version {stored[1]}; this version of layertap reads "
-                    f"format {FORMAT!r}, format_version {VERSIONS_TEXT}"
+                    f"format {FORMAT!r}, format_version {VERSIONS_TEXT} or {CHANGES_VERSION}"
                 )
             check_shape(content, path, DESCRIPTION)
             features = [_feature(feature) for feature in content["features"]]
@@ -380,13 +382,14 @@ class DataSet:
         """Return the content of `dataset.json`."""
         return {
             "format": FORMAT,
-            "format_version": FORMAT_VERSION,
+            # Readers of format 1 do not know of a base, and would take the changes for all rows.
+            "format_version": CHANGES_VERSION if self.version and self.version.base else FORMAT_VERSION,
             "fingerprint": self.fingerprint,
             "depends_on": self.depends_on,
             "features": [asdict(feature) for feature in self.features],
             "images": self.images,
             "shard_rows": self.shard_rows,
-            **({"version": asdict(self.version)} if self.version else {}),
+            **({"version": self.version.content()} if self.version else {}),
         }
 
     def _differences(self, other: DataSet) -> list[str]:

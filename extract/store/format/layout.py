@@ -66,6 +66,7 @@ from extract.store.format.checked_file import hdf5_in_memory, hdf5_on_disk
 from extract.system.atomic_files import discard, reserve_space, sync_folder
 
 __all__ = [
+    "CHANGES_VERSION",
     "FORMAT",
     "FORMAT_VERSION",
     "READABLE_VERSIONS",
@@ -87,6 +88,7 @@ __all__ = [
 FORMAT = "layertap"
 FORMAT_VERSION = 1  # of files that are written
 READABLE_VERSIONS = (1,)  # every version that was ever written: its data sets stay readable
+CHANGES_VERSION = 2  # of a `dataset.json` whose version has a table of changes; its shards are of the versions above
 VERSIONS_TEXT = " or ".join(map(str, READABLE_VERSIONS))
 
 # Chunks of 0.5 to 1 MB, full width: measured on (80k, 1280) float16, such chunks write at disk speed and read at

@@ -22,6 +22,8 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 
 from extract import FeatureReader
 from extract.row_status import Status
+from extract.store.format.dataset import DataSet
+from extract.sync import publishing
 from tests.extract.sync.tiny import one_pass, picture, planner, same_as_fresh
 
 NAMES = st.sampled_from(
@@ -47,7 +49,8 @@ class LivingFolder(RuleBasedStateMachine):
         self.deleted: dict[str, bytes] = {}
         self.computed: list[bytes] = []
         self.at_kills: list[dict[Path, bytes]] = []  # since the last completed pass
-        self.passes = self.kills = 0
+        self.passes = self.kills = self.changes = self.damages = 0
+        self.damaged = False  # a table of the published version
 
     def contents(self) -> dict[Path, bytes]:
         files = (path for path in self.root.rglob("*.ppm") if path.is_file())
@@ -57,6 +60,8 @@ class LivingFolder(RuleBasedStateMachine):
         STATISTICS["sequences"] += 1
         STATISTICS["passes"] += self.passes
         STATISTICS["kills"] += self.kills
+        STATISTICS["changes"] += self.changes
+        STATISTICS["damages"] += self.damages
         shutil.rmtree(self.home)
 
     def path(self, name: str) -> Path:
@@ -152,6 +157,18 @@ class LivingFolder(RuleBasedStateMachine):
         time.sleep(0.012)  # as the times of files are counted; ten seconds, as far as a pass can tell
         self.ahead_ns += 10_000_000_000
 
+    @rule(choice=st.integers(0, 1), keep_bytes=st.sampled_from([None, 0, 1000]))
+    def damage_a_table(self, choice: int, keep_bytes: int | None) -> None:
+        tables = sorted((self.out / "versions").glob("*.h5"))
+        if tables and self.at_kills == []:
+            table = tables[choice % len(tables)]
+            if keep_bytes is None:
+                table.unlink()
+            else:
+                os.truncate(table, keep_bytes)
+            self.damaged = True
+            self.damages += 1
+
     # Passes
 
     @rule()
@@ -160,7 +177,8 @@ class LivingFolder(RuleBasedStateMachine):
 
     @rule(reader_open=st.booleans())
     def complete_a_pass(self, reader_open: bool) -> None:
-        before = self.snapshot() if reader_open and (self.out / "dataset.json").exists() else None
+        published = (self.out / "dataset.json").exists() and not self.damaged
+        before = self.snapshot() if reader_open and published else None
         # A pass that was killed is finished first; of its files, those that have changed meanwhile are computed as they
         # are now, though these bytes may be known.
         now = self.contents()
@@ -169,6 +187,7 @@ class LivingFolder(RuleBasedStateMachine):
         self.computed.clear()
         report = self.run()
         self.at_kills.clear()
+        self.damaged = False
         good = [path for path in self.computed if path not in known]
         assert sorted(good) == sorted(self.computed), "an image was computed again that had not changed"
         self.passes += 1
@@ -229,6 +248,11 @@ class LivingFolder(RuleBasedStateMachine):
 
     def check(self, report: Any) -> None:
         with same_as_fresh(self.root, self.out) as expected:
+            version = DataSet.open(self.out).version
+            assert version is not None
+            self.changes += version.base is not None
+            needed = {f"{table.number:06d}.h5" for table in version.tables}
+            assert {path.name for path in (self.out / "versions").iterdir()} == needed
             assert report.rows == len(expected) == len(list(self.root.rglob("*.ppm")))
             assert report.failed == int((expected.status != Status.OK).sum())
             for path in expected.paths:
@@ -236,13 +260,17 @@ class LivingFolder(RuleBasedStateMachine):
                 self.stored.add(xxhash.xxh3_128_digest(content))
 
 
-STATISTICS = {"sequences": 0, "passes": 0, "kills": 0}
+STATISTICS = {"sequences": 0, "passes": 0, "kills": 0, "changes": 0, "damages": 0}
 
 
 @pytest.mark.parametrize(
     "count", [3, pytest.param(50, marks=pytest.mark.slow), pytest.param(160, marks=pytest.mark.soak)]
 )
-def test_after_each_pass_the_data_set_is_what_a_fresh_extraction_gives(count: int) -> None:
+def test_after_each_pass_the_data_set_is_what_a_fresh_extraction_gives(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Versions of few rows have tables of changes, too.
+    monkeypatch.setattr(publishing, "_is_due", lambda rows, changes, versions: versions > 6)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a child that is forked has no other threads
     for name in STATISTICS:
@@ -264,5 +292,6 @@ def test_after_each_pass_the_data_set_is_what_a_fresh_extraction_gives(count: in
     print(STATISTICS)
     assert STATISTICS["sequences"] >= count
     assert STATISTICS["passes"] > count
+    assert STATISTICS["changes"]
     if count > 3:  # few sequences may hold no kill by chance
         assert STATISTICS["kills"] > count // 3

@@ -628,6 +628,7 @@ def test_links_whose_targets_are_away_are_gone_or_kept_but_not_failed(home: Home
     report = home.sync()
     assert report.unreadable == {"linked": "the target of the link no longer exists"}
     assert (report.rows, report.failed, report.deleted) == (18, 4, 0)
+    assert (report.computed, report.waiting) == (4, 0)  # the links in `a`; nothing below `linked` is looked for
     home.settings["guards"] = Guards(settle_s=0, max_vanish=0.2)
     (home.path / "unmounted").rename(away)
     assert home.sync().failed == 0
@@ -878,6 +879,7 @@ def test_images_of_another_kind_are_told_from_more_of_the_same(tmp_path: Path) -
         dark = np.array(["dark" in path for path in reader.paths])
         new, old = reader["fc"][dark].astype(float), reader["fc"][~dark].astype(float)
     apart = (new.mean(0) - old.mean(0)) ** 2 / ((new.var(0) + old.var(0)) / 2)
-    drift = next(layer_drift for layer_drift in drift_of(home.out, number) if layer_drift.layer == "fc")
+    with Manifest(home.out) as manifest:
+        (drift,) = (layer_drift for layer_drift in drift_of(home.out, manifest, number) if layer_drift.layer == "fc")
     assert drift.shift == pytest.approx(np.sqrt(apart.mean() - 1 / 20 - 1 / 80))
     assert drift.spread == pytest.approx(np.sqrt(new.var(0).sum() / old.var(0).sum()))

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-<<<<<<< HEAD
 import logging
 import sys
 from collections.abc import Iterator
-=======
 from concurrent.futures import ThreadPoolExecutor
->>>>>>> help-ray
 from pathlib import Path
 from unittest import mock
 
@@ -21,13 +18,9 @@ from click.testing import CliRunner, Result
 from extract import FeatureReader, LayertapError
 from extract.store.places import objects as remote
 from pipelines.cli import main
-<<<<<<< HEAD
 from pipelines.embed.cluster.dispatch import Event, Message
-from pipelines.embed.cluster.driver import _log_of
-from pipelines.embed.cluster.worker import Maker, Say, Worker
-=======
 from pipelines.embed.cluster.driver import _log_of, as_json, embed_shared
->>>>>>> help-ray
+from pipelines.embed.cluster.worker import Maker, Say, Worker
 from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.config import load_config
 from pipelines.terminal.progress import Progress
@@ -100,7 +93,6 @@ def test_embed_to_a_bucket_resumes_and_can_be_read(
     assert "aws s3 sync" in refused.output
 
 
-<<<<<<< HEAD
 def test_a_bucket_that_does_not_answer_is_reported_above_the_progress_bar() -> None:
     bar = mock.Mock()
     with Progress(10) as progress:
@@ -122,7 +114,8 @@ def test_a_worker_sends_what_is_reported_of_its_bucket() -> None:
     Worker(3, start, events.append).run()
     assert events[0] == Message(3, "s3://bucket/x does not answer; retrying")
     assert logging.getLogger("layertap.store").handlers == []
-=======
+
+
 @pytest.mark.slow
 def test_the_shards_that_two_writers_of_a_bucket_count_add_up(folder: Path, url: str) -> None:  # noqa: F811
     given = {"images": folder, "out": url, "shard_rows": 3, "batch_size": 2, "compile": "off", "workers": 0}
@@ -130,7 +123,6 @@ def test_the_shards_that_two_writers_of_a_bucket_count_add_up(folder: Path, url:
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda _: as_json(embed_shared(config)), range(2)))
     assert sum(writer["made"] for writer in found) == found[0]["shards"]
->>>>>>> help-ray
 
 
 @pytest.mark.parametrize("error", [None, LayertapError("10 shards in a row failed")])

@@ -21,12 +21,8 @@ from extract.store.format.dataset import DataSet
 from extract.store.verify import verify
 from pipelines.cli import main
 from pipelines.data_sets.report.facts import runs, stages
-<<<<<<< HEAD
 from pipelines.embed.cluster import processes
-from pipelines.embed.cluster.driver import embed_shared
-=======
 from pipelines.embed.cluster.driver import as_json, embed_shared
->>>>>>> help-ray
 from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.config import load_config
 

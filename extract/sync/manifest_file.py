@@ -1,0 +1,244 @@
+"""The file `manifest.sqlite`: its tables, its settings, and how it is opened, copied and replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+from extract.errors import InputError, LayertapError
+from extract.row_status import Status
+from extract.system.atomic_files import check_regular, make_own
+from extract.system.json_files import check_shape, parse_json
+from extract.system.leftovers import temporary_folder
+
+__all__ = ["FAILED", "ManifestFile"]
+
+_FORMAT = 1
+_BASE = {"number": int, "rows_xxh3": str, "rows": int, "split_level": bool}
+_SCHEMA = """
+    CREATE TABLE meta(name TEXT PRIMARY KEY, value) WITHOUT ROWID;
+    CREATE TABLE features(
+        id INTEGER PRIMARY KEY, hash BLOB NOT NULL, size INTEGER NOT NULL, pass INTEGER NOT NULL, row INTEGER NOT NULL,
+        status INTEGER NOT NULL, tried_ns INTEGER NOT NULL, unused_since_ns INTEGER, UNIQUE(pass, row));
+    CREATE INDEX features_by_hash ON features(hash);
+    CREATE INDEX features_by_size ON features(size);
+    CREATE TABLE files(
+        path BLOB PRIMARY KEY, size INTEGER NOT NULL, mtime_ns INTEGER NOT NULL, ctime_ns INTEGER NOT NULL,
+        settled INTEGER NOT NULL, feature INTEGER NOT NULL) WITHOUT ROWID;
+    CREATE INDEX files_by_feature ON files(feature);
+    CREATE TABLE waiting(
+        path BLOB PRIMARY KEY, size INTEGER, mtime_ns INTEGER, ctime_ns INTEGER, since_ns INTEGER) WITHOUT ROWID;
+    CREATE TABLE planned(position INTEGER PRIMARY KEY, path BLOB, size INTEGER, mtime_ns INTEGER, ctime_ns INTEGER,
+        settled INTEGER);
+"""
+FAILED = f"status != {int(Status.OK)}"  # as in the index: SQLite uses a partial index for the same words only
+_ADDED = f"""
+    CREATE INDEX IF NOT EXISTS features_failed ON features(pass) WHERE {FAILED};
+    CREATE INDEX IF NOT EXISTS features_unused ON features(pass, unused_since_ns) WHERE unused_since_ns IS NOT NULL;
+    CREATE TABLE IF NOT EXISTS changes(path BLOB PRIMARY KEY, pass INTEGER, row INTEGER) WITHOUT ROWID;
+"""
+# found: files of the last scan that are new, may have changed or are due for a retry; gone: recorded paths that it did
+# not see, and whether they are kept because it could not read them; released: features that a file needed.
+_TEMPORARY = """
+    CREATE TEMP TABLE found(path BLOB PRIMARY KEY, size INTEGER, mtime_ns INTEGER, ctime_ns INTEGER) WITHOUT ROWID;
+    CREATE TEMP TABLE gone(path BLOB PRIMARY KEY, kept INTEGER NOT NULL DEFAULT 0) WITHOUT ROWID;
+    CREATE TEMP TABLE released(feature INTEGER PRIMARY KEY);
+"""
+
+
+class ManifestFile:
+    """The manifest of a data set, without the methods for its rows; a context manager.
+
+    Args:
+        out: folder of the data set.
+        copy: open a copy in the folder for temporary files, which is deleted on exit.
+        rebuild_because: what is wrong with the existing file; if not empty, the file is set aside and an empty
+            manifest is created.
+
+    Raises:
+        InputError: the file, or a file of SQLite beside it, is not a regular file.
+        LayertapError: the file cannot be opened or replaced.
+    """
+
+    def __init__(self, out: Path, *, copy: bool = False, rebuild_because: str = ""):
+        self._out, self._path = out, out / "manifest.sqlite"
+        self.rebuilt_because = ""
+        self._at_exit = contextlib.ExitStack()
+        _make_safe(self._path, only_read=copy)
+        with contextlib.ExitStack() as on_error:
+            on_error.push(self._at_exit)
+            try:
+                if copy:
+                    self._path = self._at_exit.enter_context(_copy_of(self._path))
+                if rebuild_because:
+                    self.recreate(rebuild_because)
+                else:
+                    self._open()
+            except sqlite3.DatabaseError as error:
+                if isinstance(error, sqlite3.OperationalError):
+                    raise LayertapError(f"cannot open {out / 'manifest.sqlite'}: {error}") from error
+                self.recreate(str(error))
+            on_error.pop_all()
+
+    def _open(self) -> None:
+        is_new = not self._path.exists()
+        self._sql = sqlite3.connect(self._path, isolation_level=None)
+        try:
+            self._sql.execute("PRAGMA trusted_schema = OFF")  # an untrusted file may contain triggers
+            self._sql.execute("PRAGMA locking_mode = EXCLUSIVE")
+            self._sql.execute("PRAGMA journal_mode = WAL")
+            self._sql.execute("PRAGMA synchronous = FULL")
+            self._sql.execute("PRAGMA cache_size = -65536")
+            if is_new or not self._sql.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+                with self.transaction():
+                    for statement in _SCHEMA.split(";")[:-1]:
+                        self._sql.execute(statement)
+                    self._set("format", _FORMAT)
+            elif self._get("format", 0) != _FORMAT:
+                raise sqlite3.DatabaseError(f"it has format {self._get('format', 0)}, expected {_FORMAT}")
+            with self.transaction():
+                for statement in (*_ADDED.split(";")[:-1], *_TEMPORARY.split(";")[:-1]):
+                    self._sql.execute(statement)
+        except BaseException:
+            self._sql.close()
+            raise
+
+    def recreate(self, reason: str) -> None:
+        """Set the file aside and create an empty manifest; `rebuild` fills it."""
+        with contextlib.suppress(AttributeError, sqlite3.Error):
+            self._sql.close()
+        self.rebuilt_because = reason
+        try:
+            for suffix in ("-wal", "-shm"):
+                self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                self._path.replace(self._path.with_name(self._path.name + ".damaged"))
+            self._open()
+        except (OSError, sqlite3.Error) as error:
+            raise LayertapError(f"{self._path} is damaged ({reason}) and cannot be replaced: {error}") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._sql.close()
+        self._at_exit.close()
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Context manager: commit the changes of the block, or roll back all of them on an error."""
+        try:
+            self._sql.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._sql.execute("COMMIT")
+            except BaseException:
+                if self._sql.in_transaction:  # after some errors, SQLite has rolled back by itself
+                    self._sql.execute("ROLLBACK")
+                raise
+        except sqlite3.OperationalError as error:
+            raise LayertapError(f"cannot write to {self._path}: {error}") from error
+
+    # Numbers and settings
+
+    def _get(self, name: str, default: Any) -> Any:
+        row = self._sql.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
+        return default if row is None else row[0]
+
+    def _number(self, name: str) -> int:
+        value = self._get(name, 0)
+        if not isinstance(value, int):
+            raise sqlite3.DatabaseError(f"its {name} is {str(value)[:40]!r}, expected a number")
+        return value
+
+    def _object(self, name: str) -> dict[str, Any]:
+        try:
+            return parse_json(str(self._get(name, "{}")).encode(), name)
+        except ValueError as error:
+            raise sqlite3.DatabaseError(str(error)) from error
+
+    def _set(self, name: str, value: Any) -> None:
+        self._sql.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
+
+    @property
+    def version(self) -> int:
+        """Version number of the recorded state, which may still have to be published."""
+        return self._number("version")
+
+    @version.setter
+    def version(self, number: int) -> None:
+        if not self.base:
+            self.set_base({})
+        self._set("version", number)
+        self._set("recorded", number)
+
+    @property
+    def base(self) -> dict[str, Any]:
+        """The last table with all rows, to which `changes` refer; empty if there is none, or they are not complete.
+
+        It has `number` and `rows_xxh3` as in `dataset.json`, the number of its `rows`, and `split_level`: whether first
+        folders were splits.
+        """
+        values = self._object("base")
+        if not values or self._number("recorded") != self.version:
+            return {}
+        try:
+            check_shape(values, "base", _BASE)
+        except InputError as error:
+            raise sqlite3.DatabaseError(str(error)) from error
+        return values
+
+    def set_base(self, values: dict[str, Any]) -> None:
+        """Record that a table with all rows was written, and forget the changes before it."""
+        self._sql.execute("DELETE FROM changes")
+        self._set("base", json.dumps(values))
+        self._set("recorded", self.version)
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """Settings of the features that the last pass requested; empty if there was no pass."""
+        return self._object("configuration")
+
+    @configuration.setter
+    def configuration(self, values: dict[str, Any]) -> None:
+        self._set("configuration", json.dumps(values))
+
+    @property
+    def versions(self) -> dict[str, Any]:
+        """Library versions of the last computation; empty if there was none."""
+        return self._object("versions")
+
+    @versions.setter
+    def versions(self, values: dict[str, Any]) -> None:
+        self._set("versions", json.dumps(values))
+
+
+@contextlib.contextmanager
+def _copy_of(path: Path) -> Iterator[Path]:
+    """Context manager: copy a manifest with its log, and yield the copy; SQLite may write to a file that it reads."""
+    with temporary_folder(Path(tempfile.gettempdir()) / "layertap-manifest") as folder:
+        for suffix in ("", "-wal"):
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copyfile(path.with_name(path.name + suffix), folder / (path.name + suffix))
+        yield folder / path.name
+
+
+def _make_safe(path: Path, only_read: bool) -> None:
+    """Ensure that opening the file changes no file elsewhere.
+
+    Raises:
+        InputError: the file, or a file of SQLite beside it, is a link or not a regular file.
+    """
+    for suffix in ("", "-wal", "-shm"):
+        (check_regular if only_read else make_own)(path.with_name(path.name + suffix))
+    journal = path.with_name(path.name + "-journal")
+    # In WAL mode, a manifest never leaves a rollback journal. A planted journal may name any file as its super-journal,
+    # and SQLite deletes that file (https://www.sqlite.org/fileformat.html#the_rollback_journal).
+    if not only_read and journal.exists():
+        journal.replace(journal.with_name(journal.name + ".damaged"))

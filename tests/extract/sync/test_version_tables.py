@@ -1,0 +1,338 @@
+"""Tables of versions, with all rows or with changes to another table, compared with a model of the manifest."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import tracemalloc
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import xxhash
+
+from extract import InputError
+from extract.images.image_list import labels_from_folders
+from extract.store.format import row_table, version
+from extract.store.format.dataset import DataSet
+from extract.store.format.layout import StoredFeature
+from extract.store.format.version import table_path
+from extract.sync import manifest as manifest_module
+from extract.sync import publishing
+from extract.sync.difference import difference
+from extract.sync.manifest import Manifest
+from extract.sync.publishing import publish, remove_unneeded
+from extract.sync.records import StoredRow
+from extract.sync.safety_limits import Guards
+from extract.sync.scan import ScannedFile
+
+ROOT = "/images"
+
+
+class Model:
+    """A manifest, and what it should hold: path -> (pass, row). No features are stored."""
+
+    def __init__(self, out: Path):
+        self.out, self.manifest = out, Manifest(out)
+        self.files: dict[str, int] = {}  # path -> id of its row
+        self.rows: dict[int, tuple[int, int]] = {}  # id -> pass and row
+        self.passes = 0
+        self.published: DataSet | None = None
+        self.template = DataSet(out, {}, [StoredFeature("fc", (4,), "float32")], {"root": ROOT, "count": 0}, 10)
+
+    def add_pass(self, count: int) -> list[int]:
+        """Add a pass of rows that no file needs yet; return their ids."""
+        self.passes += 1
+        folder = self.out / "passes" / f"{self.passes:06d}"
+        folder.mkdir(parents=True)
+        replace(self.template, out=folder, images={"root": ROOT, "count": count, "paths_xxh3": ""}).write()
+        rows = [StoredRow(bytes(15) + bytes([i % 251]), 9, 9, i, 1) for i in range(count)]
+        with self.manifest.transaction():
+            ids = list(self.manifest.add_pass(self.passes, rows, 1))
+        self.rows |= {row_id: (self.passes, row) for row, row_id in enumerate(ids)}
+        return ids
+
+    def apply(self, files: dict[str, int], removed: list[str]) -> None:
+        """Record files with their rows, and delete paths."""
+        scanned = {path: ScannedFile(os.fsencode(path), 9, 9, 9) for path in files}
+        with self.manifest.transaction():
+            self.manifest.set_files((scanned[path], True, row_id) for path, row_id in files.items())
+            self.manifest.remove_files(map(os.fsencode, removed))
+            self.manifest.record_unused(1)
+            self.manifest.version += 1
+        self.files |= files
+        for path in removed:
+            del self.files[path]
+
+    def join(self, passes: list[int]) -> None:
+        """Move the rows that files need to a new pass, and forget the other rows of the passes."""
+        needed = set(self.files.values())
+        ids = [row_id for row_id, (number, _) in sorted(self.rows.items(), key=lambda item: item[1])
+               if number in passes and row_id in needed]  # fmt: skip
+        (number,) = {self.rows[row_id][0] for row_id in self.add_pass(0)} or {self.passes}
+        with self.manifest.transaction():
+            self.manifest.replace_passes(passes, ids, number)
+            self.manifest.version += 1
+        self.rows = {row_id: place for row_id, place in self.rows.items() if place[0] not in passes}
+        self.rows |= {row_id: (number, row) for row, row_id in enumerate(ids)}
+
+    def publish(self) -> None:
+        """Publish the manifest, and delete what is not needed."""
+        self.published = publish(self.out, ROOT, self.manifest, self.published)
+        remove_unneeded(self.out, self.manifest, self.published)
+
+    def check(self) -> None:
+        """The published version has exactly the rows of the model, in order."""
+        dataset = DataSet.open(self.out)
+        assert dataset.version is not None
+        expected = sorted((*self.rows[row_id], os.fsencode(path)) for path, row_id in self.files.items())
+        paths = [os.fsdecode(path) for _, _, path in expected]
+        labels, classes, splits = labels_from_folders(paths)
+        table = dataset.version_rows()
+        assert list(table.paths) == paths
+        assert [(number, row) for number, row, _ in expected] == list(
+            zip(table.passes.tolist(), table.rows.tolist(), strict=True)
+        )
+        assert (list(table.splits), list(table.classes)) == (splits, classes)
+        assert table.labels.tolist() == labels.tolist()
+        assert list(table.paths[2:5]) == paths[2:5]
+        assert [table.paths[i] for i in range(-2, 2) if paths] == [paths[i] for i in range(-2, 2) if paths]
+        assert dataset.version.passes == tuple(sorted({number for number, _, _ in expected}))
+        digest = xxhash.xxh3_128_hexdigest(b"\0".join(sorted(map(os.fsencode, paths))))
+        assert (dataset.n_rows, dataset.images["paths_xxh3"]) == (len(paths), digest)
+        names = {path.name for path in (self.out / "versions").iterdir()}
+        assert names == {f"{part.number:06d}.h5" for part in dataset.version.tables}
+        assert json.loads((self.out / "dataset.json").read_text())["format_version"] == 1 + bool(dataset.version.base)
+
+
+@pytest.fixture
+def small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changes are written for tables of a few rows, too."""
+    monkeypatch.setattr(row_table, "_ROWS_AT_ONCE", 7)
+    monkeypatch.setattr(row_table, "_TEXTS_AT_ONCE", 5)
+    monkeypatch.setattr(publishing, "_is_due", lambda rows, changes, versions: changes > rows or versions > 6)
+
+
+def step(model: Model, generator: np.random.Generator, folders: list[str]) -> None:
+    """Change some files of the model at random."""
+    count = int(generator.integers(0, 5))
+    ids = model.add_pass(count) + [int(i) for i in generator.choice([*model.rows] or [0], 2) if i]
+    used = [*model.files]
+    names = [f"{folders[int(generator.integers(len(folders)))]}{int(generator.integers(12))}.png" for _ in ids]
+    names += [used[int(generator.integers(len(used)))] for _ in range(2) if used]
+    files = dict(zip(names, map(int, generator.choice(ids or [0], len(names))), strict=True)) if ids else {}
+    removed = [path for path in used if path not in files and generator.random() < 0.1]
+    model.apply(files, removed)
+    needed = set(model.files.values())  # the manifest keeps the others, as images may come back
+    if generator.random() < 0.2 and needed:
+        passes = sorted({model.rows[row_id][0] for row_id in needed})
+        model.join([int(number) for number in generator.choice(passes, min(2, len(passes)), replace=False)])
+
+
+@pytest.mark.usefixtures("small_tables")
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40))])
+def test_a_version_has_the_rows_of_the_manifest_after_any_changes(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator, model = np.random.default_rng(seed), Model(tmp_path)
+    folders = ["train/a/", "train/b/", "val/a/", "", "train/\udcff/"]
+    model.apply({f"train/a/{i}.png": row_id for i, row_id in enumerate(model.add_pass(30))}, [])
+    model.publish()
+    tables = set[int]()
+    for number in range(25):
+        if number == 15:
+            folders.append("other/")  # first folders are no longer splits
+        step(model, generator, folders)
+        how = generator.random()
+        with monkeypatch.context() as patches:
+            if how < 0.15:  # killed between the table and dataset.json
+                patches.setattr(DataSet, "write", killed)
+                with pytest.raises(Killed):
+                    model.publish()
+            elif how < 0.3:  # killed while the table is written
+                patches.setattr(publishing, "write_table", killed)
+                with pytest.raises(Killed):
+                    model.publish()
+        if how < 0.2:
+            step(model, generator, folders)
+        if how < 0.5:  # the next process
+            model.manifest.__exit__()
+            model.manifest = Manifest(tmp_path)
+            model.published = DataSet.open(tmp_path)
+        model.publish()
+        model.check()
+        assert model.published is not None
+        assert model.published.version is not None
+        tables.add(len(model.published.version.tables))
+    assert tables == {1, 2}
+    model.manifest.__exit__()
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+def killed(*_: Any) -> Any:
+    raise Killed
+
+
+def with_changes(out: Path) -> Model:
+    """A version with a table of changes."""
+    model = Model(out)
+    ids = model.add_pass(40)
+    model.apply({f"a/{i:02d}.png": row_id for i, row_id in enumerate(ids)}, [])
+    model.publish()
+    model.apply({"b/new.png": ids[0], "a/03.png": ids[7]}, ["a/39.png"])
+    model.publish()
+    model.check()
+    assert model.published is not None
+    assert model.published.version is not None
+    assert model.published.version.base is not None
+    return model
+
+
+@pytest.mark.usefixtures("small_tables")
+@pytest.mark.parametrize("how", ["missing", "cut", "changed", "folder"])
+@pytest.mark.parametrize("which", [0, 1], ids=["changes", "base"])
+def test_a_table_that_is_missing_or_damaged_is_refused_and_written_again(tmp_path: Path, which: int, how: str) -> None:
+    model = with_changes(tmp_path)
+    assert model.published is not None
+    assert model.published.version is not None
+    path = table_path(tmp_path, model.published.version.tables[which].number)
+    content = path.read_bytes()
+    path.unlink()
+    if how == "folder":
+        path.mkdir()
+    elif how != "missing":
+        path.write_bytes(content[:-9] if how == "cut" else content[:-9] + b"\xff" + content[-8:])
+    with pytest.raises((InputError, FileNotFoundError), match=path.name):
+        model.published.version_rows()
+    if how == "folder":
+        path.rmdir()
+    model.publish()
+    model.check()
+
+
+@pytest.mark.usefixtures("small_tables")
+@pytest.mark.parametrize(
+    ("column", "value", "problem"),
+    [
+        ("removed_path", b"a/77.png", "removes rows that its base does not have"),
+        ("removed_row", 11, "removes rows that its base does not have"),
+        ("path", b"a/07.png", "adds rows that its base has"),
+        ("label", 2, "not the index of a class"),
+        ("pass", 3, "not in order"),
+        ("removed_row", -1, "not in order"),
+    ],
+)
+def test_changes_that_do_not_fit_their_base_are_refused(tmp_path: Path, column: str, value: Any, problem: str) -> None:
+    model = with_changes(tmp_path)
+    assert model.published is not None
+    assert model.published.version is not None
+    path = table_path(tmp_path, model.published.version.number)
+    with h5py.File(path, "r+") as file:
+        file[column][1 if column == "path" else 0] = value
+    published = replace(model.published.version, rows_xxh3=xxhash.xxh3_128_hexdigest(path.read_bytes()))
+    with pytest.raises(InputError, match=f"{path.name}.*{problem}"):
+        replace(model.published, version=published).version_rows()
+
+
+@pytest.mark.usefixtures("small_tables")
+def test_a_version_of_changes_is_refused_by_readers_of_format_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_changes(tmp_path)
+    monkeypatch.setattr("extract.store.format.dataset.CHANGES_VERSION", 1)
+    with pytest.raises(InputError, match="format_version 2"):
+        DataSet.open(tmp_path)
+
+
+@pytest.mark.usefixtures("small_tables")
+def test_changes_that_an_earlier_version_of_layertap_has_recorded_are_not_left_out(tmp_path: Path) -> None:
+    model = with_changes(tmp_path)
+    sql = model.manifest._sql
+    sql.execute("DELETE FROM files WHERE path = ?", (b"a/20.png",))  # as that version did, which notes no changes
+    sql.execute("UPDATE meta SET value = value + 1 WHERE name = 'version'")
+    del model.files["a/20.png"]
+    model.apply({"c/new.png": model.files["a/21.png"]}, [])
+    model.publish()
+    model.check()
+
+
+# What does not grow with the table
+
+
+def many(count: int) -> Iterator[tuple[ScannedFile, int]]:
+    """Files and the row of each."""
+    for i in range(count):
+        yield ScannedFile(b"camera/%03d/%07d.png" % (i // 1000, i), 9, 9, 9), i
+
+
+def filled(out: Path, count: int) -> Model:
+    """A published version with many rows."""
+    model = Model(out)
+    model.add_pass(1)
+    with model.manifest.transaction():
+        model.manifest.clear()
+        ids = model.manifest.add_pass(1, (StoredRow(i.to_bytes(16), 9, 9, i, 1) for i in range(count)), 1)
+        model.manifest.set_files((file, True, ids[row]) for file, row in many(count))
+        model.manifest.record_unused(1)
+        model.manifest.version = 1
+    model.publish()
+    return model
+
+
+def pass_of_few_changes(model: Model, count: int) -> None:
+    """Scan, compare and publish, with 20 deleted and 20 added files, copies of others, that are spread evenly."""
+    apart = count // 20
+    gone = set(range(0, count, apart))
+    files = (file for file, row in many(count) if row not in gone)
+    assert model.manifest.record_scan(files) == count - len(gone)
+    folder_changes = difference(ROOT, model.manifest, Guards(settle_s=0, retry_after_s=1e9), 10**18)
+    assert len(folder_changes.gone) == len(gone)
+    assert not folder_changes.resolved + folder_changes.todo
+    copies = {f"camera/{i:03d}/copy.png": i * apart + 2 for i in range(20)}
+    model.apply(copies, [])
+    with model.manifest.transaction():
+        model.manifest.remove_files(folder_changes.gone)
+        model.manifest.record_unused(1)
+    model.publish()
+    assert model.published is not None
+    assert model.published.n_rows == count - len(gone) + len(copies)
+
+
+@pytest.mark.usefixtures("small_tables")
+def test_the_bytes_and_the_memory_of_a_pass_with_few_changes_do_not_grow_with_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest_module, "_ROWS_AT_ONCE", 500)
+    monkeypatch.setattr(version, "_BLOCK_BYTES", 1 << 12)
+    table_bytes, peaks, written = [], [], []
+    for count in (4_000, 16_000):
+        (tmp_path / f"{count}").mkdir()
+        model = filled(tmp_path / f"{count}", count)
+        gc.collect()
+        tracemalloc.start()
+        before = bytes_written()
+        pass_of_few_changes(model, count)
+        written.append(bytes_written() - before)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        published = DataSet.open(model.out).version
+        assert published is not None
+        assert published.base is not None
+        table_bytes.append(table_path(model.out, published.number).stat().st_size)
+        model.manifest.__exit__()
+    assert table_bytes[0] == table_bytes[1]
+    assert written[1] < 1.3 * written[0]
+    assert peaks[1] < peaks[0] + 200_000, peaks  # 12,000 rows as tuples take 2 MB
+
+
+def bytes_written() -> int:
+    """Return the bytes that this process has passed to `write`."""
+    return int(Path("/proc/self/io").read_text().partition("wchar:")[2].split()[0])
