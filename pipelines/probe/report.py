@@ -306,21 +306,28 @@ def _numbers(metric: Estimate) -> list[str]:
 
 
 def _write_predictions(outcome: ProbeRun, path: Path) -> bool:
-    """Write a line for each test image and layer; return False if there are no predictions (few-shot)."""
+    """Write a line for each test image and layer; return False if there are no predictions (few-shot).
+
+    `probability` is that of the predicted class; empty if the probe has none.
+    """
     if all(feature.result.predictions is None for feature in outcome.probed):
         return False
     with table_file(path) as write:
-        write(["data_set", "layer", "path", "label", "predicted"])
+        write(["data_set", "layer", "path", "label", "predicted", "probability"])
         for feature in outcome.probed:
             result = feature.result
             if result.predictions is None:
                 continue
             names = [str(name) for name in result.classes.tolist()]
             paths = outcome.test_paths[feature.data_set]
-            for name, truth, predicted in zip(paths, result.truth, result.predictions, strict=True):
+            certain = [""] * len(paths)
+            if result.task == "classification" and result.probabilities is not None:
+                certain = [f"{probability:.6f}" for probability in result.probabilities.max(1).tolist()]
+            rows = zip(paths, result.truth, result.predictions, certain, strict=True)
+            for name, truth, predicted, probability in rows:
                 unseen = outcome.labellings[feature.data_set].unseen
                 texts = [answer(value, names, result.task, unseen) for value in (truth, predicted)]
-                write([feature.data_set, feature.layer, name, *texts])
+                write([feature.data_set, feature.layer, name, *texts, probability])
     return True
 
 

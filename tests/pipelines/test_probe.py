@@ -478,6 +478,11 @@ def test_new_images_get_the_classes_that_their_stored_features_get(made, kept, t
     assert {path: predictions(tmp_path / "fresh.csv")[path] for path in probed} == probed
     one = next(csv.DictReader((tmp_path / "fresh.csv").open()))
     assert sum(float(one[f"p({name})"]) for name in COLOURS) == pytest.approx(1, abs=1e-4)
+    saved = {line["path"]: line for line in csv.DictReader((tmp_path / "res/predictions.csv").open())}
+    for line in csv.DictReader((tmp_path / "fresh.csv").open()):
+        if line["path"] in saved:
+            probability = float(saved[line["path"]]["probability"])
+            assert probability == pytest.approx(float(line[f"p({line['predicted']})"]), abs=1e-3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fresh.csv", "probe.safetensors", "res", "stored.csv"]
 
 
