@@ -360,8 +360,8 @@ class Manifest(ManifestFile):
 
         There are fewer than `count` if the passes have no more, or if nearly all of their rows are unneeded.
         """
-        last_rows = [self._sql.execute("SELECT max(row) FROM features WHERE pass = ?", (p,)).fetchone() for p in passes]
-        ends = np.cumsum([row + 1 for (row,) in last_rows])
+        last_row = "SELECT ifnull(max(row), -1) FROM features WHERE pass = ?"  # a pass may have no rows any more
+        ends = np.cumsum([self._sql.execute(last_row, (number,)).fetchone()[0] + 1 for number in passes])
         n_rows = int(ends[-1]) if passes else 0
         if n_rows <= _DRAWN:
             drawn = generator.permutation(n_rows)

@@ -2,9 +2,8 @@
 
     python -m tests.benchmarks.sync_scale 1000000 --home /var/tmp/sync-scale
 
-Each step is a process, and prints a line of JSON: seconds, seconds of CPU time, peak memory, bytes passed to `write`
-(with the logs of SQLite and its temporary files, but not features, which are stored with `pwrite`, too), and the bytes
-of the files of `versions/` that the step wrote.
+Each step is a process, and prints a line of JSON: seconds, seconds of CPU time, peak memory, bytes passed to the system
+for writing (with the log of SQLite and temporary files), and the bytes of the files of `versions/` that it wrote.
 
     fill       one pass of N rows, its manifest and its first version, all made up
     unchanged  a pass without changes

@@ -292,6 +292,6 @@ def test_after_each_pass_the_data_set_is_what_a_fresh_extraction_gives(
     print(STATISTICS)
     assert STATISTICS["sequences"] >= count
     assert STATISTICS["passes"] > count
-    assert STATISTICS["changes"]
-    if count > 3:  # few sequences may hold no kill by chance
+    if count > 3:  # few sequences may hold no kill, and no table of changes, by chance
         assert STATISTICS["kills"] > count // 3
+        assert STATISTICS["changes"] > count // 3

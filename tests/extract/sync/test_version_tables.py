@@ -147,6 +147,9 @@ def test_a_version_has_the_rows_of_the_manifest_after_any_changes(
     for number in range(25):
         if number == 15:
             folders.append("other/")  # first folders are no longer splits
+        assert model.published is not None
+        held = model.published.version_rows()
+        paths, splits = list(held.paths), list(held.splits)
         step(model, generator, folders)
         how = generator.random()
         with monkeypatch.context() as patches:
@@ -166,7 +169,7 @@ def test_a_version_has_the_rows_of_the_manifest_after_any_changes(
             model.published = DataSet.open(tmp_path)
         model.publish()
         model.check()
-        assert model.published is not None
+        assert (list(held.paths), list(held.splits)) == (paths, splits)  # its files may be deleted now
         assert model.published.version is not None
         tables.add(len(model.published.version.tables))
     assert tables == {1, 2}
@@ -262,6 +265,22 @@ def test_changes_that_an_earlier_version_of_layertap_has_recorded_are_not_left_o
     model.apply({"c/new.png": model.files["a/21.png"]}, [])
     model.publish()
     model.check()
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "versions", "is_due"),
+    [
+        (10_000, 1, 1, True),  # a small table
+        (10_000_000, 1_000, 1, False),
+        (10_000_000, 140_000, 140, False),
+        (10_000_000, 142_000, 142, True),  # 142 tables of 71,000 changes on average
+        (10_000_000, 2_500_001, 1, True),
+    ],
+)
+def test_all_rows_are_written_when_the_tables_of_changes_have_as_many(
+    rows: int, changes: int, versions: int, is_due: bool
+) -> None:
+    assert publishing._is_due(rows, changes, versions) == is_due
 
 
 # What does not grow with the table
