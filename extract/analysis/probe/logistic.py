@@ -150,7 +150,7 @@ class LogisticRegression:
         weights = fitted.float() if self._weight is None else fitted * self._weight
         with torch.inference_mode(), full_float32():
             problem = self._problem(weights)
-            for chunk in self._chunks(np.asarray(strengths, np.float64), problem, n_folds * draws):
+            for chunk in self._chunks(np.asarray(strengths, np.float64), problem, n_folds * draws, draws):
                 fold = torch.arange(n_folds * draws, device=self._device).repeat(len(chunk))
                 best, scales, *_ = _minimise(
                     problem, chunk.repeat_interleave(n_folds * draws), fold, MAX_ITERATIONS, until_settled=True
@@ -161,10 +161,13 @@ class LogisticRegression:
     def _problem(self, weights: Tensor | None) -> _Problem:
         return _Problem(self._features, self._targets, self._n_classes, weights)
 
-    def _chunks(self, strengths: NDArray[np.float64], problem: _Problem, n_fits: int = 1) -> Iterator[Tensor]:
-        """Yield the strengths that are fitted side by side, each `n_fits` times."""
+    def _chunks(
+        self, strengths: NDArray[np.float64], problem: _Problem, n_fits: int = 1, n_kept: int = 0
+    ) -> Iterator[Tensor]:
+        """Yield the strengths that are fitted side by side, each `n_fits` times; `n_kept` scores of a row are kept."""
         scores = _LEAST_ROWS * problem.n_outputs * 4 * 4  # four arrays of scores are held at a time
-        at_once = max(1, self._memory_bytes // (n_fits * (4 * problem.n_variables * _VECTORS + scores)))
+        kept = n_kept * problem.count * problem.n_outputs * 4
+        at_once = max(1, self._memory_bytes // (n_fits * (4 * problem.n_variables * _VECTORS + scores) + kept))
         for first in range(0, len(strengths), at_once):
             yield torch.from_numpy(strengths[first : first + at_once]).to(self._device)
 

@@ -408,12 +408,13 @@ def test_few_rows_choose_by_stratified_folds_as_scikit_learn_does():
 
 
 @pytest.mark.parametrize("n_classes", [2, 3])
-def test_scores_of_left_out_rows_are_those_of_fits_without_them(n_classes):
+@pytest.mark.parametrize("memory_bytes", [1 << 30, 1_000], ids=["held", "streamed"])
+def test_scores_of_left_out_rows_are_those_of_fits_without_them(n_classes, memory_bytes):
     x, y = gaussian_classes(60, 0.7, 3)
     y = y % n_classes
     x = x[:, :4]
     folds = stratified_folds(y, 5)
-    problem = Problem(FeatureRows.of(x), y, n_classes)
+    problem = Problem(FeatureRows.of(x), y, n_classes, memory_bytes=memory_bytes)
     for scores, strength in zip(problem.left_out_scores([0.01, 1.0], folds), [0.01, 1.0], strict=True):
         for draw, fold in np.ndindex(folds.shape[1], 5):
             out = folds[:, draw] == fold
