@@ -443,9 +443,15 @@ MUTATIONS = (
     ),
     Mutation(
         "The final probe is fitted without the validation rows.",
-        "    problem, scaling = _problem(train + val, settings)",
-        "    problem, scaling = _problem(train, settings)",
+        "    return _Choice(compare, train + val, len(val), chosen_on)",
+        "    return _Choice(compare, train, len(val), chosen_on)",
         ("test_simclr_takes_the_best_of_45_strengths_on_val_and_fits_again",),
+    ),
+    Mutation(
+        "The rows of a fold are among those that its probe is fitted on.",
+        "[fold_of != number for number in range(n_folds)]",
+        "[fold_of >= -1 for number in range(n_folds)]",
+        ("test_scores_of_left_out_rows_are_those_of_fits_without_them",),
     ),
     Mutation(
         "A shard that is opened on first use is not compared with its data set.",

@@ -133,7 +133,8 @@ class extract.probe.ProbeResult(protocol: str, task: str, scaling: str, metrics:
         = nan, curve: Sequence[tuple[float, float]] = (), per_class: Mapping[str, NDArray[Any]] = ...,
         confusion: NDArray[np.int64] | None = None, shots: Mapping[int, list[float]] = ..., predictions:
         NDArray[Any] | None = None, probabilities: NDArray[np.float32] | None = None, objective: float | None =
-        None, model: LinearProbe | None = None, notes: Sequence[str] = (), seconds: float = 0.0)
+        None, model: LinearProbe | None = None, notes: Sequence[str] = (), seconds: float = 0.0, chosen_on: str
+        = '')
 extract.probe.ProbeResult.primary: str
 extract.probe.ProbeResult.right: NDArray[np.bool_] | None
 extract.probe.ProbeResult.value: float

@@ -81,12 +81,19 @@ def run_search(
         without = None if row is None or itself else np.array([row])
         neighbours = nearest(reader[name], feature[None], k, among=good, without=without, device=_device(device))
         classes, labels, splits = reader.classes, reader.labels, reader.splits
+
+        def class_of(near: int) -> str:
+            return classes[labels[near]] if labels[near] >= 0 else ""
+
         hits = [
-            Hit(near, cosine, reader.paths[near], classes[labels[near]] if labels[near] >= 0 else "", splits[near])
+            Hit(near, cosine, reader.paths[near], class_of(near), splits[near])
             for near, cosine in zip(neighbours.rows[0].tolist(), neighbours.cosines[0].tolist(), strict=True)
             if near >= 0
         ]
-        results = SearchResults(out, name, row, path, text or "", note, hits, len(good) - (without is not None))
+        results = SearchResults(
+            out, name, row, path, text or "", note, hits, len(good) - (without is not None),
+            name="" if row is None else class_of(row),
+        )  # fmt: skip
         if output is not None:
             why_not = _draw(results, reader, dataset.images["root"], images, link_target(output))
             results = replace(results, no_pictures=why_not)
@@ -150,10 +157,11 @@ def _draw(results: SearchResults, reader: FeatureReader, root: str, images: str 
 
 def print_results(results: SearchResults, echo: Callable[[str], None]) -> None:
     """Print the results."""
+    name = f"; class of the query: [{printable(results.name)}]" if results.name else ""
     query = f"the file {results.path}" if results.query is None else f"row {results.query} ({printable(results.path)})"
     if results.text:
         query = f'the text "{printable(results.text)}"'
-    echo(f"{results.out}: nearest to {query} by cosine of {results.layer}, among {results.searched:,} rows")
+    echo(f"{results.out}: nearest to {query} by cosine of {results.layer}, among {results.searched:,} rows{name}")
     if results.note:
         echo(f"  note: {printable(results.note)}")
     if results.no_pictures:
@@ -176,6 +184,7 @@ def as_json(results: SearchResults) -> dict[str, Any]:
             "row": results.query,
             "path": results.path or None,
             "text": results.text or None,
+            "class": results.name or None,
             "note": results.note,
         },
         "no_pictures": results.no_pictures,

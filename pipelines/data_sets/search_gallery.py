@@ -45,13 +45,16 @@ def draw(
         _frame(axes[0], results.text if len(results.text) <= 200 else results.text[:199] + "…", fontsize=9)
         axes[0].set_title("query", fontsize=7.5, fontweight="bold")
     else:
-        _place(axes[0], query, f"query\n{_tail(results.path)}", bold=True)
+        _place(axes[0], query, f"query\n{_tail(results.path)}{_class_line(results.name)}", bold=True)
     for tile, (hit, picture) in zip(axes[1:], shown, strict=False):
-        name = f"\n[{drawable(hit.name)}]" if hit.name else ""
-        _place(tile, picture, f"{hit.cosine:.4f}\n{_tail(hit.path)}{name}")
+        _place(tile, picture, f"{hit.cosine:.4f}\n{_tail(hit.path)}{_class_line(hit.name)}")
     more = f"; the first {len(shown)} of {len(results.hits)}" if len(shown) < len(results.hits) else ""
     figure.suptitle(f"Nearest by cosine of {drawable(results.layer)}{more}", fontsize=10)
     save_figure(figure, output)
+
+
+def _class_line(name: str) -> str:
+    return f"\n[{drawable(name)}]" if name else ""
 
 
 def _tail(path: str) -> str:

@@ -37,6 +37,7 @@ class SearchResults:
         query: query row; None if the query is a file or a text.
         path: path of the query image; empty for a text.
         text: query text; empty for an image.
+        name: name of the class of the query row; empty: unlabelled, a file or a text.
         note: what else the query may mean; empty: nothing.
         hits: results, nearest first.
         searched: number of rows compared.
@@ -52,3 +53,4 @@ class SearchResults:
     hits: list[Hit]
     searched: int
     no_pictures: str = ""
+    name: str = ""

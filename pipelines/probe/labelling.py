@@ -23,6 +23,8 @@ __all__ = ["SEPARATOR", "Labelling", "drop_leaks", "image_hashes", "label_rows"]
 
 TEST_FRACTION = 0.2  # of each class, if a data set has no splits
 SEPARATOR = "|"  # between the labels of a multilabel row
+_TINY_CLASS = 0.01  # of the median size of a class
+_NAMED = 3  # examples in a note
 _MOST_CLASSES = 20  # more classes need two rows each on average; otherwise they are taken for names or ids of images
 
 
@@ -89,6 +91,7 @@ def label_rows(
         remedy = "; name a table of labels: --labels FILE.csv" if labels is None and counts["unlabelled"] else ""
         raise InputError(f"none of the {len(reader):,} rows has both features and a label: {_reasons(counts)}{remedy}")
     classes, targets = _targets(texts, used, task, labels or "the data set")
+    notes += _notes_on_classes(classes, targets[used], task)
     names = np.array(splits)
     known_splits = set(names[used].tolist()) - {""}
     if test_fraction is not None or not known_splits:
@@ -170,9 +173,11 @@ def _from_file(
     table_rows = [row_of.get(name, row_of.get(safe_cell(name))) for name in names]
     matched = {row for row in table_rows if row is not None}
     if not matched:
+        example = next(iter(row_of), "none")
+        hint = "; paths are written with /" if "\\" in example and "\\" not in names[0] else ""
         raise InputError(
             f"{where}: none of its {len(row_of):,} values of {key!r} is in the data set; the table has "
-            f"{printable(next(iter(row_of), 'none'))!r}, the data set has {printable(names[0])!r}"
+            f"{printable(example)!r}, the data set has {printable(names[0])!r}{hint}"
         )
     notes = []
     if unmatched := len(row_of) - len(matched):
@@ -237,6 +242,32 @@ def _targets(texts: Sequence[str | None], used: NDArray[np.bool_], task: str, wh
         if not np.isfinite(values[row, 0]):
             raise InputError(f"{where}: the label {texts[row]!r} is not a number; the protocol ridge predicts numbers")
     return np.array(["target"]), values
+
+
+def _notes_on_classes(classes: NDArray[Any], targets: NDArray[Any], task: str) -> list[str]:
+    """Return notes on names of classes or labels that differ only by case or spaces, and on very small classes."""
+    if task == "regression":
+        return []
+    notes, noun = [], "labels" if task == "multilabel" else "classes"
+    spellings: dict[str, list[str]] = {}
+    for name in classes.tolist():
+        spellings.setdefault(" ".join(name.casefold().split()), []).append(name)
+    if similar := [names for names in spellings.values() if len(names) > 1]:
+        more = f", and {len(similar) - 1} more such group{'s' * (len(similar) > 2)}" if len(similar) > 1 else ""
+        notes.append(
+            f"the {noun} {' and '.join(repr(name) for name in similar[0])} differ only by case or spaces{more}; "
+            "if they mean the same, give them one spelling in a list of labels (--labels)"
+        )
+    if task == "classification":
+        sizes = np.bincount(targets, minlength=len(classes))
+        if len(tiny := np.flatnonzero(sizes < _TINY_CLASS * np.median(sizes))):
+            examples = ", ".join(f"{classes[i]!s} ({sizes[i]:,})" for i in tiny[:_NAMED])
+            more = f", and {len(tiny) - _NAMED} more" if len(tiny) > _NAMED else ""
+            notes.append(
+                f"classes with less than 1 % of the rows of a usual class ({int(np.median(sizes)):,}): {examples}"
+                f"{more}; are they spelled correctly?"
+            )
+    return notes
 
 
 def _groups(reader: FeatureReader) -> NDArray[np.int64]:

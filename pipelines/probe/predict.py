@@ -19,7 +19,7 @@ from extract.extraction.plan import asked_of, how_decoded, how_made
 from extract.extraction.run import ExtractionSettings, extract, plan
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet
-from extract.store.format.differences import differences
+from extract.store.format.differences import changes
 from extract.store.reader import FeatureReader
 from extract.system.atomic_files import link_target
 from extract.system.leftovers import temporary_folder
@@ -66,6 +66,8 @@ def run_predict(
         dtype, max_pixels = str(described["stored_as"]), int(probe.about["provenance"]["configuration"]["max_pixels"])
         layers = [name if name.rpartition(":")[2] in pooling_names() else f"{name}:{pooling}"
                   for (name, _), pooling in zip(fitted_on, poolings, strict=True)]  # fmt: skip
+        if not layers or not isinstance(probe.about["layers"], list) or max_pixels < 1:
+            raise ValueError(f"layers {probe.about['layers']!r}, max_pixels {max_pixels}")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise InputError(f"{path} does not describe the features that it was fitted on: {reason}") from error
@@ -109,9 +111,10 @@ def _same_features(
             )
         names.append(same[0])
     others = {key: value for key, value in described.items() if key != "features"}
-    if changed := differences(others, {k: v for k, v in dataset.depends_on.items() if k != "features"}):
+    if changed := changes(others, {k: v for k, v in dataset.depends_on.items() if k != "features"}):
         raise InputError(
-            f"{path} was fitted on features with other settings than the features of {images}: " + "; ".join(changed)
+            f"{path} was fitted on features with other settings than the features of {images}: "
+            + "; ".join(f"{key}: the probe has {fitted}, {images} has {other}" for key, fitted, other in changed)
         )
     return names
 

@@ -11,12 +11,15 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from extract.analysis.probe.probing import PRIMARY
+from extract.analysis.probe.strength_choice import standard_error
 from pipelines.probe.job import ProbedFeature, ProbeRun
 from pipelines.terminal.figures import COLOURS, cycled, drawable, new_figure, save_figure
 
 __all__ = ["PICTURES", "draw"]
 
 _AXIS = {"top1": "top-1 accuracy, %", "mAP": "mean average precision", "r2": "R²"}
+_METRIC = {"top1": "top-1", "mAP": "mAP", "r2": "R²"}
+_PLATEAU = 0.1  # height of the axis of strengths below the best value, if there is no standard error
 _NAMED_CLASSES = 40  # more names do not fit beside a matrix
 
 
@@ -43,7 +46,7 @@ def _scale(outcome: ProbeRun) -> tuple[str, float]:
 
 def _title(outcome: ProbeRun, text: str) -> str:
     data_set = f", data set {drawable(next(iter(outcome.labellings)))}" if len(outcome.labellings) == 1 else ""
-    return f"{text}: protocol {outcome.config.protocol}{data_set}"
+    return f"{text}\nprotocol {outcome.config.protocol}{data_set}"
 
 
 def _layers(outcome: ProbeRun) -> Figure | None:
@@ -93,29 +96,46 @@ def _chance(outcome: ProbeRun, axes: Any) -> None:
 
 
 def _curve(outcome: ProbeRun) -> Figure | None:
-    """Plot the metric on the validation rows against the strength, and mark the chosen strength; one line per layer."""
+    """Plot the metric on the validation rows against the strength, and mark the chosen strength; one line per layer.
+
+    The axis shows the values near the best, among which the choice is made.
+    """
     probed = [feature for feature in outcome.probed if len(feature.result.curve) > 1]
     if not probed:
         return None
     figure, axes = new_figure(*_size_with_legend(len(probed)))
     label, factor = _scale(outcome)
+    lowest, highest, has_errors = np.inf, -np.inf, probed[0].result.task == "classification"
     for (name, colour, style), feature in zip(_lines(outcome, probed), probed, strict=True):
-        strengths, values = np.array(feature.result.curve).T
-        order = np.argsort(strengths)
+        strengths, values = np.array(sorted(feature.result.curve)).T
+        if has_errors:
+            errors = np.array([standard_error(value, feature.result.n_val) for value in values.tolist()])
+            axes.fill_between(strengths, factor * (values - errors), factor * (values + errors), color=colour,
+                              alpha=0.15, linewidth=0)  # fmt: skip
+            below, above = 6 * errors[values.argmax()], 2 * errors[values.argmax()]
+        else:
+            below = above = _PLATEAU
+        # Include the neighbours of the best value, on curves that are steep there.
+        near = values[max(0, values.argmax() - 1) : values.argmax() + 2].min()
+        lowest, highest = min(lowest, values.max() - below, near), max(highest, values.max() + above)
         axes.plot(
-            strengths[order], factor * values[order], color=colour, linestyle=style, linewidth=1.5, marker=".",
+            strengths, factor * values, color=colour, linestyle=style, linewidth=1.5, marker=".",
             markersize=4, label=name,
         )  # fmt: skip
         chosen = int(np.argmin(np.abs(np.log(strengths / feature.result.chosen))))
         axes.plot(strengths[chosen], factor * values[chosen], "o", color=colour, markersize=8, markeredgecolor="white")
     axes.set_xscale("log")
+    margin = 0.03 * (highest - lowest) + 0.002
+    axes.set_ylim(factor * (lowest - margin), factor * (min(highest, 1.0) + margin))
     if probed[0].result.swept == "k":
         ks = sorted({int(k) for feature in probed for k, _ in feature.result.curve})
         axes.set_xticks(ks, [str(k) for k in ks])
         axes.minorticks_off()
     axes.set_xlabel(probed[0].result.swept)
-    axes.set_ylabel(f"{label}, on validation rows")
-    axes.set_title(_title(outcome, f"By {probed[0].result.swept}, chosen values as dots"), fontsize=11)
+    axes.set_ylabel(f"{label}, on {probed[0].result.chosen_on or 'validation rows'}", fontsize=9)
+    legend = "dots: chosen" + ("; bands: ±1 standard error" if has_errors else "")
+    title = f"Validation {_METRIC[PRIMARY[probed[0].result.task]]} by {probed[0].result.swept}"
+    axes.set_title(_title(outcome, title) + f"; {legend}", fontsize=10)
     axes.grid(alpha=0.3)
     _legend(axes, len(probed))
     return figure

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from extract.analysis.probe.metrics import Estimate
+from extract.analysis.probe.intervals import Estimate
 from extract.analysis.probe.model import LinearProbe
 from extract.analysis.probe.protocols import PROTOCOLS
 from extract.credentials import text_without_credentials
@@ -33,6 +33,7 @@ _NAMES = {
     "top1": "top-1", "top5": "top-5", "balanced_accuracy": "balanced", "macro_f1": "macro F1", "log_loss": "log loss",
     "calibration_error": "ECE", "r2": "R²", "rmse": "RMSE", "mae": "MAE",
 }  # fmt: skip
+_CALIBRATED = "calibration_error_if_calibrated"  # stands beside the calibration error
 _NEAREST = 3  # comparisons printed, those with the largest p; results.json has all
 _PERCENT_METRICS = {"top1", "top5", "balanced_accuracy"}
 _MOST_IN_JSON = 200  # most classes of a confusion matrix in results.json
@@ -156,6 +157,9 @@ def print_outcome(outcome: ProbeRun, echo: Callable[[str], None]) -> None:
                  "leaves them out of training")  # fmt: skip
     first = outcome.probed[0].result
     echo(f"{first.protocol}: {PROTOCOLS[first.protocol].about}; {_SCALED[first.scaling]}")
+    if first.swept:
+        chosen_on = dict.fromkeys(feature.result.chosen_on for feature in outcome.probed)
+        echo(f"  {first.swept} chosen on {' or '.join(chosen_on)}")
     for line in _table(outcome):
         echo("  " + line)
     several = len(outcome.probed) > 1
@@ -164,7 +168,7 @@ def print_outcome(outcome: ProbeRun, echo: Callable[[str], None]) -> None:
         on_test = _format_metric(best.result.primary, best.result.value)
         title = "best on the test rows themselves"
         if outcome.by_validation:
-            title = f"best on validation rows ({_format_metric(best.result.primary, best.chosen_by)})"
+            title = f"best on {best.result.chosen_on} ({_format_metric(best.result.primary, best.chosen_by)})"
         name = _full_name(outcome, best.data_set, best.layer)
         echo(f"{title}: {name}, {on_test} on test")
         for pair in sorted(outcome.comparisons, key=lambda pair: -pair.p)[:_NEAREST]:
@@ -190,7 +194,7 @@ def _full_name(outcome: ProbeRun, data_set: str, layer: str) -> str:
 def _table(outcome: ProbeRun) -> Iterator[str]:
     """Yield the lines of a table: a row per layer, a column per metric, with intervals of the primary metric."""
     first = outcome.probed[0].result
-    metrics = list(first.metrics)
+    metrics = [metric for metric in first.metrics if metric != _CALIBRATED]
     rows = [["layer", "width", *(_metric_name(metric) for metric in metrics), *([first.swept] if first.swept else [])]]
     for feature in outcome.probed:
         result, cells = feature.result, []
@@ -201,6 +205,8 @@ def _table(outcome: ProbeRun) -> Iterator[str]:
             estimate = result.metrics[metric]
             text = _format_metric(metric, estimate.value)
             ends = f"{_format_metric(metric, estimate.low, False)} to {_format_metric(metric, estimate.high, False)}"
+            if metric == "calibration_error":
+                text += f" ({_format_metric(metric, result.metrics[_CALIBRATED].value)} if calibrated)"
             has_interval = (metric == result.primary or result.shots) and math.isfinite(estimate.low)
             cells.append(f"{text} ({ends})" if has_interval else text)
         cells += [f"{result.chosen:.3g}"] if result.swept else []
@@ -261,6 +267,7 @@ def _probe_as_json(feature: ProbedFeature) -> dict[str, Any]:
         "rows": {"train": result.n_train, "val": result.n_val, "test": result.n_test},
         "metrics": {name: asdict(metric) for name, metric in result.metrics.items()},
         "chosen": {result.swept: result.chosen} if result.swept else {},
+        "chosen_on": result.chosen_on or None,
         "curve": [list(point) for point in result.curve],
         "shots": result.shots,
         "objective": result.objective,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from sklearn.linear_model import LogisticRegression
 from extract import FeatureReader
 from extract.analysis.probe import LinearProbe
 from pipelines.probe import probe_figures
+from pipelines.probe.labelling import _notes_on_classes
 from tests.pipelines.test_cli import SMALL, fails, layertap
 
 COLOURS = {"ant": (200, 60, 60), "bee": (60, 200, 60), "cat": (60, 60, 200)}
@@ -70,7 +72,9 @@ def test_every_layer_is_probed_and_all_that_was_found_is_written(made, tmp_path)
     assert "out: 66 rows, 3 classes; 42 train, 24 test" in result.stdout
     assert "clip: logistic regression, 96 lambdas" in result.stdout
     assert "features unscaled" in result.stdout
-    assert "best on validation rows (" in result.stdout
+    assert "lambda chosen on 5 folds of the training rows, drawn 4 times" in result.stdout
+    assert "best on 5 folds of the training rows, drawn 4 times (" in result.stdout
+    assert " if calibrated)" in result.stdout
     assert "p = " in result.stdout
     assert "probing layer4 (2 of 3)" in result.stderr
     content = results(tmp_path / "res")
@@ -80,6 +84,8 @@ def test_every_layer_is_probed_and_all_that_was_found_is_written(made, tmp_path)
     }  # fmt: skip
     first = content["probes"][0]
     assert np.sum(first["confusion"]) == 24
+    assert first["metrics"]["top1"]["method"] == "Clopper-Pearson"
+    assert first["chosen_on"] == "5 folds of the training rows, drawn 4 times"
     assert len(first["curve"]) >= 7
     lines = list(csv.DictReader((tmp_path / "res" / "results.csv").open()))
     assert float(lines[0]["estimate"]) == first["metrics"][lines[0]["metric"]]["value"]
@@ -249,6 +255,60 @@ def test_failed_images_are_left_out_and_counted(made, tmp_path):
 def test_labels_that_do_not_fit_are_explained(made, tmp_path, lines, labels, message):
     file = labels_file(tmp_path / "labels.csv", lines)
     assert message in fails("probe", made / "out", "--labels", labels.format(file), "-o", tmp_path)
+
+
+def test_classes_that_differ_by_case_or_spaces_and_very_small_ones_are_named(made, tmp_path):
+    with FeatureReader(made / "out") as reader:
+        paths = reader.paths[:]
+    names = ["ant" if "ant" in path else "bee" if "bee" in path else "red cat" for path in paths]
+    names[0], names[1], names[-1] = "Ant", "ANT", "Red  cat"
+    file = labels_file(tmp_path / "labels.csv", [["path", "label"], *zip(paths, names, strict=True)])
+    result = layertap("probe", made / "out", "-l", "layer4", "-p", "centroid", "--labels", file, "-o", tmp_path / "res")
+    assert (
+        "the classes 'ANT' and 'Ant' and 'ant' differ only by case or spaces, and 1 more such group; if they mean the "
+        "same, give them one spelling in a list of labels (--labels)" in result.stdout
+    )
+    plain = layertap("probe", made / "out", "-l", "layer4", "-p", "centroid", "-o", tmp_path / "res")
+    assert "differ only by case" not in plain.stdout
+    assert "of a usual class" not in result.stdout
+
+
+def test_classes_with_hardly_any_rows_are_named():
+    sizes = {"cat": 500, "dog": 400, "cta": 3, "Eel": 450}
+    targets = np.repeat(np.arange(4), list(sizes.values()))
+    (note,) = _notes_on_classes(np.array(list(sizes)), targets, "classification")
+    assert note == (
+        "classes with less than 1 % of the rows of a usual class (425): cta (3); are they spelled correctly?"
+    )
+    assert _notes_on_classes(np.array(["a", "b"]), np.array([0] * 90 + [1]), "classification") == []
+
+
+def test_backslashes_in_paths_of_labels_are_hinted_at(made, tmp_path):
+    file = labels_file(tmp_path / "labels.csv", [["path", "label"], ["train\\ant\\00.png", "ant"]])
+    error = fails("probe", made / "out", "--labels", file, "-o", tmp_path)
+    assert "paths are written with /" in error
+
+
+def test_the_curve_shows_the_plateau_with_its_standard_error_and_titles_say_what_is_drawn(made, tmp_path, monkeypatch):
+    figures = {}
+    monkeypatch.setattr(probe_figures, "save_figure", lambda figure, path: figures.setdefault(path.name, figure))
+    layertap("probe", made / "out", "-l", "layer4", "-o", tmp_path)
+    (probed,) = results(tmp_path)["probes"]
+    axes = figures["curve.png"].axes[0]
+    assert axes.get_title().startswith("Validation top-1 by lambda\nprotocol clip, data set out")
+    low, high = axes.get_ylim()
+    values = np.array([value for _, value in probed["curve"]])
+    error = np.sqrt(values.max() * (1 - values.max()) / 42)
+    assert low < 100 * (values.max() - error) < 100 * values.max() < high < 110
+    assert low > 100 * values.min()  # chance, at the strongest penalty, is outside
+    (band,) = axes.collections
+    heights = band.get_paths()[0].vertices[:, 1]
+    strongest = 100 * values.max()
+    assert np.isclose(heights, strongest + 100 * error).any()
+    assert np.isclose(heights, strongest - 100 * error).any()
+    assert (
+        figures["confusion.png"].axes[0].get_title().startswith("Confusion of layer4, % of each class\nprotocol clip")
+    )
 
 
 def test_numbers_and_names_of_images_are_not_taken_for_classes(made, tmp_path):
@@ -510,7 +570,9 @@ def test_a_data_set_with_other_layers_too_will_do_but_not_one_made_otherwise(mad
     layertap("embed", made / "pictures", "-o", tmp_path / "seed", *SMALL, "-l", "layer4", "--seed", 3)
     error = fails("predict", kept, tmp_path / "seed", "-o", tmp_path / "b.csv")
     assert "other settings" in error
-    assert "weights_sha256" in error
+    assert re.search(
+        rf"weights_sha256: the probe has \w+\.\.\., {re.escape(str(tmp_path / 'seed'))} has \w+\.\.\.", error
+    )
     layertap("embed", made / "pictures", "-o", tmp_path / "max", *SMALL, "-l", "layer4:max_map")
     error = fails("predict", kept, tmp_path / "max", "-o", tmp_path / "b.csv")
     assert "has no such feature, but layer4 (layer4 max_map [96])" in error

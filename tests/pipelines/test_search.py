@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from matplotlib.figure import Figure
 from PIL import Image
 
 from extract import FeatureReader
 from extract.images.decoding import decode, decode_partly
+from pipelines.data_sets import search_gallery
 from tests.conftest import make_picture
 from tests.extract.store.rows import change_a_value
 from tests.pipelines.test_cli import SMALL, fails, layertap
@@ -46,7 +48,7 @@ def test_a_row_finds_its_copies_and_neighbours_and_not_itself(out: Path) -> None
     with FeatureReader(out) as reader:
         query, paths = reader["embedding"][0].astype(np.float64), reader.paths[:]
     content = found(out, 0, "-k", 4)
-    assert content["query"] == {"row": 0, "path": "ant/00.png", "text": None, "note": ""}
+    assert content["query"] == {"row": 0, "path": "ant/00.png", "text": None, "class": "ant", "note": ""}
     assert [one["row"] for one in content["results"]] == expected(out, query)[1:5]
     first = content["results"][0]
     assert (first["path"], first["cosine"], first["class"]) == ("cat/copy.png", 1.0, "cat")
@@ -54,7 +56,7 @@ def test_a_row_finds_its_copies_and_neighbours_and_not_itself(out: Path) -> None
     assert [one["row"] for one in found(out, 0, "-k", 4, "--itself")["results"]] == expected(out, query)[:4]
     assert len(found(out, 0, "-k", 100)["results"]) == len(paths) - 2
     text = layertap("search", out, 0, "-k", 1).stdout
-    assert "nearest to row 0 (ant/00.png) by cosine of embedding, among 12 rows" in text
+    assert "nearest to row 0 (ant/00.png) by cosine of embedding, among 12 rows; class of the query: [ant]" in text
     assert "  1  1.000000  row 13  cat/copy.png  [cat]" in text
 
 
@@ -86,7 +88,7 @@ def test_a_file_is_searched_with_features_computed_as_those_stored(out: Path, fo
     moved = tmp_path / "elsewhere.png"
     shutil.copy(folder / "ant" / "06.png", moved)
     content = found(out, moved, "-k", 3)
-    assert content["query"] == {"row": None, "path": str(moved), "text": None, "note": ""}
+    assert content["query"] == {"row": None, "path": str(moved), "text": None, "class": None, "note": ""}
     assert content["results"][0]["path"] == "ant/06.png"
     assert content["results"][0]["cosine"] == pytest.approx(1, abs=1e-6)
     with FeatureReader(out) as reader:
@@ -162,6 +164,15 @@ def test_a_gallery_is_drawn_and_missing_pictures_have_a_place(
             assert picture.width > 1000
     shutil.rmtree(folder)
     assert layertap("search", out, 0, "-o", file).exit_code == 0
+
+
+def test_the_gallery_names_the_class_of_the_query(out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(search_gallery, "save_figure", lambda figure, path: figures.append(figure))
+    layertap("search", out, 0, "-k", 1, "-o", tmp_path / "gallery.png")
+    titles = [axes.get_title() for axes in figures[0].axes]
+    assert titles[0] == "query\n00.png\n[ant]"
+    assert titles[1] == "1.0000\ncopy.png\n[cat]"
 
 
 def test_a_data_set_of_sync_is_searched_in_its_version(folder: Path, tmp_path: Path) -> None:

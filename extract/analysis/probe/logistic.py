@@ -12,6 +12,7 @@ hundreds of steps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from extract.analysis.probe.feature_matrix import FeatureRows
+from extract.analysis.probe.principal_axes import TOO_LARGE, PrincipalAxes, principal_axes
 from extract.errors import LayertapError
 from extract.system.torch_state import full_float32
 
@@ -30,6 +32,8 @@ __all__ = ["MAX_ITERATIONS", "Fit", "LogisticRegression"]
 
 MAX_ITERATIONS = 1000  # from CLIP (appendix A.3) and DINOv2 (eval/log_regression.py)
 _TOLERANCE = 1e-6  # stop if the next step promises at most this share of the gain so far
+_SETTLED_STEPS = 50  # consecutive small steps on separated rows after which predictions have settled
+_SMALL_GAIN = 1e-6  # upper limit of the gain of a small step, in nats per row
 _HISTORY = 10  # steps used to estimate the curvature, as in scikit-learn
 _VECTORS = 4 * _HISTORY + 12  # vectors of variables needed per strength; the history is copied at times
 _BLOCK_BYTES = 4 << 20  # of scores computed at once: about the size of a core's cache
@@ -37,8 +41,6 @@ _LEAST_ROWS = 512  # in a block; with fewer, reading the weights takes longer th
 _MOST_SHRINKS = 30  # of a step that does not decrease the objective enough
 _ENOUGH = 1e-4  # required share of the decrease promised by the slope (Nocedal and Wright, section 3.1)
 _ROUNDING = 1e-7  # relative rounding error of the objective in float32
-_FLATTEST = 1e-7  # of the largest variance; axes below it are rounding errors and are not stretched further
-_WIDEST = 6000  # columns for which principal axes are computed; wider features are scaled column by column
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,10 @@ class Fit:
         objectives: (M,) values of the objective in the module docstring.
         iterations: (M,) numbers of steps.
         converged: (M,) whether the next step promised at most a millionth of the gain so far, or no step along the
-            slope gained anything in float32.
+            slope gained anything in float32, or predictions had settled.
+        separated: (M,) whether all rows are classified correctly, with losses below log 2 in sum. Without a penalty,
+            such classes have no optimum: the loss goes to zero as the weights grow (Albert and Anderson 1984).
+        deviation: largest standard deviation of the features along an axis.
     """
 
     weights: NDArray[np.float32]
@@ -59,6 +64,8 @@ class Fit:
     objectives: NDArray[np.float64]
     iterations: NDArray[np.int64]
     converged: NDArray[np.bool_]
+    separated: NDArray[np.bool_]
+    deviation: float
 
 
 class LogisticRegression:
@@ -87,134 +94,103 @@ class LogisticRegression:
         self._device, self._memory_bytes = torch.device(device), memory_bytes // 2
         if targets.ndim == 1 and n_classes == 2:
             targets = targets[:, None].astype(np.float32)
-        weight = None if sample_weight is None else torch.from_numpy(sample_weight).to(self._device)
+        self._weight = None if sample_weight is None else torch.from_numpy(sample_weight[:, None]).to(self._device)
+        self._targets, self._n_classes = torch.from_numpy(targets).to(self._device), n_classes
         with torch.inference_mode(), full_float32():
-            features = _features(rows, self._device, self._memory_bytes)
-            self._problem = _Problem(features, torch.from_numpy(targets).to(self._device), n_classes, weight)
+            self._features = principal_axes(rows, self._device, self._memory_bytes)
 
-    def fit(self, strengths: Sequence[float], max_iterations: int = MAX_ITERATIONS) -> Fit:
+    def fit(self, strengths: Sequence[float], max_iterations: int = MAX_ITERATIONS, until_settled: bool = False) -> Fit:
         """Minimise the objective for every strength.
 
         Args:
             strengths: values of C, in any order.
             max_iterations: maximum number of steps for each C.
+            until_settled: whether to stop on separated rows too, after 50 consecutive steps that gained less than 1e-6
+                nats per row each. No row changed its class during these steps; the optimum may be a thousand steps
+                away.
 
         Raises:
             LayertapError: the objective is not finite at the start: the features are too large for float32.
         """
         order = np.argsort(strengths, kind="stable")
-        scores = _LEAST_ROWS * self._problem.n_outputs * 4 * 4  # four arrays of scores are held at a time
-        at_once = max(1, self._memory_bytes // (4 * self._problem.n_variables * _VECTORS + scores))
-        solved = []
-        with torch.inference_mode(), full_float32():
-            for first in range(0, len(order), at_once):
-                chunk = np.asarray(strengths, np.float64)[order[first : first + at_once]]
-                solved.append(_minimise(self._problem, torch.from_numpy(chunk).to(self._device), max_iterations))
         place = np.argsort(order)  # position of each strength among the solved ones
-        weights, biases, objectives, iterations, converged = (
-            np.concatenate([solution[i] for solution in solved])[place] for i in range(5)
-        )
-        return Fit(weights, biases, objectives, iterations, converged)
+        with torch.inference_mode(), full_float32():
+            problem = self._problem(self._weight)
+            solved = [
+                _fit_of(
+                    problem,
+                    *_minimise(
+                        problem, chunk, torch.zeros_like(chunk, dtype=torch.int64), max_iterations, until_settled
+                    ),
+                )
+                for chunk in self._chunks(np.asarray(strengths, np.float64)[order], problem)
+            ]
+            weights, biases, objectives, iterations, converged, separated = (
+                np.concatenate([solution[i] for solution in solved])[place] for i in range(6)
+            )
+        deviation = float(self._features.variances.max()) ** 0.5
+        return Fit(weights, biases, objectives, iterations, converged, separated, deviation)
 
+    def left_out_scores(self, strengths: Sequence[float], folds: NDArray[np.int64]) -> Iterator[NDArray[np.float32]]:
+        """Yield for each strength the scores of rows by fits without these rows.
 
-@dataclass(frozen=True)
-class _Features:
-    """The rows, and the axes along which the variables lie.
+        The axes of the variables, and a scaling, are those of all rows: they do not depend on the targets. The fits
+        are those of `fit` with `until_settled`.
 
-    Attributes:
-        rows: (N, D) rows to read in every pass; None if they are held.
-        held: (N, R) centred rows along the axes; None if they do not fit into memory or have no principal axes.
-        mean: (D,) of the rows.
-        axes: (D, R) orthonormal principal axes; None: the columns.
-        variances: (R,) of the rows along the axes, at least 1e-7 of the largest.
-        count: N.
-    """
+        Args:
+            strengths: values of C.
+            folds: (N, R) numbers 0 to F - 1 of the fold of each row, in R draws; -1: never left out.
 
-    rows: FeatureRows | None
-    held: Tensor | None
-    mean: Tensor
-    axes: Tensor | None
-    variances: Tensor
-    count: int
+        Yields:
+            (R, N, K) scores; two classes have one column, and rows with the fold -1 have zeros.
+        """
+        n_folds, draws = int(folds.max()) + 1, folds.shape[1]
+        fold_of = torch.from_numpy(folds).to(self._device)
+        fitted = torch.cat([fold_of != number for number in range(n_folds)], 1)  # (N, F * R): the draw varies fastest
+        weights = fitted.float() if self._weight is None else fitted * self._weight
+        with torch.inference_mode(), full_float32():
+            problem = self._problem(weights)
+            for chunk in self._chunks(np.asarray(strengths, np.float64), problem, n_folds * draws, draws):
+                fold = torch.arange(n_folds * draws, device=self._device).repeat(len(chunk))
+                best, scales, *_ = _minimise(
+                    problem, chunk.repeat_interleave(n_folds * draws), fold, MAX_ITERATIONS, until_settled=True
+                )
+                scores = problem.left_out_scores(best, scales, fold_of, n_folds)
+                yield from scores.cpu().numpy()
 
-    def blocks(self, size: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first row, block) over all rows; a block is (n, R) if the rows are held, else (n, D)."""
-        if self.held is not None:
-            for start in range(0, self.count, size):
-                yield start, self.held[start : start + size]
-        elif self.rows is not None:
-            for first, array in self.rows.blocks():  # read large blocks, compute on small ones
-                block = torch.from_numpy(array).to(self.mean.device)
-                for start in range(0, len(block), size):
-                    yield first + start, block[start : start + size]
+    def _problem(self, weights: Tensor | None) -> _Problem:
+        return _Problem(self._features, self._targets, self._n_classes, weights)
 
-    def along(self, weights: Tensor) -> Tensor:
-        """Convert weights along the axes (..., R) to weights of the columns (..., D)."""
-        return weights if self.axes is None else weights @ self.axes.T
-
-
-def _features(rows: FeatureRows, device: torch.device, memory_bytes: int) -> _Features:
-    count, width = len(rows), rows.width
-    mean = torch.zeros(width, dtype=torch.float64, device=device)
-    for _, array in rows.blocks():
-        mean += torch.from_numpy(array).to(device).sum(0, dtype=torch.float64)
-    mean = (mean / count).float()
-    in_memory = 4 * count * min(count, width) <= memory_bytes
-    if count < width and in_memory and 4 * rows.nbytes <= memory_bytes:
-        return _features_of_few_rows(rows, mean)
-    if width > _WIDEST:
-        variances = torch.zeros(width, dtype=torch.float64, device=device)
-        for _, array in rows.blocks():
-            variances += (torch.from_numpy(array).to(device) - mean).square().sum(0, dtype=torch.float64)
-        return _Features(rows, None, mean, None, _with_floor(variances / count), count)
-    moments = torch.zeros(width, width, dtype=torch.float64, device=device)
-    for _, array in rows.blocks():
-        centred = torch.from_numpy(array).to(device) - mean
-        moments += centred.T @ centred
-    if not bool(moments.isfinite().all()):
-        raise LayertapError("the features are too large to be summed in float32; scale the features")
-    eigenvalues, axes = torch.linalg.eigh(moments / count)
-    axes, variances = axes.float(), _with_floor(eigenvalues)
-    if not in_memory:
-        return _Features(rows, None, mean, axes, variances, count)
-    held = torch.empty(count, width, device=device)
-    for start, array in rows.blocks():
-        held[start : start + len(array)] = (torch.from_numpy(array).to(device) - mean) @ axes
-    return _Features(None, held, mean, axes, variances, count)
-
-
-def _features_of_few_rows(rows: FeatureRows, mean: Tensor) -> _Features:
-    """Compute the features for fewer rows than columns: the axes lie in the span of the rows."""
-    centred = torch.from_numpy(rows.between(0, len(rows))).to(mean.device).double() - mean
-    eigenvalues, vectors = torch.linalg.eigh(centred @ centred.T)
-    kept = eigenvalues > 1e-12 * eigenvalues[-1].clamp(min=torch.finfo(torch.float64).tiny)
-    if not bool(kept.any()):  # all rows are equal
-        kept[-1] = True
-    lengths = eigenvalues[kept].clamp(min=torch.finfo(torch.float64).tiny).sqrt()
-    axes = centred.T @ (vectors[:, kept] / lengths)
-    held = (vectors[:, kept] * lengths).float()
-    return _Features(None, held, mean, axes.float(), _with_floor(eigenvalues[kept] / len(rows)), len(rows))
-
-
-def _with_floor(variances: Tensor) -> Tensor:
-    return torch.maximum(variances, _FLATTEST * variances.max()).float()
+    def _chunks(
+        self, strengths: NDArray[np.float64], problem: _Problem, n_fits: int = 1, n_kept: int = 0
+    ) -> Iterator[Tensor]:
+        """Yield the strengths that are fitted side by side, each `n_fits` times; `n_kept` scores of a row are kept."""
+        scores = _LEAST_ROWS * problem.n_outputs * 4 * 4  # four arrays of scores are held at a time
+        kept = n_kept * problem.count * problem.n_outputs * 4
+        at_once = max(1, self._memory_bytes // (n_fits * (4 * problem.n_variables * _VECTORS + scores) + kept))
+        for first in range(0, len(strengths), at_once):
+            yield torch.from_numpy(strengths[first : first + at_once]).to(self._device)
 
 
 class _Problem:
     """The objective of each C, divided by C and N, in scaled variables.
 
+    Rows may have several columns of weights (N, F), one for each set of rows to fit on; M fits are then described by M
+    values of C and M columns.
+
     The variables of one C are a row of K * (R + 1) values: Z (K, R) and c (K, 1). With the scales s (R + 1,) of that
     C, W = (Z * s) along the axes, and the bias at the mean of the features is c * s.
     """
 
-    def __init__(self, features: _Features, targets: Tensor, n_classes: int, sample_weight: Tensor | None):
-        self.features, self.targets, self.sample_weight = features, targets, sample_weight
+    def __init__(self, features: PrincipalAxes, targets: Tensor, n_classes: int, weights: Tensor | None):
+        self.features, self.targets, self.weights = features, targets, weights
         self.device, self.count = targets.device, features.count
         self.n_outputs = n_classes if targets.ndim == 1 else targets.shape[1]
         self.n_variables = self.n_outputs * (len(features.variances) + 1)
         # Curvature of softmax at equal scores, or of the logistic function at 0, times the mean weight of a row.
         outputs = n_classes if targets.ndim == 1 else 2
-        mean_weight = 1.0 if sample_weight is None else float(sample_weight.mean())
+        mean_weight = 1.0 if weights is None else float(weights.mean())
+        self.least_weight = 1.0 if weights is None else float(weights[weights > 0].min())
         self.curvature = mean_weight * (1 - 1 / outputs) / outputs
 
     def penalty(self, strengths: Tensor) -> Tensor:
@@ -227,18 +203,34 @@ class _Problem:
         bias = torch.full((len(strengths), 1), self.curvature, device=self.device)
         return torch.cat([along_axes, bias], 1).rsqrt()
 
-    def start(self, scales: Tensor) -> Tensor:
+    def start(self, scales: Tensor, fold: Tensor) -> Tensor:
         """Return the start (M, V): zero weights, and the biases that fit best with them, smoothed by half a row."""
-        each = torch.ones(self.count, device=self.device) if self.sample_weight is None else self.sample_weight
+        each = torch.ones(self.count, 1, device=self.device) if self.weights is None else self.weights
         if self.targets.ndim == 1:
-            counts = torch.zeros(self.n_outputs, device=self.device).index_add_(0, self.targets, each) + 0.5
-            bias = counts.log() - counts.log().mean()
+            counts = torch.zeros(self.n_outputs, each.shape[1], device=self.device).index_add_(0, self.targets, each)
+            bias = (counts + 0.5).log()
+            bias = bias - bias.mean(0)
         else:
-            ones = (self.targets * each[:, None]).sum(0)
-            bias = ((ones + 0.5) / (each.sum() - ones + 0.5)).log()
+            ones = self.targets.T @ each
+            bias = ((ones + 0.5) / (each.sum(0) - ones + 0.5)).log()
         variables = torch.zeros(len(scales), self.n_outputs, scales.shape[1], device=self.device)
-        variables[..., -1] = bias / scales[:, -1:]
+        variables[..., -1] = bias.T[fold] / scales[:, -1:]
         return variables.flatten(1)
+
+    def left_out_scores(self, variables: Tensor, scales: Tensor, folds: Tensor, n_folds: int) -> Tensor:
+        """Return the scores (S, R, N, K) of each row by the fit without its fold; see `LogisticRegression`."""
+        draws, k = folds.shape[1], self.n_outputs
+        flat, shift = self._weights_and_biases(variables, scales)
+        flat, shift = flat.flatten(0, 1), shift.flatten()
+        n_strengths = len(variables) // (n_folds * draws)
+        result = torch.zeros(n_strengths, draws, self.count, k, device=self.device)
+        for start, block in self.features.blocks(_LEAST_ROWS):
+            scores = torch.addmm(shift, block, flat.T).view(-1, n_strengths, n_folds, draws, k)
+            own = folds[start : start + len(block)]
+            index = own.clamp(min=0)[:, None, None, :, None].expand(-1, n_strengths, 1, -1, k)
+            own_scores = scores.gather(2, index)[:, :, 0] * (own >= 0)[:, None, :, None]
+            result[:, :, start : start + len(block)] = own_scores.permute(1, 2, 0, 3)
+        return result
 
     def solution(self, variables: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights (M, K, D) and biases (M, K) for the features as given."""
@@ -246,15 +238,26 @@ class _Problem:
         weights = self.features.along(scaled[..., :-1])
         return weights, scaled[..., -1] - (weights.double() @ self.features.mean.double()).float()
 
-    def evaluate(self, variables: Tensor, scales: Tensor, penalty: Tensor) -> tuple[Tensor, Tensor]:
+    def separates(self, variables: Tensor, objectives: Tensor, scales: Tensor, penalty: Tensor) -> Tensor:
+        """Return whether (M,) the losses of all rows add up to less than log 2, the loss of a row on the boundary."""
+        weights = (variables.view(len(variables), self.n_outputs, -1) * scales[:, None, :])[..., :-1]
+        losses = objectives - penalty * weights.flatten(1).square().sum(1, dtype=torch.float64) / 2
+        return losses * self.count < math.log(2) * self.least_weight
+
+    def _weights_and_biases(self, variables: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights (M, K, R or D) and biases (M, K) for the blocks of the features."""
+        scaled = variables.view(len(variables), self.n_outputs, -1) * scales[:, None, :]
+        weights, biases = scaled[..., :-1], scaled[..., -1]
+        if self.features.held is not None:
+            return weights, biases
+        weights = self.features.along(weights)
+        return weights, biases - weights @ self.features.mean
+
+    def evaluate(self, variables: Tensor, scales: Tensor, penalty: Tensor, fold: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the objectives (M,) float64 and their gradients (M, V) in one pass over the rows."""
         n, k = len(variables), self.n_outputs
         scaled = variables.view(n, k, -1) * scales[:, None, :]
-        weights, biases = scaled[..., :-1], scaled[..., -1]
-        raw = self.features.held is None
-        if raw:
-            weights = self.features.along(weights)
-            biases = biases - weights @ self.features.mean
+        weights, biases = self._weights_and_biases(variables, scales)
         flat, shift = weights.flatten(0, 1), biases.flatten()
         losses = torch.zeros(n, dtype=torch.float64, device=self.device)
         by_weights, by_biases = torch.zeros_like(flat), torch.zeros_like(shift)
@@ -263,15 +266,15 @@ class _Problem:
             stop = start + len(block)
             scores = torch.addmm(shift, block, flat.T).view(-1, n, k)
             loss, by_scores = _loss(scores, self.targets[start:stop])
-            if self.sample_weight is not None:
-                row_weights = self.sample_weight[start:stop, None]
+            if self.weights is not None:
+                row_weights = self.weights[start:stop, fold]
                 loss, by_scores = loss * row_weights, by_scores * row_weights[..., None]
             losses += loss.sum(0, dtype=torch.float64)
             by_scores = by_scores.flatten(1)
             by_weights.addmm_(by_scores.T, block)
             by_biases += by_scores.sum(0)
         by_weights, by_biases = by_weights.view(n, k, -1) / self.count, by_biases.view(n, k, 1) / self.count
-        if raw:
+        if self.features.held is None:
             by_weights = by_weights - by_biases * self.features.mean
             if self.features.axes is not None:
                 by_weights = by_weights @ self.features.axes
@@ -297,18 +300,37 @@ def _loss(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return loss, by_scores
 
 
+def _fit_of(
+    problem: _Problem, best: Tensor, scales: Tensor, whole_objectives: Tensor, *others: Tensor
+) -> tuple[NDArray[Any], ...]:
+    """Return the arrays of `Fit`."""
+    return tuple(tensor.cpu().numpy() for tensor in (*problem.solution(best, scales), whole_objectives, *others))
+
+
 def _minimise(
-    problem: _Problem, strengths: Tensor, max_iterations: int
-) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float64], NDArray[np.int64], NDArray[np.bool_]]:
-    """Run L-BFGS for all C side by side, with separate steps; converged C are left out of further passes."""
+    problem: _Problem, strengths: Tensor, fold: Tensor, max_iterations: int, until_settled: bool = False
+) -> tuple[Tensor, ...]:
+    """Run L-BFGS for all fits side by side, with separate steps; converged fits are left out of further passes.
+
+    Args:
+        problem: the objective.
+        strengths: (M,) values of C.
+        fold: (M,) columns of the weights of rows.
+        max_iterations: maximum number of steps for each fit.
+        until_settled: see `LogisticRegression.fit`.
+
+    Returns:
+        variables (M, V), their scales (M, R + 1), and the other arrays of `Fit`.
+    """
     scales, penalty = problem.scales(strengths), problem.penalty(strengths)
-    best = problem.start(scales)
-    objectives, gradient = problem.evaluate(best, scales, penalty)
+    best = problem.start(scales, fold)
+    objectives, gradient = problem.evaluate(best, scales, penalty, fold)
     if not bool(objectives.isfinite().all()):
-        raise LayertapError("the features are too large to be summed in float32; scale the features")
+        raise LayertapError(TOO_LARGE)
     first_objectives = objectives.clone()
     iterations = torch.zeros(len(strengths), dtype=torch.int64, device=problem.device)
     converged = torch.zeros(len(strengths), dtype=torch.bool, device=problem.device)
+    settled = torch.zeros_like(iterations)  # small steps in a row on separated classes
     active = torch.arange(len(strengths), device=problem.device)
     point, value = best.clone(), objectives.clone()
     steps: list[Tensor] = []
@@ -319,6 +341,7 @@ def _minimise(
         # Compare with the gain too: at a small C, it is a small part of the objective, but decides the predictions.
         gained = (first_objectives[active] - value).clamp(min=0)
         done = -slope <= _TOLERANCE * (torch.minimum(value, gained) if steps else 0)
+        done |= settled[active] >= _SETTLED_STEPS
         if bool(done.any()):
             best[active[done]], objectives[active[done]], converged[active[done]] = point[done], value[done], True
             remaining = ~done
@@ -331,9 +354,13 @@ def _minimise(
             break
         step = torch.ones_like(slope)
         new_point, new_value, new_gradient, moved = _line_search(
-            problem, point, value, direction, slope, step, scales[active], penalty[active]
+            problem, point, value, direction, slope, step, scales[active], penalty[active], fold[active]
         )
         iterations[active] += 1
+        small = value - new_value < _SMALL_GAIN
+        if until_settled and bool(small.any()):
+            small &= problem.separates(new_point, new_value, scales[active], penalty[active])
+            settled[active] = torch.where(small, settled[active] + 1, 0)
         steps.append(new_point - point)
         changes.append(new_gradient - gradient)
         del steps[:-_HISTORY], changes[:-_HISTORY]
@@ -346,12 +373,8 @@ def _minimise(
             changes = [tensor[moved] for tensor in changes]
         if not len(active):
             break
-    weights, biases = problem.solution(best, scales)
-    whole = (strengths * problem.count).cpu().numpy()
-    return (
-        weights.cpu().numpy(), biases.cpu().numpy(), objectives.cpu().numpy() * whole, iterations.cpu().numpy(),
-        converged.cpu().numpy(),
-    )  # fmt: skip
+    whole = objectives * strengths * problem.count
+    return best, scales, whole, iterations, converged, problem.separates(best, objectives, scales, penalty)
 
 
 def _times_inverse_hessian(gradient: Tensor, steps: list[Tensor], changes: list[Tensor]) -> Tensor:
@@ -376,7 +399,7 @@ def _times_inverse_hessian(gradient: Tensor, steps: list[Tensor], changes: list[
 
 def _line_search(
     problem: _Problem, point: Tensor, value: Tensor, direction: Tensor, slope: Tensor, step: Tensor, scales: Tensor,
-    penalty: Tensor,
+    penalty: Tensor, fold: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Move each row along its direction by a step that decreases its objective enough.
 
@@ -384,7 +407,7 @@ def _line_search(
         the new points, their objectives and gradients, and whether each point has moved.
     """
     new_point = point + step[:, None].float() * direction
-    new_value, new_gradient = problem.evaluate(new_point, scales, penalty)
+    new_value, new_gradient = problem.evaluate(new_point, scales, penalty, fold)
     for shrinks in range(_MOST_SHRINKS + 1):
         short = ~(new_value <= value + _ENOUGH * step * slope + _ROUNDING * value)
         if shrinks == _MOST_SHRINKS or not bool(short.any()):
@@ -394,6 +417,8 @@ def _line_search(
         least = -fall / (2 * (new_value[short] - value[short] - fall))
         step[short] *= torch.where(least.isfinite(), least.clamp(0.1, 0.5), 0.1)
         new_point[short] = point[short] + step[short, None].float() * direction[short]
-        new_value[short], new_gradient[short] = problem.evaluate(new_point[short], scales[short], penalty[short])
+        new_value[short], new_gradient[short] = problem.evaluate(
+            new_point[short], scales[short], penalty[short], fold[short]
+        )
     new_point[short], new_value[short] = point[short], value[short]
     return new_point, new_value, new_gradient, ~short

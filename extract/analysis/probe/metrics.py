@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from extract.analysis.probe.intervals import Estimate, bootstrap, effective_rows, exact_proportion, widened
+
 __all__ = [
-    "Estimate",
     "average_precision",
     "by_class",
     "classification_metrics",
@@ -28,28 +28,27 @@ _MOST_RESAMPLED = 10_000_000  # rows times labels
 _BINS = 15  # of confidence, as in Guo et al. 2017
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A metric and its 95 % bootstrap interval: percentiles over test rows drawn with replacement.
-
-    The interval uses 1,000 draws, or 200 for mAP. Its ends are NaN for the calibration error, which resampling
-    increases, and for mAP if rows times labels exceed ten million.
-    """
-
-    value: float
-    low: float
-    high: float
+# Below these numbers, the coverage of a bootstrap fell below 0.92 in simulations (docs/intervals.md).
+_FEW_ERRORS = 20  # wrong rows: most draws miss the rare large losses
+_FEW_POSITIVES = 30  # test rows with a label
+_FEW_NUMBERS = 50  # test rows of a regression
+_FEW_IN_A_CLASS = 5  # test rows; of a class with fewer, the recall is hardly known, or the class may be missing
+_CALIBRATED_DRAWS = 200
 
 
 def classification_metrics(
     scores: NDArray[np.float32], truth: NDArray[np.int64], probabilities: NDArray[np.float32] | None, seed: int
 ) -> dict[str, Estimate]:
-    """Compute top1, top5, balanced_accuracy, macro_f1, and with probabilities log_loss and calibration_error.
+    """Compute top1, top5, balanced_accuracy, macro_f1, and with probabilities log_loss and the calibration error.
 
     top5 needs more than 5 classes. balanced_accuracy is the mean recall over the classes present; macro_f1 is the mean
-    over the classes present or predicted; both as in scikit-learn. calibration_error is the expected calibration error
-    over 15 equal bins of confidence (Guo et al. 2017). log_loss skips rows of classes missing from training, for which
-    it is not finite.
+    over the classes present or predicted; both as in scikit-learn. log_loss skips rows of classes missing from
+    training, for which it is not finite.
+
+    calibration_error is the expected calibration error over 15 equal bins of confidence (Guo et al. 2017). Chance alone
+    makes it larger than zero, the more the fewer rows there are: calibration_error_if_calibrated is its mean over draws
+    in which each prediction is right with the probability of its confidence (consistency resampling, Broecker and Smith
+    2007). Neither has an interval.
 
     Args:
         scores: (N, K).
@@ -67,25 +66,49 @@ def classification_metrics(
     if k > 5:
         hits["top5"] = known & (before < 5)
     classes, n_classes = _all_classes(truth, k)
-    columns: dict[str, NDArray[Any]] = {**hits}
+    losses = None
     if probabilities is not None:
         # Computed from the scores: float32 cannot represent a probability of 1e-50.
         above = scores.astype(np.float64) - own
-        columns["log_loss"] = np.where(known, np.logaddexp.reduce(above, axis=1), np.nan)
-        confidence = probabilities.max(1).astype(np.float64)
+        losses = np.where(known, np.logaddexp.reduce(above, axis=1), np.nan)
 
     def compute(rows: NDArray[np.int64] | slice) -> dict[str, float]:
-        values = {name: _mean(column[rows]) for name, column in columns.items()}
-        n, recall, _, f1, present = _by_class(classes[rows], n_classes, predicted[rows])
-        values["balanced_accuracy"] = float(recall[n > 0].mean())
-        values["macro_f1"] = float(f1[present].mean())
-        return values
+        values = {} if losses is None else {"log_loss": _mean(losses[rows])}
+        *_, f1, present = _by_class(classes[rows], n_classes, predicted[rows])
+        return values | {"macro_f1": float(f1[present].mean())}
 
-    metrics = _with_intervals(compute, count, seed)
+    metrics = {name: exact_proportion(float(hit.mean()), count) for name, hit in hits.items()}
+    resampled = bootstrap(compute, count, seed, RESAMPLES)
+    if losses is not None:
+        metrics["log_loss"] = resampled["log_loss"]
+    n, recall, *_ = _by_class(classes, n_classes, predicted)
+    present = n > 0
+    rows = effective_rows(n[present], recall[present])
+    metrics["balanced_accuracy"] = exact_proportion(float(recall[present].mean()), rows)
+    # The resampling of rows without an error has no width.
+    metrics["macro_f1"] = widened(resampled["macro_f1"], exact_proportion(resampled["macro_f1"].value, rows))
+    if (smallest := int(n[present].min())) < _FEW_IN_A_CLASS:
+        for name in ("balanced_accuracy", "macro_f1"):
+            metrics[name] = _too_narrow(metrics[name], f"a class has only {smallest} test rows")
     if probabilities is not None:
-        error = expected_calibration_error(confidence, hits["top1"])
-        metrics["calibration_error"] = Estimate(error, math.nan, math.nan)
+        n_wrong = count - int(hits["top1"].sum())
+        if n_wrong < _FEW_ERRORS and metrics["log_loss"].method:
+            metrics["log_loss"] = _too_narrow(metrics["log_loss"], f"only {n_wrong} rows are wrong")
+        confidence = probabilities.max(1).astype(np.float64)
+        metrics["calibration_error"] = Estimate(expected_calibration_error(confidence, hits["top1"]))
+        metrics["calibration_error_if_calibrated"] = Estimate(_error_if_calibrated(confidence, seed))
     return metrics
+
+
+def _too_narrow(estimate: Estimate, reason: str) -> Estimate:
+    return replace(estimate, method=f"{estimate.method}; may be too narrow, since {reason}")
+
+
+def _error_if_calibrated(confidence: NDArray[np.float64], seed: int) -> float:
+    generator = np.random.default_rng(seed)
+    draws = [expected_calibration_error(confidence, generator.random(len(confidence)) < confidence)
+             for _ in range(_CALIBRATED_DRAWS)]  # fmt: skip
+    return float(np.mean(draws))
 
 
 def _mean(values: NDArray[Any]) -> float:
@@ -108,8 +131,12 @@ def multilabel_metrics(scores: NDArray[np.float32], truth: NDArray[np.float32], 
         return {"mAP": _mean(ranking.average_precision(times))}
 
     if scores.size > _MOST_RESAMPLED:
-        return {name: Estimate(value, math.nan, math.nan) for name, value in compute(slice(None)).items()}
-    return _with_intervals(compute, len(scores), seed, _COSTLY_RESAMPLES)
+        return {name: Estimate(value) for name, value in compute(slice(None)).items()}
+    metrics = bootstrap(compute, len(scores), seed, _COSTLY_RESAMPLES)
+    positives = truth.sum(0)[truth.any(0)]
+    if len(positives) and (fewest := int(positives.min())) < _FEW_POSITIVES:
+        metrics["mAP"] = _too_narrow(metrics["mAP"], f"a label has only {fewest} test rows")
+    return metrics
 
 
 def average_precision(
@@ -180,7 +207,10 @@ def regression_metrics(predicted: NDArray[np.float64], truth: NDArray[np.float64
             "mae": float(np.abs(errors[rows]).mean()),
         }
 
-    return _with_intervals(compute, len(truth), seed)
+    metrics = bootstrap(compute, len(truth), seed, RESAMPLES)
+    if len(truth) < _FEW_NUMBERS:
+        return {name: _too_narrow(metric, f"there are only {len(truth)} rows") for name, metric in metrics.items()}
+    return metrics
 
 
 def expected_calibration_error(confidence: NDArray[np.float64], right: NDArray[np.bool_]) -> float:
@@ -219,21 +249,6 @@ def _by_class(
     precision = np.divide(n_right, n_predicted, out=np.zeros(n_classes), where=n_predicted > 0)
     f1 = np.divide(2 * n_right, n + n_predicted, out=np.zeros(n_classes), where=n + n_predicted > 0)
     return n, recall, precision, f1, n + n_predicted > 0
-
-
-def _with_intervals(
-    compute: Callable[[NDArray[np.int64] | slice], dict[str, float]], count: int, seed: int, resamples: int = RESAMPLES
-) -> dict[str, Estimate]:
-    values = compute(slice(None))
-    generator = np.random.default_rng(seed)
-    with np.errstate(all="ignore"):  # a draw may lack a class, or repeat a row many times
-        drawn = [compute(generator.integers(0, count, count)) for _ in range(resamples)]
-    estimates = {}
-    for name, value in values.items():
-        draws = [draw[name] for draw in drawn if math.isfinite(draw[name])]
-        low, high = np.percentile(draws, [2.5, 97.5]) if draws else (math.nan, math.nan)
-        estimates[name] = Estimate(value, float(low), float(high))
-    return estimates
 
 
 def mcnemar(right: NDArray[np.bool_], others_right: NDArray[np.bool_]) -> tuple[int, int, float]:

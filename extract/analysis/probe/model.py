@@ -138,9 +138,12 @@ class LinearProbe:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             scaling = Scaling(text["scaling"], tensors.get("mean"), tensors.get("scale"))
             classes, about = json.loads(text["classes"]), json.loads(text["about"])
+            has_probabilities = json.loads(text["has_probabilities"])
+            if not isinstance(has_probabilities, bool):
+                raise ValueError(f"has_probabilities is {has_probabilities!r}; expected true or false")
             probe = LinearProbe(
-                tensors["coef"], tensors["intercept"], np.array(classes), text["task"], scaling,
-                json.loads(text["has_probabilities"]), about,
+                tensors["coef"], tensors["intercept"], np.array(classes), text["task"], scaling, has_probabilities,
+                about,
             )  # fmt: skip
         except FileNotFoundError as error:
             raise InputError(f"{path}: no such file") from error
@@ -163,9 +166,14 @@ def _inconsistencies(probe: LinearProbe) -> Iterator[str]:
     if probe.classes_.ndim != 1 or not isinstance(probe.about, dict):
         yield "its classes are not a list, or its metadata are not a mapping"
         return
+    if probe.has_probabilities and probe.task == "regression":
+        yield "has_probabilities is true; a regression has none"
+    if probe.classes_.dtype.kind == "f" and not np.isfinite(probe.classes_).all():
+        yield "a class is NaN or infinite"
     expected_dtype = np.float64 if probe.task == "regression" else np.float32
     if (
         probe.coef_.ndim != 2
+        or 0 in probe.coef_.shape
         or probe.intercept_.shape != probe.coef_.shape[:1]
         or {probe.coef_.dtype, probe.intercept_.dtype} != {np.dtype(expected_dtype)}
     ):

@@ -12,9 +12,9 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from extract.analysis.probe.feature_matrix import FeatureRows, Source
+from extract.analysis.probe.intervals import Estimate
 from extract.analysis.probe.memory import free_bytes
 from extract.analysis.probe.metrics import (
-    Estimate,
     average_precision,
     by_class,
     classification_metrics,
@@ -53,7 +53,7 @@ class ProbeResult:
         chosen: value of the chosen hyper-parameter.
         curve: (value, top-1, mAP or R^2 on the validation rows) for all values tried.
         shots: for few-shot: rows per class -> top-1 of each draw.
-        n_train, n_val, n_test: numbers of rows; n_train includes validation rows that the final fit uses.
+        n_train, n_val, n_test: numbers of rows; n_train includes rows of the choice that the final fit uses.
         predictions: (N,) class numbers; (N, K) labels, 0 or 1; (N, K) numbers; None for few-shot.
         truth: (N,) class numbers, negative for classes missing from training; (N, K) labels or numbers.
         probabilities: (N, K); None if the probe has no probabilities.
@@ -61,6 +61,7 @@ class ProbeResult:
         model: the probe, for prediction and saving; None for k nearest neighbours and few-shot.
         notes: warnings about the result.
         seconds: run time.
+        chosen_on: the rows that the hyper-parameter was chosen on, in words; empty: no choice, or few-shot.
     """
 
     protocol: str
@@ -84,6 +85,7 @@ class ProbeResult:
     model: LinearProbe | None = None
     notes: Sequence[str] = ()
     seconds: float = 0.0
+    chosen_on: str = ""
 
     @property
     def primary(self) -> str:
@@ -313,6 +315,7 @@ def _evaluate(fitted: Fitted, test: Labelled, settings: Settings, protocol: str)
         truth=truth,
         swept=fitted.swept,
         chosen=fitted.chosen,
+        chosen_on=fitted.chosen_on,
         curve=fitted.curve,
         per_class=per_class,
         confusion=confusion,

@@ -2,7 +2,9 @@
 
 In every protocol, scaling statistics come from the fitted rows, hyper-parameters are chosen on validation rows, and
 test rows are predicted at the end, by a probe chosen without them. Without validation rows, a tenth of the training
-rows is held out for the choice, as in DINOv2 (the first of `torch.randperm` with the seed).
+rows is held out for the choice, as in DINOv2 (the first of `torch.randperm` with the seed). The protocols clip and
+simclr, whose papers use the validation rows of their data sets, choose on stratified folds of all training rows if a
+tenth is less than 500 rows (`strength_choice`).
 
 The papers choose the strength with the best accuracy on validation rows, and none specifies how to break ties. Here,
 ties go to the smallest log loss on these rows, then to the strongest penalty.
@@ -23,8 +25,24 @@ from extract.analysis.probe.feature_matrix import FeatureRows, Scaling
 from extract.analysis.probe.logistic import Fit, LogisticRegression
 from extract.analysis.probe.model import LinearProbe
 from extract.analysis.probe.neighbours import neighbour_shares
+from extract.analysis.probe.notes import (
+    note_on_few_rows,
+    note_on_iterations,
+    note_on_range,
+    note_on_scale,
+    note_on_ties,
+)
 from extract.analysis.probe.ridge import fit_ridge
-from extract.analysis.probe.strength_choice import ValidationScore, position_of_best, primary, score_on_validation
+from extract.analysis.probe.strength_choice import (
+    ENOUGH_ROWS,
+    N_FOLDS,
+    ValidationScore,
+    position_of_best,
+    primary,
+    score_left_out,
+    score_on_validation,
+    stratified_folds,
+)
 from extract.errors import InputError
 
 __all__ = ["PROTOCOLS", "SHOTS", "Fitted", "Labelled", "Protocol", "Settings"]
@@ -32,7 +50,6 @@ __all__ = ["PROTOCOLS", "SHOTS", "Fitted", "Labelled", "Protocol", "Settings"]
 SHOTS = (1, 2, 5, 10, 20)
 _KS = (10, 20, 100, 200)
 _REPEATS = 5  # draws of a few-shot probe
-_FEW = 50  # rows; on fewer, the error of an accuracy exceeds 14 points
 
 
 @dataclass(frozen=True)
@@ -95,6 +112,7 @@ class Fitted:
         chosen: value of the chosen hyper-parameter.
         curve: (value, primary metric on the validation rows) for all values tried, in ascending order.
         n_val: number of rows used for the choice.
+        chosen_on: these rows, in words; empty: no choice.
         model: probe that can be saved; None if it would be as large as its training rows.
         threshold: scores above it mean that the label is present.
         objective: objective of the final fit, for logistic regression.
@@ -107,6 +125,7 @@ class Fitted:
     chosen: float = float("nan")
     curve: Sequence[tuple[float, float]] = ()
     n_val: int = 0
+    chosen_on: str = ""
     model: LinearProbe | None = None
     threshold: float = 0.0
     objective: float | None = None
@@ -137,8 +156,7 @@ def simclr(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
     SimCLR (Chen et al. 2020), appendix B.8, following Kornblith, Shlens and Le 2019, appendix A.5: L-BFGS, no
     augmentation. The range is interpreted as that of C.
     """
-    train, val = held_out(train, val, settings)
-    return _refit(train, val, settings, _compare_all(train, val, settings, np.logspace(-6, 5, 45)), "C")
+    return _refit(_choice(train, val, settings), settings, np.logspace(-6, 5, 45), "C")
 
 
 def dinov2_logreg(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
@@ -147,8 +165,8 @@ def dinov2_logreg(train: Labelled, val: Labelled | None, settings: Settings) -> 
     DINOv2 (Oquab et al. 2023), `dinov2/eval/log_regression.py`: at most 1,000 iterations; its seed is 0, which is also
     the default here. Validation rows, if given, are added to the training rows.
     """
-    train, val = held_out(train if val is None else train + val, None, settings)
-    return _refit(train, val, settings, _compare_all(train, val, settings, 10 ** np.linspace(-6, 5, 45)), "C")
+    choice = _tenth(train if val is None else train + val, settings)
+    return _refit(choice, settings, 10 ** np.linspace(-6, 5, 45), "C")
 
 
 def clip(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
@@ -157,8 +175,7 @@ def clip(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
     CLIP (Radford et al. 2021), appendix A.3: 1e-6 to 1e6 in 96 logarithmic steps. The search tries 1e-6, 1e-4, ...,
     1e6 first, then the midpoints next to the best value, down to 8 steps in a factor of ten; at most 1,000 iterations.
     """
-    train, val = held_out(train, val, settings)
-    return _refit(train, val, settings, _coarse_to_fine(train, val, settings), "lambda")
+    return _refit(_choice(train, val, settings), settings, None, "lambda")
 
 
 def knn(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
@@ -183,8 +200,9 @@ def knn(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
         )
         return votes, None  # shares of votes are not probabilities: most are exactly 0
 
-    notes = _note_on_few_rows(len(validation))
-    return Fitted(scores, len(neighbours), "k", k, curve, len(validation), threshold=0.5, notes=notes)
+    notes = note_on_few_rows(len(validation))
+    chosen_on = _VALIDATION if val is not None else _TENTH
+    return Fitted(scores, len(neighbours), "k", k, curve, len(validation), chosen_on, threshold=0.5, notes=notes)
 
 
 def centroid(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
@@ -224,8 +242,9 @@ def ridge(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
     scaling = Scaling.of(settings.scaling, all_rows.rows)
     weights, biases = fit_ridge(all_rows.rows.scaled(scaling), all_rows.targets, [alpha])
     model = LinearProbe(weights[0], biases[0], settings.classes, settings.task, scaling, has_probabilities=False)
-    notes = _note_on_range("alpha", alpha, curve) + _note_on_few_rows(len(validation)) + _note_on_ties("alpha", curve)
-    return Fitted(_scorer(model), len(all_rows), "alpha", alpha, curve, len(validation), model, notes=notes)
+    notes = note_on_range("alpha", alpha, curve) + note_on_few_rows(len(validation)) + note_on_ties("alpha", curve)
+    chosen_on = _VALIDATION if val is not None else _TENTH
+    return Fitted(_scorer(model), len(all_rows), "alpha", alpha, curve, len(validation), chosen_on, model, notes=notes)
 
 
 _CLASSES = ("classification", "multilabel")
@@ -291,8 +310,10 @@ def few_shot(train: Labelled, val: Labelled | None, test: Labelled, settings: Se
             else:
                 validation = val.subset(np.sort(np.concatenate([rows[:n_val] for rows in order_val])))
             drawn = Labelled(drawn.rows.held(), drawn.targets)
-            sweep = _coarse_to_fine(drawn, Labelled(validation.rows.held(), validation.targets), settings)
-            scores, _ = _scorer(sweep.best)(test.rows)
+            validation = Labelled(validation.rows.held(), validation.targets)
+            sweep = _coarse_to_fine(_on_validation(drawn, validation, settings, _VALIDATION).compare)
+            _, model = _fitted(drawn, settings, sweep.best_strength)
+            scores, _ = _scorer(model)(test.rows)
             values.setdefault(shots, []).append(primary(scores, test.targets, settings.task))
     if not values:
         raise InputError(
@@ -302,13 +323,87 @@ def few_shot(train: Labelled, val: Labelled | None, test: Labelled, settings: Se
     return values
 
 
+Compare = Callable[[Sequence[float]], list[ValidationScore]]  # of values of C
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """How strengths are compared.
+
+    Attributes:
+        compare: evaluates values of C.
+        all_rows: rows of the final fit.
+        n_val: number of rows used for the choice.
+        chosen_on: these rows, in words.
+        folds: whether the comparison is on folds, by fits until predictions have settled.
+    """
+
+    compare: Compare
+    all_rows: Labelled
+    n_val: int
+    chosen_on: str
+    folds: bool = False
+
+
 @dataclass(frozen=True)
 class _Sweep:
-    """Compared strengths, and the probe of the best strength (`position_of_best`)."""
+    """Compared strengths, and the best one (`position_of_best`)."""
 
     curve: list[tuple[float, float]]  # (C, primary metric), in ascending order
     best_strength: float
-    best: LinearProbe
+
+
+_VALIDATION = "validation rows"
+_TENTH = "a tenth of the training rows"
+
+
+def _choice(train: Labelled, val: Labelled | None, settings: Settings) -> _Choice:
+    """Compare on the validation rows; without them, on a tenth of the training rows, or on folds of few rows."""
+    if val is not None:
+        return _on_validation(train, val, settings, _VALIDATION)
+    return _tenth(train, settings) if len(train) // 10 >= ENOUGH_ROWS else _on_folds(train, settings)
+
+
+def _tenth(train: Labelled, settings: Settings) -> _Choice:
+    return _on_validation(*held_out(train, None, settings), settings, _TENTH)
+
+
+def _on_validation(train: Labelled, val: Labelled, settings: Settings, chosen_on: str) -> _Choice:
+    problem, scaling = _problem(train, settings)
+    rows = val.rows.scaled(scaling)
+    top = -math.inf
+
+    def compare(strengths: Sequence[float]) -> list[ValidationScore]:
+        nonlocal top
+        fit = problem.fit(strengths)
+        results = score_on_validation(fit.weights, fit.biases, rows, val.targets, settings.task, top)
+        top = max([top, *(result.value for result in results)])
+        return results
+
+    return _Choice(compare, train + val, len(val), chosen_on)
+
+
+def _on_folds(train: Labelled, settings: Settings) -> _Choice:
+    """Compare on folds.
+
+    Raises:
+        InputError: no class has two training rows.
+    """
+    folds = stratified_folds(train.targets, settings.seed)
+    n_val, draws = int((folds[:, 0] >= 0).sum()), folds.shape[1]
+    if not n_val:
+        raise InputError(
+            "no class has two training rows, so no row can be held out for choosing hyper-parameters; give validation "
+            "rows, or use the protocol centroid, which has no hyper-parameters"
+        )
+    problem, _ = _problem(train, settings)
+
+    def compare(strengths: Sequence[float]) -> list[ValidationScore]:
+        return [score_left_out(scores, train.targets, settings.task, folds)
+                for scores in problem.left_out_scores(strengths, folds)]  # fmt: skip
+
+    several = f", drawn {draws} times" if draws > 1 else ""
+    return _Choice(compare, train, n_val, f"{N_FOLDS} folds of the training rows{several}", folds=True)
 
 
 def _problem(train: Labelled, settings: Settings) -> tuple[LogisticRegression, Scaling]:
@@ -321,74 +416,54 @@ def _problem(train: Labelled, settings: Settings) -> tuple[LogisticRegression, S
     return problem, scaling
 
 
-def _compare_all(train: Labelled, val: Labelled, settings: Settings, strengths: NDArray[np.float64]) -> _Sweep:
-    """Fit and compare all strengths, side by side."""
-    problem, scaling = _problem(train, settings)
-    fit = problem.fit(strengths.tolist())
-    compared = score_on_validation(fit.weights, fit.biases, val.rows.scaled(scaling), val.targets, settings.task)
-    best = position_of_best(compared)  # `strengths` starts with the strongest penalty
-    # Copies, since views would keep the weights of all strengths in memory.
-    weights, biases = fit.weights[best].copy(), fit.biases[best].copy()
-    model = LinearProbe(weights, biases, settings.classes, settings.task, scaling)
-    curve = [(strength, result.value) for strength, result in zip(strengths.tolist(), compared, strict=True)]
-    return _Sweep(curve, float(strengths[best]), model)
+def _compare_all(compare: Compare, strengths: NDArray[np.float64]) -> _Sweep:
+    """Compare all strengths, side by side."""
+    results = compare(strengths.tolist())
+    curve = [(strength, result.value) for strength, result in zip(strengths.tolist(), results, strict=True)]
+    return _Sweep(curve, float(strengths[position_of_best(results)]))  # `strengths` starts with the strongest penalty
 
 
-def _coarse_to_fine(train: Labelled, val: Labelled, settings: Settings) -> _Sweep:
+def _coarse_to_fine(compare: Compare) -> _Sweep:
     """Search as CLIP does: every sixteenth of 97 values, then the midpoints on both sides of the best."""
-    problem, scaling = _problem(train, settings)
-    known: dict[int, tuple[ValidationScore, LinearProbe]] = {}
+    known: dict[int, ValidationScore] = {}
     steps = list(range(0, 97, 16))
     for distance in (8, 4, 2, 1, 0):
-        strengths = [10 ** (6 - step / 8) for step in steps]  # 1 / lambda
-        fit = problem.fit(strengths)
-        top = max((result.value for result, _ in known.values()), default=-math.inf)
-        rows = val.rows.scaled(scaling)
-        compared = score_on_validation(fit.weights, fit.biases, rows, val.targets, settings.task, top)
-        for i, (step, result) in enumerate(zip(steps, compared, strict=True)):
-            known[step] = result, LinearProbe(fit.weights[i], fit.biases[i], settings.classes, settings.task, scaling)
+        known |= zip(steps, compare([10 ** (6 - step / 8) for step in steps]), strict=True)  # 1 / lambda
         from_strongest = sorted(known, reverse=True)
-        best = from_strongest[position_of_best([known[step][0] for step in from_strongest])]
+        best = from_strongest[position_of_best([known[step] for step in from_strongest])]
         steps = [step for step in (best - distance, best + distance) if 0 <= step <= 96 and step not in known]
         if not steps:
             break
-    curve = [(10 ** (6 - step / 8), known[step][0].value) for step in from_strongest]
-    return _Sweep(curve, 10 ** (6 - best / 8), known[best][1])
+    return _Sweep([(10 ** (6 - step / 8), known[step].value) for step in from_strongest], 10 ** (6 - best / 8))
 
 
-def _refit(train: Labelled, val: Labelled, settings: Settings, sweep: _Sweep, swept: str) -> Fitted:
-    """Fit the probe of the best strength on training and validation rows."""
-    problem, scaling = _problem(train + val, settings)
-    fit: Fit = problem.fit([sweep.best_strength])
-    model = LinearProbe(fit.weights[0], fit.biases[0], settings.classes, settings.task, scaling)
+def _fitted(
+    rows: Labelled, settings: Settings, strength: float, until_settled: bool = False
+) -> tuple[Fit, LinearProbe]:
+    """Fit the probe of one strength."""
+    problem, scaling = _problem(rows, settings)
+    fit = problem.fit([strength], until_settled=until_settled)
+    return fit, LinearProbe(fit.weights[0], fit.biases[0], settings.classes, settings.task, scaling)
+
+
+def _refit(choice: _Choice, settings: Settings, strengths: NDArray[np.float64] | None, swept: str) -> Fitted:
+    """Choose a strength, of all `strengths` or from coarse to fine, and fit its probe on all rows."""
+    sweep = _coarse_to_fine(choice.compare) if strengths is None else _compare_all(choice.compare, strengths)
+    # Fit as the probes that were compared.
+    fit, model = _fitted(choice.all_rows, settings, sweep.best_strength, until_settled=choice.folds)
     curve = sweep.curve if swept == "C" else [(1 / c, value) for c, value in reversed(sweep.curve)]
     chosen = sweep.best_strength if swept == "C" else 1 / sweep.best_strength
-    notes = _note_on_range(swept, chosen, curve) + _note_on_few_rows(len(val)) + _note_on_ties(swept, curve)
+    largest = max(strength for strength, _ in sweep.curve)
+    notes = note_on_scale(swept, fit.deviation, largest * len(choice.all_rows))
+    notes += note_on_range(swept, chosen, curve) + note_on_few_rows(choice.n_val)
+    if not choice.folds:
+        notes += note_on_ties(swept, curve)
     if not fit.converged[0]:
-        notes.append(f"{swept} = {chosen:.3g} had not converged after {int(fit.iterations[0]):,} iterations")
-    objective, n_train = float(fit.objectives[0]), len(train) + len(val)
-    return Fitted(_scorer(model), n_train, swept, chosen, curve, len(val), model, objective=objective, notes=notes)
-
-
-def _note_on_range(swept: str, chosen: float, curve: Sequence[tuple[float, float]]) -> list[str]:
-    values = [value for value, _ in curve]
-    return [f"{swept} = {chosen:.3g} is at the end of its range"] if chosen in (min(values), max(values)) else []
-
-
-def _note_on_ties(swept: str, curve: Sequence[tuple[float, float]]) -> list[str]:
-    """Return a note if more than a third of the values are equally good on the validation rows."""
-    values = [value for _, value in curve]
-    n_equal = values.count(max(values))
-    if n_equal <= len(values) // 3 or len(values) < 3:
-        return []
-    return [
-        f"{n_equal} of {len(values)} values of {swept} are equally good on the validation rows; "
-        + ("the strongest penalty is chosen" if swept == "alpha" else "the value with the least log loss is chosen")
-    ]
-
-
-def _note_on_few_rows(count: int) -> list[str]:
-    return [f"chosen on only {count} rows"] if count < _FEW else []
+        notes.append(note_on_iterations(f"{swept} = {chosen:.3g}", int(fit.iterations[0]), bool(fit.separated[0])))
+    return Fitted(
+        _scorer(model), len(choice.all_rows), swept, chosen, curve, choice.n_val, choice.chosen_on, model,
+        objective=float(fit.objectives[0]), notes=notes,
+    )  # fmt: skip
 
 
 def _scorer(model: LinearProbe) -> Scorer:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scipy.stats import binomtest
+from scipy.stats import beta, binomtest
 from sklearn import metrics as reference
 
+from extract.analysis.probe.intervals import effective_rows, exact_proportion
 from extract.analysis.probe.metrics import (
     average_precision,
     by_class,
@@ -17,6 +18,7 @@ from extract.analysis.probe.metrics import (
     multilabel_metrics,
     regression_metrics,
 )
+from tests.benchmarks.interval_coverage import of_proportions
 
 
 @pytest.fixture
@@ -43,6 +45,7 @@ def test_numbers_of_classification_are_those_of_scikit_learn(predictions):
     for name, value in expected.items():
         assert metrics[name].value == pytest.approx(value, rel=1e-5), name
         assert metrics[name].low < value < metrics[name].high
+        assert metrics[name].method
     assert np.isnan(metrics["calibration_error"].low)  # drawing rows again makes it larger
     each = by_class(predicted, truth, 8)
     precision, recall, f1, n = reference.precision_recall_fscore_support(
@@ -110,6 +113,76 @@ def test_the_interval_of_an_accuracy_is_that_of_a_binomial():
     half = 1.96 * np.sqrt(estimate.value * (1 - estimate.value) / 400)
     assert estimate.low == pytest.approx(estimate.value - half, abs=0.006)
     assert estimate.high == pytest.approx(estimate.value + half, abs=0.006)
+
+
+@pytest.mark.parametrize(("hits", "rows"), [(0, 30), (30, 30), (98, 100), (9_990, 10_000), (450_000, 500_000)])
+def test_the_interval_of_a_proportion_is_that_of_scipy(hits, rows):
+    expected = binomtest(hits, rows).proportion_ci(0.95, "exact")
+    estimate = exact_proportion(hits / rows, rows)
+    assert (estimate.low, estimate.high) == (
+        pytest.approx(expected.low, abs=1e-9),
+        pytest.approx(expected.high, abs=1e-9),
+    )
+    assert estimate.method == "Clopper-Pearson"
+
+
+@pytest.mark.parametrize(
+    "rows", [30, 100, 200, *(pytest.param(n, marks=pytest.mark.slow) for n in (50, 360, 1000, 3000, 10_000))]
+)
+def test_the_interval_of_a_proportion_holds_it_in_94_of_100_cases_and_is_little_wider_than_wilsons(rows):
+    result = of_proportions("Clopper-Pearson", rows)
+    assert min(result["coverage"]) >= 0.94
+    assert max(result["width"]) <= 1.2
+    assert min(of_proportions("percentile bootstrap", rows)["coverage"]) < 0.92  # what was used before
+
+
+def test_the_interval_of_a_perfect_score_has_a_width():
+    truth = np.arange(60) % 6
+    scores = np.eye(6, dtype=np.float32)[truth]
+    metrics = classification_metrics(scores, truth, scores, seed=0)
+    for name in ("top1", "top5", "balanced_accuracy", "macro_f1"):
+        assert metrics[name].value == 1
+        assert 0.9 < metrics[name].low < 0.95, name
+        assert metrics[name].high == 1
+    assert "only 0 rows are wrong" in metrics["log_loss"].method
+
+
+def test_classes_of_equal_size_and_recall_count_all_rows_and_small_ones_fewer():
+    assert effective_rows(np.array([50, 50]), np.array([0.8, 0.8])) == pytest.approx(100)
+    # Variance of the mean of two recalls: (0.16 / 10 + 0.16 / 90) / 4 = 0.16 / 36, which is that of 36 rows.
+    assert effective_rows(np.array([10, 90]), np.array([0.8, 0.8])) == pytest.approx(36, rel=0.05)
+    estimate = exact_proportion(0.8, 36.4)
+    assert beta.cdf(estimate.low, 0.8 * 36.4, 0.2 * 36.4 + 1) == pytest.approx(0.025)
+    assert beta.cdf(estimate.high, 0.8 * 36.4 + 1, 0.2 * 36.4) == pytest.approx(0.975)
+    assert estimate.method == "Clopper-Pearson, 36.4 effective rows"
+
+
+def test_a_class_of_few_test_rows_is_said_to_make_intervals_too_narrow():
+    truth = np.array([0] * 40 + [1] * 40 + [2] * 3)
+    scores = np.eye(3, dtype=np.float32)[truth]
+    scores[::5] = 0
+    metrics = classification_metrics(scores, truth, None, seed=0)
+    assert "a class has only 3 test rows" in metrics["balanced_accuracy"].method
+    assert "a class has only 3 test rows" in metrics["macro_f1"].method
+    assert "narrow" not in metrics["top1"].method
+
+
+def test_a_calibrated_probe_has_the_calibration_error_that_is_expected_of_it():
+    generator = np.random.default_rng(0)
+    scores = 2 * generator.normal(size=(300, 4)).astype(np.float32)
+    probabilities = (np.exp(scores) / np.exp(scores).sum(1, keepdims=True)).astype(np.float32)
+    errors, expected = [], []
+    for _ in range(12):
+        truth = (probabilities.cumsum(1) < generator.random((300, 1))).sum(1).clip(0, 3)
+        metrics = classification_metrics(scores, truth, probabilities, seed=0)
+        errors.append(metrics["calibration_error"].value)
+        expected.append(metrics["calibration_error_if_calibrated"].value)
+    assert np.mean(errors) == pytest.approx(np.mean(expected), rel=0.2)
+    assert np.mean(expected) > 0.02
+    wrong = classification_metrics(
+        3 * scores, truth, probabilities**3 / (probabilities**3).sum(1, keepdims=True), seed=0
+    )
+    assert wrong["calibration_error"].value > 2 * wrong["calibration_error_if_calibrated"].value
 
 
 def test_average_precision_is_that_of_scikit_learn_with_ties_and_times():

@@ -54,6 +54,21 @@ def test_features_of_another_width_are_refused(fitted):
         (lambda t, m: (t, {**m, "classes": json.dumps(["a"])}), "1 classes"),
         (lambda t, m: (t, {**m, "classes": "[["}), "cannot be read as a probe"),
         (lambda t, m: (t, {**m, "task": "magic"}), "unknown task"),
+        (lambda t, m: (t, {**m, "has_probabilities": "3"}), "has_probabilities is 3; expected true or false"),
+        (lambda t, m: (t, {**m, "has_probabilities": "null"}), "has_probabilities is None; expected true or false"),
+        (lambda t, m: (t, {**m, "classes": "[1, 2, NaN]"}), "a class is NaN"),
+        (lambda t, m: (t, {**m, "classes": '["a", "b", 3]', "about": "[]"}), "metadata are not a mapping"),
+        (
+            lambda t, m: (
+                {**t, "coef": t["coef"][:0].copy(), "intercept": t["intercept"][:0].copy()},
+                {**m, "classes": "[]"},
+            ),
+            "weights are not float32 of shapes",
+        ),
+        (
+            lambda t, m: ({k: v.astype(np.float64) for k, v in t.items()}, {**m, "task": "regression"}),
+            "a regression has none",
+        ),
     ],
 )
 def test_what_is_no_whole_probe_is_refused(tmp_path, fitted, change, message):
