@@ -37,7 +37,7 @@ _GROWTH, _ABOVE_OTHERS = 100.0, 100.0
 # training. Pixels of 0 to 1 without normalisation give 0.25 at the first one. Later ones also depend on what is seen.
 _FIRST_MISFIT, _LATER_MISFIT = 3.0, 10.0
 _IMAGES_FOR_MISFIT = 20  # the values of few images vary less
-_LAYERS_BACK = 8  # tensors among which the input of a layer is looked for
+_LAYERS_BACK, _SAME_SIZE = 8, 2e-3  # where the input of a layer is looked for; sizes of inputs are summed in float32
 # Attention of trained networks: single heads attend to one token, such as the class token, but never all of them.
 _ONE_HOT_QUERIES = 0.9
 # At the smallest usual initialisation (standard deviation 0.02, 48 channels), weights deviate by 2 % from uniform ones.
@@ -95,8 +95,8 @@ def first_misfit(tensors: Sequence[TensorReport]) -> Misfit | None:
         running = tensor.running
         if running is None or running.initial or tensor.activations.images < _IMAGES_FOR_MISFIT:
             continue
-        given = _input_of(tensors, position)
-        if given is None or given.activations.channels != len(running.std):
+        given = _input_of(tensors, position, len(running.std))
+        if given is None:
             continue
         with np.errstate(divide="ignore", invalid="ignore"):
             ratios = given.activations.channel_std / running.std
@@ -112,11 +112,12 @@ def first_misfit(tensors: Sequence[TensorReport]) -> Misfit | None:
     return None
 
 
-def _input_of(tensors: Sequence[TensorReport], position: int) -> TensorReport | None:
+def _input_of(tensors: Sequence[TensorReport], position: int, channels: int) -> TensorReport | None:
     """Return the tensor just before that is the input of this one, recognised by its size; None if there is none."""
     size = tensors[position].input_rms
     for tensor in reversed(tensors[max(0, position - _LAYERS_BACK) : position]):
-        if tensor.by_image and math.isclose(tensor.activations.rms, size, rel_tol=1e-4):
+        same_size = math.isclose(tensor.activations.rms, size, rel_tol=_SAME_SIZE)
+        if tensor.by_image and tensor.activations.channels == channels and same_size:
             return tensor
     return None
 
