@@ -121,6 +121,7 @@ class _Monitor:
         self._input_shape: tuple[int, ...] = ()
         self._handle: RemovableHandle | None = None
         self._earlier_sizes: dict[str, list[float]] = defaultdict(list)
+        self._updates: list[float] = []  # median update of the weights in each monitored step
         self._active: set[tuple[str, str]] = set()  # (kind, layer) of alarms that persist
         self.step = 0
         self.rows: Rows = []
@@ -284,12 +285,6 @@ class GradientMonitor(_Monitor):
     in three consecutive ones, or below 1e-7 in all of the first five. Steps in which no parameter changes do not count.
     """
 
-    def __init__(self, model: nn.Module, layers: str | Sequence[str] | None = None, **how: Any):
-        super().__init__(model, layers, **how)
-        self._sizes: dict[str, float] = {}
-        self._before: dict[str, Tensor] = {}  # parameters of the monitored step, before the optimizer changes them
-        self._updates: list[float] = []  # median update of the weights in each monitored step
-
     def _request(self, taps: Taps) -> None:
         taps.keep(self._names, "grad", reduce=self._summary)
         owners = {*self._names, ""} if self._all_layers else set(self._names)  # "": parameters of the model itself
@@ -298,6 +293,7 @@ class GradientMonitor(_Monitor):
             taps.keep(list(parameters), "grad", reduce=_norm)
         # Computed now, since the optimiser may change the parameters before the gradients are read.
         self._sizes = {name: float(parameter.detach().norm()) for name, parameter in parameters.items()}
+        # The parameters of the monitored step; at its end, the optimizer has changed them.
         self._before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
     def _rows_of(self, record: Record) -> Rows:

@@ -147,36 +147,46 @@ def distortions(evidence: Evidence, explained: set[str]) -> list[Finding]:
 
 def _exploding(tensors: Sequence[TensorReport], explained: set[str]) -> list[Finding]:
     findings: list[Finding] = []
-    sizes: list[float] = [tensors[0].input_rms] if tensors else []
+    known = set(explained)
+    gains = [tensor.norm_ratio for tensor in tensors]
+    sizes_before = [tensors[0].input_rms] if tensors else []
     for position, tensor in enumerate(tensors):
-        size, known = tensor.activations.rms, {layer for finding in findings for layer in finding.layers}
+        if tensor.name in known:
+            continue
+        size, others = tensor.activations.rms, _gains_of_like_layers(tensors, gains, tensor)
         # Compared with the input and the layers before, not with all layers: most of those behind are large too.
-        usual = float(np.median([value for value in sizes if value > 0] or [math.nan]))
+        usual = float(np.median([value for value in sizes_before if value > 0] or [math.nan]))
+        typical = float(np.median(others)) if others else math.nan
         inside = any(finding.layer.startswith(f"{tensor.layer}.") for finding in findings)
-        typical = _typical_gain(tensors, tensor)
-        if tensor.name not in explained | known and not tensor.bounded and not inside:
-            grown = tensor.norm_ratio > _GROWTH * max(1.0, typical if math.isfinite(typical) else 1.0)
-            if grown and size > _ABOVE_OTHERS * usual:
-                behind = [other for other in tensors[position + 1 :] if other.input_rms > _ABOVE_OTHERS * usual]
-                if behind and all(other.bounded for other in behind):
-                    continue  # a bounded function stops the growth; `saturated_units` judges it
-                text = f"its outputs are {tensor.norm_ratio:,.0f} times larger than its inputs"
-                if math.isfinite(typical):
-                    text = f"{text}; the median of the other {tensor.type} layers is {typical:.2g}"
-                if behind:
-                    text = f"{text}. {_affected(len(behind), len(tensors) - position - 1)}"
-                names = tuple(other.name for other in behind)
-                findings.append(Finding("exploding", tensor.name, text, layers=names))
-        if tensor.name not in known and all(finding.layer != tensor.name for finding in findings):
-            sizes.append(size)
+        grown = gains[position] > _GROWTH * max(1.0, typical if others else 1.0) and size > _ABOVE_OTHERS * usual
+        if inside:
+            continue
+        if not grown or tensor.bounded:
+            sizes_before.append(size)
+            continue
+        behind = [other for other in tensors[position + 1 :] if other.input_rms > _ABOVE_OTHERS * usual]
+        if behind and all(other.bounded for other in behind):
+            continue  # a bounded function stops the growth; `saturated_units` judges it
+        text = f"its outputs are {gains[position]:,.0f} times larger than its inputs"
+        if others:
+            text = f"{text}; the median of the other {tensor.type} layers is {typical:.2g}"
+        if behind:
+            text = f"{text}. {_affected(len(behind), len(tensors) - position - 1)}"
+        names = tuple(other.name for other in behind)
+        known.update(names)
+        findings.append(Finding("exploding", tensor.name, text, layers=names))
     return findings
 
 
-def _typical_gain(tensors: Sequence[TensorReport], tensor: TensorReport) -> float:
-    """Return the median of output by input over the other layers of the same type; NaN if there are none."""
-    gains = [other.norm_ratio for other in tensors if other.type == tensor.type and other.layer != tensor.layer]
-    gains = [gain for gain in gains if math.isfinite(gain) and gain > 0]
-    return float(np.median(gains)) if gains else math.nan
+def _gains_of_like_layers(
+    tensors: Sequence[TensorReport], gains: Sequence[float], tensor: TensorReport
+) -> list[float]:  # fmt: skip
+    """Return output by input, root mean squares, of the other layers of the same type."""
+    return [
+        gain
+        for other, gain in zip(tensors, gains, strict=True)
+        if other.type == tensor.type and other.layer != tensor.layer and math.isfinite(gain) and gain > 0
+    ]
 
 
 def one_hot_attention(evidence: Evidence, explained: set[str]) -> list[Finding]:

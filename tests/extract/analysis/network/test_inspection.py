@@ -279,10 +279,10 @@ def test_on_real_photos_the_bundled_backbone_gives_no_alarm_and_its_dead_channel
     inspection = inspect_model(backbone.model, batches(), loss=cross_entropy)
     assert [finding for finding in inspection.findings if finding.grave or finding.kind != "dead"] == []
     seen: dict[str, list[Tensor]] = {}
-    for finding in inspection.findings:
-        layer = backbone.model.get_submodule(finding.layer)
-        layer.register_forward_hook(
-            lambda m, a, out, name=finding.layer: seen.setdefault(name, []).append(out.detach().clone())
+    [finding] = inspection.findings
+    for name in (finding.layer, *finding.layers):
+        backbone.model.get_submodule(name).register_forward_hook(
+            lambda m, a, out, name=name: seen.setdefault(name, []).append(out.detach().clone())
         )
     with torch.no_grad():
         for batch in batches():
