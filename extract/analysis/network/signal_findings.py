@@ -312,13 +312,13 @@ def _dead(tensors: Sequence[TensorReport]) -> Iterable[_Dead]:
         images_needed = math.inf if untrained else _IMAGES_AT_THE_END
         enough = (numbers.count >= _VALUES_FOR_CONSTANT) & (~at_the_end | (numbers.images >= images_needed))
         dead = {channel for channel in numbers.dead.tolist() if enough[channel]}
-        new = sorted(dead - before.get(numbers.channels, set()))
+        new = dead - before.get(numbers.channels, set())
         whole = len(dead) == numbers.channels
         # Values at the bounds of a function are reported as saturated. Where all channels hardly vary, some are
         # constant by rounding only.
         rounding = tensor.variation < _LOST and not whole
         if new and not (whole and before_whole) and not tensor.bounded and not rounding:
-            yield _Dead(tensor, new, "zero" if zero[new].all() else "constant")
+            yield _Dead(tensor, sorted(new), "zero" if zero[sorted(new)].all() else "constant")
         before[numbers.channels] = set(numbers.constant(_NEARLY_CONSTANT).tolist())
         before_whole = whole
 
