@@ -15,6 +15,7 @@ __all__ = ["broken_inputs", "equal_inputs", "input_scale", "wrong_labels"]
 # Inputs normalised by mean and standard deviation have negative values, and a root mean square of about 1.
 _NORMALISED_RMS = (0.3, 3.0)
 _PIXELS = (100.0, 255.5)  # range of the largest value of 8-bit pixels that are not scaled
+_GROWTH_BEFORE = 100.0  # of outputs by inputs; that of layers with usual weights is about 1
 _IMAGES_FOR_LABELS = 100
 # Predictions of an untrained network are nearly uniform, and nearly the same for all images. A network that gives its
 # classes three times the probability of a guess, and half of the classes in turn, has learned.
@@ -66,6 +67,8 @@ def input_scale(evidence: Evidence, explained: set[str]) -> list[Finding]:
     misfit = first_misfit(tensors)
     if misfit is None or misfit.variance_is_zero or misfit.position != misfit.first_position or normalised:
         return []
+    if any(tensor.norm_ratio > _GROWTH_BEFORE for tensor in tensors[: misfit.position]):
+        return []  # a layer before the batch normalisation is at fault
     text = (
         f"{now}{looks_like}; the values at {tensors[misfit.position].name} vary {misfit.ratio_in_words} as in training"
     )
@@ -75,7 +78,7 @@ def input_scale(evidence: Evidence, explained: set[str]) -> list[Finding]:
 def wrong_labels(evidence: Evidence, explained: set[str]) -> list[Finding]:
     """Find labels that predictions agree with no better than guesses, although the network has learned something."""
     predictions = evidence.predictions
-    if predictions is None or explained & {"input"}:
+    if predictions is None or "input" in explained:
         return []
     images, classes = int(predictions.labels.sum()), len(predictions.labels)
     if images < _IMAGES_FOR_LABELS or classes < 2:

@@ -299,6 +299,7 @@ class GradientMonitor(_Monitor):
     def _rows_of(self, record: Record) -> Rows:
         rows = []
         parameters, before, self._before = named_parameters(self._model), self._before, {}
+        self._changed = False  # whether the optimizer has run
         for name, site in record.sites.items():
             tensors = record[site]
             if site.layer in self._sizes:
@@ -306,7 +307,8 @@ class GradientMonitor(_Monitor):
                 norm, size, not_finite = float(tensors["norm"]), self._sizes[site.layer], int(tensors["not_finite"])
                 change = float((parameters[site.layer].detach() - before[site.layer]).norm())
                 columns = {"std": math.nan, "zeros": math.nan, "ratio": norm / size if size else math.nan,
-                           "update": change / size if size else math.nan if not change else math.inf}  # fmt: skip
+                           "update": change / size if size else math.nan}  # fmt: skip
+                self._changed = self._changed or change > 0
             elif tensors:
                 layer, of, statistics = name.removesuffix("@grad"), "output", _statistics(tensors)
                 norm = statistics.rms * math.sqrt(statistics.total) if statistics.total else math.nan
@@ -335,7 +337,7 @@ class GradientMonitor(_Monitor):
 
     def _alarms_of_updates(self, rows: Rows) -> Iterable[tuple[str, str, str]]:
         weights = [row["update"] for row in rows if row["of"].startswith("weight") and math.isfinite(row["update"])]
-        if not weights or not any(row["update"] > 0 for row in rows):
+        if not weights or not self._changed:
             return  # the optimizer has not run, as while gradients are accumulated
         self._updates.append(median(weights))
         usual = f"the rule of thumb is {_USUAL_UPDATE:g}; is the learning rate too"

@@ -61,7 +61,7 @@ def not_finite(evidence: Evidence, explained: set[str]) -> list[Finding]:
             )
             where = f"first in {evidence.name_of(new[0])}" if tensor.by_image else f"first in batch {new[0]}"
             behind = tuple(other.name for other in sick[sick.index(tensor) + 1 :])
-            affected = f". {_affected(len(behind), _number_behind(evidence.tensors, tensor))}" if behind else ""
+            affected = _affected(len(behind), _number_behind(evidence.tensors, tensor))
             text = f"{' and '.join(kinds)} values, {where}{affected}"
             findings.append(Finding("not finite", tensor.name, text, layers=behind))
     return findings
@@ -142,7 +142,8 @@ def distortions(evidence: Evidence, explained: set[str]) -> list[Finding]:
         text = f"its running variance is zero, so its output is {misfit.ratio:,.0f} times too large"
     else:
         text = f"{text}: the running variance, or the layers before it, have changed since training"
-    return [Finding("running statistics", tensor.name, f"{text}. {_affected(len(behind), len(behind))}", layers=behind)]
+    text = f"{text}{_affected(len(behind), len(behind))}"
+    return [Finding("running statistics", tensor.name, text, layers=behind)]
 
 
 def _exploding(tensors: Sequence[TensorReport], explained: set[str]) -> list[Finding]:
@@ -170,8 +171,7 @@ def _exploding(tensors: Sequence[TensorReport], explained: set[str]) -> list[Fin
         text = f"its outputs are {gains[position]:,.0f} times larger than its inputs"
         if others:
             text = f"{text}; the median of the other {tensor.type} layers is {typical:.2g}"
-        if behind:
-            text = f"{text}. {_affected(len(behind), len(tensors) - position - 1)}"
+        text = f"{text}{_affected(len(behind), len(tensors) - position - 1)}"
         names = tuple(other.name for other in behind)
         known.update(names)
         findings.append(Finding("exploding", tensor.name, text, layers=names))
@@ -210,12 +210,13 @@ def _attention(
         return []
     also = f"; so it is in {len(sick) - 1:,} other layers" if len(sick) > 1 else ""
     others = tuple(report.layer for report in sick[1:])
-    # The projection of a uniform attention has constant queries and keys.
-    if kind == "uniform attention":
-        inside = tuple(tensor.name for tensor in evidence.tensors for report in sick
-                       if tensor.layer.startswith(f"{report.layer}."))  # fmt: skip
-        explained |= set(inside)
-    return [Finding(kind, sick[0].layer, text.format(sick[0]) + also, layers=others)]
+    # Layers inside are affected: the projection of a uniform attention has constant queries and keys.
+    inside = tuple(
+        tensor.name
+        for tensor in evidence.tensors
+        if any(tensor.layer.startswith(f"{report.layer}.") for report in sick)
+    )
+    return [Finding(kind, sick[0].layer, text.format(sick[0]) + also, layers=(*others, *inside))]
 
 
 def saturated_units(evidence: Evidence, explained: set[str]) -> list[Finding]:
@@ -246,7 +247,7 @@ def zero_weights(evidence: Evidence, explained: set[str]) -> list[Finding]:
         behind = tensors[position + 1 :]
         cut = bool(behind) and all(_is_lost(other) for other in behind)
         if cut:
-            text = f"its weight is zero: no signal passes. {_affected(len(behind), len(behind))}"
+            text = f"its weight is zero: no signal passes{_affected(len(behind), len(behind))}"
             findings.append(Finding("zero weight", tensor.name, text, layers=tuple(other.name for other in behind)))
             break
         text = "its weight is zero: no signal passes; usual before training"
@@ -330,7 +331,7 @@ def vanishing_signal(evidence: Evidence, explained: set[str]) -> list[Finding]:
     if len(behind) < 2 or explained & {tensor.name for tensor in behind}:
         return []
     text = f"from here on, the values depend on the input by less than 1 in {1 / _LOST:,.0f} of their size"
-    text = f"{text}. {_affected(len(behind) - 1, len(behind) - 1)}"
+    text = f"{text}{_affected(len(behind) - 1, len(behind) - 1)}"
     return [Finding("vanishing", behind[0].name, text, layers=tuple(tensor.name for tensor in behind[1:]))]
 
 
@@ -355,6 +356,9 @@ def _number_behind(tensors: Sequence[TensorReport], tensor: TensorReport) -> int
 
 
 def _affected(count: int, behind: int) -> str:
+    """Return a sentence about the layers behind, to be added to a text; empty if none of them is affected."""
+    if not count:
+        return ""
     if count == behind:
-        return f"All {behind:,} layers after it are affected" if behind > 1 else "The layer after it is affected"
-    return f"{count:,} of the {behind:,} layers after it are affected"
+        return f". All {behind:,} layers after it are affected" if behind > 1 else ". The layer after it is affected"
+    return f". {count:,} of the {behind:,} layers after it are affected"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -137,12 +139,23 @@ def test_labels_are_doubted_only_if_sure_answers_never_agree(moved: int, sure: f
     assert [finding.kind for finding in inspect_model(Answers(), batches, loss=F.cross_entropy).findings] == kinds
 
 
-def normalised(std: float) -> nn.Sequential:
+def normalised(std: float, draw: Callable[..., Tensor] = torch.randn) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16))
     for _ in range(60):
-        model.train()(std * torch.randn(16, 3, 8, 8))
+        model.train()(std * draw(16, 3, 8, 8))
     return model
+
+
+@pytest.mark.parametrize(("layer", "factor", "kind"), [(0, 1e4, "exploding"), (4, 1e-8, "running statistics")])
+def test_inputs_that_were_never_normalised_are_not_blamed_for_a_layer(layer: int, factor: float, kind: str) -> None:
+    model = normalised(1.0, torch.rand)
+    with torch.no_grad():
+        (model[layer].weight if layer == 0 else model[layer].running_var).mul_(factor)
+    [finding] = inspect_model(model, [torch.rand(64, 3, 8, 8)]).findings
+    assert (finding.kind, finding.layer) == (kind, str(layer))
+    assert finding.layers == tuple("1234"[layer:])
+    assert finding.text.endswith("affected") == bool(finding.layers)
 
 
 def test_running_statistics_that_fit_are_no_finding_on_any_scale() -> None:
