@@ -64,6 +64,8 @@ def not_finite(evidence: Evidence, explained: set[str]) -> list[Finding]:
             affected = _affected(len(behind), _number_behind(evidence.tensors, tensor))
             text = f"{' and '.join(kinds)} values, {where}{affected}"
             findings.append(Finding("not finite", tensor.name, text, layers=behind))
+            if not tensor.by_image:
+                break  # it is unknown in which images values behind it are new
     return findings
 
 

@@ -187,3 +187,15 @@ def test_layers_that_never_run_are_one_finding() -> None:
     [finding] = inspect_model(model, noise(), loss=F.cross_entropy).findings
     assert (finding.kind, finding.layer, finding.layers) == ("no gradient", "conv1.spare.0", ("conv1.spare.1",))
     assert finding.text.startswith("the layer never runs")
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("depth", [0, 3])
+def test_a_weight_that_is_not_finite_is_one_finding(depth: int, value: float) -> None:
+    torch.manual_seed(0)
+    model = chain(5)
+    with torch.no_grad():
+        model.get_submodule(f"conv{depth}").weight[1, 0, 0, 0] = value  # type: ignore[index,union-attr]
+    [finding] = inspect_model(model, noise()).findings
+    assert (finding.kind, finding.layer) == ("not finite", f"conv{depth}")
+    assert "fc" in finding.layers
